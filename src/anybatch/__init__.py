@@ -1,0 +1,18 @@
+"""anybatch: name the effective batch size; any hardware trains it, exactly."""
+
+from anybatch.core.loss import (
+    Loss,
+    LossSum,
+    counted,
+    mean_over,
+    mean_over_samples,
+    mean_over_tokens,
+    samples,
+    sum_of,
+    tokens,
+)
+from anybatch.core.reports import StepReport
+from anybatch.core.splitting import BatchPlan
+from anybatch.engine.engine import Engine
+from anybatch.engine.shares import shares
+from anybatch.parallel.world import World

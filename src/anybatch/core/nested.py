@@ -1,0 +1,118 @@
+"""Chapter 4: batches of any shape. A batch is a tree; its leaves that carry samples are cut along their first axis.
+
+Containers: mappings (dict, `BatchEncoding` and other `Mapping`s), tuples, named tuples, dataclasses, and lists that
+hold a tensor or container. Leaves that carry samples: tensors of at least one axis, numpy arrays, and plain lists
+(a list of strings, say). Everything else (numbers, None, strings, zero-axis tensors) belongs to every sample.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from anybatch.errors import DataError
+
+Batch = Any
+"""Any nested batch. There is no narrower type: the user's collate function decides."""
+
+
+def count_samples(batch: Batch) -> int:
+    """Return the number of samples of a nested batch: the length of the first axis that all its leaves share.
+
+    Raises:
+        DataError: no leaf carries samples, or leaves disagree about how many.
+    """
+    lengths = {path: _length(leaf) for path, leaf in _leaves(batch, "batch") if _carries_samples(leaf)}
+    if not lengths:
+        message = (
+            f"the batch ({type(batch).__name__}) holds no tensor with a first axis, so its samples cannot be counted. "
+            "Return tensors whose first axis is the sample from the collate function."
+        )
+        raise DataError(message)
+    (first_path, first), *rest = lengths.items()
+    for path, length in rest:
+        if length != first:
+            message = (
+                f"leaves of the batch have different lengths: {first_path} has {first} samples, {path} has {length}. "
+                "Every leaf must have the sample as its first axis; move anything else out of the batch "
+                "or make it a plain number."
+            )
+            raise DataError(message)
+    return first
+
+
+def slice_samples(batch: Batch, start: int, stop: int) -> Batch:
+    """Return samples `start` to `stop` (exclusive) of a nested batch; tensors are views, nothing is copied."""
+    return _map_leaves(batch, lambda leaf: leaf[start:stop] if _carries_samples(leaf) else leaf)
+
+
+def map_tensors(batch: Batch, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+    """Return the same tree with `function` applied to every tensor."""
+    return _map_leaves(batch, lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf)
+
+
+def tensors_of(batch: Batch) -> Iterator[torch.Tensor]:
+    """Yield every tensor of a nested batch, depth first."""
+    return (leaf for _, leaf in _leaves(batch, "batch") if isinstance(leaf, torch.Tensor))
+
+
+def _is_container(node: object) -> bool:
+    if isinstance(node, (tuple, Mapping)) or (dataclasses.is_dataclass(node) and not isinstance(node, type)):
+        return True
+    return isinstance(node, list) and any(isinstance(item, torch.Tensor) or _is_container(item) for item in node)
+
+
+def _children(node: Batch) -> Iterator[tuple[str, Any]]:
+    if isinstance(node, Mapping):
+        return ((f"[{key!r}]", value) for key, value in node.items())
+    if dataclasses.is_dataclass(node):
+        return ((f".{field.name}", getattr(node, field.name)) for field in dataclasses.fields(node))
+    return ((f"[{index}]", value) for index, value in enumerate(node))
+
+
+def _leaves(node: Batch, path: str) -> Iterator[tuple[str, Any]]:
+    if not _is_container(node):
+        yield path, node
+        return
+    for key, child in _children(node):
+        yield from _leaves(child, path + key)
+
+
+def _map_leaves(node: Batch, function: Callable[[Any], Any]) -> Batch:
+    if isinstance(node, torch.Tensor):  # the common leaf, first
+        return function(node)
+    if isinstance(node, dict) and type(node) is dict:
+        return {key: _map_leaves(value, function) for key, value in node.items()}
+    if not _is_container(node):
+        return function(node)
+    if isinstance(node, Mapping):
+        values = {key: _map_leaves(value, function) for key, value in node.items()}
+        return _rebuild_mapping(node, values)
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        fields = {f.name: _map_leaves(getattr(node, f.name), function) for f in dataclasses.fields(node) if f.init}
+        return dataclasses.replace(node, **fields)
+    items = [_map_leaves(item, function) for item in node]
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return type(node)(*items)
+    return type(node)(items)
+
+
+def _rebuild_mapping(node: Mapping[Any, Any], values: dict[Any, Any]) -> Batch:
+    """Return `values` as the mapping type of `node` where that type can be built from a dict, else as a dict."""
+    try:
+        return type(node)(values)  # type: ignore[call-arg]
+    except TypeError:  # such as defaultdict, whose first argument is its factory
+        return values
+
+
+def _carries_samples(leaf: object) -> bool:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.dim() > 0
+    if isinstance(leaf, list):
+        return True
+    return hasattr(leaf, "__array__") and getattr(leaf, "ndim", 0) > 0
+
+
+def _length(leaf: Any) -> int:  # noqa: ANN401 (a tensor, list or array)
+    return len(leaf)

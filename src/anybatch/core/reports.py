@@ -1,0 +1,62 @@
+"""Chapter 8: what a step tells about itself. Values stay on the device until they are read."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from anybatch.core.batch import Position
+from anybatch.core.splitting import BatchPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepReport:
+    """What one effective batch did. Reading a number waits for the device; not reading it costs nothing.
+
+    Attributes:
+        step: number of this step, from 0.
+        plan: who ran what.
+        position: where the data stands now.
+        learning_rates: of each parameter group, as used in this step.
+        skipped: the update was left out, because fp16 gradients overflowed; all ranks skip together.
+        update: how gradients reached the parameters: "direct", "master_weights" or "cast".
+        contributions: tensor (terms,): weight x mean of each loss term over the whole effective batch.
+        weights: weight of each loss term, by name.
+        counts: tensor (terms,): items of each term over the whole effective batch.
+        gradient_norm: zero-axis tensor, the 2-norm over all gradients before clipping; None where not measured.
+    """
+
+    step: int
+    plan: BatchPlan
+    position: Position
+    learning_rates: tuple[float, ...]
+    skipped: bool
+    update: str
+    contributions: torch.Tensor
+    weights: Mapping[str, float]
+    counts: torch.Tensor
+    gradient_norm: torch.Tensor | None
+
+    @property
+    def loss(self) -> float:
+        """The loss of the whole effective batch, over all ranks."""
+        return float(self.contributions.sum())
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """The mean of each term over the whole effective batch; NaN for a term of weight 0 or without items."""
+        values = self.contributions.tolist()
+        return {
+            name: value / weight if weight and count else float("nan")
+            for (name, weight), value, count in zip(self.weights.items(), values, self.counts.tolist(), strict=True)
+        }
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The gradient norm before clipping, as a number."""
+        return None if self.gradient_norm is None else float(self.gradient_norm)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the effective batch, over all ranks."""
+        return self.plan.num_samples

@@ -1,0 +1,191 @@
+"""Chapter 2: how an effective batch is cut into units, and how units are dealt to ranks.
+
+A unit is a numbered micro-batch: a range of positions in the effective batch's global order. A rank share is a list of
+units. Nothing is dropped and nothing is duplicated: the units of a plan with weight 1 are a partition of the batch.
+"""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from anybatch.core.geometry import ceil_div
+from anybatch.errors import BatchSizeError, CompositionError
+
+Deal = Literal["balanced", "fixed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Positions `start` to `stop` (exclusive) of the effective batch, run as one forward and backward.
+
+    `weight` is 1, or 0 for a unit that only keeps ranks in lockstep: it repeats samples and must add nothing.
+    """
+
+    number: int
+    start: int
+    stop: int
+    weight: float = 1.0
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples in this unit."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """Every constraint a cutter has to respect.
+
+    Args:
+        micro_batch_size: most samples in a unit; None for no limit.
+        accumulation_steps: cut each share into this many units of nearly equal size instead; None for as few as fit.
+        deal: "balanced" gives every rank the same number of samples up to one and cuts each share by itself;
+            "fixed" cuts the whole batch once and keeps units whole, so that units do not depend on the world size.
+        lockstep: every rank must run the same number of units; short shares are filled with units of weight 0.
+    """
+
+    micro_batch_size: int | None = None
+    accumulation_steps: int | None = None
+    deal: Deal = "balanced"
+    lockstep: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPlan:
+    """Who runs what of one effective batch. A value: print it, compare it, test it without a device.
+
+    Attributes:
+        num_samples: samples of the effective batch over all ranks.
+        shares: for each rank its units, in the order they are run.
+        cut: the constraints the plan was made under.
+    """
+
+    num_samples: int
+    shares: tuple[tuple[Unit, ...], ...]
+    cut: Cut
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.shares)
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """All units that count (weight 1), in global order."""
+        return tuple(unit for share in self.shares for unit in share if unit.weight)
+
+    @property
+    def accumulation_steps(self) -> int:
+        """The largest number of micro-batches any rank runs."""
+        return max(len(share) for share in self.shares)
+
+    def __str__(self) -> str:
+        """Return the geometry in one line: `256 samples = 2 ranks x 8 micro-batches x 16`."""
+        sizes = [tuple(unit.num_samples for unit in share if unit.weight) for share in self.shares]
+        ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)}"
+        largest = max((size for share in sizes for size in share), default=0)
+        steps = max(len(share) for share in sizes)
+        line = f"{self.num_samples} samples = {ranks} x {steps} micro-batch{'es' * (steps != 1)} x {largest}"
+        if all(share == (largest,) * steps for share in sizes):
+            return line
+        return f"{line}, ragged: {_describe_ragged(sizes)}"
+
+
+def plan_batch(num_samples: int, world_size: int, cut: Cut) -> BatchPlan:
+    """Cut an effective batch of `num_samples` and deal it to `world_size` ranks.
+
+    Args:
+        num_samples: samples in the effective batch, over all ranks; any number from 0 on.
+        world_size: number of ranks; need not divide anything.
+        cut: the constraints.
+    """
+    if cut.deal == "balanced":
+        return plan_shares(even_parts(num_samples, world_size), cut)
+    if cut.accumulation_steps is not None:
+        sizes: Iterable[int] = even_parts(num_samples, min(num_samples, world_size * cut.accumulation_steps))
+    else:
+        sizes = _parts_of(num_samples, cut.micro_batch_size or ceil_div(num_samples, world_size))
+    units = [Unit(number, start, stop) for number, (start, stop) in enumerate(_ranges(sizes, 0))]
+    ends = list(itertools.accumulate(even_parts(len(units), world_size), initial=0))
+    shares = tuple(tuple(units[start:stop]) for start, stop in itertools.pairwise(ends))
+    return _finish(num_samples, shares, cut)
+
+
+def plan_shares(share_sizes: Sequence[int], cut: Cut) -> BatchPlan:
+    """Cut a batch whose rank shares are already given: rank r holds `share_sizes[r]` consecutive samples.
+
+    Raises:
+        CompositionError: `cut.deal` is "fixed", which needs a batch that can be dealt freely.
+    """
+    if cut.deal == "fixed":
+        message = (
+            "deal='fixed' keeps units whole across world sizes and needs a batch that can be dealt freely, "
+            "but this batch arrived as rank shares. Feed the engine from ab.batches, or use deal='balanced'."
+        )
+        raise CompositionError(message)
+    shares: list[tuple[Unit, ...]] = []
+    number = start = 0
+    for size in share_sizes:
+        if cut.accumulation_steps is not None:
+            sizes: Iterable[int] = even_parts(size, min(size, cut.accumulation_steps))
+        else:
+            sizes = _parts_of(size, cut.micro_batch_size or size)
+        share = tuple(Unit(number + k, *bounds) for k, bounds in enumerate(_ranges(sizes, start)))
+        shares.append(share)
+        number += len(share)
+        start += size
+    return _finish(start, tuple(shares), cut)
+
+
+def even_parts(total: int, num_parts: int) -> tuple[int, ...]:
+    """Split `total` into `num_parts` whole numbers that differ by at most one, larger ones first."""
+    if num_parts == 0:
+        return ()
+    quotient, rest = divmod(total, num_parts)
+    return (quotient + 1,) * rest + (quotient,) * (num_parts - rest)
+
+
+def _parts_of(total: int, size: int) -> tuple[int, ...]:
+    """Split `total` into parts of `size`, the last one possibly smaller."""
+    if total == 0:
+        return ()
+    full, rest = divmod(total, size)
+    return (size,) * full + ((rest,) if rest else ())
+
+
+def _ranges(sizes: Iterable[int], start: int) -> Iterable[tuple[int, int]]:
+    return itertools.pairwise(itertools.accumulate(sizes, initial=start))
+
+
+def _finish(num_samples: int, shares: tuple[tuple[Unit, ...], ...], cut: Cut) -> BatchPlan:
+    if num_samples < 0:
+        message = f"{num_samples=} must not be negative."
+        raise BatchSizeError(message)
+    if cut.lockstep and num_samples:
+        shares = _in_lockstep(shares)
+    return BatchPlan(num_samples=num_samples, shares=shares, cut=cut)
+
+
+def _in_lockstep(shares: tuple[tuple[Unit, ...], ...]) -> tuple[tuple[Unit, ...], ...]:
+    longest = max(shares, key=len)
+    number = itertools.count(sum(len(share) for share in shares))
+    return tuple(
+        share
+        + tuple(
+            Unit(next(number), borrowed.start, borrowed.stop, weight=0.0)
+            for borrowed in itertools.repeat((share or longest)[-1], len(longest) - len(share))
+        )
+        for share in shares
+    )
+
+
+def _describe_ragged(sizes: Sequence[tuple[int, ...]]) -> str:
+    parts = []
+    for share, group in itertools.groupby(enumerate(sizes), key=lambda item: item[1]):
+        ranks = [rank for rank, _ in group]
+        name = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
+        runs = [(size, len(list(run))) for size, run in itertools.groupby(share)]
+        terms = " + ".join(f"{count} x {size}" if count > 1 else f"{size}" for size, count in runs)
+        parts.append(f"{name}: {sum(share)} = {terms}" if len(share) > 1 else f"{name}: {sum(share)}")
+    return "; ".join(parts)

@@ -1,0 +1,11 @@
+"""From a data set to effective batches: one global order, lazy batches, workers that run ahead.
+
+`batches` is the one thing most users need. Which samples make a step, and how they are augmented, depends on the seed,
+the data and the effective batch size, and on nothing else: not on the world size, the workers or the micro-batches.
+"""
+
+from anybatch.data.batches import Batches, batches
+from anybatch.data.effective_batch import DatasetBatch
+from anybatch.data.streams import Shards
+
+__all__ = ["Batches", "DatasetBatch", "Shards", "batches"]

@@ -1,0 +1,128 @@
+"""Workers that run ahead: one persistent loader, driven by keys that say what comes next."""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from anybatch.data.fetch import pinned
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded(Generic[Key, Value]):
+    """What a worker made of a key, with that key."""
+
+    key: Key
+    value: Value
+
+    def pin_memory(self) -> "Loaded[Key, Value]":
+        """Return the same with its tensors in pinned memory. The loader's pinning thread calls this."""
+        return Loaded(self.key, pinned(self.value))
+
+
+class Ahead(Generic[Key, Value]):
+    """Values loaded in worker processes before they are asked for.
+
+    The caller says, whenever asked, which keys it expects to ask for next. As long as it then asks for them in that
+    order the workers never pause; when it asks for another one, what was begun is thrown away and they start there.
+
+    Args:
+        load: returns the value of a key. It is copied into every worker.
+        num_workers: number of worker processes, at least 1. They start with the first `take`.
+        pin_memory: whether to pin the values, in a thread.
+        start_worker: run in every worker before it loads anything.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[Key], Value],
+        *,
+        num_workers: int,
+        pin_memory: bool,
+        start_worker: Callable[[int], None] | None = None,
+    ) -> None:
+        self._load = load
+        self._num_workers = num_workers
+        self._pin_memory = pin_memory
+        self._start_worker = start_worker
+        self._keys: _KeySequence[Key] = _KeySequence()
+        self._loader: DataLoader[Loaded[Key, Value]] | None = None
+        self._items: Iterator[Loaded[Key, Value]] = iter(())
+
+    def take(self, key: Key, onward: Callable[[], Iterator[Key]]) -> Value:
+        """Return the value of `key`.
+
+        Args:
+            key: what is wanted now.
+            onward: returns the keys that will be wanted, in order, beginning with `key`. Called when the workers have
+                to start anew.
+        """
+        if not self._keys.sent or self._keys.sent[0] != key:
+            self._start(onward())
+        try:
+            self._keys.sent.popleft()
+            item = next(self._items)
+        except BaseException:
+            self._keys.sent.clear()  # after an error or an interrupt, what comes next is not known: start anew
+            raise
+        assert item.key == key, (item.key, key)
+        return item.value
+
+    def close(self) -> None:
+        """Shut the workers down. A later `take` starts new ones."""
+        self._items = iter(())
+        self._loader = None  # the last reference: its destructor stops the processes and waits for them
+        self._keys.sent.clear()
+
+    def _start(self, keys: Iterator[Key]) -> None:
+        self._keys.source = keys
+        self._keys.sent.clear()
+        if self._loader is None:
+            self._loader = self._new_loader()
+        self._items = iter(self._loader)  # with persistent workers: what is under way is drained, processes stay
+
+    def _new_loader(self) -> "DataLoader[Loaded[Key, Value]]":
+        return DataLoader(
+            _Keyed(self._load),
+            batch_size=None,
+            sampler=self._keys,
+            collate_fn=_unchanged,
+            num_workers=self._num_workers,
+            persistent_workers=True,
+            pin_memory=self._pin_memory,
+            worker_init_fn=self._start_worker,
+            generator=torch.Generator(),  # the loader draws a seed, which must not come from the caller's generator
+        )
+
+
+class _KeySequence(Generic[Key]):
+    """A sampler over keys that are made when a worker is free, and are remembered until their value is taken."""
+
+    def __init__(self) -> None:
+        self.source: Iterator[Key] = iter(())
+        self.sent: deque[Key] = deque()
+
+    def __iter__(self) -> Iterator[Key]:
+        for key in self.source:
+            self.sent.append(key)
+            yield key
+
+
+@dataclass(frozen=True, slots=True)
+class _Keyed(Dataset[Any]):
+    """A data set whose index is a key."""
+
+    load: Callable[[Any], Any]
+
+    def __getitem__(self, key: Any) -> Loaded[Any, Any]:  # noqa: ANN401 (the caller's key)
+        return Loaded(key, self.load(key))
+
+
+def _unchanged(item: Any) -> Any:  # noqa: ANN401 (instead of torch's conversion of numbers and arrays to tensors)
+    return item

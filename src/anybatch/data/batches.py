@@ -1,0 +1,139 @@
+"""`batches`: a data set and an effective batch size in, effective batches out."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from anybatch.core.batch import Position
+from anybatch.data.effective_batch import DatasetBatch
+from anybatch.data.fetch import Collate, UnitLoader
+from anybatch.data.indexed import IndexedSource
+from anybatch.data.order import Schedule
+from anybatch.data.shards import Shards, check_readable
+from anybatch.data.streams import StreamSource
+from anybatch.errors import AnyBatchError, BatchSizeError, DataError
+
+
+class Source(Protocol):
+    """What makes the effective batches: a data set with an index, or a stream."""
+
+    @property
+    def steps_per_epoch(self) -> int: ...
+
+    @property
+    def num_steps(self) -> int: ...
+
+    def run(self) -> Iterator[DatasetBatch]: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Batches:
+    """The effective batches of a run, made by `batches`. Each `iter()` begins at `start`.
+
+    Worker processes belong to the iterator: they end when it is exhausted, closed or dropped.
+
+    Attributes:
+        effective_batch_size: samples of one optimizer step over all ranks.
+        seed: the seed of the order and of the augmentation.
+        start: where iteration begins.
+        source: what makes the batches.
+    """
+
+    effective_batch_size: int
+    seed: int
+    start: Position
+    source: Source = field(repr=False)
+
+    def __iter__(self) -> Iterator[DatasetBatch]:
+        """Yield the effective batches from `start` on."""
+        return self.source.run()
+
+    def __len__(self) -> int:
+        """Return the number of optimizer steps of one iteration.
+
+        Raises:
+            TypeError: it is not known: a stream without length and without `steps`.
+        """
+        return self.source.num_steps
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Number of optimizer steps in a whole epoch.
+
+        Raises:
+            TypeError: it is not known: a stream without length.
+        """
+        return self.source.steps_per_epoch
+
+
+def batches(
+    dataset: Any,  # noqa: ANN401 (a data set is whatever can be indexed or iterated)
+    *,
+    effective_batch_size: int,
+    epochs: int | None = None,
+    steps: int | None = None,
+    shuffle: bool = True,
+    seed: int = 0,
+    drop_last: bool = False,
+    collate: Callable[[list[Any]], Any] | None = None,
+    num_workers: int = 0,
+    pin_memory: bool | None = None,
+    start: Position = Position(),  # noqa: B008 (a frozen value)
+) -> Batches:
+    """Cut a data set into effective batches: each sample of an epoch is in exactly one, on any hardware.
+
+    The plain loop, on one rank with one micro-batch per step:
+
+    ```python
+    for epoch in range(epochs):
+        order = torch.randperm(len(dataset), generator=generator_of(seed, epoch))
+        for ids in order.split(effective_batch_size):
+            yield collate([dataset[i] for i in ids])
+    ```
+
+    Samples are loaded when a batch is fed, unit by unit; a stream's when its batch is reached. Which samples make a
+    step depends on the data, `seed` and `effective_batch_size` only. So does augmentation that draws from the global
+    generators of python, numpy or torch (CPU): they are seeded from (seed, epoch, sample id) before each sample, and
+    the caller's state is put back. Before `collate` they are seeded from the unit's first sample, so a collate function
+    that draws numbers depends on how the batch is cut. Generators that a data set makes for itself are its own affair.
+
+    Args:
+        dataset: one of three.
+            A data set with an index, that is `__getitem__` and `__len__`.
+            A stream: a torch `IterableDataset`, or any object whose `__iter__` starts afresh. Every rank reads all of
+            it, so it must yield the same on every rank and not divide itself by rank. At most one worker.
+            `Shards`, a stream in a fixed number of parts. At most one worker per shard.
+            Before an epoch of a stream its `set_epoch(epoch)` is called, if it has that method.
+        effective_batch_size: samples of one optimizer step over all ranks. The last batch of an epoch may be smaller.
+        epochs: whole epochs of the run, counted from epoch 0 wherever `start` is; 1 if `steps` is not given either.
+        steps: optimizer steps from `start` on, instead of `epochs`.
+        shuffle: a new order in each epoch; False keeps the data set's own order. Must be False for streams.
+        seed: the seed of the order and of the augmentation.
+        drop_last: leave out the last batch of an epoch if it is not full.
+        collate: makes a micro-batch of a list of samples; None for torch's `default_collate`.
+        num_workers: worker processes per rank that load ahead; 0 loads in the calling process.
+        pin_memory: copy micro-batches to pinned memory; None does so where an accelerator can use it.
+        start: where to begin, such as what `engine.load` returns. At the very end of the run nothing is yielded.
+
+    Returns:
+        An iterable of effective batches, with `len()` and `steps_per_epoch`.
+
+    Raises:
+        BatchSizeError: `effective_batch_size` is not a whole number of at least 1.
+        DataError: a data set that is empty or cannot be read, a `start` beyond it, or arguments that contradict.
+    """
+    _check_whole("effective_batch_size", effective_batch_size, 1, BatchSizeError)
+    _check_whole("num_workers", num_workers, 0, DataError)
+    _check_whole("seed", seed, None, DataError)
+    end_epoch = _end_epoch(epochs, steps, start)
+    if collate is not None and not callable(collate):
+        message = f"{collate=} must be a function of a list of samples, or None for torch's default_collate."
+        raise DataError(message)
+    schedule = _Cutting(effective_batch_size, drop_last, seed, start, end_epoch, steps)
+    loading = _Loading(collate or default_collate, num_workers, _pins(pin_memory=pin_memory))
+    make = _indexed_source if _has_index(dataset) else _stream_source
+    source = make(dataset, schedule, loading, shuffle=shuffle)
+    return Batches(effective_batch_size=effective_batch_size, seed=seed, start=start, source=source)

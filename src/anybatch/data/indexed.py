@@ -1,0 +1,167 @@
+"""Data sets with an index (`__getitem__` and `__len__`): loaded unit by unit, in any order."""
+
+import functools
+import itertools
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from anybatch.core.batch import Placement, Position
+from anybatch.core.nested import Batch
+from anybatch.core.splitting import Unit
+from anybatch.data.ahead import Ahead
+from anybatch.data.effective_batch import DatasetBatch
+from anybatch.data.fetch import UnitKey, UnitLoader, callers_randomness, pinned
+from anybatch.data.order import Schedule, sample_order
+from anybatch.errors import DataError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexedSource:
+    """Effective batches of a data set with an index.
+
+    Args:
+        loader: loads one unit.
+        schedule: how an epoch is cut into steps.
+        shuffle: whether each epoch has an order of its own.
+        start: where to begin.
+        end_epoch: the first epoch that is not run; None if `steps` says where to stop.
+        steps: number of steps from `start`; None if `end_epoch` says where to stop.
+        num_workers: worker processes; 0 loads in the calling process.
+        pin_memory: whether to pin the units.
+    """
+
+    loader: UnitLoader
+    schedule: Schedule
+    shuffle: bool
+    start: Position
+    end_epoch: int | None
+    steps: int | None
+    num_workers: int
+    pin_memory: bool
+
+    def __post_init__(self) -> None:
+        """Check the schedule against the data.
+
+        Raises:
+            DataError: nothing would be yielded, or `start` lies beyond the data.
+        """
+        num_samples, size = self.schedule.num_samples, self.schedule.effective_batch_size
+        if num_samples == 0:
+            message = "the data set is empty: len(dataset)=0, and a step needs at least 1 sample. Check what it reads."
+            raise DataError(message)
+        if self.schedule.steps_per_epoch == 0:
+            message = (
+                f"drop_last=True leaves nothing: the data set has {num_samples} samples, "
+                f"effective_batch_size={size} needs {size}. Use drop_last=False, or at most {num_samples}."
+            )
+            raise DataError(message)
+        if self.start.sample_offset > num_samples:
+            message = (
+                f"start.sample_offset={self.start.sample_offset} is larger than an epoch of {num_samples} samples. "
+                "Resume with the data set that the position was saved with."
+            )
+            raise DataError(message)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Number of steps in a whole epoch."""
+        return self.schedule.steps_per_epoch
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps from `start` to the end."""
+        if self.steps is not None:
+            return self.steps
+        return self.schedule.steps_to_epoch(self.start, self.end_epoch or 0)
+
+    def run(self) -> Iterator[DatasetBatch]:
+        """Yield the effective batches from `start` on; workers stop when this generator does."""
+        start = self.schedule.normalized(self.start)
+        end = Position(self.end_epoch or 0) if self.steps is None else self.schedule.advanced(start, self.steps)
+        walk = _Walk(self.schedule, seed=self.loader.seed, shuffle=self.shuffle, end=end)
+        ahead: Ahead[UnitKey, Batch] | None = None
+        if self.num_workers:
+            ahead = Ahead(self.loader, num_workers=self.num_workers, pin_memory=self.pin_memory)
+        feeder = _Feeder(walk, self.loader, ahead, pin_memory=self.pin_memory)
+        try:
+            for start, end, sample_ids in walk.steps(start):
+                yield DatasetBatch(sample_ids=sample_ids, seed=self.loader.seed, start=start, end=end, feeder=feeder)
+        finally:
+            if ahead is not None:
+                ahead.close()
+
+
+class _Walk:
+    """Which samples make which step from any position on. The batches and the workers ahead of them walk here."""
+
+    def __init__(self, schedule: Schedule, *, seed: int, shuffle: bool, end: Position) -> None:
+        self._schedule = schedule
+        self._seed = seed
+        self._shuffle = shuffle
+        self._end = end
+        self._orders: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+        self._share = functools.lru_cache(maxsize=4)(_rank_share)
+
+    def steps(self, position: Position) -> Iterator[tuple[Position, Position, tuple[int, ...]]]:
+        """Yield start, end and sample ids of each effective batch from `position` to the end of the run."""
+        while position < self._end:
+            epoch = position.epoch
+            order = self._order(epoch)
+            for offset, stop in self._schedule.steps_of_epoch(position):
+                start, end = Position(epoch, offset), self._schedule.normalized(Position(epoch, stop))
+                if start >= self._end:
+                    return
+                yield start, end, tuple(order[offset:stop].tolist())
+            position = Position(epoch + 1)
+
+    def unit_keys(self, start: Position, sample_ids: Sequence[int], placement: Placement) -> list[UnitKey]:
+        """Return the key of each unit of this rank's share of a batch."""
+        epoch, offset, ids = start.epoch, start.sample_offset, tuple(sample_ids)
+        share = self._share(placement, len(ids))
+        return [UnitKey(epoch, offset, unit.number, ids[unit.start : unit.stop]) for unit in share]
+
+    def unit_keys_from(self, position: Position, placement: Placement) -> Iterator[UnitKey]:
+        """Yield the keys of all units of this rank from `position` on, as they are if the placement stays."""
+        for start, _, sample_ids in self.steps(position):
+            yield from self.unit_keys(start, sample_ids, placement)
+
+    def _order(self, epoch: int) -> torch.Tensor:
+        """Return the order of `epoch`, one tensor for all who walk that epoch at the same time."""
+        order = self._orders.get(epoch)
+        if order is None:
+            order = sample_order(self._schedule.num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
+            self._orders[epoch] = order
+        return order
+
+
+@dataclass(frozen=True, slots=True)
+class _Feeder:
+    """Feeds the batches of one run. The workers know the walk but not the feeder, so that dropping it stops them."""
+
+    walk: _Walk
+    loader: UnitLoader
+    ahead: Ahead[UnitKey, Batch] | None
+    pin_memory: bool
+
+    def __call__(self, batch: DatasetBatch, placement: Placement) -> Iterator[Batch]:
+        keys = self.walk.unit_keys(batch.start, batch.sample_ids, placement)
+        for index, key in enumerate(keys):
+            if self.ahead is None:
+                yield self._load_here(key)
+            else:
+                yield self.ahead.take(key, functools.partial(self._onward, keys[index:], batch.end, placement))
+
+    def _load_here(self, key: UnitKey) -> Batch:
+        with callers_randomness():
+            unit = self.loader(key)
+        return pinned(unit) if self.pin_memory else unit
+
+    def _onward(self, keys: Sequence[UnitKey], position: Position, placement: Placement) -> Iterator[UnitKey]:
+        return itertools.chain(keys, self.walk.unit_keys_from(position, placement))
+
+
+def _rank_share(placement: Placement, num_samples: int) -> tuple[Unit, ...]:
+    return placement.plan(num_samples).shares[placement.rank]

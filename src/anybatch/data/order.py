@@ -1,0 +1,71 @@
+"""Which samples make which step: one global order per epoch, cut into consecutive effective batches."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from anybatch.core.batch import Position
+from anybatch.core.geometry import ceil_div
+from anybatch.core.randomness import order_seed
+
+
+def sample_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> torch.Tensor:
+    """Return the ids of all samples in the order of `epoch`: int64 tensor (num_samples,).
+
+    A function of its arguments only, so that every rank and every resumed run finds the same one.
+    """
+    if not shuffle:
+        return torch.arange(num_samples)
+    generator = torch.Generator().manual_seed(order_seed(seed, epoch))
+    return torch.randperm(num_samples, generator=generator)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How an epoch of `num_samples` is cut into steps. Batches do not cross epochs; the last one may be smaller.
+
+    Any offset may be a step's start, not only multiples of the effective batch size: a run may be resumed with another.
+
+    Args:
+        num_samples: samples of an epoch.
+        effective_batch_size: samples of one step.
+        drop_last: leave out a last batch that is not full.
+    """
+
+    num_samples: int
+    effective_batch_size: int
+    drop_last: bool
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Number of steps in an epoch that is begun at its first sample."""
+        return self._steps_from(0)
+
+    def normalized(self, position: Position) -> Position:
+        """Return where the next step starts: `position`, or the next epoch's start if no step is left in this one."""
+        return position if self._steps_from(position.sample_offset) else Position(position.epoch + 1)
+
+    def advanced(self, position: Position, num_steps: int) -> Position:
+        """Return the position `num_steps` after `position`, without walking there."""
+        left = self._steps_from(position.sample_offset)
+        if num_steps < left:
+            return Position(position.epoch, position.sample_offset + num_steps * self.effective_batch_size)
+        num_epochs, rest = divmod(num_steps - left, self.steps_per_epoch)
+        return Position(position.epoch + 1 + num_epochs, rest * self.effective_batch_size)
+
+    def steps_to_epoch(self, position: Position, epoch: int) -> int:
+        """Return the number of steps from `position` to the start of `epoch`; 0 if that lies behind."""
+        if position.epoch >= epoch:
+            return 0
+        return self._steps_from(position.sample_offset) + (epoch - position.epoch - 1) * self.steps_per_epoch
+
+    def steps_of_epoch(self, position: Position) -> Iterator[tuple[int, int]]:
+        """Yield the range of offsets of each step from `position` to the end of its epoch."""
+        for number in range(self._steps_from(position.sample_offset)):
+            start = position.sample_offset + number * self.effective_batch_size
+            yield start, min(start + self.effective_batch_size, self.num_samples)
+
+    def _steps_from(self, sample_offset: int) -> int:
+        rest = self.num_samples - sample_offset
+        return rest // self.effective_batch_size if self.drop_last else ceil_div(rest, self.effective_batch_size)

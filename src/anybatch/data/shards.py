@@ -1,0 +1,182 @@
+"""Reading a stream in rounds: one sample of each shard in turn, from here or from several workers."""
+
+import itertools
+import pickle
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils.data import _utils, get_worker_info
+
+from anybatch.core.nested import Batch, map_tensors
+from anybatch.core.randomness import order_seed, sample_seed
+from anybatch.data.fetch import seed_generators
+from anybatch.errors import DataError
+
+StreamSample = tuple[int, Any]
+"""A sample's id (round x number of shards + shard: its position, where there is one shard) and the sample."""
+
+
+class Shards:
+    """A stream in a fixed number of shards, read round robin: one sample of each in turn, ended ones left out.
+
+    The order depends on the shards alone, so that any number of workers up to `num_shards` can share the reading. In
+    each epoch every shard is iterated anew, after a call of its `set_epoch(epoch)` if it has that method. Shards must
+    not divide themselves further by worker or by rank: every rank reads all of them and takes its share of each batch.
+
+    The plain loop, for shards of equal length: `for row in zip(*parts): yield from row`.
+
+    Args:
+        parts: a sequence of iterables, or a function that returns the iterable of shard 0, 1, ... `num_shards - 1`.
+            It is copied into the workers, so it must be picklable where processes are not forked.
+        num_shards: the number of shards, if and only if `parts` is a function.
+
+    Raises:
+        DataError: no shard, a shard that can be read only once, or `num_shards` missing or superfluous.
+    """
+
+    __slots__ = ("_parts", "num_shards")
+
+    def __init__(
+        self, parts: "Sequence[Iterable[Any]] | Callable[[int], Iterable[Any]]", *, num_shards: int | None = None
+    ) -> None:
+        self._parts = parts
+        self.num_shards = _number_of_shards(parts, num_shards)
+
+    def open(self, number: int, epoch: int) -> Iterator[Any]:
+        """Return an iterator over shard `number` as it is in `epoch`."""
+        part = self._parts(number) if callable(self._parts) else self._parts[number]
+        set_epoch = getattr(part, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+        return iter(part)
+
+
+def check_readable(part: object, name: str) -> None:
+    """Check that `part` can be iterated, and more than once.
+
+    Raises:
+        DataError: it cannot.
+    """
+    if isinstance(part, Generator):
+        message = (
+            f"{name} is a generator, which can be read only once. Pass an object whose __iter__ starts afresh "
+            "(such as a torch IterableDataset), or ab.Shards(generator_function, num_shards=1)."
+        )
+        raise DataError(message)
+    if not isinstance(part, Iterable):
+        message = (
+            f"{name} is of type {type(part).__name__}, which has neither __getitem__ and __len__ (a data set with an "
+            "index) nor __iter__ (a stream). Pass one that has."
+        )
+        raise DataError(message)
+
+
+def read_rounds(shards: Shards, numbers: Sequence[int], *, seed: int, epoch: int) -> Iterator[list[StreamSample]]:
+    """Yield, round by round, the next sample of each of the shards `numbers` that has one; stop when none has.
+
+    Whatever the shards draw from the global generators is keyed by (seed, epoch, sample id), so that all ranks and any
+    number of workers read the same stream. The generators are left in any state.
+    """
+    parts = {}
+    for number in numbers:
+        seed_generators(order_seed(order_seed(seed, number), epoch))
+        parts[number] = shards.open(number, epoch)
+    for first_id in itertools.count(0, shards.num_shards):
+        samples = []
+        for number, part in list(parts.items()):
+            seed_generators(sample_seed(seed, epoch, first_id + number))
+            try:
+                samples.append((first_id + number, next(part)))
+            except StopIteration:
+                del parts[number]
+            except Exception as error:
+                error.add_note(f"anybatch: while reading sample {first_id + number} of the stream, {epoch=}.")
+                raise
+        if not samples:
+            return
+        yield samples
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkKey:
+    """Chunk `index` of what worker number `lane` reads in `epoch`. Samples with ids below `keep_from` stay behind."""
+
+    epoch: int
+    lane: int
+    index: int
+    keep_from: int
+
+
+class LaneReader:
+    """Reads every `num_lanes`-th shard, in chunks of rounds. Lives in a worker and remembers where it stands.
+
+    Samples travel as bytes: as tensors in shared memory each would hold a file descriptor open in the calling process.
+    """
+
+    def __init__(self, shards: Shards, *, seed: int, num_lanes: int, rounds_per_chunk: int) -> None:
+        self._shards = shards
+        self._seed = seed
+        self._num_lanes = num_lanes
+        self._rounds_per_chunk = rounds_per_chunk
+        self._due: ChunkKey | None = None
+        self._rounds: Iterator[list[StreamSample]] = iter(())
+
+    def __call__(self, key: ChunkKey) -> bytes:
+        """Return the chunk, for `unpacked`; with no samples if the lane's shards have ended."""
+        if key != self._due:
+            numbers = range(key.lane, self._shards.num_shards, self._num_lanes)
+            self._rounds = read_rounds(self._shards, numbers, seed=self._seed, epoch=key.epoch)
+            deque(itertools.islice(self._rounds, key.index * self._rounds_per_chunk), maxlen=0)
+        self._due = None  # should reading fail, the next call begins anew
+        rounds = itertools.islice(self._rounds, self._rounds_per_chunk)
+        chunk = [(i, _compact(sample) if i >= key.keep_from else None) for round_ in rounds for i, sample in round_]
+        self._due = replace(key, index=key.index + 1)
+        return pickle.dumps(chunk, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def unpacked(chunk: bytes) -> list[StreamSample]:
+    """Return the samples that a `LaneReader` of this run packed."""
+    samples: list[StreamSample] = pickle.loads(chunk)  # noqa: S301 (from our own worker)
+    return samples
+
+
+def hide_worker(worker_id: int) -> None:
+    """Make this worker look like the calling process to data sets that would divide themselves among workers.
+
+    The shards are divided already; one that divides itself again would lose samples.
+    """
+    _utils.worker._worker_info = None  # noqa: SLF001 (torch has no public way; hence the check)
+    if get_worker_info() is not None:
+        message = f"worker {worker_id} cannot be hidden from the data set in torch {torch.__version__}; use num_workers=0."
+        raise DataError(message)
+
+
+def _compact(sample: Batch) -> Batch:
+    """Return the sample without the rest of the storage that its tensors may be views of."""
+    return map_tensors(sample, lambda leaf: leaf.clone() if _is_view_of_more(leaf) else leaf)
+
+
+def _is_view_of_more(leaf: torch.Tensor) -> bool:
+    return leaf.layout == torch.strided and leaf.untyped_storage().nbytes() > leaf.nbytes
+
+
+def _number_of_shards(
+    parts: "Sequence[Iterable[Any]] | Callable[[int], Iterable[Any]]", num_shards: int | None
+) -> int:
+    if callable(parts):
+        if isinstance(num_shards, bool) or not isinstance(num_shards, int) or num_shards < 1:
+            message = f"num_shards={num_shards!r} must be a whole number of at least 1 when shards come from a function."
+            raise DataError(message)
+        return num_shards
+    if num_shards is not None:
+        message = f"num_shards={num_shards!r} goes with a function only; leave it out with {len(parts)} given shards."
+        raise DataError(message)
+    if not parts:
+        message = "Shards([]) has 0 shards and needs at least 1. Check the list of files or parts."
+        raise DataError(message)
+    for number, part in enumerate(parts):
+        check_readable(part, f"shard {number}")
+    return len(parts)

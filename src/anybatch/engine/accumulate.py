@@ -1,0 +1,85 @@
+"""The hot loop."""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from anybatch.core.loss import Loss, Share, returned_count, scaled
+from anybatch.core.nested import Batch
+from anybatch.core.splitting import Unit
+from anybatch.engine.precision import LossScaler
+from anybatch.engine.sums import Sums
+from anybatch.parallel.strategy import Prepared, Strategy, Turn
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One micro-batch, ready to run: its data on the device, what its loss terms count for, its random seed."""
+
+    unit: Unit
+    batch: Batch
+    shares: tuple[Share, ...]
+    turn: Turn
+    seed: int
+
+class Randomness(Protocol):
+    """Where micro-batches take their random numbers from."""
+
+    def seed(self, seed: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Everything the loop uses; put together once, so that nothing is decided while it runs."""
+
+    loss: Loss
+    strategy: Strategy
+    prepared: Prepared
+    scaler: LossScaler
+    autocast: Callable[[], AbstractContextManager[object]]
+    randomness: Randomness
+    before: Callable[[Work], None]
+    after: Callable[[Work, Sequence[torch.Tensor]], None]
+
+
+def accumulate(machine: Machine, work: Iterable[Work]) -> Sums:
+    """Add up the gradient of one effective batch, micro-batch by micro-batch, exactly.
+
+    Equal to one backward of `sum(losses) / count` over all samples of all ranks: every micro-batch's sum is divided by
+    the count of the *whole* effective batch before its backward, and gradients add.
+    """
+    call, scale, inputs = machine.prepared.call, machine.scaler.scale, machine.prepared.backward_inputs
+    sums = Sums()
+
+    # 1. Fetch a micro-batch; the copy to the device runs while the one before still computes.
+    for item in work:
+        machine.before(item)
+        machine.randomness.seed(item.seed)
+        # 2. Forward, divided by the count of the effective batch; reduction starts in the last micro-batch only.
+        with machine.strategy.micro_batch(item.turn):
+            with machine.autocast():
+                terms = call(_forward(machine.loss, item.shares, sums), item.batch)
+            # 3. Backward: gradients add up.
+            total = terms[0] if len(terms) == 1 else torch.stack(terms).sum()
+            torch.autograd.backward(scale(total), inputs=inputs)
+        # 4. Keep what will be reported, on the device.
+        contributions = [term.detach() for term in terms]
+        sums.contributions.append((item.shares, contributions))
+        machine.after(item, contributions)
+    return sums
+
+
+def _forward(loss: Loss, shares: tuple[Share, ...], sums: Sums) -> Callable[[object, Batch], list[torch.Tensor]]:
+    """Return the function that runs one forward; a wrapper may want to call it (DDP does)."""
+
+    def run(model: object, batch: Batch) -> list[torch.Tensor]:
+        output = loss.function(model, batch)
+        terms = scaled(loss, output, shares)
+        if loss.terms is None:
+            sums.late_counts.append(returned_count(output))
+        return terms
+
+    return run

@@ -1,0 +1,353 @@
+"""The engine: name the batch, step exactly."""
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Literal, Protocol
+
+import torch
+from torch.optim import Optimizer
+
+from anybatch.core.batch import Placement, Position
+from anybatch.core.geometry import resolve_sizes
+from anybatch.core.loss import Loss, LossFunction, declared
+from typing import Any as Observer
+from anybatch.core.reports import StepReport
+from anybatch.core.splitting import Cut, Deal
+from anybatch.engine.accumulate import Machine, accumulate
+from anybatch.engine.auto_size import search_micro_batch_size
+from anybatch.engine.clipping import Clip, ClipByNorm, clip_gradients, clip_policy, total_norm
+from anybatch.engine.evaluation import MetricFunction, evaluate
+from anybatch.engine.feeding import OpenBatch, Workload, make_workload, open_batch, refuse_disagreement
+from anybatch.engine.finite import FiniteCheck
+from anybatch.engine.modules import Model, choose_strategy, collect_modules, device_of
+from anybatch.engine.precision import LossScaler, OptimizerFunction, PrecisionName, autocast, make_target
+from anybatch.engine.randomness import CallersRandomness, UnitRandomness
+from anybatch.engine.sums import divide_late
+from anybatch.engine.watch import Watch
+from anybatch.errors import BatchSizeError, CompositionError, UserError
+from anybatch.parallel.strategy import Capabilities, Strategy
+from anybatch.parallel.world import World
+
+
+class Scheduler(Protocol):
+    """Anything with the `step` of a torch learning-rate scheduler; stepped once per optimizer step."""
+
+    def step(self) -> None: ...
+
+
+class Engine:
+    """Trains a model at a named effective batch size, exactly, on whatever hardware there is.
+
+    One `step` is one optimizer update on one effective batch: cut into micro-batches that fit, dealt to ranks, summed,
+    divided once by the whole batch's count, reduced once, clipped once.
+
+    ```python
+    engine = ab.Engine(model, optimizer, ab.mean_over_samples(loss), micro_batch_size=16)
+    for batch in ab.batches(dataset, effective_batch_size=256, epochs=3):
+        report = engine.step(batch)
+    ```
+
+    Args:
+        model: the module to train, or a dict of named modules. The engine moves it to this rank's device and owns
+            exactly its trainable parameters: it zeroes, clips and reduces these and no others.
+        optimizer: a torch optimizer over those parameters, or a function `named_parameters -> optimizer`, which gets
+            float32 master weights in the place of bf16 and fp16 parameters.
+        loss: a declared loss (`ab.mean_over_samples(fn)` and its like), or a function of (model, batch) that returns
+            one loss per item or `ab.LossSum`. A loss that is a module trains its parameters too.
+        effective_batch_size: samples of one step over all ranks; checked against the batches. None: as they come.
+        micro_batch_size: most samples of one forward and backward. "auto": the whole rank share on a CPU, on an
+            accelerator the size that a doubling search in the first step finds to fit.
+        accumulation_steps: micro-batches per rank and step, of nearly equal size, instead of a micro-batch size.
+        deal: "balanced" gives ranks the same number of samples up to one; "fixed" keeps micro-batches whole, so that
+            the cut does not depend on the number of ranks.
+        strategy: "auto" (one rank: "single", several: "all_reduce"), "ddp", or a strategy object.
+        precision: "fp32" (as the model is), "bf16" or "fp16" autocast; "fp16" scales the loss.
+        scheduler: a torch scheduler, stepped once per update, not on a skipped one.
+        clip: largest gradient norm, `ClipByNorm` or `ClipByValue`; once per effective batch.
+        measure_gradient_norm: report the gradient norm, and look for gradients that are not finite. False saves one
+            pass over the gradients; the loss is still looked at.
+        rng: "micro_batch" keys torch's random numbers by (seed, step, first sample of the micro-batch), whatever rank
+            runs it; None leaves them as they come.
+        seed: first word of those keys; None takes the data's seed.
+        observer: looks in on micro-batches, reductions, phases and steps.
+        world: the ranks; None asks the environment.
+
+    Raises:
+        UserError: with what was wrong, both values and what to do; nothing has been changed then.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        optimizer: Optimizer | OptimizerFunction,
+        loss: Loss | LossFunction,
+        *,
+        effective_batch_size: int | None = None,
+        micro_batch_size: "int | Literal['auto'] | None" = "auto",
+        accumulation_steps: int | None = None,
+        deal: Deal = "balanced",
+        strategy: str | Strategy = "auto",
+        precision: PrecisionName = "fp32",
+        scheduler: Scheduler | None = None,
+        clip: Clip | float | None = None,
+        measure_gradient_norm: bool = True,
+        rng: Literal["micro_batch"] | None = "micro_batch",
+        seed: int | None = None,
+        observer: Observer | None = None,
+        world: World | None = None,
+    ) -> None:
+        self.model = model
+        self.scheduler = scheduler
+        self.position = Position()
+        self.num_steps = 0
+        self._loss = declared(loss)
+        self._modules = collect_modules(model, self._loss)
+        self.world = world or World.from_environment(device=device_of(self._modules))
+        self._strategy = choose_strategy(strategy, self.world)
+        check_choices(rng, optimizer, self._strategy.capabilities)
+        self._sizes = resolve_sizes(
+            world_size=self.world.size,
+            effective_batch_size=effective_batch_size,
+            micro_batch_size=None if micro_batch_size == "auto" else micro_batch_size,
+            accumulation_steps=accumulation_steps,
+        )
+        self._searches = micro_batch_size == "auto" and accumulation_steps is None and self.world.device.type != "cpu"
+        self._deal = deal
+        self._clip = clip_policy(clip)
+        self._measures_norm = measure_gradient_norm or isinstance(self._clip, ClipByNorm)
+        self._seed = seed
+        autocasting = autocast(precision, self.world.device)
+        self._modules.to(self.world.device)
+        self._watch = Watch(observer, self.world.rank)
+        prepared = self._strategy.prepare(self._modules, model, self.world, self._watch.reduction)
+        self._target = make_target(optimizer, prepared.parameters)
+        self.optimizer = self._target.optimizer
+        self._finite = FiniteCheck(self.world.device)
+        self._machine = Machine(
+            loss=self._loss,
+            strategy=self._strategy,
+            prepared=prepared,
+            scaler=LossScaler(precision, self._target, self.world.device),
+            autocast=autocasting,
+            randomness=UnitRandomness(self.world.device) if rng else CallersRandomness(),
+            before=self._watch.before,
+            after=self._watch.after,
+        )
+        self._strategy.clear_gradients()
+
+    def step(self, batch: Any) -> StepReport:  # noqa: ANN401 (any nested batch)
+        """Make one optimizer update from one effective batch.
+
+        Args:
+            batch: what `ab.batches` or `ab.shares` yields, or any nested batch, which is then this rank's share.
+
+        Returns:
+            What was done. Its numbers stay on the device until they are read.
+
+        Raises:
+            DataError, BatchSizeError, LossError: the batch cannot be run; nothing has changed.
+            NonFiniteError: the loss or the gradient is NaN or infinite.
+            RankFailedError: another rank failed first.
+        """
+        with self._told():
+            workload, contributions, counts = self._accumulate(batch)
+            norm = self._clip_gradients(contributions)
+            rates = tuple(float(group["lr"]) for group in self.optimizer.param_groups)
+            stepped = self._update()
+            self.position = workload.opened.end
+            report = StepReport(
+                step=self.num_steps,
+                plan=workload.opened.plan,
+                position=self.position,
+                learning_rates=rates,
+                skipped=not stepped,
+                update=self._target.update,
+                contributions=contributions,
+                weights=self._loss.weights,
+                counts=counts,
+                gradient_norm=norm,
+            )
+            self.num_steps += 1
+        self._watch.step(report)
+        return report
+
+    def gradients(self, batch: Any) -> dict[str, torch.Tensor | None]:  # noqa: ANN401 (any nested batch)
+        """Return the summed gradient of one effective batch by parameter name, and change nothing.
+
+        None for a parameter that no rank used. The gradients are copies; parameters, optimizer and position stay.
+        """
+        with self._told():
+            self._accumulate(batch)
+            found = {
+                name: None if gradient is None else gradient.clone()
+                for name, gradient in zip(self._machine.prepared.parameters, self._gradients, strict=True)
+            }
+            self._forget_gradients()
+        return found
+
+    def evaluate(self, batches: Iterable[Any], metric: "Loss | MetricFunction | None" = None) -> dict[str, float]:
+        """Return metrics over all samples of all batches and ranks, the same at any micro-batch and world size.
+
+        The model is in evaluation mode meanwhile and back in its own mode afterwards.
+
+        Args:
+            batches: what `ab.batches(..., shuffle=False)` or `ab.shares` yields, or nested batches of this rank; every
+                rank must pass equally many.
+            metric: a declared loss, or a function of (model, batch) that returns one value per sample,
+                `ab.LossSum(total, count)`, or a dict of those. None: the loss.
+        """
+        self._finite.settle()
+        modes = {module: module.training for module in self._modules.modules()}
+        self._modules.eval()
+        try:
+            with self._told(), torch.no_grad():
+                found = evaluate(
+                    batches,
+                    self._loss if metric is None else metric,
+                    prepared=self._machine.prepared,
+                    strategy=self._strategy,
+                    placement=self._placement,
+                    world=self.world,
+                )
+        finally:
+            for module, training in modes.items():
+                module.training = training
+        self._watch.evaluate(self.num_steps, found)
+        return found
+
+    def close(self) -> None:
+        """Let go of the model: remove every hook, tell the observer. The model and optimizer stay as they are."""
+        self._finite.settle()
+        self._strategy.clear_gradients()
+        self._strategy.close()
+        self._machine.scaler.close()
+        self._watch.end(self.num_steps)
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def _placement(self) -> Placement:
+        cut = Cut(
+            micro_batch_size=self._sizes.micro_batch_size,
+            accumulation_steps=self._sizes.accumulation_steps if self._sizes.micro_batch_size is None else None,
+            deal=self._deal,
+            lockstep=self._strategy.capabilities.lockstep,
+        )
+        return Placement(cut, self.world.size, self.world.rank)
+
+    def _accumulate(self, batch: Any) -> tuple[Workload, torch.Tensor, torch.Tensor]:  # noqa: ANN401
+        """Add the gradient of the effective batch up over micro-batches and ranks, and divide it."""
+        if self._searches:
+            self._search_micro_batch_size(batch)
+        workload = self._workload(batch)
+        with self._machine.randomness:
+            sums = accumulate(self._machine, workload.work)
+        with self.world.collective():
+            self._gradients = self._strategy.finish_gradients()
+            totals = self._strategy.sum(sums.totals(self._loss, self.world.device))
+        self._target.attach(self._gradients)
+        if self._loss.terms is not None:
+            return workload, totals, torch.tensor(workload.divisors, dtype=totals.dtype)
+        contributions, counts = divide_late(self._present, totals, workload.divisors[0])
+        return workload, contributions, counts
+
+    def _workload(self, batch: Any) -> Workload:  # noqa: ANN401 (any nested batch)
+        opened = open_batch(batch, self._placement, self.world, self.position)
+        if self._seed is not None:
+            opened = dataclasses.replace(opened, seed=self._seed)
+        limit, found = self._sizes.effective_batch_size, opened.plan.num_samples
+        if limit is not None and found > limit:
+            message = (
+                f"the batch holds {found} samples over all ranks, but effective_batch_size={limit}"
+                f"{self._sizes.product}. Name the same number in both places."
+            )
+            raise BatchSizeError(message)
+        if self.num_steps == 0:
+            refuse_disagreement(batch, opened, self.world)
+        return make_workload(
+            opened, self._loss, self.world, step=self.num_steps, lockstep=self._strategy.capabilities.lockstep
+        )
+
+    def _clip_gradients(self, contributions: torch.Tensor) -> torch.Tensor | None:
+        """Unscale, measure, look and clip; return the norm from before clipping."""
+        self._machine.scaler.unscale()
+        gradients = self._present
+        norm = total_norm(gradients) if self._measures_norm and gradients else None
+        if not self._machine.scaler.enabled:  # overflow is fp16's daily bread: the scaler skips the step
+            loss = contributions.sum()
+            self._finite.check(loss if norm is None else loss + norm, self.num_steps)
+        if self._clip is not None and gradients:
+            clip_gradients(gradients, norm, self._clip)
+        self._target.cast(self._gradients)
+        return norm
+
+    def _update(self) -> bool:
+        """Step optimizer and scheduler, unless fp16 has overflowed; return whether they stepped."""
+        stepped = self._machine.scaler.step()
+        if stepped:
+            self._target.copy_back()
+            if self.scheduler is not None:
+                self.scheduler.step()
+        self._forget_gradients()
+        return stepped
+
+    @property
+    def _present(self) -> list[torch.Tensor]:
+        return [gradient for gradient in self._gradients if gradient is not None]
+
+    def _forget_gradients(self) -> None:
+        self._gradients = []
+        self._strategy.clear_gradients()
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Leave nothing half-done behind an error, and tell the other ranks why this one stopped."""
+        try:
+            yield
+        except BaseException as error:
+            self._forget_gradients()
+            self.world.publish_failure(error, self.num_steps)
+            raise
+
+    def _search_micro_batch_size(self, batch: Any) -> None:  # noqa: ANN401 (any nested batch)
+        """Settle what "auto" is on an accelerator: once, on the first batch, leaving everything as it was."""
+        self._searches = False
+        opened = open_batch(batch, Placement(Cut(), self.world.size, self.world.rank), self.world, self.position)
+        size = search_micro_batch_size(
+            self._machine,
+            opened,
+            self.world,
+            self._modules,
+            clear=self._forget_gradients,
+            optimizer_is_new=not self.optimizer.state,
+        )
+        self._sizes = dataclasses.replace(self._sizes, micro_batch_size=size)
+
+
+def check_choices(
+    rng: str | None, optimizer: Optimizer | OptimizerFunction, needs: Capabilities
+) -> None:
+    """Refuse what no later place would notice.
+
+    Raises:
+        UserError: an unknown value of `rng`.
+        CompositionError: an optimizer that was built before the strategy replaced the parameters.
+    """
+    if rng not in ("micro_batch", None):
+        message = f"{rng=} must be 'micro_batch' or None."
+        raise UserError(message)
+    if needs.replaces_parameters and isinstance(optimizer, Optimizer):
+        message = (
+            f"strategy {needs.name!r} makes new parameter objects, and this {type(optimizer).__name__} was built over "
+            "the old ones: it would step without error and change nothing. Pass a function instead: "
+            f"optimizer=lambda named: torch.optim.{type(optimizer).__name__}(named, lr=...)."
+        )
+        raise CompositionError(message)

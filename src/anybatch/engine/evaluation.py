@@ -1,0 +1,78 @@
+"""Evaluation: the same numbers at any micro-batch size and world size."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from anybatch.core.batch import Placement, Position
+from anybatch.core.loss import Loss, LossSum, unit_counts
+from anybatch.core.nested import Batch
+from anybatch.engine.feeding import open_batch, to_device
+from anybatch.engine.sums import number_type
+from anybatch.errors import LossError
+from anybatch.parallel.strategy import Prepared, Strategy
+from anybatch.parallel.world import World
+
+MetricFunction = Callable[[Any, Batch], Any]
+
+
+def evaluate(
+    batches: Iterable[Any],
+    metric: "Loss | MetricFunction",
+    *,
+    prepared: Prepared,
+    strategy: Strategy,
+    placement: Placement,
+    world: World,
+) -> dict[str, float]:
+    """Return the mean of each metric over all samples of all batches and ranks; see `Engine.evaluate`."""
+    totals: dict[str, torch.Tensor] = {}
+    for batch in batches:
+        opened = open_batch(batch, placement, world, Position())
+        for unit, micro_batch in zip(opened.units, to_device(opened.micro_batches, world.device), strict=True):
+            if not unit.weight:
+                continue
+            for name, pair in _measure(metric, prepared, micro_batch, unit.num_samples, world.device).items():
+                totals[name] = totals[name] + pair if name in totals else pair
+    names = sorted(set().union(*world.gather_objects(sorted(totals))))  # a rank without data knows no names
+    if not names:
+        message = "there was nothing to evaluate: the batches held no samples on any rank."
+        raise LossError(message)
+    nothing = torch.zeros(2, dtype=number_type(world.device), device=world.device)
+    stacked = strategy.sum(torch.stack([totals.get(name, nothing) for name in names])).tolist()
+    return {name: total / count if count else float("nan") for name, (total, count) in zip(names, stacked, strict=True)}
+
+
+def _measure(
+    metric: "Loss | MetricFunction", prepared: Prepared, batch: Batch, num_samples: int, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Return (total, count) of each metric in one micro-batch."""
+    if isinstance(metric, Loss):
+        counts = dict(zip(metric.names, unit_counts(metric, batch, num_samples), strict=True))
+        output = prepared.call(metric.function, batch)
+    else:
+        counts = {}
+        output = prepared.call(metric, batch)
+    values = output if isinstance(output, Mapping) else {"loss": output}
+    pairs = {}
+    for name, value in values.items():
+        total, count = _total_and_count(name, value, counts.get(name))
+        pair = [torch.as_tensor(number, device=device).to(number_type(device)) for number in (total, count)]
+        pairs[name] = torch.stack(pair)
+    return pairs
+
+
+def _total_and_count(name: str, value: object, count: float | None) -> tuple[Any, Any]:
+    if isinstance(value, LossSum):
+        return value.total, value.count
+    if isinstance(value, torch.Tensor) and value.dim():
+        return value.sum(), value.numel() if count is None else count
+    if isinstance(value, torch.Tensor) and count is not None:
+        return (value * count, count) if count else (0.0, 0.0)  # a mean over nothing is NaN
+    message = (
+        f"metric {name!r} returned {type(value).__name__} without a count. Return one value per sample (a tensor), "
+        "ab.LossSum(total, count), a dict of those, or declare the function (ab.mean_over_samples(metric))."
+    )
+    raise LossError(message)
+

@@ -1,0 +1,210 @@
+"""From a batch of any kind to micro-batches that are ready to run."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from anybatch.core.batch import Placement, Position
+from anybatch.core.loss import Loss, shares_of, unit_counts
+from anybatch.core.nested import Batch, count_samples, map_tensors, slice_samples, tensors_of
+from anybatch.core.randomness import unit_seed
+from anybatch.core.splitting import BatchPlan, Unit, plan_shares
+from anybatch.engine.accumulate import Work
+from anybatch.errors import BatchSizeError, DataError, LossError
+from anybatch.parallel.strategy import Turn
+from anybatch.parallel.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class RankShare:
+    """What one rank brings to an effective batch from its own loader; None when its loader has run dry."""
+
+    batch: Batch | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenBatch:
+    """An effective batch that has been planned: who runs what, and this rank's micro-batches, not loaded yet."""
+
+    plan: BatchPlan
+    units: tuple[Unit, ...]
+    sample_ids: Sequence[int]
+    seed: int
+    end: Position
+    micro_batches: Iterator[Batch]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """An effective batch whose divisors are known: `divisors[j]` is the count of loss term j over all ranks."""
+
+    opened: OpenBatch
+    divisors: tuple[float, ...]
+    work: Iterator[Work]
+
+
+def open_batch(batch: Any, placement: Placement, world: World, start: Position) -> OpenBatch:  # noqa: ANN401
+    """Plan an effective batch, or what every rank brought as its share of one.
+
+    Args:
+        batch: an `EffectiveBatch`, a `RankShare`, or any nested batch, which is then this rank's share.
+        placement: how to cut and deal.
+        world: the ranks.
+        start: where the data stands before this step.
+    """
+    if isinstance(batch, RankShare) or not _is_effective_batch(batch):
+        return _open_share(batch if isinstance(batch, RankShare) else RankShare(batch), placement, world, start)
+    plan = placement.plan(len(batch.sample_ids))
+    return OpenBatch(
+        plan=plan,
+        units=plan.shares[placement.rank],
+        sample_ids=batch.sample_ids,
+        seed=batch.seed,
+        end=batch.end,
+        micro_batches=batch.feed(placement),
+    )
+
+
+def make_workload(opened: OpenBatch, loss: Loss, world: World, *, step: int, lockstep: bool) -> Workload:
+    """Count the terms of the loss, agree on the counts over ranks, and line the micro-batches up.
+
+    Where counts need the data, all of this rank's micro-batches are loaded (on the host) before the first is run,
+    since the divisor has to be known before the first forward.
+
+    Raises:
+        LossError: the whole effective batch has nothing to count, so its loss is not defined.
+    """
+    micro_batches = opened.micro_batches
+    if loss.needs_data_to_count:
+        loaded = list(micro_batches)
+        counts = [
+            unit_counts(loss, batch, unit.num_samples) for batch, unit in zip(loaded, opened.units, strict=True)
+        ]
+        own = [sum(c[j] for c, u in zip(counts, opened.units, strict=True) if u.weight) for j in range(len(loss.names))]
+        divisors = tuple(sum(column) for column in zip(*world.gather_numbers(own), strict=True))
+        micro_batches = iter(loaded)
+    else:
+        counts = [(float(unit.num_samples),) * len(loss.names) for unit in opened.units]
+        divisors = (float(opened.plan.num_samples),) * len(loss.names)
+    if not any(divisors):
+        message = (
+            f"nothing to learn from: every loss term ({', '.join(loss.names)}) counts 0 over all "
+            f"{opened.plan.num_samples} samples of the effective batch (all targets masked?). The loss would be 0 / 0. "
+            "Filter such batches out, or use a larger effective batch."
+        )
+        raise LossError(message)
+    return Workload(
+        opened=opened,
+        divisors=divisors,
+        work=_line_up(opened, to_device(micro_batches, world.device), loss, counts, divisors, step, lockstep=lockstep),
+    )
+
+
+def _line_up(
+    opened: OpenBatch,
+    micro_batches: Iterator[Batch],
+    loss: Loss,
+    counts: Sequence[tuple[float, ...]],
+    divisors: tuple[float, ...],
+    step: int,
+    *,
+    lockstep: bool,
+) -> Iterator[Work]:
+    """Yield the units that have something to add. A mean over nothing is NaN, so units without a count are left out."""
+    running = [number for number, count in enumerate(counts) if any(count) or lockstep]
+    first, last = (running[0], running[-1]) if running else (-1, -1)
+    wanted = set(running)
+    for number, (unit, batch) in enumerate(zip(opened.units, micro_batches, strict=True)):
+        if number not in wanted:
+            continue
+        yield Work(
+            unit,
+            batch,
+            shares_of(loss, counts[number], divisors, unit.weight),
+            Turn(first=number == first, last=number == last),
+            unit_seed(opened.seed, step, opened.sample_ids[unit.start]),
+        )
+
+
+def to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+    """Yield each batch on the device. On CUDA the copy runs in a stream of its own, beside what is still computing."""
+    if device.type != "cuda":
+        for batch in batches:
+            yield batch if device.type == "cpu" else map_tensors(batch, lambda tensor: tensor.to(device))
+        return
+    copies = torch.cuda.Stream(device)
+    for batch in batches:
+        with torch.cuda.stream(copies):
+            moved = map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
+        computing = torch.cuda.current_stream(device)
+        computing.wait_stream(copies)
+        for tensor in tensors_of(moved):
+            tensor.record_stream(computing)  # the allocator must not hand its memory to the next copy too early
+        yield moved
+
+
+def refuse_disagreement(batch: Any, opened: OpenBatch, world: World) -> None:  # noqa: ANN401 (any nested batch)
+    """Refuse a first step in which ranks do not mean the same effective batch.
+
+    Raises:
+        DataError: on every rank: two ranks bring byte for byte the same samples as their shares, or ranks were given
+            different effective batches.
+    """
+    if world.size == 1:
+        return
+    if _is_effective_batch(batch):
+        word = (opened.seed, str(opened.plan), hash(tuple(int(sample) for sample in opened.sample_ids)))
+        for rank, other in enumerate(world.gather_objects(word)):
+            if other != word:
+                message = (
+                    f"rank {world.rank} was given another effective batch than rank {rank}: {word[1]} with seed "
+                    f"{word[0]} against {other[1]} with seed {other[0]}, or other samples. Build ab.batches with the "
+                    "same data set, size and seed, and the engine with the same sizes, on every rank."
+                )
+                raise DataError(message)
+        return
+    digests = world.gather_objects(_digest(batch.batch if isinstance(batch, RankShare) else batch))
+    for rank, found in enumerate(digests):
+        if found is not None and found in digests[:rank]:
+            message = (
+                f"ranks {digests.index(found)} and {rank} brought the same samples to the first step, so every sample "
+                f"would count {digests.count(found)} times. Give each rank its own (a DistributedSampler, or "
+                "ab.batches)."
+            )
+            raise DataError(message)
+
+
+def _digest(batch: Batch | None) -> str | None:
+    if batch is None or not count_samples(batch):
+        return None
+    word = hashlib.blake2b(digest_size=16)
+    for tensor in tensors_of(batch):
+        word.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return word.hexdigest()
+
+
+def _is_effective_batch(batch: object) -> bool:
+    return hasattr(batch, "feed") and hasattr(batch, "sample_ids")
+
+
+def _open_share(share: RankShare, placement: Placement, world: World, start: Position) -> OpenBatch:
+    size = 0 if share.batch is None else count_samples(share.batch)
+    sizes = [int(row[0]) for row in world.gather_numbers([float(size)])]
+    if not sum(sizes):
+        message = "the effective batch is empty: no rank brought a sample. End the loop before, as ab.shares does."
+        raise BatchSizeError(message)
+    plan = plan_shares(sizes, placement.cut)
+    first = sum(sizes[: placement.rank])
+    units = plan.shares[placement.rank]
+    return OpenBatch(
+        plan=plan,
+        units=units,
+        sample_ids=range(start.sample_offset, start.sample_offset + sum(sizes)),
+        seed=0,
+        end=Position(start.epoch, start.sample_offset + sum(sizes)),
+        micro_batches=(slice_samples(share.batch, unit.start - first, unit.stop - first) for unit in units),
+    )
+

@@ -1,0 +1,89 @@
+"""What the user passes as model, loss and strategy, made uniform."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from anybatch.core.loss import Loss
+from anybatch.errors import CompositionError, ParameterError, UserError
+from anybatch.parallel.all_reduce import AllReduce
+from anybatch.parallel.ddp import DDP
+from anybatch.parallel.single import Single
+from anybatch.parallel.strategy import Strategy
+from anybatch.parallel.world import World
+
+Model = nn.Module | Mapping[str, nn.Module]
+
+
+def collect_modules(model: Model, loss: Loss) -> nn.Module:
+    """Return one module that owns everything that trains: the model, or named models, and a loss with parameters.
+
+    Raises:
+        ParameterError: nothing trains, a module is wrapped for data parallelism already, or parameters hold no data.
+    """
+    named = dict(model) if isinstance(model, Mapping) else {"model": model}
+    for name, module in named.items():
+        if not isinstance(module, nn.Module):
+            message = f"model {name!r} is {type(module).__name__}; give a torch.nn.Module, or a dict of named ones."
+            raise ParameterError(message)
+        if isinstance(module, (DataParallel, DistributedDataParallel)):
+            message = (
+                f"model {name!r} is wrapped in {type(module).__name__} already. Give the module inside (its .module): "
+                "the engine reduces gradients itself, once per step (strategy='ddp' uses DistributedDataParallel)."
+            )
+            raise ParameterError(message)
+    if isinstance(loss.function, nn.Module):
+        named["loss"] = loss.function
+    modules = model if isinstance(model, nn.Module) and len(named) == 1 else nn.ModuleDict(named)
+    if not any(parameter.requires_grad for parameter in modules.parameters()):
+        total = sum(1 for _ in modules.parameters())
+        message = (
+            f"the model has no trainable parameters ({total} in all, none with requires_grad=True). "
+            "Unfreeze some, or use engine-free evaluation."
+        )
+        raise ParameterError(message)
+    for name, tensor in modules.named_parameters():
+        if tensor.is_meta:
+            message = f"parameter {name!r} is on the meta device and holds no data. Materialise the model first."
+            raise ParameterError(message)
+    return modules
+
+
+def device_of(modules: nn.Module) -> torch.device | None:
+    """Return the accelerator the model is on already, if any."""
+    device = next(modules.parameters()).device
+    return None if device.type == "cpu" else device
+
+
+def choose_strategy(strategy: "str | Strategy", world: World) -> Strategy:
+    """Return the strategy of that name; "auto" is `single` on one rank and `all_reduce` on several.
+
+    Raises:
+        UserError: unknown name.
+        CompositionError: a strategy that cannot work with this number of ranks.
+    """
+    if not isinstance(strategy, str):
+        return strategy
+    if strategy == "auto":
+        return Single() if world.size == 1 else AllReduce()
+    known: dict[str, Any] = {"single": Single, "all_reduce": AllReduce, "ddp": DDP}
+    if strategy not in known:
+        message = f"{strategy=} must be 'auto', {', '.join(map(repr, known))}, or a strategy object."
+        raise UserError(message)
+    if strategy == "single" and world.size > 1:
+        message = (
+            f"strategy='single' on {world.size} ranks would train {world.size} separate models. "
+            "Use strategy='auto' (all_reduce) or 'ddp'."
+        )
+        raise CompositionError(message)
+    if strategy != "single" and not world.connected:
+        message = (
+            f"{strategy=} reduces over torch.distributed, which has not been started. Start with torchrun (one rank "
+            "is enough), or use strategy='auto', which takes 'single' on one rank."
+        )
+        raise CompositionError(message)
+    chosen: Strategy = known[strategy]()
+    return chosen

@@ -1,0 +1,197 @@
+"""Precision: autocast, the fp16 gradient scaler, and how gradients reach low-precision parameters."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from anybatch.errors import CompositionError, NonFiniteError, ParameterError, UserError
+
+PrecisionName = Literal["fp32", "bf16", "fp16"]
+OptimizerFunction = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
+Update = Literal["direct", "master_weights", "cast"]
+
+_SMALLEST_SCALE = 2.0**-10
+_AUTOCAST: Mapping[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast(precision: PrecisionName, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+    """Return what makes the autocast context of one forward.
+
+    "fp32" runs the model in the types it has. FP8 is not offered.
+
+    Raises:
+        UserError: an unknown precision.
+    """
+    if precision not in _AUTOCAST:
+        message = f"{precision=} must be one of {', '.join(map(repr, _AUTOCAST))} (FP8 is not supported)."
+        raise UserError(message)
+    dtype = _AUTOCAST[precision]
+    if dtype is None:
+        nothing = nullcontext()
+        return lambda: nothing
+    return lambda: torch.autocast(device.type, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The parameters an optimizer updates, and how the model's gradients get there.
+
+    Attributes:
+        optimizer: the optimizer.
+        update: "direct": it holds the parameters and float32 gradients; "master_weights": it holds float32 copies of
+            low-precision parameters, copied back after each update; "cast": it holds low-precision parameters, and
+            gradients are cast down once, after they have been summed in float32.
+        updated: what the optimizer holds, parameter by parameter.
+        parameters: the model's parameters, in the same order.
+    """
+
+    optimizer: Optimizer
+    update: Update
+    parameters: tuple[nn.Parameter, ...]
+    updated: tuple[nn.Parameter, ...]
+
+    def attach(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Give master weights the summed float32 gradients; the memory is shared."""
+        if self.update == "master_weights":
+            for master, gradient in zip(self.updated, gradients, strict=True):
+                master.grad = gradient
+
+    def cast(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Give low-precision parameters their summed (and clipped) gradients, rounded once."""
+        if self.update == "cast":
+            for parameter, gradient in zip(self.updated, gradients, strict=True):
+                parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
+
+    @torch.no_grad()
+    def copy_back(self) -> None:
+        """Bring updated master weights into the model, and let their gradients go."""
+        if self.update != "master_weights":
+            return
+        for parameter, master in zip(self.parameters, self.updated, strict=True):
+            if master is not parameter:
+                parameter.copy_(master)
+                master.grad = None
+
+
+def make_target(optimizer: "Optimizer | OptimizerFunction", parameters: Mapping[str, nn.Parameter]) -> Target:
+    """Pair an optimizer, or a function `named_parameters -> optimizer`, with the trainable parameters.
+
+    A function gets float32 master copies in the place of bf16 and fp16 parameters.
+
+    Raises:
+        ParameterError: the optimizer holds other parameters than the model's trainable ones.
+    """
+    own = tuple(parameters.values())
+    low = [parameter for parameter in own if parameter.dtype in (torch.bfloat16, torch.float16)]
+    if isinstance(optimizer, Optimizer):
+        _check_members(optimizer, parameters)
+        return Target(optimizer, "cast" if low else "direct", own, own)
+    masters = {
+        name: nn.Parameter(parameter.detach().float()) if parameter.dtype in (torch.bfloat16, torch.float16) else parameter
+        for name, parameter in parameters.items()
+    }
+    made = optimizer(list(masters.items()))
+    if not isinstance(made, Optimizer):
+        message = (
+            f"optimizer={optimizer!r} returned {type(made).__name__}; a function given as optimizer must return a "
+            "torch.optim.Optimizer, such as lambda named: torch.optim.AdamW(named, lr=1e-3)."
+        )
+        raise ParameterError(message)
+    _check_members(made, masters)
+    return Target(made, "master_weights" if low else "direct", own, tuple(masters.values()))
+
+
+class LossScaler:
+    """fp16's gradient scaler, or nothing. The one place where the loop has to wait for the device.
+
+    Source: Micikevicius et al., "Mixed Precision Training", 2018, section 3.2; the machine is `torch.amp.GradScaler`.
+    """
+
+    def __init__(self, precision: PrecisionName, target: Target, device: torch.device) -> None:
+        self.enabled = precision == "fp16"
+        self._optimizer = target.optimizer
+        self._stepped = True
+        if not self.enabled:
+            return
+        if target.update == "cast":
+            message = (
+                "precision='fp16' with an optimizer instance over bf16 or fp16 parameters would unscale gradients in "
+                "their low precision. Pass the optimizer as a function (lambda named: AdamW(named, ...)), which gets "
+                "float32 master weights, or keep the parameters in float32."
+            )
+            raise CompositionError(message)
+        self.scaler = torch.amp.GradScaler(device.type)
+        self._hook = target.optimizer.register_step_post_hook(self._note_step)
+
+    @property
+    def scale(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """What a loss goes through before its backward."""
+        return self.scaler.scale if self.enabled else _unchanged
+
+    def unscale(self) -> None:
+        """Divide gradients by the scale, looking for overflow."""
+        if self.enabled:
+            self.scaler.unscale_(self._optimizer)
+
+    def step(self) -> bool:
+        """Run the optimizer's step unless gradients have overflowed; return whether it ran.
+
+        Gradients have been summed over ranks before they are looked at, so all ranks decide alike.
+        """
+        if not self.enabled:
+            self._optimizer.step()
+            return True
+        self._stepped = False
+        self.scaler.step(self._optimizer)
+        self.scaler.update()
+        if not self._stepped and self.scaler.get_scale() < _SMALLEST_SCALE:
+            message = (
+                f"fp16 gradients still overflow at a loss scale of {self.scaler.get_scale():g} (it began at 65536): "
+                "the loss or the model itself is not finite. Use precision='bf16' or 'fp32' to see where."
+            )
+            raise NonFiniteError(message)
+        return self._stepped
+
+    def close(self) -> None:
+        """Remove the hook from the optimizer."""
+        if self.enabled:
+            self._hook.remove()
+
+    def _note_step(self, *_: object) -> None:
+        self._stepped = True
+
+
+def _unchanged(loss: torch.Tensor) -> torch.Tensor:
+    return loss
+
+
+def _check_members(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    held_ids = {id(parameter) for parameter in held}
+    own_ids = {id(parameter) for parameter in parameters.values()}
+    missing = [name for name, parameter in parameters.items() if id(parameter) not in held_ids]
+    if missing:
+        message = (
+            f"{len(missing)} of {len(parameters)} trainable parameters are in no parameter group of the optimizer: "
+            f"{_some(missing)}. Add them, or freeze them with requires_grad_(False). (An optimizer built before the "
+            "model's parameters were replaced holds the old ones; pass a function named_parameters -> optimizer then.)"
+        )
+        raise ParameterError(message)
+    foreign = [tuple(p.shape) for p in held if id(p) not in own_ids and p.requires_grad]
+    if foreign:
+        message = (
+            f"the optimizer holds {len(foreign)} trainable parameters that belong to no given module, with shapes "
+            f"{_some(map(str, foreign))}. Give the engine their module too (a dict of modules), or build the optimizer "
+            "over model.parameters() alone."
+        )
+        raise ParameterError(message)
+
+
+def _some(names: Iterable[str], limit: int = 4) -> str:
+    names = list(names)
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -1,0 +1,50 @@
+"""The user's own loader, one per rank: ranks agree when it ends, and a rank that is done first brings nothing."""
+
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch.utils.data import DistributedSampler
+
+from anybatch.engine.feeding import RankShare
+from anybatch.parallel.world import World
+
+
+def shares(loader: Iterable[Any], *, world: World | None = None) -> Iterator[RankShare]:
+    """Yield what this rank's loader yields, for as long as any rank's loader does.
+
+    The plain loop `for batch in loader` hangs when ranks have different numbers of batches: those that are done leave
+    the others waiting in a reduction. Here a rank that is done brings empty shares until all are.
+
+    Args:
+        loader: yields nested batches of any size, this rank's share of each step.
+        world: the ranks; None asks the environment.
+
+    Warns:
+        UserWarning: the loader's sampler pads with duplicates, so that some samples would count twice.
+    """
+    _warn_of_duplicates(loader)
+    world = world or World.from_environment()
+    batches = iter(loader)
+    while True:
+        share = RankShare(next(batches, None))
+        more = world.gather_numbers([float(share.batch is not None)])
+        if not any(row[0] for row in more):
+            return
+        yield share
+
+
+def _warn_of_duplicates(loader: Iterable[Any]) -> None:
+    for sampler in (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)):
+        if not isinstance(sampler, DistributedSampler):
+            continue
+        num_samples = len(sampler.dataset)
+        extra = sampler.total_size - num_samples
+        if extra > 0:
+            warnings.warn(
+                f"DistributedSampler pads {num_samples} samples with {extra} duplicates so that {sampler.num_replicas} "
+                f"ranks get {sampler.num_samples} each: those samples count twice in every epoch. Use ab.batches, which "
+                "deals uneven shares, or DistributedSampler(drop_last=True) to drop the rest.",
+                stacklevel=3,
+            )
+        return

@@ -1,0 +1,53 @@
+"""What micro-batches add up to, kept on the device until somebody reads it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from anybatch.core.loss import Loss, Share
+
+
+@dataclass(slots=True)
+class Sums:
+    """Contributions of the micro-batches of one rank share, in the order they ran.
+
+    Attributes:
+        contributions: per micro-batch its shares and the terms that had a count: weight x sum / divisor, detached.
+        late_counts: per micro-batch the count that only the loss function knew.
+    """
+
+    contributions: list[tuple[tuple[Share, ...], Sequence[torch.Tensor]]] = field(default_factory=list)
+    late_counts: list["int | float | torch.Tensor"] = field(default_factory=list)
+
+    def totals(self, loss: Loss, device: torch.device) -> torch.Tensor:
+        """Return a tensor (terms,) of this rank's contributions, or (2,) with the count behind it if that came late."""
+        dtype = number_type(device)
+        columns: list[list[torch.Tensor]] = [[] for _ in loss.names]
+        for shares, values in self.contributions:
+            value = iter(values)
+            for column, share in zip(columns, shares, strict=True):
+                if share.count:
+                    column.append(next(value))
+        if loss.terms is None:
+            columns.append([torch.as_tensor(count, device=device, dtype=dtype) for count in self.late_counts])
+        nothing = torch.zeros((), dtype=dtype, device=device)
+        return torch.stack([torch.stack(column).sum(dtype=dtype) if column else nothing for column in columns])
+
+
+def number_type(device: torch.device) -> torch.dtype:
+    """The widest type the device can sum reported numbers in."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+@torch.no_grad()
+def divide_late(gradients: Sequence[torch.Tensor], totals: torch.Tensor, guess: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Divide by a count that came with the losses: gradients in place; returns (contributions, counts).
+
+    Micro-batches were divided by `guess` (the number of samples) to keep fp16 in range; what is left is one factor.
+    """
+    contribution, count = totals[:1], totals[1:]
+    factor = guess / count
+    if gradients:
+        torch._foreach_mul_([g._values() if g.is_sparse else g for g in gradients], factor[0].to(gradients[0].dtype))  # noqa: SLF001
+    return contribution * factor, count

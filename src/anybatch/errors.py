@@ -1,0 +1,62 @@
+"""Every exception of anybatch.
+
+```text
+AnyBatchError
+├── UserError (ValueError)            what was passed in cannot be run as asked
+│   ├── BatchSizeError                effective size, micro-batch size and accumulation steps contradict
+│   ├── DataError                     a data set, loader or batch that cannot be split or trusted
+│   ├── LossError                     a loss that breaks its declaration
+│   ├── ParameterError                model and optimizer do not belong together
+│   └── CompositionError              two features that do not compose; says why and what to use
+├── NonFiniteError (ArithmeticError)  a loss or gradient is NaN or infinite
+└── WorldError (RuntimeError)         something went wrong between ranks
+    ├── ReplicaError                  ranks hold different parameters where they must be equal
+    └── RankFailedError               another rank failed first; carries its error
+```
+
+Every message says what is wrong, shows both values, and says what to do.
+"""
+
+
+class AnyBatchError(Exception):
+    """The root: catch this to catch everything anybatch raises on purpose."""
+
+
+class UserError(AnyBatchError, ValueError):
+    """What was passed in cannot be run as asked."""
+
+
+class BatchSizeError(UserError):
+    """Effective size, micro-batch size and accumulation steps contradict each other."""
+
+
+class DataError(UserError):
+    """A data set, loader or batch that cannot be split or trusted."""
+
+
+class LossError(UserError):
+    """A loss that breaks its declaration."""
+
+
+class ParameterError(UserError):
+    """Model and optimizer do not belong together."""
+
+
+class CompositionError(UserError):
+    """Two features that do not compose."""
+
+
+class NonFiniteError(AnyBatchError, ArithmeticError):
+    """A loss or a gradient is NaN or infinite."""
+
+
+class WorldError(AnyBatchError, RuntimeError):
+    """Something went wrong between ranks."""
+
+
+class ReplicaError(WorldError):
+    """Ranks hold different parameters where they must be equal."""
+
+
+class RankFailedError(WorldError):
+    """Another rank failed first; the message carries its error."""

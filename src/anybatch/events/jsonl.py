@@ -1,0 +1,268 @@
+"""A run's records as a file: one JSON object per line (https://jsonlines.org), in the shape `schema.json` gives.
+
+A log is appended to and never rewritten. Killed at any moment, it holds every line up to the last flush, and at most
+one unfinished line after them, which the next run removes. NaN and the infinities, which JSON lacks, are written as the
+strings "NaN", "Infinity" and "-Infinity"; a number that its device no longer gives is null.
+"""
+
+import contextlib
+import json
+import math
+import numbers
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+
+import torch
+
+from anybatch.core.records import (
+    EndRecord,
+    MemoryRecord,
+    MicroBatchRecord,
+    PhaseRecord,
+    Record,
+    ReductionRecord,
+    StepRecord,
+)
+from anybatch.errors import UserError
+from anybatch.events.schema import SCHEMA_VERSION
+
+Line = dict[str, Any]
+_LINE_START = b'{"version":'
+_BLOCK_BYTES = 1 << 16
+
+
+class JsonlLog:
+    """An observer that writes each record as one line of a file. Use it in a `with`, or call `close`.
+
+    Lines of micro-batches, reductions, phases and memory are kept until a record of another kind comes, and are then
+    written together. Only then are numbers read from their devices, so a run with a log waits for its device once per
+    step, and with `num_steps_per_flush=N` once in N steps. The end of a run is brought to the disk itself (fsync).
+
+    A log belongs to one rank: give every rank its own path.
+
+    Args:
+        path: the file; its directory is made if it is missing. An existing log is continued: an unfinished last line
+            is removed, and `sequence` goes on.
+        clock: seconds that only go forward; stamped on every record when it arrives. Ranks of one machine that use
+            the default can be compared.
+        num_steps_per_flush: steps whose lines are written together.
+
+    Raises:
+        UserError: `path` is a directory, or a file that is not a log.
+        OSError: the file cannot be opened, or later not be written; `filename` is the path.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        num_steps_per_flush: int = 1,
+    ) -> None:
+        """Open the file and find where to go on."""
+        if num_steps_per_flush < 1:
+            message = f"{num_steps_per_flush=} must be at least 1."
+            raise UserError(message)
+        self._path = Path(path)
+        self._clock = clock
+        self._num_steps_per_flush = num_steps_per_flush
+        self._num_steps_pending = 0
+        self._pending: list[Line] = []
+        self._lock = threading.Lock()  # reductions are told from the threads of backward hooks
+        self._file = _open(self._path)
+        try:
+            self._sequence = _resume(self._file, self._path)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def observe(self, record: Record, /) -> None:
+        """Stamp a record with its sequence and time, and write it now or with the next flush."""
+        with self._lock:
+            head = {"version": SCHEMA_VERSION, "sequence": self._sequence, "time_seconds": round(self._clock(), 6)}
+            body = {field.name: _plain(getattr(record, field.name)) for field in fields(record)}
+            self._pending.append({**head, "kind": record.kind, **body})
+            self._sequence += 1
+            if self._is_due(record):
+                self._write_pending()
+            if isinstance(record, EndRecord):
+                self._sync()
+
+    def close(self) -> None:
+        """Write what is left, bring it to the disk, and close the file. Closing twice is allowed."""
+        with self._lock:
+            if self._file.closed:
+                return
+            try:
+                self._write_pending()
+                self._sync()
+            finally:
+                self._file.close()
+
+    def __enter__(self) -> Self:
+        """Return the log itself."""
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+        /,
+    ) -> None:
+        """Close the log, also after an error."""
+        self.close()
+
+    def _is_due(self, record: Record) -> bool:
+        if isinstance(record, StepRecord):
+            self._num_steps_pending += 1
+            return self._num_steps_pending >= self._num_steps_per_flush
+        return not isinstance(record, MicroBatchRecord | ReductionRecord | PhaseRecord | MemoryRecord)
+
+    def _write_pending(self) -> None:
+        lines, self._pending, self._num_steps_pending = self._pending, [], 0
+        unwritten = memoryview(b"".join(map(_encoded, lines)))
+        end = self._file.seek(0, os.SEEK_END)
+        try:
+            while unwritten:  # an unbuffered write may take only a part
+                unwritten = unwritten[self._file.write(unwritten) :]
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.truncate(end)
+            error.filename = os.fspath(self._path)
+            raise
+
+    def _sync(self) -> None:
+        with contextlib.suppress(OSError):  # a pipe or terminal has no disk to be brought to
+            os.fsync(self._file.fileno())
+
+
+class JsonlLines:
+    """The lines of a log, as dicts, read anew in every pass. Made by `read_jsonl`.
+
+    Attributes:
+        num_skipped: lines that the latest pass left out, being of an unknown version or no lines of a log at all.
+    """
+
+    __slots__ = ("_path", "num_skipped")
+
+    def __init__(self, path: Path) -> None:
+        """Keep the path; the file is opened by each pass."""
+        self._path = path
+        self.num_skipped = 0
+
+    def __iter__(self) -> Iterator[Line]:
+        """Yield line after line; an unfinished last line, which is still being written, is not looked at."""
+        self.num_skipped = 0
+        with self._path.open("rb") as file:
+            for text in file:
+                if not text.endswith(b"\n"):
+                    return
+                line = _decoded(text)
+                if line is None:
+                    self.num_skipped += 1
+                else:
+                    yield line
+
+
+def read_jsonl(path: str | os.PathLike[str]) -> JsonlLines:
+    """Return the lines of a log, to be iterated over; `num_skipped` counts what had to be left out.
+
+    Lines come as they were written: numbers that are NaN or infinite as strings that `float` reads. Lines of unknown
+    kinds and unknown fields come too; ignore them.
+
+    Raises:
+        OSError: the file cannot be opened; raised by the iteration.
+    """
+    return JsonlLines(Path(path))
+
+
+def _open(path: Path) -> BinaryIO:
+    if path.is_dir():
+        message = f"the log's path {path} is a directory. Name a file in it, such as {path / 'events.jsonl'}."
+        raise UserError(message)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # unbuffered: forked loader workers must not inherit, and write again, what is in a buffer
+    return path.open("a+b", buffering=0)
+
+
+def _resume(file: BinaryIO, path: Path) -> int:
+    """Remove an unfinished last line, and return the sequence of the next one."""
+    end = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    head = file.read(len(_LINE_START)) if end else b""
+    if not _LINE_START.startswith(head):
+        message = f"{path} exists and is not a log of anybatch. Move it away, or choose another path."
+        raise UserError(message)
+    tail, start = b"", end
+    while start and tail.count(b"\n") < 2:  # noqa: PLR2004 (one ends the last full line, one the line before it)
+        size = min(start, _BLOCK_BYTES)
+        start -= size
+        file.seek(start)
+        tail = file.read(size) + tail
+    full, _, unfinished = tail.rpartition(b"\n")
+    if unfinished:
+        file.truncate(end - len(unfinished))
+    if not full:
+        return 0
+    last = _decoded_object(full.rpartition(b"\n")[2])
+    if last is None or not isinstance(last.get("sequence"), int):
+        message = f"the last line of {path} is not a line of a log. Move the file away, or choose another path."
+        raise UserError(message)
+    return int(last["sequence"]) + 1
+
+
+def _plain(value: object) -> object:
+    """Return `value` as something JSON has; a tensor stays, without its graph, until it is written."""
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    if isinstance(value, numbers.Real):  # a float, or a number of numpy
+        return _finite(float(value))
+    message = f"a record holds {type(value).__name__} {value!r}; a log takes numbers, text, and mappings of them."
+    raise TypeError(message)
+
+
+def _finite(value: float) -> float | str:
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _read(tensor: torch.Tensor) -> float | str | None:
+    """Return a tensor's one number, waiting for its device; None if the device failed or the tensor has no data."""
+    assert tensor.numel() == 1, f"a record holds a tensor of shape {tuple(tensor.shape)}, not one number"
+    try:
+        value = tensor.item()
+    except RuntimeError:
+        return None
+    return value if isinstance(value, bool | int) else _finite(value)
+
+
+def _encoded(line: Line) -> bytes:
+    return json.dumps(line, default=_read, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+
+
+def _decoded(text: bytes) -> Line | None:
+    """Return a line of a version that is known; None for anything else."""
+    line = _decoded_object(text)
+    return line if line is not None and line.get("version") == SCHEMA_VERSION else None
+
+
+def _decoded_object(text: bytes) -> Line | None:
+    try:
+        value = json.loads(text)
+    except ValueError:  # not JSON, or not even text
+        return None
+    return value if isinstance(value, dict) else None

@@ -1,0 +1,140 @@
+"""The shape of one line of a log, made from the record classes, so that it is written down once.
+
+`schema.json` beside this file is `schema_text()`, for readers in other languages; a test holds the two together.
+After a change of a record: `python -c "from anybatch.events.schema import write_schema; write_schema()"`.
+
+**Readers ignore what they do not know.** Within a version, kinds and fields may be added, so a line of an unknown
+kind, or with unknown fields, is a good line. A change of what a known field means is a new version, and a reader skips
+lines of a version it does not know.
+"""
+
+import dataclasses
+import inspect
+import json
+import re
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from anybatch.core.records import Record
+
+SCHEMA_VERSION = 1
+SCHEMA_PATH = Path(__file__).with_name("schema.json")
+
+Schema = dict[str, Any]
+
+_JSON_TYPES = types.MappingProxyType({int: "integer", bool: "boolean", str: "string", types.NoneType: "null"})
+
+
+def json_schema() -> Schema:
+    """Return the JSON Schema (draft 2020-12) of one line: one definition per kind of record, and one for the others."""
+    records: tuple[type[Record], ...] = typing.get_args(Record)
+    kinds = [record.kind for record in records]
+    unknown = {
+        "type": "object",
+        "description": "A kind added later. To be ignored.",
+        "properties": {**_envelope(), "kind": {"type": "string", "not": {"enum": kinds}}},
+        "required": [*_envelope(), "kind"],
+    }
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": f"urn:anybatch:events:{SCHEMA_VERSION}",
+        "title": "One line of an anybatch log",
+        "description": "Unknown kinds and unknown fields are to be ignored, lines of another version to be skipped.",
+        "oneOf": [{"$ref": f"#/$defs/{name}"} for name in (*kinds, "unknown")],
+        "$defs": {
+            **{record.kind: _record_schema(record) for record in records},
+            "unknown": unknown,
+            "number": _number(),
+            "flag": _flag(),
+        },
+    }
+
+
+def schema_text() -> str:
+    """Return the schema as the text of `schema.json`."""
+    return json.dumps(json_schema(), indent=2) + "\n"
+
+
+def write_schema(path: Path = SCHEMA_PATH) -> None:
+    """Write `schema_text()` to `path`."""
+    path.write_text(schema_text(), encoding="utf-8")
+
+
+def _envelope() -> Schema:
+    return {
+        "version": {"const": SCHEMA_VERSION, "description": "version of this schema"},
+        "sequence": {
+            "type": "integer",
+            "minimum": 0,
+            "description": "number of the line in its log, from 0 on, not restarted when a run is resumed",
+        },
+        "time_seconds": {
+            "type": "number",
+            "description": "when the record arrived, on a clock that only goes forward and whose zero means nothing: "
+            "take differences, between lines after the same start record",
+        },
+    }
+
+
+def _number() -> Schema:
+    return {
+        "anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}, {"type": "null"}],
+        "description": "a number; NaN and the infinities, which JSON lacks, are the strings that Python's float() and "
+        "JavaScript's Number() read; null if it could not be read from its device",
+    }
+
+
+def _flag() -> Schema:
+    return {
+        "type": ["boolean", "null"],
+        "description": "a truth value; null if it could not be read from its device",
+    }
+
+
+def _record_schema(record: type[Record]) -> Schema:
+    summary, descriptions = _described(record)
+    hints = typing.get_type_hints(record)
+    fields = {
+        field.name: {**_type_schema(hints[field.name]), "description": descriptions[field.name]}
+        for field in dataclasses.fields(record)
+    }
+    properties = {**_envelope(), "kind": {"const": record.kind}, **fields}
+    return {"type": "object", "description": summary, "properties": properties, "required": list(properties)}
+
+
+def _described(record: type[Record]) -> tuple[str, dict[str, str]]:
+    """Return the first paragraph of a record's docstring, and the description of each of its attributes."""
+    summary, _, attributes = (inspect.getdoc(record) or "").partition("\n\nAttributes:\n")
+    entries = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", attributes, re.MULTILINE)
+    return summary, {name: re.sub(r"\bNone\b", "null", " ".join(text.split())) for name, text in entries}
+
+
+def _type_schema(hint: object) -> Schema:
+    if hint is float:
+        return {"$ref": "#/$defs/number"}
+    if isinstance(hint, type) and hint in _JSON_TYPES:
+        return {"type": _JSON_TYPES[hint]}
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return {"enum": list(arguments)}
+    if origin is Mapping:
+        return {"type": "object", "additionalProperties": _type_schema(arguments[1])}
+    if origin is tuple:
+        return {"type": "array", "items": _type_schema(arguments[0])}
+    if origin in (types.UnionType, typing.Union):
+        return _union_schema(arguments)
+    message = f"a record field has the type {hint}, for which there is no JSON type."
+    raise TypeError(message)
+
+
+def _union_schema(members: tuple[object, ...]) -> Schema:
+    """Return the schema of a union; a tensor in it stands for the number or truth value beside it."""
+    if torch.Tensor not in members:
+        return {"anyOf": [_type_schema(member) for member in members]}
+    scalar = "flag" if bool in members else "number"
+    return {"$ref": f"#/$defs/{scalar}"}  # both allow null

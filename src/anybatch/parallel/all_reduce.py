@@ -1,0 +1,137 @@
+"""Data parallelism from scratch: replicas, buckets, one all-reduce per bucket and step. Written to be read.
+
+Every rank runs its share of the effective batch through its own replica. In the last micro-batch's backward, gradients
+become final one after the other, from the last layer to the first; as soon as a bucket of them is final its all-reduce
+starts and travels while the backward goes on. All buckets are waited for once, before the update.
+"""
+
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from anybatch.errors import CompositionError
+from anybatch.parallel.gradients import GradientBuffers
+from anybatch.parallel.replicas import Initial, align_replicas
+from anybatch.parallel.strategy import Capabilities, Prepared, ReductionObserver, Turn, trainable
+from anybatch.parallel.world import World
+
+_NOTHING = nullcontext()
+
+
+class AllReduce:
+    """Replicas whose gradients are summed by bucketed all-reduces, started from within the last backward.
+
+    Args:
+        bucket_bytes: gradient bytes per all-reduce.
+        overlap: start a bucket's reduction as soon as its gradients are final. False is the simplest form: reduce
+            after the last backward.
+        initial: make replicas equal by broadcasting rank 0's values, or "verify" that they are.
+    """
+
+    capabilities = Capabilities(name="all_reduce")
+
+    def __init__(
+        self, *, bucket_bytes: int = 25 * 2**20, overlap: bool = True, initial: Initial = "broadcast"
+    ) -> None:
+        self._bucket_bytes = bucket_bytes
+        self._overlap = overlap
+        self._initial = initial
+        self._world = World()
+        self._buffers: GradientBuffers | None = None
+        self._bucket_of: dict[int, int] = {}
+        self._missing: list[int] = []
+        self._started: list[dist.Work] = []
+        self._on_reduction: ReductionObserver | None = None
+
+    def prepare(
+        self, modules: nn.Module, model: object, world: World, on_reduction: ReductionObserver | None
+    ) -> Prepared:
+        """Make the replicas equal and put every gradient into a bucket."""
+        refuse_sparse_gradients(modules, self.capabilities.name)
+        differed = align_replicas(modules, world, self._initial)
+        parameters = trainable(modules)
+        self._world = world
+        self._on_reduction = on_reduction
+        self._buffers = GradientBuffers(list(parameters.values()), bucket_bytes=self._bucket_bytes)
+        self._bucket_of = {
+            number: index for index, bucket in enumerate(self._buffers.buckets) for number in bucket.members
+        }
+        return Prepared(
+            parameters=parameters,
+            call=lambda function, batch: function(model, batch),
+            backward_inputs=tuple(parameters.values()),
+            differed=differed,
+        )
+
+    def micro_batch(self, turn: Turn) -> AbstractContextManager[object]:
+        """Arm the hooks for the last micro-batch; gradients of the others only add up."""
+        if turn.last and self._overlap:
+            self._missing = [len(bucket.members) for bucket in self._gradients.buckets]
+            self._gradients.on_gradient = self._gradient_is_final
+        return _NOTHING
+
+    def finish_gradients(self) -> list[torch.Tensor | None]:
+        """Start what has not been started (unused parameters, a rank with nothing), then wait for everything once."""
+        buffers = self._gradients
+        buffers.on_gradient = None
+        used = torch.tensor(buffers.used, dtype=torch.uint8)
+        agreeing = self._world.start_maximum(used)
+        while len(self._started) < len(buffers.buckets):
+            self._start_next()
+        for work in self._started:
+            work.wait()
+        self._started.clear()
+        if agreeing is not None:
+            agreeing.wait()
+        return buffers.gradients(used.tolist())
+
+    def clear_gradients(self) -> None:
+        """Set the buckets to zero."""
+        self._gradients.on_gradient = None
+        self._started.clear()
+        self._gradients.clear()
+
+    def sum(self, numbers: torch.Tensor) -> torch.Tensor:
+        """All-reduce a small tensor in the data group."""
+        dist.all_reduce(numbers)
+        return numbers
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self._gradients.close()
+
+    @property
+    def _gradients(self) -> GradientBuffers:
+        assert self._buffers is not None, "prepare comes first"
+        return self._buffers
+
+    def _gradient_is_final(self, number: int) -> None:
+        self._missing[self._bucket_of[number]] -= 1
+        # Collectives must start in the same order on every rank, whatever order gradients become final in.
+        while len(self._started) < len(self._missing) and not self._missing[len(self._started)]:
+            self._start_next()
+
+    def _start_next(self) -> None:
+        index = len(self._started)
+        flat = self._gradients.buckets[index].flat
+        if self._on_reduction is not None:
+            self._on_reduction(index, flat.numel() * flat.itemsize, flat.dtype)
+        work = dist.all_reduce(flat, async_op=True)
+        assert work is not None
+        self._started.append(work)
+
+
+def refuse_sparse_gradients(modules: nn.Module, strategy: str) -> None:
+    """Refuse modules that make sparse gradients, which have no place in a flat bucket."""
+    for name, module in modules.named_modules():
+        if getattr(module, "sparse", False) is True:
+            message = (
+                f"module {name!r} ({type(module).__name__}) has sparse=True, and strategy {strategy!r} reduces dense "
+                "buckets. Build it with sparse=False, or run on one rank."
+            )
+            raise CompositionError(message)
+
+

@@ -1,0 +1,147 @@
+"""torch's DistributedDataParallel, made to sum."""
+
+import inspect
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from anybatch.core.loss import LossFunction
+from anybatch.core.nested import Batch
+from anybatch.errors import CompositionError
+from anybatch.parallel.all_reduce import refuse_sparse_gradients
+from anybatch.parallel.gradients import is_low_precision
+from anybatch.parallel.replicas import Initial, align_replicas
+from anybatch.parallel.strategy import Capabilities, Prepared, ReductionObserver, Turn, trainable
+from anybatch.parallel.world import World
+
+_NOTHING = nullcontext()
+# The argument was renamed in torch 2.13, where the old name warns.
+_NO_BUFFER_SYNC = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
+
+
+class DDP:
+    """Replicas reduced by torch's DDP, with a hook that sums where DDP would average.
+
+    The loss function is called *inside* DDP's forward and receives the user's own model, so methods such as
+    `model.encode` take part in the reduction; handing out the wrapper instead would let `wrapper.module.encode` train
+    with unreduced gradients and no error.
+
+    Args:
+        bucket_bytes: gradient bytes per all-reduce.
+        find_unused_parameters: look for parameters that a micro-batch does not use. False is faster, and right only
+            if every micro-batch of every rank uses every parameter.
+        initial: make replicas equal by broadcasting rank 0's values, or "verify" that they are.
+    """
+
+    capabilities = Capabilities(name="ddp", float32_accumulation=False)
+
+    def __init__(
+        self,
+        *,
+        bucket_bytes: int = 25 * 2**20,
+        find_unused_parameters: bool = True,
+        initial: Initial = "broadcast",
+    ) -> None:
+        self._bucket_bytes = bucket_bytes
+        self._find_unused_parameters = find_unused_parameters
+        self._initial = initial
+        self._wrapper: DistributedDataParallel | None = None
+        self._parameters: list[nn.Parameter] = []
+        self._reduced = False
+
+    def prepare(
+        self, modules: nn.Module, model: object, world: World, on_reduction: ReductionObserver | None
+    ) -> Prepared:
+        """Make the replicas equal and wrap a caller around the model."""
+        refuse_sparse_gradients(modules, self.capabilities.name)
+        parameters = trainable(modules)
+        for name, parameter in parameters.items():
+            if is_low_precision(parameter):
+                message = (
+                    f"strategy 'ddp' cannot accumulate in float32 for {name!r}, which is {parameter.dtype}: DDP takes "
+                    "no float32 gradient for it. Use strategy='all_reduce', or float32 parameters with "
+                    "precision='bf16'."
+                )
+                raise CompositionError(message)
+        differed = align_replicas(modules, world, self._initial)
+        self._parameters = list(parameters.values())
+        self._wrapper = DistributedDataParallel(
+            _Caller(modules, model),
+            init_sync=False,
+            **{_NO_BUFFER_SYNC: False},
+            bucket_cap_mb=max(1, self._bucket_bytes // 2**20),
+            find_unused_parameters=self._find_unused_parameters,
+        )
+        self._wrapper.register_comm_hook(on_reduction, _sum_bucket)
+        return Prepared(parameters=parameters, call=self._call, backward_inputs=tuple(self._parameters), differed=differed)
+
+    def micro_batch(self, turn: Turn) -> AbstractContextManager[object]:
+        """`no_sync` for all but the last; it holds for the forward too, as it must."""
+        self._reduced = turn.last
+        if turn.last:
+            return _NOTHING
+        assert self._wrapper is not None
+        return self._wrapper.no_sync()
+
+    def finish_gradients(self) -> list[torch.Tensor | None]:
+        """Return what DDP has reduced; a rank that ran nothing joins with zeros first."""
+        if not self._reduced:
+            self._join_with_zeros()
+        return [parameter.grad for parameter in self._parameters]
+
+    def clear_gradients(self) -> None:
+        """Set every `.grad` to None."""
+        self._reduced = False
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def sum(self, numbers: torch.Tensor) -> torch.Tensor:
+        """All-reduce a small tensor in the data group."""
+        dist.all_reduce(numbers)
+        return numbers
+
+    def close(self) -> None:
+        """Drop the wrapper; its hooks go with it."""
+        self._wrapper = None
+
+    def _call(self, function: LossFunction, batch: Batch) -> Any:  # noqa: ANN401 (whatever the loss returns)
+        assert self._wrapper is not None
+        return self._wrapper(function, batch)
+
+    def _join_with_zeros(self) -> None:
+        # With the search for unused parameters one parameter is enough to set the reduction off, and the others stay
+        # unused; without it DDP waits for every one.
+        touched = self._parameters[:1] if self._find_unused_parameters else self._parameters
+        zeros = self._call(lambda _model, _batch: sum((p.reshape(-1)[:1] * 0).sum() for p in touched), None)
+        zeros.backward()
+
+
+class _Caller(nn.Module):
+    """Runs any function of (model, batch) inside DDP's forward."""
+
+    def __init__(self, modules: nn.Module, model: object) -> None:
+        super().__init__()
+        self.modules_to_train = modules
+        self._model = (model,)  # in a tuple, so that a module is not registered twice
+
+    def forward(self, function: LossFunction, batch: Batch) -> Any:  # noqa: ANN401 (whatever the loss returns)
+        return function(self._model[0], batch)
+
+
+def _sum_bucket(
+    on_reduction: ReductionObserver | None, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    flat = bucket.buffer()
+    if on_reduction is not None:
+        on_reduction(bucket.index(), flat.numel() * flat.itemsize, flat.dtype)
+    work = dist.all_reduce(flat, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda future: future.value()[0])

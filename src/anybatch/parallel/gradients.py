@@ -1,0 +1,123 @@
+"""Flat buffers in which gradients add up, cut into buckets that can be reduced one by one."""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+def is_low_precision(parameter: torch.Tensor) -> bool:
+    """Whether gradients of this parameter must add up in a wider type: a bf16 sum stalls after some hundred terms."""
+    return parameter.dtype in _LOW_PRECISION
+
+
+def accumulation_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """The type in which gradients of this parameter add up and travel."""
+    return torch.float32 if is_low_precision(parameter) else parameter.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """One flat tensor and the numbers of the parameters whose gradients are views of it."""
+
+    flat: torch.Tensor
+    members: tuple[int, ...]
+
+
+class GradientBuffers:
+    """Where the gradients of `parameters` add up, micro-batch after micro-batch.
+
+    A float32 or float64 parameter's `.grad` is a view of a bucket, so autograd itself adds into it. A bf16 or fp16
+    parameter's gradient is added to its float32 view as soon as autograd has made it, and let go.
+
+    Buckets are filled in reverse parameter order, roughly the order in which a backward makes gradients.
+
+    Args:
+        parameters: trainable, distinct.
+        bucket_bytes: a bucket is closed once it holds this much; a parameter is never split. None: one bucket.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], *, bucket_bytes: int | None = None) -> None:
+        self._parameters = tuple(parameters)
+        self.used = [False] * len(self._parameters)
+        self.on_gradient: Callable[[int], None] | None = None
+        self._views: list[torch.Tensor] = [torch.empty(0)] * len(self._parameters)
+        size = sys.maxsize if bucket_bytes is None else bucket_bytes
+        self.buckets = tuple(self._make_bucket(members) for members in _bucket_members(parameters, size))
+        self.clear()
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._make_hook(number))
+            for number, parameter in enumerate(self._parameters)
+        ]
+
+    def clear(self) -> None:
+        """Set all gradients to zero and give every parameter its view again."""
+        for bucket in self.buckets:
+            bucket.flat.zero_()
+        for number, parameter in enumerate(self._parameters):
+            self.used[number] = False
+            parameter.grad = None if is_low_precision(parameter) else self._views[number]
+
+    def gradients(self, used: Sequence[bool]) -> list[torch.Tensor | None]:
+        """Return each parameter's gradient, None where it is not `used`, and make `.grad` say the same."""
+        for number, parameter in enumerate(self._parameters):
+            if not used[number]:
+                parameter.grad = None
+        return [view if is_used else None for view, is_used in zip(self._views, used, strict=True)]
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _make_hook(self, number: int) -> Callable[[torch.Tensor], None]:
+        """Return a hook for parameter `number`. Autograd hands it the parameter, not the gradient."""
+        used, view = self.used, self._views[number]
+
+        def note(_: torch.Tensor) -> None:
+            used[number] = True
+            if self.on_gradient is not None:
+                self.on_gradient(number)
+
+        def widen(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            view.add_(parameter.grad)
+            parameter.grad = None
+            note(parameter)
+
+        return widen if is_low_precision(self._parameters[number]) else note
+
+    def _make_bucket(self, members: tuple[int, ...]) -> Bucket:
+        first = self._parameters[members[0]]
+        total = sum(self._parameters[number].numel() for number in members)
+        flat = torch.zeros(total, dtype=accumulation_dtype(first), device=first.device)
+        offset = 0
+        for number in members:
+            parameter = self._parameters[number]
+            piece = flat[offset : offset + parameter.numel()]
+            # The view takes the parameter's own strides where these are dense (channels-last weights, say), so that
+            # autograd adds like to like; `empty_like` knows which strides those are.
+            strides = torch.empty_like(parameter, device="meta").stride()
+            self._views[number] = piece.as_strided(parameter.size(), strides)
+            offset += parameter.numel()
+        return Bucket(flat, members)
+
+
+def _bucket_members(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[tuple[int, ...]]:
+    """Group parameter numbers, last parameter first, into buckets of one device and accumulation type each."""
+    open_buckets: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    held_bytes: dict[tuple[torch.device, torch.dtype], int] = {}
+    closed: list[tuple[int, ...]] = []
+    for number in reversed(range(len(parameters))):
+        parameter = parameters[number]
+        kind = (parameter.device, accumulation_dtype(parameter))
+        open_buckets.setdefault(kind, []).append(number)
+        held_bytes[kind] = held_bytes.get(kind, 0) + parameter.numel() * kind[1].itemsize
+        if held_bytes[kind] >= bucket_bytes:
+            closed.append(tuple(open_buckets.pop(kind)))
+            del held_bytes[kind]
+    return closed + [tuple(members) for members in open_buckets.values()]

@@ -1,0 +1,82 @@
+"""Replicas start equal: what differs between ranks is found by digests, then made equal or refused."""
+
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from anybatch.errors import ReplicaError
+from anybatch.parallel.world import World
+
+Initial = Literal["broadcast", "verify"]
+_CHUNK_NUMBERS = 1 << 22
+
+
+def align_replicas(modules: nn.Module, world: World, initial: Initial) -> tuple[str, ...]:
+    """Make parameters and buffers equal on all ranks, or refuse if they are not.
+
+    Args:
+        modules: the module whose parameters and buffers must agree.
+        world: the ranks.
+        initial: "broadcast" overwrites what differs with rank 0's values; "verify" raises instead.
+
+    Returns:
+        Names of the tensors that differed and were overwritten.
+
+    Raises:
+        ReplicaError: names, shapes or types differ (a different model), or values do under "verify".
+    """
+    tensors = {**dict(modules.named_parameters()), **dict(modules.named_buffers())}
+    layout = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
+    for rank, other in enumerate(world.gather_objects(layout)):
+        if other != layout:
+            mine, theirs = _first_difference(layout, other)
+            message = (
+                f"ranks hold different models: {mine} on rank {world.rank}, {theirs} on rank {rank}. "
+                "Build the model from the same configuration on every rank."
+            )
+            raise ReplicaError(message)
+    digests = world.gather_objects([digest(tensor) for tensor in tensors.values()])
+    differing = tuple(
+        name for number, name in enumerate(tensors) if any(row[number] != digests[0][number] for row in digests)
+    )
+    if differing and initial == "verify":
+        message = (
+            f"{len(differing)} of {len(tensors)} parameters and buffers differ between ranks, first {differing[0]!r}. "
+            "Seed every rank alike before building the model, or use initial='broadcast' to take rank 0's values."
+        )
+        raise ReplicaError(message)
+    for name in differing:
+        _broadcast(tensors[name])
+    return differing
+
+
+def digest(tensor: torch.Tensor) -> int:
+    """Return a 64-bit fingerprint of a tensor's bytes, computed on its device.
+
+    A position-weighted sum of 64-bit words modulo 2**64: any single changed word changes it, and the weights are odd,
+    so that swapped words do too. It tells accidents, not attacks.
+    """
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, data.numel(), _CHUNK_NUMBERS * 8):
+        chunk = data[start : start + _CHUNK_NUMBERS * 8]
+        words = nn.functional.pad(chunk, (0, -chunk.numel() % 8)).view(torch.int64)
+        weights = torch.arange(words.numel(), device=tensor.device, dtype=torch.int64).mul_(2).add_(2 * start + 1)
+        total += (words * weights).sum()
+    return int(total)
+
+
+def _broadcast(tensor: torch.Tensor) -> None:
+    with torch.no_grad():
+        contiguous = tensor.detach().contiguous()
+        dist.broadcast(contiguous, src=0)
+        tensor.copy_(contiguous)
+
+
+def _first_difference(mine: list[object], theirs: list[object]) -> tuple[object, object]:
+    for one, other in zip(mine, theirs, strict=False):
+        if one != other:
+            return one, other
+    return f"{len(mine)} tensors", f"{len(theirs)} tensors"

@@ -1,0 +1,65 @@
+"""One device: the reference that every other strategy is compared with."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+
+from anybatch.parallel.gradients import GradientBuffers, is_low_precision
+from anybatch.parallel.strategy import Capabilities, Prepared, ReductionObserver, Turn, trainable
+from anybatch.parallel.world import World
+
+_NOTHING = nullcontext()
+
+
+class Single:
+    """One rank. Gradients add up in `.grad`, those of bf16 and fp16 parameters in float32 buffers beside it."""
+
+    capabilities = Capabilities(name="single", sparse_gradients=True)
+
+    def __init__(self) -> None:
+        self._parameters: list[nn.Parameter] = []
+        self._buffers: GradientBuffers | None = None
+
+    def prepare(
+        self, modules: nn.Module, model: object, world: World, on_reduction: ReductionObserver | None
+    ) -> Prepared:
+        """Take the parameters; nothing is wrapped."""
+        del world, on_reduction
+        parameters = trainable(modules)
+        self._parameters = list(parameters.values())
+        low = [parameter for parameter in self._parameters if is_low_precision(parameter)]
+        self._buffers = GradientBuffers(low) if low else None
+        return Prepared(
+            parameters=parameters,
+            call=lambda function, batch: function(model, batch),
+            backward_inputs=tuple(self._parameters),
+        )
+
+    def micro_batch(self, turn: Turn) -> AbstractContextManager[object]:
+        """Nothing to do: there is nobody to reduce with."""
+        del turn
+        return _NOTHING
+
+    def finish_gradients(self) -> list[torch.Tensor | None]:
+        """Return what has added up."""
+        if self._buffers is None:
+            return [parameter.grad for parameter in self._parameters]
+        wide = iter(self._buffers.gradients(self._buffers.used))
+        return [next(wide) if is_low_precision(parameter) else parameter.grad for parameter in self._parameters]
+
+    def clear_gradients(self) -> None:
+        """Set every `.grad` to None and the float32 buffers to zero."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        if self._buffers is not None:
+            self._buffers.clear()
+
+    def sum(self, numbers: torch.Tensor) -> torch.Tensor:
+        """One rank is its own sum."""
+        return numbers
+
+    def close(self) -> None:
+        """Remove the hooks of the float32 buffers."""
+        if self._buffers is not None:
+            self._buffers.close()

@@ -1,0 +1,100 @@
+"""The contract of every way of using devices."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from anybatch.core.loss import LossFunction
+from anybatch.core.nested import Batch
+from anybatch.parallel.world import World
+
+ReductionObserver = Callable[[int, int, torch.dtype], None]
+"""Told (bucket number, bytes, dtype) whenever a gradient reduction is handed to a collective."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Where a micro-batch stands in its rank share."""
+
+    first: bool
+    last: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a strategy can do and what it demands; the engine asks this and never the strategy's type.
+
+    Attributes:
+        name: as written in reports.
+        lockstep: every rank must run the same number of micro-batches.
+        replaces_parameters: the optimizer has to be built after `prepare`, by a function.
+        float32_accumulation: gradients of bf16 and fp16 parameters can be accumulated and reduced in float32.
+        sparse_gradients: parameters may have sparse gradients.
+    """
+
+    name: str
+    lockstep: bool = False
+    replaces_parameters: bool = False
+    float32_accumulation: bool = True
+    sparse_gradients: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What a strategy makes of a model.
+
+    Attributes:
+        parameters: the trainable parameters by name; the optimizer is built over these.
+        call: runs `function(model, batch)` with the user's own model, inside whatever wrapper the strategy needs.
+        backward_inputs: the leaves a backward accumulates into; None for all that it reaches.
+        differed: names of what was not equal on all ranks before and is now.
+    """
+
+    parameters: Mapping[str, nn.Parameter]
+    call: Callable[[LossFunction, Batch], Any]
+    backward_inputs: tuple[torch.Tensor, ...] | None = None
+    differed: tuple[str, ...] = ()
+
+
+class Strategy(Protocol):
+    """Sums gradients and numbers over micro-batches and ranks. It never divides: the engine does, once."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it can do and what it demands."""
+        ...
+
+    def prepare(
+        self, modules: nn.Module, model: object, world: World, on_reduction: ReductionObserver | None
+    ) -> Prepared:
+        """Take hold of the trainable parameters of `modules`; `model` is what loss functions are called with."""
+        ...
+
+    def micro_batch(self, turn: Turn) -> AbstractContextManager[object]:
+        """Return the context of one forward and backward. Reduction starts in the last one, if anywhere."""
+        ...
+
+    def finish_gradients(self) -> list[torch.Tensor | None]:
+        """Return the gradient of each parameter summed over all ranks; None for one that no rank used."""
+        ...
+
+    def clear_gradients(self) -> None:
+        """Forget all gradients, also half-finished ones."""
+        ...
+
+    def sum(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return the sum over ranks of a small tensor on the device, without waiting for the device."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the model: no hook stays behind."""
+        ...
+
+
+def trainable(modules: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that require gradients by name; tied ones once, under their first name."""
+    return {name: parameter for name, parameter in modules.named_parameters() if parameter.requires_grad}

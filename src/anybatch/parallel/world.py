@@ -1,0 +1,166 @@
+"""The ranks of a run and their control plane. The only file that reads the launcher's environment.
+
+Gradients travel in torch's default process group, the data group. Counts, votes and errors travel in a small gloo
+group beside it, so that no control message can ever pair with a gradient.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from anybatch.errors import RankFailedError, WorldError
+
+_FAILURE_KEY = "anybatch/first_failure"
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Which rank this process is, of how many, and on which device it computes.
+
+    Make it with `World.from_environment()`; the engine does so when it is given none.
+
+    Attributes:
+        rank: number of this process, from 0.
+        size: number of ranks.
+        device: where this rank computes.
+    """
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = torch.device("cpu")
+    _control: "dist.ProcessGroup | None" = field(default=None, repr=False, compare=False)
+
+    @classmethod
+    def from_environment(
+        cls, *, device: "str | torch.device | None" = None, timeout_seconds: float = 600.0
+    ) -> "World":
+        """Join the ranks that a launcher started, or be the only one.
+
+        An initialised `torch.distributed` is used as it is. Otherwise RANK and WORLD_SIZE, which torchrun, SLURM
+        wrappers and Kubernetes operators set, say whether there are other ranks, and the process group is started.
+
+        Args:
+            device: where to compute; None takes this rank's accelerator where there is one, else the CPU.
+            timeout_seconds: how long a rank waits for the others before it gives up.
+
+        Raises:
+            WorldError: RANK without WORLD_SIZE or the reverse, or values that do not fit together.
+        """
+        _check_launcher()
+        chosen = torch.device(device) if device is not None else _own_accelerator(int(os.environ.get("LOCAL_RANK", 0)))
+        if chosen.type == "cuda":
+            torch.cuda.set_device(chosen)
+        if not dist.is_initialized() and "RANK" not in os.environ:
+            return cls(device=chosen)
+        timeout = timedelta(seconds=timeout_seconds)
+        if not dist.is_initialized():
+            dist.init_process_group(_backend(chosen), timeout=timeout)
+        control = dist.new_group(backend="gloo", timeout=timeout)
+        return cls(dist.get_rank(), dist.get_world_size(), chosen, control)
+
+    @property
+    def connected(self) -> bool:
+        """Whether torch.distributed is there: with a launcher, also for a single rank."""
+        return self._control is not None
+
+    def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Return what every rank passed, in rank order. All ranks must pass equally many numbers."""
+        if self.size == 1:
+            return [list(numbers)]
+        mine = torch.tensor(numbers, dtype=torch.float64)
+        gathered = [torch.empty_like(mine) for _ in range(self.size)]
+        with self.collective():
+            dist.all_gather(gathered, mine, group=self._control)
+        return [row.tolist() for row in gathered]
+
+    def gather_objects(self, value: Any) -> list[Any]:  # noqa: ANN401 (small values of any type)
+        """Return what every rank passed, in rank order. For small values outside the hot loop: they are pickled."""
+        if self.size == 1:
+            return [value]
+        gathered: list[Any] = [None] * self.size
+        with self.collective():
+            dist.all_gather_object(gathered, value, group=self._control)
+        return gathered
+
+    def start_maximum(self, flags: torch.Tensor) -> "dist.Work | None":
+        """Start replacing `flags` (CPU tensor) by the element-wise maximum over ranks; wait for the returned work."""
+        if self.size == 1:
+            return None
+        return dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._control, async_op=True)
+
+    @contextmanager
+    def collective(self) -> Iterator[None]:
+        """Turn what torch raises when a collective breaks into the error of the rank that broke it.
+
+        Raises:
+            RankFailedError: another rank ended while this one was waiting for it.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if self.size == 1 or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise self.first_failure(error) from error
+
+    def publish_failure(self, error: BaseException, step: int) -> None:
+        """Leave a word about this rank's error for ranks that will only see a broken connection. First one wins."""
+        if self.size == 1 or isinstance(error, RankFailedError):
+            return
+        text = f"rank {self.rank} failed in step {step}: {type(error).__name__}: {error}"
+        try:
+            _store().compare_set(_FAILURE_KEY, "", text)
+        except (RuntimeError, ValueError):  # the store went with its rank: nobody is left to tell
+            return
+
+    def first_failure(self, error: BaseException) -> RankFailedError:
+        """Return the error to raise on a rank whose collective broke: it carries the first failed rank's own error."""
+        try:
+            store = _store()
+            found = store.get(_FAILURE_KEY).decode() if store.check([_FAILURE_KEY]) else ""
+        except (RuntimeError, ValueError):
+            found = ""
+        reason = found or "another rank ended without a word (killed, or the rank that keeps the store is gone)"
+        message = f"{reason}. Rank {self.rank} stops too: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
+        return RankFailedError(message)
+
+
+def _check_launcher() -> None:
+    rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    if dist.is_initialized() or (rank is None and size is None):
+        return
+    if rank is None or size is None:
+        message = (
+            f"RANK={rank} and WORLD_SIZE={size}: a launcher sets both. "
+            "Start with torchrun, or unset both to run as a single rank."
+        )
+        raise WorldError(message)
+    if not 0 <= int(rank) < int(size):
+        message = f"RANK={rank} must be at least 0 and below WORLD_SIZE={size}. Check the launcher's settings."
+        raise WorldError(message)
+
+
+def _own_accelerator(local_rank: int) -> torch.device:
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    return torch.device(kind.type, local_rank % torch.accelerator.device_count())
+
+
+def _backend(device: torch.device) -> str:
+    """NCCL wants a GPU of its own per rank; ranks that share one, and CPUs, use gloo."""
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if device.type == "cuda" and local_size <= torch.cuda.device_count():
+        return "cuda:nccl,cpu:gloo"
+    return "gloo"
+
+
+def _store() -> "dist.Store":
+    """Return the store of the default group. torch has no public name for it (2.11 to 2.13)."""
+    return dist.distributed_c10d._get_default_store()  # noqa: SLF001

@@ -1,0 +1,145 @@
+"""Real ranks in a test: processes with gloo between them, whose functions return values to the caller."""
+
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a function ended on one rank.
+
+    Attributes:
+        value: what it returned.
+        error: its traceback, where it raised, or how the process died; None where it returned.
+    """
+
+    value: Any = None
+    error: str | None = None
+
+
+class RankPool:
+    """`world_size` processes joined by gloo, which run one function after the other.
+
+    Functions must be importable (defined at the top of a module). Starting a process costs seconds, for the import of
+    torch, so a test session keeps one pool per world size. A function that breaks the connection between ranks ruins
+    the pool: use `run_ranks` for it.
+
+    Args:
+        world_size: number of ranks.
+        timeout_seconds: how long a rank waits for another, and the caller for all.
+    """
+
+    def __init__(self, world_size: int, *, timeout_seconds: float = 120.0) -> None:
+        self._timeout_seconds = timeout_seconds
+        self._folder = tempfile.TemporaryDirectory(prefix="anybatch-ranks-")
+        rendezvous = Path(self._folder.name, "store").as_uri()
+        context = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes: list[BaseProcess] = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(theirs, rank, world_size, rendezvous, timeout_seconds), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def outcomes(self, function: Callable[..., Any], *args: Any) -> list[Outcome]:  # noqa: ANN401 (the function's)
+        """Run `function(*args)` on every rank and return how each ended, in rank order."""
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        found: dict[int, Outcome] = {}
+        while len(found) < len(self._pipes):
+            ready = wait([p for rank, p in enumerate(self._pipes) if rank not in found], self._timeout_seconds)
+            if not ready:
+                break
+            for pipe in ready:
+                rank = self._pipes.index(pipe)  # type: ignore[arg-type]
+                found[rank] = self._receive(rank)
+        late = Outcome(error=f"no answer after {self._timeout_seconds} seconds")
+        return [found.get(rank, late) for rank in range(len(self._pipes))]
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:  # noqa: ANN401 (the function's)
+        """Run `function(*args)` on every rank and return its values, in rank order.
+
+        Raises:
+            AssertionError: a rank did not return; carries every rank's error.
+        """
+        outcomes = self.outcomes(function, *args)
+        failed = [f"rank {rank}:\n{outcome.error}" for rank, outcome in enumerate(outcomes) if outcome.error]
+        if failed:
+            raise AssertionError("\n".join(failed))
+        return [outcome.value for outcome in outcomes]
+
+    def close(self) -> None:
+        """End all processes."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(self._timeout_seconds / 10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._folder.cleanup()
+
+    def __enter__(self) -> "RankPool":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _receive(self, rank: int) -> Outcome:
+        try:
+            outcome: Outcome = self._pipes[rank].recv()
+        except (EOFError, ConnectionError):
+            self._processes[rank].join(self._timeout_seconds)
+            return Outcome(error=f"the process ended with exit code {self._processes[rank].exitcode}")
+        return outcome
+
+
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout_seconds: float = 120.0  # noqa: ANN401
+) -> list[Outcome]:
+    """Run `function(*args)` once on fresh ranks and return how each ended, in rank order."""
+    with RankPool(world_size, timeout_seconds=timeout_seconds) as pool:
+        return pool.outcomes(function, *args)
+
+
+def _serve(pipe: Connection, rank: int, world_size: int, rendezvous: str, timeout_seconds: float) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=rendezvous,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_seconds),
+    )
+    while True:
+        try:
+            function, args = pipe.recv()
+        except (EOFError, ConnectionError):
+            break
+        try:
+            outcome = Outcome(value=function(*args))
+        except Exception:  # noqa: BLE001 (whatever it was, the caller is told)
+            outcome = Outcome(error=traceback.format_exc())
+        pipe.send(outcome)
+        if outcome.error:
+            break  # the connection to the others may be out of step
+    dist.destroy_process_group()
