@@ -1,5 +1,6 @@
 """anybatch: name the effective batch size; any hardware trains it, exactly."""
 
+from anybatch.core.batch import Position
 from anybatch.core.loss import (
     Loss,
     LossSum,
@@ -11,8 +12,11 @@ from anybatch.core.loss import (
     sum_of,
     tokens,
 )
+from anybatch.core.records import Observer
 from anybatch.core.reports import StepReport
 from anybatch.core.splitting import BatchPlan
+from anybatch.data import batches
 from anybatch.engine.engine import Engine
 from anybatch.engine.shares import shares
+from anybatch.events.jsonl import JsonlLog
 from anybatch.parallel.world import World

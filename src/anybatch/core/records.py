@@ -1,4 +1,4 @@
-"""Chapter 12: what can be seen of a run. One seam, one method, eleven kinds of record.
+"""Chapter 9: what can be seen of a run. One seam, one method, eleven kinds of record.
 
 The engine tells an observer what happens, as it happens, in frozen records. It reads no clock: whoever needs times
 takes them when a record arrives, so spans come as a "begin" and an "end" record. Numbers may still be on the device:

@@ -29,7 +29,7 @@ class StepReport:
     step: int
     plan: BatchPlan
     position: Position
-    learning_rates: tuple[float, ...]
+    learning_rates: tuple[float | torch.Tensor, ...]
     skipped: bool
     update: str
     contributions: torch.Tensor

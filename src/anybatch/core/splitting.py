@@ -86,7 +86,8 @@ class BatchPlan:
         ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)}"
         largest = max((size for share in sizes for size in share), default=0)
         steps = max(len(share) for share in sizes)
-        line = f"{self.num_samples} samples = {ranks} x {steps} micro-batch{'es' * (steps != 1)} x {largest}"
+        samples = f"{self.num_samples} sample{'s' * (self.num_samples != 1)}"
+        line = f"{samples} = {ranks} x {steps} micro-batch{'es' * (steps != 1)} x {largest}"
         if all(share == (largest,) * steps for share in sizes):
             return line
         return f"{line}, ragged: {_describe_ragged(sizes)}"
@@ -181,11 +182,12 @@ def _in_lockstep(shares: tuple[tuple[Unit, ...], ...]) -> tuple[tuple[Unit, ...]
 
 
 def _describe_ragged(sizes: Sequence[tuple[int, ...]]) -> str:
+    """Describe uneven shares, ranks with the same cut together: `rank 0: 84 = 5 x 16 + 4; ranks 1-2: ...`."""
     parts = []
     for share, group in itertools.groupby(enumerate(sizes), key=lambda item: item[1]):
         ranks = [rank for rank, _ in group]
         name = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
         runs = [(size, len(list(run))) for size, run in itertools.groupby(share)]
-        terms = " + ".join(f"{count} x {size}" if count > 1 else f"{size}" for size, count in runs)
-        parts.append(f"{name}: {sum(share)} = {terms}" if len(share) > 1 else f"{name}: {sum(share)}")
+        terms = " + ".join(f"{count} x {size}" if count > 1 else f"{size}" for size, count in runs) or "nothing"
+        parts.append(terms if len(sizes) == 1 else f"{name}: {terms}")
     return "; ".join(parts)

@@ -6,6 +6,6 @@ the data and the effective batch size, and on nothing else: not on the world siz
 
 from anybatch.data.batches import Batches, batches
 from anybatch.data.effective_batch import DatasetBatch
-from anybatch.data.streams import Shards
+from anybatch.data.shards import Shards
 
 __all__ = ["Batches", "DatasetBatch", "Shards", "batches"]

@@ -4,17 +4,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from anybatch.core.batch import Position
 from anybatch.data.effective_batch import DatasetBatch
-from anybatch.data.fetch import Collate, UnitLoader
 from anybatch.data.indexed import IndexedSource
-from anybatch.data.order import Schedule
+from anybatch.data.request import Request, end_epoch_of, pins
 from anybatch.data.shards import Shards, check_readable
 from anybatch.data.streams import StreamSource
-from anybatch.errors import AnyBatchError, BatchSizeError, DataError
+from anybatch.errors import DataError
 
 
 class Source(Protocol):
@@ -125,15 +123,49 @@ def batches(
         BatchSizeError: `effective_batch_size` is not a whole number of at least 1.
         DataError: a data set that is empty or cannot be read, a `start` beyond it, or arguments that contradict.
     """
-    _check_whole("effective_batch_size", effective_batch_size, 1, BatchSizeError)
-    _check_whole("num_workers", num_workers, 0, DataError)
-    _check_whole("seed", seed, None, DataError)
-    end_epoch = _end_epoch(epochs, steps, start)
-    if collate is not None and not callable(collate):
-        message = f"{collate=} must be a function of a list of samples, or None for torch's default_collate."
-        raise DataError(message)
-    schedule = _Cutting(effective_batch_size, drop_last, seed, start, end_epoch, steps)
-    loading = _Loading(collate or default_collate, num_workers, _pins(pin_memory=pin_memory))
-    make = _indexed_source if _has_index(dataset) else _stream_source
-    source = make(dataset, schedule, loading, shuffle=shuffle)
+    request = Request(
+        effective_batch_size=effective_batch_size,
+        shuffle=shuffle,
+        seed=seed,
+        drop_last=drop_last,
+        start=start,
+        end_epoch=end_epoch_of(epochs, steps, start),
+        steps=steps,
+        collate=default_collate if collate is None else collate,
+        num_workers=num_workers,
+        pin_memory=pins(pin_memory),
+    )
+    source = IndexedSource(dataset, request) if _has_index(dataset) else _stream_source(dataset, request)
     return Batches(effective_batch_size=effective_batch_size, seed=seed, start=start, source=source)
+
+
+def _has_index(dataset: object) -> bool:
+    if isinstance(dataset, (IterableDataset, Shards, str)):  # torch's has a __getitem__ that only raises
+        return False
+    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+
+
+def _stream_source(dataset: Any, request: Request) -> StreamSource:  # noqa: ANN401
+    if isinstance(dataset, (DataLoader, Batches)):
+        message = (
+            f"dataset is a {type(dataset).__name__}, which yields batches; ab.batches cuts batches itself. "
+            "Pass the data set it was made from."
+        )
+        raise DataError(message)
+    if isinstance(dataset, Shards):
+        return StreamSource(dataset, None, request)
+    if hasattr(dataset, "__getitem__") and not isinstance(dataset, (IterableDataset, str)):
+        message = (
+            f"dataset ({type(dataset).__name__}) has __getitem__ but no __len__, so its samples cannot be ordered. "
+            "Add __len__, or pass a stream: an object with __iter__ and no __getitem__."
+        )
+        raise DataError(message)
+    check_readable(dataset, "dataset")
+    return StreamSource(Shards([dataset]), _stated_length(dataset), request)
+
+
+def _stated_length(stream: object) -> int | None:
+    try:
+        return len(stream)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None

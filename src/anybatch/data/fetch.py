@@ -24,7 +24,7 @@ _NUMPY_SEEDS = 1 << 32
 def callers_randomness() -> Iterator[None]:
     """Give python, numpy and torch (CPU) their random state back at the end, also after an exception."""
     python_state = random.getstate()
-    numpy_state = np.random.get_state(legacy=False) if np else None  # noqa: NPY002 (what data sets draw from)
+    numpy_state = np.random.get_state(legacy=False) if np else {}  # noqa: NPY002 (what data sets draw from)
     torch_state = torch.default_generator.get_state()
     try:
         yield
@@ -82,9 +82,7 @@ class UnitLoader:
             raise
 
 
-def collate_unit(
-    collate: Collate, samples: list[Any], sample_ids: Sequence[int], *, seed: int, epoch: int
-) -> Batch:
+def collate_unit(collate: Collate, samples: list[Any], sample_ids: Sequence[int], *, seed: int, epoch: int) -> Batch:
     """Return `collate(samples)` under a random key of the unit's first sample, which no sample has itself."""
     first = sample_ids[0]
     seed_generators(sample_seed(seed, epoch, ~first))

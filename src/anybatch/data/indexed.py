@@ -5,6 +5,7 @@ import itertools
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -15,80 +16,48 @@ from anybatch.data.ahead import Ahead
 from anybatch.data.effective_batch import DatasetBatch
 from anybatch.data.fetch import UnitKey, UnitLoader, callers_randomness, pinned
 from anybatch.data.order import Schedule, sample_order
+from anybatch.data.request import Request
 from anybatch.errors import DataError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class IndexedSource:
     """Effective batches of a data set with an index.
 
     Args:
-        loader: loads one unit.
-        schedule: how an epoch is cut into steps.
-        shuffle: whether each epoch has an order of its own.
-        start: where to begin.
-        end_epoch: the first epoch that is not run; None if `steps` says where to stop.
-        steps: number of steps from `start`; None if `end_epoch` says where to stop.
-        num_workers: worker processes; 0 loads in the calling process.
-        pin_memory: whether to pin the units.
+        dataset: has `__getitem__` and `__len__`.
+        request: what was asked.
+
+    Raises:
+        DataError: nothing would be yielded, or the start lies beyond the data.
     """
 
-    loader: UnitLoader
-    schedule: Schedule
-    shuffle: bool
-    start: Position
-    end_epoch: int | None
-    steps: int | None
-    num_workers: int
-    pin_memory: bool
-
-    def __post_init__(self) -> None:
-        """Check the schedule against the data.
-
-        Raises:
-            DataError: nothing would be yielded, or `start` lies beyond the data.
-        """
-        num_samples, size = self.schedule.num_samples, self.schedule.effective_batch_size
-        if num_samples == 0:
-            message = "the data set is empty: len(dataset)=0, and a step needs at least 1 sample. Check what it reads."
-            raise DataError(message)
-        if self.schedule.steps_per_epoch == 0:
-            message = (
-                f"drop_last=True leaves nothing: the data set has {num_samples} samples, "
-                f"effective_batch_size={size} needs {size}. Use drop_last=False, or at most {num_samples}."
-            )
-            raise DataError(message)
-        if self.start.sample_offset > num_samples:
-            message = (
-                f"start.sample_offset={self.start.sample_offset} is larger than an epoch of {num_samples} samples. "
-                "Resume with the data set that the position was saved with."
-            )
-            raise DataError(message)
+    def __init__(self, dataset: Any, request: Request) -> None:  # noqa: ANN401 (what a data set is, torch leaves open)
+        self._loader = UnitLoader(dataset, request.collate, request.seed)
+        self._request = request
+        self._schedule = Schedule(len(dataset), request.effective_batch_size, request.drop_last)
+        _check_schedule(self._schedule, request.start)
 
     @property
     def steps_per_epoch(self) -> int:
         """Number of steps in a whole epoch."""
-        return self.schedule.steps_per_epoch
+        return self._schedule.steps_per_epoch
 
     @property
     def num_steps(self) -> int:
-        """Number of steps from `start` to the end."""
-        if self.steps is not None:
-            return self.steps
-        return self.schedule.steps_to_epoch(self.start, self.end_epoch or 0)
+        """Number of steps from the start to the end."""
+        return self._schedule.num_steps(self._request.start, self._request.end_epoch, self._request.steps)
 
     def run(self) -> Iterator[DatasetBatch]:
-        """Yield the effective batches from `start` on; workers stop when this generator does."""
-        start = self.schedule.normalized(self.start)
-        end = Position(self.end_epoch or 0) if self.steps is None else self.schedule.advanced(start, self.steps)
-        walk = _Walk(self.schedule, seed=self.loader.seed, shuffle=self.shuffle, end=end)
+        """Yield the effective batches from the start on; workers stop when this generator does."""
+        request = self._request
+        walk = _Walk(self._schedule, request)
         ahead: Ahead[UnitKey, Batch] | None = None
-        if self.num_workers:
-            ahead = Ahead(self.loader, num_workers=self.num_workers, pin_memory=self.pin_memory)
-        feeder = _Feeder(walk, self.loader, ahead, pin_memory=self.pin_memory)
+        if request.num_workers:
+            ahead = Ahead(self._loader, num_workers=request.num_workers, pin_memory=request.pin_memory)
+        feeder = _Feeder(walk, self._loader, ahead, pin_memory=request.pin_memory)
         try:
-            for start, end, sample_ids in walk.steps(start):
-                yield DatasetBatch(sample_ids=sample_ids, seed=self.loader.seed, start=start, end=end, feeder=feeder)
+            for start, end, sample_ids in walk.steps(self._schedule.normalized(request.start)):
+                yield DatasetBatch(sample_ids=sample_ids, seed=request.seed, start=start, end=end, feeder=feeder)
         finally:
             if ahead is not None:
                 ahead.close()
@@ -97,11 +66,11 @@ class IndexedSource:
 class _Walk:
     """Which samples make which step from any position on. The batches and the workers ahead of them walk here."""
 
-    def __init__(self, schedule: Schedule, *, seed: int, shuffle: bool, end: Position) -> None:
+    def __init__(self, schedule: Schedule, request: Request) -> None:
         self._schedule = schedule
-        self._seed = seed
-        self._shuffle = shuffle
-        self._end = end
+        self._seed = request.seed
+        self._shuffle = request.shuffle
+        self._end = schedule.end(request.start, request.end_epoch, request.steps)
         self._orders: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
         self._share = functools.lru_cache(maxsize=4)(_rank_share)
 
@@ -165,3 +134,22 @@ class _Feeder:
 
 def _rank_share(placement: Placement, num_samples: int) -> tuple[Unit, ...]:
     return placement.plan(num_samples).shares[placement.rank]
+
+
+def _check_schedule(schedule: Schedule, start: Position) -> None:
+    num_samples, size = schedule.num_samples, schedule.effective_batch_size
+    if num_samples == 0:
+        message = "the data set is empty: len(dataset)=0, and a step needs at least 1 sample. Check what it reads."
+        raise DataError(message)
+    if schedule.steps_per_epoch == 0:
+        message = (
+            f"drop_last=True leaves nothing: the data set has {num_samples} samples, "
+            f"effective_batch_size={size} needs {size}. Use drop_last=False, or at most {num_samples}."
+        )
+        raise DataError(message)
+    if start.sample_offset > num_samples:
+        message = (
+            f"start.sample_offset={start.sample_offset} is larger than an epoch of {num_samples} samples. "
+            "Resume with the data set that the position was saved with."
+        )
+        raise DataError(message)

@@ -46,19 +46,23 @@ class Schedule:
         """Return where the next step starts: `position`, or the next epoch's start if no step is left in this one."""
         return position if self._steps_from(position.sample_offset) else Position(position.epoch + 1)
 
-    def advanced(self, position: Position, num_steps: int) -> Position:
-        """Return the position `num_steps` after `position`, without walking there."""
-        left = self._steps_from(position.sample_offset)
-        if num_steps < left:
-            return Position(position.epoch, position.sample_offset + num_steps * self.effective_batch_size)
-        num_epochs, rest = divmod(num_steps - left, self.steps_per_epoch)
-        return Position(position.epoch + 1 + num_epochs, rest * self.effective_batch_size)
-
-    def steps_to_epoch(self, position: Position, epoch: int) -> int:
-        """Return the number of steps from `position` to the start of `epoch`; 0 if that lies behind."""
-        if position.epoch >= epoch:
+    def num_steps(self, start: Position, end_epoch: int | None, steps: int | None) -> int:
+        """Return the number of steps from `start`: `steps`, or as many as there are before `end_epoch`."""
+        if steps is not None:
+            return steps
+        if end_epoch is None or start.epoch >= end_epoch:
             return 0
-        return self._steps_from(position.sample_offset) + (epoch - position.epoch - 1) * self.steps_per_epoch
+        return self._steps_from(start.sample_offset) + (end_epoch - start.epoch - 1) * self.steps_per_epoch
+
+    def end(self, start: Position, end_epoch: int | None, steps: int | None) -> Position:
+        """Return the position of the first step that is not run: `steps` after `start`, or the start of `end_epoch`."""
+        if steps is None:
+            return Position(end_epoch or 0)
+        left = self._steps_from(start.sample_offset)
+        if steps < left:
+            return Position(start.epoch, start.sample_offset + steps * self.effective_batch_size)
+        num_epochs, rest = divmod(steps - left, self.steps_per_epoch)
+        return Position(start.epoch + 1 + num_epochs, rest * self.effective_batch_size)
 
     def steps_of_epoch(self, position: Position) -> Iterator[tuple[int, int]]:
         """Yield the range of offsets of each step from `position` to the end of its epoch."""
@@ -67,5 +71,5 @@ class Schedule:
             yield start, min(start + self.effective_batch_size, self.num_samples)
 
     def _steps_from(self, sample_offset: int) -> int:
-        rest = self.num_samples - sample_offset
+        rest = max(0, self.num_samples - sample_offset)
         return rest // self.effective_batch_size if self.drop_last else ceil_div(rest, self.effective_batch_size)

@@ -66,10 +66,10 @@ def check_readable(part: object, name: str) -> None:
             "(such as a torch IterableDataset), or ab.Shards(generator_function, num_shards=1)."
         )
         raise DataError(message)
-    if not isinstance(part, Iterable):
+    if isinstance(part, str) or not isinstance(part, Iterable):
         message = (
-            f"{name} is of type {type(part).__name__}, which has neither __getitem__ and __len__ (a data set with an "
-            "index) nor __iter__ (a stream). Pass one that has."
+            f"{name} is of type {type(part).__name__}; its samples can be neither indexed nor iterated. Pass a data set "
+            "with __getitem__ and __len__, or a stream: an object with __iter__."
         )
         raise DataError(message)
 
@@ -147,10 +147,13 @@ def hide_worker(worker_id: int) -> None:
     """Make this worker look like the calling process to data sets that would divide themselves among workers.
 
     The shards are divided already; one that divides itself again would lose samples.
+
+    Raises:
+        DataError: this torch does not let it.
     """
     _utils.worker._worker_info = None  # noqa: SLF001 (torch has no public way; hence the check)
     if get_worker_info() is not None:
-        message = f"worker {worker_id} cannot be hidden from the data set in torch {torch.__version__}; use num_workers=0."
+        message = f"worker {worker_id} cannot be hidden from data sets in torch {torch.__version__}. Use num_workers=0."
         raise DataError(message)
 
 
@@ -163,14 +166,18 @@ def _is_view_of_more(leaf: torch.Tensor) -> bool:
     return leaf.layout == torch.strided and leaf.untyped_storage().nbytes() > leaf.nbytes
 
 
-def _number_of_shards(
-    parts: "Sequence[Iterable[Any]] | Callable[[int], Iterable[Any]]", num_shards: int | None
-) -> int:
+def _number_of_shards(parts: "Sequence[Iterable[Any]] | Callable[[int], Iterable[Any]]", num_shards: int | None) -> int:
     if callable(parts):
         if isinstance(num_shards, bool) or not isinstance(num_shards, int) or num_shards < 1:
-            message = f"num_shards={num_shards!r} must be a whole number of at least 1 when shards come from a function."
+            message = f"num_shards={num_shards!r} must be a whole number of at least 1 for shards from a function."
             raise DataError(message)
         return num_shards
+    if not isinstance(parts, Sequence) or isinstance(parts, str):
+        message = (
+            f"the shards are of type {type(parts).__name__}. Pass a list of iterables, or a function that returns the "
+            "iterable of a shard, with num_shards."
+        )
+        raise DataError(message)
     if num_shards is not None:
         message = f"num_shards={num_shards!r} goes with a function only; leave it out with {len(parts)} given shards."
         raise DataError(message)

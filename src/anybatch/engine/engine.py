@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from anybatch.core.batch import Placement, Position
 from anybatch.core.geometry import resolve_sizes
 from anybatch.core.loss import Loss, LossFunction, declared
-from typing import Any as Observer
+from anybatch.core.records import Observer, StartRecord
 from anybatch.core.reports import StepReport
 from anybatch.core.splitting import Cut, Deal
 from anybatch.engine.accumulate import Machine, accumulate
@@ -25,8 +25,9 @@ from anybatch.engine.modules import Model, choose_strategy, collect_modules, dev
 from anybatch.engine.precision import LossScaler, OptimizerFunction, PrecisionName, autocast, make_target
 from anybatch.engine.randomness import CallersRandomness, UnitRandomness
 from anybatch.engine.sums import divide_late
-from anybatch.engine.watch import Watch
+from anybatch.engine.watch import Watch, software_versions
 from anybatch.errors import BatchSizeError, CompositionError, UserError
+from anybatch.parallel.gradients import accumulation_dtype
 from anybatch.parallel.strategy import Capabilities, Strategy
 from anybatch.parallel.world import World
 
@@ -102,6 +103,8 @@ class Engine:
         self.scheduler = scheduler
         self.position = Position()
         self.num_steps = 0
+        self._started = False
+        self._gradients: list[torch.Tensor | None] = []
         self._loss = declared(loss)
         self._modules = collect_modules(model, self._loss)
         self.world = world or World.from_environment(device=device_of(self._modules))
@@ -120,7 +123,7 @@ class Engine:
         self._seed = seed
         autocasting = autocast(precision, self.world.device)
         self._modules.to(self.world.device)
-        self._watch = Watch(observer, self.world.rank)
+        self._watch = Watch(observer, self.world.rank, self._loss, self._clip)
         prepared = self._strategy.prepare(self._modules, model, self.world, self._watch.reduction)
         self._target = make_target(optimizer, prepared.parameters)
         self.optimizer = self._target.optimizer
@@ -135,6 +138,8 @@ class Engine:
             before=self._watch.before,
             after=self._watch.after,
         )
+        self._precision = precision
+        self.decisions = self._first_decisions(strategy, prepared.differed)
         self._strategy.clear_gradients()
 
     def step(self, batch: Any) -> StepReport:  # noqa: ANN401 (any nested batch)
@@ -153,9 +158,11 @@ class Engine:
         """
         with self._told():
             workload, contributions, counts = self._accumulate(batch)
-            norm = self._clip_gradients(contributions)
-            rates = tuple(float(group["lr"]) for group in self.optimizer.param_groups)
-            stepped = self._update()
+            with self._watch.phase("clip"):
+                norm = self._clip_gradients(contributions)
+            rates = tuple(group["lr"] for group in self.optimizer.param_groups)
+            with self._watch.phase("update"):
+                stepped = self._update()
             self.position = workload.opened.end
             report = StepReport(
                 step=self.num_steps,
@@ -203,7 +210,7 @@ class Engine:
         self._modules.eval()
         try:
             with self._told(), torch.no_grad():
-                found = evaluate(
+                found, num_samples = evaluate(
                     batches,
                     self._loss if metric is None else metric,
                     prepared=self._machine.prepared,
@@ -214,16 +221,21 @@ class Engine:
         finally:
             for module, training in modes.items():
                 module.training = training
-        self._watch.evaluate(self.num_steps, found)
+        self._watch.evaluate(self.num_steps, num_samples, found)
         return found
 
-    def close(self) -> None:
-        """Let go of the model: remove every hook, tell the observer. The model and optimizer stay as they are."""
-        self._finite.settle()
-        self._strategy.clear_gradients()
+    def close(self, error: BaseException | None = None) -> None:
+        """Let go of the model: remove every hook, tell the observer. The model and optimizer stay as they are.
+
+        Args:
+            error: what ended the run, if it did not end by itself.
+        """
+        self._forget_gradients()
         self._strategy.close()
         self._machine.scaler.close()
-        self._watch.end(self.num_steps)
+        self._watch.end(self.num_steps, error)
+        if error is None:
+            self._finite.settle()
 
     def __enter__(self) -> "Engine":
         return self
@@ -231,7 +243,7 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(error)
 
     @property
     def _placement(self) -> Placement:
@@ -248,10 +260,12 @@ class Engine:
         if self._searches:
             self._search_micro_batch_size(batch)
         workload = self._workload(batch)
-        with self._machine.randomness:
-            sums = accumulate(self._machine, workload.work)
-        with self.world.collective():
+        self._watch.begin_step(self.num_steps, workload)
+        with self._machine.randomness, self._watch.phase("forward_backward"):
+            sums = accumulate(self._machine, self._watch.work(workload))
+        with self.world.collective(), self._watch.phase("reduce"):
             self._gradients = self._strategy.finish_gradients()
+            self._watch.reduced()
             totals = self._strategy.sum(sums.totals(self._loss, self.world.device))
         self._target.attach(self._gradients)
         if self._loss.terms is not None:
@@ -270,8 +284,9 @@ class Engine:
                 f"{self._sizes.product}. Name the same number in both places."
             )
             raise BatchSizeError(message)
-        if self.num_steps == 0:
+        if not self._started:
             refuse_disagreement(batch, opened, self.world)
+            self._tell_start(opened)
         return make_workload(
             opened, self._loss, self.world, step=self.num_steps, lockstep=self._strategy.capabilities.lockstep
         )
@@ -317,6 +332,44 @@ class Engine:
             self.world.publish_failure(error, self.num_steps)
             raise
 
+    def _first_decisions(self, strategy: str | Strategy, differed: tuple[str, ...]) -> dict[str, str]:
+        """Return what was decided while the engine was built, by name."""
+        decisions = {"update": self._target.update}
+        if strategy == "auto":
+            ranks = f"{self.world.size} rank{'s' * (self.world.size > 1)}"
+            decisions["strategy"] = f"{self._strategy.capabilities.name}, because there {'is' if self.world.size == 1 else 'are'} {ranks}"
+        if differed:
+            decisions["replicas"] = (
+                f"{len(differed)} parameters and buffers differed between ranks and took rank 0's values, "
+                f"first {differed[0]!r}"
+            )
+        return decisions
+
+    def _tell_start(self, opened: OpenBatch) -> None:
+        self._started = True
+        if not self._watch.watching:
+            return
+        parameters = list(self._machine.prepared.parameters.values())
+        self._watch.start(
+            StartRecord(
+                rank=self.world.rank,
+                world_size=self.world.size,
+                first_step=self.num_steps,
+                geometry=str(opened.plan),
+                effective_batch_size=self._sizes.effective_batch_size or opened.plan.num_samples,
+                micro_batch_size=opened.plan.cut.micro_batch_size,
+                strategy=self._strategy.capabilities.name,
+                precision=self._precision,
+                device=str(self.world.device),
+                dtype=str(parameters[0].dtype).removeprefix("torch."),
+                seed=opened.seed,
+                num_parameters=sum(parameter.numel() for parameter in parameters),
+                gradient_bytes=sum(p.numel() * accumulation_dtype(p).itemsize for p in parameters),
+                versions=software_versions(),
+                decisions=dict(self.decisions),
+            )
+        )
+
     def _search_micro_batch_size(self, batch: Any) -> None:  # noqa: ANN401 (any nested batch)
         """Settle what "auto" is on an accelerator: once, on the first batch, leaving everything as it was."""
         self._searches = False
@@ -330,6 +383,7 @@ class Engine:
             optimizer_is_new=not self.optimizer.state,
         )
         self._sizes = dataclasses.replace(self._sizes, micro_batch_size=size)
+        self.decisions["micro_batch_size"] = f"{size}, by a doubling search on {self.world.device}"
 
 
 def check_choices(

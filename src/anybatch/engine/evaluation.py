@@ -25,11 +25,13 @@ def evaluate(
     strategy: Strategy,
     placement: Placement,
     world: World,
-) -> dict[str, float]:
-    """Return the mean of each metric over all samples of all batches and ranks; see `Engine.evaluate`."""
+) -> tuple[dict[str, float], int]:
+    """Return the mean of each metric over all batches and ranks, and over how many samples; see `Engine.evaluate`."""
     totals: dict[str, torch.Tensor] = {}
+    num_samples = 0
     for batch in batches:
         opened = open_batch(batch, placement, world, Position())
+        num_samples += opened.plan.num_samples
         for unit, micro_batch in zip(opened.units, to_device(opened.micro_batches, world.device), strict=True):
             if not unit.weight:
                 continue
@@ -41,7 +43,8 @@ def evaluate(
         raise LossError(message)
     nothing = torch.zeros(2, dtype=number_type(world.device), device=world.device)
     stacked = strategy.sum(torch.stack([totals.get(name, nothing) for name in names])).tolist()
-    return {name: total / count if count else float("nan") for name, (total, count) in zip(names, stacked, strict=True)}
+    means = zip(names, stacked, strict=True)
+    return {name: total / count if count else float("nan") for name, (total, count) in means}, num_samples
 
 
 def _measure(

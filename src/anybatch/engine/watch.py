@@ -1,13 +1,201 @@
-"""From happenings inside the engine to records for an observer; free when nobody observes."""
+"""From happenings inside the engine to records for an observer; next to free when nobody observes."""
 
-from typing import Any
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from typing import Literal
 
+import torch
 
-def _nothing(*_: Any) -> None:
-    return
+from anybatch.core.loss import Loss
+from anybatch.core.records import (
+    DiagnosisRecord,
+    EndRecord,
+    EvaluateRecord,
+    MicroBatchRecord,
+    Observer,
+    PhaseName,
+    PhaseRecord,
+    Record,
+    ReductionRecord,
+    SpanEvent,
+    StartRecord,
+    StepRecord,
+)
+from anybatch.core.reports import StepReport
+from anybatch.engine.accumulate import Work
+from anybatch.engine.clipping import Clip, ClipByNorm
+from anybatch.engine.feeding import Workload
 
 
 class Watch:
-    def __init__(self, observer: Any, rank: int) -> None:
-        self.reduction = None
-        self.before = self.after = self.step = self.evaluate = self.end = _nothing
+    """Tells an observer what the engine does. Every method returns at once when there is none."""
+
+    def __init__(self, observer: Observer | None, rank: int, loss: Loss, clip: Clip | None) -> None:
+        self._observer = observer
+        self._rank = rank
+        self._loss = loss
+        self._clip = clip
+        self._step = 0
+        self._workload: Workload | None = None
+        self._position = 0
+        self._reductions: list[tuple[int, int, torch.dtype]] = []
+
+    @property
+    def watching(self) -> bool:
+        """Whether anybody observes."""
+        return self._observer is not None
+
+    def start(self, record: StartRecord) -> None:
+        """Tell that the run starts."""
+        self._tell(record)
+
+    def begin_step(self, step: int, workload: Workload) -> None:
+        """Remember what the records of this step refer to."""
+        self._step, self._workload, self._position = step, workload, 0
+
+    def work(self, workload: Workload) -> Iterator[Work]:
+        """Yield the work of a step, telling how long each micro-batch takes to load."""
+        if self._observer is None:
+            yield from workload.work
+            return
+        items = iter(workload.work)
+        while True:
+            with self.phase("load", self._position):
+                item = next(items, None)
+            if item is None:
+                return
+            yield item
+
+    def before(self, item: Work) -> None:
+        """Tell that a micro-batch begins."""
+        if self._observer is not None:
+            self._tell(self._micro_batch(item, "begin", {}, {}))
+
+    def after(self, item: Work, contributions: Sequence[torch.Tensor]) -> None:
+        """Tell that a micro-batch is over."""
+        if self._observer is None or self._workload is None:
+            return
+        counts, sums = {}, {}
+        values = iter(contributions)
+        factors = zip(self._loss.weights.items(), item.shares, self._workload.divisors, strict=True)
+        for (name, weight), share, divisor in factors:
+            counts[name] = share.count
+            if share.count:
+                contribution = next(values)
+                sums[name] = contribution * (divisor / weight) if weight else contribution
+        self._tell(self._micro_batch(item, "end", counts, sums))
+        self._position += 1
+
+    def reduction(self, bucket: int, num_bytes: int, dtype: torch.dtype) -> None:
+        """Tell that a gradient bucket was handed to a collective."""
+        if self._observer is not None:
+            self._reductions.append((bucket, num_bytes, dtype))
+            self._tell(self._reduction("begin", bucket, num_bytes, dtype))
+
+    def reduced(self) -> None:
+        """Tell that all buckets have arrived."""
+        for bucket in self._reductions:
+            self._tell(self._reduction("end", *bucket))
+        self._reductions.clear()
+
+    @contextmanager
+    def phase(self, name: PhaseName, position: int | None = None) -> Iterator[None]:
+        """Tell when a phase begins and ends."""
+        if self._observer is None:
+            yield
+            return
+        self._tell(PhaseRecord(rank=self._rank, event="begin", step=self._step, name=name, position=position))
+        yield
+        self._tell(PhaseRecord(rank=self._rank, event="end", step=self._step, name=name, position=position))
+
+    def step(self, report: StepReport) -> None:
+        """Tell what a step did."""
+        if self._observer is None:
+            return
+        means = zip(report.weights.items(), report.contributions.unbind(), strict=True)
+        norm = report.gradient_norm
+        by_norm = self._clip.max_norm if isinstance(self._clip, ClipByNorm) else None
+        self._tell(
+            StepRecord(
+                rank=self._rank,
+                step=report.step,
+                epoch=report.position.epoch,
+                sample_offset=report.position.sample_offset,
+                num_samples=report.num_samples,
+                num_micro_batches=len(report.plan.shares[self._rank]),
+                loss=report.contributions.sum(),
+                losses={name: value / weight if weight else value for (name, weight), value in means},
+                counts=dict(zip(report.weights, report.counts.unbind(), strict=True)),
+                gradient_norm=norm,
+                clipped=None if by_norm is None or norm is None else norm > by_norm,
+                learning_rates=report.learning_rates,
+                skipped=report.skipped,
+            )
+        )
+
+    def diagnosis(self, code: str, message: str, level: Literal["info", "warning", "error"] = "info") -> None:
+        """Tell something the user should know."""
+        self._tell(
+            DiagnosisRecord(rank=self._rank, step=None, code=code, level=level, message=message, remedy=None)
+        )
+
+    def evaluate(self, step: int, num_samples: int, metrics: Mapping[str, float]) -> None:
+        """Tell the result of an evaluation."""
+        self._tell(EvaluateRecord(rank=self._rank, step=step, num_samples=num_samples, metrics=dict(metrics)))
+
+    def end(self, num_steps: int, error: BaseException | None) -> None:
+        """Tell that the run is over."""
+        status: Literal["completed", "stopped", "failed"] = "completed"
+        if error is not None:
+            status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+        message = None if error is None else f"{type(error).__name__}: {error}"
+        self._tell(EndRecord(rank=self._rank, status=status, num_steps=num_steps, message=message, digest=None))
+
+    def _tell(self, record: Record) -> None:
+        if self._observer is not None:
+            self._observer.observe(record)
+
+    def _micro_batch(
+        self,
+        item: Work,
+        event: SpanEvent,
+        counts: Mapping[str, float],
+        loss_sums: Mapping[str, torch.Tensor],
+    ) -> MicroBatchRecord:
+        assert self._workload is not None
+        return MicroBatchRecord(
+            rank=self._rank,
+            event=event,
+            step=self._step,
+            unit_number=item.unit.number,
+            position=self._position,
+            num_micro_batches=len(self._workload.opened.units),
+            num_samples=item.unit.num_samples,
+            first_sample_id=int(self._workload.opened.sample_ids[item.unit.start]),
+            weight=item.unit.weight,
+            counts=counts,
+            loss_sums=loss_sums,
+        )
+
+    def _reduction(self, event: SpanEvent, bucket: int, num_bytes: int, dtype: torch.dtype) -> ReductionRecord:
+        return ReductionRecord(
+            rank=self._rank,
+            event=event,
+            step=self._step,
+            bucket=bucket,
+            collective="all_reduce",
+            payload="gradients",
+            num_bytes=num_bytes,
+            dtype=str(dtype).removeprefix("torch."),
+        )
+
+
+def software_versions() -> dict[str, str]:
+    """Return the versions a reader of a log needs to make sense of it."""
+    try:
+        own = version("anybatch")
+    except PackageNotFoundError:  # run from its source tree
+        own = "unknown"
+    return {"anybatch": own, "torch": str(torch.__version__), "python": platform.python_version()}

@@ -44,7 +44,8 @@ class JsonlLog:
     written together. Only then are numbers read from their devices, so a run with a log waits for its device once per
     step, and with `num_steps_per_flush=N` once in N steps. The end of a run is brought to the disk itself (fsync).
 
-    A log belongs to one rank: give every rank its own path.
+    A log belongs to one rank: give every rank its own path. If writing fails (a full disk), the error goes to the
+    caller, the lines it concerns are lost, which shows as a gap in `sequence`, and the file stays whole.
 
     Args:
         path: the file; its directory is made if it is missing. An existing log is continued: an unfinished last line
@@ -128,18 +129,18 @@ class JsonlLog:
     def _write_pending(self) -> None:
         lines, self._pending, self._num_steps_pending = self._pending, [], 0
         unwritten = memoryview(b"".join(map(_encoded, lines)))
-        end = self._file.seek(0, os.SEEK_END)
-        try:
-            while unwritten:  # an unbuffered write may take only a part
-                unwritten = unwritten[self._file.write(unwritten) :]
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                self._file.truncate(end)
-            error.filename = os.fspath(self._path)
-            raise
+        with _errors_name(self._path):
+            end = self._file.seek(0, os.SEEK_END)
+            try:
+                while unwritten:  # an unbuffered write may take only a part
+                    unwritten = unwritten[self._file.write(unwritten) :]
+            except OSError:
+                with contextlib.suppress(OSError):
+                    self._file.truncate(end)  # what comes later must not continue half a line
+                raise
 
     def _sync(self) -> None:
-        with contextlib.suppress(OSError):  # a pipe or terminal has no disk to be brought to
+        with _errors_name(self._path):
             os.fsync(self._file.fileno())
 
 
@@ -190,6 +191,16 @@ def _open(path: Path) -> BinaryIO:
     path.parent.mkdir(parents=True, exist_ok=True)
     # unbuffered: forked loader workers must not inherit, and write again, what is in a buffer
     return path.open("a+b", buffering=0)
+
+
+@contextlib.contextmanager
+def _errors_name(path: Path) -> Iterator[None]:
+    """Give errors of an open file the path they lack."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = os.fspath(path)
+        raise
 
 
 def _resume(file: BinaryIO, path: Path) -> int:
@@ -263,6 +274,6 @@ def _decoded(text: bytes) -> Line | None:
 def _decoded_object(text: bytes) -> Line | None:
     try:
         value = json.loads(text)
-    except ValueError:  # not JSON, or not even text
+    except (ValueError, RecursionError):  # not JSON, not even text, or made to hurt
         return None
     return value if isinstance(value, dict) else None

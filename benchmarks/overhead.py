@@ -1,0 +1,138 @@
+"""What the engine costs over the best loop one can write by hand.
+
+Two models (tiny, about 10 million parameters), 1 to 64 accumulation steps. The hand-written loop divides each loss by
+the known count, zeroes gradients to None and steps the optimizer; a second one also measures and clips the gradient
+norm, as `clip=` does. Loops alternate step by step within one run, so that a noisy machine disturbs all of them alike;
+figures are medians.
+
+    python benchmarks/overhead.py [--out benchmarks/results/NAME.md]
+"""
+
+import argparse
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import anybatch as ab
+
+Batch = dict[str, torch.Tensor]
+Step = Callable[[Batch], object]
+
+
+def tiny() -> nn.Module:
+    """Return a model whose arithmetic costs next to nothing."""
+    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 10))
+
+
+def mid() -> nn.Module:
+    """Return a model of about 10 million parameters in 26 tensors."""
+    layers: list[nn.Module] = [nn.Linear(16, 912)]
+    for _ in range(12):
+        layers += [nn.GELU(), nn.Linear(912, 912)]
+    return nn.Sequential(*layers[:-1], nn.Linear(912, 10))
+
+
+def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the mean cross-entropy."""
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def by_hand(model: nn.Module, micro_batch_size: int, *, clip: float | None) -> Step:
+    """Return the leanest exact accumulation step one can write."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    parameters = list(model.parameters())
+
+    def step(batch: Batch) -> torch.Tensor:
+        x, y = batch["x"], batch["y"]
+        total = torch.zeros(())
+        for start in range(0, len(x), micro_batch_size):
+            piece = {"x": x[start : start + micro_batch_size], "y": y[start : start + micro_batch_size]}
+            value = loss(model, piece) * (len(piece["x"]) / len(x))
+            value.backward()
+            total += value.detach()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(parameters, clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return total
+
+    return step
+
+
+def by_engine(model: nn.Module, micro_batch_size: int, *, clip: float | None) -> Step:
+    """Return the engine's step; without clipping it does not measure the norm either, like the loop by hand."""
+    engine = ab.Engine(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1e-3),
+        ab.mean_over_samples(loss),
+        micro_batch_size=micro_batch_size,
+        clip=clip,
+        measure_gradient_norm=clip is not None,
+    )
+    return engine.step
+
+
+def measure(steps: dict[str, Step], batch: Batch, rounds: int) -> dict[str, float]:
+    """Return the median seconds of each step, run alternately."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for round_number in range(rounds + 3):
+        for name, step in steps.items():
+            begin = time.perf_counter()
+            step(batch)
+            if round_number >= 3:  # the first rounds warm up
+                seconds[name].append(time.perf_counter() - begin)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def rows() -> list[str]:
+    """Run everything and return the table's rows."""
+    table = [
+        "| model | accumulation steps | clip | by hand, ms | engine, ms | ratio | extra us per micro-batch |",
+        "|---|--:|---|--:|--:|--:|--:|",
+    ]
+    for name, make, micro_batch_size, budget in (("tiny", tiny, 4, 300), ("mid", mid, 4, 40)):
+        for num_micro_batches in (1, 4, 16, 64):
+            size = micro_batch_size * num_micro_batches
+            batch = {"x": torch.randn(size, 16), "y": torch.randint(0, 10, (size,))}
+            rounds = max(7, budget // (num_micro_batches if name == "mid" else 1 + num_micro_batches // 16))
+            for clip in (None, 1.0):
+                medians = measure(
+                    {
+                        "hand": by_hand(make(), micro_batch_size, clip=clip),
+                        "engine": by_engine(make(), micro_batch_size, clip=clip),
+                    },
+                    batch,
+                    rounds,
+                )
+                hand, engine = medians["hand"] * 1e3, medians["engine"] * 1e3
+                extra = (engine - hand) * 1e3 / num_micro_batches
+                table.append(
+                    f"| {name} | {num_micro_batches} | {clip or 'none'} | {hand:.3f} | {engine:.3f} "
+                    f"| {engine / hand:.3f} | {extra:.1f} |"
+                )
+                print(table[-1], flush=True)
+    return table
+
+
+def main() -> None:
+    """Print the table, and write it to a file if asked."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    out = parser.parse_args().out
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    table = rows()
+    if out is not None:
+        head = f"# Overhead of the engine\n\n{date.today()}, torch {torch.__version__}, {platform.machine()} CPU, 1 thread.\n"
+        out.write_text("\n".join([head, "`python benchmarks/overhead.py`\n", *table]) + "\n")
+
+
+if __name__ == "__main__":
+    main()

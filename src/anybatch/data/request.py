@@ -1,0 +1,105 @@
+"""What was asked of `batches`, checked: all that does not depend on the kind of data set."""
+
+from dataclasses import dataclass
+
+import torch
+
+from anybatch.core.batch import Position
+from anybatch.data.fetch import Collate
+from anybatch.errors import AnyBatchError, BatchSizeError, DataError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """The arguments of `batches`, with what follows where nothing was given.
+
+    Attributes:
+        effective_batch_size: samples of one step.
+        shuffle: whether each epoch has an order of its own.
+        seed: the seed of the order and of the augmentation.
+        drop_last: leave out the last batch of an epoch if it is not full.
+        start: where to begin.
+        end_epoch: the first epoch that is not run; None if `steps` says where to stop.
+        steps: number of steps from `start` on; None if `end_epoch` says where to stop.
+        collate: makes a micro-batch of a list of samples.
+        num_workers: worker processes; 0 loads in the calling process.
+        pin_memory: whether to pin micro-batches.
+    """
+
+    effective_batch_size: int
+    shuffle: bool
+    seed: int
+    drop_last: bool
+    start: Position
+    end_epoch: int | None
+    steps: int | None
+    collate: Collate
+    num_workers: int
+    pin_memory: bool
+
+    def __post_init__(self) -> None:
+        """Check each value by itself.
+
+        Raises:
+            BatchSizeError: the effective batch size is not a whole number of at least 1.
+            DataError: any other value that cannot be used.
+        """
+        _check_whole("effective_batch_size", self.effective_batch_size, 1, BatchSizeError)
+        _check_whole("num_workers", self.num_workers, 0, DataError)
+        _check_whole("seed", self.seed, None, DataError)
+        if not callable(self.collate):
+            message = f"collate={self.collate!r} must be a function of a list of samples, or None for torch's own."
+            raise DataError(message)
+
+
+def end_epoch_of(epochs: int | None, steps: int | None, start: Position) -> int | None:
+    """Return the first epoch that is not run, or None if `steps` says where to stop.
+
+    Raises:
+        DataError: both are given, either is below 1, or `start` is no position or lies beyond the last epoch.
+    """
+    if not isinstance(start, Position):
+        message = f"{start=} must be a Position(epoch, sample_offset), such as the `end` of a batch."
+        raise DataError(message)
+    _check_whole("start.epoch", start.epoch, 0, DataError)
+    _check_whole("start.sample_offset", start.sample_offset, 0, DataError)
+    if steps is not None:
+        _check_whole("steps", steps, 1, DataError)
+        if epochs is not None:
+            message = f"{epochs=} and {steps=} both say where to stop. Give one of them."
+            raise DataError(message)
+        return None
+    last = 1 if epochs is None else epochs
+    _check_whole("epochs", last, 1, DataError)
+    if start > Position(last):
+        given = f"{epochs=}" if epochs is not None else "epochs=1, as neither epochs nor steps is given,"
+        message = (
+            f"start={start} lies beyond the end of the run: {given} counts from epoch 0. "
+            f"Give epochs={start.epoch + 1} or more to run on, or steps= to count from the start."
+        )
+        raise DataError(message)
+    return last
+
+
+def pins(pin_memory: bool | None) -> bool:  # noqa: FBT001 (the user's argument, handed on)
+    """Return whether to pin: as asked, or where there is an accelerator that reads pinned memory.
+
+    Raises:
+        DataError: pinning was asked for and no accelerator is there.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    possible = accelerator is not None and accelerator.type != "mps"  # mps shares the host's memory
+    if pin_memory and not possible:
+        name = "no accelerator" if accelerator is None else accelerator.type
+        message = f"{pin_memory=} needs an accelerator that reads pinned memory; here is {name}. Leave it at None."
+        raise DataError(message)
+    return possible if pin_memory is None else pin_memory
+
+
+def _check_whole(name: str, value: object, least: int | None, error: type[AnyBatchError]) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        message = f"{name}={value!r} must be a whole number, not {type(value).__name__}."
+        raise error(message)
+    if least is not None and value < least:
+        message = f"{name}={value} must be at least {least}."
+        raise error(message)
