@@ -264,9 +264,8 @@ class Engine:
         with self._machine.randomness, self._watch.phase("forward_backward"):
             sums = accumulate(self._machine, self._watch.work(workload))
         with self.world.collective(), self._watch.phase("reduce"):
-            self._gradients = self._strategy.finish_gradients()
+            self._gradients, totals = self._strategy.finish_gradients(sums.totals(self._loss, self.world.device))
             self._watch.reduced()
-            totals = self._strategy.sum(sums.totals(self._loss, self.world.device))
         self._target.attach(self._gradients)
         if self._loss.terms is not None:
             return workload, totals, torch.tensor(workload.divisors, dtype=totals.dtype)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from anybatch.core.batch import Placement, Position
-from anybatch.core.loss import Loss, shares_of, unit_counts
+from anybatch.core.loss import Loss, Share, shares_of, unit_counts
 from anybatch.core.nested import Batch, count_samples, map_tensors, slice_samples, tensors_of
 from anybatch.core.randomness import unit_seed
 from anybatch.core.splitting import BatchPlan, Unit, plan_shares
@@ -117,24 +117,32 @@ def _line_up(
     running = [number for number, count in enumerate(counts) if any(count) or lockstep]
     first, last = (running[0], running[-1]) if running else (-1, -1)
     wanted = set(running)
+    known: dict[tuple[tuple[float, ...], float], tuple[Share, ...]] = {}  # most units count alike
     for number, (unit, batch) in enumerate(zip(opened.units, micro_batches, strict=True)):
         if number not in wanted:
             continue
+        key = (counts[number], unit.weight)
+        if key not in known:
+            known[key] = shares_of(loss, counts[number], divisors, unit.weight)
         yield Work(
             unit,
             batch,
-            shares_of(loss, counts[number], divisors, unit.weight),
+            known[key],
             Turn(first=number == first, last=number == last),
             unit_seed(opened.seed, step, opened.sample_ids[unit.start]),
         )
 
 
 def to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
-    """Yield each batch on the device. On CUDA the copy runs in a stream of its own, beside what is still computing."""
+    """Return the batches on the device. On CUDA the copy runs in a stream of its own, beside what is still computing."""
+    if device.type == "cpu":
+        return batches
     if device.type != "cuda":
-        for batch in batches:
-            yield batch if device.type == "cpu" else map_tensors(batch, lambda tensor: tensor.to(device))
-        return
+        return (map_tensors(batch, lambda tensor: tensor.to(device)) for batch in batches)
+    return _copied_beside(batches, device)
+
+
+def _copied_beside(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     copies = torch.cuda.Stream(device)
     for batch in batches:
         with torch.cuda.stream(copies):

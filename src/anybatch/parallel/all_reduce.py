@@ -73,20 +73,26 @@ class AllReduce:
             self._gradients.on_gradient = self._gradient_is_final
         return _NOTHING
 
-    def finish_gradients(self) -> list[torch.Tensor | None]:
+    def finish_gradients(self, numbers: torch.Tensor) -> tuple[list[torch.Tensor | None], torch.Tensor]:
         """Start what has not been started (unused parameters, a rank with nothing), then wait for everything once."""
         buffers = self._gradients
         buffers.on_gradient = None
-        used = torch.tensor(buffers.used, dtype=torch.uint8)
-        agreeing = self._world.start_maximum(used)
+        used = torch.tensor(buffers.used, dtype=numbers.dtype)
+        # Which parameters any rank has used is read on the host. On a CPU it travels with the numbers; from an
+        # accelerator reading it would make the host wait, so it goes its own way in the control group.
+        together = numbers.device.type == "cpu"
+        agreeing = None if together else self._world.start_maximum(used)
         while len(self._started) < len(buffers.buckets):
             self._start_next()
-        for work in self._started:
-            work.wait()
+        message = torch.cat([numbers, used]) if together else numbers
+        summing = dist.all_reduce(message, async_op=True)
+        for work in (*self._started, summing, agreeing):
+            if work is not None:
+                work.wait()
         self._started.clear()
-        if agreeing is not None:
-            agreeing.wait()
-        return buffers.gradients(used.tolist())
+        if together:
+            numbers, used = message.split([len(numbers), len(used)])
+        return buffers.gradients([flag > 0 for flag in used.tolist()]), numbers
 
     def clear_gradients(self) -> None:
         """Set the buckets to zero."""

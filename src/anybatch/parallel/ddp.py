@@ -91,11 +91,11 @@ class DDP:
         assert self._wrapper is not None
         return self._wrapper.no_sync()
 
-    def finish_gradients(self) -> list[torch.Tensor | None]:
+    def finish_gradients(self, numbers: torch.Tensor) -> tuple[list[torch.Tensor | None], torch.Tensor]:
         """Return what DDP has reduced; a rank that ran nothing joins with zeros first."""
         if not self._reduced:
             self._join_with_zeros()
-        return [parameter.grad for parameter in self._parameters]
+        return [parameter.grad for parameter in self._parameters], self.sum(numbers)
 
     def clear_gradients(self) -> None:
         """Set every `.grad` to None."""

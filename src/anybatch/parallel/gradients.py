@@ -43,6 +43,7 @@ class GradientBuffers:
 
     def __init__(self, parameters: Sequence[nn.Parameter], *, bucket_bytes: int | None = None) -> None:
         self._parameters = tuple(parameters)
+        self._low = tuple(is_low_precision(parameter) for parameter in self._parameters)
         self.used = [False] * len(self._parameters)
         self.on_gradient: Callable[[int], None] | None = None
         self._views: list[torch.Tensor] = [torch.empty(0)] * len(self._parameters)
@@ -58,14 +59,14 @@ class GradientBuffers:
         """Set all gradients to zero and give every parameter its view again."""
         for bucket in self.buckets:
             bucket.flat.zero_()
-        for number, parameter in enumerate(self._parameters):
-            self.used[number] = False
-            parameter.grad = None if is_low_precision(parameter) else self._views[number]
+        self.used[:] = [False] * len(self.used)
+        for parameter, view, low in zip(self._parameters, self._views, self._low, strict=True):
+            parameter.grad = None if low else view
 
     def gradients(self, used: Sequence[bool]) -> list[torch.Tensor | None]:
         """Return each parameter's gradient, None where it is not `used`, and make `.grad` say the same."""
-        for number, parameter in enumerate(self._parameters):
-            if not used[number]:
+        for parameter, is_used in zip(self._parameters, used, strict=True):
+            if not is_used:
                 parameter.grad = None
         return [view if is_used else None for view, is_used in zip(self._views, used, strict=True)]
 
@@ -89,7 +90,7 @@ class GradientBuffers:
             parameter.grad = None
             note(parameter)
 
-        return widen if is_low_precision(self._parameters[number]) else note
+        return widen if self._low[number] else note
 
     def _make_bucket(self, members: tuple[int, ...]) -> Bucket:
         first = self._parameters[members[0]]

@@ -41,12 +41,16 @@ class Single:
         del turn
         return _NOTHING
 
-    def finish_gradients(self) -> list[torch.Tensor | None]:
-        """Return what has added up."""
+    def finish_gradients(self, numbers: torch.Tensor) -> tuple[list[torch.Tensor | None], torch.Tensor]:
+        """Return what has added up; there is nobody to wait for."""
+        for parameter in self._parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()
         if self._buffers is None:
-            return [parameter.grad for parameter in self._parameters]
+            return [parameter.grad for parameter in self._parameters], numbers
         wide = iter(self._buffers.gradients(self._buffers.used))
-        return [next(wide) if is_low_precision(parameter) else parameter.grad for parameter in self._parameters]
+        found = [next(wide) if is_low_precision(parameter) else parameter.grad for parameter in self._parameters]
+        return found, numbers
 
     def clear_gradients(self) -> None:
         """Set every `.grad` to None and the float32 buffers to zero."""

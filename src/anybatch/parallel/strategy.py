@@ -78,8 +78,16 @@ class Strategy(Protocol):
         """Return the context of one forward and backward. Reduction starts in the last one, if anywhere."""
         ...
 
-    def finish_gradients(self) -> list[torch.Tensor | None]:
-        """Return the gradient of each parameter summed over all ranks; None for one that no rank used."""
+    def finish_gradients(self, numbers: torch.Tensor) -> tuple[list[torch.Tensor | None], torch.Tensor]:
+        """Wait, once, for everything that ranks have to sum at the end of an effective batch.
+
+        Args:
+            numbers: a small tensor on the device that travels beside the gradients.
+
+        Returns:
+            The gradient of each parameter summed over all ranks, None for one that no rank used; and the summed
+            numbers.
+        """
         ...
 
     def clear_gradients(self) -> None:

@@ -89,7 +89,7 @@ class World:
         return gathered
 
     def start_maximum(self, flags: torch.Tensor) -> "dist.Work | None":
-        """Start replacing `flags` (CPU tensor) by the element-wise maximum over ranks; wait for the returned work."""
+        """Start replacing `flags`, a CPU tensor, by the element-wise maximum over ranks; wait for the returned work."""
         if self.size == 1:
             return None
         return dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._control, async_op=True)

@@ -1,0 +1,159 @@
+"""The engine's own all-reduce against torch's DistributedDataParallel on two ranks.
+
+Four steps alternate within one run, on the same model and data: a bare DDP loop written by hand (no_sync until the last
+micro-batch), the same without the search for unused parameters, the engine with `DDP`, and the engine with `AllReduce`.
+Figures are medians over steps of the slower rank's seconds.
+
+    python benchmarks/all_reduce_against_ddp.py [--out benchmarks/results/NAME.md]
+"""
+
+import argparse
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from datetime import date
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import anybatch as ab
+from anybatch.core.batch import Placement
+from anybatch.parallel.all_reduce import AllReduce
+from anybatch.parallel.ddp import DDP
+from anybatch.testing import RankPool
+
+Batch = dict[str, torch.Tensor]
+
+
+def many_small() -> nn.Module:
+    """Return a model of 200 layers of width 64: 400 parameter tensors, 3.3 MB of gradients."""
+    layers: list[nn.Module] = [nn.Linear(16, 64)]
+    for _ in range(198):
+        layers += [nn.ReLU(), nn.Linear(64, 64)]
+    return nn.Sequential(*layers, nn.Linear(64, 10))
+
+
+def few_large() -> nn.Module:
+    """Return a model of 5 layers of width 1,600: 10 parameter tensors, 31 MB of gradients."""
+    layers: list[nn.Module] = [nn.Linear(16, 1600)]
+    for _ in range(3):
+        layers += [nn.ReLU(), nn.Linear(1600, 1600)]
+    return nn.Sequential(*layers, nn.Linear(1600, 10))
+
+
+MODELS = {"many small": many_small, "few large": few_large}
+
+
+def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the mean cross-entropy."""
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+class InMemory:
+    """An effective batch whose samples are in memory, so that loading costs nothing."""
+
+    seed = 0
+    end = ab.Position(0, 0)
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self.sample_ids = range(len(batch["x"]))
+
+    def feed(self, placement: Placement) -> Iterator[Batch]:
+        """Yield slices."""
+        for unit in placement.plan(len(self.sample_ids)).shares[placement.rank]:
+            yield {name: value[unit.start : unit.stop] for name, value in self.batch.items()}
+
+
+def bare_ddp(model: nn.Module, micro_batch_size: int, *, find_unused_parameters: bool) -> Callable[[InMemory], object]:
+    """Return a step of torch's DDP as one writes it by hand."""
+    wrapper = DistributedDataParallel(model, find_unused_parameters=find_unused_parameters)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step(whole: InMemory) -> None:
+        num_samples = len(whole.sample_ids) // dist.get_world_size()
+        own = dist.get_rank() * num_samples
+        batch = {name: value[own : own + num_samples] for name, value in whole.batch.items()}
+        for start in range(0, num_samples, micro_batch_size):
+            piece = {name: value[start : start + micro_batch_size] for name, value in batch.items()}
+            last = start + micro_batch_size >= num_samples
+            with nullcontext() if last else wrapper.no_sync():
+                value = loss(wrapper, piece) * (len(piece["x"]) / num_samples)
+                value.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def by_engine(model: nn.Module, micro_batch_size: int, strategy: object) -> Callable[[InMemory], object]:
+    """Return the engine's step under a strategy."""
+    engine = ab.Engine(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1e-3),
+        ab.mean_over_samples(loss),
+        micro_batch_size=micro_batch_size,
+        strategy=strategy,
+        measure_gradient_norm=False,
+    )
+    return engine.step
+
+
+def compare(model: str, num_micro_batches: int, rounds: int) -> dict[str, list[float]]:
+    """Run on every rank: return the seconds of each kind of step."""
+    size = 4
+    make = MODELS[model]
+    steps = {
+        "bare ddp, unused searched": bare_ddp(make(), size, find_unused_parameters=True),
+        "bare ddp": bare_ddp(make(), size, find_unused_parameters=False),
+        "engine, ddp": by_engine(make(), size, DDP()),
+        "engine, all_reduce": by_engine(make(), size, AllReduce()),
+        "engine, all_reduce after": by_engine(make(), size, AllReduce(overlap=False)),
+    }
+    num_samples = size * num_micro_batches * dist.get_world_size()
+    batch = InMemory({"x": torch.randn(num_samples, 16), "y": torch.randint(0, 10, (num_samples,))})
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for round_number in range(rounds + 3):
+        for name, step in steps.items():
+            dist.barrier()
+            begin = time.perf_counter()
+            step(batch)
+            if round_number >= 3:
+                seconds[name].append(time.perf_counter() - begin)
+    return seconds
+
+
+def main() -> None:
+    """Print the table, and write it to a file if asked."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--rounds", type=int, default=40)
+    arguments = parser.parse_args()
+    table = ["| model | accumulation steps | step | median, ms | over bare ddp | over bare ddp that searches |", "|---|--:|---|--:|--:|--:|"]
+    print("\n".join(table))
+    with RankPool(2) as pool:
+        for model in MODELS:
+            for num_micro_batches in (1, 4):
+                ranks = pool.run(compare, model, num_micro_batches, arguments.rounds)
+                slower = {name: [max(pair) for pair in zip(*(r[name] for r in ranks), strict=True)] for name in ranks[0]}
+                medians = {name: statistics.median(values) * 1e3 for name, values in slower.items()}
+                for name, value in medians.items():
+                    over = value / medians["bare ddp"], value / medians["bare ddp, unused searched"]
+                    table.append(f"| {model} | {num_micro_batches} | {name} | {value:.2f} | {over[0]:.3f} | {over[1]:.3f} |")
+                    print(table[-1], flush=True)
+    if arguments.out is not None:
+        head = (
+            f"# all_reduce against DDP\n\n{date.today()}, torch {torch.__version__}, {platform.machine()} CPU, "
+            "2 ranks over gloo, 1 thread each.\n\n`python benchmarks/all_reduce_against_ddp.py`\n"
+        )
+        arguments.out.write_text("\n".join([head, *table]) + "\n")
+
+
+if __name__ == "__main__":
+    main()
