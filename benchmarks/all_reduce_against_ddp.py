@@ -135,17 +135,24 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rounds", type=int, default=40)
     arguments = parser.parse_args()
-    table = ["| model | accumulation steps | step | median, ms | over bare ddp | over bare ddp that searches |", "|---|--:|---|--:|--:|--:|"]
+    table = [
+        "| model | accumulation steps | step | median, ms | over bare ddp | over bare ddp that searches |",
+        "|---|--:|---|--:|--:|--:|",
+    ]
     print("\n".join(table))
     with RankPool(2) as pool:
         for model in MODELS:
             for num_micro_batches in (1, 4):
                 ranks = pool.run(compare, model, num_micro_batches, arguments.rounds)
-                slower = {name: [max(pair) for pair in zip(*(r[name] for r in ranks), strict=True)] for name in ranks[0]}
+                slower = {
+                    name: [max(pair) for pair in zip(*(r[name] for r in ranks), strict=True)] for name in ranks[0]
+                }
                 medians = {name: statistics.median(values) * 1e3 for name, values in slower.items()}
                 for name, value in medians.items():
                     over = value / medians["bare ddp"], value / medians["bare ddp, unused searched"]
-                    table.append(f"| {model} | {num_micro_batches} | {name} | {value:.2f} | {over[0]:.3f} | {over[1]:.3f} |")
+                    table.append(
+                        f"| {model} | {num_micro_batches} | {name} | {value:.2f} | {over[0]:.3f} | {over[1]:.3f} |"
+                    )
                     print(table[-1], flush=True)
     if arguments.out is not None:
         head = (

@@ -20,3 +20,24 @@ from anybatch.engine.engine import Engine
 from anybatch.engine.shares import shares
 from anybatch.events.jsonl import JsonlLog
 from anybatch.parallel.world import World
+
+__all__ = [
+    "BatchPlan",
+    "Engine",
+    "JsonlLog",
+    "Loss",
+    "LossSum",
+    "Observer",
+    "Position",
+    "StepReport",
+    "World",
+    "batches",
+    "counted",
+    "mean_over",
+    "mean_over_samples",
+    "mean_over_tokens",
+    "samples",
+    "shares",
+    "sum_of",
+    "tokens",
+]

@@ -39,13 +39,19 @@ class EffectiveBatch(Protocol):
     """
 
     @property
-    def sample_ids(self) -> Sequence[int]: ...
+    def sample_ids(self) -> Sequence[int]:
+        """Global ids, in the order they are cut."""
+        ...
 
     @property
-    def seed(self) -> int: ...
+    def seed(self) -> int:
+        """First word of every random key."""
+        ...
 
     @property
-    def end(self) -> Position: ...
+    def end(self) -> Position:
+        """Position after a step on this batch."""
+        ...
 
     def feed(self, placement: Placement) -> Iterator[Batch]:
         """Yield the collated micro-batch of each unit of `placement.rank`'s share, in the plan's order, on the host.

@@ -258,8 +258,9 @@ def _contribution(loss: Loss, name: str, value: object, share: Share) -> torch.T
         if loss.terms is None:
             message = (
                 "the loss function returned one number and does not say over what it is a mean. Declare it: "
-                "ab.mean_over_samples(loss) for a mean over samples, ab.mean_over_tokens(loss) for a mean over unmasked "
-                "targets, ab.mean_over(loss, count) otherwise; or return one loss per item, or ab.LossSum(total, count)."
+                "ab.mean_over_samples(loss) for a mean over samples, ab.mean_over_tokens(loss) for a mean over "
+                "unmasked targets, ab.mean_over(loss, count) otherwise; or return one loss per item, or "
+                "ab.LossSum(total, count)."
             )
             raise LossError(message)
         return value * share.of_mean
@@ -281,14 +282,16 @@ def _contribution(loss: Loss, name: str, value: object, share: Share) -> torch.T
 
 def _check_loss_sum(loss: Loss, name: str, value: LossSum, share: Share) -> None:
     if value.total.dim():
-        message = f"LossSum.total of term {name!r} has shape {tuple(value.total.shape)}; it must be one number, the sum."
+        message = (
+            f"LossSum.total of term {name!r} has shape {tuple(value.total.shape)}; it must be one number, the sum."
+        )
         raise LossError(message)
-    if loss.terms is None or isinstance(value.count, torch.Tensor):  # a tensor is not read: the device would be waited for
+    if loss.terms is None or isinstance(value.count, torch.Tensor):  # reading a tensor would wait for the device
         return
     if abs(value.count - share.count) > 1e-6 * share.count:
         message = (
-            f"the loss function returned LossSum with count={value.count} for term {name!r}, but the declaration counts "
-            f"{share.count:g} in the same micro-batch. Make the two agree, or pass the bare function."
+            f"the loss function returned LossSum with count={value.count} for term {name!r}, but the declaration "
+            f"counts {share.count:g} in the same micro-batch. Make the two agree, or pass the bare function."
         )
         raise LossError(message)
 
@@ -308,6 +311,8 @@ def _lookup(batch: Batch, name: str) -> torch.Tensor:
 
 def _callable(function: Any) -> Any:  # noqa: ANN401 (whatever was passed, checked and handed back)
     if not callable(function):
-        message = f"a loss is declared from a function f(model, batch), not from {type(function).__name__} {function!r}."
+        message = (
+            f"a loss is declared from a function f(model, batch), not from {type(function).__name__} {function!r}."
+        )
         raise LossError(message)
     return function

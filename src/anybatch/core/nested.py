@@ -80,11 +80,7 @@ def _leaves(node: Batch, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _map_leaves(node: Batch, function: Callable[[Any], Any]) -> Batch:
-    if isinstance(node, torch.Tensor):  # the common leaf, first
-        return function(node)
-    if isinstance(node, dict) and type(node) is dict:
-        return {key: _map_leaves(value, function) for key, value in node.items()}
-    if not _is_container(node):
+    if isinstance(node, torch.Tensor) or not _is_container(node):
         return function(node)
     if isinstance(node, Mapping):
         values = {key: _map_leaves(value, function) for key, value in node.items()}
@@ -100,6 +96,8 @@ def _map_leaves(node: Batch, function: Callable[[Any], Any]) -> Batch:
 
 def _rebuild_mapping(node: Mapping[Any, Any], values: dict[Any, Any]) -> Batch:
     """Return `values` as the mapping type of `node` where that type can be built from a dict, else as a dict."""
+    if type(node) is dict:
+        return values
     try:
         return type(node)(values)  # type: ignore[call-arg]
     except TypeError:  # such as defaultdict, whose first argument is its factory

@@ -1,7 +1,6 @@
 """Reading a stream in rounds: one sample of each shard in turn, from here or from several workers."""
 
 import itertools
-import pickle
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,9 +9,9 @@ from typing import Any
 import torch
 from torch.utils.data import _utils, get_worker_info
 
-from anybatch.core.nested import Batch, map_tensors
 from anybatch.core.randomness import order_seed, sample_seed
 from anybatch.data.fetch import seed_generators
+from anybatch.data.transport import packed
 from anybatch.errors import DataError
 
 StreamSample = tuple[int, Any]
@@ -111,10 +110,7 @@ class ChunkKey:
 
 
 class LaneReader:
-    """Reads every `num_lanes`-th shard, in chunks of rounds. Lives in a worker and remembers where it stands.
-
-    Samples travel as bytes: as tensors in shared memory each would hold a file descriptor open in the calling process.
-    """
+    """Reads every `num_lanes`-th shard, in chunks of rounds. Lives in a worker and remembers where it stands."""
 
     def __init__(self, shards: Shards, *, seed: int, num_lanes: int, rounds_per_chunk: int) -> None:
         self._shards = shards
@@ -132,15 +128,9 @@ class LaneReader:
             deque(itertools.islice(self._rounds, key.index * self._rounds_per_chunk), maxlen=0)
         self._due = None  # should reading fail, the next call begins anew
         rounds = itertools.islice(self._rounds, self._rounds_per_chunk)
-        chunk = [(i, _compact(sample) if i >= key.keep_from else None) for round_ in rounds for i, sample in round_]
+        chunk = [(i, sample if i >= key.keep_from else None) for round_ in rounds for i, sample in round_]
         self._due = replace(key, index=key.index + 1)
-        return pickle.dumps(chunk, protocol=pickle.HIGHEST_PROTOCOL)
-
-
-def unpacked(chunk: bytes) -> list[StreamSample]:
-    """Return the samples that a `LaneReader` of this run packed."""
-    samples: list[StreamSample] = pickle.loads(chunk)  # noqa: S301 (from our own worker)
-    return samples
+        return packed(chunk)
 
 
 def hide_worker(worker_id: int) -> None:
@@ -155,15 +145,6 @@ def hide_worker(worker_id: int) -> None:
     if get_worker_info() is not None:
         message = f"worker {worker_id} cannot be hidden from data sets in torch {torch.__version__}. Use num_workers=0."
         raise DataError(message)
-
-
-def _compact(sample: Batch) -> Batch:
-    """Return the sample without the rest of the storage that its tensors may be views of."""
-    return map_tensors(sample, lambda leaf: leaf.clone() if _is_view_of_more(leaf) else leaf)
-
-
-def _is_view_of_more(leaf: torch.Tensor) -> bool:
-    return leaf.layout == torch.strided and leaf.untyped_storage().nbytes() > leaf.nbytes
 
 
 def _number_of_shards(parts: "Sequence[Iterable[Any]] | Callable[[int], Iterable[Any]]", num_shards: int | None) -> int:

@@ -15,7 +15,8 @@ from anybatch.data.effective_batch import DatasetBatch
 from anybatch.data.fetch import Collate, callers_randomness, collate_unit, pinned
 from anybatch.data.order import Schedule
 from anybatch.data.request import Request
-from anybatch.data.shards import ChunkKey, LaneReader, Shards, StreamSample, hide_worker, read_rounds, unpacked
+from anybatch.data.shards import ChunkKey, LaneReader, Shards, StreamSample, hide_worker, read_rounds
+from anybatch.data.transport import unpacked
 from anybatch.errors import DataError
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Protocol
 
 import torch
@@ -25,10 +26,19 @@ class Work:
     turn: Turn
     seed: int
 
-class Randomness(Protocol):
-    """Where micro-batches take their random numbers from."""
 
-    def seed(self, seed: int) -> None: ...
+class Randomness(Protocol):
+    """Where micro-batches take their random numbers from; entered for one effective batch."""
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+    def seed(self, seed: int) -> None:
+        """Start the random numbers of one micro-batch."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,7 +45,7 @@ def search_micro_batch_size(
     largest_share = max(sum(unit.num_samples for unit in units) for units in opened.plan.shares)
 
     def fits(size: int) -> bool:
-        own = num_samples == 0 or _runs(machine, share, num_samples, size, world.device, modules, clear)
+        own = num_samples == 0 or _runs(machine, share, num_samples, size, world.device, modules=modules, clear=clear)
         return all(row[0] for row in world.gather_numbers([float(own)]))
 
     size, limited = largest_that_fits(fits, largest_share)
@@ -83,6 +83,7 @@ def _runs(
     num_samples: int,
     size: int,
     device: torch.device,
+    *,
     modules: nn.Module,
     clear: Callable[[], None],
 ) -> bool:

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
 
 from anybatch.errors import UserError
 
@@ -42,7 +43,8 @@ def clip_policy(clip: "Clip | float | None") -> Clip | None:
 
 def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the 2-norm over all gradients together, on the device, in the gradients' own precision."""
-    return get_total_norm([_values(gradient) for gradient in gradients])
+    norm = get_total_norm([_values(gradient) for gradient in gradients])
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 @torch.no_grad()
@@ -51,17 +53,12 @@ def clip_gradients(gradients: Sequence[torch.Tensor], norm: torch.Tensor | None,
     values = [_values(gradient) for gradient in gradients]
     if isinstance(clip, ClipByNorm):
         assert norm is not None
-        clip_grads_with_norm_([_Holder(value) for value in values], clip.max_norm, norm)  # type: ignore[arg-type]
+        # As torch.nn.utils.clip_grad_norm_ does, small term included; 1 where nothing is to be clipped, so that the
+        # host need not know whether.
+        torch._foreach_mul_(values, (clip.max_norm / (norm + 1e-6)).clamp(max=1.0))
     else:
-        torch._foreach_clamp_min_(values, -clip.max_value)  # noqa: SLF001 (the public clip_grad_value_ calls it too)
-        torch._foreach_clamp_max_(values, clip.max_value)  # noqa: SLF001
-
-
-@dataclass(frozen=True, slots=True)
-class _Holder:
-    """What `clip_grads_with_norm_` looks at: something with a `.grad`, which need not be a parameter's own."""
-
-    grad: torch.Tensor
+        torch._foreach_clamp_min_(values, -clip.max_value)
+        torch._foreach_clamp_max_(values, clip.max_value)
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:

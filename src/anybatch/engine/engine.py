@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 import torch
 from torch.optim import Optimizer
@@ -35,7 +35,9 @@ from anybatch.parallel.world import World
 class Scheduler(Protocol):
     """Anything with the `step` of a torch learning-rate scheduler; stepped once per optimizer step."""
 
-    def step(self) -> None: ...
+    def step(self) -> None:
+        """Set the next step's learning rates."""
+        ...
 
 
 class Engine:
@@ -237,7 +239,7 @@ class Engine:
         if error is None:
             self._finite.settle()
 
-    def __enter__(self) -> "Engine":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -333,10 +335,12 @@ class Engine:
 
     def _first_decisions(self, strategy: str | Strategy, differed: tuple[str, ...]) -> dict[str, str]:
         """Return what was decided while the engine was built, by name."""
-        decisions = {"update": self._target.update}
+        decisions: dict[str, str] = {"update": self._target.update}
         if strategy == "auto":
             ranks = f"{self.world.size} rank{'s' * (self.world.size > 1)}"
-            decisions["strategy"] = f"{self._strategy.capabilities.name}, because there {'is' if self.world.size == 1 else 'are'} {ranks}"
+            decisions["strategy"] = (
+                f"{self._strategy.capabilities.name}, because there {'is' if self.world.size == 1 else 'are'} {ranks}"
+            )
         if differed:
             decisions["replicas"] = (
                 f"{len(differed)} parameters and buffers differed between ranks and took rank 0's values, "
@@ -385,9 +389,7 @@ class Engine:
         self.decisions["micro_batch_size"] = f"{size}, by a doubling search on {self.world.device}"
 
 
-def check_choices(
-    rng: str | None, optimizer: Optimizer | OptimizerFunction, needs: Capabilities
-) -> None:
+def check_choices(rng: str | None, optimizer: Optimizer | OptimizerFunction, needs: Capabilities) -> None:
     """Refuse what no later place would notice.
 
     Raises:

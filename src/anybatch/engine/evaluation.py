@@ -78,4 +78,3 @@ def _total_and_count(name: str, value: object, count: float | None) -> tuple[Any
         "ab.LossSum(total, count), a dict of those, or declare the function (ab.mean_over_samples(metric))."
     )
     raise LossError(message)
-

@@ -80,9 +80,7 @@ def make_workload(opened: OpenBatch, loss: Loss, world: World, *, step: int, loc
     micro_batches = opened.micro_batches
     if loss.needs_data_to_count:
         loaded = list(micro_batches)
-        counts = [
-            unit_counts(loss, batch, unit.num_samples) for batch, unit in zip(loaded, opened.units, strict=True)
-        ]
+        counts = [unit_counts(loss, batch, unit.num_samples) for batch, unit in zip(loaded, opened.units, strict=True)]
         own = [sum(c[j] for c, u in zip(counts, opened.units, strict=True) if u.weight) for j in range(len(loss.names))]
         divisors = tuple(sum(column) for column in zip(*world.gather_numbers(own), strict=True))
         micro_batches = iter(loaded)
@@ -99,7 +97,15 @@ def make_workload(opened: OpenBatch, loss: Loss, world: World, *, step: int, loc
     return Workload(
         opened=opened,
         divisors=divisors,
-        work=_line_up(opened, to_device(micro_batches, world.device), loss, counts, divisors, step, lockstep=lockstep),
+        work=_line_up(
+            opened,
+            to_device(micro_batches, world.device),
+            loss,
+            counts,
+            divisors=divisors,
+            step=step,
+            lockstep=lockstep,
+        ),
     )
 
 
@@ -108,9 +114,9 @@ def _line_up(
     micro_batches: Iterator[Batch],
     loss: Loss,
     counts: Sequence[tuple[float, ...]],
+    *,
     divisors: tuple[float, ...],
     step: int,
-    *,
     lockstep: bool,
 ) -> Iterator[Work]:
     """Yield the units that have something to add. A mean over nothing is NaN, so units without a count are left out."""
@@ -134,7 +140,7 @@ def _line_up(
 
 
 def to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
-    """Return the batches on the device. On CUDA the copy runs in a stream of its own, beside what is still computing."""
+    """Return the batches on the device. On CUDA copies run in a stream of their own, beside what computes."""
     if device.type == "cpu":
         return batches
     if device.type != "cuda":
@@ -215,4 +221,3 @@ def _open_share(share: RankShare, placement: Placement, world: World, start: Pos
         end=Position(start.epoch, start.sample_offset + sum(sizes)),
         micro_batches=(slice_samples(share.batch, unit.start - first, unit.stop - first) for unit in units),
     )
-

@@ -51,6 +51,6 @@ def _error(step: int, *, late: bool) -> NonFiniteError:
     )
     message = (
         f"the loss or gradient of step {step} is not finite. {happened}. Look for a learning rate that is too high, "
-        "bad samples (report.plan and sample_ids name them), or a loss that divides by zero; clip=1.0 helps with spikes."
+        "samples that are not finite themselves, or a loss that divides by zero; clip=1.0 helps against spikes."
     )
     return NonFiniteError(message)

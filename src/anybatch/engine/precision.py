@@ -92,7 +92,9 @@ def make_target(optimizer: "Optimizer | OptimizerFunction", parameters: Mapping[
         _check_members(optimizer, parameters)
         return Target(optimizer, "cast" if low else "direct", own, own)
     masters = {
-        name: nn.Parameter(parameter.detach().float()) if parameter.dtype in (torch.bfloat16, torch.float16) else parameter
+        name: nn.Parameter(parameter.detach().float())
+        if parameter.dtype in (torch.bfloat16, torch.float16)
+        else parameter
         for name, parameter in parameters.items()
     }
     made = optimizer(list(masters.items()))

@@ -1,6 +1,7 @@
 """Random numbers inside a step: keyed per micro-batch, and the caller's own are as before."""
 
 from types import TracebackType
+from typing import Self
 
 import torch
 
@@ -16,7 +17,7 @@ class UnitRandomness:
         self._generators = [torch.default_generator, *_device_generators(device)]
         self._states: list[torch.Tensor] = []
 
-    def __enter__(self) -> "UnitRandomness":
+    def __enter__(self) -> Self:
         self._states = [generator.get_state() for generator in self._generators]
         return self
 
@@ -27,15 +28,15 @@ class UnitRandomness:
             generator.set_state(state)
 
     def seed(self, seed: int) -> None:
-        """Start the random numbers of one micro-batch. (`torch.manual_seed` does the same a hundred times slower.)"""
+        """Start the random numbers of one micro-batch. `torch.manual_seed` would be a hundred times slower."""
         for generator in self._generators:
             generator.manual_seed(seed)
 
 
 class CallersRandomness:
-    """Leaves random numbers as they come: `rng=None`."""
+    """Leaves random numbers as they come, which is `rng=None`."""
 
-    def __enter__(self) -> "CallersRandomness":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -1,8 +1,8 @@
 """The user's own loader, one per rank: ranks agree when it ends, and a rank that is done first brings nothing."""
 
 import warnings
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any, cast
 
 from torch.utils.data import DistributedSampler
 
@@ -38,13 +38,13 @@ def _warn_of_duplicates(loader: Iterable[Any]) -> None:
     for sampler in (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)):
         if not isinstance(sampler, DistributedSampler):
             continue
-        num_samples = len(sampler.dataset)
+        num_samples = len(cast("Sized", sampler.dataset))
         extra = sampler.total_size - num_samples
         if extra > 0:
             warnings.warn(
-                f"DistributedSampler pads {num_samples} samples with {extra} duplicates so that {sampler.num_replicas} "
-                f"ranks get {sampler.num_samples} each: those samples count twice in every epoch. Use ab.batches, which "
-                "deals uneven shares, or DistributedSampler(drop_last=True) to drop the rest.",
+                f"DistributedSampler pads {num_samples} samples with {extra} duplicates so that "
+                f"{sampler.num_replicas} ranks get {sampler.num_samples} each: those samples count twice in every "
+                "epoch. Use ab.batches, which deals uneven shares, or DistributedSampler(drop_last=True) to drop the rest.",
                 stacklevel=3,
             )
         return

@@ -41,7 +41,9 @@ def number_type(device: torch.device) -> torch.dtype:
 
 
 @torch.no_grad()
-def divide_late(gradients: Sequence[torch.Tensor], totals: torch.Tensor, guess: float) -> tuple[torch.Tensor, torch.Tensor]:
+def divide_late(
+    gradients: Sequence[torch.Tensor], totals: torch.Tensor, guess: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Divide by a count that came with the losses: gradients in place; returns (contributions, counts).
 
     Micro-batches were divided by `guess` (the number of samples) to keep fp16 in range; what is left is one factor.

@@ -137,9 +137,7 @@ class Watch:
 
     def diagnosis(self, code: str, message: str, level: Literal["info", "warning", "error"] = "info") -> None:
         """Tell something the user should know."""
-        self._tell(
-            DiagnosisRecord(rank=self._rank, step=None, code=code, level=level, message=message, remedy=None)
-        )
+        self._tell(DiagnosisRecord(rank=self._rank, step=None, code=code, level=level, message=message, remedy=None))
 
     def evaluate(self, step: int, num_samples: int, metrics: Mapping[str, float]) -> None:
         """Tell the result of an evaluation."""

@@ -5,7 +5,6 @@ become final one after the other, from the last layer to the first; as soon as a
 starts and travels while the backward goes on. All buckets are waited for once, before the update.
 """
 
-
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -33,9 +32,7 @@ class AllReduce:
 
     capabilities = Capabilities(name="all_reduce")
 
-    def __init__(
-        self, *, bucket_bytes: int = 25 * 2**20, overlap: bool = True, initial: Initial = "broadcast"
-    ) -> None:
+    def __init__(self, *, bucket_bytes: int = 25 * 2**20, overlap: bool = True, initial: Initial = "broadcast") -> None:
         self._bucket_bytes = bucket_bytes
         self._overlap = overlap
         self._initial = initial
@@ -139,5 +136,3 @@ def refuse_sparse_gradients(modules: nn.Module, strategy: str) -> None:
                 "buckets. Build it with sparse=False, or run on one rank."
             )
             raise CompositionError(message)
-
-

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from anybatch.core.loss import LossFunction
@@ -20,10 +21,10 @@ from anybatch.parallel.world import World
 
 _NOTHING = nullcontext()
 # The argument was renamed in torch 2.13, where the old name warns.
-_NO_BUFFER_SYNC = (
-    "forward_sync_buffers"
+_NO_BUFFER_SYNC: dict[str, Any] = (
+    {"forward_sync_buffers": False}
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-    else "broadcast_buffers"
+    else {"broadcast_buffers": False}
 )
 
 
@@ -76,12 +77,14 @@ class DDP:
         self._wrapper = DistributedDataParallel(
             _Caller(modules, model),
             init_sync=False,
-            **{_NO_BUFFER_SYNC: False},
+            **_NO_BUFFER_SYNC,
             bucket_cap_mb=max(1, self._bucket_bytes // 2**20),
             find_unused_parameters=self._find_unused_parameters,
         )
         self._wrapper.register_comm_hook(on_reduction, _sum_bucket)
-        return Prepared(parameters=parameters, call=self._call, backward_inputs=tuple(self._parameters), differed=differed)
+        return Prepared(
+            parameters=parameters, call=self._call, backward_inputs=tuple(self._parameters), differed=differed
+        )
 
     def micro_batch(self, turn: Turn) -> AbstractContextManager[object]:
         """`no_sync` for all but the last; it holds for the forward too, as it must."""
@@ -136,12 +139,11 @@ class _Caller(nn.Module):
         return function(self._model[0], batch)
 
 
-def _sum_bucket(
-    on_reduction: ReductionObserver | None, bucket: dist.GradBucket
-) -> torch.futures.Future[torch.Tensor]:
+def _sum_bucket(on_reduction: ReductionObserver | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     flat = bucket.buffer()
     if on_reduction is not None:
         on_reduction(bucket.index(), flat.numel() * flat.itemsize, flat.dtype)
     work = dist.all_reduce(flat, async_op=True)
     assert work is not None
-    return work.get_future().then(lambda future: future.value()[0])
+    summed: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda future: future.value()[0])
+    return summed

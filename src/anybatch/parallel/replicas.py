@@ -1,5 +1,6 @@
 """Replicas start equal: what differs between ranks is found by digests, then made equal or refused."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -75,7 +76,7 @@ def _broadcast(tensor: torch.Tensor) -> None:
         tensor.copy_(contiguous)
 
 
-def _first_difference(mine: list[object], theirs: list[object]) -> tuple[object, object]:
+def _first_difference(mine: Sequence[object], theirs: Sequence[object]) -> tuple[object, object]:
     for one, other in zip(mine, theirs, strict=False):
         if one != other:
             return one, other

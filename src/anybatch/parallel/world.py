@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from anybatch.errors import RankFailedError, WorldError
 
@@ -37,9 +38,7 @@ class World:
     _control: "dist.ProcessGroup | None" = field(default=None, repr=False, compare=False)
 
     @classmethod
-    def from_environment(
-        cls, *, device: "str | torch.device | None" = None, timeout_seconds: float = 600.0
-    ) -> "World":
+    def from_environment(cls, *, device: "str | torch.device | None" = None, timeout_seconds: float = 600.0) -> "World":
         """Join the ranks that a launcher started, or be the only one.
 
         An initialised `torch.distributed` is used as it is. Otherwise RANK and WORLD_SIZE, which torchrun, SLURM
@@ -53,7 +52,7 @@ class World:
             WorldError: RANK without WORLD_SIZE or the reverse, or values that do not fit together.
         """
         _check_launcher()
-        chosen = torch.device(device) if device is not None else _own_accelerator(int(os.environ.get("LOCAL_RANK", 0)))
+        chosen = _own_accelerator() if device is None else torch.device(device)
         if chosen.type == "cuda":
             torch.cuda.set_device(chosen)
         if not dist.is_initialized() and "RANK" not in os.environ:
@@ -92,7 +91,8 @@ class World:
         """Start replacing `flags`, a CPU tensor, by the element-wise maximum over ranks; wait for the returned work."""
         if self.size == 1:
             return None
-        return dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._control, async_op=True)
+        work: dist.Work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._control, async_op=True)
+        return work
 
     @contextmanager
     def collective(self) -> Iterator[None]:
@@ -145,7 +145,8 @@ def _check_launcher() -> None:
         raise WorldError(message)
 
 
-def _own_accelerator(local_rank: int) -> torch.device:
+def _own_accelerator() -> torch.device:
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if not torch.accelerator.is_available():
         return torch.device("cpu")
     kind = torch.accelerator.current_accelerator()
@@ -155,12 +156,12 @@ def _own_accelerator(local_rank: int) -> torch.device:
 
 def _backend(device: torch.device) -> str:
     """NCCL wants a GPU of its own per rank; ranks that share one, and CPUs, use gloo."""
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if device.type == "cuda" and local_size <= torch.cuda.device_count():
         return "cuda:nccl,cpu:gloo"
     return "gloo"
 
 
-def _store() -> "dist.Store":
+def _store() -> Store:
     """Return the store of the default group. torch has no public name for it (2.11 to 2.13)."""
     return dist.distributed_c10d._get_default_store()  # noqa: SLF001

@@ -1,5 +1,6 @@
 """How far apart two gradients are, as one number."""
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -17,7 +18,7 @@ def relative_error(found: Mapping[str, torch.Tensor | None], expected: Mapping[s
     if set(found) != set(expected):
         message = f"different parameters: {sorted(set(found) ^ set(expected))} are on one side only."
         raise ValueError(message)
-    difference = reference = 0.0
+    difference, reference = 0.0, 0.0
     for name, value in expected.items():
         other = found[name]
         if value is None and other is None:
@@ -29,7 +30,7 @@ def relative_error(found: Mapping[str, torch.Tensor | None], expected: Mapping[s
         reference += float(wide.square().sum())
     if not reference:
         return 0.0 if not difference else float("inf")
-    return (difference / reference) ** 0.5
+    return math.sqrt(difference / reference)
 
 
 def assert_same_gradients(

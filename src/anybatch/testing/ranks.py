@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -67,9 +67,9 @@ class RankPool:
             ready = wait([p for rank, p in enumerate(self._pipes) if rank not in found], self._timeout_seconds)
             if not ready:
                 break
-            for pipe in ready:
-                rank = self._pipes.index(pipe)  # type: ignore[arg-type]
-                found[rank] = self._receive(rank)
+            for rank, pipe in enumerate(self._pipes):
+                if pipe in ready:
+                    found[rank] = self._receive(rank)
         late = Outcome(error=f"no answer after {self._timeout_seconds} seconds")
         return [found.get(rank, late) for rank in range(len(self._pipes))]
 
@@ -96,7 +96,7 @@ class RankPool:
                 process.join()
         self._folder.cleanup()
 
-    def __enter__(self) -> "RankPool":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -114,7 +114,10 @@ class RankPool:
 
 
 def run_ranks(
-    world_size: int, function: Callable[..., Any], *args: Any, timeout_seconds: float = 120.0  # noqa: ANN401
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,  # noqa: ANN401 (the function's)
+    timeout_seconds: float = 120.0,
 ) -> list[Outcome]:
     """Run `function(*args)` once on fresh ranks and return how each ended, in rank order."""
     with RankPool(world_size, timeout_seconds=timeout_seconds) as pool:

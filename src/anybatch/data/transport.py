@@ -1,0 +1,50 @@
+"""Samples as bytes, to send many small tensors between processes.
+
+Torch sends a tensor as shared memory: one file descriptor each, open as long as the tensor lives, which suits one
+collated batch and not thousands of samples. Pickled plainly a tensor takes its whole storage along, even if it is a
+view of one row. Here it travels as its own bytes.
+"""
+
+import importlib.util
+import io
+import pickle
+from typing import Any
+
+import torch
+
+Reduced = tuple[Any, ...]
+
+
+def packed(value: object) -> bytes:
+    """Return `value` as bytes, for `unpacked`."""
+    if importlib.util.find_spec("numpy") is None:  # torch then has no cheap way to the bytes of a tensor
+        return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    buffer = io.BytesIO()
+    _Packer(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    return buffer.getvalue()
+
+
+def unpacked(data: bytes) -> Any:  # noqa: ANN401 (whatever was packed)
+    """Return what was packed. For bytes of the run's own workers only."""
+    return pickle.loads(data)  # noqa: S301 (from our own worker)
+
+
+class _Packer(pickle.Pickler):
+    def reducer_override(self, value: object) -> Reduced:
+        """Reduce a plain tensor to its bytes, and leave everything else, unusual tensors too, to pickle."""
+        if type(value) is not torch.Tensor or not _is_plain(value):
+            return NotImplemented
+        octets = value.contiguous().reshape(-1).view(torch.uint8)
+        return _tensor, (octets.numpy(), value.dtype, tuple(value.shape))
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.layout == torch.strided
+        and tensor.device.type == "cpu"
+        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def _tensor(octets: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:  # noqa: ANN401 (a numpy array)
+    return torch.from_numpy(octets).view(dtype).reshape(shape)
