@@ -9,6 +9,14 @@ AnyBatchError
 │   ├── ParameterError                model and optimizer do not belong together
 │   └── CompositionError              two features that do not compose; says why and what to use
 ├── NonFiniteError (ArithmeticError)  a loss or gradient is NaN or infinite
+├── CheckpointError (RuntimeError)    a checkpoint cannot be written or read
+│   ├── MissingCheckpointError        there is none where one was looked for
+│   ├── NotACheckpointError           something else is there
+│   ├── DamagedCheckpointError        it is not what was written
+│   │   └── TruncatedCheckpointError  a file of it is shorter than what was written
+│   ├── NewerCheckpointError          a newer version of anybatch wrote it
+│   ├── CheckpointAccessError         the file system does not permit it
+│   └── DiskFullError                 there is no room for it
 └── WorldError (RuntimeError)         something went wrong between ranks
     ├── ReplicaError                  ranks hold different parameters where they must be equal
     └── RankFailedError               another rank failed first; carries its error
@@ -48,6 +56,38 @@ class CompositionError(UserError):
 
 class NonFiniteError(AnyBatchError, ArithmeticError):
     """A loss or a gradient is NaN or infinite."""
+
+
+class CheckpointError(AnyBatchError, RuntimeError):
+    """A checkpoint cannot be written or read."""
+
+
+class MissingCheckpointError(CheckpointError):
+    """There is no checkpoint where one was looked for: a run may start from the beginning."""
+
+
+class NotACheckpointError(CheckpointError):
+    """Something else is where a checkpoint was looked for."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint is not what was written: a file is missing, or its bytes differ."""
+
+
+class TruncatedCheckpointError(DamagedCheckpointError):
+    """A file of a checkpoint is shorter than what was written."""
+
+
+class NewerCheckpointError(CheckpointError):
+    """A newer version of anybatch wrote this checkpoint."""
+
+
+class CheckpointAccessError(CheckpointError):
+    """The file system does not permit a checkpoint to be written or read there."""
+
+
+class DiskFullError(CheckpointError):
+    """There is no room for a checkpoint."""
 
 
 class WorldError(AnyBatchError, RuntimeError):

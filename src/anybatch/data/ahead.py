@@ -68,11 +68,11 @@ class Ahead(Generic[Key, Value]):
         try:
             self._keys.sent.popleft()
             item = next(self._items)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 (raised again)
             self._keys.sent.clear()  # after an error or an interrupt, what comes next is not known: start anew
             # The frames that the loader raised through hold the error and the loader, in a cycle that would keep its
             # workers alive. What the user needs, the worker's own traceback, is in the message.
-            raise error.with_traceback(None)  # noqa: B904 (the same error)
+            raise error.with_traceback(None)  # noqa: B904 (the error itself, not another one)
         assert item.key == key, (item.key, key)
         return item.value
 

@@ -1,13 +1,13 @@
 """`batches`: a data set and an effective batch size in, effective batches out."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from anybatch.core.batch import Position
-from anybatch.data.effective_batch import DatasetBatch
+from anybatch.data.effective_batch import DatasetBatches
 from anybatch.data.indexed import IndexedSource
 from anybatch.data.request import Request, end_epoch_of, pins
 from anybatch.data.shards import Shards, check_readable
@@ -19,12 +19,15 @@ class Source(Protocol):
     """What makes the effective batches: a data set with an index, or a stream."""
 
     @property
-    def steps_per_epoch(self) -> int: ...
+    def steps_per_epoch(self) -> int:
+        """Number of steps in a whole epoch."""
 
     @property
-    def num_steps(self) -> int: ...
+    def num_steps(self) -> int:
+        """Number of steps from the start to the end."""
 
-    def run(self) -> Iterator[DatasetBatch]: ...
+    def run(self) -> DatasetBatches:
+        """Yield the effective batches from the start on; workers stop when this generator does."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -45,7 +48,7 @@ class Batches:
     start: Position
     source: Source = field(repr=False)
 
-    def __iter__(self) -> Iterator[DatasetBatch]:
+    def __iter__(self) -> DatasetBatches:
         """Yield the effective batches from `start` on."""
         return self.source.run()
 

@@ -1,6 +1,6 @@
 """The effective batch that a data set yields: ids and positions now, samples when it is fed."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from anybatch.core.batch import Placement, Position
@@ -42,3 +42,7 @@ class DatasetBatch:
         weight 0 are loaded too: they repeat samples.
         """
         return self.feeder(self, placement)
+
+
+DatasetBatches = Generator[DatasetBatch, None, None]
+"""A run over batches. `close()` ends it early, and its workers with it."""

@@ -1,9 +1,12 @@
 """Loading one unit: every sample under its own random key, then collated."""
 
+import importlib
+import importlib.util
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -11,12 +14,8 @@ import torch
 from anybatch.core.nested import Batch, map_tensors
 from anybatch.core.randomness import sample_seed
 
-try:
-    import numpy as np
-except ImportError:  # torch does without it, and then so does the data set
-    np = None  # type: ignore[assignment]
-
 Collate = Callable[[list[Any]], Batch]
+_NUMPY: ModuleType | None = importlib.import_module("numpy") if importlib.util.find_spec("numpy") else None
 _NUMPY_SEEDS = 1 << 32
 
 
@@ -24,22 +23,22 @@ _NUMPY_SEEDS = 1 << 32
 def callers_randomness() -> Iterator[None]:
     """Give python, numpy and torch (CPU) their random state back at the end, also after an exception."""
     python_state = random.getstate()
-    numpy_state = np.random.get_state(legacy=False) if np else {}  # noqa: NPY002 (what data sets draw from)
+    numpy_state = _NUMPY.random.get_state(legacy=False) if _NUMPY is not None else None
     torch_state = torch.default_generator.get_state()
     try:
         yield
     finally:
         random.setstate(python_state)
-        if np:
-            np.random.set_state(numpy_state)  # noqa: NPY002
+        if _NUMPY is not None:
+            _NUMPY.random.set_state(numpy_state)
         torch.default_generator.set_state(torch_state)
 
 
 def seed_generators(seed: int) -> None:
     """Seed the generators that augmentations draw from: python's, numpy's and torch's global ones, on the CPU."""
     random.seed(seed)
-    if np:
-        np.random.seed(seed % _NUMPY_SEEDS)  # noqa: NPY002
+    if _NUMPY is not None:
+        _NUMPY.random.seed(seed % _NUMPY_SEEDS)
     torch.default_generator.manual_seed(seed)  # torch.manual_seed would visit every device: a hundred times slower
 
 

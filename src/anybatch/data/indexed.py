@@ -13,7 +13,7 @@ from anybatch.core.batch import Placement, Position
 from anybatch.core.nested import Batch
 from anybatch.core.splitting import Unit
 from anybatch.data.ahead import Ahead
-from anybatch.data.effective_batch import DatasetBatch
+from anybatch.data.effective_batch import DatasetBatch, DatasetBatches
 from anybatch.data.fetch import UnitKey, UnitLoader, callers_randomness, pinned
 from anybatch.data.order import Schedule, sample_order
 from anybatch.data.request import Request
@@ -47,7 +47,7 @@ class IndexedSource:
         """Number of steps from the start to the end."""
         return self._schedule.num_steps(self._request.start, self._request.end_epoch, self._request.steps)
 
-    def run(self) -> Iterator[DatasetBatch]:
+    def run(self) -> DatasetBatches:
         """Yield the effective batches from the start on; workers stop when this generator does."""
         request = self._request
         walk = _Walk(self._schedule, request)

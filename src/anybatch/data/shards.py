@@ -67,8 +67,8 @@ def check_readable(part: object, name: str) -> None:
         raise DataError(message)
     if isinstance(part, str) or not isinstance(part, Iterable):
         message = (
-            f"{name} is of type {type(part).__name__}; its samples can be neither indexed nor iterated. Pass a data set "
-            "with __getitem__ and __len__, or a stream: an object with __iter__."
+            f"{name} is of type {type(part).__name__}; its samples can be neither indexed nor iterated. "
+            "Pass a data set with __getitem__ and __len__, or a stream: an object with __iter__."
         )
         raise DataError(message)
 
@@ -149,8 +149,8 @@ def hide_worker(worker_id: int) -> None:
 
 def _number_of_shards(parts: "Sequence[Iterable[Any]] | Callable[[int], Iterable[Any]]", num_shards: int | None) -> int:
     if callable(parts):
-        if isinstance(num_shards, bool) or not isinstance(num_shards, int) or num_shards < 1:
-            message = f"num_shards={num_shards!r} must be a whole number of at least 1 for shards from a function."
+        if num_shards is None or num_shards < 1:
+            message = f"num_shards={num_shards!r} must be at least 1 for shards that come from a function."
             raise DataError(message)
         return num_shards
     if not isinstance(parts, Sequence) or isinstance(parts, str):

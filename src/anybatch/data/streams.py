@@ -11,7 +11,7 @@ from anybatch.core.batch import Placement, Position
 from anybatch.core.geometry import ceil_div
 from anybatch.core.nested import Batch
 from anybatch.data.ahead import Ahead
-from anybatch.data.effective_batch import DatasetBatch
+from anybatch.data.effective_batch import DatasetBatch, DatasetBatches
 from anybatch.data.fetch import Collate, callers_randomness, collate_unit, pinned
 from anybatch.data.order import Schedule
 from anybatch.data.request import Request
@@ -53,7 +53,7 @@ class StreamSource:
             return request.steps
         return self._stated_schedule().num_steps(request.start, request.end_epoch, request.steps)
 
-    def run(self) -> Iterator[DatasetBatch]:
+    def run(self) -> DatasetBatches:
         """Yield the effective batches from `start` on; workers stop when this generator does."""
         ahead = self._workers() if self._request.num_workers else None
         try:

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-Reduced = tuple[Any, ...]
-
 
 def packed(value: object) -> bytes:
     """Return `value` as bytes, for `unpacked`."""
@@ -30,7 +28,7 @@ def unpacked(data: bytes) -> Any:  # noqa: ANN401 (whatever was packed)
 
 
 class _Packer(pickle.Pickler):
-    def reducer_override(self, value: object) -> Reduced:
+    def reducer_override(self, value: object) -> Any:  # noqa: ANN401 (a tuple or NotImplemented)
         """Reduce a plain tensor to its bytes, and leave everything else, unusual tensors too, to pickle."""
         if type(value) is not torch.Tensor or not _is_plain(value):
             return NotImplemented

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
@@ -17,16 +17,17 @@ from anybatch.core.reports import StepReport
 from anybatch.core.splitting import Cut, Deal
 from anybatch.engine.accumulate import Machine, accumulate
 from anybatch.engine.auto_size import search_micro_batch_size
+from anybatch.engine.averaging import WeightAverage
 from anybatch.engine.clipping import Clip, ClipByNorm, clip_gradients, clip_policy, total_norm
 from anybatch.engine.evaluation import MetricFunction, evaluate
 from anybatch.engine.feeding import OpenBatch, Workload, make_workload, open_batch, refuse_disagreement
 from anybatch.engine.finite import FiniteCheck
-from anybatch.engine.modules import Model, choose_strategy, collect_modules, device_of
+from anybatch.engine.modules import Model, choose_strategy, collect_modules, world_of
 from anybatch.engine.precision import LossScaler, OptimizerFunction, PrecisionName, autocast, make_target
 from anybatch.engine.randomness import CallersRandomness, UnitRandomness
 from anybatch.engine.sums import divide_late
 from anybatch.engine.watch import Watch, software_versions
-from anybatch.errors import BatchSizeError, CompositionError, UserError
+from anybatch.errors import BatchSizeError, CompositionError, RankFailedError, UserError
 from anybatch.parallel.gradients import accumulation_dtype
 from anybatch.parallel.strategy import Capabilities, Strategy
 from anybatch.parallel.world import World
@@ -71,6 +72,7 @@ class Engine:
         clip: largest gradient norm, `ClipByNorm` or `ClipByValue`; once per effective batch.
         measure_gradient_norm: report the gradient norm, and look for gradients that are not finite. False saves one
             pass over the gradients; the loss is still looked at.
+        average_decay: keep an exponential moving average of the weights, such as 0.999; see `evaluate(averaged=True)`.
         rng: "micro_batch" keys torch's random numbers by (seed, step, first sample of the micro-batch), whatever rank
             runs it; None leaves them as they come.
         seed: first word of those keys; None takes the data's seed.
@@ -96,6 +98,7 @@ class Engine:
         scheduler: Scheduler | None = None,
         clip: Clip | float | None = None,
         measure_gradient_norm: bool = True,
+        average_decay: float | None = None,
         rng: Literal["micro_batch"] | None = "micro_batch",
         seed: int | None = None,
         observer: Observer | None = None,
@@ -109,7 +112,7 @@ class Engine:
         self._gradients: list[torch.Tensor | None] = []
         self._loss = declared(loss)
         self._modules = collect_modules(model, self._loss)
-        self.world = world or World.from_environment(device=device_of(self._modules))
+        self.world = world or world_of(self._modules)
         self._strategy = choose_strategy(strategy, self.world)
         check_choices(rng, optimizer, self._strategy.capabilities)
         self._sizes = resolve_sizes(
@@ -129,6 +132,7 @@ class Engine:
         prepared = self._strategy.prepare(self._modules, model, self.world, self._watch.reduction)
         self._target = make_target(optimizer, prepared.parameters)
         self.optimizer = self._target.optimizer
+        self.average = None if average_decay is None else WeightAverage(prepared.parameters, average_decay)
         self._finite = FiniteCheck(self.world.device)
         self._machine = Machine(
             loss=self._loss,
@@ -196,7 +200,9 @@ class Engine:
             self._forget_gradients()
         return found
 
-    def evaluate(self, batches: Iterable[Any], metric: "Loss | MetricFunction | None" = None) -> dict[str, float]:
+    def evaluate(
+        self, batches: Iterable[Any], metric: "Loss | MetricFunction | None" = None, *, averaged: bool = False
+    ) -> dict[str, float]:
         """Return metrics over all samples of all batches and ranks, the same at any micro-batch and world size.
 
         The model is in evaluation mode meanwhile and back in its own mode afterwards.
@@ -206,17 +212,21 @@ class Engine:
                 rank must pass equally many.
             metric: a declared loss, or a function of (model, batch) that returns one value per sample,
                 `ab.LossSum(total, count)`, or a dict of those. None: the loss.
+            averaged: with the averaged weights, see `average_decay`.
         """
+        if averaged and self.average is None:
+            message = "evaluate(averaged=True) needs averaged weights: build the engine with average_decay=0.999, say."
+            raise UserError(message)
         self._finite.settle()
         modes = {module: module.training for module in self._modules.modules()}
         self._modules.eval()
         try:
-            with self._told(), torch.no_grad():
+            weights = self.average.in_place() if averaged and self.average is not None else nullcontext()
+            with self._told(), torch.no_grad(), weights:
                 found, num_samples = evaluate(
                     batches,
                     self._loss if metric is None else metric,
-                    prepared=self._machine.prepared,
-                    strategy=self._strategy,
+                    machine=self._machine,
                     placement=self._placement,
                     world=self.world,
                 )
@@ -310,6 +320,8 @@ class Engine:
         stepped = self._machine.scaler.step()
         if stepped:
             self._target.copy_back()
+            if self.average is not None:
+                self.average.update()
             if self.scheduler is not None:
                 self.scheduler.step()
         self._forget_gradients()
@@ -330,6 +342,11 @@ class Engine:
             yield
         except BaseException as error:
             self._forget_gradients()
+            broken = isinstance(error, RuntimeError) and not isinstance(
+                error, (RankFailedError, torch.OutOfMemoryError)
+            )
+            if broken and self.world.published_failure():  # a collective inside a backward, most likely
+                raise self.world.first_failure(error) from error
             self.world.publish_failure(error, self.num_steps)
             raise
 

@@ -8,10 +8,10 @@ import torch
 from anybatch.core.batch import Placement, Position
 from anybatch.core.loss import Loss, LossSum, unit_counts
 from anybatch.core.nested import Batch
+from anybatch.engine.accumulate import Machine
 from anybatch.engine.feeding import open_batch, to_device
 from anybatch.engine.sums import number_type
 from anybatch.errors import LossError
-from anybatch.parallel.strategy import Prepared, Strategy
 from anybatch.parallel.world import World
 
 MetricFunction = Callable[[Any, Batch], Any]
@@ -21,8 +21,7 @@ def evaluate(
     batches: Iterable[Any],
     metric: "Loss | MetricFunction",
     *,
-    prepared: Prepared,
-    strategy: Strategy,
+    machine: Machine,
     placement: Placement,
     world: World,
 ) -> tuple[dict[str, float], int]:
@@ -35,28 +34,28 @@ def evaluate(
         for unit, micro_batch in zip(opened.units, to_device(opened.micro_batches, world.device), strict=True):
             if not unit.weight:
                 continue
-            for name, pair in _measure(metric, prepared, micro_batch, unit.num_samples, world.device).items():
+            for name, pair in _measure(metric, machine, micro_batch, unit.num_samples, world.device).items():
                 totals[name] = totals[name] + pair if name in totals else pair
     names = sorted(set().union(*world.gather_objects(sorted(totals))))  # a rank without data knows no names
     if not names:
         message = "there was nothing to evaluate: the batches held no samples on any rank."
         raise LossError(message)
     nothing = torch.zeros(2, dtype=number_type(world.device), device=world.device)
-    stacked = strategy.sum(torch.stack([totals.get(name, nothing) for name in names])).tolist()
+    stacked = machine.strategy.sum(torch.stack([totals.get(name, nothing) for name in names])).tolist()
     means = zip(names, stacked, strict=True)
     return {name: total / count if count else float("nan") for name, (total, count) in means}, num_samples
 
 
 def _measure(
-    metric: "Loss | MetricFunction", prepared: Prepared, batch: Batch, num_samples: int, device: torch.device
+    metric: "Loss | MetricFunction", machine: Machine, batch: Batch, num_samples: int, device: torch.device
 ) -> dict[str, torch.Tensor]:
     """Return (total, count) of each metric in one micro-batch."""
     if isinstance(metric, Loss):
         counts = dict(zip(metric.names, unit_counts(metric, batch, num_samples), strict=True))
-        output = prepared.call(metric.function, batch)
     else:
         counts = {}
-        output = prepared.call(metric, batch)
+    with machine.autocast():
+        output = machine.prepared.call(metric.function if isinstance(metric, Loss) else metric, batch)
     values = output if isinstance(output, Mapping) else {"loss": output}
     pairs = {}
     for name, value in values.items():

@@ -1,9 +1,9 @@
 """What the user passes as model, loss and strategy, made uniform."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -52,10 +52,11 @@ def collect_modules(model: Model, loss: Loss) -> nn.Module:
     return modules
 
 
-def device_of(modules: nn.Module) -> torch.device | None:
-    """Return the accelerator the model is on already, if any."""
+def world_of(modules: nn.Module) -> World:
+    """Return the world of the environment; a single rank computes where the model is, if that is an accelerator."""
+    world = World.from_environment()
     device = next(modules.parameters()).device
-    return None if device.type == "cpu" else device
+    return world if world.size > 1 or device.type == "cpu" else dataclasses.replace(world, device=device)
 
 
 def choose_strategy(strategy: "str | Strategy", world: World) -> Strategy:

@@ -44,7 +44,8 @@ def _warn_of_duplicates(loader: Iterable[Any]) -> None:
             warnings.warn(
                 f"DistributedSampler pads {num_samples} samples with {extra} duplicates so that "
                 f"{sampler.num_replicas} ranks get {sampler.num_samples} each: those samples count twice in every "
-                "epoch. Use ab.batches, which deals uneven shares, or DistributedSampler(drop_last=True) to drop the rest.",
+                "epoch. Use ab.batches, which deals uneven shares, or DistributedSampler(drop_last=True) to drop "
+                "the rest.",
                 stacklevel=3,
             )
         return

@@ -6,6 +6,7 @@ strings "NaN", "Infinity" and "-Infinity"; a number that its device no longer gi
 """
 
 import contextlib
+import errno
 import json
 import math
 import numbers
@@ -140,8 +141,12 @@ class JsonlLog:
                 raise
 
     def _sync(self) -> None:
-        with _errors_name(self._path):
-            os.fsync(self._file.fileno())
+        try:
+            with _errors_name(self._path):
+                os.fsync(self._file.fileno())
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # which says that there is no disk behind it, as with /dev/null
+                raise
 
 
 class JsonlLines:

@@ -122,7 +122,8 @@ class AllReduce:
         flat = self._gradients.buckets[index].flat
         if self._on_reduction is not None:
             self._on_reduction(index, flat.numel() * flat.itemsize, flat.dtype)
-        work = dist.all_reduce(flat, async_op=True)
+        with self._world.collective():
+            work = dist.all_reduce(flat, async_op=True)
         assert work is not None
         self._started.append(work)
 

@@ -118,14 +118,23 @@ class World:
         except (RuntimeError, ValueError):  # the store went with its rank: nobody is left to tell
             return
 
-    def first_failure(self, error: BaseException) -> RankFailedError:
-        """Return the error to raise on a rank whose collective broke: it carries the first failed rank's own error."""
+    def published_failure(self) -> str:
+        """Return the word another rank has left about its error; empty where there is none."""
+        if self.size == 1:
+            return ""
         try:
             store = _store()
             found = store.get(_FAILURE_KEY).decode() if store.check([_FAILURE_KEY]) else ""
-        except (RuntimeError, ValueError):
-            found = ""
-        reason = found or "another rank ended without a word (killed, or the rank that keeps the store is gone)"
+        except (RuntimeError, ValueError):  # the store went with its rank
+            return ""
+        return "" if found.startswith(f"rank {self.rank} ") else found
+
+    def first_failure(self, error: BaseException) -> RankFailedError:
+        """Return the error to raise on a rank whose collective broke: it carries the first failed rank's own error."""
+        reason = (
+            self.published_failure()
+            or "another rank ended without a word (killed, or the rank that keeps the store is gone)"
+        )
         message = f"{reason}. Rank {self.rank} stops too: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
         return RankFailedError(message)
 

@@ -1,0 +1,64 @@
+"""An exponential moving average of the weights, once per optimizer step."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from anybatch.errors import UserError
+
+
+class WeightAverage:
+    """Keeps `average = decay * average + (1 - decay) * weights`, updated after every optimizer step.
+
+    The horizon is in optimizer steps, 1 / (1 - decay) of them: it means the same at any micro-batch size and number of
+    ranks, and should be shortened when the effective batch grows.
+
+    Source: Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", 1992, in the exponential form
+    that Kingma and Ba, 2014, section 7.2 name.
+
+    Args:
+        parameters: by name; averaged in float32 where they are bf16 or fp16.
+        decay: between 0 and 1, such as 0.999.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
+        if not 0.0 < decay < 1.0:
+            message = f"average_decay={decay} must lie between 0 and 1, such as 0.999 for a horizon of 1,000 steps."
+            raise UserError(message)
+        self.decay = decay
+        self._parameters = dict(parameters)
+        self.weights = {name: _wide(parameter).clone() for name, parameter in parameters.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the weights of one more step in."""
+        new = [_wide(parameter) for parameter in self._parameters.values()]
+        torch._foreach_lerp_(list(self.weights.values()), new, 1.0 - self.decay)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Run with the averaged weights in the model; its own are back afterwards."""
+        own = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        try:
+            self._put(self.weights)
+            yield
+        finally:
+            self._put(own)
+
+    def load(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Go on from saved averages."""
+        for name, weight in self.weights.items():
+            weight.copy_(weights[name])
+
+    @torch.no_grad()
+    def _put(self, weights: Mapping[str, torch.Tensor]) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.copy_(weights[name])
+
+
+def _wide(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the weights to average; a bf16 average would stand still, like a bf16 sum."""
+    detached = parameter.detach()
+    return detached.float() if detached.dtype in (torch.bfloat16, torch.float16) else detached
