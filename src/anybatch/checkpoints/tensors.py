@@ -11,7 +11,8 @@ import math
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Final
+from io import BufferedReader
+from typing import Any, Final
 
 import torch
 
@@ -82,7 +83,7 @@ def lay_out(tensors: Mapping[str, torch.Tensor]) -> TensorFile:
     return TensorFile(head, tuple(tensor for _, tensor in ordered), len(head) + end)
 
 
-def read_tensors(file: BinaryIO) -> dict[str, torch.Tensor]:
+def read_tensors(file: BufferedReader) -> dict[str, torch.Tensor]:
     """Read every tensor of an open file, whose digest has been checked, into memory of its own on the CPU.
 
     Raises:
@@ -103,7 +104,7 @@ def read_tensors(file: BinaryIO) -> dict[str, torch.Tensor]:
             raise ValueError(message)
         tensors[name] = torch.empty(shape, dtype=dtype)
         for piece in _flat_bytes(tensors[name]).split(_WINDOW_BYTES):
-            if file.readinto(memoryview(window)[: len(piece)]) != len(piece):  # type: ignore[attr-defined]
+            if file.readinto(memoryview(window)[: len(piece)]) != len(piece):
                 message = f"the file ends within tensor {name!r}"
                 raise ValueError(message)
             piece.copy_(staging[: len(piece)])

@@ -200,9 +200,13 @@ class BoundedSchedule(Protocol):
     """A schedule that knows when it is over; None for never. Make them with the classes below, join them by `then`."""
 
     @property
-    def num_steps(self) -> int | None: ...
+    def num_steps(self) -> int | None:
+        """Steps until it is over."""
+        ...
 
-    def __call__(self, step: int, /) -> float: ...
+    def __call__(self, step: int, /) -> float:
+        """Return the factor of `step`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

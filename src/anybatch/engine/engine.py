@@ -1,8 +1,10 @@
 """The engine: name the batch, step exactly."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
@@ -25,6 +27,14 @@ from anybatch.engine.finite import FiniteCheck
 from anybatch.engine.modules import Model, choose_strategy, collect_modules, world_of
 from anybatch.engine.precision import LossScaler, OptimizerFunction, PrecisionName, autocast, make_target
 from anybatch.engine.randomness import CallersRandomness, UnitRandomness
+from anybatch.engine.state import (
+    Parts,
+    Progress,
+    collect_state,
+    load_on_all_ranks,
+    restore_state,
+    save_on_first_rank,
+)
 from anybatch.engine.sums import divide_late
 from anybatch.engine.watch import Watch, software_versions
 from anybatch.errors import BatchSizeError, CompositionError, RankFailedError, UserError
@@ -236,6 +246,49 @@ class Engine:
         self._watch.evaluate(self.num_steps, num_samples, found)
         return found
 
+    def save(self, folder: str | Path, *, keep_last: int = 2) -> Path:
+        """Write a checkpoint of everything a run needs to go on into `folder`, atomically; return its path.
+
+        Rank 0 writes, all ranks wait. Call it on every rank.
+
+        Args:
+            folder: holds the run's checkpoints, one subfolder each.
+            keep_last: how many are kept.
+
+        Raises:
+            CheckpointError: it could not be written; older ones are untouched.
+        """
+        self._finite.settle()
+        state = collect_state(self._parts, self._progress)
+        path, num_bytes = save_on_first_rank(Path(folder), self.num_steps, state, self.world, keep_last=keep_last)
+        self._watch.checkpoint("saved", self.num_steps, path, num_bytes)
+        return path
+
+    def load(self, path: str | Path) -> Position:
+        """Go on from a checkpoint, or from the newest intact one in a folder of them; return where its data stands.
+
+        On the world size it was saved on, the run goes on bit for bit; on another one with the same samples, up to
+        rounding. Learning rates come from the checkpoint: to change them, set them in `engine.optimizer` afterwards.
+
+        Raises:
+            CheckpointError: none is there or intact, or it is of another model, optimizer or precision; nothing has
+                changed then.
+
+        Warns:
+            UserWarning: a newer checkpoint is damaged, and an older one was taken; or the sizes are others than saved.
+        """
+        loaded = load_on_all_ranks(Path(path), self.world)
+        restore_state(self._parts, loaded.state)
+        for skipped in loaded.skipped:
+            self._watch.checkpoint("fell_back", self.num_steps, skipped.path, None, skipped.reason)
+            warnings.warn(f"passed over the damaged checkpoint {skipped.path}: {skipped.reason}", stacklevel=2)
+        self.num_steps = int(loaded.state["num_steps"])
+        self.position = Position(**loaded.state["position"])
+        self._seed = loaded.state["seed"]
+        self._take_sizes(loaded.state["sizes"])
+        self._watch.checkpoint("loaded", self.num_steps, loaded.path, None)
+        return self.position
+
     def close(self, error: BaseException | None = None) -> None:
         """Let go of the model: remove every hook, tell the observer. The model and optimizer stay as they are.
 
@@ -389,6 +442,40 @@ class Engine:
                 decisions=dict(self.decisions),
             )
         )
+
+    @property
+    def _parts(self) -> Parts:
+        return Parts(
+            modules=self._modules,
+            target=self._target,
+            scaler=self._machine.scaler,
+            scheduler=self.scheduler,
+            average=self.average,
+        )
+
+    @property
+    def _progress(self) -> Progress:
+        return Progress(
+            num_steps=self.num_steps,
+            position=self.position,
+            seed=self._seed,
+            sizes=self._sizes,
+            decisions=self.decisions,
+        )
+
+    def _take_sizes(self, saved: Mapping[str, int | None]) -> None:
+        """Take a micro-batch size that was found by a search again; say what else is not as it was."""
+        if self._searches and saved["micro_batch_size"] is not None:
+            self._searches = False
+            self._sizes = dataclasses.replace(self._sizes, micro_batch_size=saved["micro_batch_size"])
+            self.decisions["micro_batch_size"] = f"{saved['micro_batch_size']}, as in the checkpoint"
+        own = dataclasses.asdict(self._sizes)
+        changed = [f"{name} {saved[name]} -> {value}" for name, value in own.items() if saved[name] != value]
+        if changed:
+            self.decisions["resumed with changes"] = ", ".join(changed)
+            self._watch.diagnosis("resumed_with_changes", f"resumed with changes: {', '.join(changed)}")
+        if own["effective_batch_size"] != saved["effective_batch_size"]:
+            warnings.warn(f"resumed with changes: {', '.join(changed)}", stacklevel=3)
 
     def _search_micro_batch_size(self, batch: Any) -> None:  # noqa: ANN401 (any nested batch)
         """Settle what "auto" is on an accelerator: once, on the first batch, leaving everything as it was."""

@@ -4,12 +4,14 @@ import platform
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Literal
 
 import torch
 
 from anybatch.core.loss import Loss
 from anybatch.core.records import (
+    CheckpointRecord,
     DiagnosisRecord,
     EndRecord,
     EvaluateRecord,
@@ -138,6 +140,21 @@ class Watch:
     def diagnosis(self, code: str, message: str, level: Literal["info", "warning", "error"] = "info") -> None:
         """Tell something the user should know."""
         self._tell(DiagnosisRecord(rank=self._rank, step=None, code=code, level=level, message=message, remedy=None))
+
+    def checkpoint(
+        self,
+        event: Literal["saved", "loaded", "fell_back"],
+        step: int,
+        path: Path,
+        num_bytes: int | None,
+        message: str | None = None,
+    ) -> None:
+        """Tell that a checkpoint was written, read or passed over."""
+        self._tell(
+            CheckpointRecord(
+                rank=self._rank, event=event, step=step, path=str(path), num_bytes=num_bytes, message=message
+            )
+        )
 
     def evaluate(self, step: int, num_samples: int, metrics: Mapping[str, float]) -> None:
         """Tell the result of an evaluation."""

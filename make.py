@@ -1,0 +1,142 @@
+"""Set up, test and check anybatch: `python make.py VERB`, with any Python from 3.11 on and nothing else installed.
+
+```text
+setup    make .venv and install the package into it, editable, with all that tests and checks need
+test     run the tests; arguments are handed to pytest: python make.py test -k accumulate
+check    lint, formatting, types, import layers and the tests of the architecture
+format   rewrite the sources the way `check` wants them
+clean    remove .venv, caches and build products; runs/ stays
+```
+
+`test`, `check` and `format` set up first, which costs nothing when nothing has changed.
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+VENV = ROOT / ".venv"
+PROGRAMS = VENV / ("Scripts" if os.name == "nt" else "bin")
+STAMP = VENV / "anybatch-setup"
+CPU_CONSTRAINTS = ROOT / "constraints-cpu.txt"
+CACHES = (".hypothesis", ".import_linter_cache", ".mypy_cache", ".pytest_cache", ".ruff_cache", "build", "dist")
+SOURCES = ("src", "tests", "benchmarks", "examples")
+VERSIONS = "import sys, torch; print('python', sys.version.split()[0], '| torch', torch.__version__)"
+
+
+def setup(arguments: Sequence[str] = ()) -> int:
+    """Install everything into .venv, unless the last set-up still stands."""
+    refuse(arguments)
+    accelerated = shutil.which("nvidia-smi") is not None
+    key = setup_key(accelerated=accelerated)
+    if STAMP.exists() and STAMP.read_text(encoding="utf-8") == key:
+        return 0
+    constraints = [] if accelerated else ["--constraint", CPU_CONSTRAINTS.name]
+    if accelerated:
+        print("set-up: NVIDIA driver found, so torch comes as the package index gives it, with CUDA")
+    else:
+        pin = CPU_CONSTRAINTS.read_text(encoding="utf-8").splitlines()[-1]
+        print(f"set-up: no NVIDIA driver found, so torch is held at the CPU build: {pin}")
+    if not Path(venv_program("python")).exists():
+        run([sys.executable, "-m", "venv", VENV.name], stop=True)
+    pip = [venv_program("python"), "-m", "pip", "--disable-pip-version-check", "install"]
+    run([*pip, *constraints, "--editable", ".[dev]"], stop=True)
+    run([venv_program("python"), "-c", VERSIONS], stop=True)
+    STAMP.write_text(key, encoding="utf-8")
+    return 0
+
+
+def setup_key(*, accelerated: bool) -> str:
+    """Return a word that changes whenever the set-up would come out differently."""
+    word = hashlib.sha256(f"{sys.version_info[:2]} {accelerated}".encode())
+    for path in (ROOT / "pyproject.toml", CPU_CONSTRAINTS):
+        word.update(path.read_bytes())
+    return word.hexdigest()
+
+
+def run_tests(arguments: Sequence[str]) -> int:
+    """Run the tests; arguments are pytest's."""
+    setup()
+    return run([venv_program("python"), "-m", "pytest", *arguments])
+
+
+def check(arguments: Sequence[str]) -> int:
+    """Run every check, also after one has failed, and fail if any did."""
+    refuse(arguments)
+    setup()
+    commands = (
+        [venv_program("ruff"), "check"],
+        [venv_program("ruff"), "format", "--check"],
+        [venv_program("mypy")],
+        [venv_program("lint-imports"), "--no-logo"],
+        [venv_program("python"), "-m", "pytest", "-q", "tests/architecture"],
+    )
+    failed = [" ".join(command[1:]) or command[0] for command in commands if run(command)]
+    print(f"check: {len(failed)} of {len(commands)} failed: {', '.join(failed)}" if failed else "check: all well")
+    return int(bool(failed))
+
+
+def format_sources(arguments: Sequence[str]) -> int:
+    """Rewrite the sources: imports, what ruff can mend safely, layout."""
+    refuse(arguments)
+    setup()
+    unmended = run([venv_program("ruff"), "check", "--fix"])
+    return run([venv_program("ruff"), "format"]) or unmended
+
+
+def clean(arguments: Sequence[str]) -> int:
+    """Go back to a fresh clone, except for the logs and checkpoints in runs/."""
+    refuse(arguments)
+    compiled = [path for folder in SOURCES for path in (ROOT / folder).rglob("__pycache__")]
+    for path in (VENV, *(ROOT / name for name in CACHES), *compiled):
+        shutil.rmtree(path, ignore_errors=True)
+    return 0
+
+
+def refuse(arguments: Sequence[str]) -> None:
+    """End the program if a verb that takes no arguments was given some."""
+    if arguments:
+        sys.exit(f"make.py: unexpected arguments {' '.join(arguments)}; only `test` takes any.")
+
+
+def run(command: Sequence[str], *, stop: bool = False) -> int:
+    """Show a command, run it at the root of the project, and return its exit status; end with it if `stop`."""
+    shown = [Path(command[0]).name, *command[1:]]
+    print("$", " ".join(shown), flush=True)
+    status = subprocess.run(command, cwd=ROOT, check=False).returncode
+    if stop and status:
+        sys.exit(status)
+    return status
+
+
+def venv_program(name: str) -> str:
+    """Return the path of a program of the environment."""
+    return str(PROGRAMS / (f"{name}.exe" if os.name == "nt" else name))
+
+
+VERBS: dict[str, Callable[[Sequence[str]], int]] = {
+    "setup": setup,
+    "test": run_tests,
+    "check": check,
+    "format": format_sources,
+    "clean": clean,
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one verb and return the exit status of the program."""
+    if sys.version_info < (3, 11):  # noqa: UP036 (whoever starts it may have an older one)
+        sys.exit(f"anybatch needs Python 3.11 or newer, and this is {sys.version.split()[0]} ({sys.executable}).")
+    if not arguments or arguments[0] not in VERBS:
+        print(__doc__)
+        return 0 if arguments in ([], ["help"]) else 2
+    return VERBS[arguments[0]](arguments[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,192 @@
+"""The three files of a checkpoint: what was saved, its tensors, and the digests of both, which are written last.
+
+All can be read by anyone: two are JSON, one is in the safetensors format. Nothing in them is code, and nothing is
+parsed before its digest has been checked. Every version of the format keeps `digests.json` and `state.json` as JSON
+objects with the keys "format" and "version".
+"""
+
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import Any, Final
+
+from anybatch.checkpoints.disk import Disk
+from anybatch.errors import (
+    CheckpointAccessError,
+    DamagedCheckpointError,
+    MissingCheckpointError,
+    NewerCheckpointError,
+    NotACheckpointError,
+    TruncatedCheckpointError,
+)
+
+STATE, TENSORS, DIGESTS = "state.json", "tensors.safetensors", "digests.json"
+VERSION: Final = 1
+_HEAD: Final = {"format": "anybatch checkpoint", "version": VERSION}
+_CURE = "Load an older checkpoint (load_latest falls back by itself), and remove this one."
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """What a file must be: its length, and its SHA-256 in hexadecimal."""
+
+    num_bytes: int
+    sha256: str
+
+
+BLANK_DIGEST: Final = Digest(0, "0" * 64)
+
+
+def json_bytes(body: Mapping[str, Any]) -> bytes:
+    """Return a JSON file that begins by saying what it is."""
+    text = json.dumps({**_HEAD, **body}, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode() + b"\n"
+
+
+def digests_bytes(digests: Mapping[str, Digest]) -> bytes:
+    """Return the file that holds the digests of the others."""
+    return json_bytes({"files": {name: asdict(digest) for name, digest in digests.items()}})
+
+
+def write_file(path: Path, blocks: Iterable[bytes | memoryview], *, disk: Disk) -> Digest:
+    """Write a new file, bring it to the disk itself, and return its digest."""
+    sha256, num_bytes = hashlib.sha256(), 0
+    with disk.create(path) as file:
+        for block in blocks:
+            disk.write(file, block)
+            sha256.update(block)
+            num_bytes += len(block)
+        disk.sync(file)
+    return Digest(num_bytes, sha256.hexdigest())
+
+
+def read_digests(path: Path) -> dict[str, Digest]:
+    """Return the digests of the checkpoint `path`.
+
+    Raises:
+        MissingCheckpointError: nothing is there.
+        NotACheckpointError: it is no checkpoint.
+        NewerCheckpointError: it was written by a newer version.
+        DamagedCheckpointError: its file of digests is missing or damaged.
+        CheckpointAccessError: it may not be read.
+    """
+    _refuse_foreign(path)
+    with _opened(path / DIGESTS) as file:
+        content = file.read()
+    body = _parsed(content)
+    if body is None or body.get("format") != _HEAD["format"]:
+        message = f"{path / DIGESTS} is damaged: its {len(content)} bytes are not a file of digests. {_CURE}"
+        raise DamagedCheckpointError(message)
+    _refuse_newer(path, body.get("version"))
+    try:
+        digests = {name: Digest(**entry) for name, entry in body["files"].items()}
+    except (AttributeError, KeyError, TypeError):
+        digests = {}
+    # written again, it must be the same: that finds any byte that is not what it was
+    if digests.keys() != {STATE, TENSORS} or digests_bytes(digests) != content:
+        message = f"{path / DIGESTS} is damaged: its {len(content)} bytes are not what this version writes. {_CURE}"
+        raise DamagedCheckpointError(message)
+    return digests
+
+
+@contextmanager
+def intact(path: Path, digest: Digest) -> Iterator[BufferedReader]:
+    """Open a file whose length and SHA-256 are those of `digest`.
+
+    Raises:
+        TruncatedCheckpointError: it is shorter.
+        DamagedCheckpointError: it is missing, longer, different or unreadable.
+        CheckpointAccessError: it may not be read.
+    """
+    with _opened(path) as file:
+        num_bytes = os.fstat(file.fileno()).st_size
+        if num_bytes < digest.num_bytes:
+            message = (
+                f"{path} is truncated: it has {num_bytes} of the {digest.num_bytes} bytes that were written. {_CURE}"
+            )
+            raise TruncatedCheckpointError(message)
+        if num_bytes > digest.num_bytes:
+            message = f"{path} is damaged: it has {num_bytes} bytes, and {digest.num_bytes} were written. {_CURE}"
+            raise DamagedCheckpointError(message)
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        if sha256 != digest.sha256:
+            message = f"{path} is damaged: its SHA-256 is {sha256}, and {digest.sha256} was written. {_CURE}"
+            raise DamagedCheckpointError(message)
+        file.seek(0)
+        yield file
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BufferedReader]:
+    """Open a file of a checkpoint, and say what it means if the system will not give its bytes."""
+    try:
+        with path.open("rb") as file:
+            yield file
+    except (FileNotFoundError, IsADirectoryError) as error:
+        message = f"{path} is missing from the checkpoint: no such file. {_CURE}"
+        raise DamagedCheckpointError(message) from error
+    except PermissionError as error:
+        raise access_error(path, error) from error
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        message = f"{path} is damaged: the disk does not give its bytes ({error}). {_CURE}"
+        raise DamagedCheckpointError(message) from error
+
+
+def access_error(path: Path, error: OSError) -> CheckpointAccessError:
+    """Return the error to raise where the system refuses `path`."""
+    user = f" (user {os.geteuid()})" if hasattr(os, "geteuid") else ""
+    message = (
+        f"{error.filename or path} is not permitted to this process{user}: {error.strerror}. Correct its permissions."
+    )
+    return CheckpointAccessError(message)
+
+
+def _refuse_foreign(path: Path) -> None:
+    try:
+        names = {entry.name for entry in path.iterdir()}
+    except FileNotFoundError as error:
+        message = f"there is no checkpoint at {path}: no such folder. Look at list_checkpoints(folder)."
+        raise MissingCheckpointError(message) from error
+    except NotADirectoryError as error:
+        message = f"{path} is not a checkpoint: it is not a folder. Give the folder that holds {DIGESTS}."
+        raise NotACheckpointError(message) from error
+    except PermissionError as error:
+        raise access_error(path, error) from error
+    if not names & {STATE, TENSORS, DIGESTS}:
+        message = (
+            f"{path} is not a checkpoint: it holds {', '.join(sorted(names)[:4]) or 'nothing'}, and none of "
+            f"{STATE}, {TENSORS} and {DIGESTS}. Give a folder such as those that list_checkpoints(folder) returns."
+        )
+        raise NotACheckpointError(message)
+
+
+def _refuse_newer(path: Path, version: object) -> None:
+    if not isinstance(version, int) or version <= VERSION:
+        return
+    with _opened(path / STATE) as file:
+        body = _parsed(file.read())
+    if body is None or body.get("version") != version:  # both files say it, or one of them is damaged
+        message = f"{path / DIGESTS} is damaged: it is of version {version}, and {STATE} is not. {_CURE}"
+        raise DamagedCheckpointError(message)
+    message = (
+        f"{path} is of format version {version}, and this anybatch knows versions up to {VERSION}. "
+        "Load it with the anybatch that wrote it, or a newer one."
+    )
+    raise NewerCheckpointError(message)
+
+
+def _parsed(content: bytes) -> dict[str, Any] | None:
+    """Return a JSON object; None for anything else."""
+    try:
+        body = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    return body if isinstance(body, dict) else None

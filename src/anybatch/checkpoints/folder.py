@@ -1,0 +1,134 @@
+"""The folder of a run's checkpoints: which of its names are checkpoints, and how they come and go.
+
+```text
+step-00000120            a checkpoint
+step-00000120.replaced   a checkpoint too: the former one of that step, until the new one has taken its place
+step-00000120.saving     being written, or left by a run that was killed; never read
+step-00000120.deleting   being removed, or left likewise; never read
+```
+
+A folder gets a name that is read only by one rename, when all of it is on the disk, and loses that name by one rename
+before any of it is removed. So whatever has such a name is whole, whenever the process dies.
+"""
+
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from anybatch.checkpoints.disk import Disk
+from anybatch.checkpoints.files import access_error
+from anybatch.errors import NotACheckpointError
+
+SAVING, REPLACED, DELETING = ".saving", ".replaced", ".deleting"
+_CHECKPOINT: Final = re.compile(r"step-(\d{8,})(\.replaced)?")
+_LEFTOVER: Final = re.compile(r"step-\d{8,}(\.replaced)?\.(saving|deleting)")
+
+
+def folder_name(step: int) -> str:
+    """Return the name of the checkpoint of `step`."""
+    return f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    """Return the step in a checkpoint's name."""
+    match = _CHECKPOINT.fullmatch(path.name)
+    assert match, f"{path.name} is not the name of a checkpoint"
+    return int(match[1])
+
+
+def list_checkpoints(folder: str | os.PathLike[str]) -> tuple[Path, ...]:
+    """Return the checkpoints in `folder` by their names alone, oldest step first; none if there is no such folder.
+
+    One that ends in ".replaced" is the former checkpoint of its step, which a killed run left beside, or in place of,
+    the newer one.
+
+    Raises:
+        NotACheckpointError: `folder` is not a folder.
+        CheckpointAccessError: it may not be read.
+    """
+    try:
+        paths = [path for path in Path(folder).iterdir() if _CHECKPOINT.fullmatch(path.name)]
+    except FileNotFoundError:
+        return ()
+    except NotADirectoryError as error:
+        message = f"{folder} is not a folder of checkpoints but a file. Give the folder that save was given."
+        raise NotACheckpointError(message) from error
+    except PermissionError as error:
+        raise access_error(Path(folder), error) from error
+    return tuple(sorted(paths, key=lambda path: (step_of(path), not path.suffix)))
+
+
+def make_folders(folder: Path, *, disk: Disk) -> None:
+    """Make a folder and those above it, where they are missing, so that they survive a power failure."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    for path in reversed(missing):
+        disk.make_folder(path)
+        disk.sync_folder(path.parent)
+
+
+def tidy(folder: Path, *, disk: Disk) -> list[str]:
+    """Remove what killed runs left half-written or half-removed, and undo half a replacement; return what failed."""
+    failures = []
+    for path in sorted(folder.iterdir()):
+        if _LEFTOVER.fullmatch(path.name):
+            try:
+                remove(path, disk=disk)
+            except OSError as error:
+                failures.append(f"{path} was left by a killed run and could not be removed: {error}.")
+        elif _CHECKPOINT.fullmatch(path.name) and path.suffix and not path.with_suffix("").exists():
+            disk.rename(path, path.with_suffix(""))
+    return failures
+
+
+def put_in_place(partial: Path, target: Path, *, disk: Disk) -> None:
+    """Give a written folder its name. A folder that has that name already stays readable under another until then."""
+    former = target.with_suffix(REPLACED)
+    if not target.exists():
+        disk.rename(partial, target)
+    else:
+        if former.exists():
+            discard(former, disk=disk)
+        disk.rename(target, former)
+        try:
+            disk.rename(partial, target)
+        except OSError:
+            with suppress(OSError):
+                disk.rename(former, target)
+            raise
+    disk.sync_folder(target.parent)
+
+
+def prune(folder: Path, *, step: int, keep_last: int, disk: Disk) -> list[str]:
+    """Remove the oldest checkpoints up to that of `step`, which is in place, but `keep_last`; return what failed.
+
+    Checkpoints of later steps belong to a run that has gone further. They are not counted and not removed.
+    """
+    upto = [path for path in list_checkpoints(folder) if step_of(path) <= step]
+    former = [path for path in upto if path.suffix and path.with_suffix("") in upto]
+    current = [path for path in upto if path not in former]
+    failures = []
+    for path in former + current[:-keep_last]:
+        try:
+            discard(path, disk=disk)
+        except OSError as error:
+            failures.append(f"{path} is no longer needed and could not be removed: {error}.")
+    return failures
+
+
+def discard(path: Path, *, disk: Disk) -> None:
+    """Remove a checkpoint: first its name, then the rest."""
+    doomed = path.with_name(path.name + DELETING)
+    disk.rename(path, doomed)
+    remove(doomed, disk=disk)
+
+
+def remove(path: Path, *, disk: Disk) -> None:
+    """Remove a folder and what is in it, or a file or link."""
+    if path.is_symlink() or not path.is_dir():
+        disk.remove_file(path)
+        return
+    for entry in sorted(path.iterdir()):
+        remove(entry, disk=disk)
+    disk.remove_folder(path)

@@ -1,0 +1,157 @@
+"""Save: write all of a checkpoint beside the others, give it its name in one operation, then remove the oldest."""
+
+import errno
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from anybatch.checkpoints.disk import LOCAL_DISK, Disk
+from anybatch.checkpoints.files import (
+    BLANK_DIGEST,
+    DIGESTS,
+    STATE,
+    TENSORS,
+    access_error,
+    digests_bytes,
+    json_bytes,
+    write_file,
+)
+from anybatch.checkpoints.folder import (
+    SAVING,
+    folder_name,
+    list_checkpoints,
+    make_folders,
+    prune,
+    put_in_place,
+    remove,
+    step_of,
+    tidy,
+)
+from anybatch.checkpoints.structure import pack
+from anybatch.checkpoints.tensors import TensorFile, lay_out
+from anybatch.errors import CheckpointError, DiskFullError, UserError
+
+_FULL: Final = {errno.ENOSPC, errno.EDQUOT}
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint that is complete and would survive a power failure.
+
+    Attributes:
+        path: its folder.
+        num_bytes: length of its files.
+        warnings: sentences to show the user: what could not be removed, and what `load_latest` would prefer to it.
+    """
+
+    path: Path
+    num_bytes: int
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Content:
+    """What is going to be written."""
+
+    state: bytes
+    tensors: TensorFile
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the files, all three."""
+        digests = digests_bytes({STATE: BLANK_DIGEST, TENSORS: BLANK_DIGEST})
+        return len(self.state) + self.tensors.num_bytes + len(digests)
+
+
+def save(
+    folder: str | os.PathLike[str],
+    step: int,
+    state: Mapping[Any, Any],
+    *,
+    keep_last: int = 2,
+    disk: Disk = LOCAL_DISK,
+) -> Saved:
+    """Save `state` as the checkpoint of `step`, and keep the `keep_last` newest up to it.
+
+    Killed at any moment, `load_latest` finds either the checkpoints that were there before or this one with them.
+    The plain call that this stands in for, `torch.save(state, path)`, leaves half a file then, and no digest.
+
+    One process at a time saves into a folder. Tensors must not change while they are written.
+
+    Args:
+        folder: of this run's checkpoints; made if it is missing.
+        step: steps made before this state, from 0 on. A checkpoint of the same step is replaced.
+        state: nested dicts (also `OrderedDict` and `Counter`) with keys of text or integers, lists, tuples, None,
+            booleans, integers, floats, text, bytes, and dense tensors of any dtype on any device.
+        keep_last: how many checkpoints to leave, this one included. Those of later steps are left and not counted.
+        disk: the file system, for tests that let it fail.
+
+    Raises:
+        UserError: something in `state` cannot be restored as it is, or `step` or `keep_last` is not a count; nothing
+            has been written.
+        DiskFullError: there is no room. This and all below: the checkpoints that were there are as they were.
+        CheckpointAccessError: `folder` may not be written.
+        CheckpointError: the file system failed in another way.
+    """
+    _check_count("step", step, 0)
+    _check_count("keep_last", keep_last, 1)
+    folder = Path(folder)
+    target = folder / folder_name(step)
+    packed = pack(state)
+    body = {"step": step, "state": packed.structure}
+    content = _Content(json_bytes(body), lay_out(packed.tensors))
+    with _explained(target, content.num_bytes, disk):
+        make_folders(folder, disk=disk)
+        warnings = tidy(folder, disk=disk)
+        partial = target.with_name(target.name + SAVING)
+        try:
+            _write(partial, content, disk)
+            put_in_place(partial, target, disk=disk)
+        except BaseException:
+            with suppress(OSError):
+                remove(partial, disk=disk)
+            raise
+    warnings += prune(folder, step=step, keep_last=keep_last, disk=disk)
+    warnings += [
+        f"{path} is of a later step than {step}, and load_latest prefers it. Remove it unless it is to be taken up again."
+        for path in list_checkpoints(folder)
+        if step_of(path) > step
+    ]
+    return Saved(target, content.num_bytes, tuple(warnings))
+
+
+def _write(partial: Path, content: _Content, disk: Disk) -> None:
+    disk.make_folder(partial)
+    digests = {
+        STATE: write_file(partial / STATE, [content.state], disk=disk),
+        TENSORS: write_file(partial / TENSORS, content.tensors.blocks(), disk=disk),
+    }
+    write_file(partial / DIGESTS, [digests_bytes(digests)], disk=disk)
+    disk.sync_folder(partial)
+
+
+@contextmanager
+def _explained(target: Path, num_bytes: int, disk: Disk) -> Iterator[None]:
+    """Say what an error of the file system means for the checkpoint."""
+    try:
+        yield
+    except PermissionError as error:
+        raise access_error(target.parent, error) from error
+    except OSError as error:
+        if error.errno not in _FULL:
+            message = f"{target} could not be saved: {error}. The checkpoints that were there are as they were."
+            raise CheckpointError(message) from error
+        message = (
+            f"{target} could not be saved: it needs {num_bytes} bytes, and {disk.free_bytes(target.parent)} are free "
+            f"({error.strerror}). The checkpoints that were there are as they were. Make room, or lower keep_last."
+        )
+        raise DiskFullError(message) from error
+
+
+def _check_count(name: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        message = f"{name}={value!r} must be a whole number of at least {least}."
+        raise UserError(message)

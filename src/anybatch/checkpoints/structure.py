@@ -1,0 +1,281 @@
+"""A nested state as what JSON can hold plus named tensors, and back, exactly.
+
+JSON's own types stand for themselves: null, true and false, finite floats, integers of 64 bits, text, lists, and objects
+for dicts whose keys are text. Everything else is an object with one key that begins with "$":
+
+```text
+{"$tensor": name}                   the tensor of that name; with "dtype" where the format knows only its bytes
+{"$int": "0x..."}                   an integer of more than 64 bits
+{"$float": "nan 7ff8000000000000"}  NaN and the infinities, with their bits
+{"$text": hex}, {"$bytes": hex}     text that is not Unicode (UTF-8 with surrogates), and bytes
+{"$tuple": [...]}                   a tuple
+{"$dict": [[key, value], ...]}      a dict with other keys; in the same way "$ordered_dict" and "$counter"
+```
+"""
+
+import dataclasses
+import math
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from numbers import Integral, Real
+from types import NoneType
+from typing import Any, Final
+
+import torch
+
+from anybatch.checkpoints.tensors import STANDARD_DTYPES, as_standard, from_standard
+from anybatch.errors import UserError
+
+_MAX_DEPTH = 100
+_MAX_INT_BITS = 63
+_NEAREST: Final = {Mapping: "dict", tuple: "tuple", list: "list", str: "str", Integral: "int", Real: "float"}
+_MAPPINGS: Final = {dict: "$dict", OrderedDict: "$ordered_dict", Counter: "$counter"}
+Keys = tuple[Any, ...]
+"""The keys and positions that lead from a state to something in it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """A state taken apart.
+
+    Attributes:
+        structure: what JSON can hold.
+        tensors: by the names that `structure` calls them; each memory once, however often the state holds it.
+    """
+
+    structure: Any
+    tensors: Mapping[str, torch.Tensor]
+
+
+def pack(state: Mapping[Any, Any]) -> Packed:
+    """Take a state apart; its tensors are not copied.
+
+    Raises:
+        UserError: something in it cannot be restored as it is; says what and where.
+    """
+    packer = _Packer()
+    return Packed(packer.pack(state, ()), packer.tensors)
+
+
+def unpack(structure: Any, tensors: Mapping[str, torch.Tensor]) -> Any:  # noqa: ANN401 (a nested state)
+    """Put a state together again.
+
+    Raises:
+        LookupError, TypeError, ValueError: this is not what `pack` makes.
+    """
+    if isinstance(structure, list):
+        return [unpack(item, tensors) for item in structure]
+    if not isinstance(structure, dict):
+        return structure
+    tag = next(iter(structure), "")
+    if not tag.startswith("$"):
+        return {key: unpack(value, tensors) for key, value in structure.items()}
+    if tag == "$tensor":
+        return _unpack_tensor(structure, tensors)
+    if tag in _ATOMS:
+        return _ATOMS[tag](structure[tag])
+    return _CONTAINERS[tag]([unpack(item, tensors) for item in structure[tag]], unpack(structure.get("metadata"), {}))
+
+
+class _Packer:
+    """Names the tensors of one state while it takes the state apart."""
+
+    __slots__ = ("_names", "tensors")
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._names: dict[Any, str] = {}
+
+    def pack(self, value: Any, keys: Keys) -> Any:  # noqa: ANN401 (a nested state)
+        if len(keys) > _MAX_DEPTH:
+            message = (
+                f"{_place(keys[:4])}... is nested more than {_MAX_DEPTH} levels deep, or contains itself. Flatten it."
+            )
+            raise UserError(message)
+        kind = type(value)  # exactly: a subclass could not be restored as what it is
+        if kind in _LEAVES:
+            return _LEAVES[kind](value)
+        if kind is list:
+            return self._items(value, keys)
+        if kind is tuple:
+            return {"$tuple": self._items(value, keys)}
+        if kind in _MAPPINGS:
+            return self._mapping(value, keys)
+        _refuse_unless(isinstance(value, torch.Tensor), keys, _named(kind), _remedy(value))
+        return self._tensor(value, keys)
+
+    def _items(self, values: Iterable[Any], keys: Keys) -> list[Any]:
+        return [self.pack(value, (*keys, position)) for position, value in enumerate(values)]
+
+    def _mapping(self, values: Mapping[Any, Any], keys: Keys) -> dict[str, Any]:
+        for key in values:
+            remedy = "Its keys must be text or integers: use str(key), or a list of pairs."
+            _refuse_unless(type(key) in {str, int}, keys, f"a dict with the key {key!r} of {_named(type(key))}", remedy)
+        pairs = [(key, self.pack(value, (*keys, key))) for key, value in values.items()]
+        if type(values) is dict and all(type(key) is str and _is_unicode(key) and key[:1] != "$" for key in values):
+            return dict(pairs)
+        tagged: dict[str, Any] = {_MAPPINGS[type(values)]: [[_LEAVES[type(key)](key), value] for key, value in pairs]}
+        if hasattr(values, "_metadata"):  # of a module's state: the versions of its layers, for load_state_dict
+            tagged["metadata"] = self.pack(values._metadata, (*keys, "_metadata"))
+        return tagged
+
+    def _tensor(self, tensor: torch.Tensor, keys: Keys) -> dict[str, str]:
+        _refuse_odd(tensor, keys)
+        memory = _memory(tensor)
+        if memory not in self._names:
+            self._names[memory] = name = self._free_name(keys)
+            self.tensors[name] = as_standard(tensor)
+        reference = {"$tensor": self._names[memory]}
+        if tensor.dtype not in STANDARD_DTYPES:
+            reference["dtype"] = str(tensor.dtype).removeprefix("torch.")
+        return reference
+
+    def _free_name(self, keys: Keys) -> str:
+        wanted = name = ".".join(map(str, keys)).encode(errors="backslashreplace").decode()
+        number = 1
+        while name in self.tensors or name == "__metadata__":  # that name is the format's own
+            number += 1
+            name = f"{wanted}~{number}"
+        return name
+
+
+def _memory(tensor: torch.Tensor) -> Any:  # noqa: ANN401 (a key)
+    """Return a key that two tensors share only if they show the same memory in the same way."""
+    if tensor.numel() == 0:
+        return id(tensor)
+    view = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
+    return (tensor.device, tensor.dtype, *view)
+
+
+def _refuse_odd(tensor: torch.Tensor, keys: Keys) -> None:
+    plain = type(tensor) in {torch.Tensor, torch.nn.Parameter}
+    _refuse_unless(
+        plain, keys, _named(type(tensor)), "Make it a plain tensor first: full_tensor() gathers a sharded one."
+    )
+    _refuse_unless(
+        not tensor.is_quantized, keys, f"a tensor of {tensor.dtype}", "Store its int_repr(), scale and zero point."
+    )
+    dense = tensor.layout is torch.strided and not tensor.is_nested
+    _refuse_unless(
+        dense, keys, f"a tensor of layout {tensor.layout}", "Use to_dense(), or store its indices and values."
+    )
+    _refuse_unless(not tensor.is_meta, keys, "a tensor without data (device 'meta')", "Give it data first.")
+
+
+def _refuse_unless(holds: bool, keys: Keys, what: str, remedy: str) -> None:  # noqa: FBT001 (a condition, as in assert)
+    if not holds:
+        message = f"{_place(keys)} is {what}, which a checkpoint cannot restore as it is. {remedy}"
+        raise UserError(message)
+
+
+def _place(keys: Keys) -> str:
+    return "state" + "".join(f"[{key!r}]" for key in keys)
+
+
+def _named(kind: type) -> str:
+    return f"type {kind.__module__}.{kind.__qualname__}"
+
+
+def _remedy(value: object) -> str:
+    for kind, plain in _NEAREST.items():
+        if isinstance(value, kind):
+            return f"Pass it through {plain}(...)."
+    if dataclasses.is_dataclass(value):
+        return "Pass it through dataclasses.asdict(...)."
+    return "It may hold dicts, lists, tuples, numbers, text, bytes, None and tensors (torch.from_numpy takes an array)."
+
+
+def _same(value: Any) -> Any:  # noqa: ANN401 (a leaf)
+    return value
+
+
+def _pack_int(value: int) -> int | dict[str, str]:
+    # in hexadecimal, because Python limits the length of decimal integers, and other readers their size
+    return value if value.bit_length() <= _MAX_INT_BITS else {"$int": hex(value)}
+
+
+def _pack_float(value: float) -> float | dict[str, str]:
+    return value if math.isfinite(value) else {"$float": f"{value} {struct.pack('>d', value).hex()}"}
+
+
+def _unpack_float(text: str) -> float:
+    (value,) = struct.unpack(">d", bytes.fromhex(text.split()[1]))
+    return float(value)
+
+
+def _pack_text(value: str) -> str | dict[str, str]:
+    return value if _is_unicode(value) else {"$text": value.encode(errors="surrogatepass").hex()}
+
+
+def _unpack_text(text: str) -> str:
+    return bytes.fromhex(text).decode(errors="surrogatepass")
+
+
+def _is_unicode(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # lone surrogates, as in file names that are not UTF-8
+        return False
+    return True
+
+
+def _pack_bytes(value: bytes) -> dict[str, str]:
+    return {"$bytes": value.hex()}
+
+
+def _unpack_int(text: str) -> int:
+    return int(text, 16)
+
+
+def _unpack_tensor(reference: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    tensor = tensors[reference["$tensor"]]
+    if "dtype" not in reference:
+        return tensor
+    dtype = getattr(torch, reference["dtype"], None)
+    if not isinstance(dtype, torch.dtype):
+        message = f"this version of torch has no dtype {reference['dtype']!r}"
+        raise TypeError(message)
+    return from_standard(tensor, dtype)
+
+
+def _unpack_tuple(items: list[Any], _: object) -> tuple[Any, ...]:
+    return tuple(items)
+
+
+def _unpack_dict(pairs: list[Any], _: object) -> dict[Any, Any]:
+    return dict(pairs)
+
+
+def _unpack_counter(pairs: list[Any], _: object) -> Counter[Any]:
+    return Counter(dict(pairs))
+
+
+def _unpack_ordered_dict(pairs: list[Any], metadata: object) -> OrderedDict[Any, Any]:
+    values = OrderedDict(pairs)
+    if metadata is not None:
+        values._metadata = metadata  # type: ignore[attr-defined]  # noqa: SLF001 (where torch itself keeps it)
+    return values
+
+
+_LEAVES: Final[Mapping[type, Callable[[Any], Any]]] = {
+    NoneType: _same,
+    bool: _same,
+    int: _pack_int,
+    float: _pack_float,
+    str: _pack_text,
+    bytes: _pack_bytes,
+}
+_ATOMS: Final[Mapping[str, Callable[[str], Any]]] = {
+    "$int": _unpack_int,
+    "$float": _unpack_float,
+    "$text": _unpack_text,
+    "$bytes": bytes.fromhex,
+}
+_CONTAINERS: Final[Mapping[str, Callable[[list[Any], Any], Any]]] = {
+    "$tuple": _unpack_tuple,
+    "$dict": _unpack_dict,
+    "$ordered_dict": _unpack_ordered_dict,
+    "$counter": _unpack_counter,
+}

@@ -1,0 +1,88 @@
+"""`digits`: a small convolutional network learns to read handwritten digits, in seconds on a CPU.
+
+The data are the 1,797 images of 8 x 8 pixels that come with scikit-learn. Nothing is downloaded.
+"""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (its usual name)
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+import anybatch as ab
+from anybatch.errors import DataError
+from anybatch.recipes.job import Defaults, Evaluation, Job
+
+HELD_OUT_PER_DIGIT = 36
+
+
+def digits() -> Job:
+    """Return the job: 1,437 images to train on, 360 held out, accuracy on those."""
+    _import_scikit_learn()
+    return Job(
+        model=Network,
+        optimizer=torch.optim.AdamW,
+        loss=ab.mean_over_samples(loss),
+        dataset=lambda: Digits("train", shifted=True),
+        evaluate=Evaluation(dataset=lambda: Digits("held_out"), metric=accuracy),
+        scheduler=torch.optim.lr_scheduler.CosineAnnealingLR,
+        defaults=Defaults(effective_batch_size=256, epochs=30, learning_rate=3e-3),
+    )
+
+
+class Network(nn.Sequential):
+    """Three convolutions and a linear layer. GroupNorm looks at one image at a time, so any cut of a batch is exact."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            *(nn.Conv2d(1, 32, 3, padding=1), nn.GroupNorm(8, 32), nn.GELU()),  # 32 channels x 8 x 8
+            *(nn.Conv2d(32, 64, 3, padding=1, stride=2), nn.GroupNorm(8, 64), nn.GELU()),  # 64 x 4 x 4
+            *(nn.Conv2d(64, 64, 3, padding=1), nn.GroupNorm(8, 64), nn.GELU()),
+            *(nn.Flatten(), nn.Linear(64 * 4 * 4, 10)),
+        )
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> Float[Tensor, ""]:
+    """Return the mean cross-entropy over the images of the batch."""
+    return F.cross_entropy(model(batch["image"]), batch["label"])
+
+
+def accuracy(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Float[Tensor, " image"]]:
+    """Return 1 for each image that is read right, 0 for the others; their mean is the accuracy."""
+    right = model(batch["image"]).argmax(dim=1) == batch["label"]
+    return {"accuracy": right.float()}
+
+
+class Digits(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Images of handwritten digits and which digit each one is.
+
+    Args:
+        split: "train" or "held_out". The latter is 36 images of each digit, always the same ones.
+        shifted: move each image by up to one pixel in each direction, drawn anew whenever it is loaded. Loaded through
+            `ab.batches`, an image is moved the same way in the same epoch, whoever loads it.
+    """
+
+    def __init__(self, split: Literal["train", "held_out"], *, shifted: bool = False) -> None:
+        images, labels = _load()
+        own = _is_held_out(labels) if split == "held_out" else ~_is_held_out(labels)
+        self.images: Float[Tensor, "image 1 8 8"] = images[own]
+        self.labels: Int[Tensor, " image"] = labels[own]
+        self.shifted = shifted
+
+    def __len__(self) -> int:
+        """Return the number of images."""
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return one image, from 0 (white) to 1, and its label."""
+        image = self.images[index]
+        if self.shifted:
+            down, right = torch.randint(0, 3, (2,)).tolist()
+            image = F.pad(image, (1, 1, 1, 1))[:, down : down + 8, right : right + 8]
+        return {"image": image, "label": self.labels[index]}
+
+
+def _load() -> tuple[Float[Tensor, "image 1 8 8"], Int[Tensor, " image"]]:
+    data = _import_scikit_learn().load_digits()
+    return torch.from_numpy(data.images).float()[:, None] / 16, torch.from_numpy(data.target).long()

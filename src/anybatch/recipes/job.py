@@ -1,0 +1,199 @@
+"""`Job`: everything that is learned, and nothing that is only hardware."""
+
+import inspect
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from torch import nn
+from torch.optim import Optimizer
+
+from anybatch.core.learning_rate import Rule
+from anybatch.core.loss import Loss, LossFunction
+from anybatch.engine.clipping import Clip
+from anybatch.engine.engine import Scheduler
+from anybatch.engine.evaluation import MetricFunction
+from anybatch.engine.modules import Model
+from anybatch.errors import BatchSizeError, DataError, LossError, ParameterError, UserError
+
+ModelFactory = Callable[[], Model]
+OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]], float], Optimizer]
+DatasetFactory = Callable[[], Any]
+SchedulerFactory = Callable[[Optimizer, int], Scheduler]
+Collate = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Defaults:
+    """The numbers a job is run with unless told otherwise.
+
+    Args:
+        effective_batch_size: samples of one optimizer step, over all ranks.
+        learning_rate: found with `base_batch_size`; it is what the optimizer function receives.
+        base_batch_size: samples per step that `learning_rate` was found with; None for `effective_batch_size`.
+        learning_rate_rule: how the learning rate follows the effective batch size: "linear", "sqrt" or "none"; None
+            for the rule that has a source for the optimizer (`default_rule`).
+        epochs: passes over the data set.
+        steps: optimizer steps, instead of epochs. Neither: one epoch.
+
+    Raises:
+        BatchSizeError: a batch size is not a whole number of at least 1.
+        UserError: any other number that cannot be used, or both `epochs` and `steps`.
+    """
+
+    effective_batch_size: int
+    learning_rate: float
+    base_batch_size: int | None = None
+    learning_rate_rule: Rule | None = None
+    epochs: int | None = None
+    steps: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check every number by itself, and the two lengths against each other."""
+        _check_whole("effective_batch_size", self.effective_batch_size, BatchSizeError)
+        for name in ("base_batch_size", "epochs", "steps"):
+            if getattr(self, name) is not None:
+                _check_whole(name, getattr(self, name), BatchSizeError if name == "base_batch_size" else UserError)
+        if self.epochs is not None and self.steps is not None:
+            message = f"epochs={self.epochs} and steps={self.steps} both say where to stop. Give one of them."
+            raise UserError(message)
+        rate = self.learning_rate
+        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0.0 < rate < math.inf:
+            message = f"learning_rate={rate!r} must be a finite number above 0."
+            raise UserError(message)
+        if self.learning_rate_rule is not None and self.learning_rate_rule not in get_args(Rule):
+            rules = ", ".join(map(repr, get_args(Rule)))
+            message = (
+                f"learning_rate_rule={self.learning_rate_rule!r} must be one of {rules}, or None for the optimizer's."
+            )
+            raise UserError(message)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """What a job is judged by: held-out data and a metric on it.
+
+    Args:
+        dataset: function () -> data set, as in `Job`. It is read in its own order, once per evaluation.
+        metric: what `Engine.evaluate` takes: a declared loss, or a function of (model, batch) that returns one value
+            per sample, `LossSum(total, count)`, or a dict of those by name. None: the job's loss.
+        effective_batch_size: samples that are evaluated at a time; None: as many as are trained with. The result does
+            not depend on it.
+
+    Raises:
+        DataError, LossError, BatchSizeError: an argument cannot be used; says which and what to give.
+    """
+
+    dataset: DatasetFactory
+    metric: Loss | MetricFunction | None = None
+    effective_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without calling anything."""
+        _check_function("Evaluation", "dataset", self.dataset, "()", DataError)
+        if self.metric is not None and not isinstance(self.metric, Loss):
+            _check_function("Evaluation", "metric", self.metric, "(model, batch)", LossError)
+        if self.effective_batch_size is not None:
+            _check_whole("effective_batch_size", self.effective_batch_size, BatchSizeError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """Everything that defines what is learned: the one contract between a recipe and every verb.
+
+    A job holds functions, not objects, so that a verb can build the model again: in float64, under fake tensors, once
+    per strategy. Each call must return a new object.
+
+    Args:
+        model: function () -> `nn.Module`, or a dict of named modules; a class without arguments will do.
+        optimizer: function (named_parameters, learning_rate) -> optimizer. Most of torch's classes are such functions
+            themselves: `optimizer=torch.optim.AdamW`. The learning rate is that of `defaults.base_batch_size`; the
+            result is scaled to the effective batch size afterwards.
+        loss: a declared loss (`ab.mean_over_samples(fn)` and its like), or a function of (model, batch) that returns
+            one loss per item or `ab.LossSum`.
+        dataset: function () -> data set, with an index or iterable, as `ab.batches` takes it.
+        collate: makes a micro-batch of a list of samples; None for torch's own.
+        evaluate: held-out data and metric; None for none.
+        scheduler: function (optimizer, num_steps) -> scheduler, stepped once per optimizer step; None for a constant
+            learning rate. `torch.optim.lr_scheduler.CosineAnnealingLR` is such a function itself.
+        clip: largest gradient norm, or a clipping policy, once per effective batch; None for none.
+        defaults: batch size, length and learning rate.
+
+    Raises:
+        ParameterError, LossError, DataError, UserError: an argument cannot be used; says which and what to give.
+    """
+
+    model: ModelFactory
+    optimizer: OptimizerFactory
+    loss: Loss | LossFunction
+    dataset: DatasetFactory
+    defaults: Defaults
+    collate: Collate | None = None
+    evaluate: Evaluation | None = None
+    scheduler: SchedulerFactory | None = None
+    clip: Clip | float | None = None
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without calling anything."""
+        _check_function("Job", "model", self.model, "()", ParameterError)
+        _check_function("Job", "optimizer", self.optimizer, "(named_parameters, learning_rate)", ParameterError)
+        _check_function("Job", "dataset", self.dataset, "()", DataError)
+        _check_loss(self.loss)
+        if self.collate is not None:
+            _check_function("Job", "collate", self.collate, "(samples)", DataError)
+        if self.scheduler is not None:
+            _check_function("Job", "scheduler", self.scheduler, "(optimizer, num_steps)", ParameterError)
+        for name, kind in (("evaluate", Evaluation), ("defaults", Defaults)):
+            value = getattr(self, name)
+            if not isinstance(value, kind) and not (name == "evaluate" and value is None):
+                message = f"Job({name}={value!r}) must be {name}=ab.{kind.__name__}(...), not {_kind(value)}."
+                raise UserError(message)
+
+
+def _check_function(owner: str, name: str, value: object, arguments: str, error: type[UserError]) -> None:
+    """Refuse what cannot be called with these arguments, and objects in the place of what makes them."""
+    form = f"a function {name}{arguments}"
+    if isinstance(value, nn.Module) or not callable(value):
+        cure = f"{form} that makes it: {name}=lambda: ..." if arguments == "()" else form
+        message = f"{owner}({name}=...) was given {_kind(value)}, already made; pass {cure}."
+        raise error(message)
+    try:
+        signature = inspect.signature(value)
+    except ValueError:  # some built-in functions do not tell
+        return
+    num_arguments = arguments.count(",") + (arguments != "()")
+    try:
+        signature.bind(*[None] * num_arguments)
+    except TypeError as mismatch:
+        message = (
+            f"{owner}({name}=...) must be {form}, but {getattr(value, '__name__', _kind(value))}{signature} cannot be "
+            f"called so: {mismatch}."
+        )
+        raise error(message) from None
+
+
+def _check_loss(loss: object) -> None:
+    function = loss.function if isinstance(loss, Loss) else loss
+    if isinstance(function, nn.Module) and any(True for _ in function.parameters()):
+        message = (
+            f"Job(loss=...) is {_kind(function)} with parameters, which every verb would train on. Put it into the "
+            'model, as in model=lambda: {"net": Net(), "loss": Loss()}, and give a function of (model, batch).'
+        )
+        raise LossError(message)
+    if not callable(function):
+        message = (
+            f"Job(loss={function!r}) must be a declared loss, such as ab.mean_over_samples(fn), or a function of "
+            f"(model, batch), not {_kind(function)}."
+        )
+        raise LossError(message)
+
+
+def _check_whole(name: str, value: object, error: type[UserError]) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        message = f"{name}={value!r} must be a whole number of at least 1."
+        raise error(message)
+
+
+def _kind(value: object) -> str:
+    return f"an object of type {type(value).__name__}"

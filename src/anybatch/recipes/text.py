@@ -1,0 +1,192 @@
+"""`text`: a decoder-only transformer learns to write, byte by byte, from any folder of text.
+
+By default it reads the source code of the standard library of the Python that runs it. Nothing is downloaded.
+"""
+
+import hashlib
+import math
+import sysconfig
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (its usual name)
+from jaxtyping import Float, Int, UInt8
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+import anybatch as ab
+from anybatch.core.learning_rate import Cosine, WarmUp, attach_schedule, then
+from anybatch.errors import DataError
+from anybatch.recipes.job import Defaults, Evaluation, Job
+
+NUM_BYTE_VALUES = 256
+_NOT_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+
+
+def text(
+    folder: str | Path | None = None,
+    *,
+    pattern: str | None = None,
+    context: int = 128,
+    width: int = 128,
+    num_layers: int = 4,
+    num_heads: int = 4,
+    max_bytes: int = 8_000_000,
+) -> Job:
+    """Return the job: predict each byte from those before it; judged in bits per byte on files it has not seen.
+
+    Args:
+        folder: the text, in files at any depth; None for the standard library without its tests.
+        pattern: which files; None for "*.py" in the standard library and "*" in a folder.
+        context: bytes that a prediction looks back at most.
+        width: size of the vector that stands for a byte.
+        num_layers: transformer blocks.
+        num_heads: attention heads per block; divides `width`.
+        max_bytes: most bytes that are read, counted over whole files.
+    """
+    files = list_files(folder, pattern, max_bytes)
+    num_held_out = max(1, len(files) // 20)
+    return Job(
+        model=partial(Transformer, width=width, num_layers=num_layers, num_heads=num_heads),
+        optimizer=adamw,
+        loss=ab.mean_over_tokens(loss, labels="targets", shift=False),
+        dataset=lambda: Windows(files[num_held_out:], context),
+        evaluate=Evaluation(dataset=lambda: Windows(files[:num_held_out], context), metric=bits_per_byte),
+        scheduler=warm_up_and_cosine,
+        clip=1.0,
+        defaults=Defaults(effective_batch_size=64, steps=200, learning_rate=3e-3),
+    )
+
+
+class Transformer(nn.Module):
+    """Bytes in, the logits of the byte that follows each of them out."""
+
+    def __init__(self, *, width: int, num_layers: int, num_heads: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(NUM_BYTE_VALUES, width)
+        self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(num_layers))
+        self.norm = nn.RMSNorm(width)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                into_residual = name.endswith(("merge.weight", "down.weight"))
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * num_layers) if into_residual else 0.02)
+
+    def forward(self, inputs: Int[Tensor, "batch time"]) -> Float[Tensor, "batch time 256"]:
+        x = self.embedding(inputs)
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.embedding.weight)  # what reads a byte also writes it
+
+
+class Block(nn.Module):
+    """Attention across time, then a gated layer (SwiGLU) at each time, both on a normed copy and added back."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        hidden = 8 * width // 3  # three matrices of this size hold as much as the usual two of 4 x width
+        self.num_heads = num_heads
+        self.attention_norm = nn.RMSNorm(width)
+        self.split = nn.Linear(width, 3 * width, bias=False)
+        self.merge = nn.Linear(width, width, bias=False)
+        self.gated_norm = nn.RMSNorm(width)
+        self.up = nn.Linear(width, 2 * hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Float[Tensor, "batch time width"]) -> Float[Tensor, "batch time width"]:
+        x = x + self.attend(self.attention_norm(x))
+        gate, value = self.up(self.gated_norm(x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * value)
+
+    def attend(self, x: Float[Tensor, "batch time width"]) -> Float[Tensor, "batch time width"]:
+        heads = self.split(x).unflatten(-1, (3, self.num_heads, -1))  # batch, time, 3, head, head_width
+        query, key, value = heads.permute(2, 0, 3, 1, 4)  # each: batch, head, time, head_width
+        mixed = F.scaled_dot_product_attention(rotate(query), rotate(key), value, is_causal=True)
+        return self.merge(mixed.transpose(1, 2).flatten(-2))
+
+
+def rotate(x: Float[Tensor, "*head time head_width"]) -> Float[Tensor, "*head time head_width"]:
+    """Turn each pair (x[i], x[i + head_width / 2]) by time * 10000 ** (-2 i / head_width).
+
+    A product of a rotated query and a rotated key then depends on how far apart they are, not on where they are.
+
+    Source: Su et al. 2021, arXiv 2104.09864, with the two halves of the vector as pairs.
+    """
+    time, head_width = x.shape[-2:]
+    exponents = torch.arange(0, head_width, 2, device=x.device, dtype=torch.float32) / head_width
+    angles = torch.outer(torch.arange(time, device=x.device, dtype=torch.float32), 10_000.0**-exponents)
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> Float[Tensor, ""]:
+    """Return the mean cross-entropy over all bytes to predict."""
+    return F.cross_entropy(model(batch["inputs"]).flatten(0, 1), batch["targets"].flatten())
+
+
+def bits_per_byte(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, ab.LossSum]:
+    """Return how many bits a byte costs on average if it is coded by the model's predictions; 8 without a model."""
+    targets = batch["targets"].flatten()
+    nats = F.cross_entropy(model(batch["inputs"]).flatten(0, 1), targets, reduction="sum")
+    return {"bits_per_byte": ab.LossSum(nats / math.log(2), targets.numel())}
+
+
+def adamw(named_parameters: Iterable[tuple[str, nn.Parameter]], learning_rate: float) -> Optimizer:
+    """Return AdamW that decays matrices, and leaves the scales of norms alone."""
+    parameters = [parameter for _, parameter in named_parameters]
+    groups = [
+        {"params": [parameter for parameter in parameters if parameter.ndim >= 2], "weight_decay": 0.1},
+        {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95))
+
+
+def warm_up_and_cosine(optimizer: Optimizer, num_steps: int) -> LambdaLR:
+    """Return a scheduler that warms up over a tenth of the run and comes down along a cosine for the rest."""
+    warm_up = num_steps // 10
+    return attach_schedule(
+        optimizer, then(WarmUp(num_steps=warm_up, start_factor=0.1), Cosine(num_steps=num_steps - warm_up, floor=0.1))
+    )
+
+
+class Windows(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """The bytes of some files, end to end, in windows: each byte but the first is a target once.
+
+    Args:
+        files: what to read; a zero byte marks the end of each.
+        context: bytes of a window. What is left over at the end is not used.
+
+    Raises:
+        DataError: the files hold less than one window.
+    """
+
+    def __init__(self, files: Sequence[Path], context: int) -> None:
+        content = bytearray().join(path.read_bytes() + b"\0" for path in files)
+        self.bytes: UInt8[Tensor, " byte"] = torch.frombuffer(content, dtype=torch.uint8)
+        self.context = context
+        if len(self) < 1:
+            message = (
+                f"{len(files)} files hold {len(content)} bytes together, and one window needs {context + 1}. "
+                "Give more text, or a smaller context."
+            )
+            raise DataError(message)
+
+    def __len__(self) -> int:
+        """Return the number of windows."""
+        return (len(self.bytes) - 1) // self.context
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return the inputs and, one byte on, the targets of a window: two tensors (context,) of int64."""
+        start = index * self.context
+        window = self.bytes[start : start + self.context + 1].long()
+        return {"inputs": window[:-1], "targets": window[1:]}
+
+
+def list_files(folder: str | Path | None, pattern: str | None, max_bytes: int) -> list[Path]:
+    """Return the files to read, in an order that looks random and depends on their relative paths alone."""
+    root = Path(sysconfig.get_paths()["stdlib"] if folder is None else folder)
+    skipped = _NOT_THE_LIBRARY if folder is None else frozenset()
+    return []

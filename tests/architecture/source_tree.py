@@ -1,0 +1,63 @@
+"""The project as data for the tests of its architecture: its files, and what is in them."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "src" / "anybatch"
+TESTS = ROOT / "tests"
+
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Something in a source file: where it is, and what."""
+
+    path: Path
+    line: int
+    what: str
+
+    def __str__(self) -> str:
+        """Return it the way compilers do, so that editors can jump there."""
+        shown = self.path.relative_to(ROOT) if self.path.is_relative_to(ROOT) else self.path
+        return f"{shown.as_posix()}:{self.line}: {self.what}"
+
+
+def python_files(folder: Path) -> list[Path]:
+    """Return the Python files under a folder, sorted."""
+    return sorted(folder.rglob("*.py"))
+
+
+def parse(path: Path) -> ast.Module:
+    """Return a file's syntax tree."""
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def functions(tree: ast.Module) -> Iterator[FunctionNode]:
+    """Yield every function and method, nested ones too."""
+    return (node for node in ast.walk(tree) if isinstance(node, FunctionNode))
+
+
+def imported_modules(node: ast.AST) -> Iterator[str]:
+    """Yield every dotted name an import statement could bring in: `from a import b` may mean `a` and `a.b`."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and node.module is not None:
+        yield node.module
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def is_within(module: str, package: str) -> bool:
+    """Whether a dotted name is that package or lies in it."""
+    return module == package or module.startswith(f"{package}.")
+
+
+def dotted_name(node: ast.AST) -> str:
+    """Return `a.b.c` for an attribute or a name, and an empty string for anything else."""
+    if isinstance(node, ast.Attribute):
+        owner = dotted_name(node.value)
+        return f"{owner}.{node.attr}" if owner else ""
+    return node.id if isinstance(node, ast.Name) else ""

@@ -1,0 +1,82 @@
+"""ARCHITECTURE.md's map of the code shows the tree as it is."""
+
+import ast
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.architecture.source_tree import PACKAGE, ROOT, parse, python_files
+
+
+def first_line(path: Path) -> str:
+    """Return the first line of a module's docstring; empty without docstring, or without module."""
+    return (ast.get_docstring(parse(path)) or "").partition("\n")[0] if path.exists() else ""
+
+
+def drawn_map(text: str) -> dict[str, str]:
+    """Return path -> description of each line of the block under "Code map"."""
+    block = re.search(r"^## Code map$.*?^```text\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    assert block is not None, 'ARCHITECTURE.md needs a heading "## Code map" with a ```text block under it.'
+    lines = [line.split(maxsplit=1) for line in block.group(1).splitlines() if line.strip()]
+    return {line[0]: line[1] if len(line) > 1 else "" for line in lines}
+
+
+def real_map(package: Path, root: Path) -> dict[str, str]:
+    """Return path -> first docstring line of each folder with code in it, and of each module at the top."""
+    files = python_files(package)
+    folders = sorted({path.parent for path in files})
+    tops = [path for path in files if path.parent == package and path.stem not in ("__init__", "__main__")]
+    return {
+        **{f"{folder.relative_to(root).as_posix()}/": first_line(folder / "__init__.py") for folder in folders},
+        **{path.relative_to(root).as_posix(): first_line(path) for path in tops},
+    }
+
+
+def as_block(entries: Mapping[str, str]) -> str:
+    """Return a map the way it is drawn."""
+    width = max(map(len, entries))
+    return "\n".join(f"{path:<{width}}  {line}" for path, line in entries.items())
+
+
+def test_map_shows_the_tree() -> None:
+    """The code map has one line per folder, and that line is how the folder's own docstring begins."""
+    drawn = drawn_map((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8"))
+    real = real_map(PACKAGE, ROOT)
+
+    ordered = {path: real[path] for path in [*drawn, *real] if path in real}
+    assert drawn == real, (
+        f"the code map in ARCHITECTURE.md should be, in an order that reads well:\n{as_block(ordered)}"
+    )
+
+
+def test_every_folder_says_what_it_is() -> None:
+    """Each folder is a package, and each package's docstring begins with a sentence."""
+    silent = [path for path, line in real_map(PACKAGE, ROOT).items() if not line]
+
+    assert not silent
+
+
+def test_core_is_in_chapters() -> None:
+    """Each module of `core` says which chapter it is, and no two are the same."""
+    modules = [path for path in python_files(PACKAGE / "core") if path.stem != "__init__"]
+    chapters = {path.name: re.match(r"Chapter (\d+): ", first_line(path)) for path in modules}
+    numbers = [chapter.group(1) for chapter in chapters.values() if chapter]
+
+    assert [name for name, chapter in chapters.items() if not chapter] == []
+    assert sorted(numbers) == sorted(set(numbers))
+
+
+def test_other_tree_is_seen(tmp_path: Path) -> None:
+    """A folder that is new, and a docstring that has changed, both differ from the map."""
+    for folder in (tmp_path, tmp_path / "core"):
+        folder.mkdir(exist_ok=True)
+        (folder / "__init__.py").write_text('"""Facts.\n\nMore."""\n')
+    name = tmp_path.name
+    drawn = drawn_map(f"## Code map\n\n```text\n{name}/  Facts.\n{name}/core/  Facts.\n```\n")
+    assert real_map(tmp_path, tmp_path.parent) == drawn
+
+    (tmp_path / "core" / "__init__.py").write_text('"""Other facts."""\n')
+    assert real_map(tmp_path, tmp_path.parent) != drawn
+    (tmp_path / "core" / "__init__.py").write_text('"""Facts."""\n')
+    (tmp_path / "errors.py").write_text("")
+    assert real_map(tmp_path, tmp_path.parent) != drawn

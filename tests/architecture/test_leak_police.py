@@ -1,0 +1,94 @@
+"""The police that watches all other tests sees what they could leave behind, and puts it back."""
+
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.architecture.leak_police import environment, leaks_since, take_snapshot
+
+
+def test_clean_test_is_let_go() -> None:
+    """Who changes nothing, and who starts a thread and waits for it, leaks nothing."""
+    before = take_snapshot()
+    thread = threading.Thread(target=list)
+    thread.start()
+    thread.join()
+    torch.rand(3)
+
+    assert leaks_since(before) == []
+
+
+@pytest.mark.parametrize(
+    ("word", "leak"),
+    [
+        ("default dtype", lambda: torch.set_default_dtype(torch.float64)),
+        ("gradient mode", lambda: torch.set_grad_enabled(False)),
+        ("number of threads", lambda: torch.set_num_threads(2)),
+        ("deterministic", lambda: torch.use_deterministic_algorithms(mode=True)),
+        ("working directory", lambda: os.chdir("/")),
+    ],
+)
+def test_settings_are_seen_and_put_back(word: str, leak: Callable[[], None]) -> None:
+    """A setting that differs is named once, and is what it was afterwards."""
+    before = take_snapshot()
+    leak()
+
+    (found,) = leaks_since(before)
+    assert word in found
+    assert leaks_since(before) == []
+
+
+def test_variables_are_seen_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable that is new, changed or gone is named; values are not shown, for they may be secret."""
+    monkeypatch.setenv("ANYBATCH_CHANGED", "old")
+    monkeypatch.setenv("ANYBATCH_GONE", "old")
+    before, expected = take_snapshot(), environment()
+    os.environ["ANYBATCH_NEW"] = os.environ["ANYBATCH_CHANGED"] = "new"
+    del os.environ["ANYBATCH_GONE"]
+
+    assert leaks_since(before) == ["environment variables: ANYBATCH_CHANGED, ANYBATCH_GONE, ANYBATCH_NEW"]
+    assert environment() == expected
+
+
+def test_threads_are_seen() -> None:
+    """A thread that does not end is named."""
+    before, release = take_snapshot(), threading.Event()
+    thread = threading.Thread(target=release.wait, name="endless")
+    thread.start()
+    try:
+        assert leaks_since(before, patience_seconds=0.01) == ["thread 'endless' still runs"]
+    finally:
+        release.set()
+        thread.join()
+
+
+def test_processes_are_seen() -> None:
+    """A child process that does not end is named."""
+    before = take_snapshot()
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=theirs.recv, name="endless")
+    process.start()
+    try:
+        assert leaks_since(before, patience_seconds=0.01) == ["process 'endless' still runs"]
+    finally:
+        ours.send("end")
+        process.join()
+        process.close()
+        ours.close()
+        theirs.close()
+
+
+def test_process_groups_are_seen_and_left(tmp_path: Path) -> None:
+    """An initialised torch.distributed is named, and is not there any more afterwards."""
+    before = take_snapshot()
+    dist.init_process_group("gloo", init_method=Path(tmp_path, "store").as_uri(), rank=0, world_size=1)
+
+    assert leaks_since(before) == ["torch.distributed process group: False has become True"]
+    assert not dist.is_initialized()

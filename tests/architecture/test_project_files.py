@@ -1,0 +1,67 @@
+"""Project files that would otherwise drift apart: versions, reasons, decisions."""
+
+import re
+import tomllib
+from typing import Any
+
+import pytest
+
+from tests.architecture.source_tree import ROOT
+
+MAX_PAGE_LINES = 60
+
+
+def project() -> dict[str, Any]:
+    """Return pyproject.toml."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def top_version(changelog: str) -> str:
+    """Return the version of a changelog's topmost entry."""
+    heading = re.search(r"^## \[?(\d+\.\d+\.\d+\w*)", changelog, flags=re.MULTILINE)
+    assert heading is not None, "CHANGELOG.md has no entry: a line such as '## 0.1.0'."
+    return heading.group(1)
+
+
+def rules_without_reason(text: str) -> list[str]:
+    """Return the lines of ruff's tables that switch a rule off and do not say why."""
+    section = text[text.index("[tool.ruff.lint]") :]
+    rules = re.findall(r'^ {4}"[A-Z]+[0-9]*",.*$', section, flags=re.MULTILINE)
+    assert rules, "pyproject.toml no longer lists one rule per line."
+    return [line.strip() for line in rules if not re.search(r"#\s*\w+", line)]
+
+
+def test_changelog_is_up_to_date() -> None:
+    """The changelog begins with the version of the package."""
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+    assert top_version(changelog) == project()["project"]["version"]
+
+
+def test_every_lint_exception_has_its_reason() -> None:
+    """Each rule that is switched off says why on its line."""
+    assert rules_without_reason((ROOT / "pyproject.toml").read_text(encoding="utf-8")) == []
+
+
+def test_missing_reasons_are_seen() -> None:
+    """A rule without reason is found."""
+    text = '[tool.ruff.lint]\nignore = [\n    "S101",  # why\n    "COM812",\n]\n'
+
+    assert rules_without_reason(text) == ['"COM812",']
+
+
+def test_decisions_are_pages_of_one_form() -> None:
+    """A decision has a number of its own, the three parts every decision has, and fits on a page."""
+    pages = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "decisions").glob("*.md")}
+
+    assert len({name[:4] for name in pages}) == len(pages)
+    for name, text in pages.items():
+        assert text.startswith(f"# {name[:4]}: "), name
+        assert re.findall(r"^## (\w+)$", text, flags=re.MULTILINE)[:3] == ["Context", "Decision", "Consequences"], name
+        assert len(text.splitlines()) <= MAX_PAGE_LINES, name
+
+
+@pytest.mark.parametrize("heading", ["## 1.2.3", "## 1.2.3 - unreleased", "## [1.2.3] - 2030-01-31"])
+def test_top_version_is_the_first(heading: str) -> None:
+    """The topmost entry counts, however its date is written."""
+    assert top_version(f"# Changes\n\n{heading}\n\n## 0.9.0\n") == "1.2.3"

@@ -1,0 +1,161 @@
+"""What code does not do: facts do not act, the environment is read in one place, an import changes nothing."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.source_tree import (
+    PACKAGE,
+    Found,
+    dotted_name,
+    imported_modules,
+    is_within,
+    parse,
+    python_files,
+)
+
+Check = Callable[[ast.AST], Iterator[str]]
+CLOCKS = ("time", "datetime")
+ACTING_MODULES = (
+    *CLOCKS,
+    *("asyncio", "concurrent", "multiprocessing", "signal", "subprocess", "threading"),
+    *("glob", "io", "os", "pathlib", "shutil", "sys", "tempfile"),
+    *("http", "logging", "random", "secrets", "socket", "urllib", "warnings"),
+    *("torch.cuda", "torch.distributed", "torch.multiprocessing", "torch.random"),
+)
+ACTING_CALLS = ("breakpoint", "exec", "eval", "input", "open", "print", "torch.load", "torch.manual_seed", "torch.save")
+
+
+def acts(node: ast.AST) -> Iterator[str]:
+    """Yield what a node of `core` does beyond turning numbers and tensors into numbers and tensors."""
+    for module in imported_modules(node):
+        if any(is_within(module, acting) for acting in ACTING_MODULES):
+            yield f"imports {module}"
+    if isinstance(node, ast.Call) and dotted_name(node.func) in ACTING_CALLS:
+        yield f"calls {dotted_name(node.func)}"
+    if isinstance(node, ast.Attribute) and dotted_name(node) in ACTING_MODULES:
+        yield f"reaches {dotted_name(node)}"
+
+
+def reads_environment(node: ast.AST) -> Iterator[str]:
+    """Yield how a node reads or writes environment variables."""
+    names = ("os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv")
+    yield from (f"imports {module}" for module in imported_modules(node) if module in names)
+    if isinstance(node, ast.Attribute) and dotted_name(node) in names:
+        yield f"uses {dotted_name(node)}"
+
+
+def reads_clock(node: ast.AST) -> Iterator[str]:
+    """Yield how a node gets at a clock."""
+    yield from (f"imports {name}" for name in imported_modules(node) if any(is_within(name, c) for c in CLOCKS))
+
+
+def findings(check: Check, files: Sequence[Path]) -> list[Found]:
+    """Return all that a check finds in files."""
+    return [
+        Found(path, getattr(node, "lineno", 1), what)
+        for path in files
+        for node in ast.walk(parse(path))
+        for what in check(node)
+    ]
+
+
+def found_in_text(check: Check, source: str) -> list[str]:
+    """Return all that a check finds in a text."""
+    return [what for node in ast.walk(ast.parse(source)) for what in check(node)]
+
+
+def test_core_acts_on_nothing() -> None:
+    """`core` reaches no clock, file, environment, device, random state, other process or terminal."""
+    found = findings(acts, python_files(PACKAGE / "core"))
+
+    assert not found, "\n".join(map(str, found))
+
+
+def test_environment_is_read_in_one_file() -> None:
+    """Only parallel/world.py reads environment variables; everything else gets what it needs as an argument."""
+    world = PACKAGE / "parallel" / "world.py"
+    found = findings(reads_environment, [path for path in python_files(PACKAGE) if path != world])
+
+    assert not found, "\n".join(map(str, found))
+    assert findings(reads_environment, [world]), "the check no longer sees what parallel/world.py surely does"
+
+
+def test_engine_reads_no_clock() -> None:
+    """The engine reads no clock, so no decision of it can depend on speed; observers take the time of records."""
+    found = findings(reads_clock, python_files(PACKAGE / "engine"))
+
+    assert not found, "\n".join(map(str, found))
+
+
+@pytest.mark.parametrize(
+    ("check", "fault"),
+    [
+        (acts, "import torch.distributed as dist"),
+        (acts, "from torch import distributed"),
+        (acts, "from torch.distributed.tensor import DTensor"),
+        (acts, "import torch\ntorch.distributed.barrier()"),
+        (acts, "import os.path"),
+        (acts, "from time import perf_counter"),
+        (acts, "def read(path):\n    with open(path) as file:\n        return file.read()"),
+        (acts, "print(1)"),
+        (reads_environment, "import os\nos.environ.get('RANK')"),
+        (reads_environment, "from os import getenv"),
+        (reads_clock, "def now():\n    import time\n    return time.monotonic()"),
+    ],
+)
+def test_faults_are_seen(check: Check, fault: str) -> None:
+    """Each check above finds what it is there for, also inside functions and behind other forms of import."""
+    assert found_in_text(check, fault)
+
+
+@pytest.mark.parametrize(
+    "innocent",
+    [
+        "from anybatch.core.randomness import unit_seed",
+        "import random_numbers, timeit_not",
+        "batch.open()",
+        "import torch\ntorch.zeros(3).sum()",
+    ],
+)
+def test_innocent_code_passes(innocent: str) -> None:
+    """A name that only looks like a forbidden one is none."""
+    assert not found_in_text(acts, innocent)
+
+
+IMPORT_WATCH = """
+import os, random, threading
+import torch
+import torch.distributed as dist
+
+def world():
+    return {
+        "environment": dict(os.environ),
+        "threads": threading.active_count(),
+        "python's random state": random.getstate(),
+        "torch's random state": torch.get_rng_state().tolist(),
+        "default dtype": torch.get_default_dtype(),
+        "gradient mode": torch.is_grad_enabled(),
+        "process group": dist.is_initialized(),
+        "device context": torch.cuda.is_initialized(),
+    }
+
+before = world()
+import anybatch
+changed = [name for name, value in world().items() if value != before[name]]
+assert not changed, f"import anybatch changed: {', '.join(changed)}"
+"""
+
+
+def test_import_changes_nothing() -> None:
+    """`import anybatch` changes nothing in the process: no seed, variable, setting, thread, group or device."""
+    done = subprocess.run(  # noqa: S603 (a fixed program)
+        [sys.executable, "-c", IMPORT_WATCH], capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert not done.stdout

@@ -1,0 +1,266 @@
+"""Data sets with an index, loaded in the calling process."""
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import default_collate
+
+import anybatch.data as ab
+from anybatch.core.batch import Placement, Position
+from anybatch.core.randomness import order_seed
+from anybatch.core.splitting import Cut
+from anybatch.data.fetch import pinned
+
+ONE = Placement(Cut(), 1, 0)
+
+
+class Drawing:
+    """Samples that hold their id, then a draw from each global generator."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> tuple[float, ...]:
+        return float(index), random.random(), np.random.random(), torch.rand((), dtype=torch.float64).item()
+
+
+def rows(batches: ab.Batches, cut: Cut, world_size: int) -> list[list[Any]]:
+    """Return for each batch its samples as fed to all ranks, in global order."""
+    return [
+        sorted(
+            sample
+            for rank in range(world_size)
+            for unit in batch.feed(Placement(cut, world_size, rank))
+            for sample in unit
+        )
+        for batch in batches
+    ]
+
+
+cuts = st.builds(
+    Cut,
+    micro_batch_size=st.none() | st.integers(1, 7),
+    deal=st.sampled_from(["balanced", "fixed"]),
+    lockstep=st.booleans(),
+) | st.builds(Cut, accumulation_steps=st.integers(1, 5), deal=st.sampled_from(["balanced", "fixed"]))
+
+
+def test_batches_are_the_plain_loop() -> None:
+    """On one rank with one micro-batch, batches are slices of the permutation, loaded and collated by torch."""
+    data = torch.arange(50.0).reshape(25, 2)
+    fed = [next(batch.feed(ONE)) for batch in ab.batches(data, effective_batch_size=8, epochs=2, seed=5)]
+    plain = []
+    for epoch in range(2):
+        order = torch.randperm(25, generator=torch.Generator().manual_seed(order_seed(5, epoch)))
+        plain += [default_collate([data[i] for i in ids]) for ids in order.split(8)]
+    assert len(fed) == len(plain) == 8
+    assert all(torch.equal(left, right) for left, right in zip(fed, plain, strict=True))
+
+
+@given(
+    num_samples=st.integers(1, 40),
+    size=st.integers(1, 20),
+    world_size=st.integers(1, 5),
+    cut=cuts,
+    shuffle=st.booleans(),
+)
+@settings(max_examples=150, deadline=None)
+def test_ranks_and_units_partition_an_epoch(
+    num_samples: int, size: int, world_size: int, cut: Cut, shuffle: bool
+) -> None:
+    """Whatever the cut and the world, each rank is fed the units of its share, and each sample counts exactly once."""
+    batches = ab.batches(range(num_samples), effective_batch_size=size, shuffle=shuffle, collate=list)
+    counted: list[int] = []
+    for batch in batches:
+        plan = Placement(cut, world_size, 0).plan(batch.num_samples)
+        for rank, share in enumerate(plan.shares):
+            units = list(batch.feed(Placement(cut, world_size, rank)))
+            assert units == [list(batch.sample_ids[unit.start : unit.stop]) for unit in share]
+            counted += [i for ids, unit in zip(units, share, strict=True) if unit.weight for i in ids]
+    assert sorted(counted) == list(range(num_samples))
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_the_last_batch_of_an_epoch(drop_last: bool) -> None:
+    """The last batch is smaller, or left out with drop_last; batches do not cross epochs; len() says how many."""
+    batches = ab.batches(range(10), effective_batch_size=4, epochs=2, shuffle=False, drop_last=drop_last)
+    ids = [list(batch.sample_ids) for batch in batches]
+    epoch = [[0, 1, 2, 3], [4, 5, 6, 7]] + ([] if drop_last else [[8, 9]])
+    assert ids == epoch * 2
+    assert len(batches) == len(ids)
+    assert batches.steps_per_epoch == len(epoch)
+    assert [batch.epoch for batch in batches] == [0] * len(epoch) + [1] * len(epoch)
+
+
+def test_a_data_set_smaller_than_one_batch() -> None:
+    """It gives one smaller batch per epoch."""
+    batches = ab.batches(range(3), effective_batch_size=8, epochs=2, shuffle=False)
+    assert [batch.sample_ids for batch in batches] == [(0, 1, 2)] * 2
+
+
+def test_steps_run_over_epochs() -> None:
+    """`steps` counts from the start, over as many epochs as it takes, and the batches are those of the epochs."""
+    by_epochs = [batch.sample_ids for batch in ab.batches(range(10), effective_batch_size=4, epochs=3)]
+    batches = ab.batches(range(10), effective_batch_size=4, steps=7)
+    assert [batch.sample_ids for batch in batches] == by_epochs[:7]
+    assert len(batches) == 7
+    resumed = ab.batches(range(10), effective_batch_size=4, steps=4, start=Position(1))
+    assert [batch.sample_ids for batch in resumed] == by_epochs[3:7]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_run_resumed_anywhere_goes_on_as_it_would_have(drop_last: bool) -> None:
+    """From the end of any batch the same batches follow, with the same augmentation; at the very end none do."""
+
+    def made(**more: Any) -> ab.Batches:
+        return ab.batches(Drawing(11), effective_batch_size=4, epochs=3, drop_last=drop_last, collate=list, **more)
+
+    whole = [(batch.sample_ids, batch.end, list(batch.feed(ONE))) for batch in made()]
+    for done, (_, position, _) in enumerate(whole, 1):
+        resumed = made(start=position)
+        assert [(batch.sample_ids, batch.end, list(batch.feed(ONE))) for batch in resumed] == whole[done:]
+        assert len(resumed) == len(whole) - done
+    assert whole[-1][1] == Position(3)
+
+
+def test_a_run_may_be_resumed_with_another_batch_size() -> None:
+    """From any offset on, the rest of the epoch's order is cut anew; its end is the next epoch."""
+    order = [i for batch in ab.batches(range(10), effective_batch_size=3) for i in batch.sample_ids]
+    rest = list(ab.batches(range(10), effective_batch_size=4, start=Position(0, 3)))
+    assert [list(batch.sample_ids) for batch in rest] == [order[3:7], order[7:]]
+    assert [(batch.start, batch.end) for batch in rest] == [
+        (Position(0, 3), Position(0, 7)),
+        (Position(0, 7), Position(1)),
+    ]
+    assert next(iter(ab.batches(range(10), effective_batch_size=4, start=Position(0, 10), epochs=2))).start == Position(
+        1
+    )
+
+
+def test_augmentation_belongs_to_the_sample_and_the_epoch() -> None:
+    """What a sample draws depends on seed, epoch and id: not on world size, cut, order or effective batch size."""
+
+    def drawn(size: int, cut: Cut, world_size: int, **more: Any) -> list[Any]:
+        batches = ab.batches(Drawing(13), effective_batch_size=size, epochs=2, collate=list, **more)
+        fed = rows(batches, cut, world_size)
+        per_epoch = ab.batches(Drawing(13), effective_batch_size=size, epochs=2, **more).steps_per_epoch
+        return [sorted(itertools.chain(*fed[:per_epoch])), sorted(itertools.chain(*fed[per_epoch:]))]
+
+    one = drawn(6, Cut(), 1)
+    assert one == drawn(6, Cut(micro_batch_size=2), 3) == drawn(4, Cut(micro_batch_size=1, deal="fixed"), 2)
+    assert one == drawn(6, Cut(), 1, shuffle=False)
+    assert one[0] != one[1]
+    assert one != drawn(6, Cut(), 1, seed=1)
+    assert len({draw for epoch in one for sample in epoch for draw in sample[1:]}) == 2 * 13 * 3
+
+
+def test_collate_draws_from_a_key_of_its_own() -> None:
+    """A random collate function repeats itself for the same unit, and does not repeat its first sample's draws."""
+
+    def collate(samples: list[Any]) -> tuple[Any, float]:
+        return samples[0], random.random()
+
+    def fed() -> list[Any]:
+        batches = ab.batches(Drawing(6), effective_batch_size=3, collate=collate)
+        return [unit for batch in batches for unit in batch.feed(ONE)]
+
+    assert fed() == fed()
+    assert all(drawn != first[1] for first, drawn in fed())
+
+
+def _state() -> tuple[Any, ...]:
+    """Return what the three generators give next, and put them back."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    draws = random.gauss(0, 1), np.random.normal(), torch.randn(3).tolist()
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    return draws
+
+
+def test_the_callers_generators_are_untouched() -> None:
+    """Between units and after a failed one, python's, numpy's and torch's generators stand where the caller left them.
+
+    That includes the second half of a pair of normal numbers that python and numpy keep for the next call.
+    """
+    random.gauss(0, 1)
+    np.random.normal()
+    before = _state()
+    for batch in ab.batches(Drawing(8), effective_batch_size=4):
+        for _ in batch.feed(Placement(Cut(micro_batch_size=2), 1, 0)):
+            assert _state() == before
+
+    def fails(_: list[Any]) -> None:
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        next(next(iter(ab.batches(Drawing(8), effective_batch_size=4, collate=fails))).feed(ONE))
+    assert _state() == before
+
+
+def test_units_are_loaded_when_asked_for() -> None:
+    """Nothing is loaded to make a batch, and each unit only when it is its turn."""
+    loaded: list[int] = []
+
+    class Recording:
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> int:
+            loaded.append(index)
+            return index
+
+    batch = next(iter(ab.batches(Recording(), effective_batch_size=6, shuffle=False)))
+    assert (batch.sample_ids, loaded) == (tuple(range(6)), [])
+    units = batch.feed(Placement(Cut(micro_batch_size=2), 1, 0))
+    next(units)
+    assert loaded == [0, 1]
+    next(units)
+    assert loaded == [0, 1, 2, 3]
+
+
+def test_each_iteration_begins_at_the_start() -> None:
+    """A second iteration over the same object yields the same batches."""
+    batches = ab.batches(range(10), effective_batch_size=4, start=Position(0, 4))
+    assert [batch.sample_ids for batch in batches] == [batch.sample_ids for batch in batches]
+
+
+@pytest.mark.parametrize(
+    ("collate", "note"),
+    [(list, "while loading sample 2 of Broken, epoch=0"), (lambda _: 1 / 0, "while collating 2 samples")],
+)
+def test_an_error_names_the_sample(collate: Callable[[list[Any]], Any], note: str) -> None:
+    """The user's own exception arrives, with a note on what was being loaded."""
+
+    class Broken(Drawing):
+        def __getitem__(self, index: int) -> tuple[float, ...]:
+            if index == 2:
+                raise ZeroDivisionError
+            return super().__getitem__(index)
+
+    batch = next(iter(ab.batches(Broken(4), effective_batch_size=4, shuffle=False, collate=collate)))
+    with pytest.raises(ZeroDivisionError) as caught:
+        list(batch.feed(Placement(Cut(micro_batch_size=2), 1, 0)))
+    assert note in caught.value.__notes__[0]
+
+
+def test_pinning_reaches_nested_tensors_and_objects_that_pin_themselves() -> None:
+    """`pin_memory` goes through the batch's containers, but lets a batch with its own method do it itself."""
+
+    class Own:
+        def pin_memory(self) -> str:
+            return "pinned"
+
+    assert pinned(Own()) == "pinned"
+    if torch.cuda.is_available():
+        assert pinned({"x": (torch.ones(2), "text")})["x"][0].is_pinned()

@@ -1,0 +1,195 @@
+"""Worker processes that run ahead of the step: the same data as without them, whatever the caller does."""
+
+import functools
+import multiprocessing
+import os
+import random
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import anybatch.data as ab
+from anybatch.core.batch import Placement
+from anybatch.core.splitting import Cut
+from anybatch.data.ahead import Ahead
+
+PAIRS = Placement(Cut(micro_batch_size=2), 1, 0)
+THREES = Placement(Cut(micro_batch_size=3), 1, 0)
+SECOND_OF_TWO = Placement(Cut(micro_batch_size=2, lockstep=True), 2, 1)
+
+
+class Drawing:
+    """Samples that hold their id, a draw from each global generator, and the process that loaded them."""
+
+    def __len__(self) -> int:
+        return 11
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        draws = random.random(), np.random.random(), torch.rand((), dtype=torch.float64).item()
+        return {"id": index, "draws": torch.tensor(draws), "process": os.getpid()}
+
+
+def made(num_workers: int, **more: Any) -> ab.Batches:
+    """Return batches over three epochs."""
+    return ab.batches(Drawing(), effective_batch_size=5, epochs=3, num_workers=num_workers, **more)
+
+
+def content(units: Iterable[Any]) -> list[list[Any]]:
+    """Return ids and draws of each unit."""
+    return [[unit["id"].tolist(), unit["draws"].tolist()] for unit in units]
+
+
+def global_states() -> tuple[Any, ...]:
+    """Return the states of python's, numpy's and torch's generators."""
+    words = np.random.get_state(legacy=False)["state"]
+    return random.getstate(), words["key"].tolist(), words["pos"], torch.get_rng_state().tolist()
+
+
+def children() -> set[int]:
+    """Return the worker processes that are alive."""
+    return {child.pid for child in multiprocessing.active_children() if child.pid is not None}
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_workers_change_nothing(num_workers: int) -> None:
+    """With workers the same units hold the same samples and draws, on any rank; the caller's generators are left alone.
+
+    The workers stay the same from step to step and epoch to epoch, and are gone when the iterator is exhausted.
+    """
+    before = children()
+    states = global_states()
+    for placement in (PAIRS, SECOND_OF_TWO):
+        processes: set[int] = set()
+        for batch, plain in zip(made(num_workers), made(0), strict=True):
+            units = list(batch.feed(placement))
+            processes |= {process for unit in units for process in unit["process"].tolist()}
+            assert content(units) == content(plain.feed(placement))
+        assert len(processes) == num_workers
+        assert os.getpid() not in processes
+        assert children() == before
+    assert states == global_states()
+
+
+def test_whatever_the_caller_does_the_data_is_right() -> None:
+    """Skipped batches, another placement, feeds left half-way, fed twice or side by side: never a wrong unit.
+
+    All of it on the same worker processes, which start where they are needed.
+    """
+    plain = list(made(0))
+    run = iter(made(2))
+    batches = [next(run) for _ in range(len(plain))]
+    expected = {
+        (number, placement): content(batch.feed(placement))
+        for number, batch in enumerate(plain)
+        for placement in (PAIRS, THREES, SECOND_OF_TWO)
+    }
+
+    def fed(number: int, placement: Placement) -> bool:
+        return content(batches[number].feed(placement)) == expected[number, placement]
+
+    assert fed(0, PAIRS)
+    workers = children()
+    assert fed(2, PAIRS), "a batch was skipped"
+    assert fed(3, THREES), "another placement"
+    assert content(next(batches[4].feed(THREES)) for _ in range(1)) == expected[4, THREES][:1]
+    assert fed(5, THREES), "the feed before was left half-way"
+    assert fed(5, THREES), "fed twice"
+    assert fed(0, SECOND_OF_TWO), "back to the beginning"
+    side_by_side = zip(batches[1].feed(PAIRS), batches[7].feed(PAIRS), strict=True)
+    first, second = zip(*side_by_side, strict=True)
+    assert content(first) == expected[1, PAIRS]
+    assert content(second) == expected[7, PAIRS]
+    assert children() == workers
+    assert next(run, None) is None
+    assert not workers & children(), "exhausted"
+    assert fed(8, PAIRS), "a batch that outlives its run is still right"
+
+
+def test_workers_run_ahead_into_the_following_batches() -> None:
+    """Once one unit was fed, workers load the next units and the next batches unasked, and no further than they should.
+
+    The data set counts what it loads with a semaphore: waiting for samples that were never asked for would time out.
+    """
+    loads = multiprocessing.Semaphore(0)
+
+    class Counting(Drawing):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            loads.release()
+            return super().__getitem__(index)
+
+    batches = iter(ab.batches(Counting(), effective_batch_size=2, num_workers=1, drop_last=True, steps=100))
+    first = next(batches)
+    assert children() == set(), "workers start with the first feed, when the cut is known"
+    next(first.feed(PAIRS))
+    assert all(loads.acquire(timeout=60) for _ in range(6)), "one unit was taken, and two are kept under way"
+    second = next(batches)
+    list(second.feed(PAIRS))
+    assert all(loads.acquire(timeout=60) for _ in range(2))
+    batches.close()
+    assert not loads.acquire(block=False)
+    assert children() == set()
+
+
+def test_dropping_the_iterator_ends_its_workers() -> None:
+    """Workers end when the iterator is dropped half-way, and a feed that nobody holds any more."""
+    run = iter(made(1))
+    next(next(run).feed(PAIRS))
+    assert children()
+    del run
+    assert not children()
+    outlives = list(made(1)).pop()
+    feed = outlives.feed(PAIRS)
+    next(feed)
+    assert children()
+    del feed, outlives
+    assert not children()
+
+
+def test_an_error_in_a_worker_is_the_users_own() -> None:
+    """The exception type arrives, the message names the sample, and the batches after it are still right."""
+
+    class Broken(Drawing):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            if index == 1:
+                raise LookupError
+            return super().__getitem__(index)
+
+    run = iter(ab.batches(Broken(), effective_batch_size=4, shuffle=False, num_workers=2))
+    first, second, third = next(run), next(run), next(run)
+    with pytest.raises(LookupError, match="while loading sample 1 of Broken, epoch=0"):
+        list(first.feed(PAIRS))
+    ids = [unit["id"].tolist() for batch in (second, third) for unit in batch.feed(PAIRS)]
+    assert ids == [[4, 5], [6, 7], [8, 9], [10]]
+    run.close()
+    assert not children(), "the error does not keep the workers alive"
+
+
+def test_an_interrupted_wait_loses_nothing() -> None:
+    """After an interrupt while waiting for a unit, the next one asked for is still the right one."""
+    ahead: Ahead[int, int] = Ahead(_square, num_workers=1, pin_memory=False)
+    assert ahead.take(1, functools.partial(_upwards, 1)) == 1
+    waiting = ahead._items  # noqa: SLF001 (an interrupt cannot be timed from outside)
+    ahead._items = _interrupted()  # noqa: SLF001
+    with pytest.raises(KeyboardInterrupt):
+        ahead.take(2, functools.partial(_upwards, 2))
+    ahead._items = waiting  # noqa: SLF001
+    assert [ahead.take(key, functools.partial(_upwards, key)) for key in (2, 3, 5)] == [4, 9, 25]
+    del waiting
+    ahead.close()
+    assert not children()
+
+
+def _square(key: int) -> int:
+    return key * key
+
+
+def _upwards(first: int) -> Iterator[int]:
+    return iter(range(first, 9))
+
+
+def _interrupted() -> Iterator[Any]:
+    raise KeyboardInterrupt
+    yield

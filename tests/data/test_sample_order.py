@@ -1,0 +1,54 @@
+"""The order of samples and the cutting of epochs into steps, without any data."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anybatch.core.batch import Position
+from anybatch.core.randomness import order_seed
+from anybatch.data.order import Schedule, sample_order
+
+
+def test_an_order_is_the_permutation_of_its_epoch_and_seed() -> None:
+    """The order is torch's permutation under the key of (seed, epoch): other epochs and seeds give other orders."""
+    order = sample_order(100, seed=7, epoch=3, shuffle=True)
+    plain = torch.randperm(100, generator=torch.Generator().manual_seed(order_seed(7, 3)))
+    assert torch.equal(order, plain)
+    assert not torch.equal(order, sample_order(100, seed=7, epoch=4, shuffle=True))
+    assert not torch.equal(order, sample_order(100, seed=8, epoch=3, shuffle=True))
+
+
+def test_without_shuffling_the_order_is_the_data_sets_own() -> None:
+    """shuffle=False gives 0, 1, 2, ... in every epoch."""
+    assert sample_order(5, seed=1, epoch=9, shuffle=False).tolist() == [0, 1, 2, 3, 4]
+
+
+@given(
+    num_samples=st.integers(1, 40),
+    size=st.integers(1, 20),
+    drop_last=st.booleans(),
+    offset=st.integers(0, 40),
+    steps=st.integers(1, 30),
+)
+def test_counting_steps_is_walking_them(num_samples: int, size: int, drop_last: bool, offset: int, steps: int) -> None:
+    """The arithmetic of a schedule (number of steps, end) agrees with walking step by step from any offset."""
+    schedule = Schedule(num_samples, size if not drop_last else min(size, num_samples), drop_last)
+    start = Position(2, min(offset, num_samples))
+    walked: list[Position] = []
+    position = schedule.normalized(start)
+    while len(walked) < steps:
+        walked += [Position(position.epoch, first) for first, _ in schedule.steps_of_epoch(position)]
+        position = Position(position.epoch + 1)
+    following = schedule.normalized(Position(walked[-1].epoch + 1))
+    assert schedule.end(start, None, steps) == [*walked, following][steps]
+    assert schedule.num_steps(start, None, steps) == steps
+    assert schedule.num_steps(start, 4, None) == len(_starts_before(schedule, start, 4))
+    assert schedule.end(start, 4, None) == Position(4)
+
+
+def _starts_before(schedule: Schedule, start: Position, end_epoch: int) -> list[Position]:
+    starts = []
+    for epoch in range(start.epoch, end_epoch):
+        begin = start if epoch == start.epoch else Position(epoch)
+        starts += [Position(epoch, first) for first, _ in schedule.steps_of_epoch(begin)]
+    return starts

@@ -1,0 +1,486 @@
+"""A log holds what was observed, line by line, whatever happens to the run."""
+
+import itertools
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import jsonschema
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from anybatch.core.records import (
+    CheckpointRecord,
+    EndRecord,
+    EvaluateRecord,
+    MicroBatchRecord,
+    PhaseRecord,
+    Record,
+    Scalar,
+    StepRecord,
+)
+from anybatch.errors import UserError
+from anybatch.events.jsonl import JsonlLog, read_jsonl
+from anybatch.events.schema import SCHEMA_VERSION, json_schema
+
+VALIDATOR = jsonschema.Draft202012Validator(json_schema())
+
+
+def ticking() -> Callable[[], float]:
+    """Return a clock that goes forward by a quarter of a second per look."""
+    ticks = itertools.count()
+    return lambda: next(ticks) / 4
+
+
+def micro_batch(step: int = 0, loss_sum: Scalar = 1.5) -> MicroBatchRecord:
+    """Return the end of a micro-batch."""
+    return MicroBatchRecord(
+        rank=0,
+        event="end",
+        step=step,
+        unit_number=0,
+        position=0,
+        num_micro_batches=1,
+        num_samples=4,
+        first_sample_id=17,
+        weight=1.0,
+        counts={"loss": 4.0},
+        loss_sums={"loss": loss_sum},
+    )
+
+
+def step(number: int = 0, loss: Scalar = 0.5) -> StepRecord:
+    """Return a step."""
+    return StepRecord(
+        rank=0,
+        step=number,
+        epoch=0,
+        sample_offset=4,
+        num_samples=4,
+        num_micro_batches=1,
+        loss=loss,
+        losses={"loss": loss},
+        counts={"loss": 4.0},
+        gradient_norm=None,
+        clipped=torch.tensor(True),
+        learning_rates=(torch.tensor(0.5), 0.25),
+        skipped=False,
+    )
+
+
+def end(num_steps: int = 1) -> EndRecord:
+    """Return the end of a completed run."""
+    return EndRecord(rank=0, status="completed", num_steps=num_steps, message=None, digest=None)
+
+
+def phase(rank: int = 0) -> PhaseRecord:
+    """Return the beginning of a phase: a record that is kept until a step."""
+    return PhaseRecord(rank=rank, event="begin", step=0, name="clip", position=None)
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a log, each of which must be JSON in the strict sense."""
+
+    def refuse(constant: str) -> None:
+        pytest.fail(f"{constant} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def values(hint: Any) -> st.SearchStrategy[Any]:
+    """Return a strategy for the values of a record field of type `hint`, tensors on the CPU and the meta device."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return st.sampled_from(arguments)
+    if origin is tuple:
+        return st.lists(values(arguments[0]), max_size=2).map(tuple)
+    if torch.Tensor in arguments:
+        kind = bool if bool in arguments else float
+        numbers = values(kind)
+        tensors = st.builds(torch.tensor, numbers, device=st.sampled_from(["cpu", "meta"]))
+        return numbers | tensors | (st.none() if NoneType in arguments else st.nothing())
+    if origin is Mapping:
+        return st.dictionaries(st.text(), values(arguments[1]), max_size=2)
+    if arguments:
+        return st.one_of([values(argument) for argument in arguments])
+    return {int: st.integers(0, 2**60), float: st.floats(), bool: st.booleans(), str: st.text(), NoneType: st.none()}[
+        hint
+    ]
+
+
+def records() -> st.SearchStrategy[Record]:
+    """Return a strategy for records of every kind, with whatever their types allow."""
+    kinds = []
+    for kind in get_args(Record):
+        hints = get_type_hints(kind)
+        kinds.append(st.builds(kind, **{name: values(hint) for name, hint in hints.items() if name != "kind"}))
+    return st.one_of(kinds)
+
+
+@given(observed=st.lists(records(), max_size=6), num_steps_per_flush=st.integers(1, 3))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_every_line_fits_the_schema(tmp_path: Path, observed: list[Record], num_steps_per_flush: int) -> None:
+    """Whatever is observed, the log has one valid line for it, in order, with its sequence and time."""
+    path = tmp_path / "log.jsonl"
+    path.unlink(missing_ok=True)
+    with JsonlLog(path, clock=ticking(), num_steps_per_flush=num_steps_per_flush) as log:
+        for record in observed:
+            log.observe(record)
+    lines = lines_of(path)
+    for line in lines:
+        VALIDATOR.validate(line)
+    assert [(line["sequence"], line["time_seconds"], line["kind"], line["rank"]) for line in lines] == [
+        (number, number / 4, record.kind, record.rank) for number, record in enumerate(observed)
+    ]
+    assert list(read_jsonl(path)) == lines
+
+
+def test_a_line_is_the_record(tmp_path: Path) -> None:
+    """A line holds the envelope and then every field of the record, tensors as the numbers they hold."""
+    path = tmp_path / "log.jsonl"
+    with JsonlLog(path, clock=ticking()) as log:
+        log.observe(step(3, loss=torch.tensor(0.5, requires_grad=True) * 2))
+    assert path.read_text(encoding="utf-8") == (
+        '{"version":1,"sequence":0,"time_seconds":0.0,"kind":"step","rank":0,"step":3,"epoch":0,"sample_offset":4,'
+        '"num_samples":4,"num_micro_batches":1,"loss":1.0,"losses":{"loss":1.0},"counts":{"loss":4.0},'
+        '"gradient_norm":null,"clipped":true,"learning_rates":[0.5,0.25],"skipped":false}\n'
+    )
+
+
+@pytest.mark.parametrize("make", [float, lambda text: torch.tensor(float(text))])
+def test_numbers_json_lacks_are_strings(tmp_path: Path, make: Callable[[str], Scalar]) -> None:
+    """NaN and the infinities are written as strings that float reads back, whether from the host or a device."""
+    path = tmp_path / "log.jsonl"
+    written = ["NaN", "Infinity", "-Infinity"]
+    with JsonlLog(path) as log:
+        log.observe(EvaluateRecord(rank=0, step=0, num_samples=1, metrics={text: make(text) for text in written}))
+    (line,) = lines_of(path)
+    assert line["metrics"] == {text: text for text in written}
+    assert [repr(float(text)) for text in line["metrics"].values()] == ["nan", "inf", "-inf"]
+
+
+def test_a_number_that_cannot_be_read_is_null(tmp_path: Path) -> None:
+    """A tensor without data, as after a failure of its device, costs its number and not the log."""
+    path = tmp_path / "log.jsonl"
+    with JsonlLog(path) as log:
+        log.observe(step(loss=torch.ones((), device="meta")))
+        log.observe(end())
+    first, last = lines_of(path)
+    assert first["loss"] is None
+    assert first["num_samples"] == 4
+    assert last["kind"] == "end"
+
+
+class CountingTensor(torch.Tensor):
+    """A tensor that counts how often it is read."""
+
+    reads: list[int]
+
+    def detach(self) -> "CountingTensor":
+        """Return itself, so that reads are seen."""
+        return self
+
+    def item(self) -> float:
+        """Count, and return the number."""
+        self.reads.append(1)
+        return float(self.as_subclass(torch.Tensor).detach().item())
+
+
+def counting(value: float) -> CountingTensor:
+    """Return a counting tensor that was never read."""
+    tensor = torch.tensor(value).as_subclass(CountingTensor)
+    tensor.reads = []
+    return tensor
+
+
+@pytest.mark.parametrize("num_steps_per_flush", [1, 3])
+def test_devices_are_read_with_the_flush(tmp_path: Path, num_steps_per_flush: int) -> None:
+    """No number is read before the step that ends the flush, and then each is read once."""
+    tensor = counting(2.0)
+    with JsonlLog(tmp_path / "log.jsonl", num_steps_per_flush=num_steps_per_flush) as log:
+        for number in range(num_steps_per_flush):
+            log.observe(micro_batch(number, loss_sum=tensor))
+            assert not tensor.reads
+            log.observe(step(number))
+        assert len(tensor.reads) == num_steps_per_flush
+    assert len(tensor.reads) == num_steps_per_flush
+
+
+def test_a_record_keeps_no_graph_alive(tmp_path: Path) -> None:
+    """A loss that is kept until the flush does not hold what its backward would need."""
+    inputs = torch.ones(3, requires_grad=True)
+    freed: list[int] = []
+
+    class Tracked(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+            ctx.tracker = Tracker()
+            return value.sum()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+            return gradient.expand(3)
+
+    class Tracker:
+        def __del__(self) -> None:
+            freed.append(1)
+
+    with JsonlLog(tmp_path / "log.jsonl") as log:
+        log.observe(micro_batch(loss_sum=Tracked.apply(inputs)))  # type: ignore[no-untyped-call]
+        assert freed
+
+
+def test_records_are_taken_as_they_were(tmp_path: Path) -> None:
+    """A mapping that its owner uses again after the record is written as it was when it was observed."""
+    counts: dict[str, Scalar] = {"loss": 4.0}
+    record = micro_batch()
+    record = MicroBatchRecord(**{name: getattr(record, name) for name in record.__slots__} | {"counts": counts})
+    with JsonlLog(tmp_path / "log.jsonl") as log:
+        log.observe(record)
+        counts["loss"] = 99.0
+    assert lines_of(tmp_path / "log.jsonl")[0]["counts"] == {"loss": 4.0}
+
+
+def test_frequent_records_wait_for_the_step(tmp_path: Path) -> None:
+    """A micro-batch or phase is written with its step; a step, checkpoint or end is written at once."""
+    path = tmp_path / "log.jsonl"
+    with JsonlLog(path) as log:
+        log.observe(micro_batch())
+        log.observe(phase())
+        assert path.read_bytes() == b""
+        log.observe(step())
+        assert [line["kind"] for line in lines_of(path)] == ["micro_batch", "phase", "step"]
+        log.observe(CheckpointRecord(rank=0, event="saved", step=1, path="run/step-1", num_bytes=None, message=None))
+        assert lines_of(path)[-1]["kind"] == "checkpoint"
+        log.observe(phase())
+        log.observe(end())
+        assert [line["kind"] for line in lines_of(path)][-2:] == ["phase", "end"]
+
+
+def test_the_end_is_brought_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a run, and closing, ask for the disk itself; a step does not. Nothing but the call can show that."""
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    log = JsonlLog(tmp_path / "log.jsonl")
+    log.observe(step())
+    assert len(synced) == 0
+    log.observe(end())
+    assert len(synced) == 1
+    log.close()
+    assert len(synced) == 2
+
+
+@pytest.mark.skipif(not Path("/dev/null").is_char_device(), reason="needs /dev/null")
+def test_a_device_without_a_disk_is_a_path() -> None:
+    """A log may be thrown away: that there is no disk to bring it to is no error."""
+    with JsonlLog("/dev/null") as log:
+        log.observe(step())
+        log.observe(end())
+
+
+def test_steps_between_flushes_are_not_lost(tmp_path: Path) -> None:
+    """With several steps per flush, any other event and closing write what is left."""
+    path = tmp_path / "log.jsonl"
+    with JsonlLog(path, num_steps_per_flush=2) as log:
+        log.observe(step(0))
+        assert lines_of(path) == []
+        log.observe(EvaluateRecord(rank=0, step=1, num_samples=4, metrics={}))
+        assert len(lines_of(path)) == 2
+        log.observe(step(1))
+        assert len(lines_of(path)) == 2
+        log.observe(step(2))
+        assert len(lines_of(path)) == 4
+        log.observe(step(3))
+    assert [line["sequence"] for line in lines_of(path)] == [0, 1, 2, 3, 4]
+
+
+def test_a_run_that_fails_leaves_its_lines(tmp_path: Path) -> None:
+    """Leaving the `with` by an error writes what was observed and lets the error through; closing again is allowed."""
+    path = tmp_path / "log.jsonl"
+
+    def run(log: JsonlLog) -> None:
+        with log:
+            log.observe(phase())
+            message = "the run broke"
+            raise ArithmeticError(message)
+
+    log = JsonlLog(path)
+    with pytest.raises(ArithmeticError, match="the run broke"):
+        run(log)
+    log.close()
+    assert [line["kind"] for line in lines_of(path)] == ["phase"]
+
+
+def test_a_resumed_run_goes_on_in_the_same_log(tmp_path: Path) -> None:
+    """Opening an existing log appends to it, and the sequence goes on without a gap."""
+    path = tmp_path / "runs" / "a" / "log.jsonl"  # directories are made
+    for number in range(3):
+        with JsonlLog(path) as log:
+            log.observe(step(number))
+            log.observe(end(number))
+    assert [line["sequence"] for line in lines_of(path)] == list(range(6))
+
+
+@pytest.mark.parametrize("num_lines", [0, 1, 2, 40])
+def test_a_log_cut_anywhere_is_whole_again(tmp_path: Path, num_lines: int) -> None:
+    """However many bytes of the last line a kill left, they are removed, and the sequence has neither gap nor twin."""
+    path = tmp_path / "log.jsonl"
+    with JsonlLog(path, clock=ticking()) as log:
+        for number in range(num_lines + 1):
+            log.observe(step(number))
+    whole = path.read_bytes()
+    kept = b"".join(whole.splitlines(keepends=True)[:num_lines])
+    last = len(whole) - len(kept)
+    for num_bytes in range(last):
+        path.write_bytes(whole[: len(kept) + num_bytes])
+        with JsonlLog(path) as log:
+            assert path.read_bytes() == kept
+            log.observe(end())
+        assert [line["sequence"] for line in lines_of(path)] == list(range(num_lines + 1))
+
+
+def test_lines_longer_than_a_block_are_found(tmp_path: Path) -> None:
+    """The last full line is found also if it, and the unfinished one after it, are longer than one read."""
+    path = tmp_path / "log.jsonl"
+    with JsonlLog(path) as log:
+        log.observe(EvaluateRecord(rank=0, step=0, num_samples=1, metrics={"x" * 100_000: 1.0}))
+        log.observe(EvaluateRecord(rank=0, step=0, num_samples=1, metrics={"y" * 100_000: 1.0}))
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:90_000])
+    with JsonlLog(path) as log:
+        assert path.read_bytes() == whole
+        log.observe(end())
+    assert lines_of(path)[-1]["sequence"] == 2
+
+
+@pytest.mark.parametrize("content", [b"import torch\n", b"no newline", b'{"other": 1}\n', b'{"verdict": 1}\n', b"\n\n"])
+def test_foreign_files_are_not_touched(tmp_path: Path, content: bytes) -> None:
+    """A file that is no log is refused and left as it was, also its unfinished last line."""
+    path = tmp_path / "train.py"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"train.py exists and is not a log of anybatch"):
+        JsonlLog(path)
+    assert path.read_bytes() == content
+
+
+def test_a_log_with_a_foreign_last_line_is_refused(tmp_path: Path) -> None:
+    """If the last line says no sequence, it is not guessed."""
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(b'{"version":1,"sequence":0}\nsomething else\n')
+    with pytest.raises(UserError, match=r"last line of .* is not a line of a log"):
+        JsonlLog(path)
+
+
+def test_a_directory_is_refused(tmp_path: Path) -> None:
+    """A path that is a directory is answered with a path that would do."""
+    with pytest.raises(UserError, match=r"is a directory. Name a file in it, such as .*events.jsonl"):
+        JsonlLog(tmp_path)
+
+
+def test_no_steps_per_flush_is_refused(tmp_path: Path) -> None:
+    """A flush holds at least one step; nothing is created before that is checked."""
+    with pytest.raises(UserError, match="num_steps_per_flush=0 must be at least 1"):
+        JsonlLog(tmp_path / "log.jsonl", num_steps_per_flush=0)
+    assert not (tmp_path / "log.jsonl").exists()
+
+
+def test_values_a_log_cannot_hold_are_named(tmp_path: Path) -> None:
+    """A value that is no number or text is refused when it is observed; the log goes on after it."""
+    path = tmp_path / "log.jsonl"
+    with JsonlLog(path) as log:
+        with pytest.raises(TypeError, match=r"a record holds set \{1\}"):
+            log.observe(EvaluateRecord(rank=0, step=0, num_samples=1, metrics={"bad": {1}}))  # type: ignore[dict-item]
+        log.observe(end())
+    assert [line["sequence"] for line in lines_of(path)] == [0]
+
+
+@contextmanager
+def largest_file(num_bytes: int) -> Iterator[None]:
+    """Let no file of this process grow beyond `num_bytes` in the meantime: what a full disk looks like."""
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_full_disk_is_told_and_leaves_whole_lines(tmp_path: Path) -> None:
+    """The error names the path, half a line is taken back, and once there is room again the log goes on."""
+    path = tmp_path / "log.jsonl"
+    with JsonlLog(path) as log:
+        log.observe(step(0))
+        num_bytes = path.stat().st_size
+        with largest_file(num_bytes + 100), pytest.raises(OSError, match="log") as caught:
+            log.observe(step(1))
+        assert caught.value.filename == os.fspath(path)
+        assert path.stat().st_size == num_bytes
+        log.observe(step(2))
+    assert [line["sequence"] for line in lines_of(path)] == [0, 2]
+
+
+def test_threads_share_a_log(tmp_path: Path) -> None:
+    """Records that come from several threads at once each get a line and a sequence of their own."""
+    path = tmp_path / "log.jsonl"
+    ready = threading.Barrier(4)
+    interval = sys.getswitchinterval()
+
+    def tell(log: JsonlLog, rank: int) -> None:
+        ready.wait()
+        for number in range(50):
+            log.observe(phase(rank) if number % 5 else step(number))
+
+    with JsonlLog(path, clock=lambda: sum(range(1000))) as log:
+        threads = [threading.Thread(target=tell, args=(log, rank)) for rank in range(4)]
+        sys.setswitchinterval(1e-6)  # so that threads get in each other's way, were they not kept apart
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            sys.setswitchinterval(interval)
+    assert [line["sequence"] for line in lines_of(path)] == list(range(200))
+
+
+def test_reading_skips_and_counts_what_it_does_not_know(tmp_path: Path) -> None:
+    """Lines of other versions and lines that are none are left out and counted; unknown kinds and fields come."""
+    path = tmp_path / "log.jsonl"
+    with JsonlLog(path) as log:
+        log.observe(end())
+    known = path.read_bytes()
+    later = b'{"version":%d,"sequence":1,"kind":"end"}\n' % (SCHEMA_VERSION + 1)
+    unknown = b'{"version":%d,"sequence":2,"time_seconds":0,"kind":"added_later"}\n' % SCHEMA_VERSION
+    broken = [b"not json\n", b"[1]\n", b"\xff\xfe\n", b"\n", b"[" * 100_000 + b"\n"]
+    path.write_bytes(known + later + unknown + b"".join(broken) + known + known[:20])
+    lines = read_jsonl(path)
+    for _ in range(2):  # a second pass counts anew
+        assert [line["kind"] for line in lines] == ["end", "added_later", "end"]
+        assert lines.num_skipped == 1 + len(broken)
+
+
+def test_a_log_can_be_read_while_it_is_written(tmp_path: Path) -> None:
+    """Each pass sees the lines that are complete by then."""
+    path = tmp_path / "log.jsonl"
+    lines = read_jsonl(path)
+    with JsonlLog(path) as log:
+        assert list(lines) == []
+        log.observe(step(0))
+        assert [line["step"] for line in lines] == [0]
+        log.observe(step(1))
+        assert [line["step"] for line in lines] == [0, 1]
+
+
+def test_reading_a_missing_log_raises(tmp_path: Path) -> None:
+    """A log that is not there is an error, not an empty log."""
+    with pytest.raises(FileNotFoundError):
+        list(read_jsonl(tmp_path / "none.jsonl"))

@@ -1,0 +1,90 @@
+"""The schema is written down once, by the record classes, and readers can rely on it."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import get_args
+
+import jsonschema
+import pytest
+
+from anybatch.core.records import Record
+from anybatch.events.schema import SCHEMA_PATH, SCHEMA_VERSION, json_schema, schema_text, write_schema
+
+KINDS = get_args(Record)
+ENVELOPE = {"version": SCHEMA_VERSION, "sequence": 0, "time_seconds": 0.5}
+END = {**ENVELOPE, "kind": "end", "rank": 0, "status": "completed", "num_steps": 3, "message": None, "digest": None}
+
+
+def is_valid(line: object) -> bool:
+    """Return whether a line fits the schema."""
+    return bool(jsonschema.Draft202012Validator(json_schema()).is_valid(line))
+
+
+def test_the_committed_schema_is_the_generated_one(tmp_path: Path) -> None:
+    """schema.json was written by `write_schema` after the last change of a record."""
+    assert SCHEMA_PATH.read_text(encoding="utf-8") == schema_text(), "run anybatch.events.schema.write_schema()"
+    write_schema(tmp_path / "schema.json")
+    assert (tmp_path / "schema.json").read_text(encoding="utf-8") == schema_text()
+
+
+def test_the_schema_is_a_schema() -> None:
+    """It is valid JSON Schema of draft 2020-12."""
+    jsonschema.Draft202012Validator.check_schema(json_schema())
+    assert json.loads(schema_text()) == json_schema()
+
+
+def test_callers_cannot_change_the_schema_of_others() -> None:
+    """Each call makes a new value."""
+    json_schema()["$defs"]["end"]["properties"]["version"].clear()
+    json_schema()["$defs"]["number"].clear()
+    assert json_schema() == json.loads(schema_text())
+    assert json_schema()["$defs"]["end"]["properties"]["version"]
+
+
+@pytest.mark.parametrize("record", KINDS)
+def test_every_field_is_described(record: type[Record]) -> None:
+    """Each kind's definition has its summary, and each field its type and its sentence in the words of JSON."""
+    definition = json_schema()["$defs"][record.kind]
+    assert definition["description"]
+    names = [field.name for field in dataclasses.fields(record)]
+    assert list(definition["properties"]) == [*ENVELOPE, "kind", *names]
+    for name in names:
+        assert definition["properties"][name]["description"]
+        assert "None" not in definition["properties"][name]["description"]
+        assert len(definition["properties"][name]) > 1
+
+
+def test_a_good_line_fits() -> None:
+    """A complete line is valid."""
+    assert is_valid(END)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"version": SCHEMA_VERSION + 1},
+        {"sequence": -1},
+        {"time_seconds": "1"},
+        {"status": "exploded"},
+        {"num_steps": "3"},
+        {"message": 3},
+        {"kind": "step"},
+    ],
+)
+def test_bad_lines_do_not_fit(change: dict[str, object]) -> None:
+    """A wrong version, type or choice is found."""
+    assert not is_valid({**END, **change})
+
+
+@pytest.mark.parametrize("name", END)
+def test_no_field_may_be_missing(name: str) -> None:
+    """Every field is in every line, so a reader needs no defaults."""
+    assert not is_valid({key: value for key, value in END.items() if key != name})
+
+
+def test_unknown_kinds_and_fields_fit() -> None:
+    """A line of a kind added later, or with a field added later, is a good line of this version."""
+    assert is_valid({**END, "added_later": [1, 2]})
+    assert is_valid({**ENVELOPE, "kind": "added_later", "anything": None})
+    assert not is_valid({"kind": "added_later"})
