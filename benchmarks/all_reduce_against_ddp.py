@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import anybatch as ab
-from anybatch.core.batch import Placement
+from anybatch.core.batch import Placement, Position
 from anybatch.parallel.all_reduce import AllReduce
 from anybatch.parallel.ddp import DDP
 from anybatch.testing import RankPool
@@ -59,7 +59,7 @@ class InMemory:
     """An effective batch whose samples are in memory, so that loading costs nothing."""
 
     seed = 0
-    end = ab.Position(0, 0)
+    end = Position()
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch

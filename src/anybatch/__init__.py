@@ -1,8 +1,6 @@
 """anybatch: name the effective batch size; any hardware trains it, exactly."""
 
-from anybatch.core.batch import Position
 from anybatch.core.loss import (
-    Loss,
     LossSum,
     counted,
     mean_over,
@@ -12,7 +10,6 @@ from anybatch.core.loss import (
     sum_of,
     tokens,
 )
-from anybatch.core.records import Observer
 from anybatch.core.reports import StepReport
 from anybatch.core.splitting import BatchPlan
 from anybatch.data import batches
@@ -20,15 +17,16 @@ from anybatch.engine.engine import Engine
 from anybatch.engine.shares import shares
 from anybatch.events.jsonl import JsonlLog
 from anybatch.parallel.world import World
+from anybatch.recipes.job import Defaults, Evaluation, Job
 
 __all__ = [
     "BatchPlan",
+    "Defaults",
     "Engine",
+    "Evaluation",
+    "Job",
     "JsonlLog",
-    "Loss",
     "LossSum",
-    "Observer",
-    "Position",
     "StepReport",
     "World",
     "batches",

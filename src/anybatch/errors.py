@@ -79,7 +79,7 @@ class TruncatedCheckpointError(DamagedCheckpointError):
 
 
 class NewerCheckpointError(CheckpointError):
-    """A newer version of anybatch wrote this checkpoint."""
+    """A newer version of anybatch, or of torch, wrote this checkpoint."""
 
 
 class CheckpointAccessError(CheckpointError):

@@ -51,7 +51,7 @@ def load(path: str | os.PathLike[str]) -> dict[Any, Any]:
         NotACheckpointError: something else is there.
         TruncatedCheckpointError: a file is shorter than what was written.
         DamagedCheckpointError: a file is missing or not what was written.
-        NewerCheckpointError: a newer version of the format.
+        NewerCheckpointError: a newer version of the format, or a dtype that this version of torch lacks.
         CheckpointAccessError: it may not be read.
     """
     path = Path(path)
@@ -80,7 +80,7 @@ def load_latest(folder: str | os.PathLike[str]) -> Loaded:
         NewerCheckpointError: the newest is of a newer version of the format.
         CheckpointAccessError: the newest may not be read.
     """
-    skipped = []
+    skipped: list[Skipped] = []
     for path in reversed(list_checkpoints(folder)):
         try:
             return Loaded(path, load(path), tuple(skipped))

@@ -116,7 +116,7 @@ def save(
             raise
     warnings += prune(folder, step=step, keep_last=keep_last, disk=disk)
     warnings += [
-        f"{path} is of a later step than {step}, and load_latest prefers it. Remove it unless it is to be taken up again."
+        f"{path} is of a later step than {step}, and load_latest prefers it. Remove it unless it is to be resumed."
         for path in list_checkpoints(folder)
         if step_of(path) > step
     ]

@@ -1,7 +1,7 @@
 """A nested state as what JSON can hold plus named tensors, and back, exactly.
 
-JSON's own types stand for themselves: null, true and false, finite floats, integers of 64 bits, text, lists, and objects
-for dicts whose keys are text. Everything else is an object with one key that begins with "$":
+JSON's own types stand for themselves: null, true and false, finite floats, integers of 64 bits, text, lists, and
+objects for dicts whose keys are text. Everything else is an object with a first key that begins with "$":
 
 ```text
 {"$tensor": name}                   the tensor of that name; with "dtype" where the format knows only its bytes
@@ -26,7 +26,7 @@ from typing import Any, Final
 import torch
 
 from anybatch.checkpoints.tensors import STANDARD_DTYPES, as_standard, from_standard
-from anybatch.errors import UserError
+from anybatch.errors import NewerCheckpointError, UserError
 
 _MAX_DEPTH = 100
 _MAX_INT_BITS = 63
@@ -63,6 +63,7 @@ def unpack(structure: Any, tensors: Mapping[str, torch.Tensor]) -> Any:  # noqa:
     """Put a state together again.
 
     Raises:
+        NewerCheckpointError: it holds a dtype that this version of torch lacks.
         LookupError, TypeError, ValueError: this is not what `pack` makes.
     """
     if isinstance(structure, list):
@@ -117,8 +118,9 @@ class _Packer:
         if type(values) is dict and all(type(key) is str and _is_unicode(key) and key[:1] != "$" for key in values):
             return dict(pairs)
         tagged: dict[str, Any] = {_MAPPINGS[type(values)]: [[_LEAVES[type(key)](key), value] for key, value in pairs]}
-        if hasattr(values, "_metadata"):  # of a module's state: the versions of its layers, for load_state_dict
-            tagged["metadata"] = self.pack(values._metadata, (*keys, "_metadata"))
+        metadata = getattr(values, "_metadata", None)  # of a module's state: the versions of its layers
+        if metadata is not None:
+            tagged["metadata"] = self.pack(metadata, (*keys, "_metadata"))
         return tagged
 
     def _tensor(self, tensor: torch.Tensor, keys: Keys) -> dict[str, str]:
@@ -235,8 +237,10 @@ def _unpack_tensor(reference: Mapping[str, str], tensors: Mapping[str, torch.Ten
         return tensor
     dtype = getattr(torch, reference["dtype"], None)
     if not isinstance(dtype, torch.dtype):
-        message = f"this version of torch has no dtype {reference['dtype']!r}"
-        raise TypeError(message)
+        message = (
+            f"it holds tensors of dtype {reference['dtype']!r}, which torch {torch.__version__} lacks. Update torch."
+        )
+        raise NewerCheckpointError(message)
     return from_standard(tensor, dtype)
 
 

@@ -48,14 +48,10 @@ class UnitKey:
 
     Args:
         epoch: the epoch, from 0.
-        sample_offset: samples of the epoch before the unit's effective batch.
-        number: the unit's number in the plan of that batch.
         sample_ids: its samples, in order.
     """
 
     epoch: int
-    sample_offset: int
-    number: int
     sample_ids: tuple[int, ...]
 
 

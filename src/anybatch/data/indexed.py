@@ -86,16 +86,15 @@ class _Walk:
                 yield start, end, tuple(order[offset:stop].tolist())
             position = Position(epoch + 1)
 
-    def unit_keys(self, start: Position, sample_ids: Sequence[int], placement: Placement) -> list[UnitKey]:
+    def unit_keys(self, epoch: int, sample_ids: Sequence[int], placement: Placement) -> list[UnitKey]:
         """Return the key of each unit of this rank's share of a batch."""
-        epoch, offset, ids = start.epoch, start.sample_offset, tuple(sample_ids)
-        share = self._share(placement, len(ids))
-        return [UnitKey(epoch, offset, unit.number, ids[unit.start : unit.stop]) for unit in share]
+        share = self._share(placement, len(sample_ids))
+        return [UnitKey(epoch, tuple(sample_ids[unit.start : unit.stop])) for unit in share]
 
     def unit_keys_from(self, position: Position, placement: Placement) -> Iterator[UnitKey]:
         """Yield the keys of all units of this rank from `position` on, as they are if the placement stays."""
         for start, _, sample_ids in self.steps(position):
-            yield from self.unit_keys(start, sample_ids, placement)
+            yield from self.unit_keys(start.epoch, sample_ids, placement)
 
     def _order(self, epoch: int) -> torch.Tensor:
         """Return the order of `epoch`, one tensor for all who walk that epoch at the same time."""
@@ -116,7 +115,7 @@ class _Feeder:
     pin_memory: bool
 
     def __call__(self, batch: DatasetBatch, placement: Placement) -> Iterator[Batch]:
-        keys = self.walk.unit_keys(batch.start, batch.sample_ids, placement)
+        keys = self.walk.unit_keys(batch.epoch, batch.sample_ids, placement)
         for index, key in enumerate(keys):
             if self.ahead is None:
                 yield self._load_here(key)

@@ -32,7 +32,7 @@ class _Packer(pickle.Pickler):
         """Reduce a plain tensor to its bytes, and leave everything else, unusual tensors too, to pickle."""
         if type(value) is not torch.Tensor or not _is_plain(value):
             return NotImplemented
-        octets = value.contiguous().reshape(-1).view(torch.uint8)
+        octets = value.reshape(-1).view(torch.uint8)
         return _tensor, (octets.numpy(), value.dtype, tuple(value.shape))
 
 

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from anybatch.errors import UserError
@@ -44,7 +43,9 @@ def clip_policy(clip: "Clip | float | None") -> Clip | None:
 def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the 2-norm over all gradients together, on the device, in the gradients' own precision."""
     norm = get_total_norm([_values(gradient) for gradient in gradients])
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    # The norm of sharded gradients (DTensors, whose module takes a second and a half to import) is itself sharded.
+    gather = getattr(norm, "full_tensor", None)
+    return norm if gather is None else gather()
 
 
 @torch.no_grad()

@@ -3,11 +3,13 @@
 By default it reads the source code of the standard library of the Python that runs it. Nothing is downloaded.
 """
 
-import hashlib
 import math
+import os
 import sysconfig
 from collections.abc import Iterable, Sequence
+from fnmatch import fnmatch
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -23,7 +25,7 @@ from anybatch.errors import DataError
 from anybatch.recipes.job import Defaults, Evaluation, Job
 
 NUM_BYTE_VALUES = 256
-_NOT_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+_NOT_CODE = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"})
 
 
 def text(
@@ -34,7 +36,7 @@ def text(
     width: int = 128,
     num_layers: int = 4,
     num_heads: int = 4,
-    max_bytes: int = 8_000_000,
+    max_bytes: int = 4_000_000,
 ) -> Job:
     """Return the job: predict each byte from those before it; judged in bits per byte on files it has not seen.
 
@@ -48,7 +50,7 @@ def text(
         max_bytes: most bytes that are read, counted over whole files.
     """
     files = list_files(folder, pattern, max_bytes)
-    num_held_out = max(1, len(files) // 20)
+    num_held_out = max(1, len(files) // 40)
     return Job(
         model=partial(Transformer, width=width, num_layers=num_layers, num_heads=num_heads),
         optimizer=adamw,
@@ -186,7 +188,28 @@ class Windows(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 def list_files(folder: str | Path | None, pattern: str | None, max_bytes: int) -> list[Path]:
-    """Return the files to read, in an order that looks random and depends on their relative paths alone."""
+    """Return the files to read, in an order that looks random and depends on their names inside the folder alone.
+
+    Hidden files and folders are left out, and so are empty files.
+
+    Raises:
+        DataError: there is no such folder, or fewer than two files in it match.
+    """
     root = Path(sysconfig.get_paths()["stdlib"] if folder is None else folder)
-    skipped = _NOT_THE_LIBRARY if folder is None else frozenset()
-    return []
+    pattern = pattern or ("*.py" if folder is None else "*")
+    left_out = _NOT_CODE if folder is None else frozenset()
+    found = {}
+    for path, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in left_out and not name.startswith(".")]
+        for file in (Path(path, name) for name in names if fnmatch(name, pattern) and not name.startswith(".")):
+            found[sha256(file.relative_to(root).as_posix().encode()).digest()] = file
+    files, num_bytes = [], 0
+    for _, file in sorted(found.items()):
+        size = file.stat().st_size
+        if 0 < size <= max_bytes - num_bytes:
+            files.append(file)
+            num_bytes += size
+    if len(files) < 2:
+        message = ""
+        raise DataError(message)
+    return files
