@@ -1,0 +1,65 @@
+"""How gradients of bf16 parameters add up: in bf16, as `.grad` does, and in float32, as the engine does.
+
+The reference is the float64 sum of the very same bf16 micro-batch gradients, so that only the adding is judged.
+
+    python benchmarks/low_precision.py [--out benchmarks/results/NAME.md]
+"""
+
+import argparse
+import platform
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import anybatch as ab
+from anybatch.testing import relative_error
+
+Batch = dict[str, torch.Tensor]
+
+
+def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the mean cross-entropy, computed in float32."""
+    return functional.cross_entropy(model(batch["x"]).float(), batch["y"])
+
+
+def errors(num_micro_batches: int) -> tuple[float, float]:
+    """Return the relative errors of adding up in bf16 and in float32."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 10)).bfloat16()
+    size = 2 * num_micro_batches
+    batch = {"x": torch.randn(size, 32).bfloat16(), "y": torch.randint(0, 10, (size,))}
+    reference = {name: torch.zeros_like(parameter, dtype=torch.float64) for name, parameter in model.named_parameters()}
+    narrow = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
+    for start in range(0, size, 2):
+        piece = {name: value[start : start + 2] for name, value in batch.items()}
+        gradients = torch.autograd.grad(loss(model, piece) * (2 / size), list(model.parameters()))
+        for name, gradient in zip(reference, gradients, strict=True):
+            reference[name] += gradient.double()
+            narrow[name] += gradient
+    engine = ab.Engine(model, torch.optim.SGD(model.parameters()), ab.mean_over_samples(loss), micro_batch_size=2)
+    with engine:
+        return relative_error(narrow, reference), relative_error(engine.gradients(batch), reference)
+
+
+def main() -> None:
+    """Print the table, and write it to a file if asked."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    out = parser.parse_args().out
+    torch.set_num_threads(1)
+    lines = ["| micro-batches | added up in bf16 | in float32 (the engine) |", "|--:|--:|--:|"]
+    for num_micro_batches in (8, 64, 512, 4096):
+        narrow, wide = errors(num_micro_batches)
+        lines.append(f"| {num_micro_batches} | {narrow:.1e} | {wide:.1e} |")
+    print("\n".join(lines))
+    if out is not None:
+        today = datetime.now(tz=UTC).date()
+        head = f"# Adding up gradients of bf16 parameters\n\n{today}, torch {torch.__version__}, {platform.machine()} CPU.\n"
+        out.write_text("\n".join([head, "`python benchmarks/low_precision.py`\n", *lines]) + "\n")
+
+
+if __name__ == "__main__":
+    main()
