@@ -7,19 +7,16 @@ Figures are medians over steps of the slower rank's seconds.
     python benchmarks/all_reduce_against_ddp.py [--out benchmarks/results/NAME.md]
 """
 
-import argparse
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from datetime import date
-from pathlib import Path
 
+import report
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import anybatch as ab
@@ -28,6 +25,7 @@ from anybatch.parallel.all_reduce import AllReduce
 from anybatch.parallel.ddp import DDP
 from anybatch.testing import RankPool
 
+WARM_UP_ROUNDS = 3
 Batch = dict[str, torch.Tensor]
 
 
@@ -52,7 +50,7 @@ MODELS = {"many small": many_small, "few large": few_large}
 
 def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Return the mean cross-entropy."""
-    return F.cross_entropy(model(batch["x"]), batch["y"])
+    return functional.cross_entropy(model(batch["x"]), batch["y"])
 
 
 class InMemory:
@@ -119,47 +117,39 @@ def compare(model: str, num_micro_batches: int, rounds: int) -> dict[str, list[f
     num_samples = size * num_micro_batches * dist.get_world_size()
     batch = InMemory({"x": torch.randn(num_samples, 16), "y": torch.randint(0, 10, (num_samples,))})
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for round_number in range(rounds + 3):
+    for round_number in range(rounds + WARM_UP_ROUNDS):
         for name, step in steps.items():
             dist.barrier()
             begin = time.perf_counter()
             step(batch)
-            if round_number >= 3:
+            if round_number >= WARM_UP_ROUNDS:
                 seconds[name].append(time.perf_counter() - begin)
     return seconds
 
 
 def main() -> None:
     """Print the table, and write it to a file if asked."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path)
+    parser = report.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=40)
     arguments = parser.parse_args()
-    table = [
-        "| model | accumulation steps | step | median, ms | over bare ddp | over bare ddp that searches |",
-        "|---|--:|---|--:|--:|--:|",
-    ]
-    print("\n".join(table))
+    lines = ["| model | accumulation steps | step | median, ms | over bare ddp | over bare ddp that searches |"]
+    lines.append("|---|--:|---|--:|--:|--:|")
     with RankPool(2) as pool:
         for model in MODELS:
             for num_micro_batches in (1, 4):
                 ranks = pool.run(compare, model, num_micro_batches, arguments.rounds)
-                slower = {
-                    name: [max(pair) for pair in zip(*(r[name] for r in ranks), strict=True)] for name in ranks[0]
-                }
+                slower = {n: [max(pair) for pair in zip(*(rank[n] for rank in ranks), strict=True)] for n in ranks[0]}
                 medians = {name: statistics.median(values) * 1e3 for name, values in slower.items()}
                 for name, value in medians.items():
-                    over = value / medians["bare ddp"], value / medians["bare ddp, unused searched"]
-                    table.append(
-                        f"| {model} | {num_micro_batches} | {name} | {value:.2f} | {over[0]:.3f} | {over[1]:.3f} |"
-                    )
-                    print(table[-1], flush=True)
-    if arguments.out is not None:
-        head = (
-            f"# all_reduce against DDP\n\n{date.today()}, torch {torch.__version__}, {platform.machine()} CPU, "
-            "2 ranks over gloo, 1 thread each.\n\n`python benchmarks/all_reduce_against_ddp.py`\n"
-        )
-        arguments.out.write_text("\n".join([head, *table]) + "\n")
+                    over = [f"{value / medians[other]:.3f}" for other in ("bare ddp", "bare ddp, unused searched")]
+                    lines.append(f"| {model} | {num_micro_batches} | {name} | {value:.2f} | {' | '.join(over)} |")
+    report.publish(
+        lines,
+        title="all_reduce against DDP",
+        command="python benchmarks/all_reduce_against_ddp.py",
+        setting="2 ranks over gloo, 1 thread each, medians of alternating steps, the slower rank",
+        out=arguments.out,
+    )
 
 
 if __name__ == "__main__":

@@ -6,11 +6,7 @@ micro-batch sizes with dropout off, where the cut may differ.
     python benchmarks/invariance.py [--out benchmarks/results/NAME.md]
 """
 
-import argparse
-import platform
-from datetime import UTC, datetime
-from pathlib import Path
-
+import report
 import torch
 from torch import nn
 from torch.nn import functional
@@ -20,7 +16,9 @@ import anybatch as ab
 from anybatch.testing import RankPool
 
 NUM_STEPS = 50
+TYPES = {"float64": torch.float64, "float32": torch.float32}
 Sample = dict[str, torch.Tensor]
+Trained = tuple[list[list[int]], list[float], list[float]]
 
 
 class Noisy(Dataset[Sample]):
@@ -47,9 +45,7 @@ def loss(model: nn.Module, batch: Sample) -> torch.Tensor:
     return functional.cross_entropy(model(batch["x"]), batch["y"])
 
 
-def train(
-    dtype: torch.dtype, micro_batch_size: int, dropout: float
-) -> tuple[list[list[int]], list[float], list[float]]:
+def train(dtype: torch.dtype, micro_batch_size: int, dropout: float) -> Trained:
     """Run on every rank: return sample ids and loss of every step, and the final parameters."""
     torch.manual_seed(0)
     hidden = nn.Sequential(nn.Linear(12, 32), nn.GELU(), nn.Dropout(dropout), nn.Linear(32, 5))
@@ -81,47 +77,43 @@ def distance(found: list[float], expected: list[float]) -> float:
     return float((one - other).norm() / other.norm())
 
 
-def main() -> None:
-    """Print the tables, and write them to a file if asked."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path)
-    out = parser.parse_args().out
-    types = {"float64": torch.float64, "float32": torch.float32}
-    runs = {}
-    for world_size in (1, 2, 3, 4):
-        with RankPool(world_size) as pool:
-            for name, dtype in types.items():
-                ranks = pool.run(train, dtype, 7, 0.2)
-                assert all(rank == ranks[0] for rank in ranks), "ranks of one run differ"
-                runs[name, world_size] = ranks[0]
-            if world_size == 1:
-                cuts = {
-                    (name, size): pool.run(train, dtype, size, 0.0)[0]
-                    for name, dtype in types.items()
-                    for size in (7, 64)
-                }
-    lines = [
-        "| type | ranks | sample ids as on 1 rank | largest loss difference, 50 steps | parameters differ by |",
-        "|---|--:|---|--:|--:|",
-    ]
+def table(runs: dict[tuple[str, int], Trained], cuts: dict[tuple[str, int], Trained]) -> list[str]:
+    """Return the lines of both tables."""
+    lines = ["| type | ranks | sample ids as on 1 rank | largest loss difference, 50 steps | parameters differ by |"]
+    lines.append("|---|--:|---|--:|--:|")
     for (name, world_size), (ids, losses, parameters) in sorted(runs.items()):
         first = runs[name, 1]
         same = "yes" if ids == first[0] else "NO"
-        lines.append(
-            f"| {name} | {world_size} | {same} | {furthest(losses, first[1]):.1e} | {distance(parameters, first[2]):.1e} |"
-        )
-    lines += [
-        "",
-        "| type | micro-batches of | against | largest loss difference, 50 steps, dropout off |",
-        "|---|--:|--:|--:|",
-    ]
-    for name in types:
+        apart = f"{furthest(losses, first[1]):.1e} | {distance(parameters, first[2]):.1e}"
+        lines.append(f"| {name} | {world_size} | {same} | {apart} |")
+    lines += ["", "| type | micro-batches of | against | largest loss difference, 50 steps, dropout off |"]
+    lines.append("|---|--:|--:|--:|")
+    for name in TYPES:
         lines.append(f"| {name} | 7 | 64 | {furthest(cuts[name, 7][1], cuts[name, 64][1]):.1e} |")
-    print("\n".join(lines))
-    if out is not None:
-        today = datetime.now(tz=UTC).date()
-        head = f"# The same run on any number of ranks\n\n{today}, torch {torch.__version__}, {platform.machine()} CPU, gloo.\n"
-        out.write_text("\n".join([head, "`python benchmarks/invariance.py`\n", *lines]) + "\n")
+    return lines
+
+
+def main() -> None:
+    """Print the tables, and write them to a file if asked."""
+    out = report.parser(__doc__).parse_args().out
+    runs: dict[tuple[str, int], Trained] = {}
+    cuts: dict[tuple[str, int], Trained] = {}
+    for world_size in (1, 2, 3, 4):
+        with RankPool(world_size) as pool:
+            for name, dtype in TYPES.items():
+                ranks = pool.run(train, dtype, 7, 0.2)
+                assert all(rank == ranks[0] for rank in ranks), "ranks of one run differ"
+                runs[name, world_size] = ranks[0]
+                if world_size == 1:
+                    for size in (7, 64):
+                        cuts[name, size] = pool.run(train, dtype, size, 0.0)[0]
+    report.publish(
+        table(runs, cuts),
+        title="The same run on any number of ranks",
+        command="python benchmarks/invariance.py",
+        setting="gloo, 1 thread per rank",
+        out=out,
+    )
 
 
 if __name__ == "__main__":

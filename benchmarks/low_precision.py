@@ -5,11 +5,7 @@ The reference is the float64 sum of the very same bf16 micro-batch gradients, so
     python benchmarks/low_precision.py [--out benchmarks/results/NAME.md]
 """
 
-import argparse
-import platform
-from datetime import UTC, datetime
-from pathlib import Path
-
+import report
 import torch
 from torch import nn
 from torch.nn import functional
@@ -46,19 +42,19 @@ def errors(num_micro_batches: int) -> tuple[float, float]:
 
 def main() -> None:
     """Print the table, and write it to a file if asked."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path)
-    out = parser.parse_args().out
+    out = report.parser(__doc__).parse_args().out
     torch.set_num_threads(1)
     lines = ["| micro-batches | added up in bf16 | in float32 (the engine) |", "|--:|--:|--:|"]
     for num_micro_batches in (8, 64, 512, 4096):
         narrow, wide = errors(num_micro_batches)
         lines.append(f"| {num_micro_batches} | {narrow:.1e} | {wide:.1e} |")
-    print("\n".join(lines))
-    if out is not None:
-        today = datetime.now(tz=UTC).date()
-        head = f"# Adding up gradients of bf16 parameters\n\n{today}, torch {torch.__version__}, {platform.machine()} CPU.\n"
-        out.write_text("\n".join([head, "`python benchmarks/low_precision.py`\n", *lines]) + "\n")
+    report.publish(
+        lines,
+        title="Adding up gradients of bf16 parameters",
+        command="python benchmarks/low_precision.py",
+        setting="relative errors against float64",
+        out=out,
+    )
 
 
 if __name__ == "__main__":

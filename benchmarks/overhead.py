@@ -8,20 +8,18 @@ figures are medians.
     python benchmarks/overhead.py [--out benchmarks/results/NAME.md]
 """
 
-import argparse
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from datetime import date
-from pathlib import Path
 
+import report
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 import anybatch as ab
 
+WARM_UP_ROUNDS = 3
 Batch = dict[str, torch.Tensor]
 Step = Callable[[Batch], object]
 
@@ -41,7 +39,7 @@ def mid() -> nn.Module:
 
 def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Return the mean cross-entropy."""
-    return F.cross_entropy(model(batch["x"]), batch["y"])
+    return functional.cross_entropy(model(batch["x"]), batch["y"])
 
 
 def by_hand(model: nn.Module, micro_batch_size: int, *, clip: float | None) -> Step:
@@ -82,11 +80,11 @@ def by_engine(model: nn.Module, micro_batch_size: int, *, clip: float | None) ->
 def measure(steps: dict[str, Step], batch: Batch, rounds: int) -> dict[str, float]:
     """Return the median seconds of each step, run alternately."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for round_number in range(rounds + 3):
+    for round_number in range(rounds + WARM_UP_ROUNDS):
         for name, step in steps.items():
             begin = time.perf_counter()
             step(batch)
-            if round_number >= 3:  # the first rounds warm up
+            if round_number >= WARM_UP_ROUNDS:
                 seconds[name].append(time.perf_counter() - begin)
     return {name: statistics.median(values) for name, values in seconds.items()}
 
@@ -117,21 +115,21 @@ def rows() -> list[str]:
                     f"| {name} | {num_micro_batches} | {clip or 'none'} | {hand:.3f} | {engine:.3f} "
                     f"| {engine / hand:.3f} | {extra:.1f} |"
                 )
-                print(table[-1], flush=True)
     return table
 
 
 def main() -> None:
     """Print the table, and write it to a file if asked."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path)
-    out = parser.parse_args().out
+    out = report.parser(__doc__).parse_args().out
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    table = rows()
-    if out is not None:
-        head = f"# Overhead of the engine\n\n{date.today()}, torch {torch.__version__}, {platform.machine()} CPU, 1 thread.\n"
-        out.write_text("\n".join([head, "`python benchmarks/overhead.py`\n", *table]) + "\n")
+    report.publish(
+        rows(),
+        title="Overhead of the engine over a loop by hand",
+        command="python benchmarks/overhead.py",
+        setting="1 thread, medians of alternating steps",
+        out=out,
+    )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,40 @@
+"""How every benchmark prints its table, and files it with date, versions and machine."""
+
+import argparse
+import platform
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+
+def parser(docstring: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the one option that all benchmarks have."""
+    made = argparse.ArgumentParser(description=docstring, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--out", type=Path, help="file to write the table to, in Markdown")
+    return made
+
+
+def device_name() -> str:
+    """Return what the benchmark ran on, in words."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"{platform.machine()} CPU"
+
+
+def publish(lines: Sequence[str], *, title: str, command: str, setting: str, out: Path | None) -> None:
+    """Print the lines, and write them to `out` under a heading that says where they are from."""
+    print("\n".join(lines))
+    if out is None:
+        return
+    today = datetime.now(tz=UTC).date()
+    head = [
+        f"# {title}",
+        "",
+        f"{today}, torch {torch.__version__}, {device_name()}, {setting}.",
+        "",
+        f"`{command}`",
+        "",
+    ]
+    out.write_text("\n".join([*head, *lines]) + "\n", encoding="utf-8")
