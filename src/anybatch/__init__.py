@@ -12,7 +12,7 @@ from anybatch.core.loss import (
 )
 from anybatch.core.reports import StepReport
 from anybatch.core.splitting import BatchPlan
-from anybatch.data import batches
+from anybatch.data import Shards, batches
 from anybatch.engine.engine import Engine
 from anybatch.engine.shares import shares
 from anybatch.events.jsonl import JsonlLog
@@ -27,6 +27,7 @@ __all__ = [
     "Job",
     "JsonlLog",
     "LossSum",
+    "Shards",
     "StepReport",
     "World",
     "batches",

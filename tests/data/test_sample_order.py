@@ -1,7 +1,7 @@
 """The order of samples and the cutting of epochs into steps, without any data."""
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anybatch.core.batch import Position
@@ -30,6 +30,7 @@ def test_without_shuffling_the_order_is_the_data_sets_own() -> None:
     offset=st.integers(0, 40),
     steps=st.integers(1, 30),
 )
+@settings(deadline=None)
 def test_counting_steps_is_walking_them(num_samples: int, size: int, drop_last: bool, offset: int, steps: int) -> None:
     """The arithmetic of a schedule (number of steps, end) agrees with walking step by step from any offset."""
     schedule = Schedule(num_samples, size if not drop_last else min(size, num_samples), drop_last)
@@ -44,6 +45,12 @@ def test_counting_steps_is_walking_them(num_samples: int, size: int, drop_last: 
     assert schedule.num_steps(start, None, steps) == steps
     assert schedule.num_steps(start, 4, None) == len(_starts_before(schedule, start, 4))
     assert schedule.end(start, 4, None) == Position(4)
+
+
+def test_the_last_step_of_an_epoch_is_smaller_or_left_out() -> None:
+    """The offsets of the steps are consecutive and end with the data, from any offset."""
+    assert list(Schedule(10, 4, drop_last=False).steps_of_epoch(Position(0, 1))) == [(1, 5), (5, 9), (9, 10)]
+    assert list(Schedule(10, 4, drop_last=True).steps_of_epoch(Position(0, 1))) == [(1, 5), (5, 9)]
 
 
 def _starts_before(schedule: Schedule, start: Position, end_epoch: int) -> list[Position]:

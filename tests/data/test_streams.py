@@ -159,8 +159,9 @@ def test_skipped_samples_stay_in_the_worker() -> None:
         torch.randn(3, 4).t(),
         torch.ones(2).to_sparse(),
         torch.nn.Parameter(torch.ones(2)),
+        torch.nn.Parameter(torch.ones(2), requires_grad=False),
     ],
-    ids=lambda tensor: f"{tensor.dtype}, {tensor.layout}, {tuple(tensor.shape)}",
+    ids=lambda tensor: f"{tensor.dtype}, {tensor.layout}, {tuple(tensor.shape)}, {type(tensor).__name__}",
 )
 def test_tensors_of_all_kinds_travel(tensor: torch.Tensor) -> None:
     """A sample's tensors arrive with their type, shape and values, inside any object; what is shared stays shared."""

@@ -23,7 +23,8 @@ from anybatch.errors import NotACheckpointError
 
 SAVING, REPLACED, DELETING = ".saving", ".replaced", ".deleting"
 _CHECKPOINT: Final = re.compile(r"step-(\d{8,})(\.replaced)?")
-_LEFTOVER: Final = re.compile(r"step-\d{8,}(\.replaced)?\.(saving|deleting)")
+_HALF_WRITTEN: Final = re.compile(r"step-\d{8,}\.saving")
+_HALF_REMOVED: Final = re.compile(r"step-\d{8,}(\.replaced)?\.deleting")
 
 
 def folder_name(step: int) -> str:
@@ -69,14 +70,13 @@ def make_folders(folder: Path, *, disk: Disk) -> None:
 
 
 def tidy(folder: Path, *, disk: Disk) -> list[str]:
-    """Remove what killed runs left half-written or half-removed, and undo half a replacement; return what failed."""
+    """Remove what killed runs left half-written or half-removed, and undo half a replacement; return what stays."""
     failures = []
     for path in sorted(folder.iterdir()):
-        if _LEFTOVER.fullmatch(path.name):
-            try:
-                remove(path, disk=disk)
-            except OSError as error:
-                failures.append(f"{path} was left by a killed run and could not be removed: {error}.")
+        if _HALF_WRITTEN.fullmatch(path.name):
+            remove(path, disk=disk)
+        elif _HALF_REMOVED.fullmatch(path.name):
+            failures += _remains(path, disk=disk)
         elif _CHECKPOINT.fullmatch(path.name) and path.suffix and not path.with_suffix("").exists():
             disk.rename(path, path.with_suffix(""))
     return failures
@@ -132,3 +132,11 @@ def remove(path: Path, *, disk: Disk) -> None:
     for entry in sorted(path.iterdir()):
         remove(entry, disk=disk)
     disk.remove_folder(path)
+
+
+def _remains(path: Path, *, disk: Disk) -> list[str]:
+    try:
+        remove(path, disk=disk)
+    except OSError as error:
+        return [f"{path} was to be removed, and could not be: {error}."]
+    return []

@@ -265,3 +265,77 @@ def stated_pairs(features: Iterable[Feature]) -> list[tuple[Feature, Feature]]:
 def _named(feature: Feature, evidence: Mapping[Feature, str]) -> str:
     shown = evidence.get(feature, "")
     return f"{feature.says} ({shown})" if shown else feature.says
+
+
+def as_markdown() -> str:
+    """Return the table as a page of the documentation."""
+    return "\n\n".join(
+        [
+            "# What composes with what",
+            "This page is written from the table in `src/anybatch/core/composition.py` by `docs/write_composition.py`, "
+            "and a test holds the two together. The engine checks the same table before it touches the model, and "
+            "`tests/engine/test_composition.py` runs every cell.",
+            _legend(),
+            "## Features",
+            _features(),
+            "## Table",
+            _matrix(),
+            *(_section(title, verdict) for title, verdict in _SECTIONS.items()),
+        ]
+    )
+
+
+_MEANINGS: Mapping[Verdict, str] = {
+    Verdict.EXACT: "exact: the gradient is that of the un-split batch, to 1e-12 in float64; where bf16 or fp16 takes "
+    "part, up to their rounding, because each micro-batch's gradient is rounded once",
+    Verdict.SAME_CUT: "exact for the same cut: the gradient is that of the same micro-batches on whatever ranks",
+    Verdict.DIFFERS: "differs: it runs, but equality with the un-split batch cannot be had",
+    Verdict.UNTESTED: "untested: it runs, and nobody has compared it",
+    Verdict.EXCLUSIVE: "exclusive: the two never meet",
+    Verdict.REFUSED: "refused: a `CompositionError` before anything has changed",
+}
+_SECTIONS: Mapping[str, Verdict] = {
+    "Refused": Verdict.REFUSED,
+    "Differs": Verdict.DIFFERS,
+    "Exact for the same cut": Verdict.SAME_CUT,
+    "Untested": Verdict.UNTESTED,
+    "Exclusive across axes": Verdict.EXCLUSIVE,
+}
+_KNOWN: Mapping[str, str] = {
+    "built": "when the engine is built",
+    "first batch": "at the first batch",
+    "running": "only while it runs",
+}
+
+
+def _legend() -> str:
+    rows = [f"| `{verdict.value}` | {_MEANINGS[verdict]} |" for verdict in Verdict]
+    return "\n".join(["| mark | meaning |", "|---|---|", *rows])
+
+
+def _features() -> str:
+    rows = [
+        f"| {number} | `{feature.name.lower()}` | {feature.axis.name} | {feature.says} | {_KNOWN[feature.axis.known]} |"
+        for number, feature in enumerate(Feature, 1)
+    ]
+    return "\n".join(["| | feature | axis | means | known |", "|---|---|---|---|---|", *rows])
+
+
+def _matrix() -> str:
+    ordered = list(Feature)
+    width = max(len(feature.name) for feature in ordered)
+    lines = [" " * (width + 4) + "".join(f"{number:>3}" for number in range(1, len(ordered) + 1))]
+    for number, row in enumerate(ordered, 1):
+        marks = "".join(f"{cell(row, column).verdict.value:>3}" for column in ordered[:number])
+        lines.append(f"{number:>2} {row.name.lower():<{width}} {marks}")
+    return "\n".join(["The diagonal is a feature by itself.", "", "```text", *lines, "```"])
+
+
+def _section(title: str, verdict: Verdict) -> str:
+    grouped: dict[Cell, list[str]] = {}
+    for one, other in stated_pairs(Feature):
+        if cell(one, other).verdict is verdict:
+            names = (one,) if one is other else (one, other)
+            grouped.setdefault(cell(one, other), []).append(" with ".join(f"`{name.name.lower()}`" for name in names))
+    items = [f"- {', '.join(found)}: {said.reason}. {said.instead}".rstrip() for said, found in grouped.items()]
+    return "\n\n".join([f"## {title}", "\n".join(items) or "Nothing at present."])

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from anybatch.core.composition import Feature, refuse_compositions
 from anybatch.core.geometry import ceil_div
-from anybatch.errors import BatchSizeError, CompositionError
+from anybatch.errors import BatchSizeError
 
 Deal = Literal["balanced", "fixed"]
 
@@ -120,11 +121,7 @@ def plan_shares(share_sizes: Sequence[int], cut: Cut) -> BatchPlan:
         CompositionError: `cut.deal` is "fixed", which needs a batch that can be dealt freely.
     """
     if cut.deal == "fixed":
-        message = (
-            "deal='fixed' keeps units whole across world sizes and needs a batch that can be dealt freely, "
-            "but this batch arrived as rank shares. Feed the engine from ab.batches, or use deal='balanced'."
-        )
-        raise CompositionError(message)
+        refuse_compositions({Feature.FIXED: "", Feature.RANK_SHARES: ""})
     shares: list[tuple[Unit, ...]] = []
     number = start = 0
     for size in share_sizes:

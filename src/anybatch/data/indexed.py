@@ -120,15 +120,16 @@ class _Feeder:
             if self.ahead is None:
                 yield self._load_here(key)
             else:
-                yield self.ahead.take(key, functools.partial(self._onward, keys[index:], batch.end, placement))
+                yield self.ahead.take(key, functools.partial(self._onward, keys, index, batch.end, placement))
 
     def _load_here(self, key: UnitKey) -> Batch:
         with callers_randomness():
             unit = self.loader(key)
         return pinned(unit) if self.pin_memory else unit
 
-    def _onward(self, keys: Sequence[UnitKey], position: Position, placement: Placement) -> Iterator[UnitKey]:
-        return itertools.chain(keys, self.walk.unit_keys_from(position, placement))
+    def _onward(self, keys: Sequence[UnitKey], index: int, end: Position, placement: Placement) -> Iterator[UnitKey]:
+        """Return the rest of a batch's keys, then those of the batches after it."""
+        return itertools.chain(keys[index:], self.walk.unit_keys_from(end, placement))
 
 
 def _rank_share(placement: Placement, num_samples: int) -> tuple[Unit, ...]:

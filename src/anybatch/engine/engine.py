@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from anybatch.core.batch import Placement, Position
+from anybatch.core.composition import remarks
 from anybatch.core.geometry import resolve_sizes
 from anybatch.core.loss import Loss, LossFunction, declared
 from anybatch.core.records import Observer, StartRecord
@@ -22,6 +23,7 @@ from anybatch.engine.auto_size import search_micro_batch_size
 from anybatch.engine.averaging import WeightAverage
 from anybatch.engine.clipping import Clip, ClipByNorm, clip_gradients, clip_policy, total_norm
 from anybatch.engine.evaluation import MetricFunction, evaluate
+from anybatch.engine.features import features_of_choices, features_of_training, refuse_features, refused_in_backward
 from anybatch.engine.feeding import OpenBatch, Workload, make_workload, open_batch, refuse_disagreement
 from anybatch.engine.finite import FiniteCheck
 from anybatch.engine.modules import Model, choose_strategy, collect_modules, world_of
@@ -37,9 +39,9 @@ from anybatch.engine.state import (
 )
 from anybatch.engine.sums import divide_late
 from anybatch.engine.watch import Watch, software_versions
-from anybatch.errors import BatchSizeError, CompositionError, RankFailedError, UserError
+from anybatch.errors import BatchSizeError, RankFailedError, UserError
 from anybatch.parallel.gradients import accumulation_dtype
-from anybatch.parallel.strategy import Capabilities, Strategy
+from anybatch.parallel.strategy import Strategy
 from anybatch.parallel.world import World
 
 
@@ -124,7 +126,6 @@ class Engine:
         self._modules = collect_modules(model, self._loss)
         self.world = world or world_of(self._modules)
         self._strategy = choose_strategy(strategy, self.world)
-        check_choices(rng, optimizer, self._strategy.capabilities)
         self._sizes = resolve_sizes(
             world_size=self.world.size,
             effective_batch_size=effective_batch_size,
@@ -137,6 +138,9 @@ class Engine:
         self._measures_norm = measure_gradient_norm or isinstance(self._clip, ClipByNorm)
         self._seed = seed
         autocasting = autocast(precision, self.world.device)
+        features = features_of_training(self._modules, self._loss, optimizer, rng=rng)
+        features |= features_of_choices(precision=precision, deal=deal, sizes=self._sizes, clip=self._clip)
+        refuse_features(features, optimizer, self._strategy.capabilities, self.world)
         self._modules.to(self.world.device)
         self._watch = Watch(observer, self.world.rank, self._loss, self._clip)
         prepared = self._strategy.prepare(self._modules, model, self.world, self._watch.reduction)
@@ -155,7 +159,7 @@ class Engine:
             after=self._watch.after,
         )
         self._precision = precision
-        self.decisions = self._first_decisions(strategy, prepared.differed)
+        self.decisions = self._first_decisions(strategy, prepared.differed, remarks(features))
         self._strategy.clear_gradients()
 
     def step(self, batch: Any) -> StepReport:  # noqa: ANN401 (any nested batch)
@@ -395,6 +399,9 @@ class Engine:
             yield
         except BaseException as error:
             self._forget_gradients()
+            if (refused := refused_in_backward(error)) is not None:
+                self.world.publish_failure(refused, self.num_steps)
+                raise refused from error
             broken = isinstance(error, RuntimeError) and not isinstance(
                 error, (RankFailedError, torch.OutOfMemoryError)
             )
@@ -403,9 +410,13 @@ class Engine:
             self.world.publish_failure(error, self.num_steps)
             raise
 
-    def _first_decisions(self, strategy: str | Strategy, differed: tuple[str, ...]) -> dict[str, str]:
-        """Return what was decided while the engine was built, by name."""
+    def _first_decisions(
+        self, strategy: str | Strategy, differed: tuple[str, ...], inequalities: tuple[str, ...]
+    ) -> dict[str, str]:
+        """Return what was decided while the engine was built, and what keeps it from equality, by name."""
         decisions: dict[str, str] = {"update": self._target.update}
+        if inequalities:
+            decisions["equality"] = " ".join(inequalities)
         if strategy == "auto":
             ranks = f"{self.world.size} rank{'s' * (self.world.size > 1)}"
             decisions["strategy"] = (
@@ -491,22 +502,3 @@ class Engine:
         )
         self._sizes = dataclasses.replace(self._sizes, micro_batch_size=size)
         self.decisions["micro_batch_size"] = f"{size}, by a doubling search on {self.world.device}"
-
-
-def check_choices(rng: str | None, optimizer: Optimizer | OptimizerFunction, needs: Capabilities) -> None:
-    """Refuse what no later place would notice.
-
-    Raises:
-        UserError: an unknown value of `rng`.
-        CompositionError: an optimizer that was built before the strategy replaced the parameters.
-    """
-    if rng not in ("micro_batch", None):
-        message = f"{rng=} must be 'micro_batch' or None."
-        raise UserError(message)
-    if needs.replaces_parameters and isinstance(optimizer, Optimizer):
-        message = (
-            f"strategy {needs.name!r} makes new parameter objects, and this {type(optimizer).__name__} was built over "
-            "the old ones: it would step without error and change nothing. Pass a function instead: "
-            f"optimizer=lambda named: torch.optim.{type(optimizer).__name__}(named, lr=...)."
-        )
-        raise CompositionError(message)

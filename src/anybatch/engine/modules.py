@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from anybatch.core.loss import Loss
-from anybatch.errors import CompositionError, ParameterError, UserError
+from anybatch.errors import ParameterError, UserError
 from anybatch.parallel.all_reduce import AllReduce
 from anybatch.parallel.ddp import DDP
 from anybatch.parallel.single import Single
@@ -64,7 +64,6 @@ def choose_strategy(strategy: "str | Strategy", world: World) -> Strategy:
 
     Raises:
         UserError: unknown name.
-        CompositionError: a strategy that cannot work with this number of ranks.
     """
     if not isinstance(strategy, str):
         return strategy
@@ -74,17 +73,5 @@ def choose_strategy(strategy: "str | Strategy", world: World) -> Strategy:
     if strategy not in known:
         message = f"{strategy=} must be 'auto', {', '.join(map(repr, known))}, or a strategy object."
         raise UserError(message)
-    if strategy == "single" and world.size > 1:
-        message = (
-            f"strategy='single' on {world.size} ranks would train {world.size} separate models. "
-            "Use strategy='auto' (all_reduce) or 'ddp'."
-        )
-        raise CompositionError(message)
-    if strategy != "single" and not world.connected:
-        message = (
-            f"{strategy=} reduces over torch.distributed, which has not been started. Start with torchrun (one rank "
-            "is enough), or use strategy='auto', which takes 'single' on one rank."
-        )
-        raise CompositionError(message)
     chosen: Strategy = known[strategy]()
     return chosen

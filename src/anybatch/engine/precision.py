@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from anybatch.errors import CompositionError, NonFiniteError, ParameterError, UserError
+from anybatch.errors import NonFiniteError, ParameterError, UserError
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]
 OptimizerFunction = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
@@ -120,13 +120,7 @@ class LossScaler:
         self._stepped = True
         if not self.enabled:
             return
-        if target.update == "cast":
-            message = (
-                "precision='fp16' with an optimizer instance over bf16 or fp16 parameters would unscale gradients in "
-                "their low precision. Pass the optimizer as a function (lambda named: AdamW(named, ...)), which gets "
-                "float32 master weights, or keep the parameters in float32."
-            )
-            raise CompositionError(message)
+        assert target.update != "cast", "the composition table refuses it"
         self.scaler = torch.amp.GradScaler(device.type)
         self._hook = target.optimizer.register_step_post_hook(self._note_step)
 

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from anybatch.errors import CompositionError
 from anybatch.parallel.gradients import GradientBuffers
 from anybatch.parallel.replicas import Initial, align_replicas
 from anybatch.parallel.strategy import Capabilities, Prepared, ReductionObserver, Turn, trainable
@@ -47,7 +46,6 @@ class AllReduce:
         self, modules: nn.Module, model: object, world: World, on_reduction: ReductionObserver | None
     ) -> Prepared:
         """Make the replicas equal and put every gradient into a bucket."""
-        refuse_sparse_gradients(modules, self.capabilities.name)
         differed = align_replicas(modules, world, self._initial)
         parameters = trainable(modules)
         self._world = world
@@ -126,14 +124,3 @@ class AllReduce:
             work = dist.all_reduce(flat, async_op=True)
         assert work is not None
         self._started.append(work)
-
-
-def refuse_sparse_gradients(modules: nn.Module, strategy: str) -> None:
-    """Refuse modules that make sparse gradients, which have no place in a flat bucket."""
-    for name, module in modules.named_modules():
-        if getattr(module, "sparse", False) is True:
-            message = (
-                f"module {name!r} ({type(module).__name__}) has sparse=True, and strategy {strategy!r} reduces dense "
-                "buckets. Build it with sparse=False, or run on one rank."
-            )
-            raise CompositionError(message)

@@ -12,9 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from anybatch.core.loss import LossFunction
 from anybatch.core.nested import Batch
-from anybatch.errors import CompositionError
-from anybatch.parallel.all_reduce import refuse_sparse_gradients
-from anybatch.parallel.gradients import is_low_precision
 from anybatch.parallel.replicas import Initial, align_replicas
 from anybatch.parallel.strategy import Capabilities, Prepared, ReductionObserver, Turn, trainable
 from anybatch.parallel.world import World
@@ -62,16 +59,7 @@ class DDP:
         self, modules: nn.Module, model: object, world: World, on_reduction: ReductionObserver | None
     ) -> Prepared:
         """Make the replicas equal and wrap a caller around the model."""
-        refuse_sparse_gradients(modules, self.capabilities.name)
         parameters = trainable(modules)
-        for name, parameter in parameters.items():
-            if is_low_precision(parameter):
-                message = (
-                    f"strategy 'ddp' cannot accumulate in float32 for {name!r}, which is {parameter.dtype}: DDP takes "
-                    "no float32 gradient for it. Use strategy='all_reduce', or float32 parameters with "
-                    "precision='bf16'."
-                )
-                raise CompositionError(message)
         differed = align_replicas(modules, world, self._initial)
         self._parameters = list(parameters.values())
         self._wrapper = DistributedDataParallel(

@@ -1,0 +1,173 @@
+"""What was passed to the engine, as features of the composition table."""
+
+import traceback
+from collections.abc import Mapping
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.optim import Optimizer
+from torch.utils.checkpoint import CheckpointFunction
+
+from anybatch.core.composition import Feature, refusal, refuse_compositions
+from anybatch.core.geometry import Sizes
+from anybatch.core.loss import Loss
+from anybatch.engine.clipping import Clip, ClipByNorm
+from anybatch.engine.precision import OptimizerFunction, PrecisionName
+from anybatch.errors import CompositionError, UserError
+from anybatch.parallel.gradients import is_low_precision
+from anybatch.parallel.strategy import Capabilities, trainable
+from anybatch.parallel.world import World
+
+Features = Mapping[Feature, str]
+"""The features of a run, each with what showed it, or an empty string."""
+
+_STRATEGIES = {"single": Feature.SINGLE, "all_reduce": Feature.ALL_REDUCE, "ddp": Feature.DDP}
+_PRECISIONS = {"fp32": Feature.FP32, "bf16": Feature.BF16, "fp16": Feature.FP16}
+_DEALS = {"balanced": Feature.BALANCED, "fixed": Feature.FIXED}
+_DROPOUTS = {"micro_batch": Feature.DROPOUT_KEYED, None: Feature.DROPOUT_UNKEYED}
+
+
+def features_of_choices(*, precision: PrecisionName, deal: str, sizes: Sizes, clip: Clip | None) -> dict[Feature, str]:
+    """Return the features that are arguments of the engine.
+
+    Raises:
+        UserError: an unknown value of `deal`.
+    """
+    if deal not in _DEALS:
+        message = f"{deal=} must be one of {', '.join(map(repr, _DEALS))}."
+        raise UserError(message)
+    found = {_PRECISIONS[precision]: "", _DEALS[deal]: ""}
+    if sizes.micro_batch_size is not None:
+        found[Feature.MICRO_BATCH_SIZE] = str(sizes.micro_batch_size)
+    elif sizes.accumulation_steps is not None:
+        found[Feature.ACCUMULATION_STEPS] = str(sizes.accumulation_steps)
+    else:
+        found[Feature.AUTO_SIZE] = ""
+    if clip is not None:
+        found[Feature.CLIP_NORM if isinstance(clip, ClipByNorm) else Feature.CLIP_VALUE] = ""
+    return found
+
+
+def features_of_training(
+    modules: nn.Module, loss: Loss, optimizer: Optimizer | OptimizerFunction, *, rng: str | None
+) -> dict[Feature, str]:
+    """Return the features of what is trained, and of the loss and the optimizer that train it.
+
+    What shows only while a model runs is not among them: parameters that stay unused, activation checkpointing,
+    functions such as `F.dropout`.
+
+    Raises:
+        UserError: an unknown value of `rng`.
+    """
+    if rng not in _DROPOUTS:
+        message = f"{rng=} must be 'micro_batch' or None."
+        raise UserError(message)
+    layers = {
+        Feature.BATCH_NORM: lambda module: isinstance(module, _BatchNorm) and module.training,
+        _DROPOUTS[rng]: lambda module: isinstance(module, _DropoutNd) and module.training and module.p > 0,
+        Feature.COMPILED: _is_compiled,
+    }
+    found = {**_features_of_parameters(modules, optimizer), **_features_of_loss(loss)}
+    for feature, shows in layers.items():
+        first = next((name for name, module in modules.named_modules() if shows(module)), None)
+        if first is not None:
+            found[feature] = f"module {first!r}" if first else "the model itself"
+    return found
+
+
+def features_of_ranks(capabilities: Capabilities, world: World) -> dict[Feature, str]:
+    """Return strategy and ranks, or nothing for a strategy that is not in the table: that one answers for itself."""
+    strategy = _STRATEGIES.get(capabilities.name)
+    if strategy is None:
+        return {}
+    if not world.connected:
+        return {strategy: "", Feature.ALONE: ""}
+    return {strategy: "", Feature.ONE_RANK if world.size == 1 else Feature.SEVERAL_RANKS: f"{world.size} of them"}
+
+
+def refuse_features(
+    features: Features, optimizer: Optimizer | OptimizerFunction, needs: Capabilities, world: World
+) -> None:
+    """Refuse what does not compose, and what a strategy that is not in the table says it cannot do.
+
+    Raises:
+        CompositionError: with the reasons and what to use instead.
+    """
+    refuse_compositions({**features_of_ranks(needs, world), **features})
+    if needs.replaces_parameters and isinstance(optimizer, Optimizer):
+        message = (
+            f"strategy {needs.name!r} makes new parameter objects, and this {type(optimizer).__name__} was built over "
+            "the old ones: it would step without error and change nothing. Pass a function instead: "
+            f"optimizer=lambda named: torch.optim.{type(optimizer).__name__}(named, lr=...)."
+        )
+        raise CompositionError(message)
+    for able, feature, instead in (
+        (needs.sparse_gradients, Feature.SPARSE, "Build the module with sparse=False"),
+        (needs.float32_accumulation, Feature.LOW_PARAMETERS, "Use float32 parameters with precision='bf16'"),
+    ):
+        if not able and feature in features:
+            message = (
+                f"strategy {needs.name!r} says that it cannot take {feature.says} ({features[feature]}). {instead}, "
+                "or another strategy."
+            )
+            raise CompositionError(message)
+
+
+def refused_in_backward(error: BaseException) -> CompositionError | None:
+    """Return what to raise for an error out of a backward that the table knows, or None.
+
+    Whether checkpointing is reentrant cannot be seen before, so it is recognised by where the error was raised.
+    """
+    last = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        last = frame
+    if last is None or last.f_code is not CheckpointFunction.backward.__code__:
+        return None
+    return CompositionError(refusal(Feature.REENTRANT, Feature.REENTRANT, {}))
+
+
+def _features_of_parameters(modules: nn.Module, optimizer: Optimizer | OptimizerFunction) -> dict[Feature, str]:
+    own = trainable(modules)
+    low = next((name for name, parameter in own.items() if is_low_precision(parameter)), None)
+    frozen = [name for name, parameter in modules.named_parameters() if not parameter.requires_grad]
+    tied = [name for name, _ in modules.named_parameters(remove_duplicate=False)]
+    sparse = next((name for name, module in modules.named_modules() if _has_sparse_gradients(module)), None)
+    found: dict[Feature, str] = {}
+    if low is None:
+        found |= {Feature.WIDE_PARAMETERS: "", Feature.DIRECT: ""}
+    else:
+        found[Feature.LOW_PARAMETERS] = f"{low!r} is {own[low].dtype}"
+        found[Feature.CAST if isinstance(optimizer, Optimizer) else Feature.MASTER_WEIGHTS] = ""
+    if sparse is None:
+        found[Feature.DENSE] = ""
+    else:
+        found[Feature.SPARSE] = f"module {sparse!r} has sparse=True"
+    if frozen:
+        found[Feature.FROZEN] = f"{len(frozen)} of them, first {frozen[0]!r}"
+    if len(tied) > len(own) + len(frozen):
+        found[Feature.TIED] = ""
+    return found
+
+
+def _features_of_loss(loss: Loss) -> dict[Feature, str]:
+    kind = (
+        Feature.COUNT_LATE
+        if loss.terms is None
+        else Feature.SEVERAL_TERMS
+        if len(loss.terms) > 1
+        else Feature.COUNT_BEFORE
+    )
+    function = loss.function
+    has_parameters = isinstance(function, nn.Module) and any(p.requires_grad for p in function.parameters())
+    return {kind: "", **({Feature.LOSS_PARAMETERS: type(function).__name__} if has_parameters else {})}
+
+
+def _has_sparse_gradients(module: nn.Module) -> bool:
+    trains = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+    return trains and getattr(module, "sparse", False) is True
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile(module)` or `module.compile()` was called. torch has no public question for it (2.13)."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
