@@ -69,15 +69,15 @@ def check(arguments: Sequence[str]) -> int:
     """Run every check, also after one has failed, and fail if any did."""
     refuse(arguments)
     setup()
-    commands = (
-        [venv_program("ruff"), "check"],
-        [venv_program("ruff"), "format", "--check"],
-        [venv_program("mypy")],
-        [venv_program("lint-imports"), "--no-logo"],
-        [venv_program("python"), "-m", "pytest", "-q", "tests/architecture"],
-    )
-    failed = [" ".join(command[1:]) or command[0] for command in commands if run(command)]
-    print(f"check: {len(failed)} of {len(commands)} failed: {', '.join(failed)}" if failed else "check: all well")
+    commands = {
+        "lint": [venv_program("ruff"), "check"],
+        "format": [venv_program("ruff"), "format", "--check"],
+        "types": [venv_program("mypy")],
+        "layers": [venv_program("lint-imports"), "--no-logo"],
+        "architecture": [venv_program("python"), "-m", "pytest", "-q", "tests/architecture"],
+    }
+    failed = [name for name, command in commands.items() if run(command)]
+    print(f"check: failed: {', '.join(failed)}" if failed else "check: all well")
     return int(bool(failed))
 
 

@@ -40,9 +40,6 @@ class Digest:
     sha256: str
 
 
-BLANK_DIGEST: Final = Digest(0, "0" * 64)
-
-
 def json_bytes(body: Mapping[str, Any]) -> bytes:
     """Return a JSON file that begins by saying what it is."""
     text = json.dumps({**_HEAD, **body}, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

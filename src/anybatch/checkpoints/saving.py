@@ -10,10 +10,10 @@ from typing import Any, Final
 
 from anybatch.checkpoints.disk import LOCAL_DISK, Disk
 from anybatch.checkpoints.files import (
-    BLANK_DIGEST,
     DIGESTS,
     STATE,
     TENSORS,
+    Digest,
     access_error,
     digests_bytes,
     json_bytes,
@@ -34,6 +34,7 @@ from anybatch.checkpoints.structure import pack
 from anybatch.checkpoints.tensors import TensorFile, lay_out
 from anybatch.errors import CheckpointError, DiskFullError, UserError
 
+_ANY_SHA256 = "0" * 64
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT}
 
 
@@ -62,8 +63,9 @@ class _Content:
     @property
     def num_bytes(self) -> int:
         """Bytes of the files, all three."""
-        digests = digests_bytes({STATE: BLANK_DIGEST, TENSORS: BLANK_DIGEST})
-        return len(self.state) + self.tensors.num_bytes + len(digests)
+        lengths = {STATE: len(self.state), TENSORS: self.tensors.num_bytes}
+        digests = digests_bytes({name: Digest(length, _ANY_SHA256) for name, length in lengths.items()})
+        return sum(lengths.values()) + len(digests)
 
 
 def save(

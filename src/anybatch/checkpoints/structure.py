@@ -186,7 +186,9 @@ def _remedy(value: object) -> str:
             return f"Pass it through {plain}(...)."
     if dataclasses.is_dataclass(value):
         return "Pass it through dataclasses.asdict(...)."
-    return "It may hold dicts, lists, tuples, numbers, text, bytes, None and tensors (torch.from_numpy takes an array)."
+    return (
+        "A state holds dicts, lists, tuples, numbers, text, bytes, None and tensors (torch.from_numpy takes an array)."
+    )
 
 
 def _same(value: Any) -> Any:  # noqa: ANN401 (a leaf)

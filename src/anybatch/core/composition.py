@@ -22,7 +22,7 @@ class Verdict(Enum):
     DIFFERS: it runs, but equality with the un-split batch cannot be had; the reason says why.
     UNTESTED: it runs, and nobody has compared it.
     EXCLUSIVE: the two never meet: values of one axis, or one follows from the absence of the other.
-    REFUSED: an error before anything is changed.
+    REFUSED: an error before the model is touched; for what shows only in a backward, before the first update.
     """
 
     EXACT = "="
@@ -194,6 +194,7 @@ _TOGETHER: Mapping[frozenset[Feature], Cell] = {
         "keeping units whole across world sizes needs a batch that can be dealt freely",
         "Feed the engine from ab.batches, or use deal='balanced'.",
     ),
+    frozenset((Feature.COMPILED, Feature.REENTRANT)): _EXACT,  # torch.compile replaces the checkpoint by its own
     frozenset((Feature.WIDE_PARAMETERS, Feature.MASTER_WEIGHTS)): _NO_MASTERS,
     frozenset((Feature.WIDE_PARAMETERS, Feature.CAST)): _NO_MASTERS,
     frozenset((Feature.LOW_PARAMETERS, Feature.DIRECT)): _NO_MASTERS,
@@ -229,7 +230,7 @@ def refuse_compositions(present: Mapping[Feature, str]) -> None:
         CompositionError: with every reason there is, each once, and what to use instead.
     """
     sentences: dict[Cell, str] = {}
-    for one, other in stated_pairs(present):
+    for one, other in meetings(present):
         found = cell(one, other)
         if found.verdict is Verdict.REFUSED:
             sentences.setdefault(found, refusal(one, other, present))
@@ -248,7 +249,7 @@ def refusal(one: Feature, other: Feature, evidence: Mapping[Feature, str]) -> st
 def remarks(present: Iterable[Feature]) -> tuple[str, ...]:
     """Return a sentence for everything in a run that keeps it from equality with the un-split batch."""
     telling = (Verdict.SAME_CUT, Verdict.DIFFERS, Verdict.UNTESTED)
-    said = [(one, other, cell(one, other)) for one, other in stated_pairs(present)]
+    said = [(one, other, cell(one, other)) for one, other in meetings(present)]
     return tuple(
         f"{one.says if one is other else f'{one.says} with {other.says}'}: {found.reason or 'nobody has compared it'}. "
         f"{found.instead}".rstrip()
@@ -257,9 +258,14 @@ def remarks(present: Iterable[Feature]) -> tuple[str, ...]:
     )
 
 
-def stated_pairs(features: Iterable[Feature]) -> list[tuple[Feature, Feature]]:
-    """Return the pairs of which the table says something of their own, inherited verdicts left out."""
-    return [pair for pair in pairs(features) if pair[0] is pair[1] or frozenset(pair) in _TOGETHER]
+def meetings(present: Iterable[Feature]) -> list[tuple[Feature, Feature]]:
+    """Return what has a say about a run: its features by themselves, and its pairs that are stated.
+
+    A stated pair speaks for its features, so that one that is no good by itself can be cured by another.
+    """
+    found = [pair for pair in pairs(present) if pair[0] is not pair[1] and frozenset(pair) in _TOGETHER]
+    spoken_for = {feature for pair in found for feature in pair}
+    return [(f, f) for f in Feature if f in _BY_ITSELF and f in set(present) and f not in spoken_for] + found
 
 
 def _named(feature: Feature, evidence: Mapping[Feature, str]) -> str:
@@ -269,22 +275,25 @@ def _named(feature: Feature, evidence: Mapping[Feature, str]) -> str:
 
 def as_markdown() -> str:
     """Return the table as a page of the documentation."""
-    return "\n\n".join(
-        [
-            "# What composes with what",
-            "This page is written from the table in `src/anybatch/core/composition.py` by `docs/write_composition.py`, "
-            "and a test holds the two together. The engine checks the same table before it touches the model, and "
-            "`tests/engine/test_composition.py` runs every cell.",
-            _legend(),
-            "## Features",
-            _features(),
-            "## Table",
-            _matrix(),
-            *(_section(title, verdict) for title, verdict in _SECTIONS.items()),
-        ]
-    )
+    parts = [
+        _INTRODUCTION,
+        _legend(),
+        "## Features",
+        _features(),
+        "## Table",
+        _matrix(),
+        *(_section(title, verdict) for title, verdict in _SECTIONS.items()),
+    ]
+    return "\n\n".join(parts)
 
 
+_INTRODUCTION = """# What composes with what
+
+The engine checks this table before it touches the model, and a test runs every cell on one rank and on two.
+A feature stands for a value that an engine is given, or for something that its model, loss or batch has.
+A pair that nothing is said of is as good as the worse of its two features by itself.
+
+This page is written from `src/anybatch/core/composition.py` by `python docs/write_composition.py`."""
 _MEANINGS: Mapping[Verdict, str] = {
     Verdict.EXACT: "exact: the gradient is that of the un-split batch, to 1e-12 in float64; where bf16 or fp16 takes "
     "part, up to their rounding, because each micro-batch's gradient is rounded once",
@@ -292,7 +301,8 @@ _MEANINGS: Mapping[Verdict, str] = {
     Verdict.DIFFERS: "differs: it runs, but equality with the un-split batch cannot be had",
     Verdict.UNTESTED: "untested: it runs, and nobody has compared it",
     Verdict.EXCLUSIVE: "exclusive: the two never meet",
-    Verdict.REFUSED: "refused: a `CompositionError` before anything has changed",
+    Verdict.REFUSED: "refused: a `CompositionError` before the model is touched; what shows only while a model runs is "
+    "refused in its first backward, before the update",
 }
 _SECTIONS: Mapping[str, Verdict] = {
     "Refused": Verdict.REFUSED,
@@ -333,9 +343,11 @@ def _matrix() -> str:
 
 def _section(title: str, verdict: Verdict) -> str:
     grouped: dict[Cell, list[str]] = {}
-    for one, other in stated_pairs(Feature):
-        if cell(one, other).verdict is verdict:
+    for one, other in pairs(Feature):
+        found = cell(one, other)
+        is_stated = one is other or frozenset((one, other)) in _TOGETHER
+        if is_stated and found.verdict is verdict:
             names = (one,) if one is other else (one, other)
-            grouped.setdefault(cell(one, other), []).append(" with ".join(f"`{name.name.lower()}`" for name in names))
-    items = [f"- {', '.join(found)}: {said.reason}. {said.instead}".rstrip() for said, found in grouped.items()]
+            grouped.setdefault(found, []).append(" with ".join(f"`{name.name.lower()}`" for name in names))
+    items = [f"- {', '.join(names)}: {said.reason}. {said.instead}".rstrip() for said, names in grouped.items()]
     return "\n\n".join([f"## {title}", "\n".join(items) or "Nothing at present."])

@@ -208,7 +208,7 @@ class Engine:
         with self._told():
             self._accumulate(batch)
             found = {
-                name: None if gradient is None else gradient.clone()
+                name: None if gradient is None else self._machine.scaler.unscaled(gradient)
                 for name, gradient in zip(self._machine.prepared.parameters, self._gradients, strict=True)
             }
             self._forget_gradients()

@@ -134,6 +134,10 @@ class LossScaler:
         if self.enabled:
             self.scaler.unscale_(self._optimizer)
 
+    def unscaled(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return a copy of a gradient divided by the scale, for looking at; no update follows."""
+        return gradient / self.scaler.get_scale() if self.enabled else gradient.clone()
+
     def step(self) -> bool:
         """Run the optimizer's step unless gradients have overflowed; return whether it ran.
 

@@ -3,11 +3,13 @@
 The data are the 1,797 images of 8 x 8 pixels that come with scikit-learn. Nothing is downloaded.
 """
 
+import importlib
+from types import ModuleType
 from typing import Literal
 
 import torch
-import torch.nn.functional as F  # noqa: N812 (its usual name)
-from jaxtyping import Float, Int
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 import anybatch as ab
@@ -19,7 +21,7 @@ HELD_OUT_PER_DIGIT = 36
 
 def digits() -> Job:
     """Return the job: 1,437 images to train on, 360 held out, accuracy on those."""
-    _import_scikit_learn()
+    _scikit_learn_datasets()
     return Job(
         model=Network,
         optimizer=torch.optim.AdamW,
@@ -84,5 +86,24 @@ class Digits(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 def _load() -> tuple[Float[Tensor, "image 1 8 8"], Int[Tensor, " image"]]:
-    data = _import_scikit_learn().load_digits()
-    return torch.from_numpy(data.images).float()[:, None] / 16, torch.from_numpy(data.target).long()
+    found = _scikit_learn_datasets().load_digits()
+    return torch.from_numpy(found.images).float()[:, None] / 16, torch.from_numpy(found.target).long()
+
+
+def _is_held_out(labels: Int[Tensor, " image"]) -> Bool[Tensor, " image"]:
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    held_out = torch.zeros(len(labels), dtype=torch.bool)
+    for digit in range(10):
+        held_out[order[labels[order] == digit][:HELD_OUT_PER_DIGIT]] = True
+    return held_out
+
+
+def _scikit_learn_datasets() -> ModuleType:
+    try:
+        return importlib.import_module("sklearn.datasets")
+    except ModuleNotFoundError as error:
+        message = (
+            f"the recipe 'digits' reads its images from scikit-learn, and there is no module {error.name!r}. "
+            "Install it: pip install 'anybatch[recipes]'"
+        )
+        raise DataError(message) from None

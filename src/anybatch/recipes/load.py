@@ -1,1 +1,227 @@
-def load_recipe(): ...
+"""From what a user types to a `Job`: a built-in recipe, a function in a file, or a function in a module."""
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType, ModuleType, TracebackType
+from typing import Any, cast
+
+from anybatch.errors import AnyBatchError, UserError
+from anybatch.recipes.job import Job
+
+RECIPES: Mapping[str, str] = MappingProxyType(
+    {"digits": "anybatch.recipes.digits:digits", "text": "anybatch.recipes.text:text"}
+)
+
+SMALLEST_RECIPE = """\
+import torch
+import anybatch as ab
+from anybatch.recipes import Defaults, Job
+
+
+def loss(model, batch):
+    return torch.nn.functional.mse_loss(model(batch), 2 * batch)
+
+
+def job():
+    return Job(
+        model=lambda: torch.nn.Linear(1, 1),
+        optimizer=torch.optim.SGD,
+        loss=ab.mean_over_samples(loss),
+        dataset=lambda: torch.arange(64.0)[:, None] / 64,
+        defaults=Defaults(effective_batch_size=16, learning_rate=0.1, epochs=10),
+    )
+"""
+
+_JOB_NAMES = ("job", "recipe")
+
+
+def load_recipe(name: str) -> Job:
+    """Return the job that `name` stands for.
+
+    As `python file.py` would, this puts a file's folder in front of `sys.path`, or the working directory for a module,
+    and leaves it there: what the job's functions import later, and what workers import, is found the same way.
+
+    Args:
+        name: a built-in recipe ("digits", "text"), "file.py:function" or "package.module:function". Without
+            ":function" it is the one function that is called `job` or `recipe`, or whose annotation says that it
+            returns a `Job`.
+
+    Raises:
+        UserError: there is no such thing, importing or calling it fails (with the traceback from the user's own file
+            on), or what it returns is no `Job`.
+    """
+    place, function_name = _split(RECIPES.get(name, name))
+    module = _import_file(Path(place)) if _is_file_name(place) else _import_module(place)
+    function = _named(module, function_name, place) if function_name else _only_one(module, place)
+    where = f"{function.__name__} of {place}"
+    needed = _needed_arguments(function)
+    if needed:
+        message = (
+            f"{where} needs the arguments {', '.join(needed)}, and a recipe is called without any. Give them defaults, "
+            f"or name a function that calls it: def job(): return {function.__name__}(...)"
+        )
+        raise UserError(message)
+    with _users_traceback(f"calling {where} failed"):
+        job = function()
+    if not isinstance(job, Job):
+        message = (
+            f"{where} returned {type(job).__name__}; a recipe returns a Job. The smallest recipe is:\n\n"
+            f"{SMALLEST_RECIPE}"
+        )
+        raise UserError(message)
+    return job
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Split "place:function"; the colon of a Windows drive is not that colon."""
+    place, _, function = name.rpartition(":")
+    return (place, function) if place and function.isidentifier() else (name, "")
+
+
+def _is_file_name(place: str) -> bool:
+    return place.endswith(".py") or "/" in place or "\\" in place
+
+
+def _import_file(path: Path) -> ModuleType:
+    """Import a file under its own name, so that worker processes can find what it defines."""
+    if not path.is_file():
+        message = f"there is no file {str(path)!r} (looked in {Path.cwd()}). A recipe is {_known()}."
+        raise UserError(message)
+    path, name = path.resolve(), path.stem
+    _find_first(path.parent)
+    loaded = sys.modules.get(name)
+    if loaded is not None:
+        if getattr(loaded, "__file__", None) == str(path):
+            return loaded
+        message = (
+            f"{path.name} cannot be imported as {name!r}: a module of that name is loaded already, from "
+            f"{getattr(loaded, '__file__', None) or 'Python itself'}. Rename the file."
+        )
+        raise UserError(message)
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        message = f"{str(path)!r} is no Python source file: its name must end in .py. A recipe is {_known()}."
+        raise UserError(message)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        with _users_traceback(f"importing {path} failed"):
+            spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _import_module(name: str) -> ModuleType:
+    _find_first(Path.cwd())
+    with _users_traceback(f"importing {name} failed"):
+        if not all(part.isidentifier() for part in name.split(".")) or _is_missing(name):
+            message = f"there is no recipe and no module {name!r}. A recipe is {_known()}."
+            raise UserError(message)
+        return importlib.import_module(name)
+
+
+def _is_missing(name: str) -> bool:
+    """Return whether the module itself, or a package it is in, cannot be found."""
+    try:
+        return name not in sys.modules and importlib.util.find_spec(name) is None
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
+            return True
+        raise  # it is there, and a package it is in imports something that is not
+
+
+def _find_first(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def _named(module: ModuleType, name: str, place: str) -> Callable[..., Any]:
+    function = getattr(module, name, None)
+    if function is None:
+        message = f"{place} has no function {name!r}. {_listed(_functions(module))}"
+        raise UserError(message)
+    if not callable(function):
+        message = (
+            f"{name} of {place} is an object of type {type(function).__name__}; a recipe is a function that returns a "
+            f"Job. {_listed(_functions(module))}"
+        )
+        raise UserError(message)
+    return cast("Callable[..., Any]", function)
+
+
+def _only_one(module: ModuleType, place: str) -> Callable[..., Any]:
+    """Return the function that must be meant where none is named."""
+    functions = _functions(module)
+    likely = {name: function for name, function in functions.items() if name in _JOB_NAMES or _says_job(function)}
+    ready = {name: function for name, function in likely.items() if not _needed_arguments(function)}
+    found = ready or likely
+    if len(found) == 1:
+        return next(iter(found.values()))
+    what = "several functions may be" if found else "no function is called 'job' or 'recipe', or annotated '-> Job', as"
+    message = f"in {place} {what} the recipe. Name it: {place}:function. {_listed(found or functions)}"
+    raise UserError(message)
+
+
+def _functions(module: ModuleType) -> dict[str, Callable[..., Any]]:
+    """Return the public functions that the module itself defines."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+    }
+
+
+def _says_job(function: Callable[..., Any]) -> bool:
+    """Return whether the annotation is `Job`, also as text, and with or without the module it is in."""
+    annotation = getattr(function, "__annotations__", {}).get("return")
+    return annotation is Job or (isinstance(annotation, str) and annotation.strip("'\"").rpartition(".")[2] == "Job")
+
+
+def _needed_arguments(function: Callable[..., Any]) -> list[str]:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # some built-in functions do not tell
+        return []
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [each.name for each in parameters if each.default is each.empty and each.kind not in optional]
+
+
+def _listed(functions: Mapping[str, Callable[..., Any]]) -> str:
+    return f"It has: {', '.join(sorted(functions))}." if functions else "It defines no functions."
+
+
+def _known() -> str:
+    names = ", ".join(map(repr, RECIPES))
+    return f"one of {names}, a file (file.py:function) or a module (package.module:function)"
+
+
+@contextmanager
+def _users_traceback(what: str) -> Iterator[None]:
+    """Turn an error of the user's code into one that shows the user's part of the traceback; ours pass as they are."""
+    try:
+        yield
+    except AnyBatchError:
+        raise
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (whatever the user's code raises)
+        lines = traceback.format_exception(type(error), error, _users_part(error.__traceback__))
+        message = f"{what}:\n\n{''.join(lines).rstrip()}"
+        raise UserError(message) from None
+
+
+def _users_part(trace: TracebackType | None) -> TracebackType | None:
+    """Return the traceback without the frames, from the top, of this file and of Python's import system."""
+    ours = (__file__, importlib.__file__)
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if file not in ours and not file.startswith("<frozen importlib"):
+            return trace
+        trace = trace.tb_next
+    return None

@@ -3,6 +3,7 @@
 By default it reads the source code of the standard library of the Python that runs it. Nothing is downloaded.
 """
 
+import itertools
 import math
 import os
 import sysconfig
@@ -13,7 +14,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F  # noqa: N812 (its usual name)
+import torch.nn.functional as F
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -25,6 +26,7 @@ from anybatch.errors import DataError
 from anybatch.recipes.job import Defaults, Evaluation, Job
 
 NUM_BYTE_VALUES = 256
+_LIBRARY_BYTES = 4_000_000
 _NOT_CODE = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"})
 
 
@@ -36,7 +38,7 @@ def text(
     width: int = 128,
     num_layers: int = 4,
     num_heads: int = 4,
-    max_bytes: int = 4_000_000,
+    max_bytes: int | None = None,
 ) -> Job:
     """Return the job: predict each byte from those before it; judged in bits per byte on files it has not seen.
 
@@ -47,7 +49,8 @@ def text(
         width: size of the vector that stands for a byte.
         num_layers: transformer blocks.
         num_heads: attention heads per block; divides `width`.
-        max_bytes: most bytes that are read, counted over whole files.
+        max_bytes: no more files are read after this many bytes; None for 4 million in the standard library, and no
+            limit in a folder.
     """
     files = list_files(folder, pattern, max_bytes)
     num_held_out = max(1, len(files) // 40)
@@ -64,27 +67,26 @@ def text(
 
 
 class Transformer(nn.Module):
-    """Bytes in, the logits of the byte that follows each of them out."""
+    """Bytes in; out, for each of them, the logits of the byte that follows."""
 
     def __init__(self, *, width: int, num_layers: int, num_heads: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(NUM_BYTE_VALUES, width)
-        self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(num_layers))
+        self.blocks = nn.Sequential(*(Block(width, num_heads) for _ in range(num_layers)))
         self.norm = nn.RMSNorm(width)
         for name, parameter in self.named_parameters():
-            if parameter.ndim == 2:
-                into_residual = name.endswith(("merge.weight", "down.weight"))
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * num_layers) if into_residual else 0.02)
+            if parameter.ndim > 1:
+                num_added = 2 * num_layers if name.endswith(("merge.weight", "down.weight")) else 1
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(num_added))
 
     def forward(self, inputs: Int[Tensor, "batch time"]) -> Float[Tensor, "batch time 256"]:
-        x = self.embedding(inputs)
-        for block in self.blocks:
-            x = block(x)
-        return F.linear(self.norm(x), self.embedding.weight)  # what reads a byte also writes it
+        """Return the logits; those at position t depend on the bytes up to and with t."""
+        x = self.norm(self.blocks(self.embedding(inputs)))
+        return F.linear(x, self.embedding.weight)  # what reads a byte also writes it
 
 
 class Block(nn.Module):
-    """Attention across time, then a gated layer (SwiGLU) at each time, both on a normed copy and added back."""
+    """Attention over time, then a gated layer (SwiGLU) at each time; each sees a normed copy and adds to the rest."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -98,15 +100,14 @@ class Block(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Float[Tensor, "batch time width"]) -> Float[Tensor, "batch time width"]:
-        x = x + self.attend(self.attention_norm(x))
-        gate, value = self.up(self.gated_norm(x)).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * value)
-
-    def attend(self, x: Float[Tensor, "batch time width"]) -> Float[Tensor, "batch time width"]:
-        heads = self.split(x).unflatten(-1, (3, self.num_heads, -1))  # batch, time, 3, head, head_width
-        query, key, value = heads.permute(2, 0, 3, 1, 4)  # each: batch, head, time, head_width
+        """Return x with what both layers add to it."""
+        heads = self.split(self.attention_norm(x)).unflatten(-1, (3, self.num_heads, -1))  # batch time 3 head per_head
+        query, key, value = heads.permute(2, 0, 3, 1, 4)  # each: batch head time per_head
         mixed = F.scaled_dot_product_attention(rotate(query), rotate(key), value, is_causal=True)
-        return self.merge(mixed.transpose(1, 2).flatten(-2))
+        x = x + self.merge(mixed.transpose(1, 2).flatten(-2))
+        gate, signal = self.up(self.gated_norm(x)).chunk(2, dim=-1)  # each: batch time hidden
+        added: Float[Tensor, "batch time width"] = self.down(F.silu(gate) * signal)
+        return x + added
 
 
 def rotate(x: Float[Tensor, "*head time head_width"]) -> Float[Tensor, "*head time head_width"]:
@@ -140,8 +141,8 @@ def adamw(named_parameters: Iterable[tuple[str, nn.Parameter]], learning_rate: f
     """Return AdamW that decays matrices, and leaves the scales of norms alone."""
     parameters = [parameter for _, parameter in named_parameters]
     groups = [
-        {"params": [parameter for parameter in parameters if parameter.ndim >= 2], "weight_decay": 0.1},
-        {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
+        {"params": [parameter for parameter in parameters if parameter.ndim > 1], "weight_decay": 0.1},
+        {"params": [parameter for parameter in parameters if parameter.ndim <= 1], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95))
 
@@ -187,29 +188,30 @@ class Windows(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"inputs": window[:-1], "targets": window[1:]}
 
 
-def list_files(folder: str | Path | None, pattern: str | None, max_bytes: int) -> list[Path]:
+def list_files(folder: str | Path | None, pattern: str | None, max_bytes: int | None) -> list[Path]:
     """Return the files to read, in an order that looks random and depends on their names inside the folder alone.
 
-    Hidden files and folders are left out, and so are empty files.
+    Hidden files and folders are left out.
 
     Raises:
         DataError: there is no such folder, or fewer than two files in it match.
     """
     root = Path(sysconfig.get_paths()["stdlib"] if folder is None else folder)
     pattern = pattern or ("*.py" if folder is None else "*")
+    limit = max_bytes or (_LIBRARY_BYTES if folder is None else math.inf)
     left_out = _NOT_CODE if folder is None else frozenset()
     found = {}
     for path, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in left_out and not name.startswith(".")]
         for file in (Path(path, name) for name in names if fnmatch(name, pattern) and not name.startswith(".")):
             found[sha256(file.relative_to(root).as_posix().encode()).digest()] = file
-    files, num_bytes = [], 0
-    for _, file in sorted(found.items()):
-        size = file.stat().st_size
-        if 0 < size <= max_bytes - num_bytes:
-            files.append(file)
-            num_bytes += size
-    if len(files) < 2:
-        message = ""
+    files = [file for _, file in sorted(found.items())]
+    before = itertools.accumulate((file.stat().st_size for file in files), initial=0)
+    files = [file for file, num_bytes in zip(files, before, strict=False) if num_bytes < limit]
+    if len(files) <= 1:
+        message = (
+            f"{str(root)!r} is {'a folder' if root.is_dir() else 'no folder'}, and holds {len(files)} files that match "
+            f"{pattern!r} within {max_bytes=}. At least 2 are needed: one to train on, one to be judged by."
+        )
         raise DataError(message)
     return files
