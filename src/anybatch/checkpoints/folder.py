@@ -118,9 +118,10 @@ def prune(folder: Path, *, step: int, keep_last: int, disk: Disk) -> list[str]:
 
 
 def discard(path: Path, *, disk: Disk) -> None:
-    """Remove a checkpoint: first its name, then the rest."""
+    """Remove a checkpoint: first its name, for good, then the rest."""
     doomed = path.with_name(path.name + DELETING)
     disk.rename(path, doomed)
+    disk.sync_folder(path.parent)
     remove(doomed, disk=disk)
 
 

@@ -59,11 +59,15 @@ class TensorFile:
         """Yield the bytes of the file; each block is valid until the next one is asked for."""
         yield self.head
         window = bytearray(_WINDOW_BYTES)
-        staging = torch.frombuffer(window, dtype=torch.uint8)
         for tensor in self.tensors:
-            for piece in _flat_bytes(tensor).split(_WINDOW_BYTES):
-                staging[: len(piece)].copy_(piece)
-                yield memoryview(window)[: len(piece)]
+            yield from _through(window, tensor)
+
+
+def _through(window: bytearray, tensor: torch.Tensor) -> Iterator[memoryview]:
+    staging = torch.frombuffer(window, dtype=torch.uint8)
+    for piece in _flat_bytes(tensor).split(len(window)):
+        staging[: len(piece)].copy_(piece)
+        yield memoryview(window)[: len(piece)]
 
 
 def lay_out(tensors: Mapping[str, torch.Tensor]) -> TensorFile:

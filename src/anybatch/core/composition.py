@@ -199,7 +199,7 @@ _TOGETHER: Mapping[frozenset[Feature], Cell] = {
     frozenset((Feature.WIDE_PARAMETERS, Feature.CAST)): _NO_MASTERS,
     frozenset((Feature.LOW_PARAMETERS, Feature.DIRECT)): _NO_MASTERS,
 }
-_BAD_TO_GOOD = tuple(reversed(Verdict))
+_GOOD_TO_BAD = tuple(Verdict)
 
 
 def cell(one: Feature, other: Feature) -> Cell:
@@ -211,7 +211,8 @@ def cell(one: Feature, other: Feature) -> Cell:
         return stated
     if one.axis is other.axis and one.axis.exclusive:
         return _ONE_AXIS
-    return min(cell(one, one), cell(other, other), key=lambda found: _BAD_TO_GOOD.index(found.verdict))
+    owns = [cell(feature, feature) for feature in Feature if feature in (one, other)]
+    return max(owns, key=lambda own: _GOOD_TO_BAD.index(own.verdict))
 
 
 def pairs(features: Iterable[Feature]) -> list[tuple[Feature, Feature]]:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from anybatch.core.nested import Batch
 from anybatch.errors import LossError
@@ -32,7 +34,7 @@ class LossSum:
         count: number of items (or the sum of their weights); a zero-axis tensor if it is known on the device only.
     """
 
-    total: torch.Tensor
+    total: Float[Tensor, ""]
     count: "int | float | torch.Tensor"
 
 

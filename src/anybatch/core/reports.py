@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from anybatch.core.batch import Position
 from anybatch.core.splitting import BatchPlan
@@ -32,10 +34,10 @@ class StepReport:
     learning_rates: tuple[float | torch.Tensor, ...]
     skipped: bool
     update: str
-    contributions: torch.Tensor
+    contributions: Float[Tensor, " term"]
     weights: Mapping[str, float]
-    counts: torch.Tensor
-    gradient_norm: torch.Tensor | None
+    counts: Float[Tensor, " term"]
+    gradient_norm: Float[Tensor, ""] | None
 
     @property
     def loss(self) -> float:

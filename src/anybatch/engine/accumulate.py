@@ -7,6 +7,8 @@ from types import TracebackType
 from typing import Protocol
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from anybatch.core.loss import Loss, Share, returned_count, scaled
 from anybatch.core.nested import Batch
@@ -52,7 +54,7 @@ class Machine:
     autocast: Callable[[], AbstractContextManager[object]]
     randomness: Randomness
     before: Callable[[Work], None]
-    after: Callable[[Work, Sequence[torch.Tensor]], None]
+    after: Callable[[Work, Sequence[Float[Tensor, ""]]], None]
 
 
 def accumulate(machine: Machine, work: Iterable[Work]) -> Sums:
@@ -88,7 +90,7 @@ def _forward(loss: Loss, shares: tuple[Share, ...], sums: Sums) -> Callable[[obj
     def run(model: object, batch: Batch) -> list[torch.Tensor]:
         output = loss.function(model, batch)
         terms = scaled(loss, output, shares)
-        if loss.terms is None:
+        if loss.terms is None and shares[0].of_sum:  # 0 for a unit that only keeps ranks in lockstep
             sums.late_counts.append(returned_count(output))
         return terms
 

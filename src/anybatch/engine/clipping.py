@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from anybatch.errors import UserError
@@ -40,7 +42,7 @@ def clip_policy(clip: "Clip | float | None") -> Clip | None:
     return ClipByNorm(float(clip)) if isinstance(clip, (int, float)) else clip
 
 
-def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+def total_norm(gradients: Sequence[torch.Tensor]) -> Float[Tensor, ""]:
     """Return the 2-norm over all gradients together, on the device, in the gradients' own precision."""
     norm = get_total_norm([_values(gradient) for gradient in gradients])
     # The norm of sharded gradients (DTensors, whose module takes a second and a half to import) is itself sharded.
@@ -49,7 +51,7 @@ def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 @torch.no_grad()
-def clip_gradients(gradients: Sequence[torch.Tensor], norm: torch.Tensor | None, clip: Clip) -> None:
+def clip_gradients(gradients: Sequence[torch.Tensor], norm: Float[Tensor, ""] | None, clip: Clip) -> None:
     """Clip in place. `norm` is the total norm where it has been measured already."""
     values = [_values(gradient) for gradient in gradients]
     if isinstance(clip, ClipByNorm):

@@ -15,7 +15,7 @@ from anybatch.core.batch import Placement, Position
 from anybatch.core.composition import remarks
 from anybatch.core.geometry import resolve_sizes
 from anybatch.core.loss import Loss, LossFunction, declared
-from anybatch.core.records import Observer, StartRecord
+from anybatch.core.records import Observer
 from anybatch.core.reports import StepReport
 from anybatch.core.splitting import Cut, Deal
 from anybatch.engine.accumulate import Machine, accumulate
@@ -38,9 +38,8 @@ from anybatch.engine.state import (
     save_on_first_rank,
 )
 from anybatch.engine.sums import divide_late
-from anybatch.engine.watch import Watch, software_versions
+from anybatch.engine.watch import Watch, start_record
 from anybatch.errors import BatchSizeError, RankFailedError, UserError
-from anybatch.parallel.gradients import accumulation_dtype
 from anybatch.parallel.strategy import Strategy
 from anybatch.parallel.world import World
 
@@ -144,7 +143,11 @@ class Engine:
         self._modules.to(self.world.device)
         self._watch = Watch(observer, self.world.rank, self._loss, self._clip)
         prepared = self._strategy.prepare(self._modules, model, self.world, self._watch.reduction)
-        self._target = make_target(optimizer, prepared.parameters)
+        try:
+            self._target = make_target(optimizer, prepared.parameters)
+        except Exception:
+            self._strategy.close()  # no hook stays on a model that is not going to be trained
+            raise
         self.optimizer = self._target.optimizer
         self.average = None if average_decay is None else WeightAverage(prepared.parameters, average_decay)
         self._finite = FiniteCheck(self.world.device)
@@ -433,24 +436,15 @@ class Engine:
         self._started = True
         if not self._watch.watching:
             return
-        parameters = list(self._machine.prepared.parameters.values())
         self._watch.start(
-            StartRecord(
-                rank=self.world.rank,
-                world_size=self.world.size,
-                first_step=self.num_steps,
-                geometry=str(opened.plan),
-                effective_batch_size=self._sizes.effective_batch_size or opened.plan.num_samples,
-                micro_batch_size=opened.plan.cut.micro_batch_size,
+            start_record(
+                world=self.world,
+                opened=opened,
+                parameters=list(self._machine.prepared.parameters.values()),
                 strategy=self._strategy.capabilities.name,
                 precision=self._precision,
-                device=str(self.world.device),
-                dtype=str(parameters[0].dtype).removeprefix("torch."),
-                seed=opened.seed,
-                num_parameters=sum(parameter.numel() for parameter in parameters),
-                gradient_bytes=sum(p.numel() * accumulation_dtype(p).itemsize for p in parameters),
-                versions=software_versions(),
-                decisions=dict(self.decisions),
+                first_step=self.num_steps,
+                decisions=self.decisions,
             )
         )
 

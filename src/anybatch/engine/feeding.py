@@ -1,6 +1,6 @@
 """From a batch of any kind to micro-batches that are ready to run."""
 
-import hashlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ from anybatch.core.randomness import unit_seed
 from anybatch.core.splitting import BatchPlan, Unit, plan_shares
 from anybatch.engine.accumulate import Work
 from anybatch.errors import BatchSizeError, DataError, LossError
+from anybatch.parallel.replicas import digest
 from anybatch.parallel.strategy import Turn
 from anybatch.parallel.world import World
 
@@ -76,13 +77,18 @@ def make_workload(opened: OpenBatch, loss: Loss, world: World, *, step: int, loc
 
     Raises:
         LossError: the whole effective batch has nothing to count, so its loss is not defined.
+        DataError: a rank has nothing to count, and the strategy keeps ranks in lockstep.
     """
     micro_batches = opened.micro_batches
     if loss.needs_data_to_count:
         loaded = list(micro_batches)
         counts = [unit_counts(loss, batch, unit.num_samples) for batch, unit in zip(loaded, opened.units, strict=True)]
         own = [sum(c[j] for c, u in zip(counts, opened.units, strict=True) if u.weight) for j in range(len(loss.names))]
-        divisors = tuple(sum(column) for column in zip(*world.gather_numbers(own), strict=True))
+        rows = world.gather_numbers([*own, float(any(map(any, counts)))])
+        divisors = tuple(sum(column) for column in zip(*rows, strict=True))[:-1]
+        if lockstep and any(divisors):
+            _refuse_idle_rank([int(row[-1]) for row in rows], "no item that the loss counts (all targets masked?)")
+            opened, loaded, counts = _run_along(opened, loaded, counts)
         micro_batches = iter(loaded)
     else:
         counts = [(float(unit.num_samples),) * len(loss.names) for unit in opened.units]
@@ -107,6 +113,38 @@ def make_workload(opened: OpenBatch, loss: Loss, world: World, *, step: int, loc
             lockstep=lockstep,
         ),
     )
+
+
+def _run_along(
+    opened: OpenBatch, loaded: Sequence[Batch], counts: Sequence[tuple[float, ...]]
+) -> tuple[OpenBatch, list[Batch], list[tuple[float, ...]]]:
+    """Under lockstep every unit has to run; one that counts nothing runs another's samples with weight 0 instead."""
+    busy = next(number for number, count in enumerate(counts) if any(count))
+    chosen = [number if any(count) else busy for number, count in enumerate(counts)]
+    units = tuple(
+        unit if any(count) else dataclasses.replace(unit, weight=0.0)
+        for unit, count in zip(opened.units, counts, strict=True)
+    )
+    return (
+        dataclasses.replace(opened, units=units),
+        [loaded[number] for number in chosen],
+        [counts[number] for number in chosen],
+    )
+
+
+def _refuse_idle_rank(busy: Sequence[int], lacks: str) -> None:
+    """Refuse, on every rank, a batch in which some rank has nothing that it could run along with the others.
+
+    Raises:
+        DataError: with the rank.
+    """
+    if all(busy):
+        return
+    message = (
+        f"rank {busy.index(0)} has {lacks} in its share of the batch, but the strategy keeps ranks in lockstep: each "
+        "runs as many micro-batches as the others. Use a larger effective batch, or strategy='all_reduce'."
+    )
+    raise DataError(message)
 
 
 def _line_up(
@@ -191,13 +229,11 @@ def refuse_disagreement(batch: Any, opened: OpenBatch, world: World) -> None:  #
             raise DataError(message)
 
 
-def _digest(batch: Batch | None) -> str | None:
+def _digest(batch: Batch | None) -> tuple[int, ...] | None:
+    """Return a fingerprint of every tensor of a batch; None for an empty one."""
     if batch is None or not count_samples(batch):
         return None
-    word = hashlib.blake2b(digest_size=16)
-    for tensor in tensors_of(batch):
-        word.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return word.hexdigest()
+    return tuple(digest(tensor) for tensor in tensors_of(batch))
 
 
 def _is_effective_batch(batch: object) -> bool:
@@ -210,6 +246,8 @@ def _open_share(share: RankShare, placement: Placement, world: World, start: Pos
     if not sum(sizes):
         message = "the effective batch is empty: no rank brought a sample. End the loop before, as ab.shares does."
         raise BatchSizeError(message)
+    if placement.cut.lockstep:
+        _refuse_idle_rank(sizes, "no sample")
     plan = plan_shares(sizes, placement.cut)
     first = sum(sizes[: placement.rank])
     units = plan.shares[placement.rank]

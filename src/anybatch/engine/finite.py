@@ -1,6 +1,8 @@
 """A loss or gradient that is not finite is acted on before the next update, without making the loop wait."""
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from anybatch.errors import NonFiniteError
 
@@ -16,7 +18,7 @@ class FiniteCheck:
         self._device = device
         self._pending: tuple[int, torch.Tensor, torch.Event] | None = None
 
-    def check(self, number: torch.Tensor, step: int) -> None:
+    def check(self, number: Float[Tensor, ""], step: int) -> None:
         """Raise if `number`, zero-axis, or the one of the step before, is not finite.
 
         Raises:

@@ -176,6 +176,9 @@ def load_on_all_ranks(path: Path, world: World) -> Loaded:
     loaded = Loaded(path=path, state=load(path), skipped=()) if is_one else load_latest(path)
     steps = world.gather_objects(int(loaded.state["num_steps"]))
     if len(set(steps)) > 1:
-        message = f"ranks see checkpoints of different steps in {path}: {steps}. Put it on a file system that all ranks share."
+        message = (
+            f"ranks see checkpoints of different steps in {path}: {steps}. "
+            "Put it on a file system that all ranks share."
+        )
         raise CheckpointError(message)
     return loaded

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from anybatch.core.loss import Loss, Share
 
@@ -20,7 +22,7 @@ class Sums:
     contributions: list[tuple[tuple[Share, ...], Sequence[torch.Tensor]]] = field(default_factory=list)
     late_counts: list["int | float | torch.Tensor"] = field(default_factory=list)
 
-    def totals(self, loss: Loss, device: torch.device) -> torch.Tensor:
+    def totals(self, loss: Loss, device: torch.device) -> Float[Tensor, " numbers"]:
         """Return a tensor (terms,) of this rank's contributions, or (2,) with the count behind it if that came late."""
         dtype = number_type(device)
         columns: list[list[torch.Tensor]] = [[] for _ in loss.names]
@@ -42,8 +44,8 @@ def number_type(device: torch.device) -> torch.dtype:
 
 @torch.no_grad()
 def divide_late(
-    gradients: Sequence[torch.Tensor], totals: torch.Tensor, guess: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    gradients: Sequence[torch.Tensor], totals: Float[Tensor, "2"], guess: float
+) -> tuple[Float[Tensor, "1"], Float[Tensor, "1"]]:
     """Divide by a count that came with the losses: gradients in place; returns (contributions, counts).
 
     Micro-batches were divided by `guess` (the number of samples) to keep fp16 in range; what is left is one factor.

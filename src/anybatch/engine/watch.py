@@ -28,7 +28,9 @@ from anybatch.core.records import (
 from anybatch.core.reports import StepReport
 from anybatch.engine.accumulate import Work
 from anybatch.engine.clipping import Clip, ClipByNorm
-from anybatch.engine.feeding import Workload
+from anybatch.engine.feeding import OpenBatch, Workload
+from anybatch.parallel.gradients import accumulation_dtype
+from anybatch.parallel.world import World
 
 
 class Watch:
@@ -207,7 +209,37 @@ class Watch:
         )
 
 
-def software_versions() -> dict[str, str]:
+def start_record(
+    *,
+    world: World,
+    opened: OpenBatch,
+    parameters: Sequence[torch.Tensor],
+    strategy: str,
+    precision: str,
+    first_step: int,
+    decisions: Mapping[str, str],
+) -> StartRecord:
+    """Return the header of a run, told when its first batch has been planned."""
+    return StartRecord(
+        rank=world.rank,
+        world_size=world.size,
+        first_step=first_step,
+        geometry=str(opened.plan),
+        effective_batch_size=opened.plan.num_samples,
+        micro_batch_size=opened.plan.cut.micro_batch_size,
+        strategy=strategy,
+        precision=precision,
+        device=str(world.device),
+        dtype=str(parameters[0].dtype).removeprefix("torch."),
+        seed=opened.seed,
+        num_parameters=sum(parameter.numel() for parameter in parameters),
+        gradient_bytes=sum(p.numel() * accumulation_dtype(p).itemsize for p in parameters),
+        versions=_software_versions(),
+        decisions=dict(decisions),
+    )
+
+
+def _software_versions() -> dict[str, str]:
     """Return the versions a reader of a log needs to make sense of it."""
     try:
         own = version("anybatch")

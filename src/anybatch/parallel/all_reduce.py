@@ -9,7 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from jaxtyping import Float
+from torch import Tensor, nn
 
 from anybatch.parallel.gradients import GradientBuffers
 from anybatch.parallel.replicas import Initial, align_replicas
@@ -68,7 +69,9 @@ class AllReduce:
             self._gradients.on_gradient = self._gradient_is_final
         return _NOTHING
 
-    def finish_gradients(self, numbers: torch.Tensor) -> tuple[list[torch.Tensor | None], torch.Tensor]:
+    def finish_gradients(
+        self, numbers: Float[Tensor, " numbers"]
+    ) -> tuple[list[torch.Tensor | None], Float[Tensor, " numbers"]]:
         """Start what has not been started (unused parameters, a rank with nothing), then wait for everything once."""
         buffers = self._gradients
         buffers.on_gradient = None

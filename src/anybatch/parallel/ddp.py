@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from jaxtyping import Float
+from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
@@ -82,7 +83,9 @@ class DDP:
         assert self._wrapper is not None
         return self._wrapper.no_sync()
 
-    def finish_gradients(self, numbers: torch.Tensor) -> tuple[list[torch.Tensor | None], torch.Tensor]:
+    def finish_gradients(
+        self, numbers: Float[Tensor, " numbers"]
+    ) -> tuple[list[torch.Tensor | None], Float[Tensor, " numbers"]]:
         """Return what DDP has reduced; a rank that ran nothing joins with zeros first."""
         if not self._reduced:
             self._join_with_zeros()

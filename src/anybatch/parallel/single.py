@@ -3,7 +3,8 @@
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import nn
+from jaxtyping import Float
+from torch import Tensor, nn
 
 from anybatch.parallel.gradients import GradientBuffers, is_low_precision
 from anybatch.parallel.strategy import Capabilities, Prepared, ReductionObserver, Turn, trainable
@@ -41,7 +42,9 @@ class Single:
         del turn
         return _NOTHING
 
-    def finish_gradients(self, numbers: torch.Tensor) -> tuple[list[torch.Tensor | None], torch.Tensor]:
+    def finish_gradients(
+        self, numbers: Float[Tensor, " numbers"]
+    ) -> tuple[list[torch.Tensor | None], Float[Tensor, " numbers"]]:
         """Return what has added up; there is nobody to wait for."""
         for parameter in self._parameters:
             if parameter.grad is not None and parameter.grad.is_sparse:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from jaxtyping import Float
+from torch import Tensor, nn
 
 from anybatch.core.loss import LossFunction
 from anybatch.core.nested import Batch
@@ -78,7 +79,9 @@ class Strategy(Protocol):
         """Return the context of one forward and backward. Reduction starts in the last one, if anywhere."""
         ...
 
-    def finish_gradients(self, numbers: torch.Tensor) -> tuple[list[torch.Tensor | None], torch.Tensor]:
+    def finish_gradients(
+        self, numbers: Float[Tensor, " numbers"]
+    ) -> tuple[list[torch.Tensor | None], Float[Tensor, " numbers"]]:
         """Wait, once, for everything that ranks have to sum at the end of an effective batch.
 
         Args:

@@ -55,7 +55,7 @@ class World:
         chosen = _own_accelerator() if device is None else torch.device(device)
         if chosen.type == "cuda":
             torch.cuda.set_device(chosen)
-        if not dist.is_initialized() and "RANK" not in os.environ:
+        if not dist.is_initialized() and not has_launcher():
             return cls(device=chosen)
         timeout = timedelta(seconds=timeout_seconds)
         if not dist.is_initialized():
@@ -137,6 +137,11 @@ class World:
         )
         message = f"{reason}. Rank {self.rank} stops too: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
         return RankFailedError(message)
+
+
+def has_launcher() -> bool:
+    """Return whether a launcher, such as torchrun, has started this process as one of its ranks."""
+    return "RANK" in os.environ
 
 
 def _check_launcher() -> None:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from anybatch.core.learning_rate import Rule
 from anybatch.core.loss import Loss, LossFunction
-from anybatch.engine.clipping import Clip
+from anybatch.engine.clipping import Clip, clip_policy
 from anybatch.engine.engine import Scheduler
 from anybatch.engine.evaluation import MetricFunction
 from anybatch.engine.modules import Model
@@ -144,10 +144,11 @@ class Job:
             _check_function("Job", "collate", self.collate, "(samples)", DataError)
         if self.scheduler is not None:
             _check_function("Job", "scheduler", self.scheduler, "(optimizer, num_steps)", ParameterError)
+        clip_policy(self.clip)
         for name, kind in (("evaluate", Evaluation), ("defaults", Defaults)):
             value = getattr(self, name)
             if not isinstance(value, kind) and not (name == "evaluate" and value is None):
-                message = f"Job({name}={value!r}) must be {name}=ab.{kind.__name__}(...), not {_kind(value)}."
+                message = f"Job({name}={value!r}) must be {name}={kind.__name__}(...), not {_kind(value)}."
                 raise UserError(message)
 
 

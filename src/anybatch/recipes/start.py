@@ -98,12 +98,9 @@ def start(
     engine = Engine(
         make_model(job, seed), optimizer, job.loss, effective_batch_size=size, clip=job.clip, seed=seed, **hardware
     )
-    rates = scale_optimizer(
-        engine.optimizer,
-        base_batch_size=defaults.base_batch_size or defaults.effective_batch_size,
-        effective_batch_size=size,
-        rule=defaults.learning_rate_rule,
-    )
+    base = defaults.base_batch_size or defaults.effective_batch_size
+    rule = defaults.learning_rate_rule or ("none" if size == base else None)  # then no rule need be known
+    rates = scale_optimizer(engine.optimizer, base_batch_size=base, effective_batch_size=size, rule=rule)
     if job.scheduler is not None:
         engine.scheduler = job.scheduler(engine.optimizer, _num_steps(data))
     return Run(job=job, engine=engine, batches=data, held_out=_held_out(job, size), rates=rates)

@@ -1,0 +1,7 @@
+"""Write docs/composition.md from the table: `python docs/write_composition.py`."""  # noqa: INP001 (a script)
+
+from pathlib import Path
+
+from anybatch.core.composition import as_markdown
+
+Path(__file__).with_name("composition.md").write_text(as_markdown() + "\n", encoding="utf-8")

@@ -1,0 +1,60 @@
+"""Accumulation: micro-batches that fit the memory, one optimizer step; `backward` adds to `p.grad`.
+
+gradient of the batch = sum over its K equal micro-batches of d/dw (mean of its losses / K)
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+
+def spirals(num_samples: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Return points on two noisy spirals, and for each point on which one it lies."""
+    random = torch.Generator().manual_seed(seed)
+    labels = torch.randint(2, (num_samples,), generator=random)
+    radii = torch.rand(num_samples, generator=random, dtype=torch.float64)
+    angles = torch.pi * (2 * radii + labels) + 0.2 * torch.randn(num_samples, generator=random)
+    return torch.stack([radii * angles.cos(), radii * angles.sin()], dim=1), labels
+
+
+def make_model() -> nn.Module:
+    """Return a network with one hidden layer."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 2)).double()
+
+
+def gradient(model: nn.Module, points: Tensor, labels: Tensor, micro_batch_size: int) -> Tensor:
+    """Return the gradient of the batch, all parameters in one row."""
+    model.zero_grad()
+    micro_batches = torch.arange(len(labels)).split(micro_batch_size)
+    for rows in micro_batches:
+        loss = cross_entropy(model(points[rows]), labels[rows])
+        (loss / len(micro_batches)).backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def kept_bytes(model: nn.Module, points: Tensor, labels: Tensor) -> int:
+    """Return the bytes that a forward keeps for its backward, weights among them."""
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda tensor: tensor):
+        cross_entropy(model(points), labels)
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in kept}.values())
+
+
+def train(model: nn.Module, num_steps: int, micro_batch_size: int) -> Tensor:
+    """Take optimizer steps, each on a batch of its own; return all parameters in one row."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    for step in range(num_steps):
+        gradient(model, *spirals(96, seed=step), micro_batch_size)
+        optimizer.step()
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for size in (96, 16):
+        print(f"{size} at a time: {kept_bytes(make_model(), *spirals(size, seed=0)):6,} bytes kept")
+    whole, summed = (gradient(make_model(), *spirals(96, seed=0), size) for size in (96, 16))
+    print(f"gradients differ by {(summed - whole).norm() / whole.norm():.1e}")
+    whole, summed = (train(make_model(), 400, size) for size in (96, 16))
+    print(f"parameters after 400 steps differ by {(summed - whole).norm() / whole.norm():.1e}")

@@ -1,0 +1,69 @@
+"""`anybatch env`: what a bug report should say about a machine, and nothing about who uses it."""
+
+import importlib
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+from anybatch.cli.parser import Parser
+from anybatch.cli.status import Status
+
+_PACKAGES = ("anybatch", "torch", "numpy", "jaxtyping")
+
+
+def run(words: Sequence[str]) -> int:
+    """Print it; return the exit status."""
+    Parser("env", "Print versions and hardware for a bug report: no names of users, hosts or folders.").parse(words)
+    facts = {**software(), **hardware()}
+    width = max(map(len, facts))
+    sys.stdout.write("".join(f"{name:<{width}}  {fact}\n" for name, fact in facts.items()))
+    return Status.DONE
+
+
+def software() -> dict[str, str]:
+    """Return versions."""
+    return {
+        **{name: _version(name) for name in _PACKAGES},
+        "python": f"{platform.python_version()} ({platform.python_implementation()})",
+        "system": f"{platform.system()} {platform.release()} ({platform.machine()})",
+    }
+
+
+def hardware() -> dict[str, str]:
+    """Return what can be computed on, and how ranks can talk."""
+    torch = importlib.import_module("torch")
+    dist = importlib.import_module("torch.distributed")
+    num_devices = torch.accelerator.device_count()
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    facts = {
+        "cpu cores": f"{os.cpu_count()} ({usable} usable), {torch.get_num_threads()} torch threads",
+        "accelerators": ", ".join(_device(torch, number) for number in range(num_devices)) or "none",
+        "cuda of torch": torch.version.cuda or "none",
+        "hip of torch": torch.version.hip or "none",
+        "gloo": _yes(dist.is_available() and dist.is_gloo_available()),
+        "nccl": _yes(dist.is_available() and dist.is_nccl_available()),
+    }
+    if dist.is_available() and dist.is_nccl_available() and torch.cuda.is_available():
+        facts["nccl"] = ".".join(map(str, importlib.import_module("torch.cuda.nccl").version()))
+    return facts
+
+
+def _device(torch: object, number: int) -> str:
+    kind = torch.accelerator.current_accelerator().type
+    if kind != "cuda":
+        return f"{kind}:{number}"
+    found = torch.cuda.get_device_properties(number)
+    return f"{found.name} ({found.total_memory / 2**30:.0f} GiB)"
+
+
+def _yes(is_there: bool) -> str:
+    return "yes" if is_there else "no"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed" if package != "anybatch" else "from its source tree"

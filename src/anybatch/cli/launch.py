@@ -1,0 +1,81 @@
+"""From a command line to running ranks: this process is the only one, or was started as one of them, or starts them."""
+
+import dataclasses
+import os
+import shutil
+import signal
+import sys
+
+import torch
+import torch.distributed as dist
+
+from anybatch.cli.rank import join, run_rank
+from anybatch.cli.task import Task
+from anybatch.errors import CheckpointError
+from anybatch.parallel.world import has_launcher
+from anybatch.recipes.run_folder import RunFolder
+from anybatch.recipes.stop_request import StopRequest
+
+
+def launch(task: Task) -> int:
+    """Run what was asked for on as many ranks as there should be, and return the exit status."""
+    task = as_before(task)
+    if not has_launcher():
+        num_ranks = number_of_ranks(task)
+        warn_of_unused(num_ranks)
+        if num_ranks > 1:
+            from anybatch.cli.local_ranks import run_local_ranks  # noqa: PLC0415 (a single rank needs no launcher)
+
+            return run_local_ranks(task, num_ranks)
+    world = join()
+    with StopRequest(say_stopping if world.rank == 0 else None) as asked:
+        status = run_rank(task, world, asked)
+    if world.connected:
+        dist.destroy_process_group()
+    return status
+
+
+def as_before(task: Task) -> Task:
+    """Return the task with what was not given taken from the run that is resumed."""
+    if not task.resume:
+        return task
+    assert task.folder is not None
+    origin = RunFolder(task.folder).read().origin
+    recipe, ranks = task.recipe or origin.get("recipe"), task.ranks or origin.get("ranks")
+    if not isinstance(recipe, str):
+        message = (
+            f"{task.folder} does not say which recipe it was begun with. Name it: anybatch train RECIPE --resume ..."
+        )
+        raise CheckpointError(message)
+    return dataclasses.replace(task, recipe=recipe, ranks="auto" if ranks in (None, "auto") else int(ranks))
+
+
+def number_of_ranks(task: Task) -> int:
+    """Return how many ranks to run here: one per accelerator, else one, unless it was said.
+
+    One rank without an accelerator, since torch's threads share its cores better than ranks do: see
+    docs/decisions/0008-command-line.md for the measurement.
+    """
+    if task.ranks in (None, "auto"):
+        return max(1, torch.accelerator.device_count())
+    return int(task.ranks)
+
+
+def warn_of_unused(num_ranks: int) -> None:
+    """Say so if an accelerator is here that this run will not use, or must share."""
+    num_accelerators = torch.accelerator.device_count()
+    message = ""
+    if num_ranks < num_accelerators:
+        message = f"{num_accelerators} accelerators are here, and {num_ranks} of them will be used (--ranks auto: all)"
+    elif 0 < num_accelerators < num_ranks:
+        message = f"{num_ranks} ranks share {num_accelerators} accelerators; more ranks than those are not faster"
+    elif num_accelerators == 0 and shutil.which("nvidia-smi"):
+        message = f"an NVIDIA driver is here, and torch {torch.__version__} cannot use it: this run uses the CPU"
+    if message:
+        sys.stderr.write(f"warning: {message}\n")
+
+
+def say_stopping(number: signal.Signals) -> None:
+    """Say that a stop was asked for; called from a signal handler, where a buffered print may fail."""
+    again = "; Ctrl-C again ends at once, without" if number == signal.SIGINT else ""
+    os.write(sys.stderr.fileno(), f"\n{number.name}: stopping after this step, and saving{again}\n".encode())

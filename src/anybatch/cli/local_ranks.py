@@ -1,0 +1,179 @@
+"""Several ranks on this machine, started by torch's own elastic launcher; what ends one of them is told once."""
+
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher import LaunchConfig, elastic_launch
+
+from anybatch.cli.launch import say_stopping
+from anybatch.cli.rank import join, run_rank
+from anybatch.cli.status import Status, status_of
+from anybatch.cli.task import Task
+from anybatch.recipes.stop_request import SIGNALS
+
+_UNKNOWN = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Board:
+    """Memory that the launcher shares with its ranks.
+
+    Attributes:
+        stop: not 0 once somebody has asked the launcher to stop.
+        statuses: how each rank ended, as far as it could say.
+        num_threads: of each rank, for torch's operators.
+    """
+
+    stop: Any
+    statuses: Any
+    num_threads: int
+
+
+def run_local_ranks(task: Task, num_ranks: int) -> int:
+    """Start ranks here, wait for them, and return the exit status."""
+    # On Linux one process imports torch and is forked for each rank; elsewhere each rank imports it for itself.
+    method = "forkserver" if sys.platform == "linux" else "spawn"
+    context = multiprocessing.get_context(method)
+    if method == "forkserver":
+        _start_fork_server()
+    board = Board(context.RawValue("b", 0), context.RawArray("i", [_UNKNOWN] * num_ranks), threads_per_rank(num_ranks))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",  # port 0: whichever is free
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        start_method=method,
+        signals_to_handle="SIGQUIT",  # the others are ours, see below
+    )
+    failures: Mapping[int, ProcessFailure] = {}
+    with _listening(board), _without_logs():
+        try:
+            elastic_launch(config, serve)(task, board)
+        except ChildFailedError as error:
+            failures = error.failures
+    return judge(list(board.statuses), {rank: failure.exitcode for rank, failure in failures.items()})
+
+
+def serve(task: Task, board: Board) -> None:
+    """Run one rank, in a process that the launcher has started."""
+    torch.set_num_threads(board.num_threads)
+    asked = _catch_signals()
+    try:
+        world = join()
+    except Exception as error:  # noqa: BLE001 (told by the status)
+        sys.exit(status_of(error))
+    status = run_rank(task, world, lambda: bool(board.stop.value or asked), is_watched=True)
+    board.statuses[world.rank] = status
+    if status not in (Status.DONE, Status.STOPPED):
+        sys.stderr.flush()
+        sys.exit(status)  # which makes the launcher end the other ranks
+    dist.destroy_process_group()
+
+
+def threads_per_rank(num_ranks: int) -> int:
+    """Return how many threads each rank may use, so that all of them together use the cores once."""
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # Less where the user has said so, with OMP_NUM_THREADS.
+    return min(torch.get_num_threads(), max(1, num_cores // num_ranks))
+
+
+def judge(statuses: Sequence[int], exit_codes: Mapping[int, int]) -> Status:
+    """Return the exit status of a run from those of its ranks, and tell of ranks that could not tell themselves.
+
+    Args:
+        statuses: of each rank; below 0 where it did not get to say.
+        exit_codes: of the processes of ranks that failed first; below 0 for a signal.
+    """
+    known = [Status(status) for status in statuses if status >= 0]
+    for status in known:
+        if status not in (Status.DONE, Status.STOPPED, Status.RANKS):
+            return status
+    for rank, code in exit_codes.items():
+        if statuses[rank] < 0:
+            sys.stderr.write(f"anybatch: rank {rank} {_how_it_ended(code)} The other ranks were ended too.\n")
+            return Status.RANKS
+    if Status.RANKS in known or len(known) < len(statuses):
+        return Status.RANKS
+    return Status.STOPPED if Status.STOPPED in known else Status.DONE
+
+
+def _how_it_ended(exit_code: int) -> str:
+    if exit_code == -signal.SIGKILL:
+        return "was killed (SIGKILL: by somebody, or by the system because memory ran out)."
+    if exit_code < 0:
+        return f"was ended by {signal.Signals(-exit_code).name}."
+    return f"ended with exit code {exit_code} before it could say why."
+
+
+def _start_fork_server() -> None:
+    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
+    former = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: a Ctrl-C is for the launcher alone
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, former)
+
+
+def _catch_signals() -> list[signal.Signals]:
+    """Return a list that is not empty once this rank itself was asked to stop.
+
+    A Ctrl-C reaches every process of a terminal; only the launcher acts on it. But when the launcher is killed, the
+    system sends its ranks a SIGINT, too, and then they save and end.
+    """
+    launcher, asked = os.getppid(), []
+
+    def ask(number: int, _frame: FrameType | None) -> None:
+        if number != signal.SIGINT or os.getppid() != launcher:
+            asked.append(signal.Signals(number))
+
+    for number in SIGNALS:
+        signal.signal(number, ask)
+    return asked
+
+
+@contextmanager
+def _listening(board: Board) -> Iterator[None]:
+    """Let signals to the launcher ask the ranks to stop; a second Ctrl-C ends them at once."""
+
+    def ask(number: int, _frame: FrameType | None) -> None:
+        if not board.stop.value:
+            board.stop.value = 1
+            say_stopping(signal.Signals(number))
+        elif number == signal.SIGINT:
+            for child in multiprocessing.active_children():
+                child.kill()
+            raise KeyboardInterrupt
+
+    former = {number: signal.signal(number, ask) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _without_logs() -> Iterator[None]:
+    """Silence the elastic launcher, which logs the traceback of each rank: what matters was told by the rank."""
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)

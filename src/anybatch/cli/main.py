@@ -1,0 +1,73 @@
+"""`anybatch`: find the verb, hand over, and turn what is raised into a message and an exit status."""
+
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from anybatch.cli.status import Status, status_of
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """Something the command line can do.
+
+    Attributes:
+        name: what is typed; also the name of the module in this folder that does it, by `run(words) -> int`.
+        question: what a user who needs it asks.
+    """
+
+    name: str
+    question: str
+
+
+VERBS = (
+    Verb("train", "How do I train at the batch size I name, on whatever is here?"),
+    Verb("init", "How does a recipe of my own begin?"),
+    Verb("env", "What should a bug report say about this machine?"),
+)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run a command line and return its exit status.
+
+    Args:
+        words: what follows the program's name; None takes it from the process.
+    """
+    words = sys.argv[1:] if words is None else words
+    if not words or words[0] in ("-h", "--help", "help"):
+        sys.stdout.write(overview())
+        return Status.DONE
+    if words[0] not in [verb.name for verb in VERBS]:
+        sys.stderr.write(unknown_verb(words[0]))
+        return Status.USAGE
+    try:
+        # Imported only now: a verb brings torch along, or not.
+        return int(importlib.import_module(f"anybatch.cli.{words[0]}").run(words[1:]))
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else Status.DONE
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (whatever it is, it ends here, in words)
+        explain = importlib.import_module("anybatch.cli.failure").explain
+        sys.stdout.flush()
+        sys.stderr.write(f"{explain(error)}\n")
+        return status_of(error)
+
+
+def overview() -> str:
+    """Return the verbs, as the questions they answer."""
+    width = max(len(verb.name) for verb in VERBS)
+    lines = [f"  anybatch {verb.name:<{width}}  {verb.question}\n" for verb in VERBS]
+    return (
+        "anybatch: name the effective batch size; any hardware trains it, exactly.\n\n"
+        f"{''.join(lines)}\n"
+        "`anybatch VERB --help` says what a verb takes. To begin: anybatch train digits\n"
+    )
+
+
+def unknown_verb(word: str) -> str:
+    """Return what to say about a word that is no verb."""
+    names = [verb.name for verb in VERBS]
+    near = difflib.get_close_matches(word, names, n=1)
+    hint = f"Did you mean `anybatch {near[0]}`?" if near else f"It can: {', '.join(names)}."
+    return f"anybatch: {word!r} is nothing it can do. {hint}\n"

@@ -1,0 +1,74 @@
+"""argparse, as every verb uses it: options in full, errors in a sentence, values that say what they must be."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import Literal, NoReturn
+
+from anybatch.cli.status import Status
+
+Explain = Callable[[Sequence[str]], str]
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of one verb.
+
+    Args:
+        verb: its name.
+        description: what it does, in a sentence or two.
+        epilog: what to say last in the help.
+        explain_unknown: returns what to say about words that it does not know; None for the words themselves.
+    """
+
+    def __init__(
+        self, verb: str, description: str, *, epilog: str | None = None, explain_unknown: Explain | None = None
+    ) -> None:
+        # An abbreviation is a name that is written down nowhere.
+        super().__init__(prog=f"anybatch {verb}", description=description, epilog=epilog, allow_abbrev=False)
+        self._explain_unknown = explain_unknown
+
+    def parse(self, words: Sequence[str]) -> argparse.Namespace:
+        """Return the values of a command line, or end the program with a sentence about the first thing wrong in it."""
+        values, unknown = self.parse_known_args(words)
+        if unknown and self._explain_unknown is not None:
+            self.error(self._explain_unknown(unknown))
+        if unknown:
+            self.error(f"what is {' '.join(unknown)!r}?")
+        return values
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong and end the program."""
+        sys.stderr.write(f"{self.prog}: {message}\n(`{self.prog} --help` lists what there is)\n")
+        sys.exit(Status.USAGE)
+
+
+def count(text: str) -> int:
+    """Return a whole number of at least 1."""
+    value = whole(text)
+    if value < 1:
+        message = f"{text} must be at least 1"
+        raise argparse.ArgumentTypeError(message)
+    return value
+
+
+def count_or_auto(text: str) -> int | Literal["auto"]:
+    """Return a whole number of at least 1, or "auto"."""
+    return "auto" if text == "auto" else count(text)
+
+
+def rate(text: str) -> float:
+    """Return a number."""
+    try:
+        return float(text)
+    except ValueError:
+        message = f"{text!r} is not a number"
+        raise argparse.ArgumentTypeError(message) from None
+
+
+def whole(text: str) -> int:
+    """Return a whole number."""
+    try:
+        return int(text)
+    except ValueError:
+        message = f"{text!r} is not a whole number"
+        raise argparse.ArgumentTypeError(message) from None

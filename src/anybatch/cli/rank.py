@@ -1,0 +1,113 @@
+"""What one rank does for `anybatch train`: join, train, and say how it ended."""
+
+import shlex
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TextIO
+
+import torch.distributed as dist
+
+from anybatch.cli.failure import explain
+from anybatch.cli.lines import Lines, summary
+from anybatch.cli.status import Status, status_of
+from anybatch.cli.task import DEFAULT_RECIPE, RUNS, Task, short_name
+from anybatch.core.records import Observer
+from anybatch.errors import RankFailedError, UserError, WorldError
+from anybatch.parallel.world import World
+from anybatch.recipes.load import load_recipe
+from anybatch.recipes.prepare import on_first_rank
+from anybatch.recipes.session import Outcome, Outlook, train
+from anybatch.recipes.settings import Choices
+
+
+def join() -> World:
+    """Return the world, or say what kept the ranks from meeting.
+
+    Raises:
+        WorldError: they did not meet.
+    """
+    try:
+        return World.from_environment()
+    except dist.DistError as error:
+        message = (
+            f"the ranks could not meet: {str(error).splitlines()[0]} Is the port taken, by an earlier run that still "
+            "ends? Then wait, or give the launcher another one (MASTER_PORT; torchrun's --master-port)."
+        )
+        raise WorldError(message) from error
+
+
+def run_rank(task: Task, world: World, stop: Callable[[], bool] | None, *, is_watched: bool = False) -> Status:
+    """Train as one rank and return how that ended. What failed is printed by the rank on which it failed first.
+
+    Args:
+        task: what was asked for.
+        world: the ranks.
+        stop: whether to stop after this step; None lets signals decide.
+        is_watched: a launcher of ours will say it if a rank ends without a word.
+    """
+    try:
+        with warnings.catch_warnings():
+            _quiet_warnings(world)
+            return _train(task, world, stop)
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (whatever it is, the status says it)
+        world.publish_failure(error, 0)
+        if not world.published_failure() and not (isinstance(error, RankFailedError) and is_watched):
+            _write(sys.stderr, f"{explain(error)}\n")
+        return status_of(error)
+
+
+def _train(task: Task, world: World, stop: Callable[[], bool] | None) -> Status:
+    if task.ranks not in (None, "auto", world.size):
+        message = f"--ranks {task.ranks}, but a launcher has started {world.size}. Leave --ranks to the launcher."
+        raise UserError(message)
+    recipe = task.recipe or DEFAULT_RECIPE
+    folder = on_first_rank(world, partial(new_folder, recipe)) if task.folder is None else task.folder
+    outcome = train(
+        load_recipe(recipe),
+        folder,
+        Choices(**task.choices),
+        resume=task.resume,
+        origin={"recipe": recipe, "ranks": task.ranks or "auto"},
+        world=world,
+        observer=_lines if world.rank == 0 else None,
+        stop=stop,
+    )
+    if world.rank == 0:
+        _write(sys.stdout, summary(outcome, resume_command(outcome)))
+    return Status.STOPPED if outcome.stopped else Status.DONE
+
+
+def new_folder(recipe: str) -> Path:
+    """Return a folder for a run that has no name yet."""
+    return RUNS / f"{short_name(recipe)}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def resume_command(outcome: Outcome) -> str:
+    """Return what to type to go on with a run."""
+    return f"anybatch train --resume --out {shlex.quote(str(outcome.folder.path))}"
+
+
+def _lines(outlook: Outlook) -> Observer:
+    """Return who shows the run on the terminal. The seam for anything that shows it better."""
+    return Lines(outlook, partial(_write, sys.stdout))
+
+
+def _quiet_warnings(world: World) -> None:
+    """Show warnings as sentences, and once: ranks do the same, so they warn of the same."""
+    if world.rank:
+        warnings.simplefilter("ignore")
+
+    def show(message: Warning | str, *_: object, **__: object) -> None:
+        _write(sys.stderr, f"warning: {message}\n")
+
+    if not sys.flags.dev_mode:
+        warnings.showwarning = show
+
+
+def _write(stream: TextIO, text: str) -> None:
+    stream.write(text)
+    stream.flush()

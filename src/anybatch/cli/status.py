@@ -1,0 +1,44 @@
+"""How a command ended, as the number that a shell or a scheduler sees."""
+
+import errno
+import sys
+from enum import IntEnum
+
+from anybatch.errors import CheckpointError, NonFiniteError, UserError, WorldError
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+class Status(IntEnum):
+    """The exit statuses. The table in docs/command_line.md has one line for each; a test compares them."""
+
+    DONE = 0
+    UNEXPECTED = 1
+    USAGE = 2
+    STOPPED = 3
+    NOT_FINITE = 4
+    FILES = 5
+    RANKS = 6
+    OUT_OF_MEMORY = 7
+    INTERRUPTED = 130
+
+
+def status_of(error: BaseException) -> Status:
+    """Return how a command ends that this error ends."""
+    if isinstance(error, KeyboardInterrupt):
+        return Status.INTERRUPTED
+    if isinstance(error, CheckpointError) or (isinstance(error, OSError) and error.errno in _FULL):
+        return Status.FILES
+    for kind, status in (
+        (UserError, Status.USAGE),
+        (NonFiniteError, Status.NOT_FINITE),
+        (WorldError, Status.RANKS),
+    ):
+        if isinstance(error, kind):
+            return status
+    return Status.OUT_OF_MEMORY if _is_out_of_memory(error) else Status.UNEXPECTED
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    torch = sys.modules.get("torch")  # importing it takes seconds, and who has not imported it cannot have raised it
+    return isinstance(error, MemoryError if torch is None else (MemoryError, torch.OutOfMemoryError))

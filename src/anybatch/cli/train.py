@@ -1,0 +1,88 @@
+"""`anybatch train`: the options of a run. What can be refused without torch is refused before it is imported."""
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from anybatch.cli.foreign_words import explain_unknown
+from anybatch.cli.parser import Parser, count, count_or_auto, rate, whole
+from anybatch.cli.task import DEFAULT_RECIPE, RUNS, Task
+
+_DESCRIPTION = (
+    "Train a recipe at the effective batch size you name: the samples of one optimizer step, over all ranks. "
+    "How it is cut and spread is only hardware, and does not change the result."
+)
+_EPILOG = "docs/command_line.md has examples and the exit statuses."
+
+
+def run(words: Sequence[str]) -> int:
+    """Train what a command line asks for; return the exit status."""
+    task = read(words)
+    # It brings torch, which takes seconds, and is not needed to say that an option is wrong.
+    return int(importlib.import_module("anybatch.cli.launch").launch(task))
+
+
+def read(words: Sequence[str]) -> Task:
+    """Return what a command line asks for, or end the program with a sentence about what is wrong in it."""
+    parser = make_parser()
+    given = vars(parser.parse(words))
+    recipe, out, resume = given.pop("recipe"), given.pop("out"), given.pop("resume")
+    if resume and out is None:
+        if recipe is not None and Path(recipe).is_dir():
+            parser.error(f"--resume takes no value; the run to go on with is named by --out: --resume --out {recipe}")
+        parser.error(f"--resume needs --out, the folder of the run to go on with{_newest_run()}")
+    ranks = given.pop("ranks")
+    choices = {name: value for name, value in given.items() if value is not None}
+    return Task(recipe=recipe, folder=out, resume=resume, ranks=ranks, choices=choices)
+
+
+def make_parser() -> Parser:
+    """Return the parser of this verb."""
+    parser = Parser("train", _DESCRIPTION, epilog=_EPILOG, explain_unknown=explain_unknown)
+    add = parser.add_argument
+    add(
+        "recipe",
+        nargs="?",
+        metavar="RECIPE",
+        help=f"digits, text, file.py:function or package.module:function (default: {DEFAULT_RECIPE})",
+    )
+    add("--effective-batch-size", type=count, metavar="N", help="samples of one optimizer step, over all ranks")
+    add(
+        "--micro-batch-size",
+        type=count_or_auto,
+        metavar="N",
+        help="most samples of one forward and backward, or auto: what fits (default: auto)",
+    )
+    add(
+        "--accumulation-steps",
+        type=count,
+        metavar="N",
+        help="micro-batches per rank and step, instead of --micro-batch-size",
+    )
+    add(
+        "--ranks",
+        type=count_or_auto,
+        metavar="N",
+        help="processes on this machine, or auto: one per accelerator, else one (default: auto)",
+    )
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--epochs", type=count, metavar="N", help="passes over the data, from the very beginning")
+    length.add_argument("--steps", type=count, metavar="N", help="optimizer steps, from the very beginning")
+    add("--learning-rate", type=rate, metavar="X", help="at the base batch size")
+    add("--base-batch-size", type=count, metavar="N", help="samples per step that the learning rate was found with")
+    add(
+        "--learning-rate-rule",
+        choices=("linear", "sqrt", "none"),
+        help="how the learning rate follows the effective batch size (default: by the optimizer)",
+    )
+    add("--precision", choices=("fp32", "bf16", "fp16"), help="number format of forward and backward (default: fp32)")
+    add("--seed", type=whole, metavar="N", help="of parameters, order, augmentation and dropout (default: 0)")
+    add("--out", type=Path, metavar="FOLDER", help=f"for the log and checkpoints (default: {RUNS}/RECIPE-DATE-TIME)")
+    add("--resume", action="store_true", help="go on with the run in --out; options not given are as they were")
+    return parser
+
+
+def _newest_run() -> str:
+    """Return the end of a sentence that names the run most likely meant."""
+    headers = sorted(RUNS.glob("*/run.json"), key=lambda path: path.stat().st_mtime)
+    return f": the newest is --out {headers[-1].parent}" if headers else ""

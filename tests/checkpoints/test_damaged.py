@@ -1,0 +1,260 @@
+"""No byte of a checkpoint can be lost or changed unnoticed."""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from anybatch.checkpoints import load, load_latest, save
+from anybatch.errors import (
+    AnyBatchError,
+    CheckpointAccessError,
+    CheckpointError,
+    DamagedCheckpointError,
+    MissingCheckpointError,
+    NewerCheckpointError,
+    NotACheckpointError,
+    TruncatedCheckpointError,
+)
+from tests.checkpoints.exactly import exactly
+from tests.checkpoints.faulty_disk import FaultyDisk, state_of
+
+STATE, TENSORS, DIGESTS = FILES = ("state.json", "tensors.safetensors", "digests.json")
+EACH_FILE = pytest.mark.parametrize("name", FILES)
+
+
+@pytest.fixture
+def newest(tmp_path: Path) -> Path:
+    """Return the newer one of two checkpoints in `tmp_path`."""
+    save(tmp_path, 1, state_of(1), disk=FaultyDisk())
+    return save(tmp_path, 2, state_of(2), disk=FaultyDisk()).path
+
+
+def refused(path: Path) -> CheckpointError:
+    """Return why a checkpoint is not loaded, having looked that the older one is loaded in its place."""
+    with pytest.raises(CheckpointError) as caught:
+        load(path)
+    loaded = load_latest(path.parent)
+    assert exactly(loaded.state) == exactly(state_of(1))
+    assert [(skipped.path, skipped.reason) for skipped in loaded.skipped] == [(path, str(caught.value))]
+    return caught.value
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the state file of a checkpoint and make its digest hold again, as somebody with an editor would."""
+    body = json.loads((path / STATE).read_bytes())
+    change(body)
+    content = json.dumps(body, separators=(",", ":")).encode() + b"\n"
+    (path / STATE).write_bytes(content)
+    digests = json.loads((path / DIGESTS).read_bytes())
+    digests["version"] = body["version"]
+    digests["files"][STATE] = {"num_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (path / DIGESTS).write_text(json.dumps(digests, separators=(",", ":")) + "\n")
+
+
+@EACH_FILE
+def test_a_file_cut_short_is_found(name: str, newest: Path) -> None:
+    """A file cut at any tenth, or by its last byte, is refused with both lengths, and the older checkpoint loaded."""
+    content = (newest / name).read_bytes()
+    for length in [*(len(content) * tenth // 10 for tenth in range(10)), len(content) - 1]:
+        (newest / name).write_bytes(content[:length])
+        error = refused(newest)
+
+        assert f"{newest / name} is " in str(error)
+        assert isinstance(error, DamagedCheckpointError if name == DIGESTS else TruncatedCheckpointError)
+        assert name == DIGESTS or f"has {length} of the {len(content)} bytes" in str(error)
+
+
+@EACH_FILE
+def test_every_changed_byte_is_found(name: str, newest: Path) -> None:
+    """Wherever in a file one byte is changed, the checkpoint is refused as damaged, and the older one is loaded."""
+    content = (newest / name).read_bytes()
+    for position, byte in enumerate(content):
+        (newest / name).write_bytes(content[:position] + bytes([byte ^ (1 << position % 7)]) + content[position + 1 :])
+        with pytest.raises(DamagedCheckpointError, match=re.escape(str(newest))):
+            load(newest)
+        if position % 20 == 0:
+            refused(newest)
+    (newest / name).write_bytes(content)
+
+    assert exactly(load(newest)) == exactly(state_of(2))
+
+
+def test_a_changed_byte_shows_both_digests(newest: Path) -> None:
+    """A changed file is told by the digest it has and the one it was written with."""
+    written = hashlib.sha256((newest / TENSORS).read_bytes()).hexdigest()
+    content = bytearray((newest / TENSORS).read_bytes())
+    content[-1] ^= 1
+    (newest / TENSORS).write_bytes(content)
+    error = refused(newest)
+
+    assert f"its SHA-256 is {hashlib.sha256(content).hexdigest()}, and {written} was written" in str(error)
+
+
+@EACH_FILE
+def test_a_file_that_grew_is_found(name: str, newest: Path) -> None:
+    """A file with a byte more than was written is refused."""
+    with (newest / name).open("ab") as file:
+        file.write(b"\n")
+
+    assert isinstance(refused(newest), DamagedCheckpointError)
+
+
+@EACH_FILE
+def test_a_missing_file_is_found(name: str, newest: Path) -> None:
+    """A checkpoint that lacks one of its files is damaged, not missing: a run must not start anew because of it."""
+    (newest / name).unlink()
+
+    assert f"{newest / name} is missing" in str(refused(newest))
+    assert isinstance(refused(newest), DamagedCheckpointError)
+
+
+def test_files_of_two_checkpoints_do_not_mix(newest: Path) -> None:
+    """A file of another checkpoint is refused, although it is intact."""
+    other = newest.with_name("step-00000001")
+    (newest / TENSORS).write_bytes((other / TENSORS).read_bytes())
+
+    assert isinstance(refused(newest), DamagedCheckpointError)
+
+
+def test_several_damaged_ones_are_all_told(tmp_path: Path) -> None:
+    """Every damaged checkpoint that was passed over is told, newest first."""
+    for step in range(4):
+        save(tmp_path, step, state_of(step), keep_last=4, disk=FaultyDisk())
+    (tmp_path / "step-00000003" / STATE).write_text("")
+    (tmp_path / "step-00000002" / DIGESTS).unlink()
+    loaded = load_latest(tmp_path)
+
+    assert loaded.path.name == "step-00000001"
+    assert [skipped.path.name for skipped in loaded.skipped] == ["step-00000003", "step-00000002"]
+    assert "truncated" in loaded.skipped[0].reason
+    assert "missing" in loaded.skipped[1].reason
+
+
+def test_no_intact_one_is_not_the_same_as_none(tmp_path: Path) -> None:
+    """With nothing but damaged checkpoints the error says so, for each; only without any is it that there is none."""
+    with pytest.raises(MissingCheckpointError, match="no checkpoint in"):
+        load_latest(tmp_path)
+    with pytest.raises(MissingCheckpointError, match="no checkpoint in"):
+        load_latest(tmp_path / "absent")
+    for step in (1, 2):
+        (save(tmp_path, step, state_of(step)).path / TENSORS).write_bytes(b"")
+    with pytest.raises(DamagedCheckpointError, match="none of the 2 checkpoints") as caught:
+        load_latest(tmp_path)
+
+    assert str(caught.value).count("is truncated: it has 0 of the 212 bytes") == 2
+
+
+def test_a_newer_version_is_not_damage(newest: Path) -> None:
+    """A checkpoint of a newer format is refused with both versions, and nothing older is loaded in its place."""
+    rewrite(newest, lambda body: body.update(version=2))
+
+    for attempt in (lambda: load(newest), lambda: load_latest(newest.parent)):
+        with pytest.raises(NewerCheckpointError, match=r"is of format version 2, and this .* up to 1\."):
+            attempt()
+
+
+def test_a_newer_version_in_one_file_is_damage(newest: Path) -> None:
+    """If only one of the two files claims a newer version, that byte is damaged."""
+    text = (newest / DIGESTS).read_text()
+    (newest / DIGESTS).write_text(text.replace('"version":1', '"version":3'))
+
+    assert "it is of version 3, and state.json is not" in str(refused(newest))
+
+
+def test_a_dtype_that_torch_lacks_is_not_damage(newest: Path) -> None:
+    """A dtype that a newer torch has asks for that torch, and nothing older is loaded in its place."""
+    reference = {"$tensor": "optimizer.0.step", "dtype": "float3"}
+    rewrite(newest, lambda body: body.update(state=reference))
+
+    with pytest.raises(NewerCheckpointError, match=r"dtype 'float3', which torch .* lacks"):
+        load_latest(newest.parent)
+
+
+@pytest.mark.parametrize(
+    "state", [{"$tensor": "absent"}, {"$other": 1}, {"$tuple": 1}, {"$int": "one"}, {"$float": "nan"}]
+)
+def test_what_nobody_saved_is_refused(state: object, newest: Path) -> None:
+    """A state file that holds what is never saved is refused even if its digest holds."""
+    rewrite(newest, lambda body: body.update(state=state))
+
+    assert "intact, but not what this version writes" in str(refused(newest))
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, Path.touch, lambda path: (path / "model").mkdir(parents=True)])
+def test_something_else_is_refused(make: Callable[[Path], object], newest: Path) -> None:
+    """A file, an empty folder and another folder are told to be no checkpoint, and are passed over."""
+    path = newest.with_name("step-00000003")
+    make(path)
+    with pytest.raises(NotACheckpointError, match=f"{path} is not a checkpoint"):
+        load(path)
+    loaded = load_latest(newest.parent)
+
+    assert loaded.path == newest
+    assert [skipped.path for skipped in loaded.skipped] == [path]
+
+
+def test_nothing_is_told_as_nothing(tmp_path: Path) -> None:
+    """A path at which there is nothing is a missing checkpoint."""
+    with pytest.raises(MissingCheckpointError, match="no such folder"):
+        load(tmp_path / "step-00000001")
+
+
+@contextmanager
+def forbidden(path: Path, mode: int) -> Iterator[None]:
+    """Take rights away from this process, which may be an administrator's, for a while."""
+    user, before = os.geteuid(), path.stat().st_mode
+    path.chmod(mode)
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if user == 0:
+            os.seteuid(0)
+        path.chmod(before)
+
+
+@pytest.mark.parametrize("name", [".", *FILES])
+def test_reading_may_be_forbidden(name: str, newest: Path) -> None:
+    """A checkpoint that may not be read is told as that, and nothing older is loaded in its place."""
+    with forbidden(newest / name, 0), pytest.raises(CheckpointAccessError, match="is not permitted to this process"):
+        load(newest)
+
+
+def test_listing_may_be_forbidden(tmp_path: Path) -> None:
+    """A folder that may not be read is not taken for an empty one."""
+    with forbidden(tmp_path, 0), pytest.raises(CheckpointAccessError, match="is not permitted to this process"):
+        load_latest(tmp_path)
+
+
+def test_writing_may_be_forbidden(tmp_path: Path) -> None:
+    """A folder that may not be written is told as that, and what is in it stays."""
+    folder = tmp_path / "checkpoints"
+    save(folder, 1, state_of(1))
+    with forbidden(folder, 0o500), pytest.raises(CheckpointAccessError, match="is not permitted to this process"):
+        save(folder, 2, state_of(2))
+
+    assert exactly(load_latest(folder).state) == exactly(state_of(1))
+
+
+def test_every_error_can_be_caught_as_one() -> None:
+    """Every error about a checkpoint is a CheckpointError, which is one of anybatch's."""
+    classes = {DamagedCheckpointError, MissingCheckpointError, NewerCheckpointError, NotACheckpointError}
+
+    assert classes | {CheckpointAccessError} <= set(CheckpointError.__subclasses__())
+    assert issubclass(CheckpointError, AnyBatchError)
+
+
+def test_a_damaged_file_does_not_run(newest: Path) -> None:
+    """A file of torch.save, which would run code when loaded, is not even parsed."""
+    torch.save({"a": torch.ones(2)}, newest / TENSORS)
+
+    assert isinstance(refused(newest), DamagedCheckpointError)

@@ -1,0 +1,107 @@
+"""A checkpoint can be read without anybatch, and without running anything that is in it."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import safetensors
+import torch
+from safetensors.torch import load_file, save_file
+
+from anybatch.checkpoints import save
+from anybatch.checkpoints.tensors import STANDARD_DTYPES, lay_out, read_tensors
+from tests.checkpoints.exactly import bytes_of, exactly
+from tests.checkpoints.faulty_disk import FaultyDisk
+
+TENSORS = {
+    str(dtype): torch.arange(24, dtype=torch.uint8).repeat(dtype.itemsize).view(torch.uint8).view(dtype).reshape(2, -1)
+    for dtype in STANDARD_DTYPES
+    if dtype is not torch.bool
+} | {
+    "flags": torch.tensor([True, False]),
+    "number": torch.tensor(1.5),
+    "empty": torch.zeros(0, 3),
+    "turned": torch.rand(2, 3).t(),
+}
+
+
+def test_plain_json_and_safetensors_read_it(tmp_path: Path) -> None:
+    """The files are JSON and safetensors, and nothing else: other software finds every number and tensor in them."""
+    state = {"tensors": TENSORS, "lr": 0.1, "betas": (0.9, 0.999), "best": float("inf"), "name": "größer"}
+    path = save(tmp_path, 12, state, disk=FaultyDisk()).path
+    body = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    tensors = load_file(path / "tensors.safetensors")
+
+    assert sorted(file.name for file in path.iterdir()) == ["digests.json", "state.json", "tensors.safetensors"]
+    assert body["format"] == "anybatch checkpoint"
+    assert (body["version"], body["step"]) == (1, 12)
+    assert body["state"]["lr"] == 0.1
+    assert body["state"]["betas"] == {"$tuple": [0.9, 0.999]}
+    assert body["state"]["best"] == {"$float": "inf 7ff0000000000000"}
+    assert body["state"]["name"] == "größer"
+    assert body["state"]["tensors"]["flags"] == {"$tensor": "tensors.flags"}
+    assert exactly(tensors) == exactly({name: tensors[name] for name in tensors})
+    assert {name: bytes_of(tensor) for name, tensor in tensors.items()} == {
+        f"tensors.{name}": bytes_of(tensor) for name, tensor in TENSORS.items()
+    }
+    assert {name: (t.dtype, t.shape) for name, t in tensors.items()} == {
+        f"tensors.{name}": (t.dtype, t.shape) for name, t in TENSORS.items()
+    }
+
+
+def test_digests_are_those_of_any_tool(tmp_path: Path) -> None:
+    """The file of digests holds the length and the SHA-256 of the other two, as any tool computes them."""
+    path = save(tmp_path, 0, {"a": torch.ones(3)}).path
+    files = json.loads((path / "digests.json").read_text())["files"]
+    contents = {name: (path / name).read_bytes() for name in ("state.json", "tensors.safetensors")}
+
+    assert files == {
+        name: {"num_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        for name, content in contents.items()
+    }
+
+
+def test_tensors_of_the_reference_library_are_read(tmp_path: Path) -> None:
+    """A file that the format's own library wrote is read with the same tensors."""
+    given = {name: tensor.contiguous() for name, tensor in TENSORS.items()}
+    save_file(given, tmp_path / "reference.safetensors", metadata={"format": "pt"})
+    with (tmp_path / "reference.safetensors").open("rb") as file:
+        tensors = read_tensors(file)
+
+    assert {name: exactly(tensor) for name, tensor in tensors.items()} == {
+        name: exactly(tensor) for name, tensor in given.items()
+    }
+
+
+def test_tensors_begin_where_their_items_may(tmp_path: Path) -> None:
+    """Every tensor begins at a multiple of its item's width, so that others can map the file into memory."""
+    layout = lay_out(TENSORS)
+    (tmp_path / "laid_out.safetensors").write_bytes(b"".join(map(bytes, layout.blocks())))
+    header = json.loads(layout.head[8:])
+    del header["__metadata__"]
+    num_head_bytes = len(layout.head)
+
+    assert layout.num_bytes == (tmp_path / "laid_out.safetensors").stat().st_size
+    for name, entry in header.items():
+        assert (num_head_bytes + entry["data_offsets"][0]) % min(8, TENSORS[name].itemsize) == 0
+    with safetensors.safe_open(tmp_path / "laid_out.safetensors", framework="pt") as file:
+        assert set(file.keys()) == set(TENSORS)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]},
+        {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]},
+    ],
+)
+def test_a_header_that_lies_is_refused(entry: dict[str, object], tmp_path: Path) -> None:
+    """A header whose shapes, offsets and file disagree is refused before a tensor is made of other bytes."""
+    text = json.dumps({"__metadata__": {"format": "pt"}, "a": entry}).encode()
+    path = tmp_path / "lying.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+
+    with path.open("rb") as file, pytest.raises(ValueError, match="'a'"):
+        read_tensors(file)

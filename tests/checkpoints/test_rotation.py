@@ -1,0 +1,163 @@
+"""Which checkpoints are kept, how they are called, and what is said about the others."""
+
+from pathlib import Path
+
+import pytest
+
+from anybatch.checkpoints import list_checkpoints, load, load_latest, save, step_of
+from anybatch.errors import CheckpointError, NotACheckpointError, UserError
+from tests.checkpoints.exactly import exactly
+from tests.checkpoints.faulty_disk import FaultyDisk, state_of
+
+
+def names(folder: Path) -> list[str]:
+    """Return everything that lies in a folder."""
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("keep_last", [1, 2, 5])
+def test_the_newest_are_kept(keep_last: int, tmp_path: Path) -> None:
+    """After each save, `keep_last` checkpoints are there, or as many as were saved, and each is intact."""
+    for step in range(0, 70, 10):
+        saved = save(tmp_path, step, state_of(step), keep_last=keep_last, disk=FaultyDisk())
+        kept = range(step, -1, -10)[:keep_last]
+
+        assert names(tmp_path) == sorted(f"step-{each:08d}" for each in kept)
+        assert {exactly(load(tmp_path / f"step-{each:08d}"))[1][0] for each in kept} == {
+            exactly(state_of(each))[1][0] for each in kept
+        }
+        assert saved.path == tmp_path / f"step-{step:08d}"
+        assert saved.num_bytes == sum(file.stat().st_size for file in saved.path.iterdir())
+        assert saved.warnings == ()
+
+
+def test_the_same_step_is_replaced(tmp_path: Path) -> None:
+    """Saving a step again replaces it, and nothing of the former one is left."""
+    for number in (1, 2, 3):
+        save(tmp_path, 4, state_of(number), keep_last=1)
+
+        assert names(tmp_path) == ["step-00000004"]
+        assert exactly(load_latest(tmp_path).state) == exactly(state_of(number))
+
+
+def test_later_steps_are_kept_and_told(tmp_path: Path) -> None:
+    """A run taken up from an earlier step keeps what it saves; later steps are not counted, not removed, and told."""
+    for step in (10, 20, 30):
+        save(tmp_path, step, state_of(step), keep_last=3, disk=FaultyDisk())
+    saved = save(tmp_path, 15, state_of(15), keep_last=1, disk=FaultyDisk())
+
+    assert names(tmp_path) == ["step-00000015", "step-00000020", "step-00000030"]
+    assert [warning.partition(" is ")[0] for warning in saved.warnings] == [
+        str(tmp_path / name) for name in ("step-00000020", "step-00000030")
+    ]
+    assert "of a later step than 15, and load_latest prefers it" in saved.warnings[0]
+    save(tmp_path, 30, state_of(31), keep_last=1, disk=FaultyDisk())
+    assert names(tmp_path) == ["step-00000030"]
+
+
+def test_a_damaged_newer_one_does_not_cost_the_new_one(tmp_path: Path) -> None:
+    """After falling back, what the run saves stays, is loaded, and in time replaces what was damaged."""
+    for step in (10, 20):
+        save(tmp_path, step, state_of(step), disk=FaultyDisk())
+    (tmp_path / "step-00000020" / "state.json").write_text("")
+    save(tmp_path, 15, state_of(15), keep_last=1, disk=FaultyDisk())
+    fallen_back = load_latest(tmp_path)
+    save(tmp_path, 20, state_of(21), keep_last=1, disk=FaultyDisk())
+
+    assert exactly(fallen_back.state) == exactly(state_of(15))
+    assert [skipped.path.name for skipped in fallen_back.skipped] == ["step-00000020"]
+    assert names(tmp_path) == ["step-00000020"]
+    assert exactly(load_latest(tmp_path).state) == exactly(state_of(21))
+
+
+def test_the_former_one_of_a_step_is_a_checkpoint(tmp_path: Path) -> None:
+    """Killed between the two renames of a replacement, the former checkpoint is loaded, and gets its name back."""
+    save(tmp_path, 1, state_of(1))
+    save(tmp_path, 2, state_of(2)).path.rename(tmp_path / "step-00000002.replaced")
+
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000001", "step-00000002.replaced"]
+    assert exactly(load_latest(tmp_path).state) == exactly(state_of(2))
+    save(tmp_path, 3, state_of(3), keep_last=3)
+    assert names(tmp_path) == ["step-00000001", "step-00000002", "step-00000003"]
+    assert exactly(load(tmp_path / "step-00000002")) == exactly(state_of(2))
+
+
+def test_the_former_one_stands_in_for_a_damaged_one(tmp_path: Path) -> None:
+    """Beside the one that replaced it, the former checkpoint is loaded only if that one is damaged."""
+    save(tmp_path, 2, state_of(1)).path.rename(tmp_path / "step-00000002.replaced")
+    new = save(tmp_path / "elsewhere", 2, state_of(2)).path.rename(tmp_path / "step-00000002")
+
+    assert exactly(load_latest(tmp_path).state) == exactly(state_of(2))
+    (new / "digests.json").unlink()
+    assert exactly(load_latest(tmp_path).state) == exactly(state_of(1))
+
+
+def test_other_things_in_the_folder_are_let_be(tmp_path: Path) -> None:
+    """Whatever else lies in the folder is neither listed nor loaded nor removed."""
+    others = ["best", "step-12", "step-00000001.old", "step-last.saving", "notes.txt", "step-00000001.saving.txt"]
+    for name in others:
+        (tmp_path / name).mkdir()
+    for step in (1, 2):
+        save(tmp_path, step, state_of(step), keep_last=1)
+
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000002"]
+    assert names(tmp_path) == sorted([*others, "step-00000002"])
+
+
+def test_what_a_user_put_into_a_checkpoint_goes_with_it(tmp_path: Path) -> None:
+    """Folders and links inside a checkpoint do not keep it from being removed, and what links lead to stays."""
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "kept.txt").touch()
+    folder = tmp_path / "checkpoints"
+    path = save(folder, 1, state_of(1)).path
+    (path / "inner").mkdir()
+    (path / "inner" / "file").touch()
+    (path / "link").symlink_to(tmp_path / "notes")
+    saved = save(folder, 2, state_of(2), keep_last=1)
+
+    assert load_latest(folder).path == saved.path
+    assert names(folder) == ["step-00000002"]
+    assert names(tmp_path / "notes") == ["kept.txt"]
+
+
+def test_steps_sort_as_numbers(tmp_path: Path) -> None:
+    """Steps are ordered as numbers also where they need more digits than the name has."""
+    for step in (99_999_999, 100_000_000, 5):
+        save(tmp_path, step, state_of(1), keep_last=3)
+
+    assert [step_of(path) for path in list_checkpoints(tmp_path)] == [5, 99_999_999, 100_000_000]
+    assert load_latest(tmp_path).path.name == "step-100000000"
+
+
+def test_a_copied_checkpoint_is_loaded_from_anywhere(tmp_path: Path) -> None:
+    """A checkpoint is its files: under another name and in another folder it is loaded all the same."""
+    path = save(tmp_path / "run" / "checkpoints", 7, state_of(1)).path.rename(tmp_path / "best")
+
+    assert exactly(load(str(path))) == exactly(state_of(1))
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, True, "1"])
+def test_a_step_is_a_count(step: object, tmp_path: Path) -> None:
+    """A step that is no count is refused with its value, and nothing is written."""
+    with pytest.raises(UserError, match=f"step={step!r} must be a whole number of at least 0"):
+        save(tmp_path / "a", step, {})  # type: ignore[arg-type]  # on purpose
+    assert not (tmp_path / "a").exists()
+
+
+def test_none_cannot_be_kept(tmp_path: Path) -> None:
+    """Keeping no checkpoint is refused: what was saved would be removed."""
+    with pytest.raises(UserError, match="keep_last=0 must be a whole number of at least 1"):
+        save(tmp_path, 0, {}, keep_last=0)
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+    """A file where the folder of checkpoints should be is told as that by all three."""
+    path = tmp_path / "checkpoints"
+    path.touch()
+
+    with pytest.raises(CheckpointError, match="could not be saved"):
+        save(path, 0, {})
+    with pytest.raises(NotACheckpointError, match="is not a folder of checkpoints but a file"):
+        list_checkpoints(path)
+    with pytest.raises(NotACheckpointError, match="is not a folder of checkpoints but a file"):
+        load_latest(path)

@@ -1,0 +1,301 @@
+"""What was saved is what is loaded, to the last bit."""
+
+import math
+import warnings
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim import lr_scheduler as schedulers
+
+from anybatch.checkpoints import load, save
+from anybatch.checkpoints.tensors import lay_out
+from tests.checkpoints.exactly import exactly
+from tests.checkpoints.faulty_disk import FaultyDisk
+
+DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
+QUANTIZED = {torch.qint8, torch.qint32, torch.quint8, torch.quint4x2, torch.quint2x4}
+
+shapes = st.lists(st.integers(0, 3), max_size=3)
+tensors = st.builds(
+    lambda shape, dtype: (torch.rand(shape) * 100).to(dtype),
+    shapes,
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool]),
+)
+texts = st.text(st.characters(exclude_categories=[])) | st.sampled_from(
+    ["$tensor", "$", "__metadata__", "\ud83d\ude00"]
+)
+leaves = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), texts, st.binary(), tensors,
+    st.integers(min_value=60, max_value=70).map(lambda exponent: -(1 << exponent)),
+)  # fmt: skip
+keys = texts | st.integers()
+states = st.recursive(
+    leaves,
+    lambda children: st.one_of(
+        st.lists(children, max_size=3),
+        st.lists(children, max_size=3).map(tuple),
+        st.dictionaries(keys, children, max_size=3),
+        st.dictionaries(keys, children, max_size=3).map(OrderedDict),
+        st.dictionaries(keys, st.integers(), max_size=3).map(Counter),
+    ),
+    max_leaves=12,
+)
+
+
+def there_and_back(state: dict[Any, Any], folder: Path | str) -> dict[Any, Any]:
+    """Save a state, and load it."""
+    return load(save(folder, 0, state, disk=FaultyDisk()).path)
+
+
+@given(states)
+@example({"a": {"b": torch.ones(1)}, "a.b": torch.zeros(1), "a.b~2": torch.ones(2), "__metadata__": torch.ones(3)})
+@example({"\udcff": torch.ones(1), "\\udcff": torch.zeros(1), "": torch.ones(2)})
+@example({"a": -0.0, "b": 5e-324, "c": 1e308, "d": float("-inf"), "e": -float("nan")})
+@example({"a": 10**5000, "b": -(10**5000), "c": 2**63 - 1, "d": -(2**63)})
+@example({0: "int", "0": "text", -1: ()})
+@settings(max_examples=150)
+def test_a_state_comes_back_exactly(state: Any) -> None:
+    """Any nesting of the permitted types comes back with its types, its order and every bit, NaN and -0.0 included."""
+    with TemporaryDirectory() as folder:
+        assert exactly(there_and_back({"state": state}, folder)) == exactly({"state": state})
+
+
+def test_the_bits_of_nan_are_kept(tmp_path: Path) -> None:
+    """A NaN is restored with its sign and payload: as a number, and in tensors of every width."""
+    bits = torch.tensor([0x7FF8000000001234, -0x7FFFFFFFFEDCC], dtype=torch.int64)
+    doubles = bits.view(torch.float64)
+    state = {"numbers": doubles.tolist(), "double": doubles, "brain": bits.view(torch.bfloat16)}
+
+    assert doubles.isnan().all()
+    assert exactly(there_and_back(state, tmp_path)) == exactly(state)
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype not in QUANTIZED], ids=str)
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
+def test_every_dtype_comes_back(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Every dtype of torch that is not quantized, the format's own or not, keeps dtype, shape and bits."""
+    state = {}
+    for shape in [(), (0, 3), (4,), (2, 3)]:
+        raw = torch.arange(17, 17 + dtype.itemsize * math.prod(shape), dtype=torch.uint8)
+        bits = raw & 1 if dtype is torch.bool else raw
+        state[str(shape)] = bits.view(dtype).reshape(shape)
+
+    assert exactly(there_and_back(state, tmp_path)) == exactly(state)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: x.t(),
+        lambda x: x[:, ::2],
+        lambda x: x[:1, :1].expand(3, 4),
+        lambda x: x.reshape(-1)[::12],  # one item with a stride of 12
+        lambda x: x.reshape(1, 3, 2, 2).to(memory_format=torch.channels_last),
+        lambda x: x.to(torch.complex64).mul(1j).conj(),
+        lambda x: x.to(torch.complex128).mul(1j).conj().t(),
+        lambda x: x.to(torch.complex64).mul(1j).conj().imag,
+        lambda x: torch.complex(x[0, :1], x[0, 1:2]).conj().imag,  # a negative view, and contiguous
+        lambda x: x.to(torch.float8_e4m3fnuz).t(),
+        lambda x: nn.Parameter(x).detach(),
+    ],
+)
+def test_views_come_back_as_what_they_show(make: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path) -> None:
+    """A tensor that is a view (transposed, strided, expanded, conjugated) is restored with the values it shows."""
+    state = {"view": make(torch.arange(12, dtype=torch.float32).reshape(3, 4))}
+
+    assert exactly(there_and_back(state, tmp_path)) == exactly(state)
+
+
+def test_tied_tensors_are_stored_once_and_tied_again(tmp_path: Path) -> None:
+    """Tensors that show the same memory in the same way take their bytes once, and are one memory again."""
+    weight = torch.rand(1000)
+    state = {"encoder": {"weight": weight}, "decoder": [weight.detach(), nn.Parameter(weight)], "part": weight[:10]}
+
+    saved = save(tmp_path, 0, state)
+    loaded = load(saved.path)
+
+    assert saved.num_bytes < 2 * weight.nbytes
+    assert loaded["decoder"][0] is loaded["encoder"]["weight"] is loaded["decoder"][1]
+    assert torch.equal(loaded["decoder"][1], weight)
+    assert torch.equal(loaded["part"], weight[:10])
+
+
+def test_tensors_without_items_are_tied_only_if_they_are_one(tmp_path: Path) -> None:
+    """Empty tensors all lie at the same address; they are told apart all the same."""
+    empty = torch.empty(0)
+    loaded = there_and_back({"a": empty, "b": torch.empty(0), "c": empty}, tmp_path)
+
+    assert loaded["a"] is not loaded["b"]
+    assert loaded["a"] is loaded["c"]
+
+
+def test_no_name_is_taken_from_the_user(tmp_path: Path) -> None:
+    """The one name that the format keeps for itself can be used as a key, also for a tensor at the top."""
+    state = {"__metadata__": torch.ones(2), "__metadata__~2": torch.zeros(2)}
+
+    assert exactly(there_and_back(state, tmp_path)) == exactly(state)
+
+
+def test_views_that_differ_are_not_taken_for_tied(tmp_path: Path) -> None:
+    """The same memory shown in another shape, order, dtype or sign is another tensor."""
+    square = torch.rand(4, 4)
+    turned = square.to(torch.complex64).mul(1j)
+    state = {
+        "a": [square, square.t(), square.view(16), square.view(torch.int32), square[:2], square[2:]],
+        "b": [turned, turned.conj(), turned.imag, turned.conj().imag],
+    }
+
+    assert exactly(there_and_back(state, tmp_path)) == exactly(state)
+
+
+def test_a_parameter_comes_back_as_its_values(tmp_path: Path) -> None:
+    """A parameter is restored as a tensor that requires no gradient, and a tensor with a graph without it."""
+    weight = nn.Parameter(torch.rand(3))
+    loaded = there_and_back({"weight": weight, "twice": weight * 2}, tmp_path)
+
+    assert exactly(loaded) == exactly({"weight": weight.detach(), "twice": (weight * 2).detach()})
+    assert not loaded["weight"].requires_grad
+
+
+def test_loaded_tensors_are_ordinary_ones(tmp_path: Path) -> None:
+    """A loaded tensor owns memory that can be written to and resized, and that outlives the checkpoint's file."""
+    saved = save(tmp_path, 0, {"a": torch.ones(4), "b": torch.zeros(4)})
+    loaded = load(saved.path)
+    for file in saved.path.iterdir():
+        file.write_bytes(b"")
+
+    loaded["a"].add_(1).resize_(8)
+
+    assert loaded["a"][:4].tolist() == [2.0] * 4
+    assert loaded["b"].tolist() == [0.0] * 4
+
+
+def test_a_tensor_wider_than_the_window_comes_back(tmp_path: Path) -> None:
+    """A tensor goes to its file in pieces of at most 16 MiB, whatever its size, and is whole again when loaded."""
+    large = torch.arange((1 << 23) + 5, dtype=torch.int32)[1:]  # 32 MiB and 16 bytes
+    blocks = [len(block) for block in lay_out({"large": large}).blocks()]
+    state = {"large": large, "small": torch.ones(3)}
+
+    assert blocks[1:] == [1 << 24, 1 << 24, 16]
+    assert torch.equal(load(save(tmp_path, 0, state, disk=FaultyDisk()).path)["large"], large)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: SGD(p, lr=0.1, momentum=0.9),
+        lambda p: Adam(p, lr=torch.tensor(1e-3), betas=(0.8, 0.9), amsgrad=True),
+        lambda p: AdamW(p, weight_decay=0.1, fused=True),
+        Adagrad,
+    ],
+)
+def test_an_optimizer_continues_bit_for_bit(make: Callable[[list[dict[str, Any]]], Optimizer], tmp_path: Path) -> None:
+    """An optimizer's state is restored exactly, and three more steps from it give the same bits."""
+    layers = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    groups: list[dict[str, Any]] = [
+        {"params": list(layers[0].parameters()), "lr": 0.3},
+        {"params": list(layers[1:].parameters())},
+    ]
+    optimizer = make(groups)
+    inputs = torch.rand(7, 5, 3)
+
+    def steps(first: int, last: int) -> None:
+        for each in inputs[first:last]:
+            optimizer.zero_grad()
+            layers(each).square().sum().backward()
+            optimizer.step()
+
+    steps(0, 4)
+    state = {"model": layers.state_dict(), "optimizer": optimizer.state_dict()}
+    before = exactly(state)
+    path = save(tmp_path, 4, state).path
+    steps(4, 7)
+    straight_on = exactly({"model": layers.state_dict(), "optimizer": optimizer.state_dict()})
+    loaded = load(path)
+    resumed_from = exactly(loaded)
+    layers.load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    steps(4, 7)
+
+    assert resumed_from == before
+    assert exactly({"model": layers.state_dict(), "optimizer": optimizer.state_dict()}) == straight_on
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o: schedulers.MultiStepLR(o, [2, 2, 5]),  # keeps a Counter
+        lambda o: schedulers.OneCycleLR(o, 0.1, total_steps=9),
+        lambda o: schedulers.CosineAnnealingWarmRestarts(o, 3),
+        lambda o: schedulers.SequentialLR(o, [schedulers.ConstantLR(o), schedulers.ExponentialLR(o, 0.9)], [2]),
+        lambda o: schedulers.LambdaLR(o, lambda step: 1 / (1 + step)),
+        lambda o: schedulers.CyclicLR(o, 0.1, 0.2),
+    ],
+)
+def test_a_scheduler_continues_bit_for_bit(make: Callable[[Optimizer], Any], tmp_path: Path) -> None:
+    """A scheduler's state is restored exactly, and gives the same learning rates from there on."""
+
+    def build() -> tuple[Optimizer, Any]:
+        optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
+        return optimizer, make(optimizer)
+
+    def rates(optimizer: Optimizer, scheduler: Any) -> list[float]:
+        learning_rates = []
+        for _ in range(4):
+            optimizer.step()
+            scheduler.step()
+            learning_rates.append(optimizer.param_groups[0]["lr"])
+        return learning_rates
+
+    with warnings.catch_warnings():  # SequentialLR itself calls step as torch tells others not to
+        warnings.simplefilter("ignore", UserWarning)
+        optimizer, scheduler = build()
+        rates(optimizer, scheduler)
+        state = {"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
+        loaded = there_and_back(state, tmp_path)
+        same = exactly(loaded) == exactly(state)
+        again, scheduler_again = build()
+        again.load_state_dict(loaded["optimizer"])
+        scheduler_again.load_state_dict(loaded["scheduler"])
+
+        assert same
+        assert rates(again, scheduler_again) == rates(optimizer, scheduler)
+
+
+def test_a_plateau_scheduler_and_a_loss_scaler_come_back(tmp_path: Path) -> None:
+    """States that hold infinities, and that of fp16's loss scaler, are restored exactly."""
+    optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    state = {"scheduler": schedulers.ReduceLROnPlateau(optimizer).state_dict(), "scaler": scaler.state_dict()}
+
+    assert state["scheduler"]["best"] == float("inf")
+    assert exactly(there_and_back(state, tmp_path)) == exactly(state)
+
+
+@pytest.mark.gpu(1)
+def test_tensors_of_an_accelerator_come_back_on_the_cpu(tmp_path: Path) -> None:
+    """A tensor on a GPU is saved through a small window on the host, and restored on the CPU with the same bits."""
+    large = torch.rand((1 << 22) + 3, device="cuda")
+    state = {"large": large, "turned": large[:12].view(3, 4).t(), "tied": large}
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    loaded = there_and_back(state, tmp_path)
+
+    assert torch.cuda.memory_allocated() == before
+    assert torch.equal(loaded["large"], large.cpu())
+    assert torch.equal(loaded["turned"], state["turned"].cpu())
+    assert loaded["tied"] is loaded["large"]
+
+
+def test_an_empty_state_comes_back(tmp_path: Path) -> None:
+    """A state without anything in it is a checkpoint like any other."""
+    assert there_and_back({}, tmp_path) == {}

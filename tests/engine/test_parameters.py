@@ -1,0 +1,428 @@
+"""Which parameters get a gradient, from whom, and which stay as they are."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import anybatch as ab
+from anybatch.core.loss import Loss
+from anybatch.testing import relative_error
+from tests.engine.cases import STRATEGIES, Batch, Gradients, InMemory, perceptron, plain_gradients, vectors
+from tests.ranks_fixture import Ranks
+
+TOLERANCE = 1e-12
+MICRO_BATCH_SIZES = (1, 3, None)
+
+
+class Built(NamedTuple):
+    """What an engine is given, and one module that holds everything it is to train."""
+
+    model: Any
+    loss: "Loss | Callable[[Any, Any], Any]"
+    whole: nn.Module
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterCase:
+    """Something special about parameters, and the un-split loss of (whole module, batch) in plain torch."""
+
+    build: Callable[[], Built]
+    reference: Callable[[Any, Batch], torch.Tensor]
+
+
+class Heads(nn.Module):
+    """A trunk with a head per task, of which a forward only uses those whose task occurs, and one that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(5, 6)
+        self.heads = nn.ModuleList(nn.Linear(6, 1) for _ in range(3))
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        hidden = torch.tanh(self.trunk(batch["x"]))
+        task = (batch["y"] < 2).long()  # in the batch below: 0 in its second part, 1 in its first
+        parts = [self.heads[number](hidden[task == number]) for number in (0, 1) if (task == number).any()]
+        return torch.cat(parts).squeeze(1)
+
+
+class TiedAutoencoder(nn.Module):
+    """Decodes with the weight it encodes with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.Linear(5, 5)
+        self.decode = nn.Linear(5, 5)
+        self.decode.weight = self.encode.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        decoded: torch.Tensor = self.decode(torch.tanh(self.encode(x)))
+        return decoded
+
+
+@dataclass
+class Output:
+    """What a model may return."""
+
+    logits: torch.Tensor
+    hidden: tuple[torch.Tensor, ...]
+
+
+class Structured(nn.Module):
+    """Returns a dataclass with a tuple inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = perceptron()
+
+    def forward(self, x: torch.Tensor) -> Output:
+        logits = self.inside(x)
+        return Output(logits, (logits * 2, x))
+
+    def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a tuple, from a method that is not `forward`."""
+        output = self(x)
+        return output.hidden[0], output.logits
+
+
+class Margin(nn.Module):
+    """A loss with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+    def forward(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        return F.cross_entropy(model(batch["x"]) * self.temperature, batch["y"])
+
+
+def tasks() -> Batch:
+    """Return samples sorted by task, so that on two ranks each rank sees one task only, up to the middle one."""
+    batch = vectors(29)
+    order = batch["y"].argsort()
+    return {name: value[order] for name, value in batch.items()}
+
+
+def images(batch: Batch) -> torch.Tensor:
+    """Return vectors as images of 2 channels, 5 x 5."""
+    x = batch["x"]
+    return torch.stack([x.unsqueeze(1) * x.unsqueeze(2), x.unsqueeze(1) + x.unsqueeze(2)], 1)
+
+
+def each_squared(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return one loss per sample of a model that is called with the batch."""
+    outputs: torch.Tensor = model(batch)
+    return outputs.square()
+
+
+def reconstruct(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the mean squared error of an autoencoder."""
+    return F.mse_loss(model(batch["x"]), batch["x"])
+
+
+def classify_structured(model: Structured, batch: Batch) -> torch.Tensor:
+    """Return the cross-entropy of logits that come in a tuple."""
+    doubled, logits = model.encode(batch["x"])
+    return F.cross_entropy(logits, batch["y"]) + doubled.square().mean()
+
+
+def classify_images(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the cross-entropy of a convolution."""
+    return F.cross_entropy(model(images(batch)).mean((2, 3)), batch["y"])
+
+
+def classify_in_two(models: Mapping[str, nn.Module] | nn.ModuleDict, batch: Batch) -> torch.Tensor:
+    """Return the cross-entropy of two modules, one after the other."""
+    return F.cross_entropy(models["head"](torch.tanh(models["body"](batch["x"]))), batch["y"])
+
+
+def simple(make: Callable[[], nn.Module], loss: Callable[[Any, Batch], torch.Tensor]) -> Callable[[], Built]:
+    """Return what builds a module under a loss that is a mean over samples, or one number per sample."""
+
+    def build() -> Built:
+        torch.manual_seed(4)
+        model = make().double()
+        return Built(model, ab.mean_over_samples(loss), model)
+
+    return build
+
+
+def frozen() -> nn.Module:
+    """Return a perceptron whose first layer is frozen."""
+    model = perceptron()
+    model.get_submodule("0").requires_grad_(requires_grad=False)
+    return model
+
+
+def channels_last() -> nn.Module:
+    """Return convolutions whose weights have the strides of channels-last, and so will their gradients."""
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Tanh(), nn.Conv2d(4, 4, 2))
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload] (torch 2.13 does not annotate it)
+    return model
+
+
+def two_modules() -> Built:
+    """Return a dict of modules."""
+    torch.manual_seed(5)
+    models = {"body": nn.Linear(5, 6).double(), "head": nn.Linear(6, 4).double()}
+    return Built(models, ab.mean_over_samples(classify_in_two), nn.ModuleDict(models))
+
+
+def loss_with_parameters() -> Built:
+    """Return a loss that is a module."""
+    model, loss = perceptron(), Margin()
+    return Built(model, ab.mean_over_samples(loss), nn.ModuleDict({"model": model, "loss": loss}))
+
+
+PARAMETER_CASES: Mapping[str, ParameterCase] = {
+    "frozen": ParameterCase(
+        simple(frozen, lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"])),
+        lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"]),
+    ),
+    "tied": ParameterCase(simple(TiedAutoencoder, reconstruct), reconstruct),
+    "unused here and there": ParameterCase(
+        simple(Heads, each_squared), lambda model, batch: each_squared(model, batch).mean()
+    ),
+    "structured outputs": ParameterCase(simple(Structured, classify_structured), classify_structured),
+    "channels last": ParameterCase(simple(channels_last, classify_images), classify_images),
+    "dict of modules": ParameterCase(two_modules, classify_in_two),
+    "loss with parameters": ParameterCase(
+        loss_with_parameters, lambda whole, batch: whole["loss"](whole["model"], batch)
+    ),
+}
+
+
+def case_errors(case: ParameterCase, strategy: str) -> dict[str, float]:
+    """Run on every rank: return the relative errors of gradients, and of the parameters after two updates."""
+    world = ab.World.from_environment()
+    batch = tasks()
+    plain = case.build().whole
+    expected = plain_gradients(plain, case.reference(plain, batch))
+    before = {name: value.clone() for name, value in plain.state_dict().items()}
+    optimizer = sgd(plain)
+    for _ in range(2):
+        optimizer.zero_grad()
+        case.reference(plain, batch).backward()
+        optimizer.step()
+    errors = {}
+    for size in MICRO_BATCH_SIZES:
+        built = case.build()
+        options: dict[str, Any] = {"micro_batch_size": size, "strategy": STRATEGIES[strategy](), "world": world}
+        with ab.Engine(built.model, sgd(built.whole), built.loss, **options) as engine:
+            errors[f"gradients, {size}"] = relative_error(engine.gradients(InMemory(batch)), expected)
+            errors[f"unchanged, {size}"] = relative_error(built.whole.state_dict(), before)
+            for _ in range(2):
+                engine.step(InMemory(batch))
+            errors[f"updates, {size}"] = relative_error(built.whole.state_dict(), plain.state_dict())
+    return errors
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer that moves parameters with a gradient of zero too."""
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+def all_case_errors() -> dict[tuple[str, str], dict[str, float]]:
+    """Run on every rank: return the errors of all cases under all strategies."""
+    size = ab.World.from_environment().size
+    names = [name for name in STRATEGIES if size == 1 or name != "single"]
+    return {(case, name): case_errors(PARAMETER_CASES[case], name) for case in PARAMETER_CASES for name in names}
+
+
+@pytest.fixture(scope="module")
+def errors(ranks: Ranks) -> list[dict[tuple[str, str], dict[str, float]]]:
+    """Return the errors of all cases, as every rank found them."""
+    return ranks.run(all_case_errors)
+
+
+@pytest.mark.parametrize("case", PARAMETER_CASES)
+def test_every_parameter_gets_the_plain_gradient(
+    case: str, errors: list[dict[tuple[str, str], dict[str, float]]]
+) -> None:
+    """Gradients, None included, and two updates with momentum and weight decay are those of the plain loop."""
+    found = {
+        (strategy, what): error
+        for rank in errors
+        for (name, strategy), row in rank.items()
+        for what, error in row.items()
+        if name == case
+    }
+
+    assert len(found) >= 3 * 3 * len(MICRO_BATCH_SIZES)
+    assert {what: error for what, error in found.items() if not error <= TOLERANCE} == {}
+
+
+def unused_and_used(strategy: str) -> tuple[list[bool], list[bool]]:
+    """Run on every rank: whether each parameter is bit for bit unchanged after an AdamW step, and its gradient None."""
+    built = PARAMETER_CASES["unused here and there"].build()
+    before = [parameter.detach().clone() for parameter in built.whole.parameters()]
+    optimizer = torch.optim.AdamW(built.whole.parameters(), lr=0.1, weight_decay=0.5)
+    world = ab.World.from_environment()
+    with ab.Engine(
+        built.model, optimizer, built.loss, micro_batch_size=3, strategy=STRATEGIES[strategy](), world=world
+    ) as engine:
+        gradients = engine.gradients(InMemory(tasks()))
+        engine.step(InMemory(tasks()))
+    after = built.whole.parameters()
+    unchanged = [torch.equal(old, new) for old, new in zip(before, after, strict=True)]
+    return unchanged, [gradient is None for gradient in gradients.values()]
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "all_reduce, after", "ddp"])
+def test_what_nobody_uses_is_left_untouched(strategy: str, two_ranks: Ranks) -> None:
+    """What no rank uses has no gradient and is not moved by weight decay; what one rank uses moves on all."""
+    for unchanged, without_gradient in two_ranks.run(unused_and_used, strategy):
+        assert unchanged == without_gradient == [False] * 6 + [True] * 2
+
+
+def stride_pairs(strategy: str) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Run on every rank: return the strides of each parameter and of its gradient."""
+    built = PARAMETER_CASES["channels last"].build()
+    world = ab.World.from_environment()
+    with ab.Engine(built.model, sgd(built.whole), built.loss, strategy=STRATEGIES[strategy](), world=world) as engine:
+        gradients = engine.gradients(InMemory(tasks()))
+    pairs = zip(built.whole.parameters(), gradients.values(), strict=True)
+    return [(parameter.stride(), gradient.stride()) for parameter, gradient in pairs if gradient is not None]
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
+def test_gradients_have_their_parameters_strides(strategy: str, two_ranks: Ranks) -> None:
+    """The gradient of a channels-last weight is channels-last, so that optimizers run over like memory."""
+    pairs = two_ranks.run(stride_pairs, strategy)[0]
+    assert len(pairs) == 4
+    assert all(own == other for own, other in pairs)
+    assert pairs[0][0] != torch.empty(4, 2, 3, 3).stride()
+
+
+class Bag(nn.Module):
+    """A sparse embedding in front of a linear layer."""
+
+    def __init__(self, *, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.table = nn.Embedding(50, 4, sparse=sparse, dtype=torch.float64)
+        self.out = nn.Linear(4, 3, dtype=torch.float64)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.out(self.table(words).mean(1))
+        return logits
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["count first", "count last"])
+@pytest.mark.parametrize("clip", [None, 0.01], ids=["unclipped", "clipped"])
+def test_sparse_gradients_on_one_rank(clip: float | None, late: bool) -> None:
+    """A sparse embedding has a sparse gradient with the dense one's values, accumulated, divided and clipped alike."""
+    generator = torch.Generator().manual_seed(0)
+    batch = {
+        "words": torch.randint(0, 20, (11, 6), generator=generator),
+        "y": torch.randint(0, 3, (11,), generator=generator),
+    }
+
+    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        return F.cross_entropy(model(batch["words"]), batch["y"], reduction="none")
+
+    def run(*, sparse: bool) -> tuple[Gradients, Mapping[str, torch.Tensor]]:
+        model = Bag(sparse=sparse)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        declared = loss if late else ab.mean_over_samples(loss)
+        with ab.Engine(model, optimizer, declared, micro_batch_size=3, clip=clip, world=ab.World()) as engine:
+            gradients = engine.gradients(batch)
+            engine.step(batch)
+        return gradients, model.state_dict()
+
+    plain = Bag(sparse=False)
+    expected = plain_gradients(plain, loss(plain, batch).mean())
+    for sparse in (False, True):
+        gradients, after = run(sparse=sparse)
+        assert gradients["table.weight"] is not None
+        assert gradients["table.weight"].is_sparse == sparse
+        dense = {name: g.to_dense() if g is not None and g.is_sparse else g for name, g in gradients.items()}
+        assert relative_error(dense, expected) <= TOLERANCE
+        assert relative_error(after, run(sparse=False)[1]) <= TOLERANCE
+
+
+class Gan(NamedTuple):
+    """The two engines of a GAN and their modules."""
+
+    generator: nn.Module
+    critic: nn.Module
+    engines: tuple[ab.Engine, ab.Engine]
+
+
+def make_gan(strategy: str, world: ab.World) -> Gan:
+    """Return two engines, each of which looks at the other's module inside its loss."""
+    torch.manual_seed(7)
+    generator, critic = nn.Linear(5, 5).double(), nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+    def fool(model: nn.Module, batch: Batch) -> torch.Tensor:
+        scores: torch.Tensor = critic(model(batch["x"])).squeeze(1)
+        return F.softplus(-scores)
+
+    def tell(model: nn.Module, batch: Batch) -> torch.Tensor:
+        real, made = model(batch["x"]).squeeze(1), model(generator(batch["x"])).squeeze(1)
+        return F.softplus(-real) + F.softplus(made)
+
+    options: dict[str, Any] = {"micro_batch_size": 3, "world": world}
+    engines = tuple(
+        ab.Engine(
+            module,
+            torch.optim.SGD(module.parameters(), lr=0.1),
+            ab.mean_over_samples(loss),
+            strategy=STRATEGIES[strategy](),
+            **options,
+        )
+        for module, loss in ((generator, fool), (critic, tell))
+    )
+    return Gan(generator, critic, (engines[0], engines[1]))
+
+
+def gan_errors(strategy: str) -> dict[str, float]:
+    """Run on every rank: train a GAN for two rounds, by engines and plainly; return the relative errors."""
+    batch = vectors(29)
+    gan = make_gan(strategy, ab.World.from_environment())
+    torch.manual_seed(7)
+    generator, critic = nn.Linear(5, 5).double(), nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    leaked = 0.0
+    for _ in range(2):
+        gan.engines[0].step(InMemory(batch))
+        leaked += sum(float(p.grad.abs().sum()) for p in gan.critic.parameters() if p.grad is not None)
+        gan.engines[1].step(InMemory(batch))
+        leaked += sum(float(p.grad.abs().sum()) for p in gan.generator.parameters() if p.grad is not None)
+        plain_step(generator, F.softplus(-critic(generator(batch["x"]))).mean())
+        told = F.softplus(-critic(batch["x"])) + F.softplus(critic(generator(batch["x"])))
+        plain_step(critic, told.mean())
+    for engine in gan.engines:
+        engine.close()
+    return {
+        "generator": relative_error(gan.generator.state_dict(), generator.state_dict()),
+        "critic": relative_error(gan.critic.state_dict(), critic.state_dict()),
+        "leaked": leaked,
+    }
+
+
+def plain_step(module: nn.Module, loss: torch.Tensor) -> None:
+    """Make one step of plain gradient descent on one module."""
+    parameters = list(module.parameters())
+    with torch.no_grad():
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            parameter.sub_(0.1 * gradient)
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "all_reduce, after", "ddp"])
+def test_two_engines_do_not_touch_each_other(strategy: str, two_ranks: Ranks) -> None:
+    """A GAN is two engines: a loss that runs through the other's module leaves no gradient there."""
+    for found in two_ranks.run(gan_errors, strategy):
+        assert found["leaked"] == 0.0
+        assert found["generator"] <= TOLERANCE
+        assert found["critic"] <= TOLERANCE
+
+
+def test_two_engines_on_one_rank(one_rank: Ranks) -> None:
+    """The same on one rank, where gradients live in `.grad`."""
+    (found,) = one_rank.run(gan_errors, "single")
+    assert found["leaked"] == 0.0
+    assert max(found.values()) <= TOLERANCE

@@ -1,0 +1,263 @@
+"""Low precision: sums in float32, updates as reported, autocast and the fp16 scaler as one writes them by hand."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import anybatch as ab
+from anybatch.testing import relative_error
+from tests.engine.cases import STRATEGIES, Batch, Gradients, InMemory, cut, num_samples, vectors
+from tests.ranks_fixture import Ranks
+
+NUM_MICRO_BATCHES = 512
+
+
+def narrow_model() -> nn.Module:
+    """Return a model in bf16 all through."""
+    torch.manual_seed(8)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4)).bfloat16()
+
+
+def narrow_batch() -> Batch:
+    """Return samples whose gradients agree in sign, so that a bf16 sum stalls."""
+    batch = vectors(NUM_MICRO_BATCHES)
+    return {"x": (batch["x"].abs() + 1).bfloat16(), "y": torch.zeros_like(batch["y"])}
+
+
+def classify(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the mean cross-entropy."""
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def sum_of_narrow_gradients() -> tuple[Gradients, Gradients]:
+    """Return the sum of the micro-batches' bf16 gradients, in float64, and as a plain loop adds them up in bf16."""
+    model, batch = narrow_model(), narrow_batch()
+    wide = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters()}
+    narrow = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for number in range(NUM_MICRO_BATCHES):
+        loss = classify(model, cut(batch, number, number + 1)) / NUM_MICRO_BATCHES
+        for name, gradient in zip(wide, torch.autograd.grad(loss, list(model.parameters())), strict=True):
+            wide[name] += gradient
+            narrow[name] += gradient
+    return {**wide}, {**narrow}
+
+
+def narrow_gradients(strategy: str) -> Gradients:
+    """Run on every rank: return the engine's gradient of the bf16 model, and look at its type."""
+    model = narrow_model()
+    world = ab.World.from_environment()
+    with ab.Engine(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        ab.mean_over_samples(classify),
+        micro_batch_size=1,
+        strategy=STRATEGIES[strategy](),
+        world=world,
+    ) as engine:
+        found = engine.gradients(InMemory(narrow_batch()))
+    assert all(gradient is not None and gradient.dtype == torch.float32 for gradient in found.values())
+    return found
+
+
+def test_bf16_gradients_add_up_in_float32(one_rank: Ranks, two_ranks: Ranks) -> None:
+    """512 bf16 gradients are summed to float32's accuracy, over ranks too; a bf16 sum is off by more than a tenth."""
+    wide, narrow = sum_of_narrow_gradients()
+
+    assert relative_error(narrow, wide) > 0.1
+    assert relative_error(one_rank.run(narrow_gradients, "single")[0], wide) <= 1e-6
+    for strategy in ("all_reduce", "all_reduce, after"):
+        for found in two_ranks.run(narrow_gradients, strategy):
+            assert relative_error(found, wide) <= 1e-6
+
+
+class OneWeight(nn.Module):
+    """A bf16 weight whose gradient is 1 in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).sum(1)
+
+
+def step_one_weight(optimizer: Callable[[nn.Module], Any], number: int) -> tuple[nn.Module, ab.StepReport]:
+    """Make steps on it at a learning rate far below bf16's spacing around 1; return model and last report."""
+    model = OneWeight()
+    batch = {"x": torch.ones(6, 4, dtype=torch.bfloat16)}
+    loss = ab.mean_over_samples(lambda model, batch: model(batch["x"]))
+    with ab.Engine(model, optimizer(model), loss, micro_batch_size=2, world=ab.World()) as engine:
+        report = engine.step(batch)
+        for _ in range(number - 1):
+            report = engine.step(batch)
+    return model, report
+
+
+def test_master_weights_take_small_steps() -> None:
+    """An optimizer given as a function holds float32 masters: 64 steps of 2**-12 arrive, and the report says how."""
+    model, report = step_one_weight(lambda _: lambda named: torch.optim.SGD(named, lr=2**-12), 64)
+
+    assert report.update == "master_weights"
+    assert torch.equal(model.get_parameter("weight").detach(), torch.full((4,), 1 - 2**-6, dtype=torch.bfloat16))
+
+
+def test_casting_loses_small_steps_and_is_reported() -> None:
+    """An optimizer instance holds the bf16 parameters themselves: such steps are rounded away, as reported."""
+    model, report = step_one_weight(lambda model: torch.optim.SGD(model.parameters(), lr=2**-12), 64)
+
+    assert report.update == "cast"
+    assert torch.equal(model.get_parameter("weight").detach(), torch.ones(4, dtype=torch.bfloat16))
+
+
+def test_float32_parameters_are_updated_directly() -> None:
+    """Float32 parameters need no copies, whether the optimizer comes as an instance or as a function."""
+    for function in (False, True):
+        model = nn.Linear(5, 4)
+        optimizer = (lambda named: torch.optim.SGD(named, lr=0.1)) if function else torch.optim.SGD(model.parameters())
+        with ab.Engine(model, optimizer, ab.mean_over_samples(classify), world=ab.World()) as engine:
+            report = engine.step({name: v.float() if v.is_floating_point() else v for name, v in vectors(5).items()})
+            held = [p for group in engine.optimizer.param_groups for p in group["params"]]
+        assert report.update == "direct"
+        assert all(one is other for one, other in zip(held, model.parameters(), strict=True))
+
+
+def test_cast_gradients_are_rounded_once() -> None:
+    """The step of an optimizer over bf16 parameters takes the float32 sum rounded once, not a sum of roundings."""
+    wide, _ = sum_of_narrow_gradients()
+    model = narrow_model()
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with ab.Engine(model, optimizer, ab.mean_over_samples(classify), micro_batch_size=1, world=ab.World()) as engine:
+        engine.step(InMemory(narrow_batch()))
+    for name, parameter in model.named_parameters():
+        gradient = wide[name]
+        assert gradient is not None
+        assert torch.equal(parameter.detach(), before[name] - gradient.bfloat16())
+
+
+def test_bf16_autocast_is_the_handwritten_loop() -> None:
+    """precision='bf16' gives bit for bit what forward passes under autocast, and backward passes outside, give."""
+    batch = {name: v.float() if v.is_floating_point() else v for name, v in vectors(29).items()}
+    torch.manual_seed(9)
+    model = nn.Sequential(nn.Linear(5, 32), nn.Tanh(), nn.Linear(32, 4))
+    for start in range(0, 29, 7):
+        with torch.autocast("cpu", torch.bfloat16):
+            piece = cut(batch, start, start + 7)
+            loss = classify(model, piece)
+        (loss * (num_samples(piece) / 29)).backward()
+    by_hand = {
+        name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
+    options: dict[str, Any] = {"micro_batch_size": 7, "world": ab.World()}
+
+    def by_engine(precision: Any) -> Gradients:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with ab.Engine(model, optimizer, ab.mean_over_samples(classify), precision=precision, **options) as engine:
+            return engine.gradients(batch)
+
+    found = by_engine("bf16")
+    assert len(by_hand) == 4
+    assert all(torch.equal(found[name], value) for name, value in by_hand.items())  # type: ignore[arg-type]
+    assert relative_error(by_engine("fp32"), by_hand) > 1e-4
+
+
+class Spiky(nn.Module):
+    """Overflows in fp16 where an input is far out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(10)
+        self.inside = nn.Linear(5, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        score: torch.Tensor = self.inside(x)
+        return score.squeeze(1).float()
+
+
+class SpikyRun(NamedTuple):
+    """What became of five steps, one by one, and the parameters in the end."""
+
+    skipped: list[bool]
+    moved: list[bool]
+    scheduled: list[int]
+    scales: list[float]
+    parameters: list[torch.Tensor]
+
+
+def spiky_batch(number: int) -> Batch:
+    """Return the batch of a step; in the third, the first sample is far out."""
+    x = vectors(12)["x"].float()
+    if number == 2:
+        x[0] = 3e4
+    return {"x": x}
+
+
+def squared(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return one loss per sample."""
+    scores: torch.Tensor = model(batch["x"])
+    return scores.square()
+
+
+def spiky_steps(strategy: str) -> SpikyRun:
+    """Run on every rank: five fp16 steps, of which the third overflows, in the first rank's share alone."""
+    model = Spiky()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    run = SpikyRun([], [], [], [], list(model.parameters()))
+    with ab.Engine(
+        model,
+        optimizer,
+        ab.mean_over_samples(squared),
+        micro_batch_size=3,
+        strategy=STRATEGIES[strategy](),
+        precision="fp16",
+        scheduler=scheduler,
+        world=ab.World.from_environment(),
+    ) as engine:
+        for number in range(5):
+            before = [parameter.detach().clone() for parameter in run.parameters]
+            report = engine.step(InMemory(spiky_batch(number)))
+            run.skipped.append(report.skipped)
+            run.moved.append(any(not torch.equal(*pair) for pair in zip(before, run.parameters, strict=True)))
+            run.scheduled.append(scheduler.last_epoch)
+            run.scales.append(engine._machine.scaler.scaler.get_scale())  # noqa: SLF001 (no report tells it)
+    return run._replace(parameters=[parameter.detach() for parameter in run.parameters])
+
+
+@pytest.mark.parametrize("strategy", ["single", "all_reduce", "ddp"])
+def test_fp16_overflow_skips_the_step_on_all_ranks(strategy: str, one_rank: Ranks, two_ranks: Ranks) -> None:
+    """Where one rank's gradient overflows, no rank updates, the scheduler waits, the scale halves, and all go on."""
+    found: list[SpikyRun] = (one_rank if strategy == "single" else two_ranks).run(spiky_steps, strategy)
+
+    for run in found:
+        assert run.skipped == [False, False, True, False, False]
+        assert run.moved == [True, True, False, True, True]
+        assert run.scheduled == [1, 2, 2, 3, 4]
+        assert run.scales == [2.0**16, 2.0**16, 2.0**15, 2.0**15, 2.0**15]
+        assert all(torch.equal(*pair) for pair in zip(run.parameters, found[0].parameters, strict=True))
+
+
+def test_fp16_is_the_handwritten_loop(one_rank: Ranks) -> None:
+    """precision='fp16' gives bit for bit what torch's GradScaler gives in a loop written by hand, overflow included."""
+    model = Spiky()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    scaler = torch.amp.GradScaler("cpu")
+    for number in range(5):
+        batch = spiky_batch(number)
+        for start in range(0, 12, 3):
+            with torch.autocast("cpu", torch.float16):
+                loss = squared(model, cut(batch, start, start + 3)).sum() * (1 / 12)
+            scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if number != 2:
+            scheduler.step()
+        optimizer.zero_grad()
+
+    (run,) = one_rank.run(spiky_steps, "single")
+    assert all(torch.equal(*pair) for pair in zip(run.parameters, model.parameters(), strict=True))

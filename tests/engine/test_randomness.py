@@ -1,0 +1,126 @@
+"""Random numbers inside a step belong to micro-batches, not to ranks, and the caller's own are as before."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import anybatch as ab
+from anybatch.core.randomness import unit_seed
+from anybatch.testing import relative_error
+from tests.engine.cases import STRATEGIES, Batch, Gradients, InMemory, classify, cut, vectors
+from tests.ranks_fixture import Ranks
+
+SEED, SIZE = 11, 3
+
+
+def dropping() -> nn.Module:
+    """Return a classifier that drops half of what it sees."""
+    torch.manual_seed(12)
+    return nn.Sequential(nn.Dropout(0.5), nn.Linear(5, 16), nn.Tanh(), nn.Dropout(0.5), nn.Linear(16, 4)).double()
+
+
+def make_engine(model: nn.Module, world: ab.World, **options: Any) -> ab.Engine:
+    """Return an engine with micro-batches of three."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return ab.Engine(model, optimizer, ab.mean_over_samples(classify), micro_batch_size=SIZE, world=world, **options)
+
+
+def keyed_by_hand(step: int) -> Gradients:
+    """Return the gradient of the loop that seeds torch with each micro-batch's key."""
+    model, batch = dropping(), vectors(29)
+    for start in range(0, 29, SIZE):
+        torch.manual_seed(unit_seed(SEED, step, start))
+        piece = cut(batch, start, start + SIZE)
+        (classify(model, piece) * (len(piece["x"]) / 29)).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def keyed_by_engine(strategy: str) -> tuple[Gradients, Gradients, bool]:
+    """Run on every rank: return gradients of the first and second step, and whether the caller's state is as before.
+
+    Ranks come with different states of their own, so that nothing can be right by accident.
+    """
+    world = ab.World.from_environment()
+    model = dropping()
+    torch.manual_seed(100 + world.rank)
+    before = torch.get_rng_state()
+    with make_engine(model, world, deal="fixed", strategy=STRATEGIES[strategy]()) as engine:
+        batch = InMemory(vectors(29), seed=SEED)
+        first = engine.gradients(batch)
+        unchanged = torch.equal(before, torch.get_rng_state())
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        engine.step(batch)
+        model.load_state_dict(weights)  # so that the second step differs from the first by its random numbers alone
+        return first, engine.gradients(batch), unchanged and torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
+def test_dropout_does_not_depend_on_the_number_of_ranks(
+    strategy: str, one_rank: Ranks, two_ranks: Ranks, three_ranks: Ranks
+) -> None:
+    """The same cut dealt to 1, 2 or 3 ranks drops the same: the keys are (seed, step, first sample of the micro-batch).
+
+    The caller's random state is as before, whatever it was.
+    """
+    first, second = keyed_by_hand(0), keyed_by_hand(1)
+    assert relative_error(first, second) > 0.1
+    for pool in (one_rank, two_ranks, three_ranks):
+        for found_first, found_second, unchanged in pool.run(keyed_by_engine, strategy):
+            assert relative_error(found_first, first) <= 1e-12
+            assert relative_error(found_second, second) <= 1e-12
+            assert unchanged
+
+
+def test_the_engines_seed_comes_before_the_datas() -> None:
+    """seed= replaces the data's seed as the first word of the keys."""
+    batch = InMemory(vectors(29), seed=SEED)
+    with make_engine(dropping(), ab.World(), seed=SEED + 1) as engine:
+        other = engine.gradients(batch)
+    with make_engine(dropping(), ab.World(), seed=SEED) as engine:
+        same = engine.gradients(InMemory(vectors(29), seed=5))
+
+    assert relative_error(same, keyed_by_hand(0)) <= 1e-12
+    assert relative_error(other, keyed_by_hand(0)) > 0.1
+
+
+def test_without_keys_random_numbers_run_on() -> None:
+    """rng=None draws from the caller's generator, bit for bit as a plain loop does, and leaves it where it stopped."""
+    by_hand, batch = dropping(), vectors(29)
+    torch.manual_seed(13)
+    for start in range(0, 29, SIZE):
+        piece = cut(batch, start, start + SIZE)
+        (classify(by_hand, piece) * (len(piece["x"]) / 29)).backward()
+    state = torch.get_rng_state()
+
+    model = dropping()
+    torch.manual_seed(13)
+    with make_engine(model, ab.World(), rng=None) as engine:
+        found = engine.gradients(batch)
+    assert torch.equal(state, torch.get_rng_state())
+    for name, parameter in by_hand.named_parameters():
+        gradient = found[name]
+        assert gradient is not None
+        assert parameter.grad is not None
+        assert torch.equal(gradient, parameter.grad)
+
+
+def test_the_callers_state_survives_an_error() -> None:
+    """A loss that raises in the middle of a step leaves the caller's random state as it was."""
+
+    def fails(model: nn.Module, batch: Batch) -> torch.Tensor:
+        loss = classify(model, batch)
+        if len(batch["x"]) < SIZE:
+            message = "the last micro-batch"
+            raise RuntimeError(message)
+        return loss
+
+    model = dropping()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = torch.get_rng_state()
+    with ab.Engine(
+        model, optimizer, ab.mean_over_samples(fails), micro_batch_size=SIZE, world=ab.World()
+    ) as engine, pytest.raises(RuntimeError, match="the last micro-batch"):
+        engine.step(vectors(29))
+    assert torch.equal(before, torch.get_rng_state())

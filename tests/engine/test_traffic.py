@@ -1,0 +1,107 @@
+"""What is handed to collectives in a step: the gradient's bytes, once, however many micro-batches are accumulated."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+import anybatch as ab
+from tests.engine.cases import STRATEGIES, Batch, InMemory, vectors
+from tests.ranks_fixture import Ranks
+
+COLLECTIVES = (
+    *("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_object", "reduce_scatter_tensor"),
+    *("all_gather_into_tensor", "all_to_all", "gather", "scatter", "barrier", "send", "recv"),
+)
+NUM_PARAMETERS = 5 * 64 + 64 + 64 * 4 + 4
+
+
+class Call(NamedTuple):
+    """One call of a collective."""
+
+    name: str
+    in_data_group: bool
+    num_bytes: int
+    dtype: torch.dtype | None
+
+
+@contextmanager
+def recorded() -> Iterator[list[Call]]:
+    """Record every call of a collective through torch.distributed."""
+    calls: list[Call] = []
+    plain = {name: getattr(dist, name) for name in COLLECTIVES}
+
+    def recording(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            tensor = args[0] if isinstance(args[0], torch.Tensor) else None
+            group = kwargs.get("group")
+            num_bytes = 0 if tensor is None else tensor.numel() * tensor.itemsize
+            in_data_group = group is None or group is dist.group.WORLD
+            calls.append(Call(name, in_data_group, num_bytes, None if tensor is None else tensor.dtype))
+            return plain[name](*args, **kwargs)
+
+        return call
+
+    for name in COLLECTIVES:
+        setattr(dist, name, recording(name))
+    try:
+        yield calls
+    finally:
+        for name, function in plain.items():
+            setattr(dist, name, function)
+
+
+def calls_of_a_step(strategy: str, num_micro_batches: int) -> list[Call]:
+    """Run on every rank: return what the second step of a float32 model calls; the first one has more to agree on."""
+    torch.manual_seed(14)
+    model = nn.Sequential(nn.Linear(5, 64), nn.Tanh(), nn.Linear(64, 4))
+    world = ab.World.from_environment()
+
+    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        return F.cross_entropy(model(batch["x"].float()), batch["y"])
+
+    with ab.Engine(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        ab.mean_over_samples(loss),
+        micro_batch_size=2,
+        strategy=STRATEGIES[strategy](),
+        world=world,
+    ) as engine:
+        batch = InMemory(vectors(2 * num_micro_batches * world.size))
+        engine.step(batch)
+        with recorded() as calls:
+            report = engine.step(batch)
+    assert report.plan.accumulation_steps == num_micro_batches
+    return calls
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "all_reduce, after", "ddp"])
+def test_one_reduction_per_step(strategy: str, two_ranks: Ranks) -> None:
+    """At 1, 4 and 16 accumulation steps the gradient collectives of a step carry the gradient's bytes, exactly once.
+
+    Beside them travels one small message with the numbers of the report, in float64, so that it can be told apart.
+    """
+    found = {number: two_ranks.run(calls_of_a_step, strategy, number) for number in (1, 4, 16)}
+    for ranks in found.values():
+        for calls in ranks:
+            gradients = [call for call in calls if call.dtype == torch.float32]
+            others = [call for call in calls if call.dtype != torch.float32]
+            assert all(call.name == "all_reduce" and call.in_data_group for call in gradients)
+            assert sum(call.num_bytes for call in gradients) == 4 * NUM_PARAMETERS
+            assert [call.name for call in others if call.in_data_group] == ["all_reduce"]
+            assert sum(call.num_bytes for call in others if call.in_data_group) <= 8 * (1 + 4)
+            assert [call for call in others if not call.in_data_group] == []
+    assert found[1] == found[4] == found[16]
+
+
+def test_several_buckets_are_reduced_one_by_one(two_ranks: Ranks) -> None:
+    """With small buckets there are several reductions; together they still carry the gradient once."""
+    calls = two_ranks.run(calls_of_a_step, "all_reduce", 4)[0]
+    assert sum(call.dtype == torch.float32 for call in calls) > 1
+    assert sum(call.dtype == torch.float32 for call in two_ranks.run(calls_of_a_step, "all_reduce, after", 4)[0]) == 1

@@ -1,0 +1,109 @@
+"""The strategy seam carries FSDP2: parameters replaced, ranks in lockstep, sums instead of means."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+import anybatch as ab
+from anybatch.errors import DataError
+from anybatch.testing import relative_error
+from tests.engine.cases import CASES, Batch, InMemory, cut, plain_gradients
+from tests.parallel.fsdp_spike import FullyShard
+from tests.ranks_fixture import Ranks
+
+TOLERANCE = 1e-12
+SHARDED_CASES = (
+    *("ragged", "two samples", "masked tokens", "class weights", "two terms", "loss sum, undeclared"),
+    *("micro-batches without targets", "two terms, some without targets", "two terms, one without any target"),
+)
+MICRO_BATCH_SIZES = (1, 3, None)
+NOT_TO_BE_CHANGED_IN_PLACE = "FSDP2-wrapped module .* returned a view tensor"
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    """Return a sharded tensor in one piece."""
+    full: torch.Tensor = tensor.full_tensor()
+    return full
+
+
+def sgd(named: Any) -> torch.optim.Optimizer:
+    """Build an optimizer over the parameters that sharding has made."""
+    return torch.optim.SGD(named, lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+def sharded_errors(case_name: str, num_samples: int | None, *, defer: bool) -> list[float]:
+    """Run on every rank: return errors of gradients, norms, losses and of the parameters after two clipped updates."""
+    warnings.filterwarnings("ignore", message=NOT_TO_BE_CHANGED_IN_PLACE)
+    world = ab.World.from_environment()
+    case = CASES[case_name]
+    batch: Batch = cut(case.batch(), 0, num_samples or 10**6)
+    plain = case.model()
+    loss = case.reference(plain, batch)
+    expected = plain_gradients(plain, loss)
+    norm = torch.nn.utils.get_total_norm([gradient for gradient in expected.values() if gradient is not None])
+    limit = float(norm) / 2
+    optimizer = sgd(plain.parameters())
+    for _ in range(2):
+        plain_gradients(plain, case.reference(plain, batch))
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), limit)
+        optimizer.step()
+    errors = []
+    for size in MICRO_BATCH_SIZES:
+        model = case.model()
+        with ab.Engine(
+            model, sgd, case.loss, micro_batch_size=size, strategy=FullyShard(defer=defer), clip=limit, world=world
+        ) as engine:
+            found = {name: whole(gradient) for name, gradient in engine.gradients(InMemory(batch)).items()}
+            errors.append(relative_error(found, expected))
+            report = engine.step(InMemory(batch))
+            errors += [abs(report.loss / float(loss) - 1), abs((report.grad_norm or 0.0) / float(norm) - 1)]
+            engine.step(InMemory(batch))
+            state = {name: whole(parameter) for name, parameter in model.named_parameters()}
+            errors.append(relative_error(state, dict(plain.named_parameters())))
+    return errors
+
+
+@pytest.mark.parametrize("defer", [True, False], ids=["reduced once", "reduced in every micro-batch"])
+@pytest.mark.parametrize("case", SHARDED_CASES)
+def test_sharded_gradient_is_that_of_the_unsplit_batch(case: str, defer: bool, two_ranks: Ranks) -> None:
+    """Two ranks of FSDP2 give the un-split gradient, norm and loss, also where ranks run different numbers of samples."""
+    for errors in two_ranks.run(_sharded, case, None, defer):
+        assert max(errors) <= TOLERANCE
+
+
+def test_a_rank_without_samples_runs_along(two_ranks: Ranks) -> None:
+    """With one sample on two ranks, the second rank runs it with weight 0, so that nobody waits for it."""
+    for errors in two_ranks.run(_sharded, "ragged", 1, True):
+        assert max(errors) <= TOLERANCE
+
+
+def _sharded(case: str, num_samples: int | None, defer: bool) -> list[float]:
+    return sharded_errors(case, num_samples, defer=defer)
+
+
+def messages_of_idle_ranks() -> list[str]:
+    """Run on every rank: return what is said where a rank has nothing that it could run along with."""
+    world = ab.World.from_environment()
+    masked = CASES["last ranks without targets"]
+    shares = CASES["ragged"]
+    said = []
+    for case, batch in (
+        (masked, InMemory(masked.batch())),
+        (shares, shares.batch() if world.rank == 0 else cut(shares.batch(), 0, 0)),
+    ):
+        engine = ab.Engine(case.model(), sgd, case.loss, micro_batch_size=3, strategy=FullyShard(), world=world)
+        with pytest.raises(DataError) as caught:
+            engine.step(batch)
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_rank_with_nothing_to_run_along_is_refused(two_ranks: Ranks) -> None:
+    """Where a rank's own share has no sample or no target, all ranks are told so, and none waits."""
+    for without_targets, without_samples in two_ranks.run(messages_of_idle_ranks):
+        assert "rank 1" in without_targets
+        assert "lockstep" in without_targets
+        assert "rank 1" in without_samples
+        assert "lockstep" in without_samples

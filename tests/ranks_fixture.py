@@ -1,0 +1,79 @@
+"""Pools of real ranks: each started once per test session, when it is first needed, and shared by all folders.
+
+A folder whose tests need ranks imports the fixtures in its `conftest.py`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from anybatch.testing import Outcome, RankPool
+
+POOL_TIMEOUT_SECONDS = 60.0
+
+
+class Ranks:
+    """A rank pool that knows whether a failed test has ruined it."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.ruined = False
+        self._pool = RankPool(world_size, timeout_seconds=POOL_TIMEOUT_SECONDS)
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Run `function(*args)` on every rank and return its values, in rank order."""
+        if self.ruined:
+            pytest.fail(f"a test before this one has ruined the {self.world_size} ranks", pytrace=False)
+        outcomes = self.outcomes(function, *args)
+        failed = [f"rank {rank}:\n{outcome.error}" for rank, outcome in enumerate(outcomes) if outcome.error]
+        self.ruined = bool(failed)
+        assert not failed, "\n".join(failed)
+        return [outcome.value for outcome in outcomes]
+
+    def outcomes(self, function: Callable[..., Any], *args: Any) -> list[Outcome]:
+        """Run `function(*args)` on every rank and return how each ended."""
+        return self._pool.outcomes(function, *args)
+
+    def close(self) -> None:
+        """End the processes."""
+        self._pool.close()
+
+
+STARTED = pytest.StashKey[dict[int, Ranks]]()
+
+
+def started_ranks(config: pytest.Config, world_size: int) -> Ranks:
+    """Return the session's pool of that size: started now if there is none, or if a test has ruined it."""
+    started = config.stash.setdefault(STARTED, {})
+    if world_size in started and started[world_size].ruined:
+        started.pop(world_size).close()
+    if world_size not in started:
+        started[world_size] = ranks = Ranks(world_size)
+        config.add_cleanup(ranks.close)
+    return started[world_size]
+
+
+@pytest.fixture(scope="module")
+def one_rank(request: pytest.FixtureRequest) -> Ranks:
+    """One rank that has a process group all the same."""
+    return started_ranks(request.config, 1)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(request: pytest.FixtureRequest) -> Ranks:
+    """Two ranks."""
+    return started_ranks(request.config, 2)
+
+
+@pytest.fixture(scope="module")
+def three_ranks(request: pytest.FixtureRequest) -> Ranks:
+    """Three ranks: no batch size of the tests divides by three and two and the micro-batch size."""
+    return started_ranks(request.config, 3)
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3], ids=["1-rank", "2-ranks", "3-ranks"])
+def ranks(request: pytest.FixtureRequest) -> Ranks:
+    """One, two and three ranks, one after the other."""
+    world_size: int = request.param
+    return started_ranks(request.config, world_size)
