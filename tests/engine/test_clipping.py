@@ -41,7 +41,6 @@ def plain(clip: str, num_steps: int) -> tuple[nn.Module, list[float]]:
 def clipped(clip: str, strategy: str, num_steps: int) -> tuple[dict[str, torch.Tensor], list[float]]:
     """Run on every rank: return the same by the engine, in micro-batches."""
     model = perceptron()
-    norms = []
     with ab.Engine(
         model,
         torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5),
@@ -51,14 +50,13 @@ def clipped(clip: str, strategy: str, num_steps: int) -> tuple[dict[str, torch.T
         strategy=STRATEGIES[strategy](),
         world=ab.World.from_environment(),
     ) as engine:
-        for _ in range(num_steps):
-            norms.append(float(engine.step(InMemory(vectors(29))).grad_norm or 0.0))
+        norms = [float(engine.step(InMemory(vectors(29))).grad_norm or 0.0) for _ in range(num_steps)]
     return model.state_dict(), norms
 
 
 @pytest.mark.parametrize("clip", CLIPS)
 def test_clipping_is_that_of_the_unsplit_gradient(clip: str, one_rank: Ranks, two_ranks: Ranks) -> None:
-    """Three clipped steps, and the norms reported from before clipping, are those of the whole batch clipped by torch."""
+    """Three clipped steps, and the norms from before clipping, are those of the whole batch clipped by torch."""
     expected, norms = plain(clip, 3)
     runs = one_rank.run(clipped, clip, "single", 3)
     for strategy in ("all_reduce", "ddp"):

@@ -161,7 +161,7 @@ def frozen() -> nn.Module:
 def channels_last() -> nn.Module:
     """Return convolutions whose weights have the strides of channels-last, and so will their gradients."""
     model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Tanh(), nn.Conv2d(4, 4, 2))
-    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload] (torch 2.13 does not annotate it)
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch 2.13 has no annotation
     return model
 
 

@@ -119,8 +119,9 @@ def test_the_callers_state_survives_an_error() -> None:
     model = dropping()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = torch.get_rng_state()
-    with ab.Engine(
-        model, optimizer, ab.mean_over_samples(fails), micro_batch_size=SIZE, world=ab.World()
-    ) as engine, pytest.raises(RuntimeError, match="the last micro-batch"):
+    with (
+        ab.Engine(model, optimizer, ab.mean_over_samples(fails), micro_batch_size=SIZE, world=ab.World()) as engine,
+        pytest.raises(RuntimeError, match="the last micro-batch"),
+    ):
         engine.step(vectors(29))
     assert torch.equal(before, torch.get_rng_state())

@@ -68,7 +68,7 @@ def sharded_errors(case_name: str, num_samples: int | None, *, defer: bool) -> l
 @pytest.mark.parametrize("defer", [True, False], ids=["reduced once", "reduced in every micro-batch"])
 @pytest.mark.parametrize("case", SHARDED_CASES)
 def test_sharded_gradient_is_that_of_the_unsplit_batch(case: str, defer: bool, two_ranks: Ranks) -> None:
-    """Two ranks of FSDP2 give the un-split gradient, norm and loss, also where ranks run different numbers of samples."""
+    """Two ranks of FSDP2 give the un-split gradient, norm and loss, also where ranks run different numbers."""
     for errors in two_ranks.run(_sharded, case, None, defer):
         assert max(errors) <= TOLERANCE
 

@@ -236,7 +236,10 @@ def scaled(loss: Loss, output: object, shares: Sequence[Share]) -> list[torch.Te
         return [_contribution(loss, _ONLY_TERM, output, shares[0])] if shares[0].count else []
     if not isinstance(output, Mapping) or set(output) != set(loss.names):
         found = sorted(output) if isinstance(output, Mapping) else type(output).__name__
-        message = f"the loss function was declared with the terms {sorted(loss.names)} but returned {found}."
+        message = (
+            f"the loss function was declared with the terms {sorted(loss.names)} but returned {found}. "
+            "Return a dict with one value for each of them, or declare what it returns."
+        )
         raise LossError(message)
     return [
         _contribution(loss, name, output[name], share)
@@ -256,6 +259,7 @@ def returned_count(output: object) -> "int | float | torch.Tensor":
 def _contribution(loss: Loss, name: str, value: object, share: Share) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         if value.dim():
+            _check_items(loss, name, value, share)
             return value.sum() * share.of_sum
         if loss.terms is None:
             message = (
@@ -280,6 +284,21 @@ def _contribution(loss: Loss, name: str, value: object, share: Share) -> torch.T
         "(a mean, or one loss per item) or ab.LossSum(total, count)."
     )
     raise LossError(message)
+
+
+def _check_items(loss: Loss, name: str, values: torch.Tensor, share: Share) -> None:
+    """Refuse losses per item that cannot be one for each item the term counts; a tensor (1,) is a mean gone astray."""
+    unit = "counted" if loss.terms is None else loss.terms[name].unit
+    fewer_allowed = unit == "counted"  # weights need not be as many as items
+    more_allowed = unit != "samples"  # masked targets may be there, with a loss of 0
+    num_values = values.numel()
+    if (num_values < share.count and not fewer_allowed) or (num_values > share.count and not more_allowed):
+        message = (
+            f"the loss function returned a tensor of shape {tuple(values.shape)} for term {name!r}, a mean over "
+            f"{unit}, of which the micro-batch has {share.count:g}. Return the mean itself (one number, no axis), or "
+            f"one loss for each of the {share.count:g} {unit}."
+        )
+        raise LossError(message)
 
 
 def _check_loss_sum(loss: Loss, name: str, value: LossSum, share: Share) -> None:

@@ -267,9 +267,11 @@ class Engine:
         """
         self._finite.settle()
         state = collect_state(self._parts, self._progress)
-        path, num_bytes = save_on_first_rank(Path(folder), self.num_steps, state, self.world, keep_last=keep_last)
-        self._watch.checkpoint("saved", self.num_steps, path, num_bytes)
-        return path
+        saved = save_on_first_rank(Path(folder), self.num_steps, state, self.world, keep_last=keep_last)
+        for message in saved.warnings:
+            warnings.warn(message, stacklevel=2)
+        self._watch.checkpoint("saved", self.num_steps, saved.path, saved.num_bytes)
+        return saved.path
 
     def load(self, path: str | Path) -> Position:
         """Go on from a checkpoint, or from the newest intact one in a folder of them; return where its data stands.

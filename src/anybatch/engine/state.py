@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from anybatch.checkpoints import Loaded, load, load_latest, save
+from anybatch.checkpoints import Loaded, Saved, load, load_latest, save
 from anybatch.core.batch import Position
 from anybatch.core.geometry import Sizes
 from anybatch.engine.averaging import WeightAverage
@@ -140,26 +140,18 @@ def _check_optimizer(target: Target, saved: Mapping[str, Any]) -> None:
         raise CheckpointError(message)
 
 
-def save_on_first_rank(
-    folder: Path, step: int, state: Mapping[str, Any], world: World, *, keep_last: int
-) -> tuple[Path, int]:
-    """Write a checkpoint on rank 0 while the others wait; return its path and bytes on every rank.
+def save_on_first_rank(folder: Path, step: int, state: Mapping[str, Any], world: World, *, keep_last: int) -> Saved:
+    """Write a checkpoint on rank 0 while the others wait; return what was saved on every rank.
 
     Raises:
-        CheckpointError: on every rank, if rank 0 could not write it.
+        CheckpointError: on rank 0, which could not write it; a RankFailedError carries it on the others.
     """
-    outcome: tuple[str, int] | CheckpointError | None = None
-    if world.rank == 0:
-        try:
-            saved = save(folder, step, state, keep_last=keep_last)
-            outcome = (str(saved.path), saved.num_bytes)
-        except CheckpointError as error:
-            outcome = error
-    outcome = world.gather_objects(outcome)[0]
-    if isinstance(outcome, CheckpointError):
-        raise outcome
-    assert outcome is not None
-    return Path(outcome[0]), outcome[1]
+
+    def write() -> Saved:
+        return save(folder, step, state, keep_last=keep_last)
+
+    saved: Saved = world.together(write if world.rank == 0 else None)[0]
+    return saved
 
 
 def load_on_all_ranks(path: Path, world: World) -> Loaded:
@@ -172,13 +164,20 @@ def load_on_all_ranks(path: Path, world: World) -> Loaded:
     Raises:
         CheckpointError: there is none, none is intact, or ranks do not see the same one.
     """
-    is_one = path.name.startswith("step-")
-    loaded = Loaded(path=path, state=load(path), skipped=()) if is_one else load_latest(path)
-    steps = world.gather_objects(int(loaded.state["num_steps"]))
+    loaded: Loaded | None = None
+
+    def read() -> int:
+        nonlocal loaded
+        is_one = (path / "digests.json").exists()
+        loaded = Loaded(path=path, state=load(path), skipped=()) if is_one else load_latest(path)
+        return int(loaded.state["num_steps"])
+
+    steps = world.together(read)
     if len(set(steps)) > 1:
         message = (
             f"ranks see checkpoints of different steps in {path}: {steps}. "
             "Put it on a file system that all ranks share."
         )
         raise CheckpointError(message)
+    assert loaded is not None
     return loaded

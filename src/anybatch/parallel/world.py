@@ -5,7 +5,7 @@ group beside it, so that no control message can ever pair with a gradient.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -86,6 +86,26 @@ class World:
         with self.collective():
             dist.all_gather_object(gathered, value, group=self._control)
         return gathered
+
+    def together(self, function: Callable[[], Any] | None) -> list[Any]:
+        """Run `function` on every rank that has one, and return what every rank's returned; if one raises, all raise.
+
+        Raises:
+            RankFailedError: on the ranks whose function did not raise.
+        """
+        value, error = None, None
+        try:
+            value = None if function is None else function()
+        except Exception as caught:  # noqa: BLE001 (raised again once all ranks know)
+            error = caught
+        outcomes = self.gather_objects((value, None if error is None else f"{type(error).__name__}: {error}"))
+        if error is not None:
+            raise error
+        for rank, (_, reason) in enumerate(outcomes):
+            if reason is not None:
+                message = f"rank {rank} failed: {reason}"
+                raise RankFailedError(message)
+        return [value for value, _ in outcomes]
 
     def start_maximum(self, flags: torch.Tensor) -> "dist.Work | None":
         """Start replacing `flags`, a CPU tensor, by the element-wise maximum over ranks; wait for the returned work."""

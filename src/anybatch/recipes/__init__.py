@@ -2,6 +2,5 @@
 
 from anybatch.recipes.job import Defaults, Evaluation, Job
 from anybatch.recipes.load import load_recipe
-from anybatch.recipes.start import Run, start
 
-__all__ = ["Defaults", "Evaluation", "Job", "Run", "load_recipe", "start"]
+__all__ = ["Defaults", "Evaluation", "Job", "load_recipe"]

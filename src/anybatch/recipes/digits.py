@@ -14,22 +14,21 @@ from torch import Tensor, nn
 
 import anybatch as ab
 from anybatch.errors import DataError
-from anybatch.recipes.job import Defaults, Evaluation, Job
 
 HELD_OUT_PER_DIGIT = 36
 
 
-def digits() -> Job:
+def digits() -> ab.Job:
     """Return the job: 1,437 images to train on, 360 held out, accuracy on those."""
     _scikit_learn_datasets()
-    return Job(
+    return ab.Job(
         model=Network,
         optimizer=torch.optim.AdamW,
         loss=ab.mean_over_samples(loss),
         dataset=lambda: Digits("train", shifted=True),
-        evaluate=Evaluation(dataset=lambda: Digits("held_out"), metric=accuracy),
+        evaluate=ab.Evaluation(dataset=lambda: Digits("held_out"), metric=accuracy),
         scheduler=torch.optim.lr_scheduler.CosineAnnealingLR,
-        defaults=Defaults(effective_batch_size=256, epochs=30, learning_rate=3e-3),
+        defaults=ab.Defaults(effective_batch_size=256, epochs=30, learning_rate=3e-3),
     )
 
 

@@ -114,6 +114,7 @@ class Job:
             one loss per item or `ab.LossSum`.
         dataset: function () -> data set, with an index or iterable, as `ab.batches` takes it.
         collate: makes a micro-batch of a list of samples; None for torch's own.
+        shuffle: whether each epoch has an order of its own; must be False for a data set without an index.
         evaluate: held-out data and metric; None for none.
         scheduler: function (optimizer, num_steps) -> scheduler, stepped once per optimizer step; None for a constant
             learning rate. `torch.optim.lr_scheduler.CosineAnnealingLR` is such a function itself.
@@ -130,6 +131,7 @@ class Job:
     dataset: DatasetFactory
     defaults: Defaults
     collate: Collate | None = None
+    shuffle: bool = True
     evaluate: Evaluation | None = None
     scheduler: SchedulerFactory | None = None
     clip: Clip | float | None = None
@@ -148,7 +150,7 @@ class Job:
         for name, kind in (("evaluate", Evaluation), ("defaults", Defaults)):
             value = getattr(self, name)
             if not isinstance(value, kind) and not (name == "evaluate" and value is None):
-                message = f"Job({name}={value!r}) must be {name}={kind.__name__}(...), not {_kind(value)}."
+                message = f"Job({name}={value!r}) must be {name}=ab.{kind.__name__}(...), not {_kind(value)}."
                 raise UserError(message)
 
 

@@ -21,7 +21,6 @@ RECIPES: Mapping[str, str] = MappingProxyType(
 SMALLEST_RECIPE = """\
 import torch
 import anybatch as ab
-from anybatch.recipes import Defaults, Job
 
 
 def loss(model, batch):
@@ -29,12 +28,12 @@ def loss(model, batch):
 
 
 def job():
-    return Job(
+    return ab.Job(
         model=lambda: torch.nn.Linear(1, 1),
         optimizer=torch.optim.SGD,
         loss=ab.mean_over_samples(loss),
         dataset=lambda: torch.arange(64.0)[:, None] / 64,
-        defaults=Defaults(effective_batch_size=16, learning_rate=0.1, epochs=10),
+        defaults=ab.Defaults(effective_batch_size=16, learning_rate=0.1, epochs=10),
     )
 """
 
@@ -71,7 +70,7 @@ def load_recipe(name: str) -> Job:
         job = function()
     if not isinstance(job, Job):
         message = (
-            f"{where} returned {type(job).__name__}; a recipe returns a Job. The smallest recipe is:\n\n"
+            f"{where} returned {type(job).__name__}; a recipe returns an ab.Job. The smallest recipe is:\n\n"
             f"{SMALLEST_RECIPE}"
         )
         raise UserError(message)
@@ -150,8 +149,8 @@ def _named(module: ModuleType, name: str, place: str) -> Callable[..., Any]:
         raise UserError(message)
     if not callable(function):
         message = (
-            f"{name} of {place} is an object of type {type(function).__name__}; a recipe is a function that returns a "
-            f"Job. {_listed(_functions(module))}"
+            f"{name} of {place} is an object of type {type(function).__name__}; a recipe is a function that returns "
+            f"an ab.Job. {_listed(_functions(module))}"
         )
         raise UserError(message)
     return cast("Callable[..., Any]", function)

@@ -91,6 +91,7 @@ def start(
         effective_batch_size=size,
         epochs=epochs,
         steps=steps,
+        shuffle=job.shuffle,
         seed=seed,
         collate=job.collate,
         num_workers=num_workers,

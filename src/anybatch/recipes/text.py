@@ -23,7 +23,6 @@ from torch.optim.lr_scheduler import LambdaLR
 import anybatch as ab
 from anybatch.core.learning_rate import Cosine, WarmUp, attach_schedule, then
 from anybatch.errors import DataError
-from anybatch.recipes.job import Defaults, Evaluation, Job
 
 NUM_BYTE_VALUES = 256
 _LIBRARY_BYTES = 4_000_000
@@ -39,7 +38,7 @@ def text(
     num_layers: int = 4,
     num_heads: int = 4,
     max_bytes: int | None = None,
-) -> Job:
+) -> ab.Job:
     """Return the job: predict each byte from those before it; judged in bits per byte on files it has not seen.
 
     Args:
@@ -54,15 +53,15 @@ def text(
     """
     files = list_files(folder, pattern, max_bytes)
     num_held_out = max(1, len(files) // 40)
-    return Job(
+    return ab.Job(
         model=partial(Transformer, width=width, num_layers=num_layers, num_heads=num_heads),
         optimizer=adamw,
         loss=ab.mean_over_tokens(loss, labels="targets", shift=False),
         dataset=lambda: Windows(files[num_held_out:], context),
-        evaluate=Evaluation(dataset=lambda: Windows(files[:num_held_out], context), metric=bits_per_byte),
+        evaluate=ab.Evaluation(dataset=lambda: Windows(files[:num_held_out], context), metric=bits_per_byte),
         scheduler=warm_up_and_cosine,
         clip=1.0,
-        defaults=Defaults(effective_batch_size=64, steps=200, learning_rate=3e-3),
+        defaults=ab.Defaults(effective_batch_size=64, steps=200, learning_rate=3e-3),
     )
 
 

@@ -1,0 +1,198 @@
+"""What a recipe may be called, and what is said when it cannot be had."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import anybatch as ab
+from anybatch.errors import DataError, LossError, UserError
+from anybatch.recipes.load import SMALLEST_RECIPE, load_recipe
+from anybatch.recipes.start import start
+
+HEAD, JOB = SMALLEST_RECIPE.split("def job():\n")
+
+
+@pytest.fixture(autouse=True)
+def imports_are_put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Forget the modules that a test has loaded and where it has looked for them."""
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if not name.startswith(("anybatch", "sklearn", "scipy", "numpy", "torch")):
+            del sys.modules[name]
+
+
+def written(folder: Path, text: str, name: str = "mine.py") -> str:
+    """Write a file and return its path as a user would type it."""
+    (folder / name).write_text(text, encoding="utf-8")
+    return str(folder / name)
+
+
+def test_the_smallest_recipe_is_one(tmp_path: Path) -> None:
+    """The recipe that the errors show runs, and learns."""
+    run = start(load_recipe(written(tmp_path, SMALLEST_RECIPE)))
+    losses = [run.engine.step(batch).loss for batch in run.batches]
+    assert len(losses) == 40
+    assert losses[-1] < 0.2 * losses[0]
+
+
+@pytest.mark.parametrize("name", ["file.py", "file.py:job", "file:job", "file"])
+def test_files_and_modules_from_the_working_directory(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file by its path and a module by its name give the same, with and without the function."""
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path, SMALLEST_RECIPE, "file.py")
+    assert load_recipe(name).defaults.effective_batch_size == 16
+
+
+def test_a_module_in_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """package.module:function is imported as Python does."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "package").mkdir()
+    written(tmp_path, SMALLEST_RECIPE, "package/inside.py")
+    assert load_recipe("package.inside:job").defaults.effective_batch_size == 16
+    with pytest.raises(UserError, match=r"no module 'package\.outside'"):
+        load_recipe("package.outside:job")
+
+
+def test_a_file_finds_what_lies_beside_it(tmp_path: Path) -> None:
+    """Imports of a file are found as `python file.py` finds them, also those made later, and by workers."""
+    written(tmp_path, SMALLEST_RECIPE, "beside.py")
+    text = "from beside import job as other\n\ndef job():\n    from beside import loss\n    return other()\n"
+    name = written(tmp_path, text)
+    assert load_recipe(name) is not None
+    assert sys.modules["mine"].__file__ == str(tmp_path / "mine.py")
+    assert load_recipe(name) is not None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{HEAD}def recipe():\n{JOB}",
+        f"{HEAD}def any_name() -> ab.Job:\n{JOB}",
+        f"{HEAD}def any_name() -> 'ab.Job':\n{JOB}",
+        f"from __future__ import annotations\n{HEAD}def any_name() -> ab.Job:\n{JOB}",
+        f"{HEAD}def wide(width) -> ab.Job:\n{JOB}\ndef any_name() -> ab.Job:\n    return wide(3)\n",
+        f"from anybatch.recipes.load import load_recipe as recipe\n{HEAD}def job():\n{JOB}",
+    ],
+)
+def test_the_one_function_that_must_be_meant(text: str, tmp_path: Path) -> None:
+    """It is called job or recipe, or says that it returns a Job; imported ones and such with arguments do not count."""
+    assert load_recipe(written(tmp_path, text)).defaults.effective_batch_size == 16
+
+
+@pytest.mark.parametrize(
+    ("text", "suffix", "message"),
+    [
+        ("a = 1\n", "", "no function is called 'job' or 'recipe', .*Name it: .*mine.py:function. It defines no func"),
+        ("def f(): ...\ndef _g(): ...\n", "", r"Name it: .*mine\.py:function\. It has: f\."),
+        ("def job(): ...\ndef recipe(): ...\ndef f(): ...\n", "", r"several functions may be the recipe.*: job, recipe\."),
+        ("def f(): ...\ndef e(): ...\n", ":g", r"mine\.py has no function 'g'\. It has: e, f\."),
+        ("from os import getcwd\ng = 3\n", ":g", "g of .*mine.py is an object of type int; .* returns an ab.Job. It def"),
+        ("def job(width, *, depth, a=1, **b): ...\n", "", "job of .*mine.py needs the arguments width, depth, and .*def"),
+        ("def job(): return {}\n", "", r"job of .*mine\.py returned dict; .* smallest recipe is:\n\nimport torch\n"),
+        ("def job(): pass\n", ":job", "returned NoneType; a recipe returns an ab.Job"),
+    ],
+)
+def test_functions(text: str, suffix: str, message: str, tmp_path: Path) -> None:
+    """Missing, ambiguous and unfit functions are told apart, and what there is is listed."""
+    with pytest.raises(UserError, match=f"(?s){message}"):
+        load_recipe(written(tmp_path, text) + suffix)
+
+
+@pytest.mark.parametrize("name", ["digit", "digits:digits", "no.such:job", "", ":job", "a b:job", "json.tool.x", "C:job"])
+def test_unknown_names(name: str) -> None:
+    """A name that is neither a recipe nor a module is answered with all that would be."""
+    with pytest.raises(UserError, match=r"no recipe and no module .* one of 'digits', 'text', a file \(file\.py:func"):
+        load_recipe(name)
+
+
+@pytest.mark.parametrize("name", ["missing.py", "missing.py:job", "folder/missing", r"C:\folder\missing.py"])
+def test_missing_files(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is not there is named, with where it was looked for; so is a folder in the place of a file."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"there is no file '.*missing.*' \(looked in .*\)\. A recipe is one of 'digit"):
+        load_recipe(name)
+    with pytest.raises(UserError, match="there is no file"):
+        load_recipe(f"{tmp_path}/")
+
+
+def test_files_that_are_no_source(tmp_path: Path) -> None:
+    """A file must end in .py, and may not have the name of a module that is loaded."""
+    with pytest.raises(UserError, match=r"is no Python source file: its name must end in \.py"):
+        load_recipe(written(tmp_path, SMALLEST_RECIPE, "mine.txt"))
+    with pytest.raises(UserError, match=r"json\.py cannot be imported as 'json': .* loaded already.*Rename the file"):
+        load_recipe(written(tmp_path, SMALLEST_RECIPE, "json.py"))
+
+
+@pytest.mark.parametrize(
+    ("text", "doing", "last"),
+    [
+        ("def f():\n    return 1 / 0\n\nf()\n", "importing", "ZeroDivisionError: division by zero"),
+        ("import no_such_module\n", "importing", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("raise SystemExit(3)\n", "importing", "SystemExit: 3"),
+        ("def job():\n    return {}['key']\n", "calling job of", "KeyError: 'key'"),
+    ],
+)
+def test_errors_of_the_user(text: str, doing: str, last: str, tmp_path: Path) -> None:
+    """What the user's code raises is shown with its traceback from the user's file on, once."""
+    name = written(tmp_path, text)
+    with pytest.raises(UserError) as caught:
+        load_recipe(name)
+    first, empty, *shown = str(caught.value).splitlines()
+    assert first.startswith(doing)
+    assert first.endswith("failed:")
+    assert not empty
+    assert shown[0] == "Traceback (most recent call last):"
+    assert shown[1].startswith(f'  File "{name}", line ')
+    assert shown[-1] == last
+    assert "load.py" not in str(caught.value)
+    assert "importlib" not in str(caught.value)
+    assert ("mine" in sys.modules) == (doing != "importing")
+    assert caught.value.__suppress_context__
+
+
+def test_syntax_errors(tmp_path: Path) -> None:
+    """A file that does not parse is shown where it does not."""
+    name = written(tmp_path, "def job(:\n")
+    with pytest.raises(UserError) as caught:
+        load_recipe(name)
+    assert f'File "{name}", line 1\n    def job(:\n' in str(caught.value)
+    assert "load.py" not in str(caught.value)
+
+
+def test_errors_below_the_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that is there and imports one that is not says so, rather than that it is not there itself."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken").mkdir()
+    written(tmp_path, "import no_such_module\n", "broken/__init__.py")
+    written(tmp_path, SMALLEST_RECIPE, "broken/inside.py")
+    with pytest.raises(UserError, match=r"(?s)importing broken\.inside failed:.*No module named 'no_such_module'"):
+        load_recipe("broken.inside:job")
+
+
+def test_our_own_errors_stay_what_they_are(tmp_path: Path) -> None:
+    """What `Job` refuses inside a recipe is raised as it is, with its type."""
+    text = SMALLEST_RECIPE.replace("loss=ab.mean_over_samples(loss)", "loss=None")
+    with pytest.raises(LossError, match=r"Job\(loss=None\) must be a declared loss"):
+        load_recipe(written(tmp_path, text))
+
+
+def test_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without scikit-learn the recipe "digits" is refused at once, with the line that installs it."""
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(DataError, match=r"scikit-learn.* Install it: pip install 'anybatch\[recipes\]'"):
+        load_recipe("digits")
+
+
+def test_the_built_in_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The built-in recipes are jobs, and making them reads no data set."""
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", ModuleType("sklearn.datasets"))
+    for name in ("digits", "text"):
+        assert isinstance(load_recipe(name), ab.Job)

@@ -1,0 +1,148 @@
+"""From a job to a run: what comes from where, and in which order."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+import anybatch as ab
+from anybatch.errors import DataError, UserError
+from anybatch.recipes.start import Run, make_model, start
+
+
+def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """Return the mean squared distance from twice the input."""
+    return nn.functional.mse_loss(model(batch), 2 * batch)
+
+
+JOB = ab.Job(
+    model=lambda: nn.Linear(1, 1),
+    optimizer=torch.optim.SGD,
+    loss=ab.mean_over_samples(loss),
+    dataset=lambda: torch.arange(10.0)[:, None] / 10,
+    defaults=ab.Defaults(effective_batch_size=4, learning_rate=0.1, base_batch_size=2, epochs=2),
+)
+
+
+class Endless(torch.utils.data.IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while True:
+            yield torch.ones(1)
+
+
+class Unheard(torch.optim.Optimizer):
+    """An optimizer that no rule is known for."""
+
+    def __init__(self, parameters: object, rate: float) -> None:
+        super().__init__(parameters, {"lr": rate})  # type: ignore[arg-type]
+
+
+def parameters_of(run: Run) -> dict[str, torch.Tensor]:
+    """Return copies of the parameters of a run's model."""
+    assert isinstance(run.engine.model, nn.Module)
+    return {name: parameter.detach().clone() for name, parameter in run.engine.model.named_parameters()}
+
+
+def rates_of(run: Run) -> list[float]:
+    """Return the learning rate that each step of a run uses."""
+    return [float(run.engine.step(batch).learning_rates[0]) for batch in run.batches]
+
+
+def test_a_run_is_the_plain_loop() -> None:
+    """Model, data, learning rate and number of steps are those of a loop written by hand."""
+    torch.manual_seed(3)
+    plain, data = nn.Linear(1, 1), JOB.dataset()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1 * 4 / 2)
+    for batch in ab.batches(data, effective_batch_size=4, epochs=2, seed=3):
+        optimizer.zero_grad()
+        loss(plain, data[list(batch.sample_ids)]).backward()
+        optimizer.step()
+    run = start(JOB, seed=3, micro_batch_size=3)
+    assert len(rates_of(run)) == 6
+    torch.testing.assert_close(parameters_of(run), dict(plain.named_parameters()))
+
+
+def test_what_is_given_comes_before_the_defaults() -> None:
+    """Batch size, learning rate and length given here are used; the rate is still that of the base batch size."""
+    run = start(JOB, effective_batch_size=8, learning_rate=0.01, steps=3)
+    assert run.batches.effective_batch_size == 8
+    assert rates_of(run) == pytest.approx([0.01 * 8 / 2] * 3)
+    assert str(run.rates[0]) == "lr 0.04 = 0.01 x 4 (linear, 8 / 2 samples)"
+
+
+def test_the_base_batch_size_is_the_defaults_own_unless_given() -> None:
+    """Without a base batch size the learning rate is used as it is, whatever the optimizer."""
+    defaults = ab.Defaults(effective_batch_size=4, learning_rate=0.1)
+    assert start(dataclasses.replace(JOB, defaults=defaults, optimizer=Unheard)).rates[0].factor == 1.0
+    named = dataclasses.replace(JOB.defaults, learning_rate_rule="none")
+    assert start(dataclasses.replace(JOB, defaults=named, optimizer=Unheard)).rates[0].factor == 1.0
+    with pytest.raises(UserError, match="no scaling rule is known for Unheard"):
+        start(dataclasses.replace(JOB, optimizer=Unheard))
+
+
+def test_one_epoch_unless_told() -> None:
+    """Defaults without epochs and steps are one epoch."""
+    defaults = ab.Defaults(effective_batch_size=4, learning_rate=0.1)
+    assert len(start(dataclasses.replace(JOB, defaults=defaults)).batches) == 3
+
+
+def test_the_scheduler_starts_from_the_scaled_rate_and_knows_the_length() -> None:
+    """The rates of a run are those of torch's own scheduler over the scaled rate and the run's number of steps."""
+    run = start(dataclasses.replace(JOB, scheduler=CosineAnnealingLR))
+    plain = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.2)
+    scheduler = CosineAnnealingLR(plain, T_max=6)
+    expected = []
+    for _ in range(6):
+        expected.append(plain.param_groups[0]["lr"])
+        plain.step()
+        scheduler.step()
+    assert rates_of(run) == pytest.approx(expected)
+
+
+def test_the_clip_of_the_job_is_used() -> None:
+    """A job's clip bounds the update: at most learning rate x largest norm."""
+    run = start(dataclasses.replace(JOB, clip=1e-3), steps=1)
+    before = parameters_of(run)
+    rates_of(run)
+    moved = torch.cat([(value - before[name]).flatten() for name, value in parameters_of(run).items()])
+    assert float(moved.norm()) == pytest.approx(0.2 * 1e-3, rel=1e-2)
+
+
+def test_the_seed_decides_the_first_parameters() -> None:
+    """Equal seeds give equal models, others give others, and the caller's random numbers are as before."""
+    state = torch.get_rng_state()
+    first, second, other = (make_model(JOB, seed) for seed in (0, 0, 1))
+    assert isinstance(first, nn.Linear)
+    assert isinstance(second, nn.Linear)
+    assert isinstance(other, nn.Linear)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(first.weight, second.weight)
+    assert not torch.equal(first.weight, other.weight)
+
+
+def test_evaluation_is_over_all_held_out_samples_once() -> None:
+    """The metric's mean is over the held-out data, with the job's collate, at any size; None means the loss."""
+
+    def absolute(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"mean": batch.squeeze(1)}
+
+    held_out = ab.Evaluation(dataset=lambda: [1.0, 2.0, 6.0], metric=absolute, effective_batch_size=2)
+    job = dataclasses.replace(JOB, evaluate=held_out, collate=lambda samples: torch.tensor(samples).reshape(-1, 1))
+    assert start(job).evaluate() == {"mean": 3.0}
+    by_loss = dataclasses.replace(job, evaluate=dataclasses.replace(held_out, metric=None))
+    assert set(start(by_loss).evaluate()) == {"loss"}
+    assert start(JOB).evaluate() == {}
+
+
+def test_streams() -> None:
+    """A data set without an index is a job with shuffle=False; a scheduler then needs the number of steps."""
+    defaults = dataclasses.replace(JOB.defaults, epochs=None)
+    job = dataclasses.replace(JOB, dataset=Endless, shuffle=False, defaults=defaults)
+    assert len(rates_of(start(job, steps=2))) == 2
+    scheduled = dataclasses.replace(job, scheduler=CosineAnnealingLR)
+    assert len(rates_of(start(scheduled, steps=2))) == 2
+    with pytest.raises(DataError, match="the job's scheduler needs the number of steps, .* Give steps="):
+        start(scheduled)

@@ -1,0 +1,263 @@
+"""The recipe "text": its model against plain formulas, its data, and that it learns."""
+
+import cmath
+import math
+import socket
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import anybatch as ab
+from anybatch.errors import DataError
+from anybatch.recipes.start import start
+from anybatch.recipes.text import (
+    Block,
+    Transformer,
+    Windows,
+    adamw,
+    bits_per_byte,
+    list_files,
+    loss,
+    rotate,
+    text,
+    warm_up_and_cosine,
+)
+
+SENTENCE = b"the quick brown fox jumps over the lazy dog. "
+
+
+def filled(folder: Path, num_files: int = 4, num_bytes: int = 2000) -> Path:
+    """Write files of repeated text, each with a name of its own inside, and return their folder."""
+    for number in range(num_files):
+        line = b"%d " % number + SENTENCE
+        (folder / f"{number}.txt").write_bytes((line * (1 + num_bytes // len(line)))[:num_bytes])
+    return folder
+
+
+def test_the_shape_and_the_size_of_the_model() -> None:
+    """256 logits per byte, at any length, and as many parameters as the formula says."""
+    width, num_layers = 24, 3
+    model = Transformer(width=width, num_layers=num_layers, num_heads=2)
+    per_layer = 4 * width * width + 3 * width * (8 * width // 3) + 2 * width
+    assert sum(p.numel() for p in model.parameters()) == 256 * width + num_layers * per_layer + width
+    assert not list(model.buffers())
+    for length in (1, 7):
+        assert model(torch.zeros(2, length, dtype=torch.long)).shape == (2, length, 256)
+
+
+def test_the_default_model() -> None:
+    """The recipe as it is has 0.8 million parameters."""
+    model = text().model()
+    assert isinstance(model, nn.Module)
+    assert sum(p.numel() for p in model.parameters()) == 819_840
+
+
+@given(changed=st.integers(0, 11))
+def test_no_byte_sees_what_follows(changed: int) -> None:
+    """Changing byte t leaves the outputs before t as they are, and changes those from t on."""
+    model = Transformer(width=16, num_layers=2, num_heads=2).double()
+    inputs = torch.randint(0, 256, (1, 12))
+    others = inputs.clone()
+    others[0, changed] = (others[0, changed] + 1) % 256
+    difference = (model(inputs) - model(others)).abs().amax(dim=(0, 2))
+    assert difference[:changed].eq(0).all()
+    assert difference[changed:].gt(0).all()
+
+
+def test_rotation_is_the_plain_formula() -> None:
+    """As complex numbers, pair i at time t is multiplied with exp(i t 10000 ** (-2 i / head_width))."""
+    x = torch.randn(2, 5, 6, dtype=torch.float64)
+    turned = rotate(x)
+    for head in range(2):
+        for time in range(5):
+            for pair in range(3):
+                vector = complex(x[head, time, pair], x[head, time, pair + 3])
+                expected = vector * cmath.exp(1j * time * 10_000 ** (-2 * pair / 6))
+                found = complex(turned[head, time, pair], turned[head, time, pair + 3])
+                assert found == pytest.approx(expected, abs=1e-6)
+
+
+def test_rotated_products_depend_on_the_distance() -> None:
+    """The product of a rotated query and a rotated key is the same for all pairs that are equally far apart."""
+    query, key = torch.randn(2, 8, dtype=torch.float64)
+    products = rotate(query.expand(9, 8)) @ rotate(key.expand(9, 8)).T
+    for distance in range(9):
+        same = products.diagonal(-distance)
+        torch.testing.assert_close(same, same[:1].expand_as(same), rtol=0, atol=1e-5)
+    assert not torch.isclose(products[0, 0], products[1, 0])
+
+
+def test_a_block_is_the_plain_formula() -> None:
+    """A block is softmax attention over masked scores and SwiGLU, both on normed copies, written out."""
+    block, x = Block(8, 2).double(), torch.randn(3, 5, 8, dtype=torch.float64)
+
+    def normed(x: Tensor) -> Tensor:
+        return x / (x.square().mean(dim=-1, keepdim=True) + torch.finfo(x.dtype).eps).sqrt()
+
+    query, key, value = (normed(x) @ block.split.weight.T).split(8, dim=-1)
+    heads = []
+    for channels in (slice(0, 4), slice(4, 8)):
+        scores = rotate(query[..., channels]) @ rotate(key[..., channels]).transpose(1, 2) / math.sqrt(4)
+        scores = scores.masked_fill(torch.ones(5, 5).triu(1).bool(), -math.inf)
+        heads.append(scores.softmax(dim=-1) @ value[..., channels])
+    attended = x + torch.cat(heads, dim=-1) @ block.merge.weight.T
+    gate, signal = (normed(attended) @ block.up.weight.T).split(21, dim=-1)
+    expected = attended + (gate * gate.sigmoid() * signal) @ block.down.weight.T
+    torch.testing.assert_close(block(x), expected, rtol=0, atol=1e-10)
+
+
+def test_loss_and_bits_per_byte() -> None:
+    """A model that knows nothing pays ln 256 nats, which is 8 bits; one that is sure and right pays nothing."""
+    batch = {"inputs": torch.randint(0, 256, (3, 7)), "targets": torch.randint(0, 256, (3, 7))}
+
+    class Ignorant(nn.Module):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return torch.zeros(*inputs.shape, 256)
+
+    class Knowing(nn.Module):
+        def forward(self, _: Tensor) -> Tensor:
+            return 1000.0 * F.one_hot(batch["targets"], 256)
+
+    assert float(loss(Ignorant(), batch)) == pytest.approx(math.log(256))
+    bits = bits_per_byte(Ignorant(), batch)["bits_per_byte"]
+    assert (float(bits.total), bits.count) == (pytest.approx(8 * 21), 21)
+    assert float(loss(Knowing(), batch)) == 0.0
+
+
+@given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=4), context=st.integers(1, 8))
+def test_windows_are_the_text(sizes: list[int], context: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Inputs end to end are the files with a zero byte after each; targets are the same one byte on."""
+    folder = tmp_path_factory.mktemp("text")
+    contents = [bytes(range(1, size + 1)) for size in sizes]
+    files = [folder / f"{number}" for number in range(len(sizes))]
+    for file, content in zip(files, contents, strict=True):
+        file.write_bytes(content)
+    joined = b"".join(content + b"\0" for content in contents)
+    if len(joined) <= context:
+        with pytest.raises(DataError, match=f"hold {len(joined)} bytes together, and one window needs {context + 1}"):
+            Windows(files, context)
+        return
+    windows = Windows(files, context)
+    samples = [windows[index] for index in range(len(windows))]
+    num_targets = len(windows) * context
+    assert len(joined) - 1 - context < num_targets <= len(joined) - 1
+    assert bytes(torch.cat([sample["inputs"] for sample in samples]).tolist()) == joined[:num_targets]
+    assert bytes(torch.cat([sample["targets"] for sample in samples]).tolist()) == joined[1 : num_targets + 1]
+
+
+def test_files_are_in_an_order_of_their_names_alone(tmp_path: Path) -> None:
+    """The order does not depend on the folder's own place, nor on the order in which files were made."""
+    names = [f"{number}.txt" for number in range(20)]
+    orders = []
+    for folder, made in ((tmp_path / "a", names), (tmp_path / "b", names[::-1])):
+        (folder / "sub").mkdir(parents=True)
+        for name in made:
+            (folder / "sub" / name).write_bytes(b"text")
+        orders.append([file.relative_to(folder) for file in list_files(folder, None, None)])
+    assert orders[0] == orders[1] != sorted(orders[0])
+    assert len(orders[0]) == 20
+
+
+def test_which_files_are_read(tmp_path: Path) -> None:
+    """Those that match, at any depth, no hidden ones, and no more once there are enough bytes."""
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    (tmp_path / ".hidden").mkdir()
+    for name in ("a.txt", "deep/er/b.txt", "deep/c.md", ".hidden/d.txt", "deep/.e.txt"):
+        (tmp_path / name).write_bytes(b"12345")
+
+    def names(pattern: str | None, max_bytes: int | None = None) -> set[str]:
+        return {file.name for file in list_files(tmp_path, pattern, max_bytes)}
+
+    assert names(None) == {"a.txt", "b.txt", "c.md"}
+    assert names("*.txt") == {"a.txt", "b.txt"}
+    assert len(names(None, 10)) == 2
+    assert len(names(None, 11)) == 3
+
+
+def test_too_few_files(tmp_path: Path) -> None:
+    """One file cannot be both trained on and judged by, and a folder that is not there has none."""
+    (tmp_path / "a.txt").write_bytes(b"12345")
+    with pytest.raises(DataError, match=r"is a folder, and holds 1 files that match '\*\.txt' within max_bytes=None"):
+        text(tmp_path, pattern="*.txt")
+    with pytest.raises(DataError, match=r"'.*nowhere' is no folder, and holds 0 files that match '\*'"):
+        text(tmp_path / "nowhere")
+
+
+def test_held_out_files_are_not_trained_on(tmp_path: Path) -> None:
+    """Every file is on one side, and both sides stay what they are."""
+
+    def files_of(make: Callable[[], Windows]) -> set[bytes]:
+        return {part.split(b" ")[0] for part in bytes(make().bytes.tolist()).split(b"\0") if part}
+
+    job = text(filled(tmp_path, num_files=50, num_bytes=200), context=8)
+    assert job.evaluate is not None
+    train, held_out = files_of(job.dataset), files_of(job.evaluate.dataset)
+    assert len(held_out) == 1
+    assert train | held_out == {b"%d" % number for number in range(50)}
+    assert not train & held_out
+    assert files_of(job.dataset) == train
+    assert torch.equal(job.dataset().bytes, text(tmp_path, context=8).dataset().bytes)
+
+
+def test_the_standard_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default it reads about four million bytes of Python's own sources, none of installed packages, offline."""
+
+    def refuse(*_: object) -> None:
+        message = "the recipe opened a socket"
+        raise AssertionError(message)
+
+    monkeypatch.setattr(socket, "socket", refuse)
+    job = text()
+    root = Path(sysconfig.get_paths()["stdlib"])
+    parts = [file.relative_to(root).parts for file in list_files(None, None, None)]
+    assert not [names for names in parts if {"site-packages", "test", "tests"} & set(names)]
+    assert all(names[-1].endswith(".py") for names in parts)
+    assert job.evaluate is not None
+    num_bytes, num_held_out = len(job.dataset().bytes), len(job.evaluate.dataset().bytes)
+    assert 3_500_000 < num_bytes + num_held_out < 5_500_000
+    assert 20_000 < num_held_out < 500_000
+
+
+def test_optimizer_and_scheduler() -> None:
+    """Matrices decay and scales do not; the rate rises over a tenth of the run and ends at a tenth."""
+    model = Transformer(width=8, num_layers=1, num_heads=1)
+    optimizer = adamw(model.named_parameters(), 0.5)
+    matrices, scales = optimizer.param_groups
+    assert {p.ndim for p in matrices["params"]} == {2}
+    assert {p.ndim for p in scales["params"]} == {1}
+    assert (matrices["weight_decay"], scales["weight_decay"]) == (0.1, 0.0)
+    assert len(matrices["params"]) + len(scales["params"]) == len(list(model.parameters()))
+    scheduler = warm_up_and_cosine(optimizer, 100)
+    rates = []
+    for _ in range(101):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates[0] == pytest.approx(0.05)
+    assert max(rates) == rates[10] == pytest.approx(0.5)
+    assert rates[100] == pytest.approx(0.05)
+
+
+def test_it_learns(tmp_path: Path) -> None:
+    """A tiny model learns a sentence by heart: from 8 bits per byte to less than 2, on a file it has not seen."""
+    job = text(filled(tmp_path), context=32, width=32, num_layers=1, num_heads=2)
+    run = start(job, effective_batch_size=16, learning_rate=0.02, steps=60, micro_batch_size=8)
+    before = run.evaluate()["bits_per_byte"]
+    counts = {float(run.engine.step(batch).counts[0]) for batch in run.batches}
+    assert before > 6.0
+    assert run.evaluate()["bits_per_byte"] < 2.0
+    assert counts <= {16.0 * 32, (3 * 2001 - 1) // 32 % 16 * 32.0}
+
+
+def test_rows_count_by_their_bytes() -> None:
+    """The loss is declared as a mean over targets: every position counts, none is shifted away."""
+    job = text()
+    assert not isinstance(job.loss, type)
+    assert list(job.loss.terms) == ["loss"]  # type: ignore[union-attr,arg-type]
