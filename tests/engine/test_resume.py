@@ -1,0 +1,226 @@
+"""A run that is saved and resumed goes on as if it had never stopped."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import anybatch as ab
+from anybatch.errors import CheckpointError, RankFailedError
+from tests.engine.cases import Batch
+from tests.ranks_fixture import Ranks
+
+NUM_SAMPLES, SIZE, EPOCHS, STOP = 55, 20, 3, 4
+Weights = dict[str, torch.Tensor]
+Kind = Literal["plain", "batch_norm", "averaged", "master_weights", "fp16"]
+
+
+def data(dtype: torch.dtype) -> list[Batch]:
+    """Return samples in memory."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(NUM_SAMPLES, 6, generator=generator, dtype=torch.float64).to(dtype)
+    y = torch.randint(0, 4, (NUM_SAMPLES,), generator=generator)
+    return [{"x": x[i], "y": y[i]} for i in range(NUM_SAMPLES)]
+
+
+def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the mean cross-entropy, in the model's own precision."""
+    return functional.cross_entropy(model(batch["x"]).float(), batch["y"])
+
+
+def build(kind: Kind) -> tuple[nn.Module, ab.Engine, torch.dtype]:
+    """Return a model with dropout, its engine, and the type of its data."""
+    torch.manual_seed(6)
+    norm = nn.BatchNorm1d(12) if kind == "batch_norm" else nn.LayerNorm(12)  # the former has buffers that change
+    model = nn.Sequential(nn.Linear(6, 12), norm, nn.Dropout(0.3), nn.Tanh(), nn.Linear(12, 4))
+    dtype = torch.bfloat16 if kind == "master_weights" else torch.float32
+    model.to(dtype)
+    options: dict[str, Any] = {"averaged": {"average_decay": 0.8}, "fp16": {"precision": "fp16"}}.get(kind, {})
+    engine = ab.Engine(
+        model,
+        lambda named: torch.optim.AdamW(named, lr=0.05),
+        ab.mean_over_samples(loss),
+        micro_batch_size=6,
+        deal="fixed",
+        clip=1.0,
+        **options,
+    )
+    engine.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(engine.optimizer, 9)
+    return model, engine, dtype
+
+
+def go_on(engine: ab.Engine, dtype: torch.dtype, num_steps: int | None = None) -> list[tuple[int, ...]]:
+    """Step from where the engine stands to the end, or for some steps; return the sample ids of each."""
+    ids = []
+    batches = iter(ab.batches(data(dtype), effective_batch_size=SIZE, epochs=EPOCHS, seed=9, start=engine.position))
+    for batch in batches:
+        engine.step(batch)
+        ids.append(tuple(int(sample) for sample in batch.sample_ids))
+        if len(ids) == num_steps:
+            break
+    batches.close()
+    return ids
+
+
+def final(model: nn.Module, engine: ab.Engine) -> Weights:
+    """Return everything the run ends with: weights, buffers, averages, and the next learning rate."""
+    weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    if engine.average is not None:
+        weights |= {f"average {name}": value.clone() for name, value in engine.average.weights.items()}
+    rates = [group["lr"] for group in engine.optimizer.param_groups]
+    return weights | {"next learning rate": torch.tensor(rates), "steps": torch.tensor(engine.num_steps)}
+
+
+def uninterrupted(kind: Kind) -> tuple[Weights, list[tuple[int, ...]]]:
+    """Run on every rank: return how the whole run ends, and its samples."""
+    model, engine, dtype = build(kind)
+    with engine:
+        ids = go_on(engine, dtype)
+        return final(model, engine), ids
+
+
+def stop_early(kind: Kind, folder: Path) -> list[tuple[int, ...]]:
+    """Run on every rank: make some steps, save, and stop."""
+    _, engine, dtype = build(kind)
+    with engine:
+        ids = go_on(engine, dtype, STOP)
+        engine.save(folder)
+        return ids
+
+
+def resume(kind: Kind, folder: Path) -> tuple[Weights, list[tuple[int, ...]]]:
+    """Run on every rank: load, and go on to the end."""
+    model, engine, dtype = build(kind)
+    with engine:
+        engine.load(folder)
+        ids = go_on(engine, dtype)
+        return final(model, engine), ids
+
+
+def same_bits(found: Weights, expected: Weights) -> bool:
+    """Whether every tensor is equal, bit for bit."""
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("kind", ["plain", "batch_norm", "averaged", "master_weights", "fp16"])
+def test_resumed_run_ends_bit_for_bit_as_if_it_had_not_stopped(kind: Kind, tmp_path: Path) -> None:
+    """On one rank: weights, buffers, averages, schedule and samples of a resumed run equal the uninterrupted one's."""
+    expected, ids = uninterrupted(kind)
+
+    before = stop_early(kind, tmp_path)
+    found, after = resume(kind, tmp_path)
+
+    assert before + after == ids
+    assert same_bits(found, expected)
+
+
+def test_two_ranks_resume_bit_for_bit_and_on_other_numbers_of_ranks_up_to_rounding(
+    one_rank: Ranks, two_ranks: Ranks, three_ranks: Ranks, tmp_path: Path
+) -> None:
+    """Saved by two ranks: two go on bit for bit; one and three see the same samples and agree up to rounding."""
+    expected, ids = two_ranks.run(uninterrupted, "plain")[0]
+    before = two_ranks.run(stop_early, "plain", tmp_path)[0]
+
+    for ranks in (two_ranks, one_rank, three_ranks):
+        for found, after in ranks.run(resume, "plain", tmp_path):
+            assert before + after == ids
+            for name, value in expected.items():
+                torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
+            if ranks is two_ranks:
+                assert same_bits(found, expected)
+
+
+def save_into(folder: Path) -> None:
+    """Run on every rank: try to save where nothing can be saved."""
+    _, engine, _ = build("plain")
+    with engine:
+        engine.save(folder)
+
+
+def test_failed_save_is_an_error_on_every_rank(two_ranks: Ranks, tmp_path: Path) -> None:
+    """Rank 0 cannot write: it raises its own error, and the other rank one that carries it, instead of waiting."""
+    blocked = tmp_path / "a file, not a folder"
+    blocked.write_text("x")
+
+    outcomes = two_ranks.run(error_of_save, blocked)
+
+    assert outcomes[0][0] != "RankFailedError"
+    assert outcomes[1][0] == "RankFailedError"
+    assert outcomes[0][1].splitlines()[0] in outcomes[1][1]
+
+
+def error_of_save(folder: Path) -> tuple[str, str]:
+    """Run on every rank: return the error of a save that must fail."""
+    try:
+        save_into(folder)
+    except (CheckpointError, OSError, RankFailedError) as error:
+        return type(error).__name__, str(error)
+    return "no error", ""
+
+
+def test_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
+    """A checkpoint whose tensors do not fit is refused with names and shapes, and the engine stays as it was."""
+    stop_early("plain", tmp_path)
+    model = nn.Sequential(nn.Linear(6, 13), nn.Tanh(), nn.Linear(13, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    with (
+        ab.Engine(model, optimizer, ab.mean_over_samples(loss)) as engine,
+        pytest.raises(CheckpointError, match=r"another model.*0\.weight: \(12, 6\) saved, \(13, 6\) here"),
+    ):
+        engine.load(tmp_path)
+
+    assert same_bits(dict(model.state_dict()), before)
+
+
+def test_checkpoint_of_another_precision_is_refused(tmp_path: Path) -> None:
+    """A run with averaged weights does not go on from a checkpoint without, silently starting its averages anew."""
+    stop_early("plain", tmp_path)
+    _, engine, _ = build("averaged")
+
+    with engine, pytest.raises(CheckpointError, match="lacks 'average'"):
+        engine.load(tmp_path)
+
+
+def test_damaged_newest_falls_back_loudly(tmp_path: Path) -> None:
+    """The newest checkpoint is damaged: the one before is taken, with a warning that names the damaged one."""
+    _, engine, dtype = build("plain")
+    with engine:
+        go_on(engine, dtype, 2)
+        engine.save(tmp_path)
+        go_on(engine, dtype, 1)
+        newest = engine.save(tmp_path)
+    state = newest / "state.json"
+    state.write_bytes(state.read_bytes()[:-7])
+
+    _, engine, dtype = build("plain")
+    with engine:
+        with pytest.warns(UserWarning, match=newest.name):
+            engine.load(tmp_path)
+
+        assert engine.num_steps == 2
+
+
+def test_another_effective_batch_size_is_said(tmp_path: Path) -> None:
+    """Resuming with another effective batch size goes on, warns, and is kept among the decisions."""
+    stop_early("plain", tmp_path)
+    torch.manual_seed(6)
+    _, engine, _ = build("plain")
+    engine.close()
+    other = ab.Engine(
+        engine.model,
+        lambda named: torch.optim.AdamW(named, lr=0.05),
+        ab.mean_over_samples(loss),
+        effective_batch_size=10,
+    )
+    other.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(other.optimizer, 9)
+
+    with other:
+        with pytest.warns(UserWarning, match="effective_batch_size None -> 10"):
+            other.load(tmp_path)
+
+        assert "effective_batch_size None -> 10" in other.decisions["resumed with changes"]
