@@ -1,0 +1,90 @@
+"""The README's code runs as it stands, and its links lead somewhere."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+import anybatch as ab
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the mean over samples, as the README's loss does."""
+    return functional.cross_entropy(model(batch["image"]), batch["label"])
+
+
+def what_a_reader_has() -> dict[str, Any]:
+    """Return the names that the README's code takes for granted."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 4))
+    images = [{"image": torch.randn(4, 4), "label": torch.randint(0, 4, ())} for _ in range(300)]
+    return {
+        "F": functional,
+        "ab": ab,
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "dataset": images,
+        "held_out": images[:40],
+        "loader": DataLoader(images, batch_size=64),  # type: ignore[arg-type]
+        "accuracy": lambda net, batch: (net(batch["image"]).argmax(1) == batch["label"]).float(),
+        "print": lambda *_: None,
+    }
+
+
+def test_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every Python block of the README runs, one after the other, in one session."""
+    monkeypatch.chdir(tmp_path)
+    names = what_a_reader_has()
+
+    for block in PYTHON:
+        exec(compile(block, "README.md", "exec"), names)  # noqa: S102 (our own text)
+
+    assert len(PYTHON) >= 3
+    assert names["report"].num_samples == 300 - 256
+    names["engine"].close()
+
+
+def test_declarations_in_the_table_are_what_they_say() -> None:
+    """Every declaration in the README's table of losses can be made."""
+    names = what_a_reader_has() | {"loss": lambda *_: None, "w": torch.ones(4)}
+    cells = re.findall(r"\| `(ab\.\w+\(loss.*?\))`", README)
+
+    declared = [eval(cell, names) for cell in cells]  # noqa: S307 (our own text)
+
+    assert len(declared) == 4
+    assert all(callable(loss.function) for loss in declared)
+
+
+def test_three_lines_change_a_loop() -> None:
+    """The diff's new loop makes the updates of its old one: same batches, one step each, equal parameters."""
+    old, new = what_a_reader_has(), what_a_reader_has()
+    for batch in old["loader"]:
+        old["optimizer"].zero_grad()
+        loss(old["model"], batch).backward()
+        old["optimizer"].step()
+
+    with ab.Engine(new["model"], new["optimizer"], ab.mean_over_samples(loss), micro_batch_size=8) as engine:
+        for batch in new["loader"]:
+            engine.step(batch)
+
+    for one, other in zip(old["model"].parameters(), new["model"].parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_lead_somewhere(page: str) -> None:
+    """Every relative link of a page names a file of the repository."""
+    targets = re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", (ROOT / page).read_text(encoding="utf-8"))
+
+    missing = [target for target in targets if "://" not in target and not (ROOT / target).exists()]
+
+    assert not missing
