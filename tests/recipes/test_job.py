@@ -46,7 +46,7 @@ class ParameterLoss(nn.Module):
     [
         {},
         {"model": ParameterLoss},
-        {"optimizer": lambda named, rate: torch.optim.SGD(named, rate)},
+        {"optimizer": lambda named, rate: torch.optim.SGD(named, 2 * rate)},
         {"loss": mean_square},
         {"loss": nn.Identity()},
         {"scheduler": CosineAnnealingLR},
@@ -68,8 +68,7 @@ def test_valid(changes: dict[str, Any]) -> None:
         (
             {"model": nn.Linear(2, 1)},
             ParameterError,
-            r"Job\(model=\.\.\.\) was given an object of type Linear, already made; pass a function model\(\) that "
-            r"makes it: model=lambda: \.\.\.",
+            r"Job\(model=\.\.\.\) was given an object of type Linear, already made; pass a .* it: model=lambda: \.\.\.",
         ),
         ({"model": {"net": nn.Linear(2, 1)}}, ParameterError, r"an object of type dict, already made; .* model=lambda"),
         (
@@ -97,10 +96,22 @@ def test_valid(changes: dict[str, Any]) -> None:
             "an object of type ParameterLoss with parameters",
         ),
         ({"collate": lambda: None}, DataError, r"must be a function collate\(samples\)"),
-        ({"scheduler": lambda optimizer: optimizer}, ParameterError, r"scheduler\(optimizer, num_steps\), but <lambda>"),
+        (
+            {"scheduler": lambda optimizer: optimizer},
+            ParameterError,
+            r"scheduler\(optimizer, num_steps\), but <lambda>",
+        ),
         ({"clip": 0.0}, UserError, "max_norm"),
-        ({"evaluate": mean_square}, UserError, r"must be evaluate=ab\.Evaluation\(\.\.\.\), not an object of type func"),
-        ({"defaults": {"epochs": 1}}, UserError, r"must be defaults=ab\.Defaults\(\.\.\.\), not an object of type dict"),
+        (
+            {"evaluate": mean_square},
+            UserError,
+            r"must be evaluate=ab\.Evaluation\(\.\.\.\), not an object of type func",
+        ),
+        (
+            {"defaults": {"epochs": 1}},
+            UserError,
+            r"must be defaults=ab\.Defaults\(\.\.\.\), not an object of type dict",
+        ),
         ({"defaults": None}, UserError, r"must be defaults=ab\.Defaults"),
     ],
 )

@@ -92,10 +92,22 @@ def test_the_one_function_that_must_be_meant(text: str, tmp_path: Path) -> None:
     [
         ("a = 1\n", "", "no function is called 'job' or 'recipe', .*Name it: .*mine.py:function. It defines no func"),
         ("def f(): ...\ndef _g(): ...\n", "", r"Name it: .*mine\.py:function\. It has: f\."),
-        ("def job(): ...\ndef recipe(): ...\ndef f(): ...\n", "", r"several functions may be the recipe.*: job, recipe\."),
+        (
+            "def job(): ...\ndef recipe(): ...\ndef f(): ...\n",
+            "",
+            r"several functions may be the recipe.*: job, recipe\.",
+        ),
         ("def f(): ...\ndef e(): ...\n", ":g", r"mine\.py has no function 'g'\. It has: e, f\."),
-        ("from os import getcwd\ng = 3\n", ":g", "g of .*mine.py is an object of type int; .* returns an ab.Job. It def"),
-        ("def job(width, *, depth, a=1, **b): ...\n", "", "job of .*mine.py needs the arguments width, depth, and .*def"),
+        (
+            "from os import getcwd\ng = 3\n",
+            ":g",
+            "g of .*mine.py is an object of type int; .* returns an ab.Job. It def",
+        ),
+        (
+            "def job(width, *, depth, a=1, **b): ...\n",
+            "",
+            "job of .*mine.py needs the arguments width, depth, and .*def",
+        ),
         ("def job(): return {}\n", "", r"job of .*mine\.py returned dict; .* smallest recipe is:\n\nimport torch\n"),
         ("def job(): pass\n", ":job", "returned NoneType; a recipe returns an ab.Job"),
     ],
@@ -106,7 +118,9 @@ def test_functions(text: str, suffix: str, message: str, tmp_path: Path) -> None
         load_recipe(written(tmp_path, text) + suffix)
 
 
-@pytest.mark.parametrize("name", ["digit", "digits:digits", "no.such:job", "", ":job", "a b:job", "json.tool.x", "C:job"])
+@pytest.mark.parametrize(
+    "name", ["digit", "digits:digits", "no.such:job", "", ":job", "a b:job", "json.tool.x", "C:job"]
+)
 def test_unknown_names(name: str) -> None:
     """A name that is neither a recipe nor a module is answered with all that would be."""
     with pytest.raises(UserError, match=r"no recipe and no module .* one of 'digits', 'text', a file \(file\.py:func"):

@@ -126,10 +126,10 @@ def test_the_seed_decides_the_first_parameters() -> None:
 def test_evaluation_is_over_all_held_out_samples_once() -> None:
     """The metric's mean is over the held-out data, with the job's collate, at any size; None means the loss."""
 
-    def absolute(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+    def value(_: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"mean": batch.squeeze(1)}
 
-    held_out = ab.Evaluation(dataset=lambda: [1.0, 2.0, 6.0], metric=absolute, effective_batch_size=2)
+    held_out = ab.Evaluation(dataset=lambda: [1.0, 2.0, 6.0], metric=value, effective_batch_size=2)
     job = dataclasses.replace(JOB, evaluate=held_out, collate=lambda samples: torch.tensor(samples).reshape(-1, 1))
     assert start(job).evaluate() == {"mean": 3.0}
     by_loss = dataclasses.replace(job, evaluate=dataclasses.replace(held_out, metric=None))
@@ -144,5 +144,5 @@ def test_streams() -> None:
     assert len(rates_of(start(job, steps=2))) == 2
     scheduled = dataclasses.replace(job, scheduler=CosineAnnealingLR)
     assert len(rates_of(start(scheduled, steps=2))) == 2
-    with pytest.raises(DataError, match="the job's scheduler needs the number of steps, .* Give steps="):
+    with pytest.raises(DataError, match=r"the job's scheduler needs the number of steps, .* Give steps="):
         start(scheduled)

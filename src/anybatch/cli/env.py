@@ -6,6 +6,7 @@ import platform
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
 
 from anybatch.cli.parser import Parser
 from anybatch.cli.status import Status
@@ -42,24 +43,20 @@ def hardware() -> dict[str, str]:
         "accelerators": ", ".join(_device(torch, number) for number in range(num_devices)) or "none",
         "cuda of torch": torch.version.cuda or "none",
         "hip of torch": torch.version.hip or "none",
-        "gloo": _yes(dist.is_available() and dist.is_gloo_available()),
-        "nccl": _yes(dist.is_available() and dist.is_nccl_available()),
+        "gloo": "yes" if dist.is_available() and dist.is_gloo_available() else "no",
+        "nccl": "no",
     }
     if dist.is_available() and dist.is_nccl_available() and torch.cuda.is_available():
         facts["nccl"] = ".".join(map(str, importlib.import_module("torch.cuda.nccl").version()))
     return facts
 
 
-def _device(torch: object, number: int) -> str:
+def _device(torch: ModuleType, number: int) -> str:
     kind = torch.accelerator.current_accelerator().type
     if kind != "cuda":
         return f"{kind}:{number}"
     found = torch.cuda.get_device_properties(number)
     return f"{found.name} ({found.total_memory / 2**30:.0f} GiB)"
-
-
-def _yes(is_there: bool) -> str:
-    return "yes" if is_there else "no"
 
 
 def _version(package: str) -> str:

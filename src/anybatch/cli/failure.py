@@ -44,9 +44,7 @@ def _foreseen(error: BaseException) -> str | None:
             "Or use --precision bf16."
         )
     if isinstance(error, OSError) and status is Status.FILES:
-        return (
-            f"there is no room on the disk for {error.filename} ({error.strerror}). Make room, or name another --out."
-        )
+        return f"no room on the disk for {error.filename} ({error.strerror}). Make room, or name another --out."
     if isinstance(error, OSError) and error.filename and error.errno in (errno.EACCES, errno.EROFS):
         return f"{error.filename} cannot be used: {error.strerror}. Name another file or folder, or change its rights."
     return None

@@ -33,7 +33,7 @@ def job():
         optimizer=torch.optim.AdamW,  # a function of (named parameters, learning rate)
         loss=ab.mean_over_samples(loss),  # says what the loss is a mean over: this makes every cut exact
         dataset=dataset,
-        evaluate=ab.Evaluation(dataset=dataset),  # better: data that is not trained on; metric=... for more than the loss
+        evaluate=ab.Evaluation(dataset=dataset),  # better: data that is not trained on
         defaults=ab.Defaults(effective_batch_size=100, learning_rate=3e-3, epochs=20),
     )
 '''

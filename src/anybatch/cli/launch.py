@@ -1,15 +1,19 @@
 """From a command line to running ranks: this process is the only one, or was started as one of them, or starts them."""
 
 import dataclasses
+import importlib
 import os
 import shutil
 import signal
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from anybatch.cli.rank import join, run_rank
+from anybatch.checkpoints import list_checkpoints
+from anybatch.cli.rank import join, new_folder, resume_command, run_rank
+from anybatch.cli.status import Status
 from anybatch.cli.task import Task
 from anybatch.errors import CheckpointError
 from anybatch.parallel.world import has_launcher
@@ -20,18 +24,25 @@ from anybatch.recipes.stop_request import StopRequest
 def launch(task: Task) -> int:
     """Run what was asked for on as many ranks as there should be, and return the exit status."""
     task = as_before(task)
-    if not has_launcher():
-        num_ranks = number_of_ranks(task)
-        warn_of_unused(num_ranks)
-        if num_ranks > 1:
-            from anybatch.cli.local_ranks import run_local_ranks  # noqa: PLC0415 (a single rank needs no launcher)
-
-            return run_local_ranks(task, num_ranks)
-    world = join()
-    with StopRequest(say_stopping if world.rank == 0 else None) as asked:
-        status = run_rank(task, world, asked)
-    if world.connected:
-        dist.destroy_process_group()
+    if has_launcher():
+        world = join()
+        with StopRequest(say_stopping if world.rank == 0 else None) as asked:
+            status, _ = run_rank(task, world, asked)
+        if status in (Status.DONE, Status.STOPPED):
+            dist.destroy_process_group()
+        return status
+    folder = new_folder(task.recipe) if task.folder is None else task.folder
+    task = dataclasses.replace(task, folder=folder)
+    num_ranks = number_of_ranks(task)
+    warn_of_unused(num_ranks)
+    if num_ranks == 1:
+        with StopRequest(say_stopping) as asked:
+            status, _ = run_rank(task, join(), asked)
+    else:
+        # Brings torch's launcher along, which a single rank does not need.
+        status = importlib.import_module("anybatch.cli.local_ranks").run_local_ranks(task, num_ranks)
+    if status not in (Status.DONE, Status.STOPPED, Status.USAGE):
+        say_how_to_resume(folder)
     return status
 
 
@@ -73,6 +84,12 @@ def warn_of_unused(num_ranks: int) -> None:
         message = f"an NVIDIA driver is here, and torch {torch.__version__} cannot use it: this run uses the CPU"
     if message:
         sys.stderr.write(f"warning: {message}\n")
+
+
+def say_how_to_resume(folder: Path) -> None:
+    """Say how to go on with a run that has failed, if it can be."""
+    if list_checkpoints(RunFolder(folder).checkpoints):
+        sys.stderr.write(f"\nTo go on from the newest checkpoint: {resume_command(folder)}\n")
 
 
 def say_stopping(number: signal.Signals) -> None:

@@ -89,11 +89,10 @@ class Lines:
 def banner(start: StartRecord, outlook: Outlook) -> str:
     """Return what a run is, in a few lines."""
     strategy = start.decisions.get("strategy", start.strategy)
+    steps = _known(outlook.num_steps)
     lines = {
         "batch": start.geometry,
-        "steps": f"{outlook.first_step} of {_known(outlook.num_steps)} made"
-        if outlook.first_step
-        else _known(outlook.num_steps),
+        "steps": f"{steps}, {outlook.first_step:,} of them made" if outlook.first_step else steps,
         "device": f"{start.device}, {start.precision}, strategy {strategy}",
         "rate": start.decisions.get("learning_rate", "as the optimizer says"),
         "model": f"{start.num_parameters:,} parameters of {start.dtype}, gradients of {size(start.gradient_bytes)}",
@@ -137,12 +136,10 @@ def listed(values: Mapping[str, Scalar]) -> str:
 
 def size(num_bytes: int) -> str:
     """Return a number of bytes the way people say it."""
-    value, unit = float(num_bytes), "bytes"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{num_bytes} bytes" if unit == "bytes" else f"{value:.1f} {unit}"
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if num_bytes >= 1 << 10 * power:
+            return f"{num_bytes / (1 << 10 * power):.1f} {unit}"
+    return f"{num_bytes} bytes"
 
 
 def _known(number: int | None) -> str:

@@ -5,19 +5,20 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher import LaunchConfig, elastic_launch
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from anybatch.cli.fork_server import START_METHOD, start_fork_server
 from anybatch.cli.launch import say_stopping
 from anybatch.cli.rank import join, run_rank
 from anybatch.cli.status import Status, status_of
@@ -25,6 +26,9 @@ from anybatch.cli.task import Task
 from anybatch.recipes.stop_request import SIGNALS
 
 _UNKNOWN = -1
+_MOST_BYTES = 2000
+_SECONDS_BEHIND = 1.0
+"""How long a rank that ends because of another one lets it go ahead, so that the launcher sees who was first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,22 +38,26 @@ class Board:
     Attributes:
         stop: not 0 once somebody has asked the launcher to stop.
         statuses: how each rank ended, as far as it could say.
+        last_words: what a rank knows that ended because of another one; shown if that other one left none.
         num_threads: of each rank, for torch's operators.
     """
 
     stop: Any
     statuses: Any
+    last_words: Any
     num_threads: int
 
 
 def run_local_ranks(task: Task, num_ranks: int) -> int:
     """Start ranks here, wait for them, and return the exit status."""
-    # On Linux one process imports torch and is forked for each rank; elsewhere each rank imports it for itself.
-    method = "forkserver" if sys.platform == "linux" else "spawn"
-    context = multiprocessing.get_context(method)
-    if method == "forkserver":
-        _start_fork_server()
-    board = Board(context.RawValue("b", 0), context.RawArray("i", [_UNKNOWN] * num_ranks), threads_per_rank(num_ranks))
+    start_fork_server()
+    context = multiprocessing.get_context(START_METHOD)
+    board = Board(
+        stop=context.RawValue("b", 0),
+        statuses=context.RawArray("i", [_UNKNOWN] * num_ranks),
+        last_words=context.RawArray("c", _MOST_BYTES),
+        num_threads=threads_per_rank(num_ranks),
+    )
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -59,7 +67,7 @@ def run_local_ranks(task: Task, num_ranks: int) -> int:
         rdzv_endpoint="127.0.0.1:0",  # port 0: whichever is free
         local_addr="127.0.0.1",
         max_restarts=0,
-        start_method=method,
+        start_method=START_METHOD,
         signals_to_handle="SIGQUIT",  # the others are ours, see below
     )
     failures: Mapping[int, ProcessFailure] = {}
@@ -68,7 +76,10 @@ def run_local_ranks(task: Task, num_ranks: int) -> int:
             elastic_launch(config, serve)(task, board)
         except ChildFailedError as error:
             failures = error.failures
-    return judge(list(board.statuses), {rank: failure.exitcode for rank, failure in failures.items()})
+    status, words = judge(list(board.statuses), {rank: failure.exitcode for rank, failure in failures.items()})
+    if status is Status.RANKS:
+        sys.stderr.write(f"anybatch: {words or board.last_words.value.decode(errors='replace')}\n")
+    return status
 
 
 def serve(task: Task, board: Board) -> None:
@@ -79,12 +90,15 @@ def serve(task: Task, board: Board) -> None:
         world = join()
     except Exception as error:  # noqa: BLE001 (told by the status)
         sys.exit(status_of(error))
-    status = run_rank(task, world, lambda: bool(board.stop.value or asked), is_watched=True)
+    status, words = run_rank(task, world, lambda: bool(board.stop.value or asked), is_watched=True)
     board.statuses[world.rank] = status
-    if status not in (Status.DONE, Status.STOPPED):
-        sys.stderr.flush()
-        sys.exit(status)  # which makes the launcher end the other ranks
-    dist.destroy_process_group()
+    if status in (Status.DONE, Status.STOPPED):
+        dist.destroy_process_group()
+        return
+    if status is Status.RANKS:
+        board.last_words.value = words.encode()[: _MOST_BYTES - 1]
+        time.sleep(_SECONDS_BEHIND)
+    sys.exit(status)  # which makes the launcher end the other ranks
 
 
 def threads_per_rank(num_ranks: int) -> int:
@@ -94,8 +108,8 @@ def threads_per_rank(num_ranks: int) -> int:
     return min(torch.get_num_threads(), max(1, num_cores // num_ranks))
 
 
-def judge(statuses: Sequence[int], exit_codes: Mapping[int, int]) -> Status:
-    """Return the exit status of a run from those of its ranks, and tell of ranks that could not tell themselves.
+def judge(statuses: Sequence[int], exit_codes: Mapping[int, int]) -> tuple[Status, str]:
+    """Return the exit status of a run from those of its ranks, and what to say of a rank that could not say it itself.
 
     Args:
         statuses: of each rank; below 0 where it did not get to say.
@@ -104,14 +118,13 @@ def judge(statuses: Sequence[int], exit_codes: Mapping[int, int]) -> Status:
     known = [Status(status) for status in statuses if status >= 0]
     for status in known:
         if status not in (Status.DONE, Status.STOPPED, Status.RANKS):
-            return status
+            return status, ""
     for rank, code in exit_codes.items():
         if statuses[rank] < 0:
-            sys.stderr.write(f"anybatch: rank {rank} {_how_it_ended(code)} The other ranks were ended too.\n")
-            return Status.RANKS
+            return Status.RANKS, f"rank {rank} {_how_it_ended(code)} The other ranks were ended too."
     if Status.RANKS in known or len(known) < len(statuses):
-        return Status.RANKS
-    return Status.STOPPED if Status.STOPPED in known else Status.DONE
+        return Status.RANKS, ""
+    return (Status.STOPPED if Status.STOPPED in known else Status.DONE), ""
 
 
 def _how_it_ended(exit_code: int) -> str:
@@ -120,15 +133,6 @@ def _how_it_ended(exit_code: int) -> str:
     if exit_code < 0:
         return f"was ended by {signal.Signals(-exit_code).name}."
     return f"ended with exit code {exit_code} before it could say why."
-
-
-def _start_fork_server() -> None:
-    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
-    former = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: a Ctrl-C is for the launcher alone
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.signal(signal.SIGINT, former)
 
 
 def _catch_signals() -> list[signal.Signals]:

@@ -20,7 +20,7 @@ from anybatch.errors import RankFailedError, UserError, WorldError
 from anybatch.parallel.world import World
 from anybatch.recipes.load import load_recipe
 from anybatch.recipes.prepare import on_first_rank
-from anybatch.recipes.session import Outcome, Outlook, train
+from anybatch.recipes.session import Outlook, train
 from anybatch.recipes.settings import Choices
 
 
@@ -40,8 +40,12 @@ def join() -> World:
         raise WorldError(message) from error
 
 
-def run_rank(task: Task, world: World, stop: Callable[[], bool] | None, *, is_watched: bool = False) -> Status:
-    """Train as one rank and return how that ended. What failed is printed by the rank on which it failed first.
+def run_rank(
+    task: Task, world: World, stop: Callable[[], bool] | None, *, is_watched: bool = False
+) -> tuple[Status, str]:
+    """Train as one rank; return how that ended, and the words for it.
+
+    What failed is printed by the rank on which it failed first.
 
     Args:
         task: what was asked for.
@@ -52,12 +56,13 @@ def run_rank(task: Task, world: World, stop: Callable[[], bool] | None, *, is_wa
     try:
         with warnings.catch_warnings():
             _quiet_warnings(world)
-            return _train(task, world, stop)
+            return _train(task, world, stop), ""
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (whatever it is, the status says it)
         world.publish_failure(error, 0)
+        words = explain(error)
         if not world.published_failure() and not (isinstance(error, RankFailedError) and is_watched):
-            _write(sys.stderr, f"{explain(error)}\n")
-        return status_of(error)
+            _write(sys.stderr, f"{words}\n")
+        return status_of(error), words
 
 
 def _train(task: Task, world: World, stop: Callable[[], bool] | None) -> Status:
@@ -77,18 +82,18 @@ def _train(task: Task, world: World, stop: Callable[[], bool] | None) -> Status:
         stop=stop,
     )
     if world.rank == 0:
-        _write(sys.stdout, summary(outcome, resume_command(outcome)))
+        _write(sys.stdout, summary(outcome, resume_command(outcome.folder.path)))
     return Status.STOPPED if outcome.stopped else Status.DONE
 
 
-def new_folder(recipe: str) -> Path:
+def new_folder(recipe: str | None) -> Path:
     """Return a folder for a run that has no name yet."""
-    return RUNS / f"{short_name(recipe)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return RUNS / f"{short_name(recipe or DEFAULT_RECIPE)}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def resume_command(outcome: Outcome) -> str:
+def resume_command(folder: Path) -> str:
     """Return what to type to go on with a run."""
-    return f"anybatch train --resume --out {shlex.quote(str(outcome.folder.path))}"
+    return f"anybatch train --resume --out {shlex.quote(str(folder))}"
 
 
 def _lines(outlook: Outlook) -> Observer:

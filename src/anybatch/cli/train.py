@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from anybatch.cli.foreign_words import explain_unknown
+from anybatch.cli.fork_server import start_fork_server
 from anybatch.cli.parser import Parser, count, count_or_auto, rate, whole
 from anybatch.cli.task import DEFAULT_RECIPE, RUNS, Task
 
@@ -18,6 +19,8 @@ _EPILOG = "docs/command_line.md has examples and the exit statuses."
 def run(words: Sequence[str]) -> int:
     """Train what a command line asks for; return the exit status."""
     task = read(words)
+    if task.ranks not in (None, "auto", 1):
+        start_fork_server()
     # It brings torch, which takes seconds, and is not needed to say that an option is wrong.
     return int(importlib.import_module("anybatch.cli.launch").launch(task))
 

@@ -149,6 +149,8 @@ _NARROW_DDP = Cell(
     "Use strategy='all_reduce', or float32 parameters with precision='bf16'.",
 )
 
+_ONE_CUT = "Use deal='fixed' with a named micro_batch_size, so that the cut does not depend on the number of ranks."
+
 _BY_ITSELF: Mapping[Feature, Cell] = {
     Feature.REENTRANT: Cell(
         Verdict.REFUSED,
@@ -163,7 +165,7 @@ _BY_ITSELF: Mapping[Feature, Cell] = {
     Feature.DROPOUT_KEYED: Cell(
         Verdict.SAME_CUT,
         "its random numbers belong to micro-batches: another cut draws others from the same distribution",
-        "Use deal='fixed' with a named micro_batch_size, so that the cut does not depend on the number of ranks.",
+        _ONE_CUT,
     ),
     Feature.DROPOUT_UNKEYED: Cell(
         Verdict.DIFFERS,
@@ -193,6 +195,11 @@ _TOGETHER: Mapping[frozenset[Feature], Cell] = {
         Verdict.REFUSED,
         "keeping units whole across world sizes needs a batch that can be dealt freely",
         "Feed the engine from ab.batches, or use deal='balanced'.",
+    ),
+    frozenset((Feature.COMPILED, Feature.DROPOUT_KEYED)): Cell(
+        Verdict.SAME_CUT,
+        "random numbers belong to micro-batches: another cut draws others, and so does compiled code, from equal seeds",
+        _ONE_CUT,
     ),
     frozenset((Feature.COMPILED, Feature.REENTRANT)): _EXACT,  # torch.compile replaces the checkpoint by its own
     frozenset((Feature.WIDE_PARAMETERS, Feature.MASTER_WEIGHTS)): _NO_MASTERS,

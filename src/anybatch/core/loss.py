@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Num
 from torch import Tensor
 
 from anybatch.core.nested import Batch
@@ -34,7 +34,7 @@ class LossSum:
         count: number of items (or the sum of their weights); a zero-axis tensor if it is known on the device only.
     """
 
-    total: Float[Tensor, ""]
+    total: Num[Tensor, ""]
     count: "int | float | torch.Tensor"
 
 

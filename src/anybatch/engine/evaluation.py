@@ -32,9 +32,10 @@ def evaluate(
         opened = open_batch(batch, placement, world, Position())
         num_samples += opened.plan.num_samples
         for unit, micro_batch in zip(opened.units, to_device(opened.micro_batches, world.device), strict=True):
-            if not unit.weight:
+            pairs = _measure(metric, machine, micro_batch, unit.num_samples, world.device)
+            if not unit.weight:  # it only keeps ranks in lockstep
                 continue
-            for name, pair in _measure(metric, machine, micro_batch, unit.num_samples, world.device).items():
+            for name, pair in pairs.items():
                 totals[name] = totals[name] + pair if name in totals else pair
     names = sorted(set().union(*world.gather_objects(sorted(totals))))  # a rank without data knows no names
     if not names:

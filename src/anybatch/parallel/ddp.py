@@ -1,7 +1,9 @@
 """torch's DistributedDataParallel, made to sum."""
 
 import inspect
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +19,6 @@ from anybatch.parallel.replicas import Initial, align_replicas
 from anybatch.parallel.strategy import Capabilities, Prepared, ReductionObserver, Turn, trainable
 from anybatch.parallel.world import World
 
-_NOTHING = nullcontext()
 # The argument was renamed in torch 2.13, where the old name warns.
 _NO_BUFFER_SYNC: dict[str, Any] = (
     {"forward_sync_buffers": False}
@@ -55,6 +56,8 @@ class DDP:
         self._wrapper: DistributedDataParallel | None = None
         self._parameters: list[nn.Parameter] = []
         self._reduced = False
+        self._world = World()
+        self._reductions = _Reductions(None)
 
     def prepare(
         self, modules: nn.Module, model: object, world: World, on_reduction: ReductionObserver | None
@@ -63,6 +66,8 @@ class DDP:
         parameters = trainable(modules)
         differed = align_replicas(modules, world, self._initial)
         self._parameters = list(parameters.values())
+        self._world = world
+        self._reductions = _Reductions(on_reduction)
         self._wrapper = DistributedDataParallel(
             _Caller(modules, model),
             init_sync=False,
@@ -70,7 +75,7 @@ class DDP:
             bucket_cap_mb=max(1, self._bucket_bytes // 2**20),
             find_unused_parameters=self._find_unused_parameters,
         )
-        self._wrapper.register_comm_hook(on_reduction, _sum_bucket)
+        self._wrapper.register_comm_hook(self._reductions, _sum_bucket)
         return Prepared(
             parameters=parameters, call=self._call, backward_inputs=tuple(self._parameters), differed=differed
         )
@@ -79,7 +84,7 @@ class DDP:
         """`no_sync` for all but the last; it holds for the forward too, as it must."""
         self._reduced = turn.last
         if turn.last:
-            return _NOTHING
+            return self._reducing()
         assert self._wrapper is not None
         return self._wrapper.no_sync()
 
@@ -106,6 +111,16 @@ class DDP:
         """Drop the wrapper; its hooks go with it."""
         self._wrapper = None
 
+    @contextmanager
+    def _reducing(self) -> Iterator[None]:
+        """Turn what a backward raises because a reduction within it broke into the error of the rank that broke it."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self._reductions.broken:
+                raise self._world.first_failure(error) from error
+            raise
+
     def _call(self, function: LossFunction, batch: Batch) -> Any:  # noqa: ANN401 (whatever the loss returns)
         assert self._wrapper is not None
         return self._wrapper(function, batch)
@@ -130,11 +145,26 @@ class _Caller(nn.Module):
         return function(self._model[0], batch)
 
 
-def _sum_bucket(on_reduction: ReductionObserver | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+@dataclass(slots=True)
+class _Reductions:
+    """Who is told of reductions, and whether one has broken: DDP lets no exception of its own type through."""
+
+    on_reduction: ReductionObserver | None
+    broken: bool = False
+
+
+def _sum_bucket(reductions: _Reductions, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def summed(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        try:
+            return future.value()[0]
+        except RuntimeError:
+            reductions.broken = True
+            raise
+
     flat = bucket.buffer()
-    if on_reduction is not None:
-        on_reduction(bucket.index(), flat.numel() * flat.itemsize, flat.dtype)
+    if reductions.on_reduction is not None:
+        reductions.on_reduction(bucket.index(), flat.numel() * flat.itemsize, flat.dtype)
     work = dist.all_reduce(flat, async_op=True)
     assert work is not None
-    summed: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda future: future.value()[0])
-    return summed
+    result: torch.futures.Future[torch.Tensor] = work.get_future().then(summed)
+    return result

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import anybatch as ab
 from anybatch.core.learning_rate import Cosine, WarmUp, attach_schedule, then
-from anybatch.errors import DataError
+from anybatch.errors import DataError, UserError
 
 NUM_BYTE_VALUES = 256
 _LIBRARY_BYTES = 4_000_000
@@ -47,15 +47,23 @@ def text(
         context: bytes that a prediction looks back at most.
         width: size of the vector that stands for a byte.
         num_layers: transformer blocks.
-        num_heads: attention heads per block; divides `width`.
+        num_heads: attention heads per block; each is an even part of `width`.
         max_bytes: no more files are read after this many bytes; None for 4 million in the standard library, and no
             limit in a folder.
+
+    Raises:
+        UserError: the heads do not divide the width.
+        DataError: there are fewer than two files.
     """
+    if width % (2 * num_heads):
+        message = f"{width=} must be a multiple of 2 x {num_heads=}: each head gets an even part of it."
+        raise UserError(message)
     files = list_files(folder, pattern, max_bytes)
     num_held_out = max(1, len(files) // 40)
     return ab.Job(
         model=partial(Transformer, width=width, num_layers=num_layers, num_heads=num_heads),
         optimizer=adamw,
+        # Windows are equally long, so a mean over samples would be the same; this one stays right where they are not.
         loss=ab.mean_over_tokens(loss, labels="targets", shift=False),
         dataset=lambda: Windows(files[num_held_out:], context),
         evaluate=ab.Evaluation(dataset=lambda: Windows(files[:num_held_out], context), metric=bits_per_byte),
@@ -195,7 +203,7 @@ def list_files(folder: str | Path | None, pattern: str | None, max_bytes: int | 
     Raises:
         DataError: there is no such folder, or fewer than two files in it match.
     """
-    root = Path(sysconfig.get_paths()["stdlib"] if folder is None else folder)
+    root = Path(sysconfig.get_paths()["stdlib"] if folder is None else folder).absolute()
     pattern = pattern or ("*.py" if folder is None else "*")
     limit = max_bytes or (_LIBRARY_BYTES if folder is None else math.inf)
     left_out = _NOT_CODE if folder is None else frozenset()
@@ -204,7 +212,7 @@ def list_files(folder: str | Path | None, pattern: str | None, max_bytes: int | 
         folders[:] = [name for name in folders if name not in left_out and not name.startswith(".")]
         for file in (Path(path, name) for name in names if fnmatch(name, pattern) and not name.startswith(".")):
             found[sha256(file.relative_to(root).as_posix().encode()).digest()] = file
-    files = [file for _, file in sorted(found.items())]
+    files = [file for _, file in sorted(found.items()) if file.is_file()]
     before = itertools.accumulate((file.stat().st_size for file in files), initial=0)
     files = [file for file, num_bytes in zip(files, before, strict=False) if num_bytes < limit]
     if len(files) <= 1:

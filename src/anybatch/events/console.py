@@ -1,0 +1,245 @@
+"""A run as a person watches it: a progress bar on a terminal, plain lines everywhere else."""
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Self, TextIO
+
+import torch
+
+from anybatch.core.records import (
+    CheckpointRecord,
+    DiagnosisRecord,
+    EndRecord,
+    EvaluateRecord,
+    Flag,
+    MemoryRecord,
+    MicroBatchRecord,
+    OutOfMemoryRecord,
+    PhaseRecord,
+    Record,
+    ReductionRecord,
+    Scalar,
+    StartRecord,
+    StepRecord,
+)
+from anybatch.events.memory import Memory, memory_in_use
+from anybatch.events.moment import CELL_WIDTH, Cell, Moment, Screen
+from anybatch.events.outlet import Outlet
+from anybatch.events.pace import Pace
+from anybatch.events.plain_screen import PlainScreen
+from anybatch.events.quantities import duration, in_bytes, per_second, shortened, three_digits
+from anybatch.events.sentences import about, lines_of_start, skipped_line
+from anybatch.events.terminal_screen import is_capable, make_terminal_screen
+
+_LABEL_WIDTH = CELL_WIDTH - 10
+
+
+class Console:
+    """An observer that shows a run to a person.
+
+    On a terminal it keeps a progress bar and the newest numbers at the bottom, and writes above them what happens:
+    evaluations, checkpoints, diagnoses, skipped steps, out-of-memory events. Anywhere else (a pipe, a file, CI) it
+    writes plain lines: the first and the last step, one every few seconds between them, and what happens.
+
+    Rank 0 speaks; the records of other ranks are not looked at. Numbers are read from their device only when they are
+    shown, four times a second at most, so the loop does not wait for the device in each step. There is no thread
+    behind it: what is shown changes when a record arrives. A terminal that goes away does not end the run.
+
+    Use it in a `with`, or let the run end (`Engine.close`), and the terminal is as it was.
+
+    Args:
+        total_steps: steps of the whole run, those before a resume included; None if that is not known.
+        stream: where to; None for the standard error, which leaves the standard output to results.
+        screen: how to show it; None for the terminal's or the plain one, whichever suits the stream.
+        memory: function (device) -> memory in use; asked where no memory record has come.
+        clock: seconds that only go forward.
+    """
+
+    def __init__(
+        self,
+        total_steps: int | None,
+        *,
+        stream: TextIO | None = None,
+        screen: Screen | None = None,
+        memory: Callable[[str], Memory | None] = memory_in_use,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._total_steps = total_steps
+        self._screen = _screen_for(sys.stderr if stream is None else stream) if screen is None else screen
+        self._memory = memory
+        self._clock = clock
+        self._lock = threading.Lock()  # a record may come from the thread of a backward hook
+        self._pace = Pace()
+        self._num_steps = 0
+        self._device = ""
+        self._step: StepRecord | None = None
+        self._micro_batch: MicroBatchRecord | None = None
+        self._memory_record: MemoryRecord | None = None
+        self._flags: list[tuple[int, Flag]] = []
+        self._shown_seconds: float | None = None
+        self._shown_steps: int | None = None
+
+    def observe(self, record: Record, /) -> None:
+        """Take a record, and show what has become due."""
+        if record.rank != 0 or isinstance(record, ReductionRecord | PhaseRecord):
+            return
+        with self._lock:
+            self._take(record, self._clock())
+
+    def close(self) -> None:
+        """Leave the terminal as it was. Closing twice is allowed."""
+        with self._lock:
+            self._screen.close()
+
+    def __enter__(self) -> Self:
+        """Return the console itself."""
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+        /,
+    ) -> None:
+        """Close it, also after an error."""
+        self.close()
+
+    def _take(self, record: Record, now: float) -> None:
+        match record:
+            case StepRecord():
+                self._take_step(record, now)
+            case MicroBatchRecord():
+                self._micro_batch = record
+                self._show_if_due(now, self._screen.seconds_per_micro_batch)
+            case MemoryRecord():
+                self._memory_record = record
+            case StartRecord():
+                self._start(record, now)
+            case EndRecord():
+                self._end(record, now)
+            case EvaluateRecord() | CheckpointRecord():
+                self._pace.aside(now)
+                self._say(record)
+            case DiagnosisRecord() | OutOfMemoryRecord():
+                self._say(record)
+            case _:  # a kind that is not known yet
+                return
+
+    def _start(self, record: StartRecord, now: float) -> None:
+        """Begin a session: how it is cut and what was decided, and the bar at its first step."""
+        for line in lines_of_start(record):
+            self._screen.say(line, "plain")
+        self._pace, self._num_steps, self._device = Pace(), record.first_step, record.device
+        self._step = self._micro_batch = self._memory_record = self._shown_steps = None
+        self._pace.begin(now)
+        if self._screen.shows_beginning:
+            self._show(now)
+        self._shown_seconds = now
+
+    def _take_step(self, record: StepRecord, now: float) -> None:
+        self._pace.step(now, record.num_samples)
+        is_first = self._step is None
+        self._step, self._micro_batch, self._num_steps = record, None, record.step + 1
+        if record.skipped is not False:
+            self._flags.append((record.step + 1, record.skipped))
+        if is_first or self._num_steps == self._total_steps:
+            self._show(now)
+        else:
+            self._show_if_due(now, self._screen.seconds_per_step)
+
+    def _end(self, record: EndRecord, now: float) -> None:
+        if self._shown_steps != self._num_steps and self._step is not None:
+            self._show(now)
+        self._screen.close()
+        self._say(record, seconds=self._pace.seconds_since_begin(now))
+
+    def _say(self, record: Record, *, seconds: float | None = None) -> None:
+        line, level = about(record, self._total_steps, seconds=seconds)
+        self._screen.say(line, level)
+
+    def _show_if_due(self, now: float, seconds: float) -> None:
+        if self._shown_seconds is None or now - self._shown_seconds >= seconds:
+            self._show(now)
+
+    def _show(self, now: float) -> None:
+        """Read what there is to read, and show it."""
+        flags, self._flags = self._flags, []
+        skipped = [number for number, flag in flags if _number(flag)]
+        if skipped:
+            self._screen.say(skipped_line(skipped, self._total_steps), "warning")
+        self._screen.show(self._moment(now))
+        self._shown_seconds, self._shown_steps = self._clock(), self._num_steps  # reading may have waited
+
+    def _moment(self, now: float) -> Moment:
+        total = self._total_steps
+        left = None if total is None else self._pace.seconds_left(now, max(0, total - self._num_steps))
+        num_done, num_micro_batches = self._micro_batches()
+        within = self._micro_batch is not None
+        return Moment(
+            num_steps=self._num_steps,
+            total_steps=total,
+            share_of_step=num_done / num_micro_batches if within else 0.0,
+            is_within_step=within,
+            time_left=None if left is None else duration(left),
+            cells=self._cells(now),
+            underway=Cell("micro-batch", f"{num_done:,} of {num_micro_batches:,}", 10)
+            if num_micro_batches > 1
+            else None,
+        )
+
+    def _micro_batches(self) -> tuple[int, int]:
+        """Return how many micro-batches of this step, or of the last one, are over, and how many it has."""
+        if self._micro_batch is not None:
+            return self._micro_batch.position + (self._micro_batch.event == "end"), self._micro_batch.num_micro_batches
+        return (0, 0) if self._step is None else (self._step.num_micro_batches, self._step.num_micro_batches)
+
+    def _cells(self, now: float) -> list[Cell]:
+        cells = [] if self._step is None else _cells_of_step(self._step)
+        cells.append(Cell("samples/s", per_second(self._pace.samples_per_second)))
+        memory = self._memory_now()
+        if memory is not None:
+            text = in_bytes(memory.num_bytes, memory.limit_bytes)
+            cells.append(Cell("memory", text, 8 if memory.limit_bytes is None else 16))
+        if self._step is not None:
+            cells.append(Cell("epoch", f"{self._step.epoch + (self._step.sample_offset > 0):,}", 3))
+        cells.append(Cell("time", duration(self._pace.seconds_since_begin(now)), 11))
+        return cells
+
+    def _memory_now(self) -> Memory | None:
+        record = self._memory_record
+        return self._memory(self._device) if record is None else Memory(record.peak_bytes, record.limit_bytes)
+
+
+def _cells_of_step(record: StepRecord) -> list[Cell]:
+    """Return the numbers of a step, waiting for its device."""
+    cells = [Cell("loss", three_digits(_number(record.loss)))]
+    if len(record.losses) > 1:
+        terms: Mapping[str, Scalar] = record.losses
+        cells += [Cell(shortened(name, _LABEL_WIDTH), three_digits(_number(value))) for name, value in terms.items()]
+    if record.gradient_norm is not None:
+        cells.append(Cell("gradient norm", three_digits(_number(record.gradient_norm))))
+    rates = [_number(rate) for rate in record.learning_rates]
+    if len(set(rates)) == 1:
+        cells.append(Cell("learning rate", three_digits(rates[0])))
+    elif rates:
+        known = [rate for rate in rates if rate is not None]
+        cells.append(Cell("highest rate", three_digits(max(known, default=None))))
+        cells.append(Cell("lowest rate", three_digits(min(known, default=None))))
+    return cells
+
+
+def _number(value: Scalar | Flag) -> float | None:
+    """Return a number, waiting for its device; None if the device failed, whose error is told elsewhere."""
+    with contextlib.suppress(RuntimeError):
+        return float(value.item() if isinstance(value, torch.Tensor) else value)
+    return None
+
+
+def _screen_for(stream: TextIO) -> Screen:
+    outlet = Outlet(stream)
+    return make_terminal_screen(outlet) if is_capable(outlet) else PlainScreen(outlet)

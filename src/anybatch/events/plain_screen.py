@@ -1,0 +1,44 @@
+"""A run in plain lines, for pipes, files and CI: nothing moves, every line can be searched for."""
+
+from collections.abc import Iterable
+
+from anybatch.events.moment import Cell, Level, Moment
+from anybatch.events.outlet import Outlet
+
+
+class PlainScreen:
+    """Writes lines, one for each moment and one for each thing that happens.
+
+    Args:
+        outlet: where to.
+        seconds_per_step: least time between two lines about steps.
+        seconds_per_micro_batch: least time between two lines within a step.
+    """
+
+    shows_beginning = False
+
+    def __init__(self, outlet: Outlet, *, seconds_per_step: float = 5.0, seconds_per_micro_batch: float = 30.0) -> None:
+        self.seconds_per_step = seconds_per_step
+        self.seconds_per_micro_batch = seconds_per_micro_batch
+        self._outlet = outlet
+
+    def say(self, line: str, level: Level, /) -> None:  # noqa: ARG002 (the line itself says "warning" or "error")
+        """Write a line."""
+        self._outlet.write(f"{line}\n")
+        self._outlet.flush()
+
+    def show(self, moment: Moment, /) -> None:
+        """Write how far the run is, in columns."""
+        left = [] if moment.time_left is None else [Cell("left", moment.time_left, 11)]
+        if moment.is_within_step and moment.underway is not None:
+            cells = [moment.underway, *left]
+        else:
+            cells = [*moment.cells, *left]
+        self.say("   ".join([moment.heading, *_columns(cells)]).rstrip(), "plain")
+
+    def close(self) -> None:
+        """Do nothing: every line has been written."""
+
+
+def _columns(cells: Iterable[Cell]) -> Iterable[str]:
+    return (f"{cell.label} {cell.value:>{cell.value_width}}" for cell in cells)

@@ -1,0 +1,150 @@
+"""A run on a terminal: a bar and the newest numbers stay at the bottom, what happens scrolls by above them."""
+
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import IO, cast
+
+from rich.console import Console as Terminal
+from rich.console import ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.text import Text
+
+from anybatch.events.moment import CELL_WIDTH, Cell, Level, Moment
+from anybatch.events.outlet import Outlet
+
+_GAP = "   "
+_LEAST_BAR_WIDTH = 10
+_STYLES: Mapping[Level, str] = MappingProxyType(
+    {"plain": "", "result": "bold", "warning": "yellow", "error": "bold red"}
+)
+
+
+class TerminalScreen:
+    """Draws on a terminal by rich, which knows its colours and width, and NO_COLOR.
+
+    While it draws, what others print to the standard output and error appears above the bar, where these are
+    terminals; `close` ends that, and so does the end of the program.
+
+    Args:
+        terminal: where to draw.
+    """
+
+    seconds_per_step = 0.25
+    seconds_per_micro_batch = 0.25
+    shows_beginning = True
+
+    def __init__(self, terminal: Terminal) -> None:
+        self._terminal = terminal
+        self._live: Live | None = None
+        self._restore: weakref.finalize[[], TerminalScreen] | None = None
+
+    def say(self, line: str, level: Level, /) -> None:
+        """Print a line above the bar."""
+        self._terminal.print(Text(line, style=_STYLES[level]))
+
+    def show(self, moment: Moment, /) -> None:
+        """Draw the bar and the numbers."""
+        if self._live is None:
+            self._live = self._begin()
+        self._live.update(Frame(moment), refresh=True)
+
+    def close(self) -> None:
+        """Leave the last bar where it is, and give the terminal back."""
+        if self._restore is not None:
+            self._restore()
+        self._live = self._restore = None
+
+    def _begin(self) -> Live:
+        live = Live(
+            console=self._terminal,
+            auto_refresh=False,
+            redirect_stdout=sys.stdout.isatty(),  # what goes into a file or a pipe is none of the terminal's
+            redirect_stderr=sys.stderr.isatty(),
+            vertical_overflow="crop",
+        )
+        live.start()
+        self._restore = weakref.finalize(self, live.stop)  # a program that ends in an error still wants its cursor
+        return live
+
+
+class Frame:
+    """A moment as rich draws it: the bar on one line, the numbers in columns below, as many as the width has room for.
+
+    Args:
+        moment: what to draw.
+    """
+
+    def __init__(self, moment: Moment) -> None:
+        self._moment = moment
+
+    def __rich_console__(self, console: Terminal, options: ConsoleOptions) -> RenderResult:
+        """Yield the lines for the width at hand."""
+        yield from self._bar_line(console, options)
+        underway = [] if self._moment.underway is None else [self._moment.underway]
+        yield from _rows([*self._moment.cells, *underway], options.max_width)
+
+    def _bar_line(self, console: Terminal, options: ConsoleOptions) -> RenderResult:
+        moment, share = self._moment, self._moment.share
+        heading = Text(moment.heading, style="bold", no_wrap=True, overflow="ellipsis")
+        if share is None:
+            yield heading
+            return
+        percent = f"{100 * share:>5.1f} %"
+        left = f"{moment.time_left or '-':>11} left"
+        ends = next(
+            (end for end in (f"{percent}{_GAP}{left}", left) if _room(heading, end, options) >= _LEAST_BAR_WIDTH), ""
+        )
+        line = heading
+        room = _room(heading, ends, options)
+        if room >= _LEAST_BAR_WIDTH:
+            bar = ProgressBar(total=1.0, completed=share, width=room)
+            line = Text.assemble(heading, _GAP, *_drawn(bar, console, options), f"{_GAP}{ends}".rstrip())
+        line.no_wrap, line.overflow = True, "crop"
+        yield line
+
+
+def is_capable(outlet: Outlet) -> bool:
+    """Return whether something can be drawn there: a terminal that can move its cursor."""
+    return outlet.isatty() and not _terminal(outlet).is_dumb_terminal
+
+
+def make_terminal_screen(outlet: Outlet) -> TerminalScreen:
+    """Return a screen that draws on a terminal."""
+    return TerminalScreen(_terminal(outlet))
+
+
+def _terminal(outlet: Outlet) -> Terminal:
+    return Terminal(file=cast("IO[str]", outlet), highlight=False, markup=False, emoji=False)
+
+
+def _room(heading: Text, end: str, options: ConsoleOptions) -> int:
+    """Return the characters that are left for the bar."""
+    gaps = len(_GAP) * (2 if end else 1)
+    return options.max_width - heading.cell_len - len(end) - gaps
+
+
+def _drawn(bar: ProgressBar, console: Terminal, options: ConsoleOptions) -> Sequence[tuple[str, str]]:
+    """Return a bar as pieces of text, so that it can stand within a line."""
+    pieces = [(segment.text, str(segment.style or "")) for segment in console.render(bar, options)]
+    drawn = sum(len(text) for text, _ in pieces)
+    assert bar.width is not None
+    return [*pieces, (" " * (bar.width - drawn), "")]  # without colours only what is done is drawn
+
+
+def _rows(cells: Sequence[Cell], width: int) -> Sequence[Text]:
+    """Return cells in columns, in rows that are about equally full."""
+    fitting = max(1, (width + len(_GAP)) // (CELL_WIDTH + len(_GAP)))
+    num_rows = -(-len(cells) // fitting)
+    num_columns = -(-len(cells) // max(1, num_rows))
+    rows = [cells[start : start + num_columns] for start in range(0, len(cells), max(1, num_columns))]
+    return [
+        Text(_GAP, no_wrap=True, overflow="crop").join(_drawn_cell(cell, min(CELL_WIDTH, width)) for cell in row)
+        for row in rows
+    ]
+
+
+def _drawn_cell(cell: Cell, width: int) -> Text:
+    return Text.assemble((cell.label, "dim"), " ", cell.value.rjust(width - len(cell.label) - 1))

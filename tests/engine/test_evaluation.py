@@ -1,0 +1,182 @@
+"""Evaluation gives the plain numbers, whatever the cut, the ranks and the modules' modes."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import anybatch as ab
+from anybatch.core.loss import Loss
+from anybatch.errors import LossError
+from tests.engine.cases import (
+    AUX_WEIGHT,
+    STRATEGIES,
+    Batch,
+    InMemory,
+    classify,
+    cut,
+    language_model,
+    predict,
+    predict_and_value,
+    predict_sum,
+    sentences,
+    sentences_masked,
+    vectors,
+)
+from tests.ranks_fixture import Ranks
+
+
+def words_and_values(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    """Return metrics of two kinds: one value per sample, and a sum over targets with its count."""
+    logits = model(batch["words"])
+    hits = (logits.argmax(-1)[:, :-1] == batch["labels"][:, 1:]).sum()
+    return {"error": (logits.mean((1, 2)) - batch["value"]).square(), "hits": ab.LossSum(hits, targets(batch))}
+
+
+def targets(batch: Batch) -> torch.Tensor:
+    """Return the number of targets."""
+    return (batch["labels"][:, 1:] != -100).sum()
+
+
+METRICS: Mapping[str, "Loss | Callable[..., Any] | None"] = {
+    "the loss": None,
+    "several": words_and_values,
+    "two terms": ab.sum_of(predict_and_value, lm=ab.tokens(), aux=ab.samples(weight=AUX_WEIGHT)),
+    "undeclared": predict_sum,
+}
+
+
+def evaluation_set() -> list[Batch]:
+    """Return three batches of which the last is ragged and the second has many samples without targets."""
+    return [sentences(), sentences_masked(0, 21), sentences(5)]
+
+
+def plain(name: str) -> dict[str, float]:
+    """Return the metrics in one forward over all samples."""
+    torch.manual_seed(0)
+    model = dropping().eval()
+    parts = evaluation_set()
+    batch = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+    with torch.no_grad():
+        if name == "several":
+            found = words_and_values(model, batch)
+            return {
+                "error": float(found["error"].mean()),
+                "hits": int(found["hits"].total) / int(found["hits"].count),
+            }
+        if name == "two terms":
+            return {key: float(value) for key, value in predict_and_value(model, batch).items()}
+        return {"loss": float(predict(model, batch))}
+
+
+class Dropping(nn.Module):
+    """A language model with dropout behind it, which evaluation has to switch off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = language_model()
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        dropped: torch.Tensor = self.dropout(self.inside(words))
+        return dropped
+
+
+def dropping() -> nn.Module:
+    """Return that model."""
+    return Dropping()
+
+
+def evaluated(strategy: str) -> dict[tuple[str, int | None, bool], dict[str, float]]:
+    """Run on every rank: return all metrics at all micro-batch sizes, from dealt batches and from own shares."""
+    world = ab.World.from_environment()
+    found = {}
+    for size in (1, 3, 7, None):
+        model = dropping()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options: dict[str, Any] = {"micro_batch_size": size, "strategy": STRATEGIES[strategy](), "world": world}
+        with ab.Engine(model, optimizer, ab.mean_over_tokens(predict), **options) as engine:
+            for name, metric in METRICS.items():
+                whole = [InMemory(batch) for batch in evaluation_set()]
+                found[name, size, True] = engine.evaluate(whole, metric)
+                own = [cut(batch, 3, None) if world.rank == 0 else cut(batch, 0, 3) for batch in evaluation_set()]  # type: ignore[arg-type]
+                if world.size == 2:
+                    found[name, size, False] = engine.evaluate(own, metric)
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
+def test_metrics_are_the_plain_ones(strategy: str, ranks: Ranks) -> None:
+    """At any micro-batch size and rank count every metric is that of one forward over all samples, on every rank."""
+    expected = {name: plain(name) for name in METRICS}
+    for found in ranks.run(evaluated, strategy):
+        assert len(found) == len(METRICS) * 4 * (2 if ranks.world_size == 2 else 1)
+        for (name, _, _), values in found.items():
+            assert values == pytest.approx(expected[name], rel=1e-12)
+
+
+def make_engine(model: nn.Module, **options: Any) -> ab.Engine:
+    """Return an engine on one rank."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return ab.Engine(model, optimizer, ab.mean_over_samples(classify), micro_batch_size=2, world=ab.World(), **options)
+
+
+def test_every_module_gets_its_own_mode_back() -> None:
+    """A module that was in evaluation mode before stays there, and the others train again, also after an error."""
+    model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 4)).double()
+    model.get_submodule("1").eval()
+    before = [module.training for module in model.modules()]
+    seen = []
+
+    def metric(model: nn.Module, batch: Batch) -> torch.Tensor:
+        seen.append((any(module.training for module in model.modules()), torch.is_grad_enabled()))
+        return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+
+    with make_engine(model) as engine:
+        engine.evaluate([vectors(5)], metric)
+        assert [module.training for module in model.modules()] == before
+        with pytest.raises(LossError, match="without a count"):
+            engine.evaluate([vectors(5)], classify)
+        assert [module.training for module in model.modules()] == before
+    assert seen == [(False, False)] * 3
+    assert before == [True, True, False, True, True]
+
+
+def test_evaluation_changes_nothing() -> None:
+    """Neither parameters nor buffers, gradients, progress or the caller's random numbers change."""
+    model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 4)).double()
+    with make_engine(model) as engine:
+        engine.step(vectors(6))
+        before = [tensor.clone() for tensor in model.state_dict().values()]
+        random, position = torch.get_rng_state(), engine.position
+        engine.evaluate([vectors(5)])
+        assert all(torch.equal(old, new) for old, new in zip(before, model.state_dict().values(), strict=True))
+        assert torch.equal(random, torch.get_rng_state())
+        assert (engine.position, engine.num_steps) == (position, 1)
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_nothing_to_evaluate_is_an_error() -> None:
+    """No batches at all are refused: there is no metric to name."""
+    with make_engine(nn.Linear(5, 4).double()) as engine, pytest.raises(LossError, match="nothing to evaluate"):
+        engine.evaluate([])
+
+
+def test_averaged_weights_are_there_only_meanwhile() -> None:
+    """evaluate(averaged=True) measures the moving average of the weights, and the model has its own back afterwards."""
+    torch.manual_seed(3)
+    model = nn.Linear(5, 4).double()
+    average = [parameter.detach().clone() for parameter in model.parameters()]
+    with make_engine(model, average_decay=0.5) as engine:
+        for number in range(3):
+            engine.step(vectors(6 + number))
+            for mean, parameter in zip(average, model.parameters(), strict=True):
+                mean.mul_(0.5).add_(parameter.detach(), alpha=0.5)
+        own = [parameter.detach().clone() for parameter in model.parameters()]
+        found = engine.evaluate([vectors(5)], averaged=True)
+        assert all(torch.equal(one, other) for one, other in zip(own, model.parameters(), strict=True))
+    logits = F.linear(vectors(5)["x"], average[0], average[1])
+    assert found["loss"] == pytest.approx(float(F.cross_entropy(logits, vectors(5)["y"])), rel=1e-12)
