@@ -10,7 +10,7 @@ import pytest
 
 from anybatch.testing import Outcome, RankPool
 
-POOL_TIMEOUT_SECONDS = 60.0
+POOL_TIMEOUT_SECONDS = 120.0
 
 
 class Ranks:

@@ -14,7 +14,7 @@ import anybatch as ab
 from anybatch.testing import Outcome, run_ranks
 from tests.engine.cases import STRATEGIES, Batch, InMemory, classify, perceptron, vectors
 
-TIMEOUT_SECONDS = 45.0
+TIMEOUT_SECONDS = 100.0
 FAILING_STEP, FAILING_MICRO_BATCH = 1, 1
 
 

@@ -297,7 +297,8 @@ def as_markdown() -> str:
 
 _INTRODUCTION = """# What composes with what
 
-The engine checks this table before it touches the model, and a test runs every cell on one rank and on two.
+The engine checks this table before it touches the model, and a test runs every cell on one rank and on two, on CPUs,
+with torch.compile's backends `aot_eager` and `eager`.
 A feature stands for a value that an engine is given, or for something that its model, loss or batch has.
 A pair that nothing is said of is as good as the worse of its two features by itself.
 

@@ -86,9 +86,11 @@ def _about_checkpoint(record: CheckpointRecord, total_steps: int | None) -> Sent
 
 def _about_diagnosis(record: DiagnosisRecord, total_steps: int | None) -> Sentence:
     word, level = _DIAGNOSES[record.level]
-    where = "" if record.step is None else f"{step_of(record.step, total_steps)}   "
-    remedy = "" if record.remedy is None else f" {record.remedy}"
-    return f"{where}{word}: {_in_one_line(record.message + remedy)}", level
+    where = "" if record.step is None else f"{step_of(record.step + 1, total_steps)}   "
+    message, remedy = _in_one_line(record.message), _in_one_line(record.remedy or "")
+    if remedy:
+        message = f"{message}{'' if message.endswith(('.', '!', '?', ':')) else '.'} {remedy}"
+    return f"{where}{word}: {message}", level
 
 
 def _about_out_of_memory(record: OutOfMemoryRecord, total_steps: int | None) -> Sentence:

@@ -1,6 +1,7 @@
 """A run on a terminal: a bar and the newest numbers stay at the bottom, what happens scrolls by above them."""
 
 import sys
+import textwrap
 import weakref
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -16,7 +17,8 @@ from anybatch.events.moment import CELL_WIDTH, Cell, Level, Moment
 from anybatch.events.outlet import Outlet
 
 _GAP = "   "
-_LEAST_BAR_WIDTH = 10
+_INDENT = "    "
+_LEAST_BAR_WIDTH, _LEAST_LINE_WIDTH = 10, 20
 _STYLES: Mapping[Level, str] = MappingProxyType(
     {"plain": "", "result": "bold", "warning": "yellow", "error": "bold red"}
 )
@@ -43,7 +45,11 @@ class TerminalScreen:
 
     def say(self, line: str, level: Level, /) -> None:
         """Print a line above the bar."""
-        self._terminal.print(Text(line, style=_STYLES[level]))
+        width = max(_LEAST_LINE_WIDTH, self._terminal.width)
+        lines = textwrap.wrap(
+            line, width, subsequent_indent=_INDENT, break_long_words=False, break_on_hyphens=False
+        )  # a path stays whole, so that it can be copied
+        self._terminal.print(Text("\n".join(lines), style=_STYLES[level]), soft_wrap=True)
 
     def show(self, moment: Moment, /) -> None:
         """Draw the bar and the numbers."""

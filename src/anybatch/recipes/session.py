@@ -116,6 +116,7 @@ def train(
     world = World.from_environment() if world is None else world
     place = RunFolder(Path(folder))
     header = on_first_rank(world, place.read if resume else place.refuse_used)
+    ready: Ready | None = None
     try:
         with (
             contextlib.nullcontext(stop) if stop is not None else StopRequest() as asked,
@@ -128,7 +129,7 @@ def train(
                 relay.begin(observer(Outlook(folder=place, first_step=first_step, num_steps=ready.num_steps)))
             return _run(_Session(ready, place, _Pace(asked, checkpoint_seconds, clock, begun)), ready.run.engine)
     except BaseException:
-        if header is None and not list_checkpoints(place.checkpoints):
+        if header is None and (ready is None or ready.run.engine.num_steps == 0):
             place.clear(world.rank)  # so that the same command runs once the reason is gone
         raise
 

@@ -25,7 +25,7 @@ def relative_error(found: Mapping[str, torch.Tensor | None], expected: Mapping[s
             continue
         if value is None or other is None:
             return float("inf")
-        wide, other_wide = value.detach().double().cpu(), other.detach().double().cpu()
+        wide, other_wide = _wide(value), _wide(other)
         difference += float((other_wide - wide).square().sum())
         reference += float(wide.square().sum())
     if not reference:
@@ -50,3 +50,7 @@ def assert_same_gradients(
     worst = max(expected, key=lambda name: relative_error({name: found[name]}, {name: expected[name]}))
     message = f"gradients differ by {error:.2e}, more than {tolerance:.0e}; most in {worst!r}."
     raise AssertionError(message)
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to_dense().double().cpu()
