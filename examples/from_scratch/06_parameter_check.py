@@ -9,7 +9,6 @@ from hashlib import sha256
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.multiprocessing import spawn
 
 
 def digests(model: nn.Module) -> list[str]:
@@ -33,9 +32,9 @@ def train(model: nn.Module) -> None:
     for step in range(200):
         numbers = torch.randn(33, 8, generator=torch.Generator().manual_seed(step)).double()
         share = numbers[dist.get_rank() :: dist.get_world_size()]
-        loss_sum = (model(share)[:, 0] - share.sum(dim=1)).square().sum()
+        losses = (model(share)[:, 0] - share.sum(dim=1)).square()
         model.zero_grad()
-        (loss_sum / len(numbers)).backward()
+        (losses.sum() / len(numbers)).backward()
         for p in model.parameters():
             dist.all_reduce(p.grad)
         optimizer.step()
@@ -45,7 +44,7 @@ def run_rank(rank: int, world_size: int, meeting: str) -> None:
     """Train, align and train again as one of the ranks."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size)
-    torch.manual_seed(rank)  # so that every rank begins with other parameters
+    torch.manual_seed(rank)  # every rank begins with other parameters
     model = nn.Linear(8, 1).double()
     for act in (train, align, train):
         act(model)
@@ -57,4 +56,4 @@ def run_rank(rank: int, world_size: int, meeting: str) -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:  # ranks meet in a file there
-        spawn(run_rank, (2, f"file://{folder}/ranks"), nprocs=2)
+        torch.multiprocessing.spawn(run_rank, (2, f"file://{folder}/ranks"), nprocs=2)

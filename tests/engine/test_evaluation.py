@@ -13,6 +13,7 @@ from anybatch.core.loss import Loss
 from anybatch.errors import LossError
 from tests.engine.cases import (
     AUX_WEIGHT,
+    NUM_WORDS,
     STRATEGIES,
     Batch,
     InMemory,
@@ -28,6 +29,8 @@ from tests.engine.cases import (
 )
 from tests.ranks_fixture import Ranks
 
+WORD_WEIGHTS = torch.linspace(0.1, 3.0, NUM_WORDS, dtype=torch.float64)
+
 
 def words_and_values(model: nn.Module, batch: Batch) -> dict[str, Any]:
     """Return metrics of two kinds: one value per sample, and a sum over targets with its count."""
@@ -41,11 +44,24 @@ def targets(batch: Batch) -> torch.Tensor:
     return (batch["labels"][:, 1:] != -100).sum()
 
 
+def predict_weighted(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the mean cross-entropy over targets weighted by their words."""
+    logits, words = model(batch["words"])[:, :-1], batch["labels"][:, 1:]
+    return F.cross_entropy(logits.reshape(-1, NUM_WORDS), words.reshape(-1), weight=WORD_WEIGHTS)
+
+
+def weight_of_words(batch: Batch) -> torch.Tensor:
+    """Return the sum of the targets' weights."""
+    words = batch["labels"][:, 1:]
+    return WORD_WEIGHTS[words[words != -100]].sum()
+
+
 METRICS: Mapping[str, "Loss | Callable[..., Any] | None"] = {
     "the loss": None,
     "several": words_and_values,
     "two terms": ab.sum_of(predict_and_value, lm=ab.tokens(), aux=ab.samples(weight=AUX_WEIGHT)),
     "undeclared": predict_sum,
+    "weighted": ab.mean_over(predict_weighted, count=weight_of_words),
 }
 
 
@@ -69,6 +85,8 @@ def plain(name: str) -> dict[str, float]:
             }
         if name == "two terms":
             return {key: float(value) for key, value in predict_and_value(model, batch).items()}
+        if name == "weighted":
+            return {"loss": float(predict_weighted(model, batch))}
         return {"loss": float(predict(model, batch))}
 
 

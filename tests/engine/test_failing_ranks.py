@@ -79,7 +79,7 @@ def outcomes() -> dict[str, list[Outcome]]:
 
 @pytest.mark.parametrize("name", FAILURES)
 def test_the_others_end_with_the_first_error(name: str, outcomes: dict[str, list[Outcome]]) -> None:
-    """No rank hangs: those that did not fail raise RankFailedError, which carries the failed rank's error if it left one."""
+    """No rank hangs: the others raise RankFailedError, which carries the failed rank's error if it left one."""
     *others, failed = outcomes[name]
     how, _, world_size = FAILURES[name]
     words = {

@@ -57,7 +57,7 @@ def test_a_sampler_that_pads_is_told() -> None:
     dataset = TensorDataset(torch.zeros(10, 2))
 
     def loader(*, drop_last: bool) -> DataLoader[Any]:
-        sampler = DistributedSampler(dataset, num_replicas=4, rank=0, drop_last=drop_last)
+        sampler: DistributedSampler[Any] = DistributedSampler(dataset, num_replicas=4, rank=0, drop_last=drop_last)
         return DataLoader(dataset, batch_size=2, sampler=sampler)
 
     with pytest.warns(UserWarning, match=r"pads 10 samples with 2 duplicates .* 4 ranks get 3 each.*ab\.batches"):

@@ -18,7 +18,8 @@ SHARDED_CASES = (
     *("ragged", "two samples", "masked tokens", "class weights", "two terms", "loss sum, undeclared"),
     *("micro-batches without targets", "two terms, some without targets", "two terms, one without any target"),
 )
-MICRO_BATCH_SIZES = (1, 3, None)
+REDUCED_IN_EVERY_MICRO_BATCH = ("ragged", "masked tokens")
+MICRO_BATCH_SIZES = (3, None)
 NOT_TO_BE_CHANGED_IN_PLACE = "FSDP2-wrapped module .* returned a view tensor"
 
 
@@ -60,13 +61,18 @@ def sharded_errors(case_name: str, num_samples: int | None, *, defer: bool) -> l
             report = engine.step(InMemory(batch))
             errors += [abs(report.loss / float(loss) - 1), abs((report.grad_norm or 0.0) / float(norm) - 1)]
             engine.step(InMemory(batch))
+            evaluated = engine.evaluate([InMemory(batch)])
             state = {name: whole(parameter) for name, parameter in model.named_parameters()}
             errors.append(relative_error(state, dict(plain.named_parameters())))
+            if "loss" in evaluated:
+                errors.append(abs(evaluated["loss"] / float(case.reference(plain, batch)) - 1))
     return errors
 
 
-@pytest.mark.parametrize("defer", [True, False], ids=["reduced once", "reduced in every micro-batch"])
-@pytest.mark.parametrize("case", SHARDED_CASES)
+@pytest.mark.parametrize(
+    ("case", "defer"),
+    [*((case, True) for case in SHARDED_CASES), *((case, False) for case in REDUCED_IN_EVERY_MICRO_BATCH)],
+)
 def test_sharded_gradient_is_that_of_the_unsplit_batch(case: str, defer: bool, two_ranks: Ranks) -> None:
     """Two ranks of FSDP2 give the un-split gradient, norm and loss, also where ranks run different numbers."""
     for errors in two_ranks.run(_sharded, case, None, defer):

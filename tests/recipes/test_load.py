@@ -79,7 +79,7 @@ def test_a_file_finds_what_lies_beside_it(tmp_path: Path) -> None:
         f"{HEAD}def any_name() -> 'ab.Job':\n{JOB}",
         f"from __future__ import annotations\n{HEAD}def any_name() -> ab.Job:\n{JOB}",
         f"{HEAD}def wide(width) -> ab.Job:\n{JOB}\ndef any_name() -> ab.Job:\n    return wide(3)\n",
-        f"from anybatch.recipes.load import load_recipe as recipe\n{HEAD}def job():\n{JOB}",
+        f"from anybatch.recipes.digits import digits as recipe\n{HEAD}def job():\n{JOB}",
     ],
 )
 def test_the_one_function_that_must_be_meant(text: str, tmp_path: Path) -> None:

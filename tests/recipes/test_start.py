@@ -137,6 +137,20 @@ def test_evaluation_is_over_all_held_out_samples_once() -> None:
     assert start(JOB).evaluate() == {}
 
 
+def test_held_out_data_may_be_a_stream() -> None:
+    """What is evaluated is read in its own order, so it needs no index, whatever is trained on."""
+
+    class Three(torch.utils.data.IterableDataset[torch.Tensor]):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return iter(torch.tensor([[1.0], [2.0], [6.0]]))
+
+    def value(_: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"mean": batch.squeeze(1)}
+
+    job = dataclasses.replace(JOB, evaluate=ab.Evaluation(dataset=Three, metric=value))
+    assert start(job).evaluate() == {"mean": 3.0}
+
+
 def test_streams() -> None:
     """A data set without an index is a job with shuffle=False; a scheduler then needs the number of steps."""
     defaults = dataclasses.replace(JOB.defaults, epochs=None)

@@ -90,9 +90,11 @@ def serve(task: Task, board: Board) -> None:
         world = join()
     except Exception as error:  # noqa: BLE001 (told by the status)
         sys.exit(status_of(error))
-    status, words = run_rank(task, world, lambda: bool(board.stop.value or asked), is_watched=True)
+    status, words = run_rank(
+        task, world, lambda: bool(board.stop.value or asked or not _launcher_lives()), is_watched=True
+    )
     board.statuses[world.rank] = status
-    if status in (Status.DONE, Status.STOPPED):
+    if status in (Status.DONE, Status.STOPPED) and _launcher_lives():
         dist.destroy_process_group()
         return
     if status is Status.RANKS:
@@ -138,18 +140,17 @@ def _how_it_ended(exit_code: int) -> str:
 def _catch_signals() -> list[signal.Signals]:
     """Return a list that is not empty once this rank itself was asked to stop.
 
-    A Ctrl-C reaches every process of a terminal; only the launcher acts on it. But when the launcher is killed, the
-    system sends its ranks a SIGINT, too, and then they save and end.
+    A Ctrl-C reaches every process of a terminal, and only the launcher acts on it.
     """
-    launcher, asked = os.getppid(), []
-
-    def ask(number: int, _frame: FrameType | None) -> None:
-        if number != signal.SIGINT or os.getppid() != launcher:
-            asked.append(signal.Signals(number))
-
-    for number in SIGNALS:
-        signal.signal(number, ask)
+    asked: list[signal.Signals] = []
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, _: asked.append(signal.Signals(number)))
     return asked
+
+
+def _launcher_lives() -> bool:
+    launcher = multiprocessing.parent_process()
+    return launcher is None or launcher.is_alive()
 
 
 @contextmanager

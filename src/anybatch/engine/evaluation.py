@@ -61,7 +61,7 @@ def _measure(
     pairs = {}
     for name, value in values.items():
         total, count = _total_and_count(name, value, counts.get(name))
-        pair = [torch.as_tensor(number, device=device).to(number_type(device)) for number in (total, count)]
+        pair = [torch.as_tensor(number, device=device, dtype=number_type(device)) for number in (total, count)]
         pairs[name] = torch.stack(pair)
     return pairs
 

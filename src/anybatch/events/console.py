@@ -35,7 +35,7 @@ from anybatch.events.quantities import duration, in_bytes, per_second, shortened
 from anybatch.events.sentences import about, lines_of_start, skipped_line
 from anybatch.events.terminal_screen import is_capable, make_terminal_screen
 
-_LABEL_WIDTH = CELL_WIDTH - 10
+_LABEL_WIDTH = CELL_WIDTH - len(" -1.23e-100")
 
 
 class Console:

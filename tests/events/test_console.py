@@ -1,0 +1,599 @@
+"""What a person sees of a run: a bar on a terminal, lines elsewhere, the same numbers in both."""
+
+import io
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console as Terminal
+from typing_extensions import override
+
+from anybatch.core.records import MemoryRecord, PhaseRecord, Record
+from anybatch.events.console import Console
+from anybatch.events.memory import Memory, memory_in_use
+from anybatch.events.moment import Level, Moment
+from anybatch.events.outlet import Outlet
+from anybatch.events.plain_screen import PlainScreen
+from anybatch.events.terminal_screen import Frame, TerminalScreen, is_capable
+from tests.events.recorded_run import (
+    Clock,
+    checkpoint,
+    diagnosis,
+    end,
+    evaluation,
+    micro_batch,
+    out_of_memory,
+    start,
+    step,
+    whole_run,
+)
+
+WIDTHS = (60, 80, 100, 120, 160, 200)
+
+
+def no_memory(_device: str) -> Memory | None:
+    """Return what a system says that does not tell."""
+    return None
+
+
+class RecordingScreen:
+    """A screen that keeps what it is given."""
+
+    seconds_per_step = 0.25
+    seconds_per_micro_batch = 0.25
+    shows_beginning = True
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, Level]] = []
+        self.moments: list[Moment] = []
+        self.num_closed = 0
+
+    def say(self, line: str, level: Level, /) -> None:
+        self.lines.append((line, level))
+
+    def show(self, moment: Moment, /) -> None:
+        self.moments.append(moment)
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+    @property
+    def last(self) -> dict[str, str]:
+        """The cells shown last, by label."""
+        cells = [*self.moments[-1].cells, *filter(None, [self.moments[-1].underway])]
+        return {cell.label: cell.value for cell in cells}
+
+
+class TerminalStream(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    @override
+    def isatty(self) -> bool:
+        super().isatty()  # which refuses to answer when it is closed
+        return True
+
+
+class CountingTensor(torch.Tensor):
+    """A tensor that counts how often a program has waited for its number."""
+
+    num_read = 0
+
+    def item(self) -> Any:
+        type(self).num_read += 1
+        return super().item()
+
+
+def plain(records: Sequence[Record], *, total_steps: int | None = None, seconds: float = 1.0) -> list[str]:
+    """Return the lines of a run whose records come so many seconds apart."""
+    stream, clock = io.StringIO(), Clock()
+    console = Console(total_steps, stream=stream, memory=no_memory, clock=clock)
+    for record in records:
+        console.observe(record)
+        clock.seconds += seconds
+    return stream.getvalue().splitlines()
+
+
+def watched(records: Sequence[Record], *, total_steps: int | None = None, seconds: float = 1.0) -> RecordingScreen:
+    """Return what a screen was given of such a run."""
+    screen, clock = RecordingScreen(), Clock()
+    console = Console(total_steps, screen=screen, memory=no_memory, clock=clock)
+    for record in records:
+        console.observe(record)
+        clock.seconds += seconds
+    return screen
+
+
+def drawn(moment: Moment, width: int) -> list[str]:
+    """Return a moment as a terminal of some width shows it, without colours."""
+    terminal = Terminal(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    with terminal.capture() as capture:
+        terminal.print(Frame(moment))
+    return capture.get().splitlines()
+
+
+def long_run() -> list[Record]:
+    """Return a run in which everything that is shown is at its widest."""
+    names = ("a_term_with_a_name_that_is_far_too_long", "b")
+    wide = step(
+        12_344,
+        -1.234e-100,
+        losses=dict.fromkeys(names, -1.234e-100),
+        gradient_norm=1e-200,
+        learning_rates=(1e-3, 1e-5),
+        num_micro_batches=512,
+    )
+    return [start(12_344), *(micro_batch(12_344, position, num_micro_batches=512) for position in range(3)), wide]
+
+
+# ---- lines ----
+
+
+def test_lines_of_a_run() -> None:
+    """Without a terminal: what the run is, the first step, one line every five seconds, the last step, the end."""
+    lines = plain(list(whole_run(12)), total_steps=12)
+
+    assert lines[:3] == [
+        "64 samples = 2 ranks x 2 micro-batches x 16",
+        "cpu, precision fp32, 1,234 parameters of float32, gradients of 4.82 KiB, strategy all_reduce",
+        "anybatch 0.1.0, torch 2.13.0",
+    ]
+    assert [line[:13] for line in lines[3:-1]] == ["step  1 of 12", "step  6 of 12", "step 11 of 12", "step 12 of 12"]
+    assert lines[-1] == "completed after 13 s, 12 steps made"
+
+
+def test_lines_have_the_numbers_of_the_step() -> None:
+    """A line holds the step's own loss, norm and rate, samples per second over all ranks, and the time that is left."""
+    (line,) = [line for line in plain(list(whole_run(12)), total_steps=12) if line.startswith("step  6")]
+
+    assert re.sub(" +", " ", line) == (
+        "step 6 of 12 loss 0.333 gradient norm 1.25 learning rate 0.00100 samples/s 64.0 epoch 1 time 6.0 s left 6.0 s"
+    )
+
+
+def test_lines_are_aligned() -> None:
+    """Every number stands in the same column, however large it is."""
+    records: list[Record] = [start(), *(step(number, 10.0**-number, num_samples=4**number) for number in range(8))]
+    lines = [line for line in plain(records, total_steps=8, seconds=6.0) if line.startswith("step")]
+
+    for label in ("gradient norm", "learning rate", "samples/s", "epoch", "left"):
+        assert len({line.index(label) for line in lines}) == 1
+
+
+def test_a_run_of_unknown_length() -> None:
+    """Without a total there is no time left and no bar, and the last step is shown when the run ends."""
+    lines = plain(list(whole_run(4)))
+    assert [line.split("   loss")[0] for line in lines if line.startswith("step")] == ["step       1", "step       4"]
+    assert not any("left" in line for line in lines)
+
+    (heading, *_) = drawn(watched(list(whole_run(4))).moments[-1], 80)
+    assert heading.strip() == "step       4"
+
+
+def test_a_long_step_is_heard_of() -> None:
+    """Without a terminal, a step of many minutes says every half minute how far it is."""
+    records: list[Record] = [start(), step(0, num_micro_batches=100)]
+    records += [micro_batch(1, position, num_micro_batches=100) for position in range(100)]
+    lines = [line for line in plain(records, total_steps=2) if "micro-batch" in line]
+
+    assert [re.sub(" +", " ", line).split(" left")[0] for line in lines[1:]] == [
+        "step 1 of 2 micro-batch 30 of 100",
+        "step 1 of 2 micro-batch 60 of 100",
+        "step 1 of 2 micro-batch 90 of 100",
+    ]
+
+
+# ---- what happens ----
+
+
+@pytest.mark.parametrize(
+    ("record", "line", "level"),
+    [
+        (
+            evaluation(40, accuracy=0.91234, loss=torch.tensor(float("nan"))),
+            "step  40 of 100   evaluation of 1,000 samples: accuracy 0.912, loss NaN",
+            "result",
+        ),
+        (checkpoint(40), "step  40 of 100   checkpoint saved: run/step (3.00 MiB)", "plain"),
+        (
+            replace(checkpoint(40), event="fell_back", message="a file\nis shorter"),
+            "step  40 of 100   warning: passed over checkpoint run/step: a file is shorter",
+            "warning",
+        ),
+        (
+            out_of_memory(39),
+            (
+                "step  40 of 100   warning: out of memory in forward and backward: "
+                "micro-batch 16 -> 8 samples, and the step begins anew"
+            ),
+            "warning",
+        ),
+        (
+            replace(out_of_memory(39, 1, None), phase=None),
+            (
+                "step  40 of 100   error: out of memory on another rank at 1 samples per micro-batch, "
+                "and no smaller size can help"
+            ),
+            "error",
+        ),
+        (diagnosis("two samples [bold]are equal[/bold]"), "warning: two samples [bold]are equal[/bold]", "warning"),
+        (
+            diagnosis("found 3", step=39, level="info", remedy="Look again."),
+            "step  40 of 100   note: found 3. Look again.",
+            "plain",
+        ),
+        (end(40, status="failed", message="E: first\nsecond"), "failed, 40 steps made: E: first", "error"),
+    ],
+)
+def test_happenings_are_said(record: Record, line: str, level: Level) -> None:
+    """Each thing that happens is one sentence, in which steps count those that were made, from 1 on."""
+    assert watched([record], total_steps=100).lines == [(line, level)]
+
+
+def test_skipped_steps_are_said_once() -> None:
+    """Steps whose update was left out are named, together if they are read together, flags on the device too."""
+    flags = (False, True, torch.tensor(True), torch.tensor(False), torch.tensor(True))
+    screen = watched([start(), *(step(n, skipped=flag) for n, flag in enumerate(flags)), end(5)], seconds=0.01)
+
+    warnings = [line for line, level in screen.lines if level == "warning"]
+    assert warnings == [
+        "step       5   warning: update skipped, because the gradient was not finite, in 3 steps: 2, 3, 5"
+    ]
+
+
+def test_many_skipped_steps_fit_a_line() -> None:
+    """Of many skipped steps the first five are named, and the others counted."""
+    screen = watched([start(), *(step(n, skipped=n > 0) for n in range(9)), end(9)], seconds=0.01)
+
+    assert screen.lines[-2][0].endswith("in 8 steps: 2, 3, 4, 5, 6 and 3 more")
+
+
+def test_what_was_decided_is_said() -> None:
+    """The start names every decision, and where a resumed run goes on."""
+    lines = plain([start(500, decisions={"micro_batch_size": "16, by a\nsearch"})])
+
+    assert lines[-2:] == ["decided: micro batch size: 16, by a search", "going on after step 500"]
+
+
+def test_a_resumed_session_begins_its_own_pace() -> None:
+    """After a second start, pace and time are those of the second session, and its first step is shown."""
+    records = [*whole_run(3), start(2), step(2), step(3)]
+    screen = watched(records, total_steps=10, seconds=2.0)
+
+    assert screen.moments[-1].num_steps == 4
+    assert screen.last["time"] == "4.0 s"
+    assert screen.moments[-1].time_left == "12 s"
+
+
+# ---- numbers ----
+
+
+def test_rate_and_time_left() -> None:
+    """Samples per second are those of steps alone; the time left counts evaluations in."""
+    records: list[Record] = [start(), step(0), step(1), step(2), evaluation(3), step(3)]
+    screen = watched(records, total_steps=13, seconds=2.0)
+
+    assert screen.last["samples/s"] == "32.0"
+    assert screen.moments[-1].time_left == "24 s"  # 9 steps left, and the last 3 took 8 s with the evaluation
+
+
+def test_numbers_that_are_none() -> None:
+    """A loss that is NaN is called so, and a number that its device does not give any more is a dash."""
+    lost = torch.tensor(0.0, device="meta")
+    screen = watched([start(), step(0, torch.tensor(float("nan")), gradient_norm=lost, skipped=lost)])
+
+    assert (screen.last["loss"], screen.last["gradient norm"]) == ("NaN", "-")
+
+
+def test_terms_and_rates() -> None:
+    """Several terms are shown beside their sum, under names that fit; several learning rates as a range."""
+    terms = {"reconstruction_of_the_image": 2.0, "kl": 0.5}
+    screen = watched([start(), step(0, 2.5, losses=terms, learning_rates=(0.1, torch.tensor(0.01), 0.1))])
+
+    assert screen.last | {"loss": "2.50", "recons..image": "2.00", "kl": "0.500"} == screen.last
+    assert screen.last | {"highest rate": "0.100", "lowest rate": "0.0100"} == screen.last
+    assert "learning rate" not in screen.last
+
+
+def test_numbers_not_measured_are_not_shown() -> None:
+    """Without a gradient norm, learning rates and memory there are no cells for them."""
+    screen = watched([start(), step(0, gradient_norm=None, learning_rates=())])
+
+    assert list(screen.last) == ["loss", "samples/s", "epoch", "time"]
+
+
+def test_memory_comes_from_records_first() -> None:
+    """A memory record beats what is asked of the system, and shows the limit it knows."""
+    memory = MemoryRecord(
+        rank=0, step=0, allocated_bytes=1, reserved_bytes=None, peak_bytes=2**30, limit_bytes=2**33, category_bytes={}
+    )
+    screen, asked = RecordingScreen(), []
+
+    def ask(device: str) -> Memory:
+        asked.append(device)
+        return Memory(2**20)
+
+    console = Console(None, screen=screen, memory=ask)
+    console.observe(start(device="cuda:0"))
+    console.observe(step(0))
+    assert screen.last["memory"] == "1.00 MiB"
+    assert set(asked) == {"cuda:0"}
+
+    console.observe(memory)
+    console.observe(end(1))
+    console.observe(start())
+    assert screen.last["memory"] == "1.00 MiB"
+    console.observe(memory)
+    console.observe(step(0))
+    assert screen.last["memory"] == "1.00 of 8.00 GiB"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells it in a file")
+def test_memory_of_the_process() -> None:
+    """On a CPU the memory in use is what the process holds, and it grows by what is allocated."""
+    before = memory_in_use("cpu")
+    held = torch.ones(2**24)  # 64 MiB
+    after = memory_in_use("cpu")
+
+    assert before is not None
+    assert after is not None
+    assert held.sum() == 2**24
+    assert after.num_bytes - before.num_bytes > 2**25
+
+
+def test_the_loop_does_not_wait() -> None:
+    """Numbers are read when they are shown, and not for the steps between."""
+    CountingTensor.num_read = 0
+    loss = torch.tensor(0.5).as_subclass(CountingTensor)
+    steps = [step(number, loss) for number in range(100)]
+    screen = watched([start(), *steps, end(100)], seconds=0.05)  # 100 steps in 5 s, shown every quarter of a second
+
+    assert len(screen.moments) <= 5 / 0.25 + 3
+    assert CountingTensor.num_read == len(screen.moments) - 1  # the moment before the first step has no loss
+
+
+def test_progress_within_a_step() -> None:
+    """Micro-batches move the bar within a step; the count starts again with the next step."""
+    records: list[Record] = [start(), *(micro_batch(0, half // 2, ("begin", "end")[half % 2]) for half in range(8))]
+    screen = watched([*records, step(0, num_micro_batches=4)], total_steps=2)
+
+    assert [moment.share for moment in screen.moments] == [0, 0, 1 / 8, 1 / 8, 1 / 4, 1 / 4, 3 / 8, 3 / 8, 1 / 2, 1 / 2]
+    assert screen.last["micro-batch"] == "4 of 4"
+
+
+def test_epochs_are_counted_from_one() -> None:
+    """A step belongs to the epoch its samples came from, also the last one of an epoch."""
+    epochs = []
+    for epoch, offset in ((0, 64), (1, 0), (1, 64)):
+        epochs.append(watched([start(), step(0, epoch=epoch, sample_offset=offset)]).last["epoch"])
+
+    assert epochs == ["1", "1", "2"]
+
+
+def test_only_rank_0_speaks() -> None:
+    """Records of other ranks, and kinds that are not known, show nothing."""
+    unknown: Any = type("Unknown", (), {"rank": 0, "kind": "unknown"})()
+    phase = PhaseRecord(rank=0, event="begin", step=0, name="clip", position=None)
+    screen = watched([start(rank=1), step(0, rank=1), end(1, rank=1), phase, unknown])
+
+    assert (screen.lines, screen.moments, screen.num_closed) == ([], [], 0)
+
+
+# ---- a terminal ----
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("records", [list(whole_run(3)), long_run()], ids=["short", "long"])
+def test_every_width_fits(records: list[Record], width: int) -> None:
+    """From 60 to 200 columns nothing is cut off or broken, and the numbers stand in columns that end together."""
+    moment = watched(records, total_steps=20_000).moments[-1]
+    bar, *rows = drawn(moment, width)
+
+    assert bar.startswith(moment.heading)
+    assert bar.endswith("left")
+    assert len(bar) == width
+    assert all(len(row) <= width for row in rows)
+    shown = " ".join(" ".join(rows).split())
+    assert all(f"{cell.label} {cell.value}" in shown for cell in moment.cells)
+    fields = [row[start : start + 27] for row in rows for start in range(0, len(row), 27)]
+    assert all(field[23] != " " and not field[24:].strip() for field in fields)
+
+
+def test_the_height_stays() -> None:
+    """The same cells take as many lines whatever their values are, so that nothing jumps."""
+    small = watched([start(), step(0, 1.0)], total_steps=9).moments[-1]
+    large = watched([start(), step(0, -1e-100, gradient_norm=float("nan"))], total_steps=9).moments[-1]
+
+    assert [len(row) for row in drawn(small, 80)] == [len(row) for row in drawn(large, 80)]
+
+
+def test_a_narrow_terminal_drops_what_it_must() -> None:
+    """Where there is no room, the percentage goes first, then the time left, then the bar; the step stays."""
+    moment = watched(list(whole_run(3)), total_steps=4).moments[-1]
+    lines = {width: drawn(moment, width)[0] for width in (60, 50, 40, 20, 8)}
+
+    assert {width: ("%" in line, "left" in line, "━" in line) for width, line in lines.items()} == {
+        60: (True, True, True),
+        50: (False, True, True),
+        40: (False, False, True),
+        20: (False, False, False),
+        8: (False, False, False),
+    }
+    assert all(line.startswith("step 3 of 4"[:width]) and len(line) <= width for width, line in lines.items())
+
+
+def test_a_terminal_that_is_resized() -> None:
+    """What is drawn next has the new width."""
+    terminal = Terminal(file=io.StringIO(), width=100, height=40, force_terminal=True, color_system=None)
+    clock = Clock()
+    with Console(3, screen=TerminalScreen(terminal), memory=no_memory, clock=clock) as console:
+        widths = []
+        for width, record in zip((100, 70, 140), whole_run(2), strict=False):
+            terminal.width = width
+            before = len(terminal.file.getvalue())  # type: ignore[attr-defined]  # (it is the StringIO above)
+            console.observe(record)
+            text = terminal.file.getvalue()[before:]  # type: ignore[attr-defined]
+            widths += [len(line) for line in re.split(r"\n|\r|\x1b\[\S+?[A-Zhl]", text) if line.endswith("left")]
+            clock.seconds += 1
+
+    assert widths[:3] == [100, 70, 140]
+
+
+def test_a_terminal_is_given_back() -> None:
+    """The cursor is hidden while the bar is there, and shown again at the end, on close, and when it is forgotten."""
+    ends: list[Any] = [
+        lambda console: console.observe(end(1)),
+        lambda console: console.close(),
+        lambda _: None,
+    ]
+    for finish in ends:
+        stream = io.StringIO()
+        screen = TerminalScreen(Terminal(file=stream, width=80, force_terminal=True))
+        console = Console(1, screen=screen, memory=no_memory)
+        console.observe(start())
+        console.observe(step(0))
+        assert stream.getvalue().endswith("\x1b[?25h") is False
+        finish(console)
+        del console, screen
+        assert stream.getvalue().count("\x1b[?25l") == stream.getvalue().count("\x1b[?25h") == 1
+
+
+def test_lines_stand_above_the_bar() -> None:
+    """A line that is said while the bar is there is printed before the bar is drawn again, and bars do not pile up."""
+    stream = io.StringIO()
+    terminal = Terminal(file=stream, width=80, height=40, force_terminal=True, color_system=None)
+    with Console(2, screen=TerminalScreen(terminal), memory=no_memory, clock=Clock()) as console:
+        for record in (start(), step(0), evaluation(1, accuracy=0.5)):
+            console.observe(record)
+    shown = screen_after(stream.getvalue())
+
+    (said,) = [number for number, line in enumerate(shown) if "accuracy 0.500" in line]
+    (bar,) = [number for number, line in enumerate(shown) if line.endswith("left")]
+    assert said < bar
+
+
+def screen_after(text: str) -> list[str]:
+    """Return the lines of a screen after a text with the few control codes that are used here."""
+    lines, row = [""], 0
+    for piece in re.findall(r"\x1b\[(?:\?\d+|\d*)[A-Za-z]|\r|\n|[^\x1b\r\n]+", text):
+        if piece == "\n":
+            row += 1
+            lines += [""] * (row == len(lines))
+        elif piece.endswith("A") and piece[0] == "\x1b":
+            row -= 1
+        elif piece.endswith("K") and piece[0] == "\x1b":
+            lines[row] = ""
+        elif piece[0] not in "\x1b\r":
+            lines[row] += piece
+    return lines
+
+
+def test_colours_only_where_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NO_COLOR takes every colour away, and the words still say what is a warning."""
+    texts = []
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for no_colour in (False, True):
+        if no_colour:
+            monkeypatch.setenv("NO_COLOR", "1")
+        stream = TerminalStream()
+        with Console(1, stream=stream, memory=no_memory) as console:
+            for record in (start(), diagnosis("look"), step(0)):
+                console.observe(record)
+        texts.append(stream.getvalue())
+
+    coloured = [re.findall(r"\x1b\[[\d;]*(?:3[0-8]|4[0-8])[\d;]*m", text) for text in texts]
+    assert coloured[0]
+    assert not coloured[1]
+    assert all("warning: look" in text for text in texts)
+
+
+def test_markup_is_not_read() -> None:
+    """Square brackets and colons in names and messages are shown as they are, on a terminal too."""
+    stream = io.StringIO()
+    screen = TerminalScreen(Terminal(file=stream, width=80, force_terminal=True, color_system=None))
+    screen.say("[red]:smile: a[0]", "plain")
+
+    assert stream.getvalue() == "[red]:smile: a[0]\n"
+
+
+def test_a_path_is_not_broken() -> None:
+    """Long lines break between words and go on indented; a word that is too long stays whole."""
+    stream = io.StringIO()
+    screen = TerminalScreen(Terminal(file=stream, width=30, force_terminal=True, color_system=None))
+    path = "/a-very-long-path/with-dashes/that-is/longer-than-thirty"
+    screen.say(f"checkpoint saved by rank 0 in the folder {path}", "plain")
+
+    assert stream.getvalue().splitlines() == ["checkpoint saved by rank 0 in", "    the folder", f"    {path}"]
+
+
+def test_what_suits_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal gets a bar; a pipe, a terminal without cursor control and a closed stream get lines."""
+    monkeypatch.setenv("TERM", "xterm")
+    closed = TerminalStream()
+    closed.close()
+    assert [is_capable(Outlet(stream)) for stream in (TerminalStream(), io.StringIO(), closed)] == [True, False, False]
+
+    monkeypatch.setenv("TERM", "dumb")
+    assert not is_capable(Outlet(TerminalStream()))
+
+
+def test_the_standard_error_is_meant_when_nothing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """Results go to the standard output, and what a person watches to the standard error."""
+    Console(1, memory=no_memory).observe(step(0))
+
+    out, err = capsys.readouterr()
+    assert (out, err.startswith("step 1 of 1")) == ("", True)
+
+
+# ---- streams that fail ----
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError, OSError, ValueError])
+def test_a_lost_stream_does_not_end_the_run(error: type[Exception]) -> None:
+    """When nobody can be spoken to any more, the console falls silent, and the run goes on."""
+
+    class Lost(io.StringIO):
+        num_tried = 0
+
+        @override
+        def write(self, text: str, /) -> int:
+            self.num_tried += 1
+            raise error
+
+    stream = Lost()
+    console = Console(2, stream=stream, memory=no_memory)
+    for record in whole_run(2):
+        console.observe(record)
+    assert stream.num_tried == 1
+
+
+def test_a_stream_that_fails_late() -> None:
+    """An error that shows itself only when the text is brought to its reader is treated the same."""
+
+    class Full(io.StringIO):
+        @override
+        def flush(self) -> None:
+            raise OSError
+
+    stream = Full()
+    screen = PlainScreen(Outlet(stream))
+    screen.say("a", "plain")
+    screen.say("b", "plain")
+    assert stream.getvalue() == "a\n"
+
+
+def test_letters_that_an_encoding_lacks() -> None:
+    """A metric with a Greek name is shown by codes on an ASCII terminal, where the bar is drawn in ASCII too."""
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii", errors="strict")
+    terminal = Terminal(file=Outlet(stream), width=80, force_terminal=True, color_system="standard")  # type: ignore[arg-type]
+    with Console(2, screen=TerminalScreen(terminal), memory=no_memory) as console:
+        for record in (start(), step(0), evaluation(1, μ=0.5)):
+            console.observe(record)
+    text = raw.getvalue()
+
+    assert b"\\u03bc 0.500" in text
+    assert b"---" in text
