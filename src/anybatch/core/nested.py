@@ -1,8 +1,9 @@
 """Chapter 4: batches of any shape. A batch is a tree; its leaves that carry samples are cut along their first axis.
 
 Containers: mappings (dict, `BatchEncoding` and other `Mapping`s), tuples, named tuples, dataclasses, and lists that
-hold a tensor or container. Leaves that carry samples: tensors of at least one axis, numpy arrays, and plain lists
-(a list of strings, say). Everything else (numbers, None, strings, zero-axis tensors) belongs to every sample.
+hold a tensor or container. Leaves that carry samples: tensors of at least one axis, numpy arrays, plain lists (a list
+of strings, say), and tuples of strings, which torch's default collate makes. Everything else (numbers, None, strings,
+zero-axis tensors) belongs to every sample.
 """
 
 import dataclasses
@@ -58,9 +59,18 @@ def tensors_of(batch: Batch) -> Iterator[torch.Tensor]:
 
 
 def _is_container(node: object) -> bool:
+    if _are_strings(node):
+        return False
     if isinstance(node, (tuple, Mapping)) or (dataclasses.is_dataclass(node) and not isinstance(node, type)):
         return True
     return isinstance(node, list) and any(isinstance(item, torch.Tensor) or _is_container(item) for item in node)
+
+
+def _are_strings(node: object) -> bool:
+    """Whether this is one string per sample, as torch's default collate hands them on (a named tuple is none)."""
+    if not isinstance(node, tuple) or hasattr(node, "_fields"):
+        return False
+    return bool(node) and all(isinstance(item, (str, bytes)) for item in node)
 
 
 def _children(node: Batch) -> Iterator[tuple[str, Any]]:
@@ -107,7 +117,7 @@ def _rebuild_mapping(node: Mapping[Any, Any], values: dict[Any, Any]) -> Batch:
 def _carries_samples(leaf: object) -> bool:
     if isinstance(leaf, torch.Tensor):
         return leaf.dim() > 0
-    if isinstance(leaf, list):
+    if isinstance(leaf, list) or _are_strings(leaf):
         return True
     return hasattr(leaf, "__array__") and getattr(leaf, "ndim", 0) > 0
 

@@ -20,10 +20,9 @@ from anybatch.parallel.strategy import Prepared, Strategy, Turn
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One micro-batch, ready to run: its data on the device, what its loss terms count for, its random seed."""
+    """One micro-batch but for its data: its unit, what its loss terms count for, its turn and its random seed."""
 
     unit: Unit
-    batch: Batch
     shares: tuple[Share, ...]
     turn: Turn
     seed: int
@@ -57,7 +56,7 @@ class Machine:
     after: Callable[[Work, Sequence[Float[Tensor, ""]]], None]
 
 
-def accumulate(machine: Machine, work: Iterable[Work]) -> Sums:
+def accumulate(machine: Machine, work: Iterable[tuple[Work, Batch]]) -> Sums:
     """Add up the gradient of one effective batch, micro-batch by micro-batch, exactly.
 
     Equal to one backward of `sum(losses) / count` over all samples of all ranks: every micro-batch's sum is divided by
@@ -67,13 +66,13 @@ def accumulate(machine: Machine, work: Iterable[Work]) -> Sums:
     sums = Sums()
 
     # 1. Fetch a micro-batch; the copy to the device runs while the one before still computes.
-    for item in work:
+    for item, batch in work:
         machine.before(item)
         machine.randomness.seed(item.seed)
         # 2. Forward, divided by the count of the effective batch; reduction starts in the last micro-batch only.
         with machine.strategy.micro_batch(item.turn):
             with machine.autocast():
-                terms = call(_forward(machine.loss, item.shares, sums), item.batch)
+                terms = call(_forward(machine.loss, item.shares, sums), batch)
             # 3. Backward: gradients add up.
             total = terms[0] if len(terms) == 1 else torch.stack(terms).sum()
             torch.autograd.backward(scale(total), inputs=inputs)

@@ -98,7 +98,7 @@ def _runs(
             counts = unit_counts(machine.loss, piece, stop - start)
             shares = shares_of(machine.loss, counts, counts, 1.0)
             if any(counts):
-                work.append(Work(Unit(0, start, stop), piece, shares, Turn(first=False, last=False), 0))
+                work.append((Work(Unit(0, start, stop), shares, Turn(first=False, last=False), 0), piece))
         with machine.randomness:
             accumulate(machine, work)
     except torch.OutOfMemoryError:

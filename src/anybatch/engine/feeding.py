@@ -44,7 +44,7 @@ class Workload:
 
     opened: OpenBatch
     divisors: tuple[float, ...]
-    work: Iterator[Work]
+    work: Iterator[tuple[Work, Batch]]
 
 
 def open_batch(batch: Any, placement: Placement, world: World, start: Position) -> OpenBatch:  # noqa: ANN401
@@ -156,25 +156,27 @@ def _line_up(
     divisors: tuple[float, ...],
     step: int,
     lockstep: bool,
-) -> Iterator[Work]:
-    """Yield the units that have something to add. A mean over nothing is NaN, so units without a count are left out."""
+) -> Iterator[tuple[Work, Batch]]:
+    """Pair the units that have something to add with their data.
+
+    A mean over nothing is NaN, so units without a count are left out. Everything but the data is made beforehand, in
+    one go: between two backwards the same lines would run from cold caches, several times as long.
+    """
     running = [number for number, count in enumerate(counts) if any(count) or lockstep]
     first, last = (running[0], running[-1]) if running else (-1, -1)
-    wanted = set(running)
     known: dict[tuple[tuple[float, ...], float], tuple[Share, ...]] = {}  # most units count alike
-    for number, (unit, batch) in enumerate(zip(opened.units, micro_batches, strict=True)):
-        if number not in wanted:
-            continue
+    work = []
+    for number in running:
+        unit = opened.units[number]
         key = (counts[number], unit.weight)
         if key not in known:
             known[key] = shares_of(loss, counts[number], divisors, unit.weight)
-        yield Work(
-            unit,
-            batch,
-            known[key],
-            Turn(first=number == first, last=number == last),
-            unit_seed(opened.seed, step, opened.sample_ids[unit.start]),
-        )
+        seed = unit_seed(opened.seed, step, opened.sample_ids[unit.start])
+        work.append(Work(unit, known[key], Turn(first=number == first, last=number == last), seed))
+    if len(running) < len(counts):
+        wanted = set(running)
+        micro_batches = (batch for number, batch in enumerate(micro_batches) if number in wanted)
+    return zip(work, micro_batches, strict=True)
 
 
 def to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
@@ -257,5 +259,5 @@ def _open_share(share: RankShare, placement: Placement, world: World, start: Pos
         sample_ids=range(start.sample_offset, start.sample_offset + sum(sizes)),
         seed=0,
         end=Position(start.epoch, start.sample_offset + sum(sizes)),
-        micro_batches=(slice_samples(share.batch, unit.start - first, unit.stop - first) for unit in units),
+        micro_batches=iter([slice_samples(share.batch, unit.start - first, unit.stop - first) for unit in units]),
     )

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from anybatch.core.loss import Loss
+from anybatch.core.nested import Batch
 from anybatch.core.records import (
     CheckpointRecord,
     DiagnosisRecord,
@@ -59,12 +60,11 @@ class Watch:
         """Remember what the records of this step refer to."""
         self._step, self._workload, self._position = step, workload, 0
 
-    def work(self, workload: Workload) -> Iterator[Work]:
-        """Yield the work of a step, telling how long each micro-batch takes to load."""
-        if self._observer is None:
-            yield from workload.work
-            return
-        items = iter(workload.work)
+    def work(self, workload: Workload) -> Iterator[tuple[Work, Batch]]:
+        """Return the work of a step, telling how long each micro-batch takes to load."""
+        return workload.work if self._observer is None else self._watched(workload.work)
+
+    def _watched(self, items: Iterator[tuple[Work, Batch]]) -> Iterator[tuple[Work, Batch]]:
         while True:
             with self.phase("load", self._position):
                 item = next(items, None)
