@@ -2,13 +2,14 @@
 
 ```text
 setup    make .venv and install the package into it, editable, with all that tests and checks need
+train    train the digits recipe at effective batch size 256; arguments are handed on: python make.py train text
 test     run the tests; arguments are handed to pytest: python make.py test -k accumulate
 check    lint, formatting, types, import layers and the tests of the architecture
 format   rewrite the sources the way `check` wants them
 clean    remove .venv, caches and build products; runs/ stays
 ```
 
-`test`, `check` and `format` set up first, which costs nothing when nothing has changed.
+`train`, `test`, `check` and `format` set up first, which costs nothing when nothing has changed.
 """
 
 import hashlib
@@ -59,6 +60,12 @@ def setup_key(*, accelerated: bool) -> str:
     return word.hexdigest()
 
 
+def train(arguments: Sequence[str]) -> int:
+    """Run the main job; arguments are those of `anybatch train`."""
+    setup()
+    return run([venv_program("anybatch"), "train", *arguments])
+
+
 def run_tests(arguments: Sequence[str]) -> int:
     """Run the tests; arguments are pytest's."""
     setup()
@@ -101,7 +108,7 @@ def clean(arguments: Sequence[str]) -> int:
 def refuse(arguments: Sequence[str]) -> None:
     """End the program if a verb that takes no arguments was given some."""
     if arguments:
-        sys.exit(f"make.py: unexpected arguments {' '.join(arguments)}; only `test` takes any.")
+        sys.exit(f"make.py: unexpected arguments {' '.join(arguments)}; only `train` and `test` take any.")
 
 
 def run(command: Sequence[str], *, stop: bool = False) -> int:
@@ -121,6 +128,7 @@ def venv_program(name: str) -> str:
 
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "setup": setup,
+    "train": train,
     "test": run_tests,
     "check": check,
     "format": format_sources,

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console as Terminal
-from typing_extensions import override
 
 from anybatch.core.records import MemoryRecord, PhaseRecord, Record
 from anybatch.events.console import Console
@@ -71,7 +70,6 @@ class RecordingScreen:
 class TerminalStream(io.StringIO):
     """A stream that says it is a terminal."""
 
-    @override
     def isatty(self) -> bool:
         super().isatty()  # which refuses to answer when it is closed
         return True
@@ -558,8 +556,7 @@ def test_a_lost_stream_does_not_end_the_run(error: type[Exception]) -> None:
     class Lost(io.StringIO):
         num_tried = 0
 
-        @override
-        def write(self, text: str, /) -> int:
+        def write(self, _text: str, /) -> int:
             self.num_tried += 1
             raise error
 
@@ -574,7 +571,6 @@ def test_a_stream_that_fails_late() -> None:
     """An error that shows itself only when the text is brought to its reader is treated the same."""
 
     class Full(io.StringIO):
-        @override
         def flush(self) -> None:
             raise OSError
 

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from anybatch.checkpoints import list_checkpoints
-from anybatch.cli.rank import join, new_folder, resume_command, run_rank
+from anybatch.cli.rank import join, new_folder, run_rank
+from anybatch.cli.screen import resume_command
 from anybatch.cli.status import Status
 from anybatch.cli.task import Task
 from anybatch.errors import CheckpointError

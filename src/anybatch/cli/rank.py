@@ -1,6 +1,5 @@
 """What one rank does for `anybatch train`: join, train, and say how it ended."""
 
-import shlex
 import sys
 import time
 import warnings
@@ -12,15 +11,17 @@ from typing import TextIO
 import torch.distributed as dist
 
 from anybatch.cli.failure import explain
-from anybatch.cli.lines import Lines, summary
+from anybatch.cli.screen import Screen, place_of, summary
 from anybatch.cli.status import Status, status_of
 from anybatch.cli.task import DEFAULT_RECIPE, RUNS, Task, short_name
 from anybatch.core.records import Observer
 from anybatch.errors import RankFailedError, UserError, WorldError
+from anybatch.events.console import Console
+from anybatch.events.plot import plot_losses
 from anybatch.parallel.world import World
 from anybatch.recipes.load import load_recipe
 from anybatch.recipes.prepare import on_first_rank
-from anybatch.recipes.session import Outlook, train
+from anybatch.recipes.session import Outcome, Outlook, train
 from anybatch.recipes.settings import Choices
 
 
@@ -78,11 +79,11 @@ def _train(task: Task, world: World, stop: Callable[[], bool] | None) -> Status:
         resume=task.resume,
         origin={"recipe": recipe, "ranks": task.ranks or "auto"},
         world=world,
-        observer=_lines if world.rank == 0 else None,
+        observer=_screen if world.rank == 0 else None,
         stop=stop,
     )
     if world.rank == 0:
-        _write(sys.stdout, summary(outcome, resume_command(outcome.folder.path)))
+        _write(sys.stdout, summary(outcome, picture=_picture(outcome)))
     return Status.STOPPED if outcome.stopped else Status.DONE
 
 
@@ -91,14 +92,20 @@ def new_folder(recipe: str | None) -> Path:
     return RUNS / f"{short_name(recipe or DEFAULT_RECIPE)}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def resume_command(folder: Path) -> str:
-    """Return what to type to go on with a run."""
-    return f"anybatch train --resume --out {shlex.quote(str(folder))}"
+def _screen(outlook: Outlook) -> Observer:
+    """Return who shows the run: progress on the standard error, so that the standard output is the result."""
+    _write(sys.stderr, f"{place_of(outlook)}\n")
+    return Screen(Console(outlook.num_steps))
 
 
-def _lines(outlook: Outlook) -> Observer:
-    """Return who shows the run on the terminal. The seam for anything that shows it better."""
-    return Lines(outlook, partial(_write, sys.stdout))
+def _picture(outcome: Outcome) -> str | None:
+    """Return the plot of the losses, or how to get one; None for a session that had none to draw."""
+    if outcome.loss is None:
+        return None
+    try:
+        return str(plot_losses(outcome.folder.log(0), [outcome.folder.plot])[0])
+    except UserError as error:
+        return str(error)
 
 
 def _quiet_warnings(world: World) -> None:

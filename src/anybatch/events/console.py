@@ -1,14 +1,11 @@
 """A run as a person watches it: a progress bar on a terminal, plain lines everywhere else."""
 
-import contextlib
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Self, TextIO
-
-import torch
 
 from anybatch.core.records import (
     CheckpointRecord,
@@ -32,6 +29,7 @@ from anybatch.events.outlet import Outlet
 from anybatch.events.pace import Pace
 from anybatch.events.plain_screen import PlainScreen
 from anybatch.events.quantities import duration, in_bytes, per_second, shortened, three_digits
+from anybatch.events.readings import read_number
 from anybatch.events.sentences import about, lines_of_start, skipped_line
 from anybatch.events.terminal_screen import is_capable, make_terminal_screen
 
@@ -169,7 +167,7 @@ class Console:
     def _show(self, now: float) -> None:
         """Read what there is to read, and show it."""
         flags, self._flags = self._flags, []
-        skipped = [number for number, flag in flags if _number(flag)]
+        skipped = [number for number, flag in flags if read_number(flag)]
         if skipped:
             self._screen.say(skipped_line(skipped, self._total_steps), "warning")
         self._screen.show(self._moment(now))
@@ -217,13 +215,15 @@ class Console:
 
 def _cells_of_step(record: StepRecord) -> list[Cell]:
     """Return the numbers of a step, waiting for its device."""
-    cells = [Cell("loss", three_digits(_number(record.loss)))]
+    cells = [Cell("loss", three_digits(read_number(record.loss)))]
     if len(record.losses) > 1:
         terms: Mapping[str, Scalar] = record.losses
-        cells += [Cell(shortened(name, _LABEL_WIDTH), three_digits(_number(value))) for name, value in terms.items()]
+        cells += [
+            Cell(shortened(name, _LABEL_WIDTH), three_digits(read_number(value))) for name, value in terms.items()
+        ]
     if record.gradient_norm is not None:
-        cells.append(Cell("gradient norm", three_digits(_number(record.gradient_norm))))
-    rates = [_number(rate) for rate in record.learning_rates]
+        cells.append(Cell("gradient norm", three_digits(read_number(record.gradient_norm))))
+    rates = [read_number(rate) for rate in record.learning_rates]
     if len(set(rates)) == 1:
         cells.append(Cell("learning rate", three_digits(rates[0])))
     elif rates:
@@ -231,13 +231,6 @@ def _cells_of_step(record: StepRecord) -> list[Cell]:
         cells.append(Cell("highest rate", three_digits(max(known, default=None))))
         cells.append(Cell("lowest rate", three_digits(min(known, default=None))))
     return cells
-
-
-def _number(value: Scalar | Flag) -> float | None:
-    """Return a number, waiting for its device; None if the device failed, whose error is told elsewhere."""
-    with contextlib.suppress(RuntimeError):
-        return float(value.item() if isinstance(value, torch.Tensor) else value)
-    return None
 
 
 def _screen_for(stream: TextIO) -> Screen:

@@ -10,11 +10,11 @@ from anybatch.core.records import (
     EvaluateRecord,
     OutOfMemoryRecord,
     Record,
-    Scalar,
     StartRecord,
 )
 from anybatch.events.moment import Level, step_of
 from anybatch.events.quantities import duration, in_bytes, three_digits
+from anybatch.events.readings import read_number
 
 Sentence = tuple[str, Level]
 _DIAGNOSES: Mapping[str, tuple[str, Level]] = MappingProxyType(
@@ -50,7 +50,10 @@ def about(record: Record, total_steps: int | None, *, seconds: float | None = No
     match record:
         case EvaluateRecord():
             samples = f"{record.num_samples:,} sample{'s' * (record.num_samples != 1)}"
-            values = ", ".join(f"{name} {_read(value)}" for name, value in record.metrics.items()) or "no metrics"
+            values = (
+                ", ".join(f"{name} {three_digits(read_number(value))}" for name, value in record.metrics.items())
+                or "no metrics"
+            )
             return f"{step_of(record.step, total_steps)}   evaluation of {samples}: {values}", "result"
         case CheckpointRecord():
             return _about_checkpoint(record, total_steps)
@@ -114,10 +117,3 @@ def _about_end(record: EndRecord, seconds: float | None) -> Sentence:
 
 def _in_one_line(text: str) -> str:
     return " ".join(text.split())
-
-
-def _read(value: Scalar) -> str:
-    try:
-        return three_digits(float(value))
-    except RuntimeError:  # its device failed
-        return three_digits(None)

@@ -17,7 +17,7 @@ from anybatch.events.moment import CELL_WIDTH, Cell, Level, Moment
 from anybatch.events.outlet import Outlet
 
 _GAP = "   "
-_INDENT = "    "
+_INDENT, _BAR_STYLE = "    ", "cyan"
 _LEAST_BAR_WIDTH, _LEAST_LINE_WIDTH = 10, 20
 _STYLES: Mapping[Level, str] = MappingProxyType(
     {"plain": "", "result": "bold", "warning": "yellow", "error": "bold red"}
@@ -106,7 +106,9 @@ class Frame:
         line = heading
         room = _room(heading, ends, options)
         if room >= _LEAST_BAR_WIDTH:
-            bar = ProgressBar(total=1.0, completed=share, width=room)
+            bar = ProgressBar(
+                total=1.0, completed=share, width=room, complete_style=_BAR_STYLE, finished_style=_BAR_STYLE
+            )
             line = Text.assemble(heading, _GAP, *_drawn(bar, console, options), f"{_GAP}{ends}".rstrip())
         line.no_wrap, line.overflow = True, "crop"
         yield line

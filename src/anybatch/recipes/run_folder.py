@@ -4,6 +4,7 @@
 runs/digits-20300131-120000/
 ├── run.json             what was asked for, and from which step on; read by whoever resumes
 ├── events.jsonl         rank 0's log; events-rank-1.jsonl is rank 1's
+├── losses.svg           drawn at the end of a session, where matplotlib is installed
 └── checkpoints/
     └── step-00000120
 ```
@@ -78,6 +79,11 @@ class RunFolder:
     def checkpoints(self) -> Path:
         """The folder of its checkpoints."""
         return self.path / "checkpoints"
+
+    @property
+    def plot(self) -> Path:
+        """The picture of its losses."""
+        return self.path / "losses.svg"
 
     def log(self, rank: int) -> Path:
         """Return the file with what a rank has told."""

@@ -141,9 +141,12 @@ def _run(session: "_Session", engine: Engine) -> Outcome:
     except BaseException as error:
         engine.close(error)
         raise
-    stopped = f"asked to stop after {outcome.num_steps} steps"
-    engine.close(KeyboardInterrupt(stopped) if outcome.stopped else None)
+    engine.close(Stopped("as asked") if outcome.stopped else None)
     return outcome
+
+
+class Stopped(KeyboardInterrupt):
+    """What a run's log gives as the reason for its end when it was asked to stop. Nobody raises it."""
 
 
 class Relay:

@@ -1,0 +1,165 @@
+"""What a log says of a run as curves: one value per step, with everything left out that a resume has undone."""
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+
+from anybatch.events.jsonl import Line, read_jsonl
+
+_REACH = 4
+"""Standard deviations after which a bell is as good as zero."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """A part of a run between two starts.
+
+    Attributes:
+        first_step: steps that had been made before it.
+        geometry: how an effective batch was cut, in one line.
+        circumstances: device, precision and strategy, in one line.
+    """
+
+    first_step: int
+    geometry: str
+    circumstances: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Curves:
+    """A run by steps. A step is called by the number of steps that have been made with it, from 1 on.
+
+    Attributes:
+        sessions: the parts of the run; empty if the log does not have its beginning.
+        steps: the steps, in order.
+        losses: tensor (steps,): the loss of each over its effective batch; NaN where that was not a number.
+        learning_rates: of each parameter group, tensor (steps,); groups that are equal throughout come once.
+        metrics: metric to its values, by the number of steps made before each evaluation.
+        loss_names: terms of the loss, and `loss` itself: metrics of these names are of the same kind as the loss.
+        skipped: steps whose update was left out.
+        resumed: steps after which the run was gone on with.
+        out_of_memory: steps that ran out of memory and were begun anew.
+    """
+
+    sessions: Sequence[Session]
+    steps: Sequence[int]
+    losses: Float[torch.Tensor, " step"]
+    learning_rates: Sequence[Float[torch.Tensor, " step"]]
+    metrics: Mapping[str, Mapping[int, float]]
+    loss_names: frozenset[str]
+    skipped: Sequence[int]
+    resumed: Sequence[int]
+    out_of_memory: Sequence[int]
+
+
+def read_curves(path: str | os.PathLike[str]) -> Curves:
+    """Read the curves of a run from its log.
+
+    Raises:
+        OSError: the log cannot be opened.
+    """
+    notes = _Notes()
+    take: Mapping[str, Callable[[Line], None]] = {
+        "start": notes.start,
+        "step": notes.step,
+        "evaluate": notes.evaluate,
+        "out_of_memory": notes.out_of_memory,
+    }
+    for line in read_jsonl(path):
+        if line.get("kind") in take:
+            take[line["kind"]](line)
+    return notes.curves()
+
+
+def smoothed(values: Float[torch.Tensor, " step"], num_steps: float) -> Float[torch.Tensor, " step"]:
+    """Return the mean of each value's neighbourhood, weighted by a bell; a value that is not finite has none.
+
+    `smooth[i] = sum_j w(i - j) v[j] / sum_j w(i - j)` over the finite `v[j]`, with `w(d) = exp(-d^2 / 2 s^2)`. A bell
+    looks both ways, so a curve is not shifted to the right as it is by a running mean.
+
+    Args:
+        values: one per step.
+        num_steps: standard deviation `s` of the bell, in steps.
+    """
+    reach = max(1, math.ceil(_REACH * num_steps))
+    distances = torch.arange(-reach, reach + 1, dtype=torch.float64)
+    bell = torch.exp(-0.5 * (distances / num_steps) ** 2)[None, None]
+    finite = torch.isfinite(values)
+    known = torch.stack([torch.where(finite, values.double(), 0.0), finite.double()])[:, None]
+    sums, weights = F.conv1d(known, bell, padding=reach)[:, 0]
+    return torch.where(finite, sums / weights, torch.nan)
+
+
+@dataclass(slots=True)
+class _Notes:
+    """What has been read of a log so far."""
+
+    sessions: list[Session] = field(default_factory=list)
+    losses: dict[int, float] = field(default_factory=dict)
+    rates: dict[int, list[float]] = field(default_factory=dict)
+    metrics: dict[str, dict[int, float]] = field(default_factory=dict)
+    loss_names: set[str] = field(default_factory=lambda: {"loss"})
+    skipped: set[int] = field(default_factory=set)
+    out_of_memory_at: set[int] = field(default_factory=set)
+
+    def start(self, line: Line) -> None:
+        """Begin a session: what was noted of later steps was undone."""
+        first = int(line["first_step"])
+        self.losses = {number: loss for number, loss in self.losses.items() if number <= first}
+        self.rates = {number: rates for number, rates in self.rates.items() if number <= first}
+        self.metrics = {
+            name: {number: value for number, value in values.items() if number <= first}
+            for name, values in self.metrics.items()
+        }
+        self.skipped = {number for number in self.skipped if number <= first}
+        self.out_of_memory_at = {number for number in self.out_of_memory_at if number <= first}
+        self.sessions = [session for session in self.sessions if session.first_step < first]
+        circumstances = ", ".join(str(line[name]) for name in ("device", "precision", "strategy"))
+        self.sessions.append(Session(first_step=first, geometry=str(line["geometry"]), circumstances=circumstances))
+
+    def step(self, line: Line) -> None:
+        """Note a step."""
+        number = int(line["step"]) + 1
+        self.losses[number] = _number(line["loss"])
+        self.rates[number] = [_number(rate) for rate in line["learning_rates"]]
+        self.loss_names.update(line["losses"])
+        if line["skipped"] is True:
+            self.skipped.add(number)
+
+    def evaluate(self, line: Line) -> None:
+        """Note an evaluation; one that was repeated after a resume replaces the first."""
+        for name, value in line["metrics"].items():
+            self.metrics.setdefault(name, {})[int(line["step"])] = _number(value)
+
+    def out_of_memory(self, line: Line) -> None:
+        """Note that a step ran out of memory."""
+        self.out_of_memory_at.add(int(line["step"]) + 1)
+
+    def curves(self) -> Curves:
+        """Return what was noted."""
+        steps = sorted(self.losses)
+        num_groups = max((len(rates) for rates in self.rates.values()), default=0)
+        groups = [[(self.rates[number][group:] or [math.nan])[0] for number in steps] for group in range(num_groups)]
+        return Curves(
+            sessions=tuple(self.sessions),
+            steps=steps,
+            losses=torch.tensor([self.losses[number] for number in steps], dtype=torch.float64),
+            learning_rates=[
+                torch.tensor(rates, dtype=torch.float64) for rates in dict.fromkeys(tuple(group) for group in groups)
+            ],
+            metrics={name: dict(sorted(values.items())) for name, values in self.metrics.items() if values},
+            loss_names=frozenset(self.loss_names),
+            skipped=sorted(self.skipped),
+            resumed=[session.first_step for session in self.sessions if session.first_step],
+            out_of_memory=sorted(self.out_of_memory_at),
+        )
+
+
+def _number(value: float | str | None) -> float:
+    """Return a number of a line, where NaN and the infinities are text, and one that was lost is null."""
+    return math.nan if value is None else float(value)

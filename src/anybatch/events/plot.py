@@ -1,0 +1,52 @@
+"""A log as a picture: loss, evaluations and learning rate by step, and what happened on the way."""
+
+import importlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from anybatch.errors import UserError
+from anybatch.events.curves import read_curves
+
+FORMATS = (".png", ".svg", ".pdf")
+
+
+def plot_losses(jsonl_path: str | os.PathLike[str], out_paths: Iterable[str | os.PathLike[str]]) -> tuple[Path, ...]:
+    """Draw a run from its log.
+
+    The loss of each step is a thin line and its smoothed course a thick one; evaluations are points, learning rates a
+    panel below. Marks say which updates were skipped, where the run was resumed and where memory ran out. Steps that a
+    resume has undone are not drawn. The same log gives the same SVG, byte for byte, with the same matplotlib.
+
+    Args:
+        jsonl_path: the log, see `JsonlLog`; it may still be written.
+        out_paths: the pictures, which end in .png, .svg or .pdf; their folders are made if they are missing.
+
+    Returns:
+        The paths of the pictures.
+
+    Raises:
+        UserError: matplotlib is not installed, a picture has another ending, or the log has no steps.
+        OSError: the log cannot be read, or a picture cannot be written.
+    """
+    paths = tuple(map(Path, out_paths))
+    for path in paths:
+        if path.suffix.lower() not in FORMATS:
+            message = f"{path} ends in {path.suffix!r}; a picture ends in {', '.join(FORMATS)}."
+            raise UserError(message)
+    try:
+        drawing = importlib.import_module("anybatch.events.drawing")
+    except ModuleNotFoundError as error:
+        message = f"a picture is drawn by matplotlib, and there is no module {error.name!r}. {_INSTALL}"
+        raise UserError(message) from None
+    curves = read_curves(jsonl_path)
+    if not curves.steps:
+        message = f"{os.fspath(jsonl_path)} holds no steps yet, so there is nothing to draw. Is it the log of rank 0?"
+        raise UserError(message)
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    drawing.draw(curves, paths)
+    return paths
+
+
+_INSTALL = "Install it: pip install 'anybatch[plot]'"

@@ -1,0 +1,237 @@
+"""A run in TensorBoard: the numbers of each step over the steps made, and what happened, as text beside them."""
+
+import importlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from anybatch.core.records import (
+    CheckpointRecord,
+    DiagnosisRecord,
+    EndRecord,
+    EvaluateRecord,
+    Flag,
+    OutOfMemoryRecord,
+    Record,
+    Scalar,
+    StartRecord,
+    StepRecord,
+)
+from anybatch.errors import UserError
+from anybatch.events.pace import Pace
+from anybatch.events.readings import read_number
+from anybatch.events.sentences import about, lines_of_start
+
+Point = tuple[str, Scalar | Flag]
+
+
+class Writer(Protocol):
+    """What is used of torch's `SummaryWriter`."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int, walltime: float) -> None:
+        """Write a number."""
+        ...
+
+    def add_text(self, tag: str, text_string: str, global_step: int, walltime: float) -> None:
+        """Write a text, in Markdown."""
+        ...
+
+    def flush(self) -> None:
+        """Bring everything to the disk."""
+        ...
+
+    def close(self) -> None:
+        """Close the file."""
+        ...
+
+
+class TensorBoardLog:
+    """An observer that writes for TensorBoard. Use it in a `with`, or call `close`.
+
+    ```bash
+    pip install 'anybatch[tensorboard]'
+    tensorboard --logdir runs
+    ```
+
+    Charts: `loss` and, where there are several, each of `loss_terms/...`; `gradient_norm`, `learning_rate` (one for
+    each parameter group), `samples_per_second`, `update_skipped` once a step was skipped, `evaluation/...`. Texts: how
+    the run is cut and what was decided (`run`), and what happened (`happenings`). The horizontal axis is the number of
+    steps made, everywhere: a step stands at the number that was made with it. What a resume has undone is hidden.
+
+    Rank 0 writes; the records of other ranks are not looked at. Steps are kept for some seconds and read from their
+    device together, so the loop does not wait for it in each step; a run that is killed loses so much of its charts.
+
+    Args:
+        folder: for TensorBoard's files; one run each. It is made if it is missing.
+        seconds_per_write: most time that a step is kept.
+        clock: seconds that only go forward.
+        wall_clock: seconds since 1970, stamped on every record when it arrives.
+
+    Raises:
+        UserError: TensorBoard is not installed.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        seconds_per_write: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Find TensorBoard; the file is opened when the run starts."""
+        self._make_writer = _summary_writer()
+        self._folder = Path(folder)
+        self._seconds_per_write = seconds_per_write
+        self._clock, self._wall_clock = clock, wall_clock
+        self._lock = threading.Lock()  # a record may come from the thread of a backward hook
+        self._writer: Writer | None = None
+        self._pace = Pace()
+        self._pending: list[tuple[float, Record, float | None]] = []
+        self._written_seconds = clock()
+        self._has_skipped = False
+
+    def observe(self, record: Record, /) -> None:
+        """Keep a record, or write it and all that were kept."""
+        if record.rank != 0:
+            return
+        with self._lock:
+            now = self._clock()
+            match record:
+                case StartRecord():
+                    self._start(record, now)
+                case StepRecord():
+                    self._pace.step(now, record.num_samples)
+                    self._keep(record, self._pace.samples_per_second)
+                    if now - self._written_seconds >= self._seconds_per_write:
+                        self._write()
+                case EvaluateRecord() | EndRecord():
+                    self._pace.aside(now)
+                    self._keep(record)
+                    self._write()
+                case CheckpointRecord():
+                    self._pace.aside(now)
+                    self._keep(record)
+                case DiagnosisRecord() | OutOfMemoryRecord():
+                    self._keep(record)
+                case _:
+                    return
+
+    def close(self) -> None:
+        """Write what is left, and close the file. Closing twice is allowed."""
+        with self._lock:
+            if self._pending:
+                self._write()
+            if self._writer is not None:
+                self._writer.close()
+            self._writer = None
+
+    def __enter__(self) -> Self:
+        """Return the log itself."""
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+        /,
+    ) -> None:
+        """Close the log, also after an error."""
+        self.close()
+
+    def _start(self, record: StartRecord, now: float) -> None:
+        """Open a file whose head hides what earlier files of the folder say of the steps to come."""
+        if self._writer is not None:
+            self._write()
+            self._writer.close()
+        self._writer = self._make_writer(str(self._folder), purge_step=record.first_step + 1)
+        self._pace = Pace()
+        self._pace.begin(now)
+        text = "\n".join(f"- {line}" for line in lines_of_start(record))
+        self._writer.add_text("run", text, record.first_step, self._wall_clock())
+
+    def _keep(self, record: Record, samples_per_second: float | None = None) -> None:
+        self._pending.append((self._wall_clock(), record, samples_per_second))
+
+    def _write(self) -> None:
+        """Write what was kept; only here are numbers read."""
+        writer = self._opened()
+        kept, self._pending = self._pending, []
+        for wall_seconds, record, samples_per_second in kept:
+            if isinstance(record, StepRecord):
+                points = _points(record, samples_per_second)
+                self._has_skipped = self._has_skipped or read_number(record.skipped) == 1
+                if self._has_skipped:
+                    points = [*points, ("update_skipped", record.skipped)]
+                _add_scalars(writer, points, record.step + 1, wall_seconds)
+            elif isinstance(record, EvaluateRecord):
+                metrics = [(f"evaluation/{name}", value) for name, value in record.metrics.items()]
+                _add_scalars(writer, metrics, record.step, wall_seconds)
+            else:
+                line, _ = about(record, None)
+                writer.add_text("happenings", line, _steps_made(record), wall_seconds)
+        writer.flush()
+        self._written_seconds = self._clock()
+
+    def _opened(self) -> Writer:
+        """Return the writer, opening it for a run whose start was not observed."""
+        if self._writer is None:
+            self._writer = self._make_writer(str(self._folder))
+        return self._writer
+
+
+def _points(record: StepRecord, samples_per_second: float | None) -> list[Point]:
+    """Return the numbers of a step under the names of their charts."""
+    points: list[Point] = [("loss", record.loss)]
+    if len(record.losses) > 1:
+        points += [(f"loss_terms/{name}", value) for name, value in record.losses.items()]
+    if record.gradient_norm is not None:
+        points.append(("gradient_norm", record.gradient_norm))
+    if len(record.learning_rates) == 1:
+        points.append(("learning_rate", record.learning_rates[0]))
+    else:
+        points += [(f"learning_rate/group_{number}", rate) for number, rate in enumerate(record.learning_rates)]
+    if samples_per_second is not None:
+        points.append(("samples_per_second", samples_per_second))
+    return points
+
+
+def _add_scalars(writer: Writer, points: list[Point], step: int, wall_seconds: float) -> None:
+    for name, value in points:
+        number = read_number(value)
+        if number is not None:
+            writer.add_scalar(name, number, step, wall_seconds)
+
+
+def _steps_made(record: Record) -> int:
+    """Return the number of steps that a happening belongs to."""
+    match record:
+        case CheckpointRecord():
+            return record.step
+        case DiagnosisRecord():
+            return 0 if record.step is None else record.step + 1
+        case OutOfMemoryRecord():
+            return record.step + 1
+        case EndRecord():
+            return record.num_steps
+        case _:
+            message = f"a record of kind {record.kind} is no happening"
+            raise AssertionError(message)
+
+
+def _summary_writer() -> Callable[..., Writer]:
+    try:
+        module: Any = importlib.import_module("torch.utils.tensorboard")
+    except ImportError as error:
+        message = (
+            f"writing for TensorBoard needs the package tensorboard, which is not there ({error}). "
+            "Install it: pip install 'anybatch[tensorboard]'"
+        )
+        raise UserError(message) from None
+    writer: Callable[..., Writer] = module.SummaryWriter
+    return writer

@@ -1,0 +1,191 @@
+"""A job that takes a second, and faults that strike it in the middle of a step.
+
+It has what makes resuming hard: dropout, AdamW's moments, a schedule, epochs whose last batch is smaller.
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import anybatch as ab
+from anybatch.checkpoints import list_checkpoints, load
+from anybatch.events.jsonl import read_jsonl
+from anybatch.parallel.world import World
+from anybatch.recipes.run_folder import RunFolder
+from anybatch.recipes.session import Outcome, train
+from anybatch.recipes.settings import Choices
+
+NUM_SAMPLES = 50
+BATCH_SIZE = 8
+STEPS_PER_EPOCH = 7
+NUM_STEPS = 21
+FAULT = "ANYBATCH_TEST_FAULT"
+SPEC = "tests.cli.small:job"
+
+
+class FaultError(Exception):
+    """Somebody's own exception."""
+
+
+@dataclass
+class Calls:
+    """How often the loss was called in this process."""
+
+    number: int = 0
+
+
+CALLS = Calls()
+
+
+def job(strike: Callable[[], None] | None = None) -> ab.Job:
+    """Return the job; `strike` is called in every forward, and else the fault that the environment names."""
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        (strike or strike_from_environment)()
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    return ab.Job(
+        model=lambda: nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1)).double(),
+        optimizer=torch.optim.AdamW,
+        loss=ab.mean_over_samples(loss),
+        dataset=dataset,
+        evaluate=ab.Evaluation(dataset=dataset, metric=error),
+        scheduler=torch.optim.lr_scheduler.CosineAnnealingLR,
+        clip=1.0,
+        defaults=ab.Defaults(effective_batch_size=BATCH_SIZE, learning_rate=0.01, epochs=3, learning_rate_rule="sqrt"),
+    )
+
+
+def dataset() -> torch.utils.data.Dataset[tuple[Tensor, ...]]:
+    """Return 50 samples: six steps of 8 and one of 2 make an epoch."""
+    inputs = torch.randn(NUM_SAMPLES, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True).sin())
+
+
+def error(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    """Return the squared error of each sample."""
+    return {"error": (model(batch[0]) - batch[1]).square().squeeze(1)}
+
+
+def strike_from_environment() -> None:
+    """Do what FAULT says, "what:call:rank", in that call of the loss on that rank."""
+    CALLS.number += 1
+    what, _, where = os.environ.get(FAULT, "").partition(":")
+    if not what or where != f"{CALLS.number}:{os.environ.get('RANK', '0')}":
+        return
+    FAULTS[what]()
+
+
+def launcher() -> int:
+    """Return the process that has started this rank."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    assert parent.pid is not None
+    return parent.pid
+
+
+def raise_fault() -> None:
+    """Fail as a user's code does."""
+    message = "mine"
+    raise FaultError(message)
+
+
+def interrupt_until_killed() -> None:
+    """Press Ctrl-C again and again, in a step that never ends."""
+    while True:
+        os.kill(launcher(), signal.SIGINT)
+
+
+FAULTS: dict[str, Callable[[], Any]] = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "terminate": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "kill_launcher": lambda: os.kill(launcher(), signal.SIGKILL),
+    "terminate_launcher": lambda: os.kill(launcher(), signal.SIGTERM),
+    "interrupt_until_killed": interrupt_until_killed,
+    "raise": raise_fault,
+    "exit": lambda: sys.exit(9),
+}
+
+
+class StopAfter:
+    """Asks to stop after that many steps of a session; a stand-in for a signal."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.left = num_steps
+
+    def __call__(self) -> bool:
+        """Return whether to stop; asked once in each step."""
+        self.left -= 1
+        return self.left == 0
+
+
+def run(
+    folder: Path,
+    choices: Choices | None = None,
+    *,
+    resume: bool = False,
+    stop_after: int = 0,
+    stopping_rank: int = 0,
+    failing_call: int = 0,
+) -> Outcome:
+    """Train the small job on every rank that calls this, one sample at a time, so that the log names each of them."""
+    world = World.from_environment(device="cpu")
+    calls = Calls()
+
+    def strike() -> None:
+        calls.number += 1
+        if calls.number == failing_call:
+            raise_fault()
+
+    return train(
+        job(strike),
+        folder,
+        choices or Choices(micro_batch_size=1),
+        resume=resume,
+        world=world,
+        stop=StopAfter(stop_after if world.rank == stopping_rank else 0),
+    )
+
+
+def parameters(folder: Path) -> dict[str, Tensor]:
+    """Return the parameters in a run's newest checkpoint."""
+    return dict(load(list_checkpoints(RunFolder(folder).checkpoints)[-1])["model"])
+
+
+def lines(folder: Path, *, rank: int = 0) -> list[dict[str, Any]]:
+    """Return the lines of a rank's log."""
+    return list(read_jsonl(RunFolder(folder).log(rank)))
+
+
+def samples_of_steps(folder: Path) -> dict[int, list[int]]:
+    """Return step -> the ids of its samples over all ranks, from the logs; what a resume has undone is left out."""
+    steps: dict[int, list[int]] = {}
+    for log in sorted(folder.glob("events*.jsonl")):
+        own: dict[int, list[int]] = {}
+        for line in read_jsonl(log):
+            if line["kind"] == "start":
+                own = {step: ids for step, ids in own.items() if step < line["first_step"]}
+            elif line["kind"] == "micro_batch" and line["event"] == "begin":
+                own.setdefault(line["step"], []).append(line["first_sample_id"])
+        for step, ids in own.items():
+            steps.setdefault(step, []).extend(ids)
+    return {step: sorted(ids) for step, ids in sorted(steps.items())}
+
+
+def told(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """Return the lines of one kind in rank 0's log."""
+    return [line for line in lines(folder) if line["kind"] == kind]
+
+
+def header(folder: Path) -> dict[str, Any]:
+    """Return what the run was asked for."""
+    return dict(json.loads(RunFolder(folder).header.read_text()))

@@ -1,0 +1,340 @@
+"""A session leaves no trace in the result: stopped and resumed, on any number of ranks, it is one run."""
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import anybatch as ab
+from anybatch.checkpoints import list_checkpoints
+from anybatch.core.records import Record
+from anybatch.errors import CheckpointError, DataError, MissingCheckpointError, UserError
+from anybatch.parallel.world import World
+from anybatch.recipes.run_folder import RunFolder
+from anybatch.recipes.session import Outlook, train
+from anybatch.recipes.settings import Choices
+from anybatch.testing import relative_error
+from tests.cli import small
+from tests.cli.small import BATCH_SIZE, NUM_SAMPLES, NUM_STEPS, STEPS_PER_EPOCH, header, parameters, run, told
+from tests.ranks_fixture import Ranks
+
+ONE = World()
+
+
+def same_bits(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Whether two models are the same, bit for bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run on one rank that went through, one sample at a time."""
+    folder = tmp_path_factory.mktemp("runs") / "straight"
+    run(folder)
+    return folder
+
+
+@pytest.mark.parametrize("num_steps", [1, STEPS_PER_EPOCH, 10, NUM_STEPS - 1])
+def test_stopped_and_resumed_is_the_same_run(straight: Path, tmp_path: Path, num_steps: int) -> None:
+    """Stopped anywhere, at an epoch's end too, and resumed, a run has the same samples in each step and ends alike."""
+    stopped = run(tmp_path / "run", stop_after=num_steps)
+    resumed = run(tmp_path / "run", Choices(), resume=True)
+
+    assert (stopped.stopped, stopped.num_steps) == (True, num_steps)
+    assert (resumed.stopped, resumed.num_steps, resumed.num_session_steps) == (False, NUM_STEPS, NUM_STEPS - num_steps)
+    assert same_bits(parameters(straight), parameters(tmp_path / "run"))
+    assert small.samples_of_steps(straight) == small.samples_of_steps(tmp_path / "run")
+    assert resumed.metrics["error"] == told(straight, "evaluate")[-1]["metrics"]["error"]
+
+
+@pytest.mark.parametrize("failing_step", [1, STEPS_PER_EPOCH + 3])
+def test_failed_and_resumed_is_the_same_run(straight: Path, tmp_path: Path, failing_step: int) -> None:
+    """A run that fails in a step, with or without a checkpoint before it, and is resumed ends with the same bits."""
+    epoch, step = divmod(failing_step, STEPS_PER_EPOCH)
+    with pytest.raises(small.FaultError):
+        run(tmp_path / "run", failing_call=epoch * NUM_SAMPLES + step * BATCH_SIZE + 5)
+    run(tmp_path / "run", Choices(), resume=True)
+
+    assert same_bits(parameters(straight), parameters(tmp_path / "run"))
+    assert [line["first_step"] for line in told(tmp_path / "run", "start")] == [0, epoch * STEPS_PER_EPOCH]
+    assert small.samples_of_steps(straight) == small.samples_of_steps(tmp_path / "run")
+
+
+def test_resumed_on_other_ranks(straight: Path, tmp_path: Path, two_ranks: Ranks, three_ranks: Ranks) -> None:
+    """A run of two ranks is resumed as two, one and three: the same samples, the same parameters up to rounding.
+
+    It is the second rank that asks to stop. On two ranks the bits are those of two ranks that went through.
+    """
+    through = tmp_path / "through"
+    two_ranks.run(run, through)
+    (outcome, other) = two_ranks.run(run_and_stop_second, tmp_path / "two")
+    for name in ("one", "three"):
+        shutil.copytree(tmp_path / "two", tmp_path / name)
+    two_ranks.run(resume, tmp_path / "two")
+    three_ranks.run(resume, tmp_path / "three")
+    resume(tmp_path / "one")
+
+    assert (outcome.stopped, outcome.num_steps) == (other.stopped, other.num_steps) == (True, 10)
+    assert same_bits(parameters(through), parameters(tmp_path / "two"))
+    for name in ("one", "two", "three"):
+        assert small.samples_of_steps(tmp_path / name) == small.samples_of_steps(straight), name
+        assert relative_error(parameters(tmp_path / name), parameters(straight)) <= 1e-12, name
+    (_, start) = told(tmp_path / "three", "start")
+    assert (start["first_step"], start["world_size"]) == (10, 3)
+    assert any("world_size 2 -> 3" in line["message"] for line in told(tmp_path / "three", "diagnosis"))
+
+
+def run_and_stop_second(folder: Path) -> object:
+    """Run on every rank; the second one asks to stop."""
+    return run(folder, stop_after=10, stopping_rank=1)
+
+
+def resume(folder: Path) -> object:
+    """Go on, on every rank."""
+    return run(folder, Choices(), resume=True)
+
+
+def test_damaged_checkpoint_is_passed_over(straight: Path, tmp_path: Path) -> None:
+    """With the newest checkpoint cut short, a run goes on from the one before, says so, and ends with the same bits."""
+    run(tmp_path / "run", stop_after=10)
+    newest = list_checkpoints(tmp_path / "run" / "checkpoints")[-1]
+    tensors = newest / "tensors.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:-1])
+    run(tmp_path / "run", Choices(), resume=True)
+
+    (fell_back,) = [line for line in told(tmp_path / "run", "checkpoint") if line["event"] == "fell_back"]
+    assert fell_back["path"] == str(newest)
+    assert told(tmp_path / "run", "start")[-1]["first_step"] == STEPS_PER_EPOCH
+    assert same_bits(parameters(straight), parameters(tmp_path / "run"))
+
+
+def learning_rates(folder: Path) -> list[float]:
+    """Return the learning rate of each step, from the log."""
+    rates = {line["step"]: line["learning_rates"][0] for line in told(folder, "step")}
+    return [rates[step] for step in sorted(rates)]
+
+
+@pytest.mark.parametrize("scheduled", [True, False])
+def test_changes_are_followed(tmp_path: Path, scheduled: bool) -> None:
+    """Resumed with a larger batch, a run has from then on the learning rates of a run of as many steps with that batch.
+
+    It says so, and does not forget it when it is resumed once more without a word.
+    """
+    job = small.job() if scheduled else without_scheduler(small.job())
+    larger = Choices(effective_batch_size=2 * BATCH_SIZE, learning_rate=0.02)
+    train(job, tmp_path / "run", world=ONE, stop=small.StopAfter(STEPS_PER_EPOCH))
+    train(job, tmp_path / "run", larger, resume=True, world=ONE, stop=small.StopAfter(2))
+    outcome = train(job, tmp_path / "run", resume=True, world=ONE, stop=lambda: False)
+
+    num_steps = STEPS_PER_EPOCH + 2 * 4
+    fresh = Choices(effective_batch_size=2 * BATCH_SIZE, learning_rate=0.02, steps=num_steps)
+    train(job, tmp_path / "fresh", fresh, world=ONE, stop=lambda: False)
+    assert outcome.num_steps == num_steps
+    assert learning_rates(tmp_path / "run")[STEPS_PER_EPOCH:] == learning_rates(tmp_path / "fresh")[STEPS_PER_EPOCH:]
+    messages = [line["message"] for line in told(tmp_path / "run", "diagnosis")]
+    (followed,) = [message for message in messages if message.startswith("from step")]
+    assert "effective_batch_size 8 -> 16, learning_rate 0.01 -> 0.02" in followed
+
+
+def without_scheduler(job: ab.Job) -> ab.Job:
+    """Return the job with a constant learning rate."""
+    fields = {name: getattr(job, name) for name in job.__slots__ if name != "scheduler"}
+    return ab.Job(**fields)
+
+
+def test_change_is_not_lost_with_its_checkpoints(tmp_path: Path) -> None:
+    """A change whose checkpoints are all lost is made again from the checkpoint before it."""
+    train(small.job(), tmp_path, world=ONE, stop=small.StopAfter(STEPS_PER_EPOCH))
+    change = Choices(learning_rate=0.5)
+    train(small.job(), tmp_path, change, resume=True, world=ONE, stop=small.StopAfter(3))
+    shutil.rmtree(list_checkpoints(tmp_path / "checkpoints")[-1])
+    train(small.job(), tmp_path, resume=True, world=ONE, stop=lambda: False)
+
+    assert told(tmp_path, "start")[-1]["first_step"] == STEPS_PER_EPOCH
+    assert [each["first_step"] for each in header(tmp_path)["stretches"]] == [0, STEPS_PER_EPOCH]
+    assert learning_rates(tmp_path)[STEPS_PER_EPOCH] > 0.2
+
+
+def test_longer_run(tmp_path: Path) -> None:
+    """A run that is done has nothing left to do, and goes on when it is given more epochs, or steps."""
+    run(tmp_path)
+    again = run(tmp_path, Choices(), resume=True)
+    longer = run(tmp_path, Choices(epochs=4), resume=True)
+    by_steps = run(tmp_path, Choices(steps=30), resume=True)
+
+    assert (again.num_session_steps, longer.num_session_steps, by_steps.num_session_steps) == (0, STEPS_PER_EPOCH, 2)
+    assert again.metrics
+    assert not again.stopped
+    with pytest.raises(UserError, match=r"steps=29 .* made 30 steps"):
+        run(tmp_path, Choices(steps=29), resume=True)
+    with pytest.raises(DataError, match="lies beyond the end"):
+        run(tmp_path, Choices(epochs=4), resume=True)
+
+
+def test_order_of_samples_stays(tmp_path: Path) -> None:
+    """Another seed on resuming is refused: it would be another order."""
+    run(tmp_path, stop_after=3)
+    with pytest.raises(UserError, match=r"seed=1, and the run that is resumed has seed 0"):
+        run(tmp_path, Choices(seed=1), resume=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_stop_a_run(straight: Path, tmp_path: Path, number: signal.Signals) -> None:
+    """A signal in the middle of a step lets the step end, saves and stops; the former handlers are back afterwards."""
+    former = signal.getsignal(number)
+    calls = small.Calls()
+
+    def strike() -> None:
+        calls.number += 1
+        if calls.number == 2 * BATCH_SIZE + 3:
+            os.kill(os.getpid(), number)
+
+    outcome = train(small.job(strike), tmp_path / "run", Choices(micro_batch_size=1), world=ONE)
+    run(tmp_path / "run", Choices(), resume=True)
+
+    assert (outcome.stopped, outcome.num_steps) == (True, 3)
+    assert signal.getsignal(number) is former
+    assert [line["status"] for line in told(tmp_path / "run", "end")] == ["stopped", "completed"]
+    assert same_bits(parameters(straight), parameters(tmp_path / "run"))
+
+
+def test_second_interrupt_ends_at_once(tmp_path: Path) -> None:
+    """A second Ctrl-C in the same step is a KeyboardInterrupt, after which the run can be resumed."""
+    calls = small.Calls()
+
+    def strike() -> None:
+        calls.number += 1
+        if calls.number > STEPS_PER_EPOCH + 1:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(small.job(strike), tmp_path, world=ONE)
+
+    assert told(tmp_path, "step")[-1]["step"] == STEPS_PER_EPOCH
+    assert run(tmp_path, Choices(), resume=True).num_session_steps == NUM_STEPS - STEPS_PER_EPOCH
+
+
+def test_used_folder_is_refused(tmp_path: Path) -> None:
+    """A folder that holds something is left alone, and the message tells a run from anything else."""
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "a.txt").write_text("dear")
+    with pytest.raises(UserError, match=r"not empty\. Name another folder"):
+        run(tmp_path / "letters")
+    with pytest.raises(UserError, match="is a file"):
+        run(tmp_path / "letters" / "a.txt")
+    with pytest.raises(MissingCheckpointError, match=r"run\.json is missing"):
+        run(tmp_path / "letters", resume=True)
+    run(tmp_path / "run", stop_after=1)
+    with pytest.raises(UserError, match="add --resume"):
+        run(tmp_path / "run")
+    assert [path.name for path in (tmp_path / "letters").iterdir()] == ["a.txt"]
+
+
+def test_nothing_is_left_of_a_run_that_never_began(tmp_path: Path) -> None:
+    """A run that fails before its first update leaves no folder, so the corrected command runs as it is."""
+    with pytest.raises(small.FaultError):
+        run(tmp_path / "run", failing_call=1)
+    with pytest.raises(UserError, match="accumulation_steps=9 is more than the 8 samples"):
+        run(tmp_path / "run", Choices(accumulation_steps=9))
+    assert not (tmp_path / "run").exists()
+
+
+def test_other_model_is_refused(tmp_path: Path) -> None:
+    """A checkpoint of another model is an error that names what differs, and nothing is lost."""
+    run(tmp_path, stop_after=3)
+    fields = {name: getattr(small.job(), name) for name in small.job().__slots__ if name != "model"}
+    other = ab.Job(model=lambda: torch.nn.Linear(3, 1).double(), **fields)
+    with pytest.raises(CheckpointError, match="of another model"):
+        train(other, tmp_path, resume=True, world=ONE)
+    assert run(tmp_path, Choices(), resume=True).num_steps == NUM_STEPS
+
+
+def test_header_that_is_none(tmp_path: Path) -> None:
+    """A run.json that nobody wrote is an error of the checkpoint kind, with what to do."""
+    run(tmp_path, stop_after=1)
+    RunFolder(tmp_path).header.write_text(json.dumps({"stretches": []}))
+    with pytest.raises(CheckpointError, match="Begin a new run"):
+        run(tmp_path, resume=True)
+
+
+def test_saves_by_the_clock(tmp_path: Path) -> None:
+    """A checkpoint is saved whenever that many seconds have passed, and at the ends of epochs."""
+    seconds = iter(range(10_000))
+    train(
+        small.job(),
+        tmp_path,
+        Choices(epochs=1),
+        world=ONE,
+        stop=lambda: False,
+        checkpoint_seconds=3.5,
+        clock=lambda: float(next(seconds)),
+    )
+
+    saved = [line["step"] for line in told(tmp_path, "checkpoint")]
+    assert saved[-1] == STEPS_PER_EPOCH
+    assert len(saved) > 1
+
+
+def test_short_runs_are_evaluated_four_times(tmp_path: Path) -> None:
+    """A run by steps that is shorter than an epoch is evaluated at its quarters, a longer one at the ends of epochs."""
+    run(tmp_path / "short", Choices(steps=6))
+    run(tmp_path / "long", Choices(steps=9))
+
+    assert [line["step"] for line in told(tmp_path / "short", "evaluate")] == [2, 4, 6]
+    assert [line["step"] for line in told(tmp_path / "long", "evaluate")] == [STEPS_PER_EPOCH, 9]
+
+
+def test_observer_misses_nothing(tmp_path: Path) -> None:
+    """Who looks in is told what comes next before anything happens, and then all that the log is told."""
+    seen: list[Record] = []
+    outlooks: list[Outlook] = []
+
+    class Watcher:
+        def observe(self, record: Record, /) -> None:
+            seen.append(record)
+
+    def look(outlook: Outlook) -> Watcher:
+        assert not seen
+        outlooks.append(outlook)
+        return Watcher()
+
+    run(tmp_path, stop_after=5)
+    train(small.job(), tmp_path, resume=True, world=ONE, observer=look, stop=lambda: False)
+
+    logged = [line["kind"] for line in small.lines(tmp_path)]
+    assert [record.kind for record in seen] == logged[len(logged) - len(seen) :]
+    assert seen[0].kind == "checkpoint"
+    assert [(each.first_step, each.num_steps) for each in outlooks] == [(5, NUM_STEPS)]
+
+
+@pytest.mark.parametrize(
+    ("choices", "size", "geometry"),
+    [
+        (Choices(micro_batch_size=3), 8, "8 samples = 1 rank x 3 micro-batches x 3, ragged"),
+        (Choices(micro_batch_size=4, accumulation_steps=3), 12, "12 samples = 1 rank x 3 micro-batches x 4"),
+        (Choices(effective_batch_size=10, accumulation_steps=5), 10, "10 samples = 1 rank x 5 micro-batches x 2"),
+    ],
+)
+def test_sizes_follow(tmp_path: Path, choices: Choices, size: int, geometry: str) -> None:
+    """Of effective batch, micro-batch and accumulation steps any two give the third; one leaves the job's batch."""
+    run(tmp_path, choices, stop_after=1)
+
+    (start,) = told(tmp_path, "start")
+    assert start["geometry"].startswith(geometry)
+    assert header(tmp_path)["stretches"][0]["settings"]["effective_batch_size"] == size
+    assert str(size) in start["decisions"]["learning_rate"]
+
+
+def test_contradicting_sizes_are_refused(tmp_path: Path) -> None:
+    """Three sizes that do not multiply up are refused with both products."""
+    with pytest.raises(UserError, match=r"effective_batch_size=100 contradicts .* = 6"):
+        run(tmp_path / "run", Choices(effective_batch_size=100, micro_batch_size=2, accumulation_steps=3))
+    with pytest.raises(UserError, match=r"epochs=1 and steps=2 both"):
+        run(tmp_path / "run", Choices(epochs=1, steps=2))

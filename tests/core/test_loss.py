@@ -1,0 +1,191 @@
+"""Sums everywhere, one division: the arithmetic of loss declarations, without engine, model or ranks."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import anybatch as ab
+from anybatch.core.loss import Loss, LossSum, Share, declared, returned_count, scaled, shares_of, unit_counts
+from anybatch.errors import LossError
+
+ITEMS = st.lists(st.floats(-10, 10), min_size=0, max_size=6)
+UNITS = st.lists(ITEMS, min_size=1, max_size=6).filter(any)
+WEIGHTS = st.sampled_from([1.0, 0.01, -2.0])
+
+
+def never_called(model: Any, batch: Any) -> None:
+    """Stand in for a loss function: these tests hand over what it would have returned."""
+    raise AssertionError(model, batch)
+
+
+def total_of(loss: Loss, outputs: list[Any], counts: list[tuple[float, ...]]) -> float:
+    """Return what the contributions of micro-batches add up to."""
+    divisors = [sum(column) for column in zip(*counts, strict=True)]
+    terms = [
+        term
+        for output, count in zip(outputs, counts, strict=True)
+        for term in scaled(loss, output, shares_of(loss, count, divisors, 1.0))
+    ]
+    return float(torch.stack(terms).sum())
+
+
+def mean(values: list[float]) -> float:
+    """Return the plain mean."""
+    return sum(values) / len(values)
+
+
+FORMS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "mean": lambda items: items.mean(),
+    "one per item": lambda items: items,
+    "sum": lambda items: LossSum(items.sum(), len(items)),
+    "sum, counted on the device": lambda items: LossSum(items.sum(), torch.tensor(len(items))),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@given(units=UNITS)
+def test_parts_add_up_to_the_whole_mean(form: str, units: list[list[float]]) -> None:
+    """However items are spread over micro-batches, empty ones too, they add up to the mean of all items."""
+    loss = ab.mean_over_samples(never_called)
+    outputs = [FORMS[form](torch.tensor(unit, dtype=torch.float64)) for unit in units]
+    counts = [unit_counts(loss, None, len(unit)) for unit in units]
+
+    expected = mean([item for unit in units for item in unit])
+    assert total_of(loss, outputs, counts) == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+@given(units=st.lists(st.tuples(ITEMS, ITEMS), min_size=1, max_size=5), weight=WEIGHTS)
+def test_every_term_has_its_own_divisor(units: list[tuple[list[float], list[float]]], weight: float) -> None:
+    """Two terms over different items: each is a mean over its own, and a term without any item adds nothing."""
+    loss = ab.sum_of(
+        never_called,
+        one=ab.counted(lambda batch: len(batch[0])),
+        other=ab.counted(lambda batch: len(batch[1]), weight=weight),
+    )
+    counts = [unit_counts(loss, unit, 1) for unit in units]
+    wide = [[torch.tensor(items, dtype=torch.float64) for items in unit] for unit in units]
+    outputs = [{"one": one.mean(), "other": other.mean()} for one, other in wide]
+    all_items = [[item for unit in units for item in unit[number]] for number in (0, 1)]
+    if not any(all_items):
+        return
+    means = [mean(items) if items else 0.0 for items in all_items]
+
+    assert loss.weights == {"one": 1.0, "other": weight}
+    expected = means[0] + weight * means[1]
+    assert total_of(loss, outputs, counts) == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+def test_dividing_by_the_number_of_micro_batches_is_something_else() -> None:
+    """The counter-example: three items in one micro-batch and one in the other."""
+    units = [[1.0, 2.0, 3.0], [10.0]]
+    assert mean([mean(unit) for unit in units]) == 6.0
+    loss = ab.mean_over_samples(never_called)
+    counts = [unit_counts(loss, None, len(unit)) for unit in units]
+    assert total_of(loss, [torch.tensor(mean(unit)) for unit in units], counts) == 4.0
+
+
+def test_a_mean_over_nothing_is_left_out() -> None:
+    """The mean of a micro-batch without items is NaN: it is never touched, where 0 times it would be NaN."""
+    loss = ab.mean_over(never_called, count=lambda batch: batch)
+    nothing = torch.zeros(0, requires_grad=True)
+    (share,) = shares_of(loss, (0.0,), (4.0,), 1.0)
+
+    assert bool(torch.isnan(nothing.mean() * 0.0))
+    assert scaled(loss, nothing.mean(), [share]) == []
+
+
+def test_a_unit_of_weight_zero_adds_zero() -> None:
+    """A unit that only keeps ranks in lockstep contributes exactly 0 and its gradient is 0."""
+    loss = ab.mean_over_samples(never_called)
+    weight = torch.ones(3, requires_grad=True)
+    (term,) = scaled(loss, weight.mean(), shares_of(loss, (3.0,), (10.0,), 0.0))
+    term.backward()
+
+    assert float(term.detach()) == 0.0
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [0.0, 0.0, 0.0]
+
+
+@given(
+    labels=st.lists(st.lists(st.sampled_from([-100, 0, 1, 7]), min_size=5, max_size=5), min_size=1, max_size=4),
+    ignored=st.sampled_from([-100, 7]),
+)
+def test_tokens_are_counted_as_the_loss_counts_them(labels: list[list[int]], ignored: int) -> None:
+    """The count is the number of unmasked targets; for a causal model the first position is no target."""
+    batch = {"labels": torch.tensor(labels)}
+    shifted = ab.mean_over_tokens(never_called, ignore_index=ignored)
+    unshifted = ab.mean_over_tokens(never_called, ignore_index=ignored, shift=False)
+
+    assert unit_counts(unshifted, batch, 99) == (sum(label != ignored for row in labels for label in row),)
+    assert unit_counts(shifted, batch, 99) == (sum(label != ignored for row in labels for label in row[1:]),)
+
+
+def test_labels_are_found_by_key_attribute_or_function() -> None:
+    """Labels come from a mapping, an object or wherever a function takes them."""
+    labels = torch.tensor([[1, -100, 3]])
+    for batch, where in (
+        ({"y": labels}, "y"),
+        (SimpleNamespace(y=labels), "y"),
+        ((None, labels), lambda batch: batch[1]),
+    ):
+        assert unit_counts(ab.mean_over_tokens(never_called, labels=where), batch, 1) == (1.0,)
+    with pytest.raises(LossError, match="labels='z' is not in the batch, which has a SimpleNamespace"):
+        unit_counts(ab.mean_over_tokens(never_called, labels="z"), SimpleNamespace(y=labels), 1)
+
+
+def test_only_counts_other_than_samples_need_data() -> None:
+    """Samples are counted by the plan, so that micro-batches need not be loaded before the first is run."""
+    assert not ab.mean_over_samples(never_called).needs_data_to_count
+    assert not declared(never_called).needs_data_to_count
+    assert ab.mean_over_tokens(never_called).needs_data_to_count
+    assert ab.mean_over(never_called, len).needs_data_to_count
+    assert ab.sum_of(never_called, one=ab.samples(), other=ab.tokens()).needs_data_to_count
+
+
+def test_an_undeclared_loss_brings_its_count() -> None:
+    """One loss per item counts its elements, a LossSum says its count; both are divided by a guess first."""
+    loss = declared(never_called)
+    items = torch.arange(6.0).reshape(2, 3)
+    share = shares_of(loss, unit_counts(loss, None, 4), (8.0,), 1.0)
+
+    assert share == (Share(0.5, 0.125, 4.0),)
+    assert float(scaled(loss, items, share)[0]) == 15 / 8
+    assert returned_count(items) == 6
+    assert returned_count(LossSum(items.sum(), 5)) == 5
+
+
+@pytest.mark.parametrize("count", [-1, float("inf"), float("nan")])
+def test_impossible_counts_are_refused(count: float) -> None:
+    """A count below 0, infinite or NaN is refused with its value."""
+    with pytest.raises(LossError, match=f"the count of loss term 'loss' is {float(count)}"):
+        unit_counts(ab.mean_over(never_called, count=lambda _: count), None, 1)
+
+
+@pytest.mark.parametrize(
+    ("declare", "values", "fits"),
+    [
+        (ab.samples(), 4, True),
+        (ab.samples(), 3, False),
+        (ab.samples(), 8, False),
+        (ab.tokens(), 4, True),
+        (ab.tokens(), 3, False),
+        (ab.tokens(), 8, True),
+        (ab.counted(lambda _: 4), 3, True),
+        (ab.counted(lambda _: 4), 8, True),
+    ],
+)
+def test_losses_per_item_match_the_declaration(declare: Any, values: int, fits: bool) -> None:
+    """One loss per sample must be as many as samples; per target at least as many: masked ones may be there."""
+    loss = ab.sum_of(never_called, term=declare)
+    shares = shares_of(loss, (4.0,), (8.0,), 1.0)
+    output = {"term": torch.ones(values)}
+    if fits:
+        assert float(scaled(loss, output, shares)[0]) == values / 8
+        return
+    with pytest.raises(LossError, match=rf"shape \({values},\) for term 'term'"):
+        scaled(loss, output, shares)

@@ -1,0 +1,121 @@
+"""Cutting and dealing: a partition of the batch, within every constraint."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anybatch.core.geometry import ceil_div
+from anybatch.core.splitting import BatchPlan, Cut, Deal, even_parts, plan_batch, plan_shares
+from anybatch.errors import BatchSizeError, CompositionError
+
+SIZES = st.none() | st.integers(1, 40)
+DEALS: st.SearchStrategy[Deal] = st.sampled_from(["balanced", "fixed"])
+CUTS = st.builds(Cut, micro_batch_size=SIZES, deal=DEALS, lockstep=st.booleans()) | st.builds(
+    Cut, accumulation_steps=SIZES, deal=DEALS, lockstep=st.booleans()
+)
+
+
+def positions(plan: BatchPlan) -> list[int]:
+    """Return the positions of all samples that count, in the order of the plan."""
+    return [position for unit in plan.units for position in range(unit.start, unit.stop)]
+
+
+@given(num_samples=st.integers(0, 200), world_size=st.integers(1, 9), cut=CUTS)
+def test_units_are_a_partition(num_samples: int, world_size: int, cut: Cut) -> None:
+    """Every sample is in exactly one unit that counts, in global order; none is empty, and their numbers run on."""
+    plan = plan_batch(num_samples, world_size, cut)
+
+    assert plan.world_size == world_size
+    assert positions(plan) == list(range(num_samples))
+    assert all(unit.num_samples > 0 for share in plan.shares for unit in share)
+    assert [unit.number for unit in plan.units] == list(range(len(plan.units)))
+    assert len({unit.number for share in plan.shares for unit in share}) == sum(map(len, plan.shares))
+
+
+@given(num_samples=st.integers(0, 200), world_size=st.integers(1, 9), cut=CUTS)
+def test_sizes_are_respected(num_samples: int, world_size: int, cut: Cut) -> None:
+    """No unit is larger than allowed, and there are as many steps as named, or as few as it takes."""
+    plan = plan_batch(num_samples, world_size, cut)
+    sizes = [[unit.num_samples for unit in share if unit.weight] for share in plan.shares]
+    if cut.micro_batch_size is not None:
+        assert max(itertools.chain(*sizes), default=0) <= cut.micro_batch_size
+        if cut.deal == "balanced":
+            assert [len(share) for share in sizes] == [ceil_div(sum(share), cut.micro_batch_size) for share in sizes]
+        else:
+            assert len(plan.units) == ceil_div(num_samples, cut.micro_batch_size)
+    if cut.accumulation_steps is not None:
+        assert all(max(share, default=0) - min(share, default=0) <= 1 for share in sizes)
+        assert max(map(len, sizes)) <= cut.accumulation_steps
+        if cut.deal == "balanced":
+            assert [len(share) for share in sizes] == [min(sum(share), cut.accumulation_steps) for share in sizes]
+
+
+@given(num_samples=st.integers(0, 200), world_size=st.integers(1, 9), cut=CUTS)
+def test_ranks_get_alike(num_samples: int, world_size: int, cut: Cut) -> None:
+    """A balanced deal differs by one sample at most, a fixed one by one unit."""
+    plan = plan_batch(num_samples, world_size, cut)
+    counted = [[unit for unit in share if unit.weight] for share in plan.shares]
+    loads = [sum(unit.num_samples for unit in share) if cut.deal == "balanced" else len(share) for share in counted]
+    assert max(loads) - min(loads) <= 1
+
+
+@given(num_samples=st.integers(0, 200), size=st.integers(1, 40), world_sizes=st.lists(st.integers(1, 9), min_size=2))
+def test_a_fixed_cut_does_not_depend_on_the_ranks(num_samples: int, size: int, world_sizes: list[int]) -> None:
+    """With deal="fixed" and a named size the units are the same on any number of ranks."""
+    cut = Cut(micro_batch_size=size, deal="fixed")
+    assert len({plan_batch(num_samples, world_size, cut).units for world_size in world_sizes}) == 1
+
+
+@given(num_samples=st.integers(1, 200), world_size=st.integers(1, 9), cut=CUTS)
+def test_lockstep_ranks_run_equally_many_units(num_samples: int, world_size: int, cut: Cut) -> None:
+    """Under lockstep all ranks run as many units; those added count nothing and come last."""
+    plan = plan_batch(num_samples, world_size, cut)
+    weights = [[unit.weight for unit in share] for share in plan.shares]
+    assert all(share == sorted(share, reverse=True) and set(share) <= {0.0, 1.0} for share in weights)
+    if cut.lockstep:
+        assert len({len(share) for share in plan.shares}) == 1
+    else:
+        assert all(unit.weight == 1.0 for share in plan.shares for unit in share)
+
+
+@given(sizes=st.lists(st.integers(0, 60), min_size=1, max_size=9), micro=SIZES)
+def test_given_shares_stay_where_they_are(sizes: list[int], micro: int | None) -> None:
+    """Shares that ranks have brought are cut, each by itself, and never move to another rank."""
+    plan = plan_shares(sizes, Cut(micro_batch_size=micro))
+    assert [sum(unit.num_samples for unit in share) for share in plan.shares] == sizes
+    assert positions(plan) == list(range(sum(sizes)))
+    assert plan.num_samples == sum(sizes)
+
+
+@given(total=st.integers(0, 500), num_parts=st.integers(0, 40))
+def test_even_parts_differ_by_one(total: int, num_parts: int) -> None:
+    """Parts add up to the total, differ by at most one, and the larger ones come first."""
+    parts = even_parts(total, num_parts)
+    assert len(parts) == num_parts
+    assert sum(parts) == (total if num_parts else 0)
+    assert list(parts) == sorted(parts, reverse=True)
+    assert not parts or parts[0] - parts[-1] <= 1
+
+
+def test_a_plan_reads_like_its_geometry() -> None:
+    """The line says samples, ranks, micro-batches and sizes, and where it is ragged, how."""
+    lines = {
+        (256, 2, Cut(micro_batch_size=16)): "256 samples = 2 ranks x 8 micro-batches x 16",
+        (1, 1, Cut()): "1 sample = 1 rank x 1 micro-batch x 1",
+        (84, 1, Cut(micro_batch_size=16)): "84 samples = 1 rank x 6 micro-batches x 16, ragged: 5 x 16 + 4",
+        (29, 3, Cut(micro_batch_size=4)): (
+            "29 samples = 3 ranks x 3 micro-batches x 4, ragged: ranks 0-1: 2 x 4 + 2; rank 2: 2 x 4 + 1"
+        ),
+        (2, 3, Cut()): "2 samples = 3 ranks x 1 micro-batch x 1, ragged: ranks 0-1: 1; rank 2: nothing",
+    }
+    assert {key: str(plan_batch(*key)) for key in lines} == lines
+
+
+def test_impossible_plans_are_refused() -> None:
+    """A negative number of samples, and whole units of shares that have been dealt already."""
+    with pytest.raises(BatchSizeError, match="num_samples=-1 must not be negative"):
+        plan_batch(-1, 1, Cut(deal="fixed", micro_batch_size=2))
+    with pytest.raises(CompositionError, match="deal='fixed'"):
+        plan_shares([3, 4], Cut(deal="fixed"))

@@ -1,0 +1,392 @@
+"""A picture of a run shows what its log says, and leaves out what a resume has undone."""
+
+import importlib
+import itertools
+import math
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from anybatch.core.records import Record, Scalar
+from anybatch.errors import UserError
+from anybatch.events.curves import Curves, read_curves, smoothed
+from anybatch.events.drawing import make_figure
+from anybatch.events.jsonl import JsonlLog
+from anybatch.events.plot import plot_losses
+from tests.events.recorded_run import GEOMETRY, end, evaluation, out_of_memory, start, step, whole_run
+
+NAN = math.nan
+
+
+def logged(path: Path, records: Iterable[Record]) -> Path:
+    """Return a log of records."""
+    with JsonlLog(path, num_steps_per_flush=1_000) as log:
+        for record in records:
+            log.observe(record)
+    return path
+
+
+@pytest.fixture(name="log")
+def fixture_log(tmp_path: Path) -> Path:
+    """Return a path for a log."""
+    return tmp_path / "events.jsonl"
+
+
+def figure_of(log: Path, records: Iterable[Record]) -> Figure:
+    """Return the figure of a run."""
+    return make_figure(read_curves(logged(log, records)))
+
+
+def line(panel: Axes, label: str) -> tuple[list[float], list[float]]:
+    """Return the points of the one line of a panel that the legend calls by a name."""
+    (found,) = [line for line in panel.lines if line.get_label() == label]
+    return points(found)
+
+
+def points(drawn: Any) -> tuple[list[float], list[float]]:
+    """Return the points of a line."""
+    steps, values = drawn.get_data()
+    return [float(one) for one in steps], [float(one) for one in values]
+
+
+def legend(figure: Figure) -> list[str]:
+    """Return what a figure's legend names."""
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def drawn_curves(log: Path, records: Iterable[Record]) -> Curves:
+    """Return the curves of a run."""
+    return read_curves(logged(log, records))
+
+
+# ---- curves ----
+
+
+def test_curves_are_the_records(log: Path) -> None:
+    """A step stands at the number of steps made with it, an evaluation at the number made before it."""
+    records: list[Record] = [
+        start(),
+        step(0, 2.0),
+        step(1, torch.tensor(1.0), skipped=torch.tensor(True)),
+        evaluation(2, x=0.5),
+    ]
+    curves = drawn_curves(log, [*records, out_of_memory(2), step(2, 0.5, learning_rates=(0.1,)), end(3)])
+
+    assert (curves.steps, curves.losses.tolist()) == ([1, 2, 3], [2.0, 1.0, 0.5])
+    assert [rates.tolist() for rates in curves.learning_rates] == [pytest.approx([0.001, 0.001, 0.1])]
+    assert curves.metrics == {"x": {2: 0.5}}
+    assert (curves.skipped, curves.resumed, curves.out_of_memory) == ([2], [], [3])
+
+
+def test_undone_steps_are_left_out(log: Path) -> None:
+    """After a resume only the first steps of the earlier session count; what was evaluated before them stays."""
+    first: list[Record] = [start(), *(step(number, 1.0, skipped=number == 5) for number in range(6))]
+    first += [evaluation(4, x=0.1), evaluation(6, x=0.2), out_of_memory(5)]
+    second: list[Record] = [start(4), step(4, 2.0), evaluation(5, x=0.3), end(5)]
+    curves = drawn_curves(log, [*first, *second])
+
+    assert (curves.steps, curves.losses.tolist()) == ([1, 2, 3, 4, 5], [1.0, 1.0, 1.0, 1.0, 2.0])
+    assert curves.metrics == {"x": {4: 0.1, 5: 0.3}}
+    assert (curves.skipped, curves.resumed, curves.out_of_memory) == ([], [4], [])
+
+
+def test_a_resume_from_further_back_undoes_resumes(log: Path) -> None:
+    """A resume that goes back behind an earlier one removes its mark, and two at the same step are one."""
+    sessions: list[Record] = [
+        start(),
+        step(0),
+        step(1),
+        step(2),
+        start(2),
+        step(2),
+        start(1),
+        step(1),
+        start(1),
+        step(1),
+    ]
+
+    assert drawn_curves(log, sessions).resumed == [1]
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(1, 8)), min_size=1, max_size=5))
+def test_the_lineage_of_the_final_parameters_is_kept(
+    tmp_path_factory: pytest.TempPathFactory, sessions: list[tuple[int, int]]
+) -> None:
+    """Whatever is resumed from where, each step's loss is the one that was computed last, and none is twice."""
+    records: list[Record] = []
+    lineage: list[float] = []
+    for number, (wanted, num_steps) in enumerate(sessions):
+        first = min(wanted, len(lineage))
+        lineage = lineage[:first]
+        records.append(start(first))
+        for one in range(first, first + num_steps):
+            lineage.append(number + one / 100)
+            records.append(step(one, lineage[-1]))
+    curves = drawn_curves(tmp_path_factory.mktemp("logs") / "log.jsonl", records)
+
+    assert curves.steps == list(range(1, len(lineage) + 1))
+    assert curves.losses.tolist() == lineage
+
+
+def test_learning_rates_that_are_equal_come_once(log: Path) -> None:
+    """Two groups with the same rates are one curve; a group that is missing in some steps has gaps."""
+    rates = [(0.1, 0.1, 0.2), (0.3, 0.3)]
+    curves = drawn_curves(log, [step(number, 1.0, learning_rates=one) for number, one in enumerate(rates)])
+
+    assert len(curves.learning_rates) == 2
+    assert curves.learning_rates[0].tolist() == [0.1, 0.3]
+    assert curves.learning_rates[1].isnan().tolist() == [False, True]
+
+
+def test_numbers_that_are_none(log: Path) -> None:
+    """NaN, infinity and a number that was lost with its device are no finite losses."""
+    losses: list[Scalar] = [NAN, math.inf, torch.tensor(0.0, device="meta"), 1.0]
+    curves = drawn_curves(log, [step(number, loss) for number, loss in enumerate(losses)])
+
+    assert curves.losses.isfinite().tolist() == [False, False, False, True]
+
+
+def test_a_log_of_a_later_version_is_read(log: Path) -> None:
+    """Kinds of records that are not known are passed over."""
+    logged(log, whole_run(2))
+    text = log.read_text(encoding="utf-8")
+    log.write_text(re.sub('"kind":"end"', '"kind":"something_new"', text), encoding="utf-8")
+
+    assert read_curves(log).steps == [1, 2]
+
+
+# ---- smoothing ----
+
+
+@given(st.lists(st.floats(-10, 10) | st.just(NAN), min_size=1, max_size=60), st.floats(0.5, 9.0))
+def test_smoothing_is_a_weighted_mean(values: list[float], num_steps: float) -> None:
+    """Each smoothed value is the bell-weighted mean of the finite ones around it, computed term by term."""
+    reach = math.ceil(4 * num_steps)
+    expected = []
+    for here, value in enumerate(values):
+        around = [
+            (math.exp(-(((there - here) / num_steps) ** 2) / 2), other)
+            for there, other in enumerate(values)
+            if math.isfinite(other) and abs(there - here) <= reach
+        ]
+        mean = sum(weight * other for weight, other in around) / sum(weight for weight, _ in around) if around else NAN
+        expected.append(mean if math.isfinite(value) else NAN)
+    found = smoothed(torch.tensor(values, dtype=torch.float64), num_steps).tolist()
+
+    assert found == pytest.approx(expected, nan_ok=True, abs=1e-9)
+
+
+# ---- pictures ----
+
+
+@pytest.mark.parametrize("num_steps", [1, 10, 1_000])
+def test_the_loss_is_drawn(log: Path, num_steps: int) -> None:
+    """Every loss is in the figure; from 50 steps on there is a smoothed line too, and below each loss has a dot."""
+    panel = figure_of(log, whole_run(num_steps)).axes[0]
+    steps, losses = line(panel, "loss of a step")
+
+    assert steps == list(range(1, num_steps + 1))
+    assert losses == pytest.approx([2.0 / number for number in range(1, num_steps + 1)])
+    labels = [line.get_label() for line in panel.lines]
+    assert ("loss, smoothed" in labels) == (num_steps >= 50)
+    assert panel.lines[0].get_marker() == ("o" if num_steps < 50 else "None")
+
+
+def test_the_smoothed_line_is_smooth(log: Path) -> None:
+    """The smoothed line follows the course of the loss, without its noise."""
+    noise = itertools.cycle([-0.5, 0.5])
+    records = [step(number, 3 - number / 100 + next(noise)) for number in range(200)]
+    _, values = line(figure_of(log, records).axes[0], "loss, smoothed")
+
+    assert values[20:-20] == pytest.approx([3 - number / 100 for number in range(20, 180)], abs=0.01)
+
+
+def test_gaps_are_seen(log: Path) -> None:
+    """Where the loss is no number the lines are broken, the place is shaded and counted, and lone values get a dot."""
+    losses = [NAN if number in (10, 11, 12, 60, 62) else 1.0 for number in range(100)]
+    figure = figure_of(log, [start(), *(step(number, loss) for number, loss in enumerate(losses))])
+    panel = figure.axes[0]
+
+    _, drawn = line(panel, "loss of a step")
+    assert [math.isnan(value) for value in drawn] == [math.isnan(loss) for loss in losses]
+    assert line(panel, "loss not finite (5)")[0] == [12.0, 61.0, 63.0]
+    (shades,) = panel.collections
+    assert [path.get_extents().intervalx.tolist() for path in shades.get_paths()] == [
+        [10.5, 13.5],
+        [60.5, 61.5],
+        [62.5, 63.5],
+    ]
+    dots = [line for line in panel.lines if line.get_marker() == "o"]
+    assert [points(dot)[0] for dot in dots] == [[62.0]]
+
+
+def test_no_loss_is_finite(log: Path) -> None:
+    """A run of which nothing is finite says so in words."""
+    panel = figure_of(log, [start(), step(0, NAN), step(1, math.inf)]).axes[0]
+
+    assert "no finite value" in [text.get_text() for text in panel.texts]
+
+
+def test_evaluations_are_drawn(log: Path) -> None:
+    """A metric that is a loss stands with the loss, in a shape of its own; any other has a panel and its last value."""
+    records = [step(number, 1.0, losses={"lm": 1.0, "aux": 0.1}) for number in range(4)]
+    evaluations = [evaluation(after, lm=after, aux=2.0, accuracy=after / 10) for after in (2, 4)]
+    figure = figure_of(log, [start(), *records, *evaluations])
+    loss_panel, metric_panel, rate_panel = figure.axes
+
+    assert line(loss_panel, "evaluated lm") == ([2.0, 4.0], [2.0, 4.0])
+    shapes = [line.get_marker() for line in loss_panel.lines if str(line.get_label()).startswith("evaluated")]
+    assert len(set(shapes)) == 2
+    assert metric_panel.get_ylabel() == "accuracy"
+    assert points(metric_panel.lines[0])[1] == [0.2, 0.4]
+    assert [text.get_text() for text in metric_panel.texts] == ["0.400"]
+    assert rate_panel.get_ylabel() == "learning\nrate"
+    assert points(rate_panel.lines[0])[1] == [0.001] * 4
+
+
+def test_a_metric_that_is_never_finite(log: Path) -> None:
+    """A metric without a finite value has its panel, in which that is said."""
+    panel = figure_of(log, [step(0), evaluation(1, fid=NAN)]).axes[1]
+
+    assert [text.get_text() for text in panel.texts] == ["no finite value"]
+
+
+def test_what_happened_is_marked_and_counted(log: Path) -> None:
+    """Skipped steps, out-of-memory events and resumes have marks of their own, and their number in the legend."""
+    records: list[Record] = [
+        start(),
+        step(0, skipped=True),
+        step(1),
+        out_of_memory(2),
+        step(2),
+        start(3),
+        step(3, skipped=True),
+    ]
+    figure = figure_of(log, records)
+    panel = figure.axes[0]
+
+    assert line(panel, "update skipped (2)")[0] == [1.0, 4.0]
+    assert line(panel, "out of memory (1)")[0] == [3.0]
+    assert legend(figure)[-1] == "resumed (1)"
+    assert all([3.5, 3.5] in [points(line)[0] for line in panel.lines] for panel in figure.axes)
+    assert legend(figure) == ["loss of a step", "update skipped (2)", "out of memory (1)", "resumed (1)"]
+
+
+def test_only_what_happened_is_in_the_legend(log: Path) -> None:
+    """A run in which nothing happened has a legend of its lines alone."""
+    assert legend(figure_of(log, whole_run(3))) == ["loss of a step"]
+
+
+@pytest.mark.parametrize(
+    ("losses", "scale"), [([3.0, 0.2], "linear"), ([3.0, 0.1], "log"), ([3.0, 0.01, -0.1], "linear"), ([0.0], "linear")]
+)
+def test_the_axis_follows_the_losses(log: Path, losses: list[float], scale: str) -> None:
+    """Losses that are positive and differ by a factor of 30 get a logarithmic axis, with plain numbers at it."""
+    panel = figure_of(log, [step(number, loss) for number, loss in enumerate(losses)]).axes[0]
+
+    assert panel.get_yscale() == scale
+    formatter: Any = panel.yaxis.get_major_formatter()
+    assert [formatter(value, 0) for value in (0.1, 1.0, 20_000.0, 0.0, 1e-7)] == ["0.1", "1", "20,000", "0", "1e-07"]
+
+
+def test_every_step_is_within_the_axis(log: Path) -> None:
+    """The axis of steps holds the whole run, evaluations at its end included, and shows whole numbers."""
+    panel = figure_of(log, [start(), step(0), evaluation(9, x=1.0)]).axes[-1]
+    left, right = panel.get_xlim()
+
+    assert left < 1
+    assert right > 9
+    assert panel.get_xlabel() == "steps made"
+    assert all(tick == round(tick) for tick in panel.get_xticks())
+
+
+def test_the_title_is_the_geometry(log: Path) -> None:
+    """The title says how the batch was cut, in each session that cut it another way, and what it ran on."""
+    other = "64 samples = 4 ranks x 1 micro-batch x 16"
+    records: list[Record] = [start(), step(0), start(1), step(1), start(2, geometry=other, device="cuda:0"), step(2)]
+    panel = figure_of(log, records).axes[0]
+
+    assert panel.texts[0].get_text() == f"{GEOMETRY}\nthen {other}"
+    assert panel.get_title("left") == "3 steps on cpu, fp32, all_reduce; then cuda:0, fp32, all_reduce"
+
+
+def test_a_log_without_its_beginning(log: Path) -> None:
+    """A log that was cut off at its front is drawn all the same, and the picture says so."""
+    (panel,) = figure_of(log, [step(7, learning_rates=())]).axes
+
+    assert panel.get_title("left") == "8 steps; the beginning of the log is missing"
+
+
+def test_pictures_are_written(log: Path, tmp_path: Path) -> None:
+    """Each format is written, into folders that are made; text in an SVG is text; matplotlib's settings stay."""
+    mpl.rcParams["lines.linewidth"] = 7.5
+    before = dict(mpl.rcParams)
+    try:
+        paths = plot_losses(
+            logged(log, whole_run(3)), [tmp_path / "new" / name for name in ("a.png", "a.SVG", "a.pdf")]
+        )
+        assert dict(mpl.rcParams) == before
+    finally:
+        mpl.rcParams["lines.linewidth"] = mpl.rcParamsDefault["lines.linewidth"]
+
+    heads = [path.read_bytes()[:5] for path in paths]
+    assert heads == [b"\x89PNG\r", b"<?xml", b"%PDF-"]
+    svg = paths[1].read_text(encoding="utf-8")
+    assert GEOMETRY in svg
+    assert "steps made" in svg
+    assert "stroke-width: 7.5" not in svg
+
+
+def test_the_same_log_gives_the_same_picture(log: Path, tmp_path: Path) -> None:
+    """An SVG and a PDF hold no date and no random names: drawn twice they are the same bytes."""
+    records: list[Record] = [
+        start(),
+        *(step(number) for number in range(60)),
+        evaluation(60, accuracy=0.5, **{"$x$ & <y>": 1.0}),
+    ]
+    logged(log, records)
+    first = plot_losses(log, [tmp_path / "1.svg", tmp_path / "1.pdf"])
+    second = plot_losses(log, [tmp_path / "2.svg", tmp_path / "2.pdf"])
+
+    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
+    assert "$x$ &amp; &lt;y&gt;" in first[0].read_text(encoding="utf-8")
+
+
+# ---- what cannot be drawn ----
+
+
+def test_without_matplotlib(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where matplotlib is not installed, the error says what to install, and nothing is written."""
+    monkeypatch.delitem(sys.modules, "anybatch.events.drawing")
+    monkeypatch.delattr(importlib.import_module("anybatch.events"), "drawing")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    out = tmp_path / "a.png"
+
+    with pytest.raises(UserError, match=re.escape("pip install 'anybatch[plot]'")):
+        plot_losses(logged(log, whole_run(1)), [out])
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("name", ["a.jpeg", "a"])
+def test_other_endings(log: Path, name: str) -> None:
+    """A picture that ends in something else is refused before anything is read."""
+    with pytest.raises(UserError, match="ends in"):
+        plot_losses(log, [name])
+
+
+def test_a_log_without_steps(log: Path, tmp_path: Path) -> None:
+    """A log that has no step yet is refused, with what may be the reason; one that is not there is an OSError."""
+    with pytest.raises(UserError, match="holds no steps yet"):
+        plot_losses(logged(log, [start()]), [tmp_path / "a.png"])
+    with pytest.raises(FileNotFoundError):
+        plot_losses(tmp_path / "none.jsonl", [tmp_path / "a.png"])

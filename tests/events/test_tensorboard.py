@@ -1,0 +1,219 @@
+"""What TensorBoard shows of a run is what its records say, over the steps made."""
+
+import importlib
+import math
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from anybatch.core.records import Record
+from anybatch.errors import UserError
+from anybatch.events.tensorboard import TensorBoardLog
+from tests.events.recorded_run import (
+    GEOMETRY,
+    Clock,
+    checkpoint,
+    diagnosis,
+    end,
+    evaluation,
+    micro_batch,
+    out_of_memory,
+    start,
+    step,
+    whole_run,
+)
+
+pytest.importorskip("tensorboard", reason="needs the package tensorboard")
+Charts = Mapping[str, list[tuple[int, float]]]
+
+
+class CountingTensor(torch.Tensor):
+    """A tensor that counts how often a program has waited for its number."""
+
+    num_read = 0
+
+    def item(self) -> Any:
+        type(self).num_read += 1
+        return super().item()
+
+
+def written(folder: Path, records: Iterable[Record], *, seconds: float = 1.0, **options: Any) -> None:
+    """Write a run whose records come so many seconds apart."""
+    clock, wall_clock = Clock(), Clock()
+    wall_clock.seconds = 1_000_000.0
+    with TensorBoardLog(folder, clock=clock, wall_clock=wall_clock, **options) as log:
+        for record in records:
+            log.observe(record)
+            clock.seconds += seconds
+            wall_clock.seconds += 1.0
+
+
+def accumulator(folder: Path) -> Any:
+    """Return TensorBoard's own reader of a folder."""
+    module = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+    reader = module.EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
+    return reader.Reload()
+
+
+def charts(folder: Path) -> Charts:
+    """Return the charts that TensorBoard shows of a folder."""
+    reader = accumulator(folder)
+    return {tag: [(one.step, one.value) for one in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
+
+
+def texts(folder: Path, tag: str) -> list[tuple[int, str]]:
+    """Return the texts that TensorBoard shows of a folder."""
+    found = accumulator(folder).Tensors(f"{tag}/text_summary")
+    return [(one.step, one.tensor_proto.string_val[0].decode()) for one in found]
+
+
+def test_charts_are_the_records(tmp_path: Path) -> None:
+    """Every step is a point of each chart, at the number of steps made; an evaluation stands at those made before."""
+    records: list[Record] = [
+        start(),
+        micro_batch(0, 0),
+        step(0, 2.0),
+        step(1, torch.tensor(1.0)),
+        evaluation(2, accuracy=0.5),
+        end(2),
+    ]
+    written(tmp_path, records)
+
+    assert charts(tmp_path) == {
+        "loss": [(1, 2.0), (2, 1.0)],
+        "gradient_norm": [(1, 1.25), (2, 1.25)],
+        "learning_rate": [(1, pytest.approx(0.001)), (2, pytest.approx(0.001))],
+        "samples_per_second": [(1, 32.0), (2, 64.0)],  # the first step begins with the run, two records before it
+        "evaluation/accuracy": [(2, 0.5)],
+    }
+
+
+def test_terms_groups_and_skipped_steps(tmp_path: Path) -> None:
+    """Several terms and several parameter groups have a chart each; skipped steps from the first skipped one on."""
+    records: list[Record] = [
+        start(),
+        step(0, 3.0, losses={"lm": 1.0, "aux": 2.0}, learning_rates=(0.5, 0.25), gradient_norm=None),
+        step(1, skipped=torch.tensor(True), learning_rates=()),
+        step(2),
+    ]
+    written(tmp_path, records)
+    found = charts(tmp_path)
+
+    assert found["loss_terms/lm"] == [(1, 1.0)]
+    assert found["loss_terms/aux"] == [(1, 2.0)]
+    assert found["learning_rate/group_0"] == [(1, 0.5)]
+    assert found["learning_rate/group_1"] == [(1, 0.25)]
+    assert found["gradient_norm"] == [(2, 1.25), (3, 1.25)]
+    assert found["update_skipped"] == [(2, 1.0), (3, 0.0)]
+
+
+def test_numbers_that_are_none(tmp_path: Path) -> None:
+    """NaN is a point that TensorBoard shows as such; a number that was lost with its device is no point."""
+    written(tmp_path, [start(), step(0, math.nan), step(1, torch.tensor(0.0, device="meta")), step(2, 1.0)])
+    points = charts(tmp_path)["loss"]
+
+    assert [number for number, _ in points] == [1, 3]
+    assert math.isnan(points[0][1])
+
+
+def test_how_the_run_is_cut_is_a_text(tmp_path: Path) -> None:
+    """The geometry, the circumstances and the decisions stand under `run`, as a list."""
+    written(tmp_path, [start(decisions={"strategy": "single, because"})])
+    ((number, text),) = texts(tmp_path, "run")
+
+    assert number == 0
+    assert text.splitlines()[0] == f"- {GEOMETRY}"
+    assert text.splitlines()[-1] == "- decided: strategy: single, because"
+
+
+def test_what_happens_is_a_text(tmp_path: Path) -> None:
+    """Diagnoses, checkpoints, out-of-memory events and the end are sentences, at their steps."""
+    happenings: list[Record] = [
+        diagnosis("early"),
+        start(),
+        checkpoint(1),
+        diagnosis("late", step=1),
+        out_of_memory(2),
+        end(3),
+    ]
+    written(tmp_path, happenings)
+
+    found = texts(tmp_path, "happenings")
+    assert [number for number, _ in found] == [0, 1, 2, 3, 3]
+    assert [re.search("early|saved|late|memory|completed", text)[0] for _, text in found] == [  # type: ignore[index]
+        *("early", "saved", "late", "memory", "completed")
+    ]
+
+
+def test_undone_steps_are_hidden(tmp_path: Path) -> None:
+    """After a resume, in another process or in the same one, the steps that it undoes are not shown any more."""
+    written(tmp_path, [start(), *(step(number, 1.0) for number in range(5)), evaluation(5, x=1.0), end(5)])
+    written(tmp_path, [start(2), *(step(number, 2.0) for number in (2, 3)), start(3), step(3, 3.0)])
+
+    assert charts(tmp_path)["loss"] == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 3.0)]
+    assert "evaluation/x" not in charts(tmp_path) or charts(tmp_path)["evaluation/x"] == []
+
+
+def test_a_run_whose_start_was_not_seen(tmp_path: Path) -> None:
+    """A log that was handed in late writes what it sees."""
+    written(tmp_path, [step(4, 1.0)])
+
+    assert charts(tmp_path)["loss"] == [(5, 1.0)]
+
+
+def test_points_have_the_time_of_their_records(tmp_path: Path) -> None:
+    """A point is stamped when its record arrives, not when it is written."""
+    written(tmp_path, list(whole_run(4)), seconds_per_write=1e9)
+    stamps = [one.wall_time for one in accumulator(tmp_path).Scalars("loss")]
+
+    assert stamps == [1_000_001.0, 1_000_002.0, 1_000_003.0, 1_000_004.0]
+
+
+def test_the_loop_does_not_wait(tmp_path: Path) -> None:
+    """Numbers are read together every few seconds, and whenever something is evaluated."""
+    CountingTensor.num_read = 0
+    loss, clock, seen = torch.tensor(0.5).as_subclass(CountingTensor), Clock(), []
+    with TensorBoardLog(tmp_path, clock=clock, seconds_per_write=5.0) as log:
+        log.observe(start())
+        for number in range(12):
+            clock.seconds += 1.0
+            log.observe(step(number, loss))
+            seen.append(CountingTensor.num_read)
+        log.observe(evaluation(12, x=1.0))
+        seen.append(CountingTensor.num_read)
+
+    assert seen == [0, 0, 0, 0, 5, 5, 5, 5, 5, 10, 10, 10, 12]
+
+
+def test_only_rank_0_writes(tmp_path: Path) -> None:
+    """Other ranks leave no file behind, and a log that saw nothing neither."""
+    written(tmp_path / "other", [start(rank=1), step(0, rank=1), end(1, rank=1)])
+
+    assert not (tmp_path / "other").exists()
+
+
+def test_closing_twice(tmp_path: Path) -> None:
+    """A log may be closed again, and goes on in a new file if more comes after it."""
+    log = TensorBoardLog(tmp_path)
+    log.observe(step(0, 1.0))
+    log.close()
+    log.close()
+    log.observe(step(1, 2.0))
+    log.close()
+
+    assert charts(tmp_path)["loss"] == [(1, 1.0), (2, 2.0)]
+
+
+def test_without_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where TensorBoard is not installed, the error says what to install, before anything is trained."""
+    for name in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+
+    with pytest.raises(UserError, match=re.escape("pip install 'anybatch[tensorboard]'")):
+        TensorBoardLog(tmp_path)
