@@ -9,6 +9,7 @@ import tempfile
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # if imported after init_process_group, it keeps the group alive
 from torch import Tensor, nn
 
 

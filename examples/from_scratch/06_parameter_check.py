@@ -8,6 +8,7 @@ from hashlib import sha256
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # if imported after init_process_group, it keeps the group alive
 from torch import nn
 
 

@@ -29,6 +29,7 @@ BATCH_SIZE = 8
 STEPS_PER_EPOCH = 7
 NUM_STEPS = 21
 FAULT = "ANYBATCH_TEST_FAULT"
+SAID = "ANYBATCH_TEST_SAID"
 SPEC = "tests.cli.small:job"
 
 
@@ -85,12 +86,26 @@ def strike_from_environment() -> None:
     FAULTS[what]()
 
 
-def launcher() -> int:
-    """Return the process that has started this rank."""
+def signal_launcher(number: signal.Signals) -> None:
+    """Send a signal to the process that has started this rank."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     assert parent.pid is not None
-    return parent.pid
+    os.kill(parent.pid, number)
+
+
+def kill_launcher() -> None:
+    """Kill it, and wait until it is gone."""
+    signal_launcher(signal.SIGKILL)
+    while multiprocessing.parent_process().is_alive():  # type: ignore[union-attr]
+        pass
+
+
+def terminate_launcher() -> None:
+    """Ask it to stop, and wait until it says that it will: its standard error is the file that SAID names."""
+    signal_launcher(signal.SIGTERM)
+    while "SIGTERM" not in Path(os.environ[SAID]).read_text():
+        pass
 
 
 def raise_fault() -> None:
@@ -99,18 +114,22 @@ def raise_fault() -> None:
     raise FaultError(message)
 
 
-def interrupt_until_killed() -> None:
-    """Press Ctrl-C again and again, in a step that never ends."""
+def interrupt_twice() -> None:
+    """Press Ctrl-C, wait until it is said what a second one does, press it again, and never end this step."""
+    signal_launcher(signal.SIGINT)
+    while "SIGINT" not in Path(os.environ[SAID]).read_text():
+        pass
+    signal_launcher(signal.SIGINT)
     while True:
-        os.kill(launcher(), signal.SIGINT)
+        pass
 
 
 FAULTS: dict[str, Callable[[], Any]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "terminate": lambda: os.kill(os.getpid(), signal.SIGTERM),
-    "kill_launcher": lambda: os.kill(launcher(), signal.SIGKILL),
-    "terminate_launcher": lambda: os.kill(launcher(), signal.SIGTERM),
-    "interrupt_until_killed": interrupt_until_killed,
+    "kill_launcher": kill_launcher,
+    "terminate_launcher": terminate_launcher,
+    "interrupt_twice": interrupt_twice,
     "raise": raise_fault,
     "exit": lambda: sys.exit(9),
 }

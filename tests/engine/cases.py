@@ -267,6 +267,19 @@ def mean_over_targets(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
     return F.cross_entropy(logits[:, :-1].reshape(-1, NUM_WORDS), batch["labels"][:, 1:].reshape(-1))
 
 
+def predict_by_hand(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the same mean written with a mask: over no target its value and its gradient are NaN."""
+    return masked_mean(model(batch["words"]), batch)
+
+
+def masked_mean(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Return the mean cross-entropy of the next words, where they are not masked."""
+    targets = batch["labels"][:, 1:]
+    mask = (targets != -100).double()
+    each = F.cross_entropy(logits[:, :-1].transpose(1, 2), targets, reduction="none")
+    return (each * mask).sum() / mask.sum()
+
+
 def predict_each(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Return one cross-entropy per target that is not masked."""
     logits, targets = model(batch["words"])[:, :-1], batch["labels"][:, 1:]
@@ -283,7 +296,7 @@ def predict_sum(model: nn.Module, batch: Batch) -> ab.LossSum:
 def predict_and_value(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
     """Return a mean over targets and a mean over samples."""
     logits = model(batch["words"])
-    return {"lm": mean_over_targets(logits, batch), "aux": (logits.mean((1, 2)) - batch["value"]).square().mean()}
+    return {"lm": masked_mean(logits, batch), "aux": (logits.mean((1, 2)) - batch["value"]).square().mean()}
 
 
 def both_terms(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -342,6 +355,12 @@ CASES: Mapping[str, Case] = {
     ),
     "micro-batches without targets": Case(
         model=language_model, batch=lambda: sentences_masked(4, 13), loss=TOKENS, reference=predict
+    ),
+    "micro-batches whose mean is NaN": Case(
+        model=language_model,
+        batch=lambda: sentences_masked(4, 13),
+        loss=ab.mean_over_tokens(predict_by_hand),
+        reference=predict_by_hand,
     ),
     "first ranks without targets": Case(
         model=language_model, batch=lambda: sentences_masked(0, 21), loss=TOKENS, reference=predict

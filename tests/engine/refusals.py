@@ -196,6 +196,9 @@ ON_ONE_RANK: Mapping[str, Refusal] = {
     "an infinite loss": Refusal(
         NonFiniteError, ("step 0",), lambda: step(returns(lambda each: ab.LossSum(each.sum() * float("inf"), 5)))
     ),
+    "nothing counted after all": Refusal(
+        NonFiniteError, ("step 0",), lambda: step(returns(lambda each: ab.LossSum(each.sum() * 0, 0)))
+    ),
     "a gradient of NaN": Refusal(NonFiniteError, ("gradient", "step 0"), infinite_gradient),
     # Models and optimizers
     "a model that is none": Refusal(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console as Terminal
 
-from anybatch.core.records import MemoryRecord, PhaseRecord, Record
+from anybatch.core.records import MemoryRecord, PhaseRecord, Record, StepRecord
 from anybatch.events.console import Console
 from anybatch.events.memory import Memory, memory_in_use
 from anybatch.events.moment import Level, Moment
@@ -143,6 +143,11 @@ def test_lines_of_a_run() -> None:
     assert lines[-1] == "completed after 13 s, 12 steps made"
 
 
+def test_the_last_step_is_known_beforehand() -> None:
+    """Where the number of steps is known, the last one has its line at once, and needs no end to be told."""
+    assert [line[:11] for line in plain([step(0), step(1), step(2)], total_steps=3)] == ["step 1 of 3", "step 3 of 3"]
+
+
 def test_lines_have_the_numbers_of_the_step() -> None:
     """A line holds the step's own loss, norm and rate, samples per second over all ranks, and the time that is left."""
     (line,) = [line for line in plain(list(whole_run(12)), total_steps=12) if line.startswith("step  6")]
@@ -258,11 +263,12 @@ def test_what_was_decided_is_said() -> None:
 
 def test_a_resumed_session_begins_its_own_pace() -> None:
     """After a second start, pace and time are those of the second session, and its first step is shown."""
-    records = [*whole_run(3), start(2), step(2), step(3)]
-    screen = watched(records, total_steps=10, seconds=2.0)
+    first = [replace(one, num_samples=6_400) if isinstance(one, StepRecord) else one for one in whole_run(3)]
+    screen = watched([*first, start(2), step(2), step(3)], total_steps=10, seconds=2.0)
 
     assert screen.moments[-1].num_steps == 4
     assert screen.last["time"] == "4.0 s"
+    assert screen.last["samples/s"] == "32.0"
     assert screen.moments[-1].time_left == "12 s"
 
 
@@ -342,6 +348,18 @@ def test_memory_of_the_process() -> None:
     assert after.num_bytes - before.num_bytes > 2**25
 
 
+@pytest.mark.gpu
+def test_memory_of_an_accelerator() -> None:
+    """On a CUDA device it is the most that tensors held at once, of all that the device has."""
+    held = torch.ones(2**20, device="cuda")
+    memory = memory_in_use("cuda:0")
+
+    assert memory is not None
+    assert memory.num_bytes == torch.cuda.max_memory_allocated() >= held.nbytes
+    assert memory.limit_bytes is not None
+    assert memory.limit_bytes > memory.num_bytes
+
+
 def test_the_loop_does_not_wait() -> None:
     """Numbers are read when they are shown, and not for the steps between."""
     CountingTensor.num_read = 0
@@ -411,7 +429,8 @@ def test_the_height_stays() -> None:
 def test_a_narrow_terminal_drops_what_it_must() -> None:
     """Where there is no room, the percentage goes first, then the time left, then the bar; the step stays."""
     moment = watched(list(whole_run(3)), total_steps=4).moments[-1]
-    lines = {width: drawn(moment, width)[0] for width in (60, 50, 40, 20, 8)}
+    shown = {width: drawn(moment, width) for width in (60, 50, 40, 20, 8)}
+    lines = {width: first for width, (first, *_) in shown.items()}
 
     assert {width: ("%" in line, "left" in line, "━" in line) for width, line in lines.items()} == {
         60: (True, True, True),
@@ -420,6 +439,7 @@ def test_a_narrow_terminal_drops_what_it_must() -> None:
         20: (False, False, False),
         8: (False, False, False),
     }
+    assert all(len(shown[width]) == 1 + len(moment.cells) for width in (40, 20, 8))
     assert all(line.startswith("step 3 of 4"[:width]) and len(line) <= width for width, line in lines.items())
 
 
@@ -443,20 +463,19 @@ def test_a_terminal_that_is_resized() -> None:
 def test_a_terminal_is_given_back() -> None:
     """The cursor is hidden while the bar is there, and shown again at the end, on close, and when it is forgotten."""
     ends: list[Any] = [
-        lambda console: console.observe(end(1)),
-        lambda console: console.close(),
-        lambda _: None,
+        lambda consoles: consoles[0].observe(end(1)),
+        lambda consoles: consoles[0].close(),
+        lambda consoles: consoles.clear(),
     ]
     for finish in ends:
         stream = io.StringIO()
-        screen = TerminalScreen(Terminal(file=stream, width=80, force_terminal=True))
-        console = Console(1, screen=screen, memory=no_memory)
-        console.observe(start())
-        console.observe(step(0))
-        assert stream.getvalue().endswith("\x1b[?25h") is False
-        finish(console)
-        del console, screen
-        assert stream.getvalue().count("\x1b[?25l") == stream.getvalue().count("\x1b[?25h") == 1
+        terminal = Terminal(file=stream, width=80, force_terminal=True)
+        consoles = [Console(1, screen=TerminalScreen(terminal), memory=no_memory)]
+        for record in (start(), step(0)):
+            consoles[0].observe(record)
+        assert [stream.getvalue().count(code) for code in ("\x1b[?25l", "\x1b[?25h")] == [1, 0]
+        finish(consoles)
+        assert [stream.getvalue().count(code) for code in ("\x1b[?25l", "\x1b[?25h")] == [1, 1]
 
 
 def test_lines_stand_above_the_bar() -> None:

@@ -329,7 +329,7 @@ def test_a_log_without_its_beginning(log: Path) -> None:
 
 def test_pictures_are_written(log: Path, tmp_path: Path) -> None:
     """Each format is written, into folders that are made; text in an SVG is text; matplotlib's settings stay."""
-    mpl.rcParams["lines.linewidth"] = 7.5
+    mpl.rcParams["axes.facecolor"] = "#123456"
     before = dict(mpl.rcParams)
     try:
         paths = plot_losses(
@@ -337,14 +337,14 @@ def test_pictures_are_written(log: Path, tmp_path: Path) -> None:
         )
         assert dict(mpl.rcParams) == before
     finally:
-        mpl.rcParams["lines.linewidth"] = mpl.rcParamsDefault["lines.linewidth"]
+        mpl.rcParams["axes.facecolor"] = mpl.rcParamsDefault["axes.facecolor"]
 
     heads = [path.read_bytes()[:5] for path in paths]
     assert heads == [b"\x89PNG\r", b"<?xml", b"%PDF-"]
     svg = paths[1].read_text(encoding="utf-8")
     assert GEOMETRY in svg
     assert "steps made" in svg
-    assert "stroke-width: 7.5" not in svg
+    assert "#123456" not in svg
 
 
 def test_the_same_log_gives_the_same_picture(log: Path, tmp_path: Path) -> None:
@@ -359,7 +359,7 @@ def test_the_same_log_gives_the_same_picture(log: Path, tmp_path: Path) -> None:
     second = plot_losses(log, [tmp_path / "2.svg", tmp_path / "2.pdf"])
 
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
-    assert "$x$ &amp; &lt;y&gt;" in first[0].read_text(encoding="utf-8")
+    assert ">$x$ &amp; &lt;y&gt;</text>" in first[0].read_text(encoding="utf-8")
 
 
 # ---- what cannot be drawn ----

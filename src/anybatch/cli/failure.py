@@ -53,22 +53,29 @@ def _foreseen(error: BaseException) -> str | None:
 def _from_users_code_on(error: BaseException) -> str | None:
     """Return the traceback from the first frame on that is the user's; None if there is no such frame."""
     shown = traceback.TracebackException.from_exception(error)
-    first = next((number for number, frame in enumerate(shown.stack) if not _is_ours(frame.filename)), None)
-    if first is None:
+    foreign = [number for number, frame in enumerate(shown.stack) if not _is_ours(frame.filename)]
+    if not foreign:
         return None
+    # A package between us and the recipe, such as one that decorates functions, is not where to look first.
+    first = next((number for number in foreign if not _is_installed(shown.stack[number].filename)), foreign[0])
     shown.stack = traceback.StackSummary.from_list(list(shown.stack)[first:])
     return "".join(shown.format(chain=False)).rstrip()
 
 
 def _is_ours(filename: str) -> bool:
-    """Return whether a frame is anybatch's, torch's or Python's, and not of the recipe or what it uses."""
+    """Return whether a frame is anybatch's, torch's or Python's own."""
     if filename.startswith("<"):
         return True
-    path = Path(filename).resolve()
     torch = sys.modules.get("torch")
     packages = [_PACKAGE] if torch is None or torch.__file__ is None else [_PACKAGE, Path(torch.__file__).parent]
-    if any(path.is_relative_to(package.resolve()) for package in packages):
+    if any(_lies_in(filename, package) for package in packages):
         return True
-    places = sysconfig.get_paths()
-    installed = any(path.is_relative_to(Path(places[name]).resolve()) for name in ("purelib", "platlib"))
-    return not installed and path.is_relative_to(Path(places["stdlib"]).resolve())
+    return not _is_installed(filename) and _lies_in(filename, sysconfig.get_paths()["stdlib"])
+
+
+def _is_installed(filename: str) -> bool:
+    return any(_lies_in(filename, sysconfig.get_paths()[place]) for place in ("purelib", "platlib"))
+
+
+def _lies_in(filename: str, folder: str | Path) -> bool:
+    return Path(filename).resolve().is_relative_to(Path(folder).resolve())

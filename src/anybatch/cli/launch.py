@@ -21,6 +21,8 @@ from anybatch.parallel.world import has_launcher
 from anybatch.recipes.run_folder import RunFolder
 from anybatch.recipes.stop_request import StopRequest
 
+_CAN_GO_ON = frozenset({Status.UNEXPECTED, Status.NOT_FINITE, Status.RANKS, Status.OUT_OF_MEMORY, Status.INTERRUPTED})
+
 
 def launch(task: Task) -> int:
     """Run what was asked for on as many ranks as there should be, and return the exit status."""
@@ -42,7 +44,7 @@ def launch(task: Task) -> int:
     else:
         # Brings torch's launcher along, which a single rank does not need.
         status = importlib.import_module("anybatch.cli.local_ranks").run_local_ranks(task, num_ranks)
-    if status not in (Status.DONE, Status.STOPPED, Status.USAGE):
+    if status in _CAN_GO_ON or (status is Status.FILES and not task.resume):
         say_how_to_resume(folder)
     return status
 

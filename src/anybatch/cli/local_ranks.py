@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from anybatch.cli.failure import explain
 from anybatch.cli.fork_server import START_METHOD, start_fork_server
 from anybatch.cli.launch import say_stopping
 from anybatch.cli.rank import join, run_rank
@@ -76,6 +77,9 @@ def run_local_ranks(task: Task, num_ranks: int) -> int:
             elastic_launch(config, serve)(task, board)
         except ChildFailedError as error:
             failures = error.failures
+        except KeyboardInterrupt as error:
+            sys.stderr.write(f"{explain(error)}\n")
+            return Status.INTERRUPTED
     status, words = judge(list(board.statuses), {rank: failure.exitcode for rank, failure in failures.items()})
     if status is Status.RANKS:
         sys.stderr.write(f"anybatch: {words or board.last_words.value.decode(errors='replace')}\n")
@@ -162,6 +166,7 @@ def _listening(board: Board) -> Iterator[None]:
             board.stop.value = 1
             say_stopping(signal.Signals(number))
         elif number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a third one must not come between
             for child in multiprocessing.active_children():
                 child.kill()
             raise KeyboardInterrupt

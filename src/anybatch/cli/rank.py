@@ -35,8 +35,8 @@ def join() -> World:
         return World.from_environment()
     except dist.DistError as error:
         message = (
-            f"the ranks could not meet: {str(error).splitlines()[0]} Is the port taken, by an earlier run that still "
-            "ends? Then wait, or give the launcher another one (MASTER_PORT; torchrun's --master-port)."
+            f"the ranks could not meet: {str(error).splitlines()[0].rstrip('.')}. If the port is taken, by an earlier "
+            "run that has not ended yet, wait for it or give the launcher another one (torchrun's --master-port)."
         )
         raise WorldError(message) from error
 

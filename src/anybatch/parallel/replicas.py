@@ -11,7 +11,8 @@ from anybatch.errors import ReplicaError
 from anybatch.parallel.world import World
 
 Initial = Literal["broadcast", "verify"]
-_CHUNK_NUMBERS = 1 << 22
+_CHUNK_NUMBERS = 1 << 18  # few enough to stay in a cache
+_ODD = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 
 
 def align_replicas(modules: nn.Module, world: World, initial: Initial) -> tuple[str, ...]:
@@ -56,17 +57,26 @@ def align_replicas(modules: nn.Module, world: World, initial: Initial) -> tuple[
 def digest(tensor: torch.Tensor) -> int:
     """Return a 64-bit fingerprint of a tensor's bytes, computed on its device.
 
-    A position-weighted sum of 64-bit words modulo 2**64: any single changed word changes it, and the weights are odd,
-    so that swapped words do too. It tells accidents, not attacks.
+    The sum modulo 2**64 of every 64-bit word mixed with its position. Mixing is one-to-one, so any single changed word
+    changes the sum; it is not linear, so that swapped words do too. It tells accidents, not attacks.
+
+    Source: the mixing is that of the splitmix64 finaliser (Steele, Lea and Flood, OOPSLA 2014).
     """
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, data.numel(), _CHUNK_NUMBERS * 8):
         chunk = data[start : start + _CHUNK_NUMBERS * 8]
         words = nn.functional.pad(chunk, (0, -chunk.numel() % 8)).view(torch.int64)
-        weights = torch.arange(words.numel(), device=tensor.device, dtype=torch.int64).mul_(2).add_(2 * start + 1)
-        total += (words * weights).sum()
+        positions = torch.arange(words.numel(), device=tensor.device, dtype=torch.int64).add_(start // 8 + 1)
+        total += _mix(words + positions * _ODD[0]).sum()
     return int(total)
+
+
+def _mix(words: torch.Tensor) -> torch.Tensor:
+    """Return each 64-bit word thoroughly mixed up; shifts of signed words drag the sign along, which is masked off."""
+    words = (words ^ ((words >> 30) & (1 << 34) - 1)) * _ODD[1]
+    words = (words ^ ((words >> 27) & (1 << 37) - 1)) * _ODD[2]
+    return words ^ ((words >> 31) & (1 << 33) - 1)
 
 
 def _broadcast(tensor: torch.Tensor) -> None:

@@ -1,0 +1,116 @@
+"""Killed at random moments and resumed, a run ends as one that was never killed: the recipe `digits`, 1 and 2 ranks.
+
+At each of ten random steps of a run of five epochs, all its processes get SIGKILL at once, as when a machine loses
+power, at a random moment within the step. Resumed with the printed command, on as many ranks, its parameters are
+compared with those of the run that went through, bit for bit; and each of its steps must stand in its log, and end
+where that of the other run ended in the data.
+
+    python benchmarks/resume_after_kill.py [--out benchmarks/results/NAME.md]
+"""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import report
+import torch
+
+from anybatch.checkpoints import load_latest
+from anybatch.events.jsonl import read_jsonl
+
+NUM_KILLS = 10
+NUM_EPOCHS = 5
+NUM_STEPS = 30
+STEP_SECONDS = 0.03
+Run = dict[int, tuple[int, int]]
+
+
+def start(folder: Path, *options: str) -> "subprocess.Popen[bytes]":
+    """Start `anybatch train` in a session of its own, so that all of its processes can be killed at once."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "anybatch", "train", "--out", str(folder), *options],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def kill_in_step(process: "subprocess.Popen[bytes]", folder: Path, step: int, seconds: float) -> None:
+    """Wait until the log has a step, then for so many seconds, then kill every process of the run."""
+    log = folder / "events.jsonl"
+    needle = f'"kind":"step","rank":0,"step":{step},'
+    while not log.exists() or needle not in log.read_text():
+        if process.poll() is not None:
+            message = f"the run ended with status {process.returncode} before step {step}"
+            raise RuntimeError(message)
+    time.sleep(seconds)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def positions(folder: Path) -> Run:
+    """Return step -> (epoch, samples of it) after that step, the last word on each step."""
+    return {
+        line["step"]: (line["epoch"], line["sample_offset"])
+        for line in read_jsonl(folder / "events.jsonl")
+        if line["kind"] == "step"
+    }
+
+
+def same(one: Path, other: Path) -> bool:
+    """Whether the parameters and the optimizer of two runs are the same, bit for bit."""
+    states = [load_latest(folder / "checkpoints").state for folder in (one, other)]
+    models, optimizers = [state["model"] for state in states], [state["optimizer"]["state"] for state in states]
+    return all(torch.equal(models[0][name], models[1][name]) for name in models[0]) and all(
+        torch.equal(value, optimizers[1][key][name])
+        for key, each in optimizers[0].items()
+        for name, value in each.items()
+    )
+
+
+def rows(root: Path) -> list[str]:
+    """Run everything and return the table's rows."""
+    table = [
+        "| ranks | killed after step | resumed after step | same bits | every step once |",
+        "|--:|--:|--:|---|---|",
+    ]
+    draw = random.Random(0)
+    for ranks in ("1", "2"):
+        through = root / f"through-{ranks}"
+        start(through, "digits", "--epochs", str(NUM_EPOCHS), "--ranks", ranks).wait()
+        for number in range(NUM_KILLS):
+            folder = root / f"killed-{ranks}-{number}"
+            step = draw.randrange(NUM_STEPS - 1)
+            process = start(folder, "digits", "--epochs", str(NUM_EPOCHS), "--ranks", ranks)
+            kill_in_step(process, folder, step, draw.uniform(0, STEP_SECONDS))
+            status = start(folder, "--resume").wait()
+            resumed = [line["first_step"] for line in read_jsonl(folder / "events.jsonl") if line["kind"] == "start"][
+                -1
+            ]
+            bits = "yes" if status == 0 and same(folder, through) else "NO"
+            steps = "yes" if positions(folder) == positions(through) else "NO"
+            table.append(f"| {ranks} | {step} | {resumed} | {bits} | {steps} |")
+            print(table[-1], flush=True)
+    return table
+
+
+def main() -> None:
+    """Print the table, and write it to a file if asked."""
+    out = report.parser(__doc__).parse_args().out
+    with tempfile.TemporaryDirectory() as root:
+        report.publish(
+            rows(Path(root)),
+            title="Resumed after SIGKILL at random moments",
+            command="python benchmarks/resume_after_kill.py",
+            setting=f"{NUM_KILLS} kills each, steps counted from 0",
+            out=out,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""no_sync: with accumulation under DDP, gradients need to travel once per step, not K times.
+
+bytes sent per step = bytes of the gradient * backwards that reduce it
+"""
+
+import tempfile
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # if imported after init_process_group, it keeps the group alive
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+
+def counting_hook(sent: list[int], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Average gradients over the ranks as DDP does by itself, and keep a record of their bytes."""
+    sent.append(bucket.buffer().nbytes)
+    return allreduce_hook(dist.group.WORLD, bucket)
+
+
+def gradient(ddp: DistributedDataParallel, numbers: Tensor, size: int, around: str) -> Tensor:
+    """Return the gradient of the batch, with no_sync around "forward", "backward" or both."""
+    ddp.zero_grad()
+    micro_batches = numbers[dist.get_rank() :: dist.get_world_size()].split(size)
+    for count, rows in enumerate(micro_batches, start=1):
+        quiet = ddp.no_sync if count < len(micro_batches) else nullcontext
+        with quiet() if "forward" in around else nullcontext():
+            loss_sum = (ddp(rows)[:, 0] - rows.sum(dim=1)).square().sum()
+        with quiet() if "backward" in around else nullcontext():
+            (loss_sum * dist.get_world_size() / len(numbers)).backward()
+    return torch.cat([p.grad.flatten() for p in ddp.parameters() if p.grad is not None])
+
+
+def run_rank(rank: int, world_size: int, meeting: str) -> None:
+    """Learn to add eight numbers up as one of the ranks."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size)
+    numbers = torch.randn(33, 8, generator=torch.Generator().manual_seed(0)).double()
+    for around in ("nothing", "backward", "forward", "forward and backward"):
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(nn.Linear(8, 1).double())
+        whole = gradient(ddp, numbers.repeat_interleave(world_size, dim=0), 33, "nothing")
+        error = (gradient(ddp, numbers, 5, around) - whole).norm() / whole.norm()
+        sent: list[int] = []
+        ddp.register_comm_hook(sent, counting_hook)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        for _ in range(50):
+            gradient(ddp, numbers, 5, around)
+            optimizer.step()
+        if rank == 0:
+            print(f"no_sync around {around:20}  {sum(sent) // 50:3} bytes a step, error {error:.1e}")
+    del ddp  # DDP has to go before its process group
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:  # ranks meet in a file there
+        torch.multiprocessing.spawn(run_rank, (2, f"file://{folder}/ranks"), nprocs=2)

@@ -1,0 +1,246 @@
+"""The command line as it is typed: verbs, options, words of other libraries, exit statuses."""
+
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from anybatch.cli import foreign_words, init
+from anybatch.cli.foreign_words import FOREIGN_WORDS, OWN_WORDS, explain_unknown
+from anybatch.cli.main import VERBS, main
+from anybatch.cli.status import Status
+from anybatch.cli.task import Task, short_name
+from anybatch.cli.train import make_parser, read
+from tests.architecture.source_tree import PACKAGE, ROOT
+from tests.cli.small import SPEC, told
+
+LIGHT = """
+import sys, types
+package = types.ModuleType("anybatch")  # the package itself may import torch; this is about the command line
+package.__path__ = [{path!r}]
+sys.modules["anybatch"] = package
+from anybatch.cli.main import main
+for words in ([], ["--help"], ["nonsense"], ["train", "--help"], ["train", "--lr", "1"], ["init"]):
+    main(words)
+assert "torch" not in sys.modules
+"""
+
+
+def test_overview_lists_what_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a verb it prints the verbs, each with the question it answers, and each of them can be run."""
+    assert main([]) == Status.DONE
+    printed = capsys.readouterr().out
+    for verb in VERBS:
+        assert f"anybatch {verb.name}" in printed
+        assert verb.question.endswith("?")
+        assert main([verb.name, "--help"]) == Status.DONE
+        assert f"usage: anybatch {verb.name}" in capsys.readouterr().out
+
+
+def test_unknown_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    """A word that is no verb ends with status 2 and the verb that was probably meant."""
+    assert main(["trian"]) == Status.USAGE
+    assert "Did you mean `anybatch train`?" in capsys.readouterr().err
+
+
+def test_torch_is_imported_late() -> None:
+    """Help and wrong options do not wait for torch, which takes seconds to import."""
+    done = subprocess.run(  # noqa: S603 (a fixed program)
+        [sys.executable, "-c", LIGHT.format(path=str(PACKAGE))], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_statuses_are_documented() -> None:
+    """docs/command_line.md has one line for each exit status, and for no others."""
+    text = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8")
+    section = text[text.index("## Exit statuses") :]
+    documented = [int(number) for number in re.findall(r"^\| (\d+) \|", section, flags=re.MULTILINE)]
+    assert documented == sorted(status.value for status in Status)
+
+
+def test_options_are_documented() -> None:
+    """docs/command_line.md has every option of `train`, there are at most 13 of them, and none besides."""
+    options = [action.option_strings[-1] for action in make_parser()._actions if action.option_strings]  # noqa: SLF001
+    text = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8")
+    documented = re.findall(r"^\| `(--[a-z-]+)", text, flags=re.MULTILINE)
+    assert documented == [f"--{word}" for word in OWN_WORDS]
+    assert sorted(options) == sorted(["--help", *documented])
+    assert len(documented) <= 13
+
+
+def test_options_are_read() -> None:
+    """Every option arrives under its name; what was not given is not there."""
+    task = read(["x.py:f", "--ranks", "2", "--micro-batch-size", "auto", "--learning-rate", "1e-3", "--out", "a"])
+    choices = {"micro_batch_size": "auto", "learning_rate": 0.001}
+    assert task == Task(recipe="x.py:f", folder=Path("a"), resume=False, ranks=2, choices=choices)
+    assert read([]) == Task(recipe=None, folder=None, resume=False, ranks=None, choices={})
+
+
+@pytest.mark.parametrize("recipe", ["digits", "digits.py", "a/digits.py:job", "a.digits:job", "a.digits"])
+def test_short_name(recipe: str) -> None:
+    """A run's folder is named after the last word of the recipe's place."""
+    assert short_name(recipe) == "digits"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--epochs 1 --steps 2", "not allowed with"),
+        ("--epochs 0", "0 must be at least 1"),
+        ("--micro-batch-size half", "'half' is not a whole number"),
+        ("--learning-rate fast", "'fast' is not a number"),
+        ("--precision fp8", "invalid choice: 'fp8'"),
+        ("--epoch 3", "Did you mean --epochs?"),
+        ("--nothing-like-it", "There are: --effective-batch-size"),
+        ("digits text", "One recipe is run at a time"),
+        ("--resume", "--resume needs --out"),
+    ],
+)
+def test_wrong_options(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is wrong with an option is said in a sentence, with status 2."""
+    assert main(["train", *words.split()]) == Status.USAGE
+    printed = capsys.readouterr().err
+    assert said in printed
+    assert "Traceback" not in printed
+
+
+def test_foreign_words_are_answered(capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever another library calls it, however it is written, the answer names our option, with status 2."""
+    for foreign in FOREIGN_WORDS:
+        for name in foreign.names:
+            for written in (f"--{name}", f"--{name.replace('-', '_')}=3", f"--{name.upper()}"):
+                assert f"`{foreign.ours}`: {foreign.difference}" in explain_unknown([written, "3"])
+        assert main(["train", f"--{foreign.names[0]}", "3"]) == Status.USAGE
+        assert foreign.ours in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "ours"),
+    [
+        ("--gradient_accumulation_steps", "--accumulation-steps"),
+        ("--global-batch-size", "--effective-batch-size"),
+        ("--per_device_train_batch_size", "--micro-batch-size"),
+        ("--train-batch-size", "--effective-batch-size"),
+        ("--batch-size", "a batch size per what?"),
+        ("--micro-batch", "--micro-batch-size"),
+        ("--num_processes", "--ranks"),
+        ("--nproc-per-node", "--ranks"),
+        ("--devices", "--ranks"),
+        ("--lr", "--learning-rate"),
+        ("--max_steps", "--steps"),
+        ("--num_train_epochs", "--epochs"),
+        ("--output_dir", "--out"),
+        ("--fp16", "--precision"),
+        ("--mixed_precision", "--precision"),
+        ("--resume_from_checkpoint", "--resume"),
+        ("--training.local_batch_size", "--micro-batch-size"),
+    ],
+)
+def test_words_of_others(word: str, ours: str) -> None:
+    """The words of DeepSpeed, Accelerate, transformers, Lightning, Megatron and torchtitan lead to ours."""
+    assert ours in explain_unknown([word])
+
+
+def test_table_of_foreign_words_is_sound() -> None:
+    """No name stands twice, none of ours is foreign, and each option it points to exists."""
+    names = [name for foreign in FOREIGN_WORDS for name in foreign.names]
+    assert len(names) == len(set(names))
+    assert not set(names) & set(OWN_WORDS)
+    assert all(name == foreign_words.plain(name) for name in names)
+    pointed = {word for foreign in FOREIGN_WORDS for word in re.findall(r"--([a-z-]+)", foreign.ours)}
+    assert pointed <= set(OWN_WORDS)
+
+
+def test_init_writes_a_recipe_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`anybatch init` writes a recipe, `anybatch train` runs it as it is, and a second init leaves it alone."""
+    file = tmp_path / "my_first_recipe.py"
+    assert main(["init", str(file)]) == Status.DONE
+    content = file.read_text()
+    assert main(["train", str(file), "--epochs", "1", "--out", str(tmp_path / "run")]) == Status.DONE
+    printed = capsys.readouterr()
+    assert "done     10 steps, 1,000 samples" in printed.out
+    assert "Traceback" not in printed.err
+
+    file.write_text(content + "# mine")
+    assert main(["init", str(file)]) == Status.USAGE
+    assert file.read_text() == content + "# mine"
+    assert sum(bool(line.strip()) for line in init.TEMPLATE.splitlines()) <= 25
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("train.txt", "train.py"), ("no/train.py", "no folder no"), ("a-b.py", "_")]
+)
+def test_init_refuses(
+    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A name that cannot be imported, or a folder that is not there, is refused, and nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", name]) == Status.USAGE
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_env_names_nobody(capsys: pytest.CaptureFixture[str]) -> None:
+    """`anybatch env` prints versions and hardware, and neither paths nor the names of users and hosts."""
+    assert main(["env"]) == Status.DONE
+    printed = capsys.readouterr().out
+    for name in ("anybatch", "torch", "python", "cpu cores", "accelerators", "gloo", "nccl"):
+        assert re.search(rf"^{name} +\S", printed, flags=re.MULTILINE), name
+    assert socket.gethostname() not in printed
+    assert str(Path.home()) not in printed
+    assert not re.search(r"(^|\s)/\w", printed)
+
+
+def test_resume_by_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--resume --out` alone goes on with the recipe, the ranks and the settings of the run, and says what changes."""
+    out = ["--out", str(tmp_path / "run")]
+    assert main(["train", SPEC, "--steps", "3", "--micro-batch-size", "3", "--seed", "5", *out]) == Status.DONE
+    assert f"anybatch train --resume --out {tmp_path / 'run'}" in capsys.readouterr().out
+    assert main(["train", "--resume", *out, "--steps", "5", "--effective-batch-size", "16"]) == Status.DONE
+    printed = capsys.readouterr()
+    assert "effective_batch_size 8 -> 16" in printed.err
+    assert "2 steps (5 in all), 26 samples" in printed.out
+    first, second = told(tmp_path / "run", "start")
+    assert (first["seed"], second["seed"], second["micro_batch_size"]) == (5, 5, 3)
+
+    assert main(["train", SPEC, *out]) == Status.USAGE
+    assert "add --resume" in capsys.readouterr().err
+    assert main(["train", "--resume", "--out", str(tmp_path / "none")]) == Status.FILES
+    assert "run.json is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        ("no_such.py:job", Status.USAGE, "there is no file 'no_such.py'"),
+        ("no.such:job", Status.USAGE, "no module 'no.such'"),
+        (f"{SPEC} --micro-batch-size 2 --accumulation-steps 3 --effective-batch-size 8", Status.USAGE, "contradicts"),
+    ],
+)
+def test_messages_without_traceback(
+    words: str, status: Status, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was foreseen is a message and a status, and leaves no folder behind."""
+    assert main(["train", *words.split(), "--out", str(tmp_path / "run")]) == status
+    printed = capsys.readouterr().err
+    assert said in printed
+    assert "Traceback" not in printed
+    assert not (tmp_path / "run").exists()
+
+
+def test_taken_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A rank that cannot meet the others, since the port is taken, says so with status 6."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        for name, value in (("RANK", 0), ("WORLD_SIZE", 1), ("MASTER_ADDR", "127.0.0.1")):
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        assert main(["train", SPEC, "--out", str(tmp_path / "run")]) == Status.RANKS
+    printed = capsys.readouterr().err
+    assert "the ranks could not meet" in printed
+    assert "Traceback" not in printed

@@ -1,0 +1,180 @@
+"""Each program of the ladder ends where the engine does: what a student writes by hand is what the engine runs."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import anybatch as ab
+from anybatch.parallel.replicas import align_replicas
+from tests.engine.cases import Batch, InMemory
+from tests.ranks_fixture import Ranks
+
+LADDER = Path(__file__).parents[2] / "examples" / "from_scratch"
+PROGRAMS = sorted(LADDER.glob("0*.py"))
+
+
+def program(number: int) -> ModuleType:
+    """Return a program of the ladder as a module; its name begins with a digit, so it is found by path."""
+    (path,) = LADDER.glob(f"{number:02}_*.py")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """Return the relative difference."""
+    return float((found - expected).norm() / expected.norm())
+
+
+def engine_gradient(model: nn.Module, loss: Any, batch: Any, **options: Any) -> Tensor:
+    """Return the engine's gradient of a batch, all parameters in one row."""
+    with ab.Engine(model, torch.optim.SGD(model.parameters()), loss, **options) as engine:
+        found = engine.gradients(batch)
+    return torch.cat([gradient.flatten() for gradient in found.values() if gradient is not None])
+
+
+def classify(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the mean over samples."""
+    return cross_entropy(model(batch["points"]), batch["labels"])
+
+
+def predict(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the mean over targets."""
+    loss: Tensor = cross_entropy(model(batch["tokens"]).mT, batch["labels"])
+    return loss
+
+
+def add_up(model: nn.Module, batch: Batch) -> Tensor:
+    """Return one loss per row of numbers."""
+    numbers = batch["numbers"]
+    return (model(numbers)[:, 0] - numbers.sum(dim=1)).square()
+
+
+def adder() -> nn.Module:
+    """Return the linear layer that the programs on ranks teach."""
+    torch.manual_seed(0)
+    return nn.Linear(8, 1).double()
+
+
+@pytest.mark.parametrize(("number", "arguments"), [(1, ()), (2, (16,)), (3, (16,))])
+def test_spirals(number: int, arguments: tuple[int, ...]) -> None:
+    """The plain loop, equal micro-batches and a ragged tail give the engine's gradient."""
+    ladder = program(number)
+    points, labels = ladder.spirals(33 if number == 3 else 96, seed=0)
+    exact = {"exact": True} if number == 3 else {}
+
+    by_hand = ladder.gradient(ladder.make_model(), points, labels, *arguments, **exact)
+    batch = {"points": points, "labels": labels}
+    by_engine = engine_gradient(ladder.make_model(), ab.mean_over_samples(classify), batch, micro_batch_size=7)
+
+    assert distance(by_engine, by_hand) <= 1e-12
+
+
+def test_trained_parameters() -> None:
+    """Fifty accumulated optimizer steps by hand and by the engine end at the same parameters."""
+    ladder = program(2)
+    by_hand = ladder.train(ladder.make_model(), 50, 16)
+    model = ladder.make_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.03)
+
+    with ab.Engine(model, optimizer, ab.mean_over_samples(classify), micro_batch_size=16) as engine:
+        for step in range(50):
+            points, labels = ladder.spirals(96, seed=step)
+            engine.step({"points": points, "labels": labels})
+
+    assert distance(nn.utils.parameters_to_vector(model.parameters()).detach(), by_hand) <= 1e-10
+
+
+def test_token_mean() -> None:
+    """The sum over the count of all targets is the engine's gradient; the mean of means is not."""
+    ladder = program(4)
+    tokens, labels = ladder.text(32, seed=0)
+    loss = ab.mean_over_tokens(predict, shift=False)
+
+    by_engine = engine_gradient(ladder.make_model(), loss, {"tokens": tokens, "labels": labels}, micro_batch_size=8)
+
+    assert distance(ladder.gradient(ladder.make_model(), tokens, labels, 8, exact=True), by_engine) <= 1e-12
+    assert distance(ladder.gradient(ladder.make_model(), tokens, labels, 8, exact=False), by_engine) > 1e-2
+
+
+def all_reduced() -> tuple[float, float]:
+    """Run on every rank: return how far the right and the wrong way of program 5 are from the engine."""
+    ladder = program(5)
+    numbers = torch.randn(32, 8, generator=torch.Generator().manual_seed(3)).double()
+    loss = ab.mean_over_samples(add_up)
+    by_engine = engine_gradient(adder(), loss, InMemory({"numbers": numbers}), micro_batch_size=5)
+    ways = [ladder.gradient(adder(), numbers, exact=exact) for exact in (True, False)]
+    return distance(ways[0], by_engine), distance(ways[1], by_engine)
+
+
+def test_all_reduce(three_ranks: Ranks) -> None:
+    """On three ranks with shares of 11, 11 and 10: sum over count is the engine's gradient, mean of means is not."""
+    for right, wrong in three_ranks.run(all_reduced):
+        assert right <= 1e-12
+        assert wrong > 1e-3
+
+
+def aligned() -> tuple[list[str], list[str], bool]:
+    """Run on every rank: return digests before and after program 6 aligns, and whether the engine does the same."""
+    ladder = program(6)
+    torch.manual_seed(dist.get_rank())
+    model = nn.Linear(8, 1).double()
+    torch.manual_seed(dist.get_rank())
+    twin = nn.Linear(8, 1).double()
+    before = ladder.digests(model)
+    ladder.align(model)
+    differed = align_replicas(twin, ab.World.from_environment(), "broadcast")
+    same = all(torch.equal(one, other) for one, other in zip(model.parameters(), twin.parameters(), strict=True))
+    return before, ladder.digests(model), same and differed == ("weight", "bias")
+
+
+def test_parameter_check(three_ranks: Ranks) -> None:
+    """Replicas that differ have different digests, and end equal, as under the engine."""
+    for before, after, same in three_ranks.run(aligned):
+        assert len(set(before)) == 3
+        assert len(set(after)) == 1
+        assert same
+
+
+def dealt() -> tuple[float, float]:
+    """Run on every rank: return how far the two deals of program 7 are from the engine, on the last batch of 5."""
+    ladder = program(7)
+    numbers = torch.randn(101, 8, generator=torch.Generator().manual_seed(0)).double()
+    loss = ab.mean_over_samples(add_up)
+    by_engine = engine_gradient(adder(), loss, InMemory({"numbers": numbers[96:]}), micro_batch_size=2)
+    errors = []
+    for deal in (ladder.exact, ladder.padded):
+        ddp = nn.parallel.DistributedDataParallel(adder())
+        errors.append(distance(ladder.gradient(ddp, numbers[deal(101, 32)[-1]]), by_engine))
+    return errors[0], errors[1]
+
+
+def test_ddp_with_sampler(two_ranks: Ranks) -> None:
+    """Every sample once is the engine's gradient; the sampler's padding is not."""
+    for exact, padded in two_ranks.run(dealt):
+        assert exact <= 1e-12
+        assert padded > 1e-3
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
+def test_program_runs(path: Path) -> None:
+    """Each program runs as a student starts it, says something, and fits on a page."""
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=120, check=False)  # noqa: S603 (our own program)
+
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) >= 2
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 60
+    assert max(map(len, lines)) <= 100

@@ -1,0 +1,40 @@
+"""Fingerprints of tensors: equal bytes alike, any change seen."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anybatch.parallel.replicas import digest
+
+DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+
+
+@given(size=st.integers(1, 70), dtype=DTYPES, data=st.data())
+def test_any_changed_element_changes_the_digest(size: int, dtype: torch.dtype, data: st.DataObject) -> None:
+    """A copy has the same digest; with one element changed it has another."""
+    original = torch.randn(size).mul(10).to(dtype)
+    place = data.draw(st.integers(0, size - 1))
+    changed = original.clone()
+    changed[place] = 1 - original[place].to(torch.uint8) if dtype == torch.bool else original[place] * 2 + 1
+
+    assert digest(original.clone()) == digest(original)
+    assert digest(changed) != digest(original) or torch.equal(changed, original)
+
+
+@given(size=st.integers(9, 70), data=st.data())
+def test_swapped_elements_change_the_digest(size: int, data: st.DataObject) -> None:
+    """The same numbers in another order are another tensor: a plain sum would not see it."""
+    original = torch.arange(size, dtype=torch.float64)
+    one, other = data.draw(st.permutations(range(size)))[:2]
+    swapped = original.clone()
+    swapped[one], swapped[other] = original[other], original[one]
+    assert digest(swapped) != digest(original)
+
+
+def test_strides_do_not_matter() -> None:
+    """What counts are the values in order, not how they lie in memory; nothing and one number count too."""
+    matrix = torch.randn(4, 6)
+    assert digest(matrix.t().contiguous().t()) == digest(matrix)
+    assert digest(matrix[:, ::2]) == digest(matrix[:, ::2].clone())
+    assert digest(torch.empty(0)) == 0
+    assert digest(torch.tensor(1.5)) != digest(torch.tensor(2.5))

@@ -1,0 +1,89 @@
+"""Which rank this is: from the launcher's variables, and on the control plane."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from anybatch.errors import RankFailedError, WorldError
+from anybatch.parallel.world import World
+from tests.ranks_fixture import Ranks
+
+
+def test_without_a_launcher_there_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No RANK and no WORLD_SIZE: a single rank, which gathers from itself and needs no process group."""
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    world = World.from_environment(device="cpu")
+
+    assert (world.rank, world.size, world.connected) == (0, 1, False)
+    assert world.gather_numbers([1.0, 2.0]) == [[1.0, 2.0]]
+    assert world.gather_objects("a") == ["a"]
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"RANK": "0"}, "RANK=0 and WORLD_SIZE=None"),
+        ({"WORLD_SIZE": "2"}, "RANK=None and WORLD_SIZE=2"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 must be at least 0 and below WORLD_SIZE=2"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK=-1 must be"),
+    ],
+)
+def test_half_a_launcher_is_refused(variables: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables that do not fit together are refused with both values, before anybody waits for anybody."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(WorldError, match=words):
+        World.from_environment(device="cpu")
+
+
+def gathered() -> tuple[int, int, list[list[float]], list[object], list[float]]:
+    """Run on every rank: gather numbers and objects, and the maximum of flags."""
+    world = World.from_environment(device="cpu")
+    flags = torch.tensor([world.rank == 0, world.rank == world.size - 1, False], dtype=torch.float64)
+    work = world.start_maximum(flags)
+    if work is not None:
+        work.wait()
+    mine = [world.rank / 3, 2.0**53]
+    return (
+        world.rank,
+        world.size,
+        world.gather_numbers(mine),
+        world.gather_objects({"rank": world.rank}),
+        flags.tolist(),
+    )
+
+
+def test_everybody_learns_what_everybody_said(ranks: Ranks) -> None:
+    """Numbers arrive in float64 and in rank order, objects as they are, flags as the maximum over ranks."""
+    size = ranks.world_size
+    for rank, found in enumerate(ranks.run(gathered)):
+        assert found[:2] == (rank, size)
+        assert found[2] == [[other / 3, 2.0**53] for other in range(size)]
+        assert found[3] == [{"rank": other} for other in range(size)]
+        assert found[4] == [1.0, 1.0, 0.0]
+
+
+def broken() -> list[str]:
+    """Run on every rank: return what a broken collective is turned into, and what is left as it is."""
+    world = dataclasses.replace(World.from_environment(device="cpu"))
+    said = []
+    for error in (RuntimeError("connection closed"), torch.OutOfMemoryError("no room"), ValueError("mine")):
+        with pytest.raises((RuntimeError, ValueError)) as caught, world.collective():
+            raise error
+        said.append(f"{type(caught.value).__name__}: {caught.value}")
+    return said
+
+
+def test_only_what_torch_raises_counts_as_broken(two_ranks: Ranks) -> None:
+    """A RuntimeError in a collective is another rank's end; running out of memory and other errors stay as they are."""
+    for collective, memory, own in two_ranks.run(broken):
+        assert collective.startswith(RankFailedError.__name__)
+        assert "connection closed" in collective
+        assert memory == "OutOfMemoryError: no room"
+        assert own == "ValueError: mine"
