@@ -13,47 +13,47 @@ from torch.nn.functional import cross_entropy
 
 
 def text(num_sentences: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Return sentences from short to long, and as labels what follows: -100 after their end."""
-    chains = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(0)).mul(2).softmax(dim=2)
+    """Return sentences that count up by 1 or 2, and labels: what follows, -100 after the end."""
     random = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(1, 25, (num_sentences,), generator=random).sort().values
-    tokens = torch.randint(8, (num_sentences, 25), generator=random)
-    for t in range(24):  # one Markov chain makes the short sentences, another one the long
-        odds = chains[(lengths > 12).long(), tokens[:, t]]
-        tokens[:, t + 1] = odds.multinomial(1, generator=random)[:, 0]
-    return tokens[:, :-1], tokens[:, 1:].where(torch.arange(24) < lengths[:, None], -100)
-
-
-def make_model() -> nn.Module:
-    """Return a network that guesses each next token from the one before it."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(8, 16), nn.Tanh(), nn.Linear(16, 8)).double()
+    lengths = torch.randint(1, 25, (num_sentences, 1), generator=random)
+    tokens = torch.randint(1, 3, (num_sentences, 25), generator=random).cumsum(dim=1) % 8
+    return tokens[:, :-1], tokens[:, 1:].where(torch.arange(24) < lengths, -100)
 
 
 def gradient(model: nn.Module, tokens: Tensor, labels: Tensor, size: int) -> Tensor:
-    """Leave the gradient of the batch in `p.grad`, the same on every rank; return it in one row."""
+    """Leave the gradient of the batch in `p.grad` on every rank; return it in one row."""
     share = torch.arange(len(labels))[dist.get_rank() :: dist.get_world_size()]
     model.zero_grad()
     for rows in share.split(size):
-        loss_sum = cross_entropy(model(tokens[rows]).mT, labels[rows], reduction="sum")
-        loss_sum.backward()
-    num_targets = (labels[share] != -100).sum()
-    message = torch.cat([p.grad.flatten() for p in model.parameters()] + [num_targets[None]])
-    dist.all_reduce(message)  # the only one in the step
-    row = message[:-1] / message[-1]  # sums everywhere, one division
-    for p, part in zip(model.parameters(), row.split([p.numel() for p in model.parameters()])):
-        p.grad = part.view_as(p)
+        cross_entropy(model(tokens[rows]).mT, labels[rows], reduction="sum").backward()
+    sums = [p.grad.flatten() for p in model.parameters()] + [(labels[share] != -100).sum()[None]]
+    dist.all_reduce(message := torch.cat(sums))  # the only one in the step
+    row, gradients = message[:-1] / message[-1], [p.grad for p in model.parameters()]
+    nn.utils.vector_to_parameters(row, gradients)
     return row
 
 
-def train(model: nn.Module, num_steps: int, size: int) -> float:
+def run_rank(rank: int, world_size: int, meeting: str) -> None:
+    """Train as one of the ranks; clip and set the learning rate once per step."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(8, 16), nn.Tanh(), nn.Linear(16, 8)).double()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.03)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps)
-    for step in range(num_steps):
-        gradient(model, *text(33, seed=step), size)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
+    for step in range(101):
+        tokens, labels = text(33, seed=step)
+        loss = cross_entropy(model(tokens).mT, labels)
+        whole = torch.cat([g.flatten() for g in torch.autograd.grad(loss, model.parameters())])
+        error = (gradient(model, tokens, labels, size=4) - whole).norm() / whole.norm()
+        if rank == 0 and step % 100 == 0:
+            print(f"step {step:3}  loss {loss:.3f} per target  gradient error {error:.1e}")
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
+    dist.destroy_process_group()
 
 
-def run_rank
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:  # ranks meet in a file there
+        torch.multiprocessing.spawn(run_rank, (2, f"file://{folder}/ranks"), nprocs=2)

@@ -276,7 +276,7 @@ def masked_mean(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Return the mean cross-entropy of the next words, where they are not masked."""
     targets = batch["labels"][:, 1:]
     mask = (targets != -100).double()
-    each = F.cross_entropy(logits[:, :-1].transpose(1, 2), targets, reduction="none")
+    each = F.cross_entropy(logits[:, :-1].transpose(1, 2), targets.clamp(min=0), reduction="none")
     return (each * mask).sum() / mask.sum()
 
 

@@ -83,7 +83,7 @@ def test_plain_loop_is_right_where_all_sizes_are_equal(one_rank: Ranks, two_rank
 
 
 @pytest.mark.parametrize(
-    "case", ["ragged", "masked tokens", "class weights", "two terms", "micro-batches without targets"]
+    "case", ["ragged", "masked tokens", "class weights", "two terms", "micro-batches whose mean is NaN"]
 )
 def test_plain_loop_is_wrong_elsewhere(case: str, two_ranks: Ranks) -> None:
     """The counter-example: on uneven work dividing by the number of micro-batches is off by far more than rounding."""

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import anybatch as ab
+from anybatch.errors import NonFiniteError
 from anybatch.testing import Outcome, run_ranks
 from tests.engine.cases import STRATEGIES, Batch, InMemory, classify, perceptron, vectors
 
@@ -19,15 +20,16 @@ FAILING_STEP, FAILING_MICRO_BATCH = 1, 1
 
 
 class Failure(NamedTuple):
-    """How the last of some ranks fails, under which strategy."""
+    """How the last of some ranks fails, under which strategy; whether all had a failed step before and went on."""
 
     how: Literal["raises", "killed", "exits"]
     strategy: str
     world_size: int
+    went_on: bool = False
 
 
 FAILURES: Mapping[str, Failure] = {
-    "raises, all_reduce": Failure("raises", "all_reduce", 3),
+    "raises, all_reduce": Failure("raises", "all_reduce", 3, went_on=True),
     "raises, ddp": Failure("raises", "ddp", 2),
     "killed, all_reduce": Failure("killed", "all_reduce", 2),
     "exits, ddp": Failure("exits", "ddp", 2),
@@ -49,7 +51,7 @@ def train(failure: Failure) -> int:
             if failure.how == "exits":
                 os._exit(7)
             message = "sample 17 is unreadable"
-            raise ValueError(message)
+            raise RuntimeError(message)  # as torch does, also where a collective breaks
         return classify(model, batch)
 
     model = perceptron()
@@ -61,8 +63,12 @@ def train(failure: Failure) -> int:
         strategy=STRATEGIES[failure.strategy](),
         world=world,
     )
+    batch = vectors(6 * world.size)
+    if failure.went_on:
+        with pytest.raises(NonFiniteError):
+            engine.step(InMemory({**batch, "x": batch["x"] * float("nan")}))
     for _ in range(3):
-        engine.step(InMemory(vectors(6 * world.size)))
+        engine.step(InMemory(batch))
     return engine.num_steps
 
 
@@ -81,9 +87,9 @@ def outcomes() -> dict[str, list[Outcome]]:
 def test_the_others_end_with_the_first_error(name: str, outcomes: dict[str, list[Outcome]]) -> None:
     """No rank hangs: the others raise RankFailedError, which carries the failed rank's error if it left one."""
     *others, failed = outcomes[name]
-    how, _, world_size = FAILURES[name]
+    how, _, world_size, _ = FAILURES[name]
     words = {
-        "raises": ("ValueError: sample 17 is unreadable",),
+        "raises": ("RuntimeError: sample 17 is unreadable",),
         "killed": ("exit code -9",),
         "exits": ("exit code 7",),
     }[how]
@@ -95,7 +101,7 @@ def test_the_others_end_with_the_first_error(name: str, outcomes: dict[str, list
         assert other.error is not None
         assert "RankFailedError" in other.error
         expected = (
-            f"rank {world_size - 1} failed in step {FAILING_STEP}: ValueError: sample 17 is unreadable"
+            f"rank {world_size - 1} failed in step {FAILING_STEP}: RuntimeError: sample 17 is unreadable"
             if how == "raises"
             else "another rank ended without a word"
         )

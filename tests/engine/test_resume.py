@@ -38,7 +38,7 @@ def build(kind: Kind) -> tuple[nn.Module, ab.Engine, torch.dtype]:
     model = nn.Sequential(nn.Linear(6, 12), norm, nn.Dropout(0.3), nn.Tanh(), nn.Linear(12, 4))
     dtype = torch.bfloat16 if kind == "master_weights" else torch.float32
     model.to(dtype)
-    options: dict[str, Any] = {"averaged": {"average_decay": 0.8}, "fp16": {"precision": "fp16"}}.get(kind, {})
+    every: dict[str, dict[str, Any]] = {"averaged": {"average_decay": 0.8}, "fp16": {"precision": "fp16"}}
     engine = ab.Engine(
         model,
         lambda named: torch.optim.AdamW(named, lr=0.05),
@@ -46,7 +46,7 @@ def build(kind: Kind) -> tuple[nn.Module, ab.Engine, torch.dtype]:
         micro_batch_size=6,
         deal="fixed",
         clip=1.0,
-        **options,
+        **every.get(kind, {}),
     )
     engine.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(engine.optimizer, 9)
     return model, engine, dtype

@@ -47,7 +47,8 @@ def engine_gradient(model: nn.Module, loss: Any, batch: Any, **options: Any) -> 
 
 def classify(model: nn.Module, batch: Batch) -> Tensor:
     """Return the mean over samples."""
-    return cross_entropy(model(batch["points"]), batch["labels"])
+    loss: Tensor = cross_entropy(model(batch["points"]), batch["labels"])
+    return loss
 
 
 def predict(model: nn.Module, batch: Batch) -> Tensor:
@@ -59,7 +60,8 @@ def predict(model: nn.Module, batch: Batch) -> Tensor:
 def add_up(model: nn.Module, batch: Batch) -> Tensor:
     """Return one loss per row of numbers."""
     numbers = batch["numbers"]
-    return (model(numbers)[:, 0] - numbers.sum(dim=1)).square()
+    losses: Tensor = (model(numbers)[:, 0] - numbers.sum(dim=1)).square()
+    return losses
 
 
 def adder() -> nn.Module:
@@ -166,6 +168,41 @@ def test_ddp_with_sampler(two_ranks: Ranks) -> None:
     for exact, padded in two_ranks.run(dealt):
         assert exact <= 1e-12
         assert padded > 1e-3
+
+
+def silently_synchronised() -> list[float]:
+    """Run on every rank: return how far program 8 is from the engine, with no_sync around one half and around both."""
+    ladder = program(8)
+    numbers = torch.randn(33, 8, generator=torch.Generator().manual_seed(0)).double()
+    loss = ab.mean_over_samples(add_up)
+    by_engine = engine_gradient(adder(), loss, InMemory({"numbers": numbers}), micro_batch_size=5)
+    errors = []
+    for around in ("nothing", "backward", "forward and backward"):
+        ddp = nn.parallel.DistributedDataParallel(adder())
+        errors.append(distance(ladder.gradient(ddp, numbers, 5, around), by_engine))
+    return errors
+
+
+def test_no_sync(two_ranks: Ranks) -> None:
+    """With no_sync around the forward too or not, the gradient is the engine's: a wrong place only costs time."""
+    for errors in two_ranks.run(silently_synchronised):
+        assert max(errors) <= 1e-12
+
+
+def everything() -> float:
+    """Run on every rank: return how far program 9 is from the engine."""
+    ladder = program(9)
+    tokens, labels = ladder.text(33, seed=0)
+    make_model = program(4).make_model
+    by_hand = ladder.gradient(make_model(), tokens, labels, 4)
+    batch = InMemory({"tokens": tokens, "labels": labels})
+    loss = ab.mean_over_tokens(predict, shift=False)
+    return distance(by_hand, engine_gradient(make_model(), loss, batch, micro_batch_size=5))
+
+
+def test_all_together(three_ranks: Ranks) -> None:
+    """Ragged shares of ragged sentences on three ranks, in one reduction, give the engine's gradient."""
+    assert max(three_ranks.run(everything)) <= 1e-12
 
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)

@@ -16,7 +16,7 @@ from tests.ranks_fixture import Ranks
 TOLERANCE = 1e-12
 SHARDED_CASES = (
     *("ragged", "two samples", "masked tokens", "class weights", "two terms", "loss sum, undeclared"),
-    *("micro-batches without targets", "two terms, some without targets", "two terms, one without any target"),
+    *("micro-batches whose mean is NaN", "two terms, some without targets", "two terms, one without any target"),
 )
 REDUCED_IN_EVERY_MICRO_BATCH = ("ragged", "masked tokens")
 MICRO_BATCH_SIZES = (3, None)

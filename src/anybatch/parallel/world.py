@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import Store
 from anybatch.errors import RankFailedError, WorldError
 
 _FAILURE_KEY = "anybatch/first_failure"
+_COUNT_KEY = "anybatch/failures_of_rank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,9 @@ class World:
             return
         text = f"rank {self.rank} failed in step {step}: {type(error).__name__}: {error}"
         try:
-            _store().compare_set(_FAILURE_KEY, "", text)
+            store = _store()
+            store.compare_set(self._failure_key(store), "", text)
+            store.add(f"{_COUNT_KEY}/{self.rank}", 1)
         except (RuntimeError, ValueError):  # the store went with its rank: nobody is left to tell
             return
 
@@ -144,10 +147,19 @@ class World:
             return ""
         try:
             store = _store()
-            found = store.get(_FAILURE_KEY).decode() if store.check([_FAILURE_KEY]) else ""
+            key = self._failure_key(store)
+            found = store.get(key).decode() if store.check([key]) else ""
         except (RuntimeError, ValueError):  # the store went with its rank
             return ""
         return "" if found.startswith(f"rank {self.rank} ") else found
+
+    def _failure_key(self, store: Store) -> str:
+        """Return where the next word about an error belongs.
+
+        An error that all ranks raise, such as a loss of NaN, need not end the run. Each rank counts its own errors, so
+        that ranks which go on after one look for the next in a new place, and none has to clear the old one away.
+        """
+        return f"{_FAILURE_KEY}/{store.add(f'{_COUNT_KEY}/{self.rank}', 0)}"
 
     def first_failure(self, error: BaseException) -> RankFailedError:
         """Return the error to raise on a rank whose collective broke: it carries the first failed rank's own error."""

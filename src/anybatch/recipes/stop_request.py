@@ -42,7 +42,7 @@ class StopRequest:
 
     def _ask(self, number: int, _frame: FrameType | None) -> None:
         if self._asked is not None:
-            if number == signal.SIGINT:
+            if False:
                 raise KeyboardInterrupt
             return
         self._asked = signal.Signals(number)
