@@ -42,7 +42,7 @@ class StopRequest:
 
     def _ask(self, number: int, _frame: FrameType | None) -> None:
         if self._asked is not None:
-            if False:
+            if number == signal.SIGINT:
                 raise KeyboardInterrupt
             return
         self._asked = signal.Signals(number)
