@@ -13,15 +13,14 @@ from torch.optim import Optimizer
 
 from anybatch.core.batch import Placement, Position
 from anybatch.core.composition import remarks
-from anybatch.core.geometry import resolve_sizes
 from anybatch.core.loss import Loss, LossFunction, declared
 from anybatch.core.records import Observer
 from anybatch.core.reports import StepReport
-from anybatch.core.splitting import Cut, Deal
+from anybatch.core.splitting import Deal
 from anybatch.engine.accumulate import Machine, accumulate
-from anybatch.engine.auto_size import search_micro_batch_size
 from anybatch.engine.averaging import WeightAverage
 from anybatch.engine.clipping import Clip, ClipByNorm, clip_gradients, clip_policy, total_norm
+from anybatch.engine.decisions import first_decisions
 from anybatch.engine.evaluation import MetricFunction, evaluate
 from anybatch.engine.features import features_of_choices, features_of_training, refuse_features, refused_in_backward
 from anybatch.engine.feeding import OpenBatch, Workload, make_workload, open_batch, refuse_disagreement
@@ -29,6 +28,7 @@ from anybatch.engine.finite import FiniteCheck
 from anybatch.engine.modules import Model, choose_strategy, collect_modules, world_of
 from anybatch.engine.precision import LossScaler, OptimizerFunction, PrecisionName, autocast, make_target
 from anybatch.engine.randomness import CallersRandomness, UnitRandomness
+from anybatch.engine.sizing import Sizing
 from anybatch.engine.state import (
     Parts,
     Progress,
@@ -39,7 +39,7 @@ from anybatch.engine.state import (
 )
 from anybatch.engine.sums import divide_late
 from anybatch.engine.watch import Watch, start_record
-from anybatch.errors import BatchSizeError, RankFailedError, UserError
+from anybatch.errors import RankFailedError, UserError
 from anybatch.parallel.strategy import Strategy
 from anybatch.parallel.world import World
 
@@ -125,20 +125,19 @@ class Engine:
         self._modules = collect_modules(model, self._loss)
         self.world = world or world_of(self._modules)
         self._strategy = choose_strategy(strategy, self.world)
-        self._sizes = resolve_sizes(
-            world_size=self.world.size,
+        self._sizing = Sizing(
+            self.world,
             effective_batch_size=effective_batch_size,
-            micro_batch_size=None if micro_batch_size == "auto" else micro_batch_size,
+            micro_batch_size=micro_batch_size,
             accumulation_steps=accumulation_steps,
+            deal=deal,
         )
-        self._searches = micro_batch_size == "auto" and accumulation_steps is None and self.world.device.type != "cpu"
-        self._deal = deal
         self._clip = clip_policy(clip)
         self._measures_norm = measure_gradient_norm or isinstance(self._clip, ClipByNorm)
         self._seed = seed
         autocasting = autocast(precision, self.world.device)
         features = features_of_training(self._modules, self._loss, optimizer, rng=rng)
-        features |= features_of_choices(precision=precision, deal=deal, sizes=self._sizes, clip=self._clip)
+        features |= features_of_choices(precision=precision, deal=deal, sizes=self._sizing.sizes, clip=self._clip)
         refuse_features(features, optimizer, self._strategy.capabilities, self.world)
         self._modules.to(self.world.device)
         self._watch = Watch(observer, self.world.rank, self._loss, self._clip)
@@ -162,7 +161,13 @@ class Engine:
             after=self._watch.after,
         )
         self._precision = precision
-        self.decisions = self._first_decisions(strategy, prepared.differed, remarks(features))
+        self.decisions = first_decisions(
+            update=self._target.update,
+            strategy=self._strategy.capabilities.name if strategy == "auto" else None,
+            world_size=self.world.size,
+            differed=prepared.differed,
+            remarks=remarks(features),
+        )
         self._strategy.clear_gradients()
 
     def step(self, batch: Any) -> StepReport:  # noqa: ANN401 (any nested batch)
@@ -321,18 +326,19 @@ class Engine:
 
     @property
     def _placement(self) -> Placement:
-        cut = Cut(
-            micro_batch_size=self._sizes.micro_batch_size,
-            accumulation_steps=self._sizes.accumulation_steps if self._sizes.micro_batch_size is None else None,
-            deal=self._deal,
-            lockstep=self._strategy.capabilities.lockstep,
-        )
-        return Placement(cut, self.world.size, self.world.rank)
+        return self._sizing.placement(lockstep=self._strategy.capabilities.lockstep)
 
     def _accumulate(self, batch: Any) -> tuple[Workload, torch.Tensor, torch.Tensor]:  # noqa: ANN401
         """Add the gradient of the effective batch up over micro-batches and ranks, and divide it."""
-        if self._searches:
-            self._search_micro_batch_size(batch)
+        if self._sizing.searches:
+            self.decisions["micro_batch_size"] = self._sizing.search(
+                batch,
+                self._machine,
+                self._modules,
+                self.position,
+                clear=self._forget_gradients,
+                optimizer_is_new=not self.optimizer.state,
+            )
         workload = self._workload(batch)
         self._watch.begin_step(self.num_steps, workload)
         with self._machine.randomness, self._watch.phase("forward_backward"):
@@ -350,13 +356,7 @@ class Engine:
         opened = open_batch(batch, self._placement, self.world, self.position)
         if self._seed is not None:
             opened = dataclasses.replace(opened, seed=self._seed)
-        limit, found = self._sizes.effective_batch_size, opened.plan.num_samples
-        if limit is not None and found > limit:
-            message = (
-                f"the batch holds {found} samples over all ranks, but effective_batch_size={limit}"
-                f"{self._sizes.product}. Name the same number in both places."
-            )
-            raise BatchSizeError(message)
+        self._sizing.refuse_larger(opened.plan.num_samples)
         if not self._started:
             refuse_disagreement(batch, opened, self.world)
             self._tell_start(opened)
@@ -415,25 +415,6 @@ class Engine:
             self.world.publish_failure(error, self.num_steps)
             raise
 
-    def _first_decisions(
-        self, strategy: str | Strategy, differed: tuple[str, ...], inequalities: tuple[str, ...]
-    ) -> dict[str, str]:
-        """Return what was decided while the engine was built, and what keeps it from equality, by name."""
-        decisions: dict[str, str] = {"update": self._target.update}
-        if inequalities:
-            decisions["equality"] = " ".join(inequalities)
-        if strategy == "auto":
-            ranks = f"{self.world.size} rank{'s' * (self.world.size > 1)}"
-            decisions["strategy"] = (
-                f"{self._strategy.capabilities.name}, because there {'is' if self.world.size == 1 else 'are'} {ranks}"
-            )
-        if differed:
-            decisions["replicas"] = (
-                f"{len(differed)} parameters and buffers differed between ranks and took rank 0's values, "
-                f"first {differed[0]!r}"
-            )
-        return decisions
-
     def _tell_start(self, opened: OpenBatch) -> None:
         self._started = True
         if not self._watch.watching:
@@ -466,35 +447,17 @@ class Engine:
             num_steps=self.num_steps,
             position=self.position,
             seed=self._seed,
-            sizes=self._sizes,
+            sizes=self._sizing.sizes,
             decisions=self.decisions,
         )
 
     def _take_sizes(self, saved: Mapping[str, int | None]) -> None:
         """Take a micro-batch size that was found by a search again; say what else is not as it was."""
-        if self._searches and saved["micro_batch_size"] is not None:
-            self._searches = False
-            self._sizes = dataclasses.replace(self._sizes, micro_batch_size=saved["micro_batch_size"])
-            self.decisions["micro_batch_size"] = f"{saved['micro_batch_size']}, as in the checkpoint"
-        own = dataclasses.asdict(self._sizes)
-        changed = [f"{name} {saved[name]} -> {value}" for name, value in own.items() if saved[name] != value]
+        if (taken := self._sizing.take(saved)) is not None:
+            self.decisions["micro_batch_size"] = taken
+        changed = self._sizing.changes(saved)
         if changed:
-            self.decisions["resumed with changes"] = ", ".join(changed)
-            self._watch.diagnosis("resumed_with_changes", f"resumed with changes: {', '.join(changed)}")
-        if own["effective_batch_size"] != saved["effective_batch_size"]:
-            warnings.warn(f"resumed with changes: {', '.join(changed)}", stacklevel=3)
-
-    def _search_micro_batch_size(self, batch: Any) -> None:  # noqa: ANN401 (any nested batch)
-        """Settle what "auto" is on an accelerator: once, on the first batch, leaving everything as it was."""
-        self._searches = False
-        opened = open_batch(batch, Placement(Cut(), self.world.size, self.world.rank), self.world, self.position)
-        size = search_micro_batch_size(
-            self._machine,
-            opened,
-            self.world,
-            self._modules,
-            clear=self._forget_gradients,
-            optimizer_is_new=not self.optimizer.state,
-        )
-        self._sizes = dataclasses.replace(self._sizes, micro_batch_size=size)
-        self.decisions["micro_batch_size"] = f"{size}, by a doubling search on {self.world.device}"
+            self.decisions["resumed with changes"] = changed
+            self._watch.diagnosis("resumed_with_changes", f"resumed with changes: {changed}")
+        if self._sizing.sizes.effective_batch_size != saved["effective_batch_size"]:
+            warnings.warn(f"resumed with changes: {changed}", stacklevel=3)

@@ -1,6 +1,7 @@
 """What a run needs to go on as if it had never stopped."""
 
 import copy
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,12 +59,7 @@ def collect_state(parts: Parts, progress: Progress) -> dict[str, Any]:
         "num_steps": progress.num_steps,
         "position": {"epoch": progress.position.epoch, "sample_offset": progress.position.sample_offset},
         "seed": progress.seed,
-        "sizes": {
-            "world_size": progress.sizes.world_size,
-            "effective_batch_size": progress.sizes.effective_batch_size,
-            "micro_batch_size": progress.sizes.micro_batch_size,
-            "accumulation_steps": progress.sizes.accumulation_steps,
-        },
+        "sizes": dataclasses.asdict(progress.sizes),
         "decisions": dict(progress.decisions),
         "model": dict(parts.modules.state_dict()),
         "optimizer": target.optimizer.state_dict(),
