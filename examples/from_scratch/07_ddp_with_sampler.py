@@ -41,8 +41,8 @@ def run_rank(rank: int, world_size: int, meeting: str) -> None:
     for deal in (padded, exact):
         torch.manual_seed(0)
         ddp = nn.parallel.DistributedDataParallel(nn.Linear(8, 1).double())
-        shares = deal(101, 32)
-        whole = gradient(ddp, numbers[96:])  # what comes out if every rank runs all of it
+        shares = deal(101, 30)
+        whole = gradient(ddp, numbers[90:])  # what comes out if every rank runs all of it
         error = (gradient(ddp, numbers[shares[-1]]) - whole).norm() / whole.norm()
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         for rows in shares * 10:

@@ -19,8 +19,7 @@ from tests.engine.cases import Batch, InMemory
 from tests.ranks_fixture import Ranks
 
 LADDER = Path(__file__).parents[2] / "examples" / "from_scratch"
-# Programs 7 and 8 can hang while their ranks exit (DDP and gloo); until that is mended they are not started here.
-PROGRAMS = [path for path in sorted(LADDER.glob("0*.py")) if path.name[:2] not in {"07", "08"}]
+PROGRAMS = sorted(LADDER.glob("0*.py"))
 
 
 def program(number: int) -> ModuleType:
@@ -209,7 +208,7 @@ def test_all_together(three_ranks: Ranks) -> None:
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
 def test_program_runs(path: Path) -> None:
     """Each program runs as a student starts it, says something, and fits on a page."""
-    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=120, check=False)  # noqa: S603 (our own program)
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=300, check=False)  # noqa: S603 (our own program)
 
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) >= 2
