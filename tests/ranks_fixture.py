@@ -40,6 +40,16 @@ class Ranks:
         self._pool.close()
 
 
+def selected(request: pytest.FixtureRequest, parameter: str) -> list[Any]:
+    """Return the values of a parameter with which tests of this module are going to run.
+
+    A fixture that computes what many tests look at needs only what those that were selected will look at.
+    """
+    items = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
+    calls = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    return list(dict.fromkeys(params[parameter] for params in calls if parameter in params))
+
+
 STARTED = pytest.StashKey[dict[int, Ranks]]()
 
 

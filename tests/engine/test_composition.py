@@ -38,7 +38,7 @@ from tests.engine.composed import (
     runs_of,
     tolerance,
 )
-from tests.ranks_fixture import Ranks
+from tests.ranks_fixture import Ranks, selected
 
 Outcomes = Mapping[Features, Sequence["Found | str"]]
 Pair = tuple[Feature, Feature]
@@ -62,9 +62,9 @@ def run_all(runs: Sequence[Features]) -> list["Found | str"]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(one_rank: Ranks, two_ranks: Ranks) -> Outcomes:
+def outcomes(one_rank: Ranks, two_ranks: Ranks, request: pytest.FixtureRequest) -> Outcomes:
     """Return what came of every run of every cell, rank by rank. Many cells are the same run: it is done once."""
-    runs = dict.fromkeys(features for pair in pairs(Feature) for features in runs_of(*pair))
+    runs = dict.fromkeys(features for pair in selected(request, "pair") for features in runs_of(*pair))
     found: dict[Features, Sequence[Found | str]] = {}
     for pool, several in ((one_rank, False), (two_ranks, True)):
         own = [features for features in runs if (Feature.SEVERAL_RANKS in features) is several]

@@ -136,6 +136,26 @@ def test_metrics_are_the_plain_ones(strategy: str, ranks: Ranks) -> None:
             assert values == pytest.approx(expected[name], rel=1e-12)
 
 
+def evaluated_by_one(strategy: str) -> dict[str, float]:
+    """Run on every rank: evaluate batches of one sample, which leave every rank but the first without any."""
+    model = dropping()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options: dict[str, Any] = {"strategy": STRATEGIES[strategy](), "world": ab.World.from_environment()}
+    with ab.Engine(model, optimizer, ab.mean_over_tokens(predict), **options) as engine:
+        return engine.evaluate([InMemory(sentences(1)), InMemory(sentences(1))], words_and_values)
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
+def test_a_rank_without_samples_takes_part(strategy: str, three_ranks: Ranks) -> None:
+    """A rank that has measured nothing returns the same metrics as the one that has."""
+    with torch.no_grad():
+        torch.manual_seed(0)
+        plainly = words_and_values(dropping().eval(), sentences(1))
+    expected = {"error": float(plainly["error"]), "hits": int(plainly["hits"].total) / int(plainly["hits"].count)}
+    for found in three_ranks.run(evaluated_by_one, strategy):
+        assert found == pytest.approx(expected, rel=1e-12)
+
+
 def make_engine(model: nn.Module, **options: Any) -> ab.Engine:
     """Return an engine on one rank."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -19,7 +19,7 @@ from tests.engine.cases import (
     plain_gradients,
     sentences,
 )
-from tests.ranks_fixture import Ranks
+from tests.ranks_fixture import Ranks, selected
 
 TOLERANCE = 1e-12
 Errors = dict[tuple[str, str, str], float | str]
@@ -56,9 +56,9 @@ def naive_errors(cases: Sequence[str], micro_batch_sizes: Sequence[int | None]) 
 
 
 @pytest.fixture(scope="module")
-def errors(ranks: Ranks) -> list[Errors]:
+def errors(ranks: Ranks, request: pytest.FixtureRequest) -> list[Errors]:
     """Return the errors of all combinations, as every rank found them."""
-    found: list[Errors] = ranks.run(gradient_errors, list(CASES))
+    found: list[Errors] = ranks.run(gradient_errors, selected(request, "case"))
     return found
 
 

@@ -1,6 +1,6 @@
 """Which parameters get a gradient, from whom, and which stay as they are."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ import anybatch as ab
 from anybatch.core.loss import Loss
 from anybatch.testing import relative_error
 from tests.engine.cases import STRATEGIES, Batch, Gradients, InMemory, perceptron, plain_gradients, vectors
-from tests.ranks_fixture import Ranks
+from tests.ranks_fixture import Ranks, selected
 
 TOLERANCE = 1e-12
 MICRO_BATCH_SIZES = (1, 3, None)
@@ -226,17 +226,17 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
 
 
-def all_case_errors() -> dict[tuple[str, str], dict[str, float]]:
-    """Run on every rank: return the errors of all cases under all strategies."""
+def all_case_errors(cases: Sequence[str]) -> dict[tuple[str, str], dict[str, float]]:
+    """Run on every rank: return the errors of cases under all strategies."""
     size = ab.World.from_environment().size
     names = [name for name in STRATEGIES if size == 1 or name != "single"]
-    return {(case, name): case_errors(PARAMETER_CASES[case], name) for case in PARAMETER_CASES for name in names}
+    return {(case, name): case_errors(PARAMETER_CASES[case], name) for case in cases for name in names}
 
 
 @pytest.fixture(scope="module")
-def errors(ranks: Ranks) -> list[dict[tuple[str, str], dict[str, float]]]:
+def errors(ranks: Ranks, request: pytest.FixtureRequest) -> list[dict[tuple[str, str], dict[str, float]]]:
     """Return the errors of all cases, as every rank found them."""
-    return ranks.run(all_case_errors)
+    return ranks.run(all_case_errors, selected(request, "case"))
 
 
 @pytest.mark.parametrize("case", PARAMETER_CASES)

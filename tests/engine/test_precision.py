@@ -202,7 +202,7 @@ def squared(model: nn.Module, batch: Batch) -> torch.Tensor:
     return scores.square()
 
 
-def spiky_steps(strategy: str) -> SpikyRun:
+def spiky_steps(strategy: str, clip: float | None = None) -> SpikyRun:
     """Run on every rank: five fp16 steps, of which the third overflows, in the first rank's share alone."""
     model = Spiky()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -215,6 +215,7 @@ def spiky_steps(strategy: str) -> SpikyRun:
         micro_batch_size=3,
         strategy=STRATEGIES[strategy](),
         precision="fp16",
+        clip=clip,
         scheduler=scheduler,
         world=ab.World.from_environment(),
     ) as engine:
@@ -241,8 +242,12 @@ def test_fp16_overflow_skips_the_step_on_all_ranks(strategy: str, one_rank: Rank
         assert all(torch.equal(*pair) for pair in zip(run.parameters, found[0].parameters, strict=True))
 
 
-def test_fp16_is_the_handwritten_loop(one_rank: Ranks) -> None:
-    """precision='fp16' gives bit for bit what torch's GradScaler gives in a loop written by hand, overflow included."""
+@pytest.mark.parametrize("clip", [None, 0.05], ids=["unclipped", "clipped"])
+def test_fp16_is_the_handwritten_loop(clip: float | None, one_rank: Ranks) -> None:
+    """precision='fp16' gives bit for bit what torch's GradScaler gives in a loop written by hand, overflow included.
+
+    Clipped too, where gradients have to be unscaled first; the limit is below every norm.
+    """
     model = Spiky()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -253,11 +258,14 @@ def test_fp16_is_the_handwritten_loop(one_rank: Ranks) -> None:
             with torch.autocast("cpu", torch.float16):
                 loss = squared(model, cut(batch, start, start + 3)).sum() * (1 / 12)
             scaler.scale(loss).backward()
+        if clip is not None:
+            scaler.unscale_(optimizer)
+            assert nn.utils.clip_grad_norm_(model.parameters(), clip) > clip
         scaler.step(optimizer)
         scaler.update()
         if number != 2:
             scheduler.step()
         optimizer.zero_grad()
 
-    (run,) = one_rank.run(spiky_steps, "single")
+    (run,) = one_rank.run(spiky_steps, "single", clip)
     assert all(torch.equal(*pair) for pair in zip(run.parameters, model.parameters(), strict=True))

@@ -66,10 +66,13 @@ def go_on(engine: ab.Engine, dtype: torch.dtype, num_steps: int | None = None) -
 
 
 def final(model: nn.Module, engine: ab.Engine) -> Weights:
-    """Return everything the run ends with: weights, buffers, averages, and the next learning rate."""
+    """Return everything the run ends with: weights, buffers, averages, the loss scale, and the next learning rate."""
     weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
     if engine.average is not None:
         weights |= {f"average {name}": value.clone() for name, value in engine.average.weights.items()}
+    scaler = engine._machine.scaler  # noqa: SLF001 (no report tells it)
+    if scaler.enabled:
+        weights |= {f"scale {name}": torch.tensor(value) for name, value in scaler.scaler.state_dict().items()}
     rates = [group["lr"] for group in engine.optimizer.param_groups]
     return weights | {"next learning rate": torch.tensor(rates), "steps": torch.tensor(engine.num_steps)}
 
@@ -115,6 +118,28 @@ def test_resumed_run_ends_bit_for_bit_as_if_it_had_not_stopped(kind: Kind, tmp_p
 
     assert before + after == ids
     assert same_bits(found, expected)
+
+
+def test_the_seed_of_the_run_is_part_of_its_state(tmp_path: Path) -> None:
+    """An engine that was given a seed of its own saves it; one built without goes on with the same random numbers."""
+
+    def run(seed: int | None, *, stop: bool = False, resumed: bool = False) -> Weights:
+        torch.manual_seed(6)
+        model = nn.Sequential(nn.Linear(6, 12), nn.Dropout(0.5), nn.Linear(12, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with ab.Engine(model, optimizer, ab.mean_over_samples(loss), micro_batch_size=6, seed=seed) as engine:
+            if resumed:
+                engine.load(tmp_path)
+            go_on(engine, torch.float32, STOP if stop else None)
+            if stop:
+                engine.save(tmp_path)
+            return final(model, engine)
+
+    expected = run(17)
+    run(17, stop=True)
+
+    assert same_bits(run(None, resumed=True), expected)
+    assert not same_bits(run(None), expected)
 
 
 def test_two_ranks_resume_bit_for_bit_and_on_other_numbers_of_ranks_up_to_rounding(

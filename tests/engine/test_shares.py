@@ -52,6 +52,44 @@ def test_a_rank_that_is_done_first_does_not_stop_the_others(ranks: Ranks) -> Non
             assert relative_error(state, model.state_dict()) <= 1e-12
 
 
+def train_with_an_idle_rank(strategy: str) -> dict[str, torch.Tensor]:
+    """Run on every rank: the first rank brings three batches, the last one none at all; return the parameters."""
+    world = ab.World.from_environment()
+    model = perceptron()
+    own = [] if world.rank == world.size - 1 else [vectors(5 + number) for number in range(3)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options: dict[str, Any] = {"micro_batch_size": 2, "strategy": STRATEGIES[strategy](), "world": world}
+    with ab.Engine(model, optimizer, ab.mean_over_samples(classify), **options) as engine:
+        for share in ab.shares(own, world=world):
+            engine.step(share)
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
+def test_a_rank_may_bring_nothing_from_the_start(strategy: str, two_ranks: Ranks) -> None:
+    """Two ranks of which one has an empty loader make the steps of the other one alone."""
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(3):
+        optimizer.zero_grad()
+        classify(model, vectors(5 + number)).backward()
+        optimizer.step()
+
+    for state in two_ranks.run(train_with_an_idle_rank, strategy):
+        assert relative_error(state, model.state_dict()) <= 1e-12
+
+
+def test_empty_loaders_make_no_step(two_ranks: Ranks) -> None:
+    """Where no rank has a batch, no share is yielded, on one rank or on several."""
+    assert list(ab.shares([], world=ab.World())) == []
+    assert two_ranks.run(shares_of_nothing) == [0, 0]
+
+
+def shares_of_nothing() -> int:
+    """Run on every rank: return how many shares come of an empty loader."""
+    return len(list(ab.shares([], world=ab.World.from_environment())))
+
+
 def test_a_sampler_that_pads_is_told() -> None:
     """DistributedSampler repeats samples to make ranks even: the warning says how many, and what to use."""
     dataset = TensorDataset(torch.zeros(10, 2))

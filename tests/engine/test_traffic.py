@@ -1,6 +1,6 @@
 """What is handed to collectives in a step: the gradient's bytes, once, however many micro-batches are accumulated."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -47,32 +47,45 @@ def recorded() -> Iterator[list[Call]]:
 
         return call
 
-    for name in COLLECTIVES:
-        setattr(dist, name, recording(name))
-    try:
+    with replaced({name: recording(name) for name in COLLECTIVES}):
         yield calls
+
+
+@contextmanager
+def replaced(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Put functions in the place of those of torch.distributed."""
+    plain = {name: getattr(dist, name) for name in functions}
+    for name, function in functions.items():
+        setattr(dist, name, function)
+    try:
+        yield
     finally:
         for name, function in plain.items():
             setattr(dist, name, function)
 
 
-def calls_of_a_step(strategy: str, num_micro_batches: int) -> list[Call]:
-    """Run on every rank: return what the second step of a float32 model calls; the first one has more to agree on."""
+def make_engine(strategy: str, world: ab.World) -> ab.Engine:
+    """Return an engine over a float32 model, whose gradients can be told from the float64 numbers of a report."""
     torch.manual_seed(14)
     model = nn.Sequential(nn.Linear(5, 64), nn.Tanh(), nn.Linear(64, 4))
-    world = ab.World.from_environment()
 
     def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
         return F.cross_entropy(model(batch["x"].float()), batch["y"])
 
-    with ab.Engine(
+    return ab.Engine(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
         ab.mean_over_samples(loss),
         micro_batch_size=2,
         strategy=STRATEGIES[strategy](),
         world=world,
-    ) as engine:
+    )
+
+
+def calls_of_a_step(strategy: str, num_micro_batches: int) -> list[Call]:
+    """Run on every rank: return what the second step of a float32 model calls; the first one has more to agree on."""
+    world = ab.World.from_environment()
+    with make_engine(strategy, world) as engine:
         batch = InMemory(vectors(2 * num_micro_batches * world.size))
         engine.step(batch)
         with recorded() as calls:
@@ -105,3 +118,42 @@ def test_several_buckets_are_reduced_one_by_one(two_ranks: Ranks) -> None:
     calls = two_ranks.run(calls_of_a_step, "all_reduce", 4)[0]
     assert sum(call.dtype == torch.float32 for call in calls) > 1
     assert sum(call.dtype == torch.float32 for call in two_ranks.run(calls_of_a_step, "all_reduce, after", 4)[0]) == 1
+
+
+class Waited:
+    """A reduction that was started, and how often it was waited for."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self.work = work
+        self.times = 0
+
+    def wait(self) -> bool:
+        """Wait as usual."""
+        self.times += 1
+        return self.work.wait()
+
+
+def waits_of_a_step(strategy: str) -> list[int]:
+    """Run on every rank: return how often each reduction that a step starts is waited for."""
+    started: list[Waited] = []
+    plain = dist.all_reduce
+
+    def recording(*args: Any, **kwargs: Any) -> Any:
+        work = plain(*args, **kwargs)
+        if work is None:
+            return None
+        started.append(Waited(work))
+        return started[-1]
+
+    world = ab.World.from_environment()
+    with make_engine(strategy, world) as engine, replaced({"all_reduce": recording}):
+        engine.step(InMemory(vectors(8 * world.size)))
+    return [work.times for work in started]
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "all_reduce, after"])
+def test_all_that_was_started_is_waited_for(strategy: str, two_ranks: Ranks) -> None:
+    """No bucket is read before it has arrived: each reduction that is started is waited for, once."""
+    for times in two_ranks.run(waits_of_a_step, strategy):
+        assert len(times) > (2 if strategy == "all_reduce" else 1)
+        assert set(times) == {1}

@@ -20,6 +20,10 @@ def shares(loader: Iterable[Any], *, world: World | None = None) -> Iterator[Ran
         loader: yields nested batches of any size, this rank's share of each step.
         world: the ranks; None asks the environment.
 
+    Raises:
+        RankFailedError: another rank ended, because its loader raised, say; what a rank's own loader raises is raised
+            there as it is.
+
     Warns:
         UserWarning: the loader's sampler pads with duplicates, so that some samples would count twice.
     """
@@ -27,7 +31,11 @@ def shares(loader: Iterable[Any], *, world: World | None = None) -> Iterator[Ran
     world = world or World.from_environment()
     batches = iter(loader)
     while True:
-        share = RankShare(next(batches, None))
+        try:
+            share = RankShare(next(batches, None))
+        except Exception as error:
+            world.publish_failure(error, "its loader")
+            raise
         more = world.gather_numbers([float(share.batch is not None)])
         if not any(row[0] for row in more):
             return

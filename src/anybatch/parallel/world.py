@@ -129,11 +129,16 @@ class World:
                 raise
             raise self.first_failure(error) from error
 
-    def publish_failure(self, error: BaseException, step: int) -> None:
-        """Leave a word about this rank's error for ranks that will only see a broken connection. First one wins."""
+    def publish_failure(self, error: BaseException, place: str) -> None:
+        """Leave a word about this rank's error for ranks that will only see a broken connection. First one wins.
+
+        Args:
+            error: what ends this rank.
+            place: where it happened, such as "step 3".
+        """
         if self.size == 1 or isinstance(error, RankFailedError):
             return
-        text = f"rank {self.rank} failed in step {step}: {type(error).__name__}: {error}"
+        text = f"rank {self.rank} failed in {place}: {type(error).__name__}: {error}"
         try:
             store = _store()
             store.compare_set(self._failure_key(store), "", text)

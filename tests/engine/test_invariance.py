@@ -1,0 +1,81 @@
+"""The second promise: seed, data and effective batch size define the run, whatever number of ranks it is on."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import anybatch as ab
+from tests.engine.cases import Batch, classify
+from tests.ranks_fixture import Ranks
+
+NUM_SAMPLES, SIZE, NUM_STEPS = 47, 20, 12
+
+
+class Noisy(torch.utils.data.Dataset[Batch]):
+    """Labelled vectors, to which each access adds noise from torch's global generator."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(2)
+        self.x = torch.randn(NUM_SAMPLES, 5, generator=generator, dtype=torch.float64).to(dtype)
+        self.y = torch.randint(0, 4, (NUM_SAMPLES,), generator=generator)
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> Batch:
+        return {"x": self.x[index] + 0.3 * torch.randn(5, dtype=self.x.dtype), "y": self.y[index]}
+
+
+class Run(NamedTuple):
+    """What a run saw, and how it went."""
+
+    sample_ids: list[tuple[int, ...]]
+    losses: list[float]
+
+
+def train(dtype: torch.dtype, micro_batch_size: int, dropout: float) -> Run:
+    """Run on every rank: some steps over several epochs, with a last batch of each that is smaller."""
+    torch.manual_seed(1)
+    layers = nn.Linear(5, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 4)
+    model = nn.Sequential(*layers).to(dtype)
+    run = Run([], [])
+    batches = ab.batches(Noisy(dtype), effective_batch_size=SIZE, steps=NUM_STEPS, seed=3)
+    options: dict[str, Any] = {"micro_batch_size": micro_batch_size, "deal": "fixed"}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    with ab.Engine(model, optimizer, ab.mean_over_samples(classify), **options) as engine:
+        for batch in batches:
+            run.losses.append(engine.step(batch).loss)
+            run.sample_ids.append(tuple(int(sample) for sample in batch.sample_ids))
+    return run
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-4)], ids=["float64", "float32"]
+)
+def test_a_run_does_not_depend_on_the_ranks(
+    dtype: torch.dtype, tolerance: float, one_rank: Ranks, two_ranks: Ranks, three_ranks: Ranks
+) -> None:
+    """On 1, 2 and 3 ranks every step sees the same samples and has the same loss, with augmentation and dropout on."""
+    plain = train(dtype, 3, 0.3)
+    assert len(plain.losses) == NUM_STEPS
+    for ranks in (one_rank, two_ranks, three_ranks):
+        for found in ranks.run(train, dtype, 3, 0.3):
+            assert found.sample_ids == plain.sample_ids
+            assert found.losses == pytest.approx(plain.losses, rel=tolerance)
+
+
+def test_a_run_without_dropout_does_not_depend_on_the_cut(two_ranks: Ranks) -> None:
+    """Micro-batches of 3 and of 7 give the same run where nothing but the data draws random numbers."""
+    plain = train(torch.float64, 3, 0.0)
+    for found in two_ranks.run(train, torch.float64, 7, 0.0):
+        assert found.sample_ids == plain.sample_ids
+        assert found.losses == pytest.approx(plain.losses, rel=1e-9)
+
+
+def test_dropout_depends_on_the_cut() -> None:
+    """The counter-example: with dropout on, another cut draws other numbers, as the keys belong to micro-batches."""
+    one, other = train(torch.float64, 3, 0.3), train(torch.float64, 7, 0.3)
+    assert one.sample_ids == other.sample_ids
+    assert one.losses != pytest.approx(other.losses, rel=1e-4)
