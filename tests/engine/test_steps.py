@@ -109,12 +109,14 @@ def test_a_run_is_the_plain_run(ranks: Ranks) -> None:
 
 
 def test_a_loss_is_the_weighted_sum_of_its_terms() -> None:
-    """report.loss is what is minimised: terms times weights."""
+    """report.loss is what is minimised, the plain terms times their weights, and report.losses are the plain terms."""
     model = CASE.model()
+    plain = {name: float(term.detach()) for name, term in predict_and_value(model, sentences()).items()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with ab.Engine(model, optimizer, CASE.loss, micro_batch_size=3, world=ab.World()) as engine:
         report = engine.step(sentences())
-    assert report.loss == pytest.approx(report.losses["lm"] + AUX_WEIGHT * report.losses["aux"], rel=1e-14)
+    assert report.losses == pytest.approx(plain, rel=1e-12)
+    assert report.loss == pytest.approx(plain["lm"] + AUX_WEIGHT * plain["aux"], rel=1e-12)
     assert report.weights == {"lm": 1.0, "aux": AUX_WEIGHT}
 
 

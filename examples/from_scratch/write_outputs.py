@@ -1,0 +1,51 @@
+"""Run the programs and write what they print into README.md, each into the block under its name.
+
+python examples/from_scratch/write_outputs.py        all of them
+python examples/from_scratch/write_outputs.py 03 05  those whose names begin so
+"""
+
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+PAGE = FOLDER / "README.md"
+BLOCK = re.compile(r"(^### (?P<name>\w+\.py)$.*?^```text\n)(?P<text>.*?)(?=^```$)", flags=re.MULTILINE | re.DOTALL)
+TIME_LIMIT_SECONDS = 120
+
+
+def shown(page: str) -> dict[str, str]:
+    """Return, by program, what a page says that it prints."""
+    return {match["name"]: match["text"] for match in BLOCK.finditer(page)}
+
+
+def with_outputs(page: str, printed: dict[str, str]) -> str:
+    """Return the page with other blocks for these programs."""
+    return BLOCK.sub(lambda match: match[1] + printed.get(match["name"], match["text"]), page)
+
+
+def run(program: str) -> str:
+    """Return what a program prints, started as a student starts it.
+
+    Raises:
+        subprocess.SubprocessError: it fails, or does not end.
+    """
+    command = [sys.executable, str(FOLDER / program)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT_SECONDS, check=True).stdout
+
+
+def main(beginnings: Sequence[str]) -> None:
+    """Run programs and write the page; one that fails leaves it as it was."""
+    page = PAGE.read_text(encoding="utf-8")
+    chosen = [name for name in shown(page) if not beginnings or name.startswith(tuple(beginnings))]
+    printed = {}
+    for name in chosen:
+        printed[name] = run(name)
+        print(f"{name}\n{printed[name]}", flush=True)
+    PAGE.write_text(with_outputs(page, printed), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
