@@ -25,7 +25,7 @@ from anybatch.errors import (
     UserError,
 )
 from anybatch.parallel.all_reduce import AllReduce
-from anybatch.testing import RankPool
+from anybatch.testing import Outcome, RankPool, run_ranks
 from tests.engine.cases import (
     Batch,
     InMemory,
@@ -36,6 +36,7 @@ from tests.engine.cases import (
     sentences_masked,
     vectors,
 )
+from tests.engine.failures import FAILURES, train
 from tests.parallel.fsdp_spike import FullyShard
 
 
@@ -112,7 +113,22 @@ ON_ONE_RANK: Mapping[str, Refusal] = {
         ("5 samples", "effective_batch_size=4 = 1 rank x 2 accumulation steps x 2"),
         lambda: step(accumulation_steps=2, micro_batch_size=2),
     ),
+    "batches of 0": Refusal(
+        BatchSizeError,
+        ("effective_batch_size=0", "at least 1"),
+        lambda: ab.batches(range(5), effective_batch_size=0),
+    ),
+    "batches of -1": Refusal(
+        BatchSizeError,
+        ("effective_batch_size=-1", "at least 1"),
+        lambda: ab.batches(range(5), effective_batch_size=-1),
+    ),
     # Data
+    "an empty data set": Refusal(
+        DataError,
+        ("data set is empty", "len(dataset)=0", "at least 1 sample"),
+        lambda: ab.batches([], effective_batch_size=4),
+    ),
     "an empty batch": Refusal(
         BatchSizeError, ("empty", "no rank brought a sample"), lambda: step(batch={"x": torch.zeros(0, 5)})
     ),
@@ -365,6 +381,14 @@ def main() -> None:
     with RankPool(2) as pool:
         for name, (kind, message) in pool.run(told_on_ranks)[0].items():
             print(f"{name}\n    {kind}: {message}")  # noqa: T201 (a script)
+    for name, failure in FAILURES.items():
+        survivor, *_ = run_ranks(failure.world_size, train, failure)
+        print(f"a rank that ends ({name}), as the first rank says it\n    {last_line(survivor)}")  # noqa: T201 (a script)
+
+
+def last_line(outcome: Outcome) -> str:
+    """Return the error of a rank without its traceback."""
+    return (outcome.error or "no error").strip().splitlines()[-1].removeprefix("anybatch.errors.")
 
 
 if __name__ == "__main__":
