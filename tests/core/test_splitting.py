@@ -74,6 +74,7 @@ def test_lockstep_ranks_run_equally_many_units(num_samples: int, world_size: int
     plan = plan_batch(num_samples, world_size, cut)
     weights = [[unit.weight for unit in share] for share in plan.shares]
     assert all(share == sorted(share, reverse=True) and set(share) <= {0.0, 1.0} for share in weights)
+    assert sum(unit.num_samples for share in plan.shares for unit in share if unit.weight) == num_samples
     if cut.lockstep:
         assert len({len(share) for share in plan.shares}) == 1
     else:

@@ -34,7 +34,7 @@ def test_the_others_end_with_the_first_error(name: str, outcomes: dict[str, list
         "killed": "exit code -9",
         "exits": "exit code 7",
     }[failure.how]
-    place = "its loader" if failure.where == "loader" else f"step {FAILING_STEP}"
+    place = "between steps" if failure.where == "loader" else f"in step {FAILING_STEP}"
 
     assert failed.error is not None
     assert words in failed.error
@@ -43,7 +43,7 @@ def test_the_others_end_with_the_first_error(name: str, outcomes: dict[str, list
         assert other.error is not None
         assert "RankFailedError" in other.error
         expected = (
-            f"rank {failure.world_size - 1} failed in {place}: RuntimeError: sample 17 is unreadable"
+            f"rank {failure.world_size - 1} failed {place}: RuntimeError: sample 17 is unreadable"
             if failure.how == "raises"
             else "another rank ended without a word"
         )

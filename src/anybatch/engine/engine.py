@@ -405,14 +405,14 @@ class Engine:
         except BaseException as error:
             self._forget_gradients()
             if (refused := refused_in_backward(error)) is not None:
-                self.world.publish_failure(refused, f"step {self.num_steps}")
+                self.world.publish_failure(refused, self.num_steps)
                 raise refused from error
             broken = isinstance(error, RuntimeError) and not isinstance(
                 error, (RankFailedError, torch.OutOfMemoryError)
             )
             if broken and self.world.published_failure():  # a collective inside a backward, most likely
                 raise self.world.first_failure(error) from error
-            self.world.publish_failure(error, f"step {self.num_steps}")
+            self.world.publish_failure(error, self.num_steps)
             raise
 
     def _tell_start(self, opened: OpenBatch) -> None:

@@ -34,7 +34,7 @@ def shares(loader: Iterable[Any], *, world: World | None = None) -> Iterator[Ran
         try:
             share = RankShare(next(batches, None))
         except Exception as error:
-            world.publish_failure(error, "its loader")
+            world.publish_failure(error, None)
             raise
         more = world.gather_numbers([float(share.batch is not None)])
         if not any(row[0] for row in more):

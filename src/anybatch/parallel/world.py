@@ -129,16 +129,15 @@ class World:
                 raise
             raise self.first_failure(error) from error
 
-    def publish_failure(self, error: BaseException, place: str) -> None:
+    def publish_failure(self, error: BaseException, step: int | None) -> None:
         """Leave a word about this rank's error for ranks that will only see a broken connection. First one wins.
 
-        Args:
-            error: what ends this rank.
-            place: where it happened, such as "step 3".
+        `step` is None for what failed between steps.
         """
         if self.size == 1 or isinstance(error, RankFailedError):
             return
-        text = f"rank {self.rank} failed in {place}: {type(error).__name__}: {error}"
+        place = "between steps" if step is None else f"in step {step}"
+        text = f"rank {self.rank} failed {place}: {type(error).__name__}: {error}"
         try:
             store = _store()
             store.compare_set(self._failure_key(store), "", text)
