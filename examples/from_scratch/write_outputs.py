@@ -13,7 +13,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 PAGE = FOLDER / "README.md"
 BLOCK = re.compile(r"(^### (?P<name>\w+\.py)$.*?^```text\n)(?P<text>.*?)(?=^```$)", flags=re.MULTILINE | re.DOTALL)
-TIME_LIMIT_SECONDS = 120
+TIME_LIMIT_SECONDS = 300
 
 
 def shown(page: str) -> dict[str, str]:

@@ -10,8 +10,6 @@ import pytest
 
 from tests.examples.ladder import LADDER, PROGRAMS, module_at
 
-# Programs 7 and 8 can hang while their ranks exit (DDP and gloo); until that is mended they are not started here.
-STARTED = [path for path in PROGRAMS if path.name[:2] not in {"07", "08"}]
 NUMBER = r"\d[\d,]*(?:\.\d+)?(?:e[+-]\d+)?"
 OUTPUTS = module_at(LADDER / "write_outputs.py")
 
@@ -42,11 +40,11 @@ def shape_and_numbers(text: str) -> tuple[list[str], list[float]]:
     return re.sub(r" *" + NUMBER, " #", text).split("\n"), [0.0 if number < 1e-12 else number for number in numbers]
 
 
-@pytest.mark.parametrize("path", STARTED, ids=by_name)
+@pytest.mark.parametrize("path", PROGRAMS, ids=by_name)
 def test_program_prints_what_the_readme_shows(path: Path) -> None:
     """A program, started as a student starts it, ends well and prints what the README shows."""
     done = subprocess.run(  # noqa: S603 (a program of ours)
-        [sys.executable, str(path)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, str(path)], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     printed_text, printed = shape_and_numbers(done.stdout)
