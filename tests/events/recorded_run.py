@@ -53,9 +53,11 @@ def start(first_step: int = 0, **changes: Any) -> StartRecord:
     return replace(record, **changes)
 
 
-def micro_batch(step: int, position: int, event: SpanEvent = "end", num_micro_batches: int = 4) -> MicroBatchRecord:
+def micro_batch(
+    step: int, position: int, event: SpanEvent = "end", num_micro_batches: int = 4, **changes: Any
+) -> MicroBatchRecord:
     """Return an end of a micro-batch."""
-    return MicroBatchRecord(
+    record = MicroBatchRecord(
         rank=0,
         event=event,
         step=step,
@@ -68,6 +70,7 @@ def micro_batch(step: int, position: int, event: SpanEvent = "end", num_micro_ba
         counts={},
         loss_sums={},
     )
+    return replace(record, **changes)
 
 
 def step(number: int, loss: Scalar = 0.5, **changes: Any) -> StepRecord:

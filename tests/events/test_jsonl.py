@@ -30,6 +30,7 @@ from anybatch.core.records import (
 from anybatch.errors import UserError
 from anybatch.events.jsonl import JsonlLog, read_jsonl
 from anybatch.events.schema import SCHEMA_VERSION, json_schema
+from tests.events import recorded_run
 
 VALIDATOR = jsonschema.Draft202012Validator(json_schema())
 
@@ -41,44 +42,19 @@ def ticking() -> Callable[[], float]:
 
 
 def micro_batch(step: int = 0, loss_sum: Scalar = 1.5) -> MicroBatchRecord:
-    """Return the end of a micro-batch."""
-    return MicroBatchRecord(
-        rank=0,
-        event="end",
-        step=step,
-        unit_number=0,
-        position=0,
-        num_micro_batches=1,
-        num_samples=4,
-        first_sample_id=17,
-        weight=1.0,
-        counts={"loss": 4.0},
-        loss_sums={"loss": loss_sum},
-    )
+    """Return the end of the only micro-batch of a step."""
+    return recorded_run.micro_batch(step, 0, num_micro_batches=1, counts={"loss": 4.0}, loss_sums={"loss": loss_sum})
 
 
 def step(number: int = 0, loss: Scalar = 0.5) -> StepRecord:
-    """Return a step."""
-    return StepRecord(
-        rank=0,
-        step=number,
-        epoch=0,
-        sample_offset=4,
-        num_samples=4,
-        num_micro_batches=1,
-        loss=loss,
-        losses={"loss": loss},
-        counts={"loss": 4.0},
-        gradient_norm=None,
-        clipped=torch.tensor(True),
-        learning_rates=(torch.tensor(0.5), 0.25),
-        skipped=False,
-    )
+    """Return a step some of whose numbers are tensors."""
+    rates = (torch.tensor(0.5), 0.25)
+    return recorded_run.step(number, loss, gradient_norm=None, clipped=torch.tensor(True), learning_rates=rates)
 
 
 def end(num_steps: int = 1) -> EndRecord:
     """Return the end of a completed run."""
-    return EndRecord(rank=0, status="completed", num_steps=num_steps, message=None, digest=None)
+    return recorded_run.end(num_steps)
 
 
 def phase(rank: int = 0) -> PhaseRecord:
@@ -149,8 +125,8 @@ def test_a_line_is_the_record(tmp_path: Path) -> None:
     with JsonlLog(path, clock=ticking()) as log:
         log.observe(step(3, loss=torch.tensor(0.5, requires_grad=True) * 2))
     assert path.read_text(encoding="utf-8") == (
-        '{"version":1,"sequence":0,"time_seconds":0.0,"kind":"step","rank":0,"step":3,"epoch":0,"sample_offset":4,'
-        '"num_samples":4,"num_micro_batches":1,"loss":1.0,"losses":{"loss":1.0},"counts":{"loss":4.0},'
+        '{"version":1,"sequence":0,"time_seconds":0.0,"kind":"step","rank":0,"step":3,"epoch":0,"sample_offset":64,'
+        '"num_samples":64,"num_micro_batches":1,"loss":1.0,"losses":{"loss":1.0},"counts":{"loss":64.0},'
         '"gradient_norm":null,"clipped":true,"learning_rates":[0.5,0.25],"skipped":false}\n'
     )
 
@@ -175,7 +151,7 @@ def test_a_number_that_cannot_be_read_is_null(tmp_path: Path) -> None:
         log.observe(end())
     first, last = lines_of(path)
     assert first["loss"] is None
-    assert first["num_samples"] == 4
+    assert first["num_samples"] == 64
     assert last["kind"] == "end"
 
 
