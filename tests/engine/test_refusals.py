@@ -125,11 +125,11 @@ def changed_by_refusal() -> dict[str, list[str]]:
             with pytest.raises(AnyBatchError):
                 engine.step(vectors(29))
             after = state_of(model, optimizer)
-        found[name] = [
-            *["values"] * (not all(torch.equal(*pair) for pair in zip(before, after, strict=True))),
-            *["gradients"] * any(parameter.grad is not None for parameter in model.parameters()),
-            *["progress"] * ((engine.position, engine.num_steps) != (Position(), 0)),
-        ]
+            found[name] = [
+                *["values"] * (not all(torch.equal(*pair) for pair in zip(before, after, strict=True))),
+                *["gradients"] * any(parameter.grad is not None for parameter in model.parameters()),
+                *["progress"] * ((engine.position, engine.num_steps) != (Position(), 0)),
+            ]
     return found
 
 
