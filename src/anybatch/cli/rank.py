@@ -59,9 +59,9 @@ def run_rank(
             _quiet_warnings(world)
             return _train(task, world, stop), ""
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (whatever it is, the status says it)
-        world.publish_failure(error, 0)
+        is_first = world.publish_failure(error, 0)
         words = explain(error)
-        if not world.published_failure() and not (isinstance(error, RankFailedError) and is_watched):
+        if is_first and not (isinstance(error, RankFailedError) and is_watched):
             _write(sys.stderr, f"{words}\n")
         return status_of(error), words
 

@@ -129,17 +129,22 @@ class World:
                 raise
             raise self.first_failure(error) from error
 
-    def publish_failure(self, error: BaseException, step: int) -> None:
-        """Leave a word about this rank's error for ranks that will only see a broken connection. First one wins."""
+    def publish_failure(self, error: BaseException, step: int) -> bool:
+        """Leave a word about this rank's error for ranks that will only see a broken connection. First one wins.
+
+        Returns:
+            Whether it is up to this rank to tell the user: no other rank has left a word before.
+        """
         if self.size == 1 or isinstance(error, RankFailedError):
-            return
+            return not self.published_failure()
         text = f"rank {self.rank} failed in step {step}: {type(error).__name__}: {error}"
         try:
             store = _store()
-            store.compare_set(self._failure_key(store), "", text)
+            kept = store.compare_set(self._failure_key(store), "", text)
             store.add(f"{_COUNT_KEY}/{self.rank}", 1)
         except (RuntimeError, ValueError):  # the store went with its rank: nobody is left to tell
-            return
+            return True
+        return kept.decode() == text
 
     def published_failure(self) -> str:
         """Return the word another rank has left about its error; empty where there is none."""
