@@ -165,10 +165,11 @@ def resume_command(folder: Path) -> str:
 def _effort(outcome: Outcome) -> str:
     if outcome.num_session_steps == 0:
         return f"nothing was left to do: the run has made its {outcome.num_steps:,} steps"
+    steps = f"{outcome.num_session_steps:,} step{'s' * (outcome.num_session_steps != 1)}"
     in_all = f" ({outcome.num_steps:,} in all)" if outcome.num_steps != outcome.num_session_steps else ""
     speed = outcome.num_session_samples / outcome.stepping_seconds if outcome.stepping_seconds > 0 else None
     return (
-        f"{outcome.num_session_steps:,} step{'s' * (outcome.num_session_steps != 1)}{in_all}, {outcome.num_session_samples:,} samples in "
+        f"{steps}{in_all}, {outcome.num_session_samples:,} samples in "
         f"{duration(outcome.session_seconds)}, {per_second(speed)} samples/s while stepping"
     )
 
