@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from anybatch.cli.main import main
-from anybatch.cli.screen import Screen
+from anybatch.cli.screen import Onlookers, Screen
 from anybatch.cli.status import Status
 from anybatch.core.records import PhaseRecord
 from anybatch.errors import UserError
 from anybatch.events.console import Console
+from anybatch.recipes.run_folder import RunFolder
+from anybatch.recipes.session import Outlook
 from tests.cli.small import SPEC
 
 PLOT = "pip install 'anybatch[plot]'"
@@ -106,3 +108,18 @@ def test_run_that_fails_at_once_leaves_nothing(tmp_path: Path, capsys: pytest.Ca
     assert main(run) == Status.UNEXPECTED
     assert "FaultError: mine" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_first_error_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where closing TensorBoard's file fails because the run has, the run's error is the one that is raised."""
+
+    class Broken:
+        def close(self) -> None:
+            message = "second"
+            raise OSError(message)
+
+    monkeypatch.setattr("anybatch.cli.screen.TensorBoardLog", lambda _: Broken())
+    message = "first"
+    with pytest.raises(ValueError, match="first"), Onlookers(None) as onlookers:
+        onlookers.begin(Outlook(folder=RunFolder(tmp_path), first_step=0, num_steps=1))
+        raise ValueError(message)

@@ -3,6 +3,7 @@
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -109,7 +110,9 @@ class Onlookers:
         if self._console is not None:
             self._console.close()
         if self._charts is not None:
-            self._charts.close()
+            # A full disk, say, has ended the run and ends this too: the first error is the one to tell.
+            with nullcontext() if error is None else suppress(Exception):
+                self._charts.close()
 
 
 def place_of(outlook: Outlook) -> str:
