@@ -1,4 +1,4 @@
-"""Draw docs/console.svg, a terminal in the middle of a real run: `python docs/draw_console.py`."""  # noqa: INP001 (a script)
+"""Draw docs/console.svg, a terminal after a real run: `python docs/draw_console.py`."""
 
 import contextlib
 import io
@@ -9,16 +9,18 @@ from pathlib import Path
 from rich.console import Console as Terminal
 from rich.terminal_theme import TerminalTheme
 
+from anybatch.cli.screen import Screen, place_of, summary
 from anybatch.events.console import Console
 from anybatch.events.moment import Level, Moment
 from anybatch.events.terminal_screen import Frame, TerminalScreen
 from anybatch.recipes.digits import digits
-from anybatch.recipes.session import train
+from anybatch.recipes.session import Outlook, train
 from anybatch.recipes.settings import Choices
 
 OUT = Path(__file__).with_name("console.svg")
 WIDTH = 104
-LAST_STEP, LAST_SHARE = 33, 0.5
+NUM_EPOCHS, MICRO_BATCH_SIZE = 8, 32
+COMMAND = f"anybatch train digits --epochs {NUM_EPOCHS} --micro-batch-size {MICRO_BATCH_SIZE} --out runs/digits"
 FONTS = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
 THEME = TerminalTheme(
     (22, 27, 34),
@@ -31,7 +33,7 @@ THEME = TerminalTheme(
 
 
 class Picture:
-    """A screen that stands still at one moment of a run.
+    """A screen that draws the last moment of a run only, as a terminal keeps it.
 
     Args:
         terminal: records what is printed to it.
@@ -39,40 +41,41 @@ class Picture:
 
     seconds_per_step = 0.0
     seconds_per_micro_batch = 0.0
-    shows_beginning = True
+    shows_beginning = False
 
     def __init__(self, terminal: Terminal) -> None:
-        self.is_done = False
         self._terminal = terminal
         self._screen = TerminalScreen(terminal)
+        self._last: Moment | None = None
 
     def say(self, line: str, level: Level, /) -> None:
         """Print a line."""
-        if not self.is_done:
-            self._screen.say(line, level)
+        self._screen.say(line, level)
 
     def show(self, moment: Moment, /) -> None:
-        """Draw the one moment, and nothing from then on."""
-        if not self.is_done and (moment.num_steps, moment.share_of_step) >= (LAST_STEP, LAST_SHARE):
-            self.is_done = True
-            self._terminal.print(Frame(moment))
+        """Keep a moment."""
+        self._last = moment
 
     def close(self) -> None:
-        """Do nothing."""
+        """Draw the last moment."""
+        if self._last is not None:
+            self._terminal.print(Frame(self._last))
+        self._last = None
 
 
 def main() -> None:
-    """Train for a while and draw what was seen."""
+    """Train for a while and draw what a terminal shows at the end."""
     terminal = Terminal(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor")
-    picture = Picture(terminal)
+    terminal.print(f"$ {COMMAND}", style="bold", highlight=False)
+
+    def begin(outlook: Outlook) -> Screen:
+        terminal.print(place_of(outlook), highlight=False)
+        return Screen(Console(outlook.num_steps, screen=Picture(terminal)))
+
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        train(
-            digits(),
-            Path("runs", "digits"),
-            Choices(effective_batch_size=256, micro_batch_size=32, epochs=10),
-            observer=lambda outlook: Console(outlook.num_steps, screen=picture),
-            stop=lambda: picture.is_done,
-        )
+        choices = Choices(epochs=NUM_EPOCHS, micro_batch_size=MICRO_BATCH_SIZE)
+        outcome = train(digits(), Path("runs", "digits"), choices, observer=begin)
+        terminal.print(summary(outcome, tensorboard=""), end="", highlight=False, soft_wrap=True)
     svg = terminal.export_svg(title="anybatch train digits", theme=THEME, unique_id="console")
     svg = re.sub(r"\s*@font-face \{.*?\}", "", svg, flags=re.DOTALL)  # fonts that would be fetched from elsewhere
     OUT.write_text(re.sub(r"font-family: *[^;]+;", f"font-family: {FONTS};", svg), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Write docs/composition.md from the table: `python docs/write_composition.py`."""  # noqa: INP001 (a script)
+"""Write docs/composition.md from the table: `python docs/write_composition.py`."""
 
 from pathlib import Path
 

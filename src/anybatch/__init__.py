@@ -1,23 +1,33 @@
-"""anybatch: name the effective batch size; any hardware trains it, exactly."""
+"""anybatch: name the effective batch size; any hardware trains it, exactly.
 
-from anybatch.core.loss import (
-    LossSum,
-    counted,
-    mean_over,
-    mean_over_samples,
-    mean_over_tokens,
-    samples,
-    sum_of,
-    tokens,
-)
-from anybatch.core.reports import StepReport
-from anybatch.core.splitting import BatchPlan
-from anybatch.data import Shards, batches
-from anybatch.engine.engine import Engine
-from anybatch.engine.shares import shares
-from anybatch.events.jsonl import JsonlLog
-from anybatch.parallel.world import World
-from anybatch.recipes.job import Defaults, Evaluation, Job
+A name is imported when it is first used: `anybatch --help` need not wait for torch, and what has to be settled before
+torch is imported can be.
+"""
+
+import collections.abc  # modules only: what is imported by name would be one of the public names
+import importlib
+import types
+import typing
+
+if typing.TYPE_CHECKING:
+    from anybatch.core.loss import (
+        LossSum,
+        counted,
+        mean_over,
+        mean_over_samples,
+        mean_over_tokens,
+        samples,
+        sum_of,
+        tokens,
+    )
+    from anybatch.core.reports import StepReport
+    from anybatch.core.splitting import BatchPlan
+    from anybatch.data import Shards, batches
+    from anybatch.engine.engine import Engine
+    from anybatch.engine.shares import shares
+    from anybatch.events.jsonl import JsonlLog
+    from anybatch.parallel.world import World
+    from anybatch.recipes.job import Defaults, Evaluation, Job
 
 __all__ = [
     "BatchPlan",
@@ -40,3 +50,41 @@ __all__ = [
     "sum_of",
     "tokens",
 ]
+
+_HOMES: collections.abc.Mapping[str, str] = types.MappingProxyType(
+    {
+        "BatchPlan": "anybatch.core.splitting",
+        "Defaults": "anybatch.recipes.job",
+        "Engine": "anybatch.engine.engine",
+        "Evaluation": "anybatch.recipes.job",
+        "Job": "anybatch.recipes.job",
+        "JsonlLog": "anybatch.events.jsonl",
+        "LossSum": "anybatch.core.loss",
+        "Shards": "anybatch.data",
+        "StepReport": "anybatch.core.reports",
+        "World": "anybatch.parallel.world",
+        "batches": "anybatch.data",
+        "counted": "anybatch.core.loss",
+        "mean_over": "anybatch.core.loss",
+        "mean_over_samples": "anybatch.core.loss",
+        "mean_over_tokens": "anybatch.core.loss",
+        "samples": "anybatch.core.loss",
+        "shares": "anybatch.engine.shares",
+        "sum_of": "anybatch.core.loss",
+        "tokens": "anybatch.core.loss",
+    }
+)
+
+
+def __getattr__(name: str) -> typing.Any:  # noqa: ANN401 (of whatever type the name is)
+    """Return a public name, from where it is defined."""
+    if name not in _HOMES:
+        message = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(message)
+    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    """Return the public names, those that have not been used yet included."""
+    return sorted({*globals(), *__all__})

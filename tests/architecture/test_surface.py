@@ -3,6 +3,8 @@
 import inspect
 from types import ModuleType, SimpleNamespace
 
+import pytest
+
 import anybatch
 
 MAX_NAMES = 20
@@ -24,10 +26,13 @@ def undocumented(module: object, names: list[str]) -> list[str]:
 
 
 def test_surface_is_listed() -> None:
-    """`__all__` is sorted and holds exactly the public names of the package."""
+    """`__all__` is sorted and holds exactly the public names of the package, also those that were not used yet."""
     listed = list(anybatch.__all__)
+    homes = {getattr(anybatch, name).__module__ for name in listed}
 
     assert listed == sorted(listed)
+    assert set(listed) <= set(dir(anybatch))
+    assert all(home.startswith("anybatch.") for home in homes)
     assert [name for name in listed if name[0] != "_"] == public_names(anybatch)
 
 
@@ -49,3 +54,9 @@ def test_gaps_are_seen() -> None:
     module = SimpleNamespace(silent=silent, inspect=inspect, listed=test_gaps_are_seen, _private=1)
     assert public_names(module) == ["listed", "silent"]
     assert undocumented(module, ["listed", "silent"]) == ["silent"]
+
+
+def test_other_names_are_an_error() -> None:
+    """A name that does not exist is an AttributeError that says so."""
+    with pytest.raises(AttributeError, match="no attribute 'Trainer'"):
+        _ = anybatch.Trainer

@@ -208,3 +208,8 @@ def told(folder: Path, kind: str) -> list[dict[str, Any]]:
 def header(folder: Path) -> dict[str, Any]:
     """Return what the run was asked for."""
     return dict(json.loads(RunFolder(folder).header.read_text()))
+
+
+def failing_job() -> ab.Job:
+    """Return a job whose loss fails at once."""
+    return job(raise_fault)

@@ -1,5 +1,6 @@
 """A session leaves no trace in the result: stopped and resumed, on any number of ranks, it is one run."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -51,6 +52,16 @@ def test_stopped_and_resumed_is_the_same_run(straight: Path, tmp_path: Path, num
     assert same_bits(parameters(straight), parameters(tmp_path / "run"))
     assert small.samples_of_steps(straight) == small.samples_of_steps(tmp_path / "run")
     assert resumed.metrics["error"] == told(straight, "evaluate")[-1]["metrics"]["error"]
+
+
+def test_own_order_is_kept_by_a_resume(tmp_path: Path) -> None:
+    """A job that is not shuffled is not shuffled after a resume either: each step has the samples that come next."""
+    job = dataclasses.replace(small.job(), shuffle=False)
+    train(job, tmp_path, Choices(micro_batch_size=1, epochs=2), world=ONE, stop=small.StopAfter(3))
+    train(job, tmp_path, resume=True, world=ONE, stop=lambda: False)
+
+    expected = [list(range(NUM_SAMPLES))[start : start + BATCH_SIZE] for start in range(0, NUM_SAMPLES, BATCH_SIZE)]
+    assert list(small.samples_of_steps(tmp_path).values()) == 2 * expected
 
 
 @pytest.mark.parametrize("failing_step", [1, STEPS_PER_EPOCH + 3])

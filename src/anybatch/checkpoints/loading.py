@@ -90,5 +90,6 @@ def load_latest(folder: str | os.PathLike[str]) -> Loaded:
         message = f"there is no checkpoint in {folder}. Start the run from the beginning, or give another folder."
         raise MissingCheckpointError(message)
     reasons = "\n".join(f"- {each.reason}" for each in skipped)
-    message = f"none of the {len(skipped)} checkpoints in {folder} is intact:\n{reasons}"
+    message = f"none of the {len(skipped)} checkpoints in {folder} is intact:\n{reasons}\n"
+    message += "Put a copy of one of them back, or start the run from the beginning in another folder."
     raise DamagedCheckpointError(message)

@@ -122,7 +122,8 @@ def judge(statuses: Sequence[int], exit_codes: Mapping[int, int]) -> tuple[Statu
         exit_codes: of the processes of ranks that failed first; below 0 for a signal.
     """
     known = [Status(status) for status in statuses if status >= 0]
-    for status in known:
+    first = [Status(statuses[rank]) for rank in exit_codes if statuses[rank] >= 0]
+    for status in (*first, *known):
         if status not in (Status.DONE, Status.STOPPED, Status.RANKS):
             return status, ""
     for rank, code in exit_codes.items():
@@ -134,10 +135,12 @@ def judge(statuses: Sequence[int], exit_codes: Mapping[int, int]) -> tuple[Statu
 
 
 def _how_it_ended(exit_code: int) -> str:
-    if exit_code == -signal.SIGKILL:
-        return "was killed (SIGKILL: by somebody, or by the system because memory ran out)."
     if exit_code < 0:
-        return f"was ended by {signal.Signals(-exit_code).name}."
+        names = {number.value: number.name for number in signal.Signals}  # SIGKILL is none of Windows' signals
+        name = names.get(-exit_code, f"signal {-exit_code}")
+        if name == "SIGKILL":
+            return "was killed (SIGKILL: by somebody, or by the system because memory ran out)."
+        return f"was ended by {name}."
     return f"ended with exit code {exit_code} before it could say why."
 
 

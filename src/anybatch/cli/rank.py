@@ -11,17 +11,14 @@ from typing import TextIO
 import torch.distributed as dist
 
 from anybatch.cli.failure import explain
-from anybatch.cli.screen import Screen, place_of, summary
+from anybatch.cli.screen import Onlookers, summary
 from anybatch.cli.status import Status, status_of
 from anybatch.cli.task import DEFAULT_RECIPE, RUNS, Task, short_name
-from anybatch.core.records import Observer
 from anybatch.errors import RankFailedError, UserError, WorldError
-from anybatch.events.console import Console
-from anybatch.events.plot import plot_losses
 from anybatch.parallel.world import World
 from anybatch.recipes.load import load_recipe
 from anybatch.recipes.prepare import on_first_rank
-from anybatch.recipes.session import Outcome, Outlook, train
+from anybatch.recipes.session import train
 from anybatch.recipes.settings import Choices
 
 
@@ -59,9 +56,9 @@ def run_rank(
             _quiet_warnings(world)
             return _train(task, world, stop), ""
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (whatever it is, the status says it)
-        world.publish_failure(error, 0)
+        is_first = world.publish_failure(error, 0)
         words = explain(error)
-        if not world.published_failure() and not (isinstance(error, RankFailedError) and is_watched):
+        if is_first and not (isinstance(error, RankFailedError) and is_watched):
             _write(sys.stderr, f"{words}\n")
         return status_of(error), words
 
@@ -72,40 +69,25 @@ def _train(task: Task, world: World, stop: Callable[[], bool] | None) -> Status:
         raise UserError(message)
     recipe = task.recipe or DEFAULT_RECIPE
     folder = on_first_rank(world, partial(new_folder, recipe)) if task.folder is None else task.folder
-    outcome = train(
-        load_recipe(recipe),
-        folder,
-        Choices(**task.choices),
-        resume=task.resume,
-        origin={"recipe": recipe, "ranks": task.ranks or "auto"},
-        world=world,
-        observer=_screen if world.rank == 0 else None,
-        stop=stop,
-    )
+    with Onlookers(stop) as onlookers:
+        outcome = train(
+            load_recipe(recipe),
+            folder,
+            Choices(**task.choices),
+            resume=task.resume,
+            origin={"recipe": recipe, "ranks": task.ranks or "auto"},
+            world=world,
+            observer=onlookers.begin if world.rank == 0 else None,
+            stop=stop,
+        )
     if world.rank == 0:
-        _write(sys.stdout, summary(outcome, picture=_picture(outcome)))
+        _write(sys.stdout, summary(outcome, tensorboard=onlookers.missing))
     return Status.STOPPED if outcome.stopped else Status.DONE
 
 
 def new_folder(recipe: str | None) -> Path:
     """Return a folder for a run that has no name yet."""
     return RUNS / f"{short_name(recipe or DEFAULT_RECIPE)}-{time.strftime('%Y%m%d-%H%M%S')}"
-
-
-def _screen(outlook: Outlook) -> Observer:
-    """Return who shows the run: progress on the standard error, so that the standard output is the result."""
-    _write(sys.stderr, f"{place_of(outlook)}\n")
-    return Screen(Console(outlook.num_steps))
-
-
-def _picture(outcome: Outcome) -> str | None:
-    """Return the plot of the losses, or how to get one; None for a session that had none to draw."""
-    if outcome.loss is None:
-        return None
-    try:
-        return str(plot_losses(outcome.folder.log(0), [outcome.folder.plot])[0])
-    except UserError as error:
-        return str(error)
 
 
 def _quiet_warnings(world: World) -> None:

@@ -8,6 +8,7 @@ from anybatch.cli.foreign_words import explain_unknown
 from anybatch.cli.fork_server import start_fork_server
 from anybatch.cli.parser import Parser, count, count_or_auto, rate, whole
 from anybatch.cli.task import DEFAULT_RECIPE, RUNS, Task
+from anybatch.cli.threads import let_threads_sleep
 
 _DESCRIPTION = (
     "Train a recipe at the effective batch size you name: the samples of one optimizer step, over all ranks. "
@@ -19,6 +20,7 @@ _EPILOG = "docs/command_line.md has examples and the exit statuses."
 def run(words: Sequence[str]) -> int:
     """Train what a command line asks for; return the exit status."""
     task = read(words)
+    let_threads_sleep()
     if task.ranks not in (None, "auto", 1):
         start_fork_server()
     # It brings torch, which takes seconds, and is not needed to say that an option is wrong.

@@ -129,21 +129,25 @@ class World:
                 raise
             raise self.first_failure(error) from error
 
-    def publish_failure(self, error: BaseException, step: int | None) -> None:
+    def publish_failure(self, error: BaseException, step: int | None) -> bool:
         """Leave a word about this rank's error for ranks that will only see a broken connection. First one wins.
 
         `step` is None for what failed between steps.
+
+        Returns:
+            Whether it is up to this rank to tell the user: no other rank has left a word before.
         """
         if self.size == 1 or isinstance(error, RankFailedError):
-            return
+            return not self.published_failure()
         place = "between steps" if step is None else f"in step {step}"
         text = f"rank {self.rank} failed {place}: {type(error).__name__}: {error}"
         try:
             store = _store()
-            store.compare_set(self._failure_key(store), "", text)
+            kept = store.compare_set(self._failure_key(store), "", text)
             store.add(f"{_COUNT_KEY}/{self.rank}", 1)
         except (RuntimeError, ValueError):  # the store went with its rank: nobody is left to tell
-            return
+            return True
+        return kept.decode() == text
 
     def published_failure(self) -> str:
         """Return the word another rank has left about its error; empty where there is none."""

@@ -172,6 +172,7 @@ def _rest(settings: Settings, dataset: Any, job: Job, engine: Engine) -> Batches
         effective_batch_size=settings.effective_batch_size,
         epochs=settings.epochs,
         steps=left,
+        shuffle=job.shuffle,
         seed=settings.seed,
         collate=job.collate,
         start=engine.position,

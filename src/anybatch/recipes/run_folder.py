@@ -4,7 +4,8 @@
 runs/digits-20300131-120000/
 ├── run.json             what was asked for, and from which step on; read by whoever resumes
 ├── events.jsonl         rank 0's log; events-rank-1.jsonl is rank 1's
-├── losses.svg           drawn at the end of a session, where matplotlib is installed
+├── losses.png           drawn at the end of a session, where matplotlib is installed; losses.svg is the same
+├── tensorboard/         what TensorBoard shows, where it is installed
 └── checkpoints/
     └── step-00000120
 ```
@@ -12,6 +13,7 @@ runs/digits-20300131-120000/
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -81,9 +83,14 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
-    def plot(self) -> Path:
-        """The picture of its losses."""
-        return self.path / "losses.svg"
+    def plots(self) -> tuple[Path, Path]:
+        """The pictures of its losses."""
+        return self.path / "losses.png", self.path / "losses.svg"
+
+    @property
+    def tensorboard(self) -> Path:
+        """The folder of what TensorBoard shows."""
+        return self.path / "tensorboard"
 
     def log(self, rank: int) -> Path:
         """Return the file with what a rank has told."""
@@ -166,6 +173,7 @@ class RunFolder:
             self.log(rank).unlink(missing_ok=True)
             if rank == 0:
                 self.header.unlink(missing_ok=True)
+                shutil.rmtree(self.tensorboard, ignore_errors=True)
             self.path.rmdir()
 
 

@@ -1,0 +1,146 @@
+"""What is said when something fails, and with which status."""
+
+import errno
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from anybatch.cli.failure import explain
+from anybatch.cli.launch import number_of_ranks, warn_of_unused
+from anybatch.cli.local_ranks import judge, threads_per_rank
+from anybatch.cli.status import Status, status_of
+from anybatch.cli.task import Task
+from anybatch.errors import (
+    AnyBatchError,
+    DataError,
+    DiskFullError,
+    LossError,
+    NonFiniteError,
+    RankFailedError,
+    TruncatedCheckpointError,
+)
+from anybatch.parallel.world import World
+from anybatch.recipes.session import train
+from tests.cli import small
+
+KILLED = -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (DataError("x"), Status.USAGE),
+        (LossError("x"), Status.USAGE),
+        (NonFiniteError("x"), Status.NOT_FINITE),
+        (TruncatedCheckpointError("x"), Status.FILES),
+        (DiskFullError("x"), Status.FILES),
+        (OSError(errno.ENOSPC, "No space left", "events.jsonl"), Status.FILES),
+        (RankFailedError("x"), Status.RANKS),
+        (torch.OutOfMemoryError("x"), Status.OUT_OF_MEMORY),
+        (MemoryError("x"), Status.OUT_OF_MEMORY),
+        (KeyboardInterrupt(), Status.INTERRUPTED),
+    ],
+)
+def test_foreseen_errors(error: BaseException, status: Status) -> None:
+    """Each kind of error that was foreseen has a status of its own, and is a message without a traceback."""
+    assert status_of(error) is status
+    said = explain(raised(error), in_full=False)
+    assert said.startswith("anybatch: ")
+    assert "Traceback" not in said
+    assert "Traceback" in explain(error, in_full=True)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError(), OSError(errno.EIO, "I/O error"), AnyBatchError("x")])
+def test_other_errors(error: Exception) -> None:
+    """Whatever else is raised has status 1."""
+    assert status_of(error) is Status.UNEXPECTED
+
+
+def raised(error: BaseException) -> BaseException:
+    """Return an error that has been raised, with its traceback."""
+    with pytest.raises(type(error)) as caught:
+        raise error
+    return caught.value
+
+
+def test_users_code_is_shown_from_its_file_on(tmp_path: Path) -> None:
+    """The traceback of a user's own error begins in the user's file: anybatch's and torch's frames above are cut."""
+    with pytest.raises(small.FaultError) as caught:
+        train(small.job(small.raise_fault), tmp_path / "run", world=World())
+    error = caught.value
+    while error.__traceback__ is not None and error.__traceback__.tb_frame.f_code.co_filename == __file__:
+        error.__traceback__ = error.__traceback__.tb_next  # this test is a user's file too
+    said = explain(error, in_full=False)
+
+    assert said.startswith("anybatch: the recipe's own code failed:")
+    assert re.search(r'small\.py", line \d+, in loss$', said.splitlines()[3])
+    assert "session.py" not in said
+    assert "engine.py" not in said
+    assert said.endswith("FaultError: mine")
+
+
+def test_own_faults_are_shown_in_full() -> None:
+    """An error without a frame of the user is ours: the whole traceback, and whom to tell."""
+    error = ValueError("deep inside")
+    said = explain(error, in_full=False)
+    assert "anybatch env" in said
+    assert "ValueError: deep inside" in said
+
+
+@pytest.mark.parametrize(
+    ("statuses", "exit_codes", "status", "words"),
+    [
+        ([0, 0], {}, Status.DONE, ""),
+        ([3, 3], {}, Status.STOPPED, ""),
+        ([6, 4], {1: 4}, Status.NOT_FINITE, ""),
+        ([6, 4], {0: 6}, Status.NOT_FINITE, ""),
+        ([2, 2], {0: 2}, Status.USAGE, ""),
+        ([6, -1], {1: KILLED}, Status.RANKS, "rank 1 was killed"),
+        ([-1, -1], {0: -signal.SIGSEGV}, Status.RANKS, "rank 0 was ended by SIGSEGV"),
+        ([-1, 6], {0: -99}, Status.RANKS, "rank 0 was ended by signal 99"),
+        ([1, 4], {1: 4}, Status.NOT_FINITE, ""),
+        ([-1, 6], {0: 9}, Status.RANKS, "rank 0 ended with exit code 9"),
+        ([6, 6], {0: 6}, Status.RANKS, ""),
+        ([0, -1], {}, Status.RANKS, ""),
+    ],
+)
+def test_first_failure_counts(statuses: list[int], exit_codes: dict[int, int], status: Status, words: str) -> None:
+    """The status of several ranks is that of the one that failed by itself, not of those that ended because of it."""
+    found, said = judge(statuses, exit_codes)
+    assert found is status
+    assert said.startswith(words)
+    assert bool(said) == bool(words)
+
+
+def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks together use the cores once, each has a thread at least, and OMP_NUM_THREADS still holds."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8), raising=False)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 8)
+    assert [threads_per_rank(number) for number in (1, 2, 3, 8, 20)] == [8, 4, 2, 1, 1]
+    monkeypatch.setattr("torch.get_num_threads", lambda: 3)
+    assert threads_per_rank(2) == 3
+
+
+@pytest.mark.parametrize(
+    ("num_accelerators", "num_ranks", "said"),
+    [(0, 1, ""), (2, 2, ""), (4, 2, "4 accelerators are here, and 2 of them"), (2, 5, "5 ranks share 2")],
+)
+def test_unused_accelerators(
+    num_accelerators: int,
+    num_ranks: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One rank per accelerator is "auto", and one without any; an accelerator that is left unused is warned of."""
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: num_accelerators)
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    task = Task(recipe=None, folder=None, resume=False, ranks="auto", choices={})
+    assert number_of_ranks(task) == max(1, num_accelerators)
+    warn_of_unused(num_ranks)
+    printed = capsys.readouterr().err
+    assert said in printed
+    assert bool(printed) == bool(said)

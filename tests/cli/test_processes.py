@@ -1,0 +1,143 @@
+"""Real processes, killed for real: what is on the disk then is enough to go on from, and what is said is said once."""
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from anybatch.cli.status import Status
+from tests.architecture.source_tree import PACKAGE, ROOT
+from tests.cli.small import (
+    FAULT,
+    SAID,
+    SPEC,
+    STEPS_PER_EPOCH,
+    lines,
+    parameters,
+    run,
+    samples_of_steps,
+    told,
+)
+from tests.cli.test_session import resume, same_bits
+from tests.ranks_fixture import Ranks
+
+TIMEOUT_SECONDS = 120
+IN_STEP_10 = {1: 79, 2: 39}  # number of ranks: a call of the loss on each rank, one sample per call
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A command line that has ended: its exit status, and what it has said."""
+
+    status: int
+    result: str
+    said: str
+
+
+def train(folder: Path, *extra: str, fault: str = "", ranks: int = 1, torchrun: bool = False) -> Ended:
+    """Train the small job on the CPU, one sample at a time, and wait until everybody who may write has ended."""
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PACKAGE.parent)}
+    said = folder.with_name("said")
+    starter = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if torchrun else []
+    options = ["--micro-batch-size", "1", "--out", str(folder), *extra, *([] if torchrun else ["--ranks", str(ranks)])]
+    with said.open("w") as errors:
+        done = subprocess.run(  # noqa: S603 (a fixed program)
+            [sys.executable, *starter, "-m", "anybatch", "train", SPEC, *options],
+            cwd=ROOT,
+            env={**env, FAULT: fault, SAID: str(said)},
+            stdout=subprocess.PIPE,  # open until the last rank has ended, which may outlive its launcher
+            stderr=errors,
+            text=True,
+            timeout=TIMEOUT_SECONDS,
+            check=False,
+        )
+    return Ended(done.returncode, done.stdout, said.read_text())
+
+
+@pytest.fixture(scope="module")
+def through(tmp_path_factory: pytest.TempPathFactory, two_ranks: Ranks) -> dict[int, Path]:
+    """Folders of runs that went through, on one rank and on two."""
+    folder = tmp_path_factory.mktemp("through")
+    run(folder / "1")
+    two_ranks.run(run, folder / "2")
+    return {1: folder / "1", 2: folder / "2"}
+
+
+def test_killed_rank_alone(tmp_path: Path, through: dict[int, Path]) -> None:
+    """A process killed in the middle of a step can be resumed from the last epoch, and ends with the same bits."""
+    ended = train(tmp_path / "run", fault=f"kill:{IN_STEP_10[1]}:0")
+    assert ended.status == -signal.SIGKILL, ended.said
+    assert lines(tmp_path / "run")[-1]["kind"] != "end"
+
+    resume(tmp_path / "run")
+    assert [line["first_step"] for line in told(tmp_path / "run", "start")] == [0, STEPS_PER_EPOCH]
+    assert same_bits(parameters(tmp_path / "run"), parameters(through[1]))
+
+
+def test_killed_rank_of_two(tmp_path: Path, through: dict[int, Path], two_ranks: Ranks) -> None:
+    """If one of two ranks is killed, the other ends too; it is said once who it was and how to get the same bits."""
+    ended = train(tmp_path / "run", ranks=2, fault=f"kill:{IN_STEP_10[2]}:1")
+    assert ended.status == Status.RANKS
+    assert ended.said.count("rank 1 was killed") == 1
+    assert "Traceback" not in ended.said
+    assert f"anybatch train --resume --out {tmp_path / 'run'}" in ended.said
+
+    two_ranks.run(resume, tmp_path / "run")
+    assert same_bits(parameters(tmp_path / "run"), parameters(through[2]))
+
+
+def test_error_of_all_ranks(tmp_path: Path) -> None:
+    """An error that every rank raises by itself, such as a loss of NaN, is told by one of them; its status stands."""
+    ended = train(tmp_path / "run", "--learning-rate", "1e300", ranks=2)
+
+    assert ended.status == Status.NOT_FINITE, ended.said
+    assert ended.said.count("is not finite") == 1
+
+
+def test_stopped_launcher(tmp_path: Path, through: dict[int, Path], two_ranks: Ranks) -> None:
+    """SIGTERM to the launcher of two ranks ends them after the step; resumed they give the same bits."""
+    ended = train(tmp_path / "run", ranks=2, fault=f"terminate_launcher:{IN_STEP_10[2]}:0")
+    assert ended.status == Status.STOPPED, ended.said
+    (printed,) = [line for line in ended.result.splitlines() if line.startswith("resume")]
+    assert printed.split(maxsplit=1)[1] == f"anybatch train --resume --out {tmp_path / 'run'}"
+    assert told(tmp_path / "run", "end")[-1]["num_steps"] == 11
+
+    two_ranks.run(resume, tmp_path / "run")
+    assert samples_of_steps(tmp_path / "run") == samples_of_steps(through[1])
+    assert same_bits(parameters(tmp_path / "run"), parameters(through[2]))
+
+
+def test_killed_launcher(tmp_path: Path) -> None:
+    """Ranks whose launcher is killed do not run on: they save after the step and end."""
+    ended = train(tmp_path / "run", ranks=2, fault=f"kill_launcher:{IN_STEP_10[2]}:0")
+
+    assert ended.status == -signal.SIGKILL, ended.said
+    (end,) = told(tmp_path / "run", "end")
+    assert (end["status"], end["num_steps"]) == ("stopped", 11)
+    assert told(tmp_path / "run", "checkpoint")[-1]["step"] == 11
+
+
+def test_second_interrupt_of_a_launcher(tmp_path: Path) -> None:
+    """Ctrl-C again ends ranks at once that are in a step that would not end."""
+    ended = train(tmp_path / "run", ranks=2, fault=f"interrupt_twice:{IN_STEP_10[2]}:0")
+
+    assert ended.status == Status.INTERRUPTED, ended.said
+    assert "SIGINT: stopping after this step" in ended.said
+    assert "Traceback" not in ended.said
+    assert "To go on from the newest checkpoint" in ended.said
+    assert told(tmp_path / "run", "end") == []
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    """Started by torchrun, anybatch starts no ranks of its own, and what fails on rank 1 is shown by rank 1 alone."""
+    ended = train(tmp_path / "run", ranks=2, torchrun=True, fault=f"raise:{IN_STEP_10[2]}:1")
+
+    assert ended.status != 0
+    assert ended.said.count("FaultError: mine") == 1
+    assert ended.said.count("the recipe's own code failed") == 1
+    (start,) = told(tmp_path / "run", "start")
+    assert start["world_size"] == 2

@@ -1,0 +1,125 @@
+"""What a person sees of `anybatch train`, and which files are there at the end."""
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+from anybatch.cli.main import main
+from anybatch.cli.screen import Onlookers, Screen
+from anybatch.cli.status import Status
+from anybatch.core.records import PhaseRecord
+from anybatch.errors import UserError
+from anybatch.events.console import Console
+from anybatch.recipes.run_folder import RunFolder
+from anybatch.recipes.session import Outlook
+from tests.cli.small import SPEC
+
+PLOT = "pip install 'anybatch[plot]'"
+TENSORBOARD = "pip install 'anybatch[tensorboard]'"
+
+
+def shown(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[dict[str, str], str]:
+    """Train for three steps; return the summary by its names, and what went to the standard error."""
+    assert main(["train", SPEC, "--steps", "3", "--out", str(folder), *options]) == Status.DONE
+    printed = capsys.readouterr()
+    names = [line.split("  ", 1)[0] for line in printed.out.splitlines()]
+    return dict(zip(names, [line[13:] for line in printed.out.splitlines()], strict=True)), printed.err
+
+
+def test_summary_lists_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every file of a run is named by the summary, or lies in a folder that is; and what is named exists."""
+    summary, _ = shown(tmp_path / "run", capsys)
+    named = {Path(word) for text in summary.values() for word in re.findall(rf"{tmp_path}[^\s,]*", text)}
+    named.remove(tmp_path / "run")  # by the command that goes on
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+
+    assert all(path.exists() for path in named)
+    newest_only = [path for path in files if "checkpoints" not in path.parts]
+    assert all(path in named or named & {*path.parents} for path in newest_only)
+    assert {path.suffix for path in named} >= {".json", ".jsonl", ".png", ".svg"}
+    assert any(path.is_relative_to(tmp_path / "run" / "checkpoints") for path in named)
+
+
+def test_banner_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before the first step stand the folder, the geometry with its tail, device, precision, learning rate and rule."""
+    _, said = shown(tmp_path / "run", capsys, "--micro-batch-size", "3", "--effective-batch-size", "16")
+    banner = said[: said.index("step 1 of 3")]
+
+    assert banner.splitlines()[0] == f"run in {tmp_path / 'run'}: log events.jsonl, checkpoints in checkpoints/"
+    assert "16 samples = 1 rank x 6 micro-batches x 3, ragged" in banner
+    for words in ("precision fp32", "41 parameters of float64", "learning rate: lr", "sqrt", "strategy single"):
+        assert words in banner
+    assert re.search(r"step 3 of 3   loss .* gradient norm .* samples/s .* memory .* left +0\.0 s", said)
+
+
+def test_missing_extras_do_not_end_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without matplotlib and TensorBoard a run is the same, and each is told in one line with its pip line."""
+
+    def no_charts(_: object) -> None:
+        message = f"there is no tensorboard. Install it: {TENSORBOARD}"
+        raise UserError(message)
+
+    monkeypatch.setattr("anybatch.cli.screen.TensorBoardLog", no_charts)
+    monkeypatch.setitem(__import__("sys").modules, "anybatch.events.drawing", None)
+    summary, _ = shown(tmp_path / "run", capsys)
+
+    assert summary["plot"].endswith(PLOT)
+    assert summary["tensorboard"].endswith(TENSORBOARD)
+    assert not [*(tmp_path / "run").glob("losses.*"), *(tmp_path / "run").glob("tensorboard")]
+
+
+def test_picture_that_fails_does_not_end_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A picture that cannot be drawn, for whatever reason, is told in the summary of a run that is done."""
+
+    def fail(*_: object) -> None:
+        message = "no\nfonts"
+        raise RuntimeError(message)
+
+    monkeypatch.setattr("anybatch.cli.screen.plot_losses", fail)
+    summary, _ = shown(tmp_path / "run", capsys)
+
+    assert summary["plot"] == "not drawn, because of RuntimeError: no fonts"
+
+
+def test_stop_is_told_above_the_bar() -> None:
+    """On a terminal the console says, once, that the run was asked to stop, and not before it has begun."""
+    stream = io.StringIO()
+    asked = [False]
+    screen = Screen(Console(3, stream=stream), lambda: asked[0])
+    record = PhaseRecord(rank=0, step=0, name="update", event="begin", position=None)
+    screen.observe(record)
+    assert "asked to stop" not in stream.getvalue()
+
+    asked[0] = True
+    screen.observe(record)
+    screen.observe(record)
+    assert stream.getvalue().count("asked to stop: stopping after this step, and saving") == 1
+
+
+def test_run_that_fails_at_once_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that fails before its first update leaves no folder: TensorBoard's file goes too."""
+    run = ["train", "tests.cli.small:failing_job", "--out", str(tmp_path / "run")]
+    assert main(run) == Status.UNEXPECTED
+    assert "FaultError: mine" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_first_error_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where closing TensorBoard's file fails because the run has, the run's error is the one that is raised."""
+
+    class Broken:
+        def close(self) -> None:
+            message = "second"
+            raise OSError(message)
+
+    monkeypatch.setattr("anybatch.cli.screen.TensorBoardLog", lambda _: Broken())
+    message = "first"
+    with pytest.raises(ValueError, match="first"), Onlookers(None) as onlookers:
+        onlookers.begin(Outlook(folder=RunFolder(tmp_path), first_step=0, num_steps=1))
+        raise ValueError(message)

@@ -1,0 +1,46 @@
+"""What the README shows as printed is printed: the same lines, whatever the times and speeds are."""
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).parents[2]
+
+
+def writer() -> ModuleType:
+    """Return docs/write_readme_outputs.py."""
+    spec = importlib.util.spec_from_file_location("write_readme_outputs", ROOT / "docs" / "write_readme_outputs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def shape(output: str) -> list[str]:
+    """Return the lines of an output without numbers, versions and units, and without those that come by the clock."""
+    lines = [line for line in output.splitlines() if not re.match(r"step +\d+ of \d+   loss", line)]
+    plain = [re.sub(r"\d[\d.,]*(\+\w+|e[+-]?\d+)?", "#", line) for line in lines]
+    return [re.sub(r"(# (d|h|min|s|[KMG]iB)\b ?)+", "# ", line) for line in plain]
+
+
+def test_outputs_are_printed(tmp_path: Path) -> None:
+    """Each command of the README prints the lines that stand below it, but for numbers."""
+    script = writer()
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = script.blocks(page)
+    printed = script.blocks(script.rewritten(page, tmp_path))
+
+    assert len(shown) >= 4
+    for (command, old), (same, new) in zip(shown, printed, strict=True):
+        assert (command, shape(old)) == (same, shape(new))
+
+
+def test_numbers_do_not_matter_and_words_do() -> None:
+    """Two outputs with other times, speeds and versions have one shape; a word that differs is seen."""
+    one = "torch 2.13.0+cpu\nstep 1 of 9   loss 2.5\ncompleted after 4.8 s, 46 steps made\nlr 1e-08, 259 KiB"
+    two = "torch 2.14.1+cu130\ncompleted after 1 min 5 s, 2,046 steps made\nlr 2.5e-07, 1.2 GiB"
+
+    assert shape(one) == shape(two)
+    assert shape(one) != shape(two.replace("completed", "stopped"))
