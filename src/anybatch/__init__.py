@@ -3,6 +3,7 @@
 from anybatch.core.loss import (
     LossSum,
     counted,
+    joint,
     mean_over,
     mean_over_samples,
     mean_over_tokens,
@@ -32,6 +33,7 @@ __all__ = [
     "World",
     "batches",
     "counted",
+    "joint",
     "mean_over",
     "mean_over_samples",
     "mean_over_tokens",
