@@ -162,7 +162,8 @@ class Objective(nn.Module):
         """Return the mean cross-entropy of finding samples of one's own class by their vectors."""
         vectors = outputs["vector"] if self.scale is None else outputs["vector"] * self.scale
         itself = torch.eye(len(vectors), dtype=torch.bool)
-        logs = (4 * vectors @ vectors.T).masked_fill(itself, -torch.inf).log_softmax(1)
+        alike = (vectors[:, None] * vectors).sum(2)  # no matrix product: autocast would round it
+        logs = (4 * alike).masked_fill(itself, -torch.inf).log_softmax(1)
         same = (outputs["class"][:, None] == outputs["class"]) & ~itself
         return -logs[same].mean()
 
