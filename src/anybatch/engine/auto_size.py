@@ -10,7 +10,7 @@ from anybatch.core.nested import Batch, slice_samples
 from anybatch.core.splitting import Unit
 from anybatch.engine.accumulate import Machine, Work
 from anybatch.engine.feeding import OpenBatch, to_device
-from anybatch.engine.joint import rehearse
+from anybatch.engine.joint import BufferValues, rehearse
 from anybatch.errors import BatchSizeError, CompositionError
 from anybatch.parallel.strategy import Turn
 from anybatch.parallel.world import World
@@ -99,7 +99,7 @@ def _runs(
     num_in_batch: int,
 ) -> bool:
     """Run two micro-batches of `size` and put everything back; False if memory ran out."""
-    kept = [(buffer, buffer.clone()) for buffer in modules.buffers()]
+    buffers = BufferValues(modules)
     ranges = [(start, min(start + size, num_samples)) for start in (0, size) if start < num_samples]
     pieces = (slice_samples(share, start, stop) for start, stop in ranges)
     work = []
@@ -117,9 +117,7 @@ def _runs(
     # Outside of the handler, so that the failed frames and their tensors are gone before anything is retried.
     work.clear()
     clear()
-    with torch.no_grad():
-        for buffer, value in kept:
-            buffer.copy_(value)
+    buffers.restore()
     if not fitted and device.type == "cuda":
         torch.cuda.empty_cache()
     return fitted

@@ -307,7 +307,7 @@ def _backward_kept(machine: Machine, item: Work, turn: Turn, outputs: Outputs, s
     with machine.strategy.micro_batch(turn):
         roots = [root for root, slopes in zip(outputs.graph, slope.of_outputs, strict=True) if slopes is not None]
         outputs.graph = []
-        _backward(machine, item, roots, slope, slope.parameters if turn.last else ())
+        _backward(machine, item, [*roots, *(slope.parameters if turn.last else ())], slope)
     machine.after(item, ())
 
 
@@ -316,13 +316,14 @@ def _replay(
 ) -> None:
     """Encode micro-batches again, and pass the gradient on at once."""
     encode = _encode(machine.loss)
+    # A strategy whose forward has to meet what the backward will reach, as DDP's, meets only what a forward returns.
+    in_forward = machine.strategy.capabilities.prepares_in_forward
 
     def run(model: object, batch: Batch) -> list[torch.Tensor]:
         tensors, _ = take_apart(encode(model, batch))
         return [tensor for tensor, slopes in zip(tensors, slope.of_outputs, strict=True) if slopes is not None]
 
     def run_last(model: object, batch: Batch) -> list[torch.Tensor]:
-        # DDP has to meet in its forward what the backward will reach, and meets nothing but what a forward returns.
         return [*run(model, batch), *(parameter.view_as(parameter) for parameter in slope.parameters)]
 
     for item, turn, batch in zip(items, turns, replay, strict=False):
@@ -330,23 +331,23 @@ def _replay(
         machine.randomness.seed(item.seed)
         with machine.strategy.micro_batch(turn):
             with machine.autocast():
-                roots = machine.prepared.call(run_last if turn.last else run, batch)
-            own = roots[len(roots) - len(slope.parameters) :] if turn.last else ()
-            _backward(machine, item, roots[: len(roots) - len(own)], slope, own)
-            del roots, own  # or they would live through the next forward
+                roots = machine.prepared.call(run_last if turn.last and in_forward else run, batch)
+            if turn.last and not in_forward:
+                roots = [*roots, *slope.parameters]
+            _backward(machine, item, roots, slope)
+            del roots  # or it would live through the next forward
         machine.after(item, ())
 
 
-def _backward(
-    machine: Machine, item: Work, roots: Sequence[torch.Tensor], slope: Slope, own: Sequence[torch.Tensor]
-) -> None:
-    """Run one backward from the outputs of a micro-batch, and in the last one from the loss function's parameters."""
+def _backward(machine: Machine, item: Work, roots: Sequence[torch.Tensor], slope: Slope) -> None:
+    """Run one backward from the outputs of a micro-batch and, in the last one, the loss function's own parameters."""
     unit = item.unit
     rows = [gradient[unit.start : unit.stop] for gradient in slope.of_outputs if gradient is not None]
     if not unit.weight:  # it only keeps ranks in lockstep
         rows = [torch.zeros_like(row) for row in rows]
+    if len(roots) > len(rows):
+        rows += slope.of_parameters
     pairs = [(root, row) for root, row in zip(roots, rows, strict=True) if root.requires_grad]
-    pairs += list(zip(own, slope.of_parameters if own else (), strict=True))
     torch.autograd.backward(
         [root for root, _ in pairs], [row for _, row in pairs], inputs=machine.prepared.backward_inputs
     )
