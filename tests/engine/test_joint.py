@@ -238,8 +238,8 @@ def test_parameters_in_encoder_and_loss(size: int | None) -> None:
         return {"vector": model.image(batch["image"]), "label": batch["label"]}
 
     def loss(model: Encoders, outputs: Any) -> torch.Tensor:
-        prototypes = model.image[3].weight[:, :5]
-        logits = outputs["vector"] @ prototypes + model.text[3].bias.sum()
+        prototypes = model.image[3].weight[:, :5]  # type: ignore[index]
+        logits = outputs["vector"] @ prototypes + model.text[3].bias.sum()  # type: ignore[index]
         return nn.functional.cross_entropy(logits * logits.std(0), outputs["label"])
 
     case = JointCase(model=Encoders, encode=encode, loss=lambda: loss)
@@ -357,7 +357,7 @@ def sharded_errors(sizes: list[int]) -> list[float]:
             )
             with engine_of(case, world=world, micro_batch_size=size, strategy=FullyShard()) as engine:
                 gradients = engine.gradients(InMemory(pairs(number)))
-                whole = {name: gradient.full_tensor() for name, gradient in gradients.items()}
+                whole = {name: gradient.full_tensor() for name, gradient in gradients.items()}  # type: ignore[union-attr]
                 engine.step(InMemory(pairs(number)))
             expected = plain_gradients(model, case.loss()(model, case.encode(model, pairs(number))))
             found.append(relative_error(whole, expected))
