@@ -13,6 +13,7 @@ if typing.TYPE_CHECKING:
     from anybatch.core.loss import (
         LossSum,
         counted,
+        joint,
         mean_over,
         mean_over_samples,
         mean_over_tokens,
@@ -42,6 +43,7 @@ __all__ = [
     "World",
     "batches",
     "counted",
+    "joint",
     "mean_over",
     "mean_over_samples",
     "mean_over_tokens",
@@ -65,6 +67,7 @@ _HOMES: collections.abc.Mapping[str, str] = types.MappingProxyType(
         "World": "anybatch.parallel.world",
         "batches": "anybatch.data",
         "counted": "anybatch.core.loss",
+        "joint": "anybatch.core.loss",
         "mean_over": "anybatch.core.loss",
         "mean_over_samples": "anybatch.core.loss",
         "mean_over_tokens": "anybatch.core.loss",

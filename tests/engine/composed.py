@@ -146,10 +146,26 @@ class Objective(nn.Module):
 
     def __init__(self, features: Features) -> None:
         super().__init__()
+        self.joint = Feature.JOINT in features
         self.several = Feature.SEVERAL_TERMS in features
         self.late = Feature.COUNT_LATE in features
         scale = torch.linspace(0.5, 1.5, NUM_WORDS)
         self.scale = nn.Parameter(scale) if Feature.LOSS_PARAMETERS in features else None
+
+    def encode(self, model: nn.Module, batch: Batch) -> Batch:
+        """Return what the loss across samples needs of each: its vector, and a class."""
+        logits = model(batch["words"])
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return {"vector": wide.mean(1), "class": batch["words"][:, 0] % 3}
+
+    def across(self, outputs: Batch) -> torch.Tensor:
+        """Return the mean cross-entropy of finding samples of one's own class by their vectors."""
+        vectors = outputs["vector"] if self.scale is None else outputs["vector"] * self.scale
+        itself = torch.eye(len(vectors), dtype=torch.bool)
+        alike = (vectors[:, None] * vectors).sum(2)  # no matrix product: autocast would round it
+        logs = (4 * alike).masked_fill(itself, -torch.inf).log_softmax(1)
+        same = (outputs["class"][:, None] == outputs["class"]) & ~itself
+        return -logs[same].mean()
 
     def sums(self, model: nn.Module, batch: Batch) -> Sums:
         """Return (sum, count) of each term over the samples given."""
@@ -165,6 +181,8 @@ class Objective(nn.Module):
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
         """Return what the declaration asks for."""
+        if self.joint:
+            return self.across(batch)
         sums = self.sums(model, batch)
         if self.late:
             return ab.LossSum(*sums["words"])
@@ -176,6 +194,8 @@ class Objective(nn.Module):
         function: Callable[[nn.Module, Batch], Any] = self
         if self.scale is None:
             function = self.forward
+        if self.joint:
+            return ab.joint(self.encode, function)
         if self.late:
             return function
         if self.several:
@@ -336,14 +356,20 @@ def plain_gradients(
     same_cut = Feature.DROPOUT_KEYED in features and Feature.BATCH_NORM not in features
     whole = units if same_cut else [(0, len(sample_ids), None)]
     totals: Sums = {}
+    outputs: list[Batch] = []
     for start, stop, seed in whole:
         if seed is not None:
             torch.default_generator.manual_seed(seed)
         with autocast(features):
+            if Feature.JOINT in features:
+                outputs.append(objective.encode(network, Sentences().of(sample_ids[start:stop])))
+                continue
             found = objective.sums(network, Sentences().of(sample_ids[start:stop]))
         for name, (total, count) in found.items():
             before = totals.get(name, (torch.zeros(()), torch.zeros(())))
             totals[name] = before[0] + total, before[1] + count
+    if outputs:
+        totals = {"words": (objective.across(join(outputs)), torch.ones(()))}
     loss = torch.stack([TERM_WEIGHTS[name] * total / count for name, (total, count) in totals.items()]).sum()
     scale = 2.0**16 if Feature.FP16 in features else 1.0  # or small gradients would vanish in fp16
     (scale * loss).backward()

@@ -95,6 +95,7 @@ class Feature(Enum):
     COUNT_BEFORE = (_LOSS, "a loss with its count known before the forward")
     COUNT_LATE = (_LOSS, "a loss that brings its count along")
     SEVERAL_TERMS = (_LOSS, "a loss of several terms (ab.sum_of)")
+    JOINT = (_LOSS, "a loss across samples (ab.joint)")
     LOSS_PARAMETERS = (_LOSS_MODULE, "a loss module with parameters")
     DENSE = (_GRADIENTS, "dense gradients")
     SPARSE = (_GRADIENTS, "sparse gradients")
@@ -195,6 +196,11 @@ _TOGETHER: Mapping[frozenset[Feature], Cell] = {
         Verdict.REFUSED,
         "keeping units whole across world sizes needs a batch that can be dealt freely",
         "Feed the engine from ab.batches, or use deal='balanced'.",
+    ),
+    frozenset((Feature.JOINT, Feature.DROPOUT_UNKEYED)): Cell(
+        Verdict.REFUSED,
+        "micro-batches are run twice, and have to draw the same random numbers both times",
+        "Use rng='micro_batch'.",
     ),
     frozenset((Feature.COMPILED, Feature.DROPOUT_KEYED)): Cell(
         Verdict.SAME_CUT,

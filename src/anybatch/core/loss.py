@@ -58,11 +58,13 @@ class Loss:
     `terms` is None when only the function itself knows its count (it returns `LossSum` or one loss per item): then the
     gradients are divided once after the last micro-batch instead of before the first.
     `named` says that the function returns a dict with one value per term.
+    `encode` is there for a loss across samples: `function` gets what it has made of the whole effective batch.
     """
 
     function: LossFunction
     terms: Mapping[str, Term] | None
     named: bool = False
+    encode: LossFunction | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -164,6 +166,31 @@ def sum_of(function: LossFunction, **terms: Term) -> Loss:
             message = f"sum_of term {name}={term!r} must be made with ab.samples, ab.tokens or ab.counted."
             raise LossError(message)
     return Loss(_callable(function), dict(terms), named=True)
+
+
+def joint(encode: LossFunction, function: LossFunction) -> Loss:
+    """Declare a loss that looks across samples: `function` needs the outputs of the whole effective batch.
+
+    For contrastive losses (CLIP, SimCSE, SupCon), triplets mined in the batch, Barlow Twins, VICReg. The plain loop:
+
+    ```python
+    outputs = concatenate([encode(model, micro_batch) for micro_batch in effective_batch])
+    function(model, outputs).backward()
+    ```
+
+    The gradient is the same, with the activations of one micro-batch at a time: micro-batches are encoded, the outputs
+    of all ranks brought together once, the gradient with respect to them computed, and every micro-batch but the last
+    is encoded again, under the same random numbers, to pass its rows of that gradient on.
+
+    Args:
+        encode: `encode(model, batch)` returns a tensor, or a dict, tuple or dataclass of tensors, whose first axis is
+            the samples. Labels and whatever else `function` needs come along; they need no gradient.
+        function: `function(model, outputs)` gets these for the whole effective batch, in its order, and returns the
+            loss, one number. It may use parameters of the model (a temperature, say), or be a module with its own.
+
+    Source: Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021, section 3.
+    """
+    return Loss(_callable(function), {_ONLY_TERM: samples()}, encode=_callable(encode))
 
 
 def declared(loss: "Loss | LossFunction") -> Loss:

@@ -7,7 +7,7 @@ zero-axis tensors) belongs to every sample.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -51,6 +51,26 @@ def slice_samples(batch: Batch, start: int, stop: int) -> Batch:
 def map_tensors(batch: Batch, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
     """Return the same tree with `function` applied to every tensor."""
     return _map_leaves(batch, lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf)
+
+
+def take_apart(batch: Batch) -> tuple[list[torch.Tensor], Callable[[Iterable[torch.Tensor]], Batch]]:
+    """Return every tensor of a nested batch, and what puts others in their places, in the same order.
+
+    Nothing of the batch but its form is kept.
+    """
+    tensors: list[torch.Tensor] = []
+
+    def take_out(tensor: torch.Tensor) -> torch.Tensor:
+        tensors.append(tensor)
+        return torch.empty(0, device="meta")
+
+    form = map_tensors(batch, take_out)
+
+    def put_together(others: Iterable[torch.Tensor]) -> Batch:
+        remaining = iter(others)
+        return map_tensors(form, lambda _: next(remaining))
+
+    return tensors, put_together
 
 
 def tensors_of(batch: Batch) -> Iterator[torch.Tensor]:

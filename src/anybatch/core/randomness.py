@@ -1,12 +1,17 @@
 """Chapter 3: which random numbers belong to what. Keys, not state: the same key gives the same numbers on any rank."""
 
 _MASK = (1 << 64) - 1
-_AUGMENTATION, _MICRO_BATCH, _ORDER = 0x61756766, 0x6D696372, 0x6F726465
+_AUGMENTATION, _MICRO_BATCH, _ORDER, _JOINT = 0x61756766, 0x6D696372, 0x6F726465, 0x6A6F696E
 
 
 def unit_seed(seed: int, step: int, first_sample_id: int) -> int:
     """Return the 64-bit seed of a micro-batch: a function of (seed, step, first global sample id) and nothing else."""
     return _mix(_MICRO_BATCH, seed, step, first_sample_id)
+
+
+def joint_seed(seed: int, step: int) -> int:
+    """Return the 64-bit seed of what a loss across samples draws itself, once per step and alike on every rank."""
+    return _mix(_JOINT, seed, step, 0)
 
 
 def sample_seed(seed: int, epoch: int, sample_id: int) -> int:

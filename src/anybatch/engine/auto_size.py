@@ -8,8 +8,9 @@ from torch import nn
 from anybatch.core.loss import shares_of, unit_counts
 from anybatch.core.nested import Batch, slice_samples
 from anybatch.core.splitting import Unit
-from anybatch.engine.accumulate import Machine, Work, accumulate
+from anybatch.engine.accumulate import Machine, Work
 from anybatch.engine.feeding import OpenBatch, to_device
+from anybatch.engine.joint import BufferValues, rehearse
 from anybatch.errors import BatchSizeError, CompositionError
 from anybatch.parallel.strategy import Turn
 from anybatch.parallel.world import World
@@ -45,7 +46,16 @@ def search_micro_batch_size(
     largest_share = max(sum(unit.num_samples for unit in units) for units in opened.plan.shares)
 
     def fits(size: int) -> bool:
-        own = num_samples == 0 or _runs(machine, share, num_samples, size, world.device, modules=modules, clear=clear)
+        own = num_samples == 0 or _runs(
+            machine,
+            share,
+            num_samples,
+            size,
+            world.device,
+            modules=modules,
+            clear=clear,
+            num_in_batch=opened.plan.num_samples,
+        )
         return all(row[0] for row in world.gather_numbers([float(own)]))
 
     size, limited = largest_that_fits(fits, largest_share)
@@ -86,9 +96,10 @@ def _runs(
     *,
     modules: nn.Module,
     clear: Callable[[], None],
+    num_in_batch: int,
 ) -> bool:
     """Run two micro-batches of `size` and put everything back; False if memory ran out."""
-    kept = [(buffer, buffer.clone()) for buffer in modules.buffers()]
+    buffers = BufferValues(modules)
     ranges = [(start, min(start + size, num_samples)) for start in (0, size) if start < num_samples]
     pieces = (slice_samples(share, start, stop) for start, stop in ranges)
     work = []
@@ -100,15 +111,13 @@ def _runs(
             if any(counts):
                 work.append((Work(Unit(0, start, stop), shares, Turn(first=False, last=False), 0), piece))
         with machine.randomness:
-            accumulate(machine, work)
+            rehearse(machine, modules, work, num_in_batch)
     except torch.OutOfMemoryError:
         fitted = False
     # Outside of the handler, so that the failed frames and their tensors are gone before anything is retried.
     work.clear()
     clear()
-    with torch.no_grad():
-        for buffer, value in kept:
-            buffer.copy_(value)
+    buffers.restore()
     if not fitted and device.type == "cuda":
         torch.cuda.empty_cache()
     return fitted

@@ -17,7 +17,7 @@ from anybatch.core.loss import Loss, LossFunction, declared
 from anybatch.core.records import Observer
 from anybatch.core.reports import StepReport
 from anybatch.core.splitting import Deal
-from anybatch.engine.accumulate import Machine, accumulate
+from anybatch.engine.accumulate import Machine
 from anybatch.engine.averaging import WeightAverage
 from anybatch.engine.clipping import Clip, ClipByNorm, clip_gradients, clip_policy, total_norm
 from anybatch.engine.decisions import first_decisions
@@ -25,6 +25,7 @@ from anybatch.engine.evaluation import MetricFunction, evaluate
 from anybatch.engine.features import features_of_choices, features_of_training, refuse_features, refused_in_backward
 from anybatch.engine.feeding import OpenBatch, Workload, make_workload, open_batch, refuse_disagreement
 from anybatch.engine.finite import FiniteCheck
+from anybatch.engine.joint import choose_executor
 from anybatch.engine.modules import Model, choose_strategy, collect_modules, world_of
 from anybatch.engine.precision import LossScaler, OptimizerFunction, PrecisionName, autocast, make_target
 from anybatch.engine.randomness import CallersRandomness, UnitRandomness
@@ -160,6 +161,7 @@ class Engine:
             before=self._watch.before,
             after=self._watch.after,
         )
+        self._execute = choose_executor(self._machine, self._modules, self.world, self._watch)
         self._precision = precision
         self.decisions = first_decisions(
             update=self._target.update,
@@ -342,7 +344,7 @@ class Engine:
         workload = self._workload(batch)
         self._watch.begin_step(self.num_steps, workload)
         with self._machine.randomness, self._watch.phase("forward_backward"):
-            sums = accumulate(self._machine, self._watch.work(workload))
+            sums = self._execute(workload)
         with self.world.collective(), self._watch.phase("reduce"):
             self._gradients, totals = self._strategy.finish_gradients(sums.totals(self._loss, self.world.device))
             self._watch.reduced()

@@ -1,6 +1,7 @@
 """Evaluation: the same numbers at any micro-batch size and world size."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -8,10 +9,12 @@ import torch
 from anybatch.core.batch import Placement, Position
 from anybatch.core.loss import Loss, LossSum, unit_counts
 from anybatch.core.nested import Batch
-from anybatch.engine.accumulate import Machine
-from anybatch.engine.feeding import open_batch, to_device
+from anybatch.engine.accumulate import Machine, Work
+from anybatch.engine.feeding import OpenBatch, open_batch, to_device
+from anybatch.engine.joint import encode_all, first_rank_with_samples, gather_outputs, whole_loss
 from anybatch.engine.sums import number_type
 from anybatch.errors import LossError
+from anybatch.parallel.strategy import Turn
 from anybatch.parallel.world import World
 
 MetricFunction = Callable[[Any, Batch], Any]
@@ -31,10 +34,8 @@ def evaluate(
     for batch in batches:
         opened = open_batch(batch, placement, world, Position())
         num_samples += opened.plan.num_samples
-        for unit, micro_batch in zip(opened.units, to_device(opened.micro_batches, world.device), strict=True):
-            pairs = _measure(metric, machine, micro_batch, unit.num_samples, world.device)
-            if not unit.weight:  # it only keeps ranks in lockstep
-                continue
+        measure = _measure_whole if isinstance(metric, Loss) and metric.encode is not None else _measure_parts
+        for pairs in measure(metric, machine, opened, world):
             for name, pair in pairs.items():
                 totals[name] = totals[name] + pair if name in totals else pair
     names = sorted(set().union(*world.gather_objects(sorted(totals))))  # a rank without data knows no names
@@ -45,6 +46,36 @@ def evaluate(
     stacked = machine.strategy.sum(torch.stack([totals.get(name, nothing) for name in names])).tolist()
     means = zip(names, stacked, strict=True)
     return {name: total / count if count else float("nan") for name, (total, count) in means}, num_samples
+
+
+def _measure_parts(
+    metric: "Loss | MetricFunction", machine: Machine, opened: OpenBatch, world: World
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield (total, count) of each metric for every micro-batch."""
+    for unit, micro_batch in zip(opened.units, to_device(opened.micro_batches, world.device), strict=True):
+        pairs = _measure(metric, machine, micro_batch, unit.num_samples, world.device)
+        if unit.weight:  # otherwise it only keeps ranks in lockstep
+            yield pairs
+
+
+def _measure_whole(
+    metric: "Loss | MetricFunction", machine: Machine, opened: OpenBatch, world: World
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield (total, count) of a loss across samples, for the effective batch as a whole and on one rank only."""
+    assert isinstance(metric, Loss)
+    batches = to_device(opened.micro_batches, world.device)
+    turn = Turn(first=False, last=False)
+    work = [Work(unit, (), turn, number) for number, unit in enumerate(opened.units)]
+    with machine.randomness:
+        _, outputs = encode_all(machine, metric, zip(work, batches, strict=True))
+        tensors, _ = gather_outputs(outputs, opened.plan, world, lambda _: nullcontext())
+        if outputs.put_together is None:
+            return
+        value = whole_loss(machine, metric, outputs.put_together(tensors), seed=0)
+    if first_rank_with_samples(opened.plan) != world.rank:
+        return
+    count = torch.tensor(opened.plan.num_samples, device=world.device, dtype=number_type(world.device))
+    yield {"loss": torch.stack([value.to(count.dtype) * count, count])}
 
 
 def _measure(

@@ -69,6 +69,8 @@ def features_of_training(
         Feature.COMPILED: _is_compiled,
     }
     found = {**_features_of_parameters(modules, optimizer), **_features_of_loss(loss)}
+    if rng is None and Feature.JOINT in found:  # functions such as F.dropout cannot be seen
+        found[Feature.DROPOUT_UNKEYED] = "or whatever else may draw"
     for feature, shows in layers.items():
         first = next((name for name, module in modules.named_modules() if shows(module)), None)
         if first is not None:
@@ -100,6 +102,12 @@ def refuse_features(
             f"strategy {needs.name!r} makes new parameter objects, and this {type(optimizer).__name__} was built over "
             "the old ones: it would step without error and change nothing. Pass a function instead: "
             f"optimizer=lambda named: torch.optim.{type(optimizer).__name__}(named, lr=...)."
+        )
+        raise CompositionError(message)
+    if needs.replaces_parameters and {Feature.JOINT, Feature.LOSS_PARAMETERS} <= features.keys():
+        message = (
+            f"strategy {needs.name!r} shards parameters, and {features[Feature.LOSS_PARAMETERS]} has some of its own, "
+            "which ab.joint uses outside of any micro-batch. Use strategy='all_reduce', or a loss without parameters."
         )
         raise CompositionError(message)
     for able, feature, instead in (
@@ -151,16 +159,16 @@ def _features_of_parameters(modules: nn.Module, optimizer: Optimizer | Optimizer
 
 
 def _features_of_loss(loss: Loss) -> dict[Feature, str]:
-    kind = (
-        Feature.COUNT_LATE
-        if loss.terms is None
-        else Feature.SEVERAL_TERMS
-        if len(loss.terms) > 1
-        else Feature.COUNT_BEFORE
-    )
-    function = loss.function
-    has_parameters = isinstance(function, nn.Module) and any(p.requires_grad for p in function.parameters())
-    return {kind: "", **({Feature.LOSS_PARAMETERS: type(function).__name__} if has_parameters else {})}
+    kind = Feature.COUNT_BEFORE
+    if loss.encode is not None:
+        kind = Feature.JOINT
+    elif loss.terms is None:
+        kind = Feature.COUNT_LATE
+    elif len(loss.terms) > 1:
+        kind = Feature.SEVERAL_TERMS
+    modules = [function for function in (loss.function, loss.encode) if isinstance(function, nn.Module)]
+    training = [type(module).__name__ for module in modules if any(p.requires_grad for p in module.parameters())]
+    return {kind: "", **({Feature.LOSS_PARAMETERS: ", ".join(training)} if training else {})}
 
 
 def _has_sparse_gradients(module: nn.Module) -> bool:

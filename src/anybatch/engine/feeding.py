@@ -1,6 +1,7 @@
 """From a batch of any kind to micro-batches that are ready to run."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from anybatch.core.batch import Placement, Position
 from anybatch.core.loss import Loss, Share, shares_of, unit_counts
 from anybatch.core.nested import Batch, count_samples, map_tensors, slice_samples, tensors_of
-from anybatch.core.randomness import unit_seed
+from anybatch.core.randomness import joint_seed, unit_seed
 from anybatch.core.splitting import BatchPlan, Unit, plan_shares
 from anybatch.engine.accumulate import Work
 from anybatch.errors import BatchSizeError, DataError, LossError
@@ -40,11 +41,17 @@ class OpenBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """An effective batch whose divisors are known: `divisors[j]` is the count of loss term j over all ranks."""
+    """An effective batch whose divisors are known: `divisors[j]` is the count of loss term j over all ranks.
+
+    `replay` yields the data of `work` a second time, from the host, for a loss across samples; nothing for others.
+    `seed` is for what belongs to the effective batch as a whole.
+    """
 
     opened: OpenBatch
     divisors: tuple[float, ...]
     work: Iterator[tuple[Work, Batch]]
+    replay: Iterator[Batch]
+    seed: int
 
 
 def open_batch(batch: Any, placement: Placement, world: World, start: Position) -> OpenBatch:  # noqa: ANN401
@@ -100,9 +107,14 @@ def make_workload(opened: OpenBatch, loss: Loss, world: World, *, step: int, loc
             "Filter such batches out, or use a larger effective batch."
         )
         raise LossError(message)
+    replay: Iterator[Batch] = iter(())
+    if loss.encode is not None:
+        micro_batches, replay = itertools.tee(micro_batches)  # keeps them on the host, until they have gone by twice
     return Workload(
         opened=opened,
         divisors=divisors,
+        replay=to_device(replay, world.device),
+        seed=joint_seed(opened.seed, step),
         work=_line_up(
             opened,
             to_device(micro_batches, world.device),

@@ -35,8 +35,9 @@ def collect_modules(model: Model, loss: Loss) -> nn.Module:
                 "the engine reduces gradients itself, once per step (strategy='ddp' uses DistributedDataParallel)."
             )
             raise ParameterError(message)
-    if isinstance(loss.function, nn.Module):
-        named["loss"] = loss.function
+    for name, function in (("loss", loss.function), ("encode", loss.encode)):
+        if isinstance(function, nn.Module):
+            named[name] = function
     modules = model if isinstance(model, nn.Module) and len(named) == 1 else nn.ModuleDict(named)
     if not any(parameter.requires_grad for parameter in modules.parameters()):
         total = sum(1 for _ in modules.parameters())

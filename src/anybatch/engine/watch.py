@@ -1,5 +1,6 @@
 """From happenings inside the engine to records for an observer; next to free when nobody observes."""
 
+import itertools
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -65,8 +66,8 @@ class Watch:
         return workload.work if self._observer is None else self._watched(workload.work)
 
     def _watched(self, items: Iterator[tuple[Work, Batch]]) -> Iterator[tuple[Work, Batch]]:
-        while True:
-            with self.phase("load", self._position):
+        for position in itertools.count():
+            with self.phase("load", position):
                 item = next(items, None)
             if item is None:
                 return
@@ -86,7 +87,7 @@ class Watch:
         factors = zip(self._loss.weights.items(), item.shares, self._workload.divisors, strict=True)
         for (name, weight), share, divisor in factors:
             counts[name] = share.count
-            if share.count:
+            if share.count and contributions:  # a loss across samples has none of a micro-batch
                 contribution = next(values)
                 sums[name] = contribution * (divisor / weight) if weight else contribution
         self._tell(self._micro_batch(item, "end", counts, sums))
@@ -103,6 +104,15 @@ class Watch:
         for bucket in self._reductions:
             self._tell(self._reduction("end", *bucket))
         self._reductions.clear()
+
+    @contextmanager
+    def gathering(self, num_bytes: int) -> Iterator[None]:
+        """Tell that the outputs of all ranks are brought together, for a loss across samples."""
+        if self._observer is not None:
+            self._tell(self._reduction("begin", 0, num_bytes, torch.uint8, collective="all_gather"))
+        yield
+        if self._observer is not None:
+            self._tell(self._reduction("end", 0, num_bytes, torch.uint8, collective="all_gather"))
 
     @contextmanager
     def phase(self, name: PhaseName, position: int | None = None) -> Iterator[None]:
@@ -196,14 +206,16 @@ class Watch:
             loss_sums=loss_sums,
         )
 
-    def _reduction(self, event: SpanEvent, bucket: int, num_bytes: int, dtype: torch.dtype) -> ReductionRecord:
+    def _reduction(
+        self, event: SpanEvent, bucket: int, num_bytes: int, dtype: torch.dtype, *, collective: str = "all_reduce"
+    ) -> ReductionRecord:
         return ReductionRecord(
             rank=self._rank,
             event=event,
             step=self._step,
             bucket=bucket,
-            collective="all_reduce",
-            payload="gradients",
+            collective=collective,
+            payload="gradients" if collective == "all_reduce" else "other",
             num_bytes=num_bytes,
             dtype=str(dtype).removeprefix("torch."),
         )

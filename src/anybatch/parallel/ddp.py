@@ -41,7 +41,7 @@ class DDP:
         initial: make replicas equal by broadcasting rank 0's values, or "verify" that they are.
     """
 
-    capabilities = Capabilities(name="ddp", float32_accumulation=False)
+    capabilities = Capabilities(name="ddp", float32_accumulation=False, prepares_in_forward=True)
 
     def __init__(
         self,

@@ -35,6 +35,8 @@ class Capabilities:
         replaces_parameters: the optimizer has to be built after `prepare`, by a function.
         float32_accumulation: gradients of bf16 and fp16 parameters can be accumulated and reduced in float32.
         sparse_gradients: parameters may have sparse gradients.
+        prepares_in_forward: the forward of the last micro-batch prepares the reduction, so it must have run in its turn
+            and have met every parameter that its backward will reach.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Capabilities:
     replaces_parameters: bool = False
     float32_accumulation: bool = True
     sparse_gradients: bool = False
+    prepares_in_forward: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -178,9 +178,11 @@ def _check_function(owner: str, name: str, value: object, arguments: str, error:
 
 def _check_loss(loss: object) -> None:
     function = loss.function if isinstance(loss, Loss) else loss
-    if isinstance(function, nn.Module) and any(True for _ in function.parameters()):
+    encode = loss.encode if isinstance(loss, Loss) else None
+    own = next((f for f in (function, encode) if isinstance(f, nn.Module) and any(True for _ in f.parameters())), None)
+    if own is not None:
         message = (
-            f"Job(loss=...) is {_kind(function)} with parameters, which every verb would train on. Put it into the "
+            f"Job(loss=...) is {_kind(own)} with parameters, which every verb would train on. Put it into the "
             'model, as in model=lambda: {"net": Net(), "loss": Loss()}, and give a function of (model, batch).'
         )
         raise LossError(message)

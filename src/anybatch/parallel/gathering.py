@@ -1,0 +1,70 @@
+"""Rows of tensors from all ranks, brought together in one collective."""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from anybatch.parallel.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What the rows of a tensor look like: the shape behind its first axis, and the type."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one row."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def gather_rows(
+    pieces: Sequence[Sequence[torch.Tensor]],
+    kinds: Sequence[Rows],
+    sizes: Sequence[int],
+    world: World,
+    told: Callable[[int], AbstractContextManager[object]],
+) -> list[torch.Tensor]:
+    """Return each tensor with the rows of all ranks, rank by rank.
+
+    Everything travels as bytes in one buffer, so that tensors of several types and ranks with different numbers of
+    rows, or none, take one all-gather.
+
+    Args:
+        pieces: this rank's pieces, in the order of their rows: one tensor (rows, *shape) per kind in each of them.
+        kinds: the same on all ranks.
+        sizes: how many rows each rank has.
+        world: the ranks.
+        told: context of the collective, given the bytes that this rank hands over.
+    """
+    if world.size == 1:
+        return [torch.cat(columns) for columns in zip(*pieces, strict=True)]
+    most = max(sizes)
+    mine = torch.zeros(most * sum(kind.num_bytes for kind in kinds), dtype=torch.uint8, device=world.device)
+    start = 0
+    for number, kind in enumerate(kinds):
+        own = mine[start : start + sizes[world.rank] * kind.num_bytes]
+        if len(own):
+            own.copy_(torch.cat([_as_bytes(piece[number]) for piece in pieces]))
+        start += most * kind.num_bytes
+    everyone = mine.new_empty(world.size * len(mine))
+    with told(len(mine)), world.collective():
+        dist.all_gather(list(everyone.chunk(world.size)), mine)
+    found, start = [], 0
+    by_rank = everyone.unflatten(0, (world.size, -1))
+    for kind in kinds:
+        parts = [by_rank[rank, start : start + size * kind.num_bytes] for rank, size in enumerate(sizes)]
+        found.append(torch.cat(parts).view(kind.dtype).reshape(sum(sizes), *kind.shape))
+        start += most * kind.num_bytes
+    return found
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's elements, row by row, as a flat tensor of bytes."""
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
