@@ -70,9 +70,8 @@ class Engine:
             exactly its trainable parameters: it zeroes, clips and reduces these and no others.
         optimizer: a torch optimizer over those parameters, or a function `named_parameters -> optimizer`, which gets
             float32 master weights in the place of bf16 and fp16 parameters.
-        loss: a declared loss (`ab.mean_over_samples(fn)` and its like), or a function of (model, batch) that returns
-            one loss per item, `ab.LossSum`, or what `check_loss` finds to be a mean over samples. A loss that is a
-            module trains its parameters too.
+        loss: a declared loss (`ab.mean_over_samples(fn)` and its like), or a function of (model, batch) that returns a
+            mean over samples, one loss per item or `ab.LossSum`. A module trains its parameters too.
         effective_batch_size: samples of one step over all ranks; checked against the batches. None: as they come.
         micro_batch_size: most samples of one forward and backward. "auto": the whole rank share on a CPU, on an
             accelerator the size that a doubling search in the first step finds to fit.

@@ -15,11 +15,12 @@ from torch import nn
 from anybatch.core.loss import ONE_NUMBER, Loss, LossFunction, LossSum
 from anybatch.core.nested import Batch, count_samples, map_tensors
 from anybatch.engine.accumulate import Machine
-from anybatch.engine.declaration import Finding, Subject, findings
+from anybatch.engine.declaration import Finding, findings
 from anybatch.engine.feeding import OpenBatch
 from anybatch.engine.modules import Model
 from anybatch.engine.stand_in import UndecidedError
 from anybatch.engine.telling_samples import candidates, joined, sample_counts, telling_samples
+from anybatch.engine.trial import Subject
 from anybatch.engine.untouched import Draws, untouched
 from anybatch.errors import LossError
 from anybatch.parallel.gradients import is_low_precision
@@ -119,7 +120,7 @@ class DeclarationCheck:
         bare = self._bare is not None and any(one.is_scalar for one in verdicts)
         broken = next((one.words for one in verdicts if one.kind == "broken"), None)
         if broken is not None:
-            raise LossError(f"{ONE_NUMBER} {broken}" if bare else broken)
+            raise LossError(f"{ONE_NUMBER} Checked on the first step: {broken}" if bare else broken)
         if any(one.kind == "holds" for one in verdicts):
             self.pending = False
             decisions["loss"] = _TAKEN if bare else "as declared: the check of the first step has found that it holds"
@@ -145,12 +146,8 @@ class DeclarationCheck:
         """Judge from this rank's samples."""
         if not loaded:
             return Verdict("idle")
-        if machine.strategy.capabilities.lockstep:
-            return Verdict("inconclusive", "the strategy keeps ranks in lockstep, so no rank may run the model alone")
-        whole = loaded[0] if len(loaded) == 1 else joined(loaded)
-        if whole is None or count_samples(whole) < 2:  # noqa: PLR2004 (one sample cannot be cut)
-            return Verdict("inconclusive", "a micro-batch has one sample only")
         try:
+            whole = _to_look_at(loaded, machine)
             with untouched(self._modules, self._world.device) as draws:
                 self._keep_to_oneself()
                 return self._judged(whole, machine, draws)
@@ -202,13 +199,30 @@ class DeclarationCheck:
         unit = "samples" if loss.terms is None else _UNITS[loss.terms[name].unit]
         verb = "declared" if loss.terms is not None else "taken"
         kind = "a sum with its count" if loss.terms is None and found.adds_up else f"a mean over {unit}"
+        sizes = " + ".join(map(str, found.sizes))
         return (
-            f"{what} was {verb} as {kind}, but it is not: cut into {' + '.join(map(str, found.sizes))} samples, the "
-            f"pieces' gradients with respect to what the model returned add up to a norm of {found.pieces:.4g}, the "
-            f"whole's has {found.whole:.4g}, and the two differ by {found.error:.2g} (relative; rounding is below "
-            f"1e-4). {_explained(name, found, named=loss.named)} If you know better, Engine(check_loss=False) leaves "
-            "this check out."
+            f"{what} was {verb} as {kind}, but it is not: the gradients of {sizes} samples, with respect to what the "
+            f"model returned, add up to a norm of {found.pieces:.4g}, that of all {sum(found.sizes)} at once has "
+            f"{found.whole:.4g}, and they differ by {found.error:.2g}, where rounding is below 1e-4. "
+            f"{_explained(name, found, named=loss.named)} If you know better, Engine(check_loss=False) leaves this "
+            "check out."
         )
+
+
+def _to_look_at(loaded: Sequence[Batch], machine: Machine) -> Batch:
+    """Return a micro-batch of at least two samples.
+
+    Raises:
+        UndecidedError: there is none, or no rank may run the model by itself.
+    """
+    if machine.strategy.capabilities.lockstep:
+        message = "the strategy keeps ranks in lockstep, so none may run the model by itself"
+        raise UndecidedError(message)
+    whole = loaded[0] if len(loaded) == 1 else joined(loaded)
+    if whole is None or count_samples(whole) < 2:  # noqa: PLR2004 (one sample cannot be cut)
+        message = "a micro-batch has one sample only"
+        raise UndecidedError(message)
+    return whole
 
 
 _UNITS = {"samples": "samples", "tokens": "unmasked targets", "counted": "what its count says"}
@@ -231,8 +245,8 @@ def _explained(name: str, found: Finding, *, named: bool) -> str:
         return (
             "Its sums add up, but the counts beside them do not: return how many items were added."
             if found.adds_up
-            else "It adds up over samples and does not average (reduction='sum', or divided by a constant?): return the "
-            "mean, or ab.LossSum(total, count)."
+            else "It adds up over samples and does not average (reduction='sum', or divided by a constant?): return "
+            "the mean, or ab.LossSum(total, count)."
         )
     over, declaration = _mean_over(name, found, named=named)
     if found.adds_up:
@@ -246,11 +260,11 @@ def _mean_over(name: str, found: Finding, *, named: bool) -> tuple[str, str]:
         return "samples", f"{name}=ab.samples()" if named else "ab.mean_over_samples(loss)"
     if found.explanation == "other":
         first, total = found.sizes[0], sum(found.sizes)
-        weight = "count=lambda batch: class_weights[batch['label']].sum()"
+        count = "count=lambda batch: class_weights[batch['label']].sum()"
         return (
-            f"something else (class weights, perhaps), of which the first {first} of these {total} samples make up "
+            f"something else (class weights?), of which the first {first} of these {total} samples make up "  # noqa: ISC004
             f"{found.share[0]:.4g} and not {found.share[1]:.4g}",
-            f"{name}=ab.counted({weight})" if named else f"ab.mean_over(loss, {weight}), with what it is divided by",
+            f"{name}=ab.counted({count})" if named else f"ab.mean_over(loss, {count}), with what it is divided by",
         )
     declared = f"{name}=ab.tokens({found.explanation})" if named else f"ab.mean_over_tokens(loss, {found.explanation})"
     return f"the targets that are not -100 ({found.explanation})", declared

@@ -9,24 +9,26 @@ from anybatch.core.loss import Loss, tokens, unit_counts
 from anybatch.core.nested import Batch, map_tensors, slice_samples, tensors_of
 
 _NUMBERS = (7, 5, 6, 8, 4, 3, 2)
-"""How many samples are looked at: few, because they cost a forward, and a number that no other axis has, if possible."""
-_MOST_WINDOWS = 8
+"""How many samples are looked at: few, since they cost a forward; a number that no other axis has, if possible."""
+_MOST_WINDOWS = 4
 _IGNORED = -100
 
 
 def telling_samples(loss: Loss, batch: Batch, num_samples: int) -> tuple[Batch, int, dict[str, str]]:
     """Return a few samples, how many, and by term why they can not tell its declaration from others, if they cannot."""
-    others = {size for tensor in tensors_of(batch) for size in tensor.shape[1:]}
-    possible = [number for number in _NUMBERS if number <= num_samples]
-    number = next((one for one in possible if one not in others), possible[0])
-    found: list[tuple[Batch, dict[str, str]]] = []
-    for start in range(0, num_samples - number + 1, number)[:_MOST_WINDOWS]:
+    elsewhere = {size for tensor in tensors_of(batch) for size in tensor.shape[1:]}
+    possible = sorted((one for one in _NUMBERS if one <= num_samples), key=lambda number: number in elsewhere)
+    windows = ((start, n) for n in possible for start in range(0, num_samples - n + 1, n)[:_MOST_WINDOWS])
+    found: tuple[Batch, int, dict[str, str]] | None = None
+    for start, number in windows:
         chosen = slice_samples(batch, start, start + number)
-        found.append((chosen, doubts(loss, chosen, number)))
-        if not any(found[-1][1].values()):
+        doubtful = doubts(loss, chosen, number)
+        if found is None or not any(doubtful.values()):
+            found = chosen, number, doubtful
+        if not any(doubtful.values()):
             break
-    chosen, doubtful = found[-1] if not any(found[-1][1].values()) else found[0]
-    return chosen, number, doubtful
+    assert found is not None, "there are two samples at least"
+    return found
 
 
 def sample_counts(loss: Loss, batch: Batch, num_samples: int) -> dict[str, list[float]]:

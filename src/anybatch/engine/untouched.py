@@ -5,7 +5,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -73,7 +73,7 @@ class Draws:
         if self._numpy is not None:
             self._numpy.random.seed(seed)
 
-    def __enter__(self) -> "Draws":
+    def __enter__(self) -> Self:
         self._torch.__enter__()
         return self
 
