@@ -16,6 +16,7 @@ from torch import nn
 from anybatch.core.loss import Loss, LossSum, scaled, shares_of
 from anybatch.core.nested import Batch, map_tensors, slice_samples
 from anybatch.engine.stand_in import Axes, Call, Rows, StandIn, UndecidedError, modules_in, sample_axes
+from anybatch.engine.telling_samples import joined
 from anybatch.engine.untouched import Draws
 from anybatch.errors import LossError
 
@@ -58,6 +59,13 @@ class Subject:
     def fresh(self, start: int, stop: int) -> Batch:
         """Return some samples, copied: a loss function may take things out of its batch, or change them."""
         return map_tensors(slice_samples(self.batch, start, stop), torch.clone)
+
+    def of_another_number(self) -> tuple[Batch, int]:
+        """Return one sample less, and how many these are; of two samples one more, since BatchNorm refuses one."""
+        if self.num_samples > 2:  # noqa: PLR2004
+            return self.fresh(0, self.num_samples - 1), self.num_samples - 1
+        more = joined([self.batch, slice_samples(self.batch, 0, 1)])
+        return map_tensors(more, torch.clone), self.num_samples + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,13 +228,16 @@ class Trial:
     def _recorded(self, *, exact: bool) -> tuple[tuple[Call, ...], list[list[Axes]]]:
         """Record the model's answers, and find where the samples are in them."""
         num_samples = self.subject.num_samples
-        calls: tuple[Call, ...] = attempted(lambda: self._record(num_samples))
-        others = attempted(lambda: self._record(num_samples - 1)) if exact else None
-        return calls, sample_axes(calls, num_samples, others, num_samples - 1)
+        calls: tuple[Call, ...] = attempted(lambda: self._record(lambda: self.subject.fresh(0, num_samples)))
+        if not exact:
+            return calls, sample_axes(calls, num_samples, None, 0)
+        _, number = attempted(self.subject.of_another_number)
+        others = attempted(lambda: self._record(lambda: self.subject.of_another_number()[0]))
+        return calls, sample_axes(calls, num_samples, others, number)
 
-    def _record(self, number: int) -> tuple[Call, ...]:
+    def _record(self, samples: Callable[[], Batch]) -> tuple[Call, ...]:
         def record() -> tuple[Call, ...]:
-            piece = self.subject.fresh(0, number)
+            piece = samples()
             self.subject.draws.seed(0)
             with self.subject.autocast():
                 return self.stand_in.record(lambda: self._function(self.stand_in.model, piece))
