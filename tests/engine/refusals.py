@@ -31,6 +31,7 @@ from tests.engine.cases import (
     InMemory,
     classify,
     classify_each,
+    classify_weighted,
     perceptron,
     sentences,
     sentences_masked,
@@ -140,8 +141,23 @@ ON_ONE_RANK: Mapping[str, Refusal] = {
     ),
     # Losses
     "a loss that is no function": Refusal(LossError, ("float", "0.5"), lambda: engine(loss=0.5)),
-    "a bare scalar loss": Refusal(
-        LossError, ("one number", "ab.mean_over_samples(loss)", "ab.LossSum"), lambda: step(classify)
+    "a bare scalar loss that is unchecked": Refusal(
+        LossError,
+        ("one number", "ab.mean_over_samples(loss)", "ab.LossSum"),
+        lambda: step(classify, check_loss=False),
+    ),
+    "a bare scalar loss of one sample": Refusal(
+        LossError, ("one number", "ab.mean_over_samples(loss)"), lambda: step(classify, vectors(1))
+    ),
+    "a bare scalar loss that cannot be told": Refusal(
+        LossError,
+        ("one number", "cannot tell", "the same label"),
+        lambda: step(classify, {**vectors(5), "y": torch.ones(5).long()}),
+    ),
+    "a bare scalar loss that is no mean over samples": Refusal(
+        LossError,
+        ("one number", "taken as a mean over samples", "where rounding is below", "ab.mean_over(loss, count"),
+        lambda: step(classify_weighted),
     ),
     "an undeclared dict": Refusal(
         LossError,

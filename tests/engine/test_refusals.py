@@ -11,7 +11,7 @@ import anybatch as ab
 from anybatch.core.batch import Position
 from anybatch.errors import AnyBatchError, NonFiniteError
 from anybatch.parallel.all_reduce import AllReduce
-from tests.engine.cases import STRATEGIES, Batch, InMemory, classify, classify_each, vectors
+from tests.engine.cases import STRATEGIES, Batch, InMemory, classify, classify_each, classify_weighted, vectors
 from tests.engine.refusals import ON_ONE_RANK, ON_TWO_RANKS, Refusal, one_model_per_rank, told, told_on_ranks
 from tests.ranks_fixture import Ranks
 
@@ -115,7 +115,11 @@ def changed_by_refusal() -> dict[str, list[str]]:
     def last_fails(model: nn.Module, batch: Batch) -> Any:
         return classify(model, batch) if len(batch["x"]) == 3 else None
 
-    losses: Mapping[str, Any] = {"a loss that fails late": ab.mean_over_samples(last_fails), "undeclared": classify}
+    losses: Mapping[str, Any] = {
+        "a loss that fails late": ab.mean_over_samples(last_fails),
+        "undeclared": classify_weighted,
+        "wrongly declared": ab.mean_over_samples(classify_weighted),
+    }
     for name, loss in losses.items():
         torch.manual_seed(0)
         model = nn.Linear(5, 4).double()
@@ -135,7 +139,7 @@ def changed_by_refusal() -> dict[str, list[str]]:
 
 def test_a_refused_step_leaves_nothing_behind() -> None:
     """A loss that turns out wrong in the last of ten micro-batches leaves no gradient, no update and no progress."""
-    assert changed_by_refusal() == {"a loss that fails late": [], "undeclared": []}
+    assert changed_by_refusal() == {"a loss that fails late": [], "undeclared": [], "wrongly declared": []}
 
 
 def align(initial: str) -> tuple[dict[str, str], list[torch.Tensor]]:

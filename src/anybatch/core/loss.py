@@ -23,6 +23,12 @@ from anybatch.errors import LossError
 LossFunction = Callable[[Any, Batch], Any]
 Count = Callable[[Batch], "int | float | torch.Tensor"]
 _ONLY_TERM = "loss"
+ONE_NUMBER = (
+    "the loss function returned one number and does not say over what it is a mean. Declare it: "
+    "ab.mean_over_samples(loss) for a mean over samples, ab.mean_over_tokens(loss) for a mean over unmasked targets, "
+    "ab.mean_over(loss, count) otherwise; or return one loss per item, or ab.LossSum(total, count)."
+)
+"""What an undeclared loss is told if it is not a mean over samples, or if that cannot be found out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,13 +295,7 @@ def _contribution(loss: Loss, name: str, value: object, share: Share) -> torch.T
             _check_items(loss, name, value, share)
             return value.sum() * share.of_sum
         if loss.terms is None:
-            message = (
-                "the loss function returned one number and does not say over what it is a mean. Declare it: "
-                "ab.mean_over_samples(loss) for a mean over samples, ab.mean_over_tokens(loss) for a mean over "
-                "unmasked targets, ab.mean_over(loss, count) otherwise; or return one loss per item, or "
-                "ab.LossSum(total, count)."
-            )
-            raise LossError(message)
+            raise LossError(ONE_NUMBER)
         return value * share.of_mean
     if isinstance(value, LossSum):
         _check_loss_sum(loss, name, value, share)

@@ -25,6 +25,7 @@ from anybatch.engine.evaluation import MetricFunction, evaluate
 from anybatch.engine.features import features_of_choices, features_of_training, refuse_features, refused_in_backward
 from anybatch.engine.feeding import OpenBatch, Workload, make_workload, open_batch, refuse_disagreement
 from anybatch.engine.finite import FiniteCheck
+from anybatch.engine.first_step import DeclarationCheck
 from anybatch.engine.joint import choose_executor
 from anybatch.engine.modules import Model, choose_strategy, collect_modules, world_of
 from anybatch.engine.precision import LossScaler, OptimizerFunction, PrecisionName, autocast, make_target
@@ -70,8 +71,8 @@ class Engine:
             exactly its trainable parameters: it zeroes, clips and reduces these and no others.
         optimizer: a torch optimizer over those parameters, or a function `named_parameters -> optimizer`, which gets
             float32 master weights in the place of bf16 and fp16 parameters.
-        loss: a declared loss (`ab.mean_over_samples(fn)` and its like), or a function of (model, batch) that returns
-            one loss per item or `ab.LossSum`. A loss that is a module trains its parameters too.
+        loss: a declared loss (`ab.mean_over_samples(fn)` and its like), or a function of (model, batch) that returns a
+            mean over samples, one loss per item or `ab.LossSum`. A module trains its parameters too.
         effective_batch_size: samples of one step over all ranks; checked against the batches. None: as they come.
         micro_batch_size: most samples of one forward and backward. "auto": the whole rank share on a CPU, on an
             accelerator the size that a doubling search in the first step finds to fit.
@@ -87,6 +88,7 @@ class Engine:
         average_decay: keep an exponential moving average of the weights, such as 0.999; see `evaluate(averaged=True)`.
         rng: "micro_batch" keys torch's random numbers by (seed, step, first sample of the micro-batch), whatever rank
             runs it; None leaves them as they come.
+        check_loss: look in the first step, on a few samples, whether the loss is what it was declared to be.
         seed: first word of those keys; None takes the data's seed.
         observer: looks in on micro-batches, reductions, phases and steps.
         world: the ranks; None asks the environment.
@@ -112,6 +114,7 @@ class Engine:
         measure_gradient_norm: bool = True,
         average_decay: float | None = None,
         rng: Literal["micro_batch"] | None = "micro_batch",
+        check_loss: bool = True,
         seed: int | None = None,
         observer: Observer | None = None,
         world: World | None = None,
@@ -140,6 +143,8 @@ class Engine:
         features = features_of_training(self._modules, self._loss, optimizer, rng=rng)
         features |= features_of_choices(precision=precision, deal=deal, sizes=self._sizing.sizes, clip=self._clip)
         refuse_features(features, optimizer, self._strategy.capabilities, self.world)
+        self._check = DeclarationCheck(self._loss, model, self._modules, self.world, enabled=check_loss)
+        self._loss = self._check.loss
         self._modules.to(self.world.device)
         self._watch = Watch(observer, self.world.rank, self._loss, self._clip)
         prepared = self._strategy.prepare(self._modules, model, self.world, self._watch.reduction)
@@ -302,6 +307,7 @@ class Engine:
         self.position = Position(**loaded.state["position"])
         self._seed = loaded.state["seed"]
         self._take_sizes(loaded.state["sizes"])
+        self._check.take(loaded.state["decisions"])
         self._watch.checkpoint("loaded", self.num_steps, loaded.path, None)
         return self.position
 
@@ -335,7 +341,7 @@ class Engine:
         if self._sizing.searches:
             self.decisions["micro_batch_size"] = self._sizing.search(
                 batch,
-                self._machine,
+                self._check.provisional(self._machine),
                 self._modules,
                 self.position,
                 clear=self._forget_gradients,
@@ -362,6 +368,8 @@ class Engine:
         if not self._started:
             refuse_disagreement(batch, opened, self.world)
             self._tell_start(opened)
+        if self._check.pending:
+            opened = self._check.look(opened, self._machine, self.decisions, self._watch.diagnosis)
         return make_workload(
             opened, self._loss, self.world, step=self.num_steps, lockstep=self._strategy.capabilities.lockstep
         )

@@ -1,0 +1,329 @@
+"""Losses that are what they were declared to be, and losses that are not, on models with dropout and BatchNorm."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import anybatch as ab
+from anybatch.core.loss import Loss
+from anybatch.core.records import DiagnosisRecord, Record
+from tests.engine.cases import CLASS_WEIGHTS, NUM_CLASSES, NUM_WORDS, Batch, sentences, vectors, weight_of_targets
+
+MakeModel = Callable[[], nn.Module]
+
+
+class Classifier(nn.Module):
+    """Classifies vectors, with everything inside that makes samples depend on each other or on chance.
+
+    With labels it computes its loss itself, as models of transformers do.
+    """
+
+    def __init__(self, num_outputs: int = NUM_CLASSES, kind: str = "mean") -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2))
+        self.head = nn.Linear(8, num_outputs)
+        self.num_calls = 0
+        self.kind = kind
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        encoded: torch.Tensor = self.body(x)
+        return encoded
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> Any:
+        logits: torch.Tensor = self.head(self.encode(x))
+        return logits if y is None else {"loss": LOSSES_INSIDE[self.kind](logits, y), "logits": logits}
+
+
+class Tagger(nn.Module):
+    """Predicts words, with dropout and BatchNorm; with labels it computes its loss itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(NUM_WORDS, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.dropout = nn.Dropout(0.2)
+        self.out = nn.Linear(8, NUM_WORDS)
+
+    def forward(self, words: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        seen = self.norm(self.words(words).cumsum(1).transpose(1, 2)).transpose(1, 2)
+        logits = self.out(self.dropout(torch.tanh(seen)))
+        return logits if labels is None else {"loss": mean_over_words(logits, labels), "logits": logits}
+
+
+class Criterion(nn.Module):
+    """A loss with parameters of its own, and with a state that counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection = nn.Linear(NUM_CLASSES, NUM_CLASSES)
+        self.temperature = nn.Parameter(torch.tensor(0.3))
+        self.register_buffer("num_calls", torch.tensor(0))
+
+    def forward(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        self.get_buffer("num_calls").add_(1)
+        return F.cross_entropy(self.projection(model(batch["x"])) * self.temperature.exp(), batch["y"])
+
+
+def contrast(ones: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """Return InfoNCE: each vector is to find its partner among all of them."""
+    similarities = F.normalize(ones, dim=1) @ F.normalize(others, dim=1).T
+    return F.cross_entropy(5 * similarities, torch.arange(len(ones)))
+
+
+LOSSES_INSIDE: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "mean": F.cross_entropy,
+    "sum": lambda logits, y: F.cross_entropy(logits, y, reduction="sum"),
+    "weights": lambda logits, y: F.cross_entropy(logits, y, weight=CLASS_WEIGHTS.to(logits.dtype)),
+    "contrastive": lambda logits, y: contrast(logits, F.one_hot(y, NUM_CLASSES) + logits.roll(1, 1)),
+}
+
+
+def mean_over_words(logits: torch.Tensor, labels: torch.Tensor, *, shift: bool = True) -> torch.Tensor:
+    """Return the mean cross-entropy over targets that are not masked."""
+    if shift:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    return F.cross_entropy(logits.reshape(-1, NUM_WORDS), labels.reshape(-1))
+
+
+# Losses, as a user writes them
+
+
+def of_samples(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return a mean over samples."""
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def of_each(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return one loss per sample."""
+    return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+
+
+def by_parts(model: Any, batch: Batch) -> torch.Tensor:
+    """Return a mean over samples, by calling a method and a submodule of the model."""
+    return F.cross_entropy(model.head(model.encode(batch["x"])), batch["y"])
+
+
+def with_penalty(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return a mean over samples and a penalty on parameters, which every share has its share of."""
+    penalty: torch.Tensor = torch.stack([one.square().sum() for one in model.parameters()]).sum()
+    return of_samples(model, batch) + 0.1 * penalty
+
+
+def of_two_views(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return a mean over samples of two views, which the model gets one below the other."""
+    logits = model(torch.cat([batch["x"], 0.5 * batch["x"]]))
+    return F.cross_entropy(logits, torch.cat([batch["y"], batch["y"]]))
+
+
+def of_two_calls(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return a mean over samples of two calls."""
+    return (model(batch["x"]) - model(batch["x"] + 0.1)).square().mean() + of_samples(model, batch)
+
+
+def of_words(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return a mean over the words that follow."""
+    return mean_over_words(model(batch["words"]), batch["labels"])
+
+
+def of_words_in_place(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return a mean over words, taking the labels out of the batch and changing the logits in place."""
+    labels = batch.pop("labels")
+    return mean_over_words(model(batch["words"]).div_(2.0), labels, shift=False)
+
+
+def of_words_summed(model: nn.Module, batch: Batch) -> ab.LossSum:
+    """Return a sum over words, with its count."""
+    number = (batch["labels"][:, 1:] != -100).sum()
+    return ab.LossSum(of_words(model, batch) * number, number)
+
+
+def of_words_and_values(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+    """Return a mean over words and one over samples."""
+    logits = model(batch["words"])
+    distances = (logits.mean((1, 2)) - batch["value"]).square()
+    return {"lm": mean_over_words(logits, batch["labels"]), "aux": distances.mean()}
+
+
+def of_weights(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return a mean with class weights."""
+    logits = model(batch["x"])
+    return LOSSES_INSIDE["weights"](logits, batch["y"])
+
+
+def of_summed(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return a sum over samples."""
+    return F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum")
+
+
+def of_pairs(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return a contrastive loss of two views."""
+    return contrast(model(batch["x"]), model(batch["x"] + 0.1))
+
+
+def of_views_contrasted(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return a contrastive loss of two views, which the model gets one below the other."""
+    return contrast(*model(torch.cat([batch["x"], batch["x"] + 0.1])).chunk(2))
+
+
+def of_values(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return a mean over samples of squared distances."""
+    return F.mse_loss(model(batch["x"]).squeeze(1), batch["x"].sum(1))
+
+
+def from_inside(model: Any, batch: Batch) -> torch.Tensor:
+    """Return what the model has computed itself."""
+    loss: torch.Tensor = model(words=batch["words"], labels=batch["labels"])["loss"]
+    return loss
+
+
+def from_inside_of_vectors(model: Any, batch: Batch) -> torch.Tensor:
+    """Return what the classifier has computed itself."""
+    loss: torch.Tensor = model(batch["x"], batch["y"])["loss"]
+    return loss
+
+
+def with_noise(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return a mean over samples of something that the loss itself draws."""
+    return F.cross_entropy(F.dropout(model(batch["x"])), batch["y"])
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """A model, a batch, and a loss as it was declared; `words` are what is said if it is wrong."""
+
+    model: MakeModel
+    batch: Callable[[], Batch]
+    loss: Callable[[], Loss | Callable[[Any, Any], Any]]
+    words: tuple[str, ...] = ()
+
+
+def two_models() -> nn.Module:
+    """Return two classifiers by name."""
+    return nn.ModuleDict({"one": Classifier(), "other": Classifier()})
+
+
+def samples() -> Batch:
+    """Return labelled vectors."""
+    return vectors(23)
+
+
+RIGHT: Mapping[str, Declared] = {
+    "samples": Declared(Classifier, samples, lambda: ab.mean_over_samples(of_samples)),
+    "one loss per sample": Declared(Classifier, samples, lambda: ab.mean_over_samples(of_each)),
+    "one loss per sample, undeclared": Declared(Classifier, samples, lambda: of_each),
+    "one number, undeclared": Declared(Classifier, samples, lambda: of_samples),
+    "a method and a submodule": Declared(Classifier, samples, lambda: ab.mean_over_samples(by_parts)),
+    "a penalty on parameters": Declared(Classifier, samples, lambda: ab.mean_over_samples(with_penalty)),
+    "two views": Declared(Classifier, samples, lambda: ab.mean_over_samples(of_two_views)),
+    "two calls": Declared(Classifier, samples, lambda: ab.mean_over_samples(of_two_calls)),
+    "a loss with parameters": Declared(Classifier, samples, lambda: ab.mean_over_samples(Criterion())),
+    "named models": Declared(
+        two_models, samples, lambda: ab.mean_over_samples(lambda model, batch: of_samples(model["other"], batch))
+    ),
+    "class weights": Declared(Classifier, samples, lambda: ab.mean_over(of_weights, weight_of_targets)),
+    "regression": Declared(lambda: Classifier(1), samples, lambda: ab.mean_over_samples(of_values)),
+    "tokens": Declared(Tagger, sentences, lambda: ab.mean_over_tokens(of_words)),
+    "tokens, not shifted": Declared(Tagger, sentences, lambda: ab.mean_over_tokens(of_words_in_place, shift=False)),
+    "LossSum": Declared(Tagger, sentences, lambda: ab.mean_over_tokens(of_words_summed)),
+    "LossSum, undeclared": Declared(Tagger, sentences, lambda: of_words_summed),
+    "two terms": Declared(
+        Tagger, sentences, lambda: ab.sum_of(of_words_and_values, lm=ab.tokens(), aux=ab.samples(weight=0.01))
+    ),
+    "computed inside": Declared(Classifier, samples, lambda: ab.mean_over_samples(from_inside_of_vectors)),
+    "tokens, computed inside": Declared(Tagger, sentences, lambda: ab.mean_over_tokens(from_inside)),
+}
+
+_JOINT = ("depends on the other samples' outputs", "ab.joint(encode, loss)")
+_TOKENS = ("declare ab.mean_over_tokens(loss, labels='labels', shift=True)",)
+_SUM = ("adds up over samples and does not average", "ab.LossSum(total, count)")
+_WEIGHTS = ("class weights", "declare ab.mean_over(loss, count=")
+
+WRONG: Mapping[str, Declared] = {
+    "tokens as samples": Declared(Tagger, sentences, lambda: ab.mean_over_samples(of_words), _TOKENS),
+    "tokens as samples, inside": Declared(Tagger, sentences, lambda: ab.mean_over_samples(from_inside), _TOKENS),
+    "contrastive as samples": Declared(Classifier, samples, lambda: ab.mean_over_samples(of_pairs), _JOINT),
+    "contrastive, one call": Declared(Classifier, samples, lambda: ab.mean_over_samples(of_views_contrasted), _JOINT),
+    "contrastive as samples, inside": Declared(
+        lambda: Classifier(kind="contrastive"),
+        samples,
+        lambda: ab.mean_over_samples(from_inside_of_vectors),
+        _JOINT,
+    ),
+    "a sum as a mean": Declared(Classifier, samples, lambda: ab.mean_over_samples(of_summed), _SUM),
+    "a sum as a mean, inside": Declared(
+        lambda: Classifier(kind="sum"), samples, lambda: ab.mean_over_samples(from_inside_of_vectors), _SUM
+    ),
+    "weights forgotten": Declared(Classifier, samples, lambda: ab.mean_over_samples(of_weights), _WEIGHTS),
+    "weights forgotten, inside": Declared(
+        lambda: Classifier(kind="weights"), samples, lambda: ab.mean_over_samples(from_inside_of_vectors), _WEIGHTS
+    ),
+    "shifted tokens as they are": Declared(
+        Tagger, sentences, lambda: ab.mean_over_tokens(of_words, shift=False), ("unmasked targets", *_TOKENS)
+    ),
+    "samples as tokens": Declared(
+        Tagger,
+        sentences,
+        lambda: ab.mean_over_tokens(lambda model, batch: of_words_and_values(model, batch)["aux"]),
+        ("It is a mean over samples: declare ab.mean_over_samples(loss)",),
+    ),
+    "a term over samples": Declared(
+        Tagger,
+        sentences,
+        lambda: ab.sum_of(of_words_and_values, lm=ab.samples(), aux=ab.samples(weight=0.01)),
+        ("term 'lm'", "declare lm=ab.tokens(labels='labels', shift=True)"),
+    ),
+    "two divisors in one number": Declared(
+        Tagger,
+        sentences,
+        lambda: ab.mean_over_samples(lambda model, batch: sum(of_words_and_values(model, batch).values())),
+        ("several terms", "declare ab.sum_of("),
+    ),
+    "a mean for a sum": Declared(
+        Classifier,
+        samples,
+        lambda: lambda model, batch: ab.LossSum(of_samples(model, batch), len(batch["x"])),
+        ("a sum with its count", "What it gives as a sum is a mean over samples"),
+    ),
+    "a count of something else": Declared(
+        Classifier,
+        samples,
+        lambda: lambda model, batch: ab.LossSum(of_summed(model, batch), 1),
+        ("but the counts beside them do not",),
+    ),
+}
+
+
+class Diagnoses:
+    """An observer that keeps the codes of diagnoses."""
+
+    def __init__(self) -> None:
+        self.codes: list[str] = []
+        self.messages: list[str] = []
+
+    def observe(self, record: Record, /) -> None:
+        """Take a record."""
+        if isinstance(record, DiagnosisRecord):
+            self.codes.append(record.code)
+            self.messages.append(record.message)
+
+
+def engine_for(case: Declared, dtype: torch.dtype = torch.float64, **options: Any) -> ab.Engine:
+    """Build the engine of a case."""
+    torch.manual_seed(0)
+    model: Any = case.model().to(dtype)
+    passed = dict(model.items()) if isinstance(model, nn.ModuleDict) else model
+    loss = case.loss()
+    if isinstance(loss, Loss) and isinstance(loss.function, nn.Module):
+        loss.function.to(dtype)
+    options = {"world": ab.World(), "micro_batch_size": 9, **options}
+    return ab.Engine(passed, lambda named: torch.optim.SGD(named, lr=0.1), loss, **options)
+
+
+def batch_of(case: Declared, dtype: torch.dtype = torch.float64) -> Batch:
+    """Return the batch of a case, with its floating-point numbers in that type."""
+    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in case.batch().items()}
