@@ -1,6 +1,7 @@
 """What tests of training code need: real ranks, gradient comparison, faults on purpose. Public, for users too."""
 
-from anybatch.testing.gradients import assert_same_gradients, relative_error
+from anybatch.core.comparison import relative_error
+from anybatch.testing.gradients import assert_same_gradients
 from anybatch.testing.ranks import Outcome, RankPool, run_ranks
 
 __all__ = ["Outcome", "RankPool", "assert_same_gradients", "relative_error", "run_ranks"]

@@ -1,36 +1,10 @@
-"""How far apart two gradients are, as one number."""
+"""Failing a test when two gradients are not the same."""
 
-import math
 from collections.abc import Mapping
 
 import torch
 
-
-def relative_error(found: Mapping[str, torch.Tensor | None], expected: Mapping[str, torch.Tensor | None]) -> float:
-    """Return ||found - expected|| / ||expected|| over all parameters together, in float64.
-
-    A gradient of None on one side only counts as infinitely far: a parameter that was never used is not the same as
-    one with a zero gradient, because optimizers move the latter.
-
-    Raises:
-        ValueError: the two do not have the same parameters.
-    """
-    if set(found) != set(expected):
-        message = f"different parameters: {sorted(set(found) ^ set(expected))} are on one side only."
-        raise ValueError(message)
-    difference, reference = 0.0, 0.0
-    for name, value in expected.items():
-        other = found[name]
-        if value is None and other is None:
-            continue
-        if value is None or other is None:
-            return float("inf")
-        wide, other_wide = _wide(value), _wide(other)
-        difference += float((other_wide - wide).square().sum())
-        reference += float(wide.square().sum())
-    if not reference:
-        return 0.0 if not difference else float("inf")
-    return math.sqrt(difference / reference)
+from anybatch.core.comparison import errors_by_parameter, relative_error
 
 
 def assert_same_gradients(
@@ -47,10 +21,7 @@ def assert_same_gradients(
     error = relative_error(found, expected)
     if error <= tolerance:
         return
-    worst = max(expected, key=lambda name: relative_error({name: found[name]}, {name: expected[name]}))
+    errors = errors_by_parameter(found, expected)
+    worst = max(errors, key=lambda name: errors[name])
     message = f"gradients differ by {error:.2e}, more than {tolerance:.0e}; most in {worst!r}."
     raise AssertionError(message)
-
-
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to_dense().double().cpu()

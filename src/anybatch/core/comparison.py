@@ -1,0 +1,47 @@
+"""Chapter 11: how far apart two gradients are, as one number."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+Gradients = Mapping[str, torch.Tensor | None]
+
+
+def relative_error(found: Gradients, expected: Gradients) -> float:
+    """Return ||found - expected|| / ||expected|| over all parameters together, in float64.
+
+    A gradient of None on one side only counts as infinitely far: a parameter that was never used is not the same as
+    one with a zero gradient, because optimizers move the latter.
+
+    Raises:
+        ValueError: the two do not have the same parameters.
+    """
+    return math.hypot(*errors_by_parameter(found, expected).values())
+
+
+def errors_by_parameter(found: Gradients, expected: Gradients) -> dict[str, float]:
+    """Return each parameter's part in the relative error: ||found_p - expected_p|| / ||expected||, over all of them.
+
+    The squares add up to that of `relative_error`. Dividing by the parameter's own norm instead would make much of
+    parameters whose gradient is nothing but rounding.
+    """
+    if set(found) != set(expected):
+        message = f"different parameters: {sorted(set(found) ^ set(expected))} are on one side only."
+        raise ValueError(message)
+    norm = math.sqrt(sum(float(_wide(value).square().sum()) for value in expected.values() if value is not None))
+    errors = {}
+    for name, value in expected.items():
+        other = found[name]
+        if value is None and other is None:
+            errors[name] = 0.0
+        elif value is None or other is None:
+            errors[name] = math.inf
+        else:
+            difference = float((_wide(other) - _wide(value)).norm())
+            errors[name] = difference / norm if norm else (math.inf if difference else 0.0)
+    return errors
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to_dense().double().cpu()

@@ -1,0 +1,153 @@
+"""Why a cut changes the gradient: what can cause it is set aside, one by one, until the gradients agree."""
+
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from anybatch.core.comparison import relative_error
+from anybatch.diagnostics.counts import best_residual, declared_factors, right_declaration
+from anybatch.diagnostics.report import Finding
+from anybatch.diagnostics.trial import Trial
+
+
+def find_causes(trial: Trial, micro_batch_size: int, couples: Sequence[str], tolerance: float) -> Iterator[Finding]:
+    """Yield every reason why micro-batches of this size do not add up to the gradient of the batch.
+
+    Args:
+        trial: the model, whose random numbers rest already.
+        micro_batch_size: of a cut that failed.
+        couples: modules whose output for a sample depends on the others.
+        tolerance: relative error that rounding may cause.
+    """
+    found = 0
+    by_name = dict(trial.modules.named_modules())
+    coupling = [by_name[name] for name in couples]
+    with trial.rest(coupling):
+        still = [name for name in trial.look().couples if name in couples]
+        resting = [name for name in couples if name not in still]
+        if resting:
+            yield _normalisation(trial, micro_batch_size, resting, by_name)
+            found += 1
+        if still:
+            yield _coupling(still)
+            return  # whether the loss adds up over samples cannot be told behind a model that joins them
+        for term in trial.loss.names if trial.loss.named else (None,):
+            if (finding := _loss(trial, term, tolerance)) is not None:
+                yield finding
+                found += 1
+        if (finding := _state(trial, tolerance)) is not None:
+            yield finding
+            found += 1
+        if not found:
+            yield _unexplained(trial, micro_batch_size)
+
+
+def error_of(trial: Trial, micro_batch_size: int) -> float:
+    """Return the relative gradient error of a cut; infinite if it cannot be run."""
+    try:
+        return relative_error(trial.split(micro_batch_size), trial.whole())
+    except (RuntimeError, ValueError):
+        return float("inf")
+
+
+def _normalisation(trial: Trial, size: int, names: Sequence[str], by_name: dict[str, nn.Module]) -> Finding:
+    """Describe layers that couple samples in training and do not in evaluation mode. They rest meanwhile."""
+    kinds = sorted({type(by_name[name]).__name__ for name in names})
+    known = all(isinstance(by_name[name], _BatchNorm) for name in names)
+    layers = f"{len(names)} layer{'s' * (len(names) > 1)} ({', '.join(kinds)}; first {names[0]!r})"
+    rest = error_of(trial, size)
+    behind = "nothing else differs" if rest < 1e-3 else f"without them the gradient still differs by {rest:.1e}"  # noqa: PLR2004 (a word, no limit)
+    return Finding(
+        code="batch_norm",
+        where=names[0],
+        says=f"{layers} normalise each micro-batch by that micro-batch's own statistics, and {behind}.",
+        change=(
+            "norms='exact' normalises over the whole effective batch; norms='ghost' fixes the group; or use GroupNorm."
+            if known
+            else f"give {names[0]!r} statistics of each sample by itself, as GroupNorm and LayerNorm have, or put it "
+            "into evaluation mode."
+        ),
+    )
+
+
+def _coupling(names: Sequence[str]) -> Finding:
+    return Finding(
+        code="couples_samples",
+        where=names[0],
+        says=(
+            f"the output of {names[0]!r} for one sample depends on the other samples of the micro-batch, in "
+            f"evaluation mode too{f' (so do {len(names) - 1} others)' if len(names) > 1 else ''}."
+        ),
+        change=(
+            "let the module work on each sample by itself; or move what joins samples out of the model into "
+            "ab.joint(encode, fn), which gives it the outputs of the whole effective batch."
+        ),
+    )
+
+
+def _loss(trial: Trial, term: str | None, tolerance: float) -> Finding | None:
+    """Return what is wrong with the declaration of the loss, or of one of its terms."""
+    sizes = trial.uneven_sizes()
+    name = "the loss" if term is None else f"the loss term {term!r}"
+    # Wider than the cuts' own: pieces are scaled after their backward, behind any rounding to float32 inside.
+    found = right_declaration(trial, sizes, term, max(tolerance, 1e-5))
+    if found is None:
+        residual = best_residual(trial, sizes, term)
+        return Finding(
+            code="joint_loss",
+            where=term or "loss",
+            says=(
+                f"{name} of a sample depends on the other samples: whatever pieces of {_sum(sizes)} samples are "
+                f"multiplied with, their gradients stay {residual:.1e} away from that of the batch."
+            ),
+            change="declare it ab.joint(encode, fn): fn gets the outputs of the whole effective batch.",
+        )
+    if not found.change:
+        return None
+    declared = declared_factors(trial, sizes, term)
+    return Finding(
+        code="loss_declaration",
+        where=term or "loss",
+        says=(
+            f"{name} is {found.says}, and is not declared so: pieces of {_sum(sizes)} samples add up to the batch with "
+            f"the factors {_list(found.factors)}, and the declaration gives them {_list(declared)}."
+        ),
+        change=found.change,
+    )
+
+
+def _state(trial: Trial, tolerance: float) -> Finding | None:
+    """Return that a forward changes what the next one computes, as spectral norm and codebooks do."""
+    changed = trial.changed_by_forward(tolerance)
+    if not changed:
+        return None
+    return Finding(
+        code="state",
+        where=changed[0],
+        says=(
+            f"a forward changes {len(changed)} buffer{'s' * (len(changed) > 1)} (first {changed[0]!r}) that the next "
+            "forward computes with, so that every micro-batch meets another model than the one before."
+        ),
+        change="update it once per optimizer step, outside of the forward; or keep the module in evaluation mode.",
+    )
+
+
+def _unexplained(trial: Trial, size: int) -> Finding:
+    return Finding(
+        code="unexplained",
+        where="",
+        says=(
+            f"micro-batches of {size} give another gradient (relative error {error_of(trial, size):.1e}), and neither "
+            "the layers, the random numbers, the buffers nor the loss explain it."
+        ),
+        change="look at the parameter that differs most, and at what the forward does with the size of its batch.",
+    )
+
+
+def _sum(sizes: Sequence[int]) -> str:
+    return " + ".join(map(str, sizes))
+
+
+def _list(factors: Sequence[float]) -> str:
+    return ", ".join(f"{factor:.4g}" for factor in factors)

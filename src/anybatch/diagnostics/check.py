@@ -1,0 +1,148 @@
+"""Is what is trained the gradient of the batch? Runs the batch un-split and cut, and says why they differ."""
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+from anybatch.core.comparison import errors_by_parameter, relative_error
+from anybatch.core.loss import Loss, LossFunction, declared
+from anybatch.core.nested import Batch, count_samples
+from anybatch.diagnostics.causes import find_causes
+from anybatch.diagnostics.report import CheckReport, Finding, SplitResult, verdict_of
+from anybatch.diagnostics.trial import Trial, copied
+from anybatch.engine.modules import Model
+from anybatch.errors import BatchSizeError
+
+FEWEST_SAMPLES = 4
+_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+def check(
+    model: Model,
+    loss: Loss | LossFunction,
+    batch: Batch,
+    *,
+    micro_batch_sizes: Sequence[int] | None = None,
+    seed: int = 0,
+) -> CheckReport:
+    """Compare the gradient of a batch with what its micro-batches add up to, on copies; nothing of yours is changed.
+
+    The plain loop: `loss(model, batch).backward()` against the engine's accumulation, in float64 on the CPU. Where the
+    model does not run in float64 it runs in its own type, and the tolerance is that type's.
+
+    ```python
+    report = ab.check(model, ab.mean_over_samples(loss), batch)
+    print(report)
+    assert report.equal
+    ```
+
+    Args:
+        model: a module or a dict of named modules, in training mode.
+        loss: a declared loss, or a function of (model, batch), as the engine takes it.
+        batch: any nested batch of at least 4 samples; a dozen is enough.
+        micro_batch_sizes: cuts to try; None for 1 and two that leave a ragged tail.
+        seed: of what the model draws.
+
+    Returns:
+        The errors of all cuts, the reasons where they are not equal, and what to change.
+
+    Raises:
+        BatchSizeError: the batch is too small to be cut unevenly.
+        Exception: what the model or the loss raises on the un-split batch.
+    """
+    num_samples = count_samples(batch)
+    if num_samples < FEWEST_SAMPLES:
+        message = f"the batch has {num_samples} samples; a check needs at least {FEWEST_SAMPLES} to cut it unevenly."
+        raise BatchSizeError(message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what is fine with a whole batch and is run on a few samples here
+        return _check(*_trial(model, declared(loss), batch, seed), micro_batch_sizes)
+
+
+def _check(trial: Trial, precision: str, micro_batch_sizes: Sequence[int] | None) -> CheckReport:
+    num_samples = trial.num_samples
+    seen = trial.look()
+    narrowest = min((d for d in (trial.dtype, seen.narrowest) if d), key=lambda dtype: torch.finfo(dtype).bits)
+    tolerance = _TOLERANCES.get(narrowest, max(_TOLERANCES.values()))
+    findings = []
+    if (randomness := _set_randomness_aside(trial, seen.draws, tolerance)) is not None:
+        findings.append(randomness)
+    sizes = micro_batch_sizes or sorted({1, round(num_samples * 0.4), round(num_samples * 0.6)})
+    splits = tuple(_measure(trial, size, tolerance) for size in sizes)
+    failing = [split for split in splits if split.verdict == "not equal"]
+    if failing and not any(finding.breaks_equality for finding in findings):
+        worst = max(failing, key=lambda split: (split.failure is None, split.error))
+        findings += find_causes(trial, worst.sizes[0], seen.couples, tolerance)
+        findings += [_cannot_run(s) for s in failing if s.failure and all(f.code == "unexplained" for f in findings)]
+    return CheckReport(
+        num_samples=num_samples, precision=precision, tolerance=tolerance, splits=splits, findings=tuple(findings)
+    )
+
+
+def _trial(model: Model, loss: Loss, batch: Batch, seed: int) -> tuple[Trial, str]:
+    """Return a trial in float64 if the model runs in it, else in its own type; and the type, in words."""
+    trial = copied(model, loss, batch, torch.float64, seed)
+    try:
+        trial.whole()
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0][:100]
+    else:
+        return trial, "float64"
+    trial = copied(model, loss, batch, None, seed)
+    trial.whole()
+    return trial, f"{str(trial.dtype).removeprefix('torch.')}, because in float64: {reason}"
+
+
+def _measure(trial: Trial, size: int, tolerance: float) -> SplitResult:
+    num_samples = trial.num_samples
+    sizes = tuple(min(size, num_samples - start) for start in range(0, num_samples, size))
+    try:
+        found, expected = trial.split(size), trial.whole()
+    except (RuntimeError, ValueError) as failure:  # the user's model, or the engine's refusal, on a small micro-batch
+        infinite = float("inf")
+        return SplitResult(sizes=sizes, error=infinite, errors={}, verdict="not equal", failure=str(failure))
+    error = relative_error(found, expected)
+    errors = errors_by_parameter(found, expected)
+    return SplitResult(sizes=sizes, error=error, errors=errors, verdict=verdict_of(error, tolerance))
+
+
+def _set_randomness_aside(trial: Trial, draws: Sequence[str], tolerance: float) -> Finding | None:
+    """Put the modules that draw random numbers to rest, if the gradient depends on what they draw."""
+    if relative_error(trial.whole(seed=trial.seed + 1), trial.whole()) <= tolerance:
+        return None
+    by_name = dict(trial.modules.named_modules())
+    trial.resting |= {by_name[name] for name in draws}
+    rest = relative_error(trial.whole(seed=trial.seed + 1), trial.whole())
+    where = draws[0] if draws else ""
+    number = f"{len(draws)} module{'s' * (len(draws) > 1)}"
+    if rest <= tolerance:
+        return Finding(
+            code="randomness",
+            where=where,
+            says=(
+                f"{number} draw random numbers (first {where!r}) and were set aside: another cut draws other numbers "
+                "from the same distribution, which is no fault."
+            ),
+            change="nothing has to be changed; with rng='per_sample' every sample keeps its own numbers in any cut.",
+            breaks_equality=False,
+        )
+    source = f"{where!r} draws" if draws else "the loss function, or a module's forward, draws"
+    return Finding(
+        code="randomness",
+        where=where,
+        says=(
+            f"{source} random numbers in evaluation mode too, so two runs of the same batch differ by {rest:.1e} and "
+            "cuts cannot be compared."
+        ),
+        change="draw only while module.training is set (F.dropout(x, p, self.training)), and check again.",
+    )
+
+
+def _cannot_run(split: SplitResult) -> Finding:
+    return Finding(
+        code="cannot_run",
+        where="",
+        says=f"micro-batches of {' + '.join(map(str, split.sizes))} cannot be run: {split.failure}",
+        change="use larger micro-batches, or a model that runs on few samples.",
+    )

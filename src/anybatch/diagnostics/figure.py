@@ -1,0 +1,65 @@
+"""The errors of a check as a picture: which layers differ, and for which cut."""
+
+import importlib
+import math
+from pathlib import Path
+
+from anybatch.diagnostics.report import EXACT, CheckReport
+from anybatch.errors import UserError
+
+FORMATS = (".png", ".svg", ".pdf")
+FLOOR = 1e-18
+"""Where errors of 0 are drawn."""
+COLOURS = ("#00507F", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
+MARKS = "osD^vP"
+
+
+def draw_errors(report: CheckReport, path: Path) -> None:
+    """Draw each parameter's part in the gradient error of each cut, on a logarithmic axis.
+
+    Raises:
+        UserError: matplotlib is not installed, or the picture has another ending than .png, .svg or .pdf.
+        OSError: it cannot be written.
+    """
+    if path.suffix.lower() not in FORMATS:
+        message = f"{path} ends in {path.suffix!r}; a picture ends in {', '.join(FORMATS)}."
+        raise UserError(message)
+    try:
+        figures = importlib.import_module("matplotlib.figure")
+    except ModuleNotFoundError as error:
+        message = (
+            f"a picture is drawn by matplotlib, and there is no module {error.name!r}. "
+            "Install it: pip install 'anybatch[plot]'"
+        )
+        raise UserError(message) from None
+    names = list(next((split.errors for split in report.splits if split.errors), {}))
+    figure = figures.Figure(figsize=(8, max(2.5, 1.6 + 0.24 * len(names))), layout="constrained")
+    axes = figure.subplots()
+    for number, split in enumerate(report.splits):
+        if not split.errors:
+            continue
+        values = [max(split.errors[name], FLOOR) for name in names]
+        shown = [value if math.isfinite(value) else 1e3 for value in values]
+        axes.plot(
+            shown,
+            range(len(names)),
+            linestyle="none",
+            marker=MARKS[number % len(MARKS)],
+            color=COLOURS[number % len(COLOURS)],
+            label=f"micro-batches of {split.sizes[0]}: {split.verdict}",
+        )
+    axes.axvline(EXACT, color="#8C8C8C", linewidth=1)
+    axes.axvline(report.tolerance, color="#8C8C8C", linewidth=1, linestyle="--")
+    axes.text(EXACT, -0.9, "exact", color="#595959", ha="right", va="bottom", fontsize=8)
+    axes.text(report.tolerance, -0.9, "rounding", color="#595959", ha="right", va="bottom", fontsize=8)
+    axes.set_xscale("log")
+    axes.set_xlim(FLOOR / 3, 1e1)
+    axes.set_ylim(len(names) - 0.4, -1.0)
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.set_xlabel("part in the relative error of the gradient")
+    axes.set_title(f"{report.num_samples} samples, un-split against cut: {report.verdict}", loc="left", fontsize=10)
+    axes.grid(visible=True, axis="x", color="#E6E6E6", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower left", frameon=False, fontsize=8, ncols=len(report.splits))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=160)

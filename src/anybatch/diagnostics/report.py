@@ -1,0 +1,110 @@
+"""What `check` found, as a value and as text."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Verdict = Literal["exact", "equal up to rounding", "not equal"]
+EXACT = 1e-12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitResult:
+    """One way of cutting the batch, against the un-split batch.
+
+    Attributes:
+        sizes: samples of each micro-batch, in order.
+        errors: relative gradient error by parameter name.
+        error: the same over all parameters together; infinite if the micro-batches could not be run.
+        failure: why they could not be run.
+        verdict: "exact" is an error of at most 1e-12; "equal up to rounding" is within the tolerance of the narrowest
+            number type seen inside the model.
+    """
+
+    sizes: tuple[int, ...]
+    error: float
+    errors: Mapping[str, float]
+    verdict: Verdict
+    failure: str | None = None
+
+    @property
+    def worst(self) -> str | None:
+        """Name of the parameter that differs most."""
+        return max(self.errors, key=lambda name: self.errors[name], default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One reason why a cut changes the gradient, or something that was set aside to be able to compare.
+
+    Attributes:
+        code: for programs: "loss_declaration", "batch_norm", "couples_samples", "joint_loss", "randomness",
+            "cannot_run" or "unexplained".
+        where: module, loss term or parameter that it is about.
+        says: what was seen, with figures.
+        change: what to change; empty where nothing has to be.
+        breaks_equality: whether it makes the gradients differ; otherwise it is only worth knowing.
+    """
+
+    code: str
+    where: str
+    says: str
+    change: str
+    breaks_equality: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckReport:
+    """The un-split batch against several cuts, and the reasons where they differ. `print(report)` shows all of it.
+
+    Attributes:
+        num_samples: samples in the batch.
+        precision: number type that the check ran in, and why if it is not float64.
+        tolerance: relative error that rounding alone may cause there.
+        splits: one result for each cut, with everything in place as the user has it, except what findings with
+            `breaks_equality=False` say was set aside.
+        findings: reasons.
+    """
+
+    num_samples: int
+    precision: str
+    tolerance: float
+    splits: tuple[SplitResult, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst of all cuts."""
+        order: tuple[Verdict, ...] = ("exact", "equal up to rounding", "not equal")
+        return max((split.verdict for split in self.splits), key=order.index)
+
+    @property
+    def equal(self) -> bool:
+        """Whether every cut gives the gradient of the un-split batch."""
+        return self.verdict != "not equal"
+
+    def __str__(self) -> str:
+        """Return the table of cuts and the findings."""
+        lines = [f"{self.num_samples} samples, {self.precision}", ""]
+        shown = [" + ".join(map(str, split.sizes)) for split in self.splits]
+        width = max(len("micro-batches"), *map(len, shown))
+        lines.append(f"  {'micro-batches':<{width}}  gradient error  verdict")
+        for sizes, split in zip(shown, self.splits, strict=True):
+            error = "cannot run" if split.failure else f"{split.error:.1e}"
+            worst = "" if split.verdict != "not equal" or split.worst is None else f", most in {split.worst!r}"
+            lines.append(f"  {sizes:<{width}}  {error:>14}  {split.verdict}{worst}")
+        for number, finding in enumerate(self.findings, 1):
+            lines += ["", f"{number}. {finding.says}"]
+            if finding.change:
+                lines.append(f"   Change: {finding.change}")
+        return "\n".join([*lines, "", f"verdict: {self.verdict}"])
+
+
+def verdict_of(error: float, tolerance: float) -> Verdict:
+    """Return what an error means where rounding alone may cause `tolerance`."""
+    if math.isnan(error):
+        return "not equal"
+    if error <= EXACT:
+        return "exact"
+    return "equal up to rounding" if error <= tolerance else "not equal"

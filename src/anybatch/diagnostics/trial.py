@@ -1,0 +1,183 @@
+"""A copy of what the user trains, on which gradients can be taken again and again without a trace."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from anybatch.core.comparison import Gradients, relative_error
+from anybatch.core.loss import Loss, LossSum, returned_count, scaled, shares_of, unit_counts
+from anybatch.core.nested import Batch, count_samples, map_tensors, slice_samples
+from anybatch.diagnostics.coupling import Seen, look
+from anybatch.engine.engine import Engine
+from anybatch.engine.modules import Model, collect_modules
+from anybatch.parallel.strategy import trainable
+from anybatch.parallel.world import World
+
+
+@dataclass(slots=True)
+class Trial:
+    """A model, a loss and a batch of one number type, on the CPU.
+
+    Attributes:
+        model: what the loss function is called with; a copy of the user's.
+        loss: the declared loss.
+        batch: the whole batch.
+        seed: of whatever is drawn.
+        resting: modules that are in evaluation mode for now, because their behaviour in training was set aside.
+    """
+
+    model: Model
+    loss: Loss
+    batch: Batch
+    seed: int = 0
+    resting: set[nn.Module] = field(default_factory=set)
+
+    @property
+    def modules(self) -> nn.Module:
+        """All that trains, as one module."""
+        return collect_modules(self.model, self.loss)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating-point type of the parameters."""
+        return next(iter(trainable(self.modules).values())).dtype
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in the batch."""
+        return count_samples(self.batch)
+
+    def whole(self, *, seed: int | None = None) -> Gradients:
+        """Return the gradient of the un-split batch: one forward, one backward, no engine."""
+        with self._untouched(self.seed if seed is None else seed):
+            return self._backward(self._value(self.loss, self.batch))
+
+    def split(self, micro_batch_size: int, loss: Loss | None = None) -> Gradients:
+        """Return the gradient that the engine adds up over micro-batches."""
+        with self._untouched(self.seed):
+            engine = Engine(
+                self.model,
+                lambda named: torch.optim.SGD(named, lr=0.0),
+                loss or self.loss,
+                micro_batch_size=micro_batch_size,
+                rng=None,
+                world=World(),
+            )
+            try:
+                return engine.gradients(self.batch)
+            finally:
+                engine.close()
+
+    def pieces(self, sizes: Sequence[int], term: str | None) -> list[dict[str, torch.Tensor]]:
+        """Return the gradient of what the loss function itself returns for each piece of the batch, undivided.
+
+        Args:
+            sizes: samples of each piece, in order.
+            term: name of the term of a loss that returns a dict; None for one that does not.
+        """
+        found: list[dict[str, torch.Tensor]] = []
+        start = 0
+        for size in sizes:
+            piece = slice_samples(self.batch, start, start + size)
+            with self._untouched(self.seed):
+                output = self.loss.function(self.model, piece)
+                value = output if term is None else output[term]
+                total = value.total if isinstance(value, LossSum) else value
+                gradients = self._backward(total.sum(), unused_as_zero=True)
+                found.append({name: g.to_dense() for name, g in gradients.items() if g is not None})
+            start += size
+        return found
+
+    def look(self) -> Seen:
+        """Look at every module in one forward of the whole batch."""
+        with self._untouched(self.seed):
+            return look(self.modules, lambda: self.loss.function(self.model, self.batch), self.num_samples)
+
+    def brings_sums(self, term: str | None) -> bool:
+        """Whether the loss function returns a sum with its count, or one loss per item, and not a mean."""
+        with self._untouched(self.seed), torch.no_grad():
+            output = self.loss.function(self.model, self.batch)
+        value = output if term is None else output[term]
+        return not isinstance(value, torch.Tensor) or value.dim() > 0
+
+    def changed_by_forward(self, tolerance: float) -> list[str]:
+        """Return the buffers that a forward changes, if the gradient of a second forward differs because of them."""
+        with self._untouched(self.seed):
+            first = self._backward(self._value(self.loss, self.batch))
+            before = {name: buffer.clone() for name, buffer in self.modules.named_buffers()}
+            torch.default_generator.manual_seed(self.seed)
+            self._value(self.loss, self.batch)
+            torch.default_generator.manual_seed(self.seed)
+            again = self._backward(self._value(self.loss, self.batch))
+            changed = [name for name, value in self.modules.named_buffers() if not torch.equal(value, before[name])]
+        return changed if relative_error(again, first) > tolerance else []
+
+    def uneven_sizes(self) -> tuple[int, ...]:
+        """Return sizes of pieces of the batch, no two of them equal."""
+        total = self.num_samples
+        first = max(1, total // 6)
+        second = max(first + 1, total // 3)
+        rest = total - first - second
+        return (first, second, rest) if rest > second else (first, total - first)
+
+    @contextmanager
+    def rest(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        """Put these modules, not their children, into evaluation mode meanwhile."""
+        before = set(self.resting)
+        self.resting |= set(modules)
+        try:
+            yield
+        finally:
+            self.resting = before
+
+    @contextmanager
+    def _untouched(self, seed: int) -> Iterator[None]:
+        """Seed, set training modes, and put every buffer, gradient, mode and random number back."""
+        modules = self.modules
+        kept = [(buffer, buffer.clone()) for buffer in modules.buffers()]
+        modes = {module: module.training for module in modules.modules()}
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            for module in self.resting:
+                module.training = False
+            try:
+                yield
+            finally:
+                for module, training in modes.items():
+                    module.training = training
+                for parameter in modules.parameters():
+                    parameter.grad = None
+                with torch.no_grad():
+                    for buffer, value in kept:
+                        buffer.copy_(value)
+
+    def _value(self, loss: Loss, batch: Batch) -> torch.Tensor:
+        """Return the loss of the whole batch, as declared."""
+        counts = unit_counts(loss, batch, self.num_samples)
+        output = loss.function(self.model, batch)
+        terms = scaled(loss, output, shares_of(loss, counts, counts, 1.0))
+        value = torch.stack(terms).sum()
+        return value * (self.num_samples / returned_count(output)) if loss.terms is None else value
+
+    def _backward(self, value: torch.Tensor, *, unused_as_zero: bool = False) -> Gradients:
+        own = trainable(self.modules)
+        found = torch.autograd.grad(value, list(own.values()), allow_unused=True, materialize_grads=unused_as_zero)
+        return {name: None if g is None else g.detach() for name, g in zip(own, found, strict=True)}
+
+
+def copied(model: Model, loss: Loss, batch: Batch, dtype: torch.dtype | None, seed: int) -> Trial:
+    """Return a trial on copies of everything, on the CPU, floating-point numbers as `dtype`; None leaves their type."""
+    model, loss = copy.deepcopy((model, loss))
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None)
+
+    for module in [model] if isinstance(model, nn.Module) else model.values():
+        module.to("cpu", dtype).train()
+    if isinstance(loss.function, nn.Module):
+        loss.function.to("cpu", dtype)
+    return Trial(model, loss, map_tensors(batch, convert), seed)

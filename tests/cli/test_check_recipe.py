@@ -1,0 +1,55 @@
+"""`anybatch check RECIPE`: built-in recipes are exact, and a recipe that is not says so to whoever runs it."""
+
+from pathlib import Path
+
+import pytest
+
+from anybatch.cli.check_recipe import check_recipe
+from anybatch.cli.status import Status
+
+pytest.importorskip("sklearn.datasets", reason="needs the extra anybatch[recipes]")
+
+WRONG = """
+import torch
+import anybatch as ab
+
+
+def loss(model, batch):
+    return torch.nn.functional.mse_loss(model(batch), 2 * batch, reduction="sum")
+
+
+def job():
+    return ab.Job(
+        model=lambda: torch.nn.Linear(1, 1),
+        optimizer=torch.optim.SGD,
+        loss=ab.mean_over_samples(loss),
+        dataset=lambda: torch.arange(64.0)[:, None] / 64,
+        defaults=ab.Defaults(effective_batch_size=16, learning_rate=0.1, epochs=10),
+    )
+"""
+
+
+@pytest.mark.parametrize("recipe", ["digits", "text"])
+def test_recipes_are_exact(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A built-in recipe is exact in every cut, and the exit status says so."""
+    status = check_recipe(recipe, num_samples=5, micro_batch_sizes=[2], seed=0, figure=None)
+
+    printed = capsys.readouterr().out
+    assert status == Status.DONE
+    assert "2 + 2 + 1" in printed
+    assert "verdict: exact" in printed
+
+
+def test_wrong_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A sum declared as a mean ends with a status of its own, the reason and a picture."""
+    file = tmp_path / "wrong.py"
+    file.write_text(WRONG, encoding="utf-8")
+    picture = tmp_path / "errors.svg"
+
+    status = check_recipe(str(file), num_samples=6, micro_batch_sizes=None, seed=0, figure=picture)
+
+    printed = capsys.readouterr().out
+    assert status == Status.NOT_EXACT
+    assert "a sum, or divided by a constant" in printed
+    assert "verdict: not equal" in printed
+    assert picture.exists()

@@ -1,0 +1,379 @@
+"""Models, losses and batches with one fault each, and the same with the fault mended as `check` says."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import anybatch as ab
+
+Batch = dict[str, Tensor]
+NUM_SAMPLES, NUM_FEATURES, NUM_CLASSES, NUM_WORDS, LENGTH = 12, 6, 4, 13, 7
+CLASS_WEIGHTS = torch.tensor([0.2, 3.0, 1.0, 0.5], dtype=torch.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is checked: functions that make the model, the declared loss and the batch."""
+
+    model: Callable[[], Any]
+    loss: Callable[[], Any]
+    batch: Callable[[], Batch]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A fault, what it must be called, where, a word of the printed change, and the subject with that change."""
+
+    subject: Subject
+    code: str
+    where: str
+    change: str
+    mended: Subject
+
+
+def images() -> Batch:
+    """Return small images of four classes, which are not equally frequent."""
+    random = torch.Generator().manual_seed(1)
+    labels = torch.tensor([0, 1, 1, 2, 3, 0, 2, 2, 1, 3, 3, 3])
+    return {"image": torch.randn(NUM_SAMPLES, 1, 6, 6, generator=random), "label": labels}
+
+
+def vectors() -> Batch:
+    """Return pairs of vectors, and classes."""
+    random = torch.Generator().manual_seed(2)
+    x, y = torch.randn(2, NUM_SAMPLES, NUM_FEATURES, generator=random).unbind()
+    return {"x": x, "y": y, "label": images()["label"]}
+
+
+def sentences() -> Batch:
+    """Return sentences of different lengths, labels with -100 where nothing follows, and a mask of the same places."""
+    random = torch.Generator().manual_seed(3)
+    words = torch.randint(0, NUM_WORDS, (NUM_SAMPLES, LENGTH), generator=random)
+    lengths = torch.tensor([7, 2, 5, 7, 1, 3, 6, 2, 7, 4, 1, 5])
+    there = torch.arange(LENGTH) < lengths[:, None]
+    return {"words": words, "labels": words.where(there, -100), "mask": there.long()}
+
+
+def marked() -> Batch:
+    """Return sentences with a mask and no labels."""
+    return {name: value for name, value in sentences().items() if name != "labels"}
+
+
+class Network(nn.Module):
+    """A convolutional network with whatever normalisation it is given."""
+
+    def __init__(self, norm: Callable[[int], nn.Module] | None = None, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(1, 4, 3, padding=1)
+        self.norm = norm(4) if norm else nn.Identity()
+        self.head = nn.Sequential(nn.Tanh(), nn.Flatten(), nn.Dropout(dropout), nn.Linear(144, NUM_CLASSES))
+
+    def forward(self, image: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.norm(self.conv(image)))
+        return logits
+
+
+class LanguageModel(nn.Module):
+    """A recurrent language model; `between` sees its hidden states."""
+
+    def __init__(self, between: Callable[[], nn.Module] = nn.Identity) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(NUM_WORDS, 8)
+        self.rnn = nn.GRU(8, 8, batch_first=True)
+        self.between = between()
+        self.head = nn.Linear(8, NUM_WORDS)
+
+    def forward(self, words: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.between(self.rnn(self.embed(words))[0]))
+        return logits
+
+
+class Encoder(nn.Module):
+    """A perceptron; `between` sees its hidden layer."""
+
+    def __init__(self, between: Callable[[], nn.Module] = nn.Identity, out: int = NUM_CLASSES) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(NUM_FEATURES, 10)
+        self.between = between()
+        self.second = nn.Linear(10, out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.second(self.between(torch.tanh(self.first(x))))
+        return logits
+
+
+class MinusBatchMean(nn.Module):
+    """Couples samples by hand, and only in training, as user-made normalisations do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(dim=0, keepdim=True) if self.training else x
+
+
+class AcrossBatch(nn.Module):
+    """Attends over the batch axis, always."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(10, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed: Tensor = torch.softmax(x @ x.T, dim=-1) @ self.mix(x)
+        return x + mixed
+
+
+class Resting(nn.Module):
+    """Keeps a module in evaluation mode, whatever is called on it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner.eval()(x)
+        return out
+
+
+class Alone(nn.Module):
+    """Attends from each sample to itself only."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, x: Tensor) -> Tensor:
+        one = x[:, None]
+        out: Tensor = self.attention(one, one, one)[0][:, 0]
+        return x + out
+
+
+class Noise(nn.Module):
+    """Adds noise, in evaluation mode too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.1 * torch.randn_like(x)
+
+
+class Memory(nn.Module):
+    """Scales by how often it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.calls: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * (1 + 0.1 * self.calls)
+
+
+def classify(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the mean over samples."""
+    return F.cross_entropy(model(batch["image"]), batch["label"])
+
+
+def classify_sum(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the sum over samples."""
+    return F.cross_entropy(model(batch["image"]), batch["label"], reduction="sum")
+
+
+def classify_weighted(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the mean, weighted by class."""
+    return F.cross_entropy(model(batch["image"]), batch["label"], weight=CLASS_WEIGHTS)
+
+
+def predict(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the mean over unmasked targets, none of which is shifted."""
+    return F.cross_entropy(model(batch["words"]).mT, batch["labels"])
+
+
+def predict_shifted(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the mean over the unmasked next words."""
+    return F.cross_entropy(model(batch["words"])[:, :-1].mT, batch["labels"][:, 1:])
+
+
+def predict_by_mask(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the mean over what the mask marks."""
+    each = F.cross_entropy(model(batch["words"]).mT, batch["words"], reduction="none")
+    return (each * batch["mask"]).sum() / batch["mask"].sum()
+
+
+def predict_and_regularise(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """Return a mean over targets and one over samples."""
+    logits = model(batch["words"])
+    return {"lm": F.cross_entropy(logits.mT, batch["labels"]), "size": logits.square().mean()}
+
+
+def separate(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the cross-entropy of the encoder's own class."""
+    return F.cross_entropy(model(batch["x"]), batch["label"])
+
+
+def contrast(model: nn.Module, batch: Batch) -> Tensor:
+    """Return InfoNCE: each x against all y of the batch."""
+    logits = F.normalize(model(batch["x"]), dim=1) @ F.normalize(model(batch["y"]), dim=1).T
+    return F.cross_entropy(logits * 5, torch.arange(len(logits)))
+
+
+def decorrelate(model: nn.Module, batch: Batch) -> Tensor:
+    """Return a loss of the covariance over the batch, as VICReg has."""
+    z = model(batch["x"])
+    loss: Tensor = (z.T.cov() - torch.eye(z.shape[1], dtype=z.dtype)).square().sum()
+    return loss
+
+
+def as_sum(model: nn.Module, batch: Batch) -> ab.LossSum:
+    """Return the sum with its count."""
+    return ab.LossSum(classify_sum(model, batch), len(batch["label"]))
+
+
+def weights_of(batch: Batch) -> Tensor:
+    """Return the sum of the class weights."""
+    return CLASS_WEIGHTS[batch["label"]].sum()
+
+
+def subject(model: Callable[[], Any], loss: Callable[[], Any], batch: Callable[[], Batch]) -> Subject:
+    """Return what is checked."""
+    return Subject(model, loss, batch)
+
+
+def mean(function: Any) -> Callable[[], Any]:
+    """Return a function that declares a mean over samples."""
+    return lambda: ab.mean_over_samples(function)
+
+
+def group_norm(channels: int) -> nn.Module:
+    """Return a normalisation of each sample by itself."""
+    return nn.GroupNorm(2, channels)
+
+
+FAULTS: Mapping[str, Fault] = {
+    "token mean declared over samples": Fault(
+        Subject(LanguageModel, mean(predict), sentences),
+        "loss_declaration",
+        "loss",
+        "ab.mean_over_tokens(loss, labels='labels', shift=False)",
+        Subject(LanguageModel, lambda: ab.mean_over_tokens(predict, shift=False), sentences),
+    ),
+    "shifted targets declared over samples": Fault(
+        Subject(LanguageModel, mean(predict_shifted), sentences),
+        "loss_declaration",
+        "loss",
+        "ab.mean_over_tokens(loss, labels='labels', shift=True)",
+        Subject(LanguageModel, lambda: ab.mean_over_tokens(predict_shifted), sentences),
+    ),
+    "wrong shift": Fault(
+        Subject(LanguageModel, lambda: ab.mean_over_tokens(predict), sentences),
+        "loss_declaration",
+        "loss",
+        "shift=False",
+        Subject(LanguageModel, lambda: ab.mean_over_tokens(predict, shift=False), sentences),
+    ),
+    "sample mean declared over tokens": Fault(
+        Subject(
+            LanguageModel,
+            lambda: ab.mean_over_tokens(lambda model, batch: model(batch["words"]).square().mean(), shift=False),
+            sentences,
+        ),
+        "loss_declaration",
+        "loss",
+        "ab.mean_over_samples(loss)",
+        Subject(LanguageModel, mean(lambda model, batch: model(batch["words"]).square().mean()), sentences),
+    ),
+    "mask forgotten": Fault(
+        Subject(LanguageModel, mean(predict_by_mask), marked),
+        "loss_declaration",
+        "loss",
+        "'mask'",
+        Subject(LanguageModel, lambda: ab.mean_over(predict_by_mask, lambda batch: batch["mask"].sum()), marked),
+    ),
+    "sum declared as mean": Fault(
+        Subject(Network, mean(classify_sum), images),
+        "loss_declaration",
+        "loss",
+        "ab.LossSum",
+        Subject(Network, lambda: as_sum, images),
+    ),
+    "class weights forgotten": Fault(
+        Subject(Network, mean(classify_weighted), images),
+        "loss_declaration",
+        "loss",
+        "ab.mean_over(loss, count)",
+        Subject(Network, lambda: ab.mean_over(classify_weighted, weights_of), images),
+    ),
+    "one term over the wrong items": Fault(
+        Subject(
+            LanguageModel, lambda: ab.sum_of(predict_and_regularise, lm=ab.samples(), size=ab.samples()), sentences
+        ),
+        "loss_declaration",
+        "lm",
+        "ab.tokens('labels', shift=False)",
+        Subject(
+            LanguageModel,
+            lambda: ab.sum_of(predict_and_regularise, lm=ab.tokens(shift=False), size=ab.samples()),
+            sentences,
+        ),
+    ),
+    "contrastive declared over samples": Fault(
+        Subject(Encoder, mean(contrast), vectors),
+        "joint_loss",
+        "loss",
+        "ab.joint",
+        Subject(Encoder, mean(separate), vectors),
+    ),
+    "covariance declared over samples": Fault(
+        Subject(Encoder, mean(decorrelate), vectors),
+        "joint_loss",
+        "loss",
+        "ab.joint",
+        Subject(Encoder, mean(separate), vectors),
+    ),
+    "BatchNorm": Fault(
+        Subject(lambda: Network(nn.BatchNorm2d), mean(classify), images),
+        "batch_norm",
+        "norm",
+        "GroupNorm",
+        Subject(lambda: Network(group_norm), mean(classify), images),
+    ),
+    "BatchNorm in a perceptron": Fault(
+        Subject(lambda: Encoder(lambda: nn.BatchNorm1d(10)), mean(separate), vectors),
+        "batch_norm",
+        "between",
+        "GroupNorm",
+        Subject(lambda: Encoder(lambda: nn.GroupNorm(2, 10)), mean(separate), vectors),
+    ),
+    "a normalisation of one's own": Fault(
+        Subject(lambda: Encoder(MinusBatchMean), mean(separate), vectors),
+        "batch_norm",
+        "between",
+        "of each sample by itself",
+        Subject(lambda: Encoder(lambda: nn.LayerNorm(10)), mean(separate), vectors),
+    ),
+    "attention over the batch": Fault(
+        Subject(lambda: Encoder(AcrossBatch), mean(separate), vectors),
+        "couples_samples",
+        "between",
+        "each sample by itself",
+        Subject(Encoder, mean(separate), vectors),
+    ),
+    "noise in evaluation mode": Fault(
+        Subject(lambda: Encoder(Noise), mean(separate), vectors),
+        "randomness",
+        "between",
+        "self.training",
+        Subject(lambda: Encoder(lambda: nn.Dropout(0.3)), mean(separate), vectors),
+    ),
+    "a module that counts its calls": Fault(
+        Subject(lambda: Encoder(Memory), mean(separate), vectors),
+        "state",
+        "between.calls",
+        "once per optimizer step",
+        Subject(Encoder, mean(separate), vectors),
+    ),
+}

@@ -1,0 +1,176 @@
+"""`check` tells exact from unequal, names what makes the difference, and is content once its advice is followed."""
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import anybatch as ab
+from anybatch.diagnostics import CheckReport, check
+from anybatch.diagnostics.figure import draw_errors
+from anybatch.errors import BatchSizeError, UserError
+from tests.diagnostics.faulty import (
+    FAULTS,
+    NUM_CLASSES,
+    Alone,
+    Batch,
+    Encoder,
+    LanguageModel,
+    Network,
+    Resting,
+    Subject,
+    as_sum,
+    classify,
+    classify_weighted,
+    group_norm,
+    images,
+    mean,
+    predict,
+    predict_and_regularise,
+    predict_by_mask,
+    predict_shifted,
+    sentences,
+    separate,
+    vectors,
+    weights_of,
+)
+
+
+def checked(subject: Subject) -> CheckReport:
+    """Return the report on a subject."""
+    return check(subject.model(), subject.loss(), subject.batch())
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_is_named(name: str) -> None:
+    """A planted fault makes the check fail, under its own name and place, with a change that says how to mend it."""
+    fault = FAULTS[name]
+    report = checked(fault.subject)
+    breaking = [finding for finding in report.findings if finding.breaks_equality]
+    assert not report.equal
+    assert [(finding.code, finding.where) for finding in breaking] == [(fault.code, fault.where)]
+    assert fault.change in breaking[0].change
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_change_mends(name: str) -> None:
+    """What the printed change leads to is equal to rounding, and nothing is found that breaks equality."""
+    report = checked(FAULTS[name].mended)
+    assert report.equal
+    assert not any(finding.breaks_equality for finding in report.findings)
+
+
+def healthy() -> dict[str, Subject]:
+    """Return models, losses and batches that are right, every one with every other it fits to."""
+    norms = {"no norm": None, "GroupNorm": group_norm, "LayerNorm": lambda channels: nn.LayerNorm([channels, 6, 6])}
+    losses = {
+        "mean": mean(classify),
+        "each": mean(lambda model, batch: F.cross_entropy(model(batch["image"]), batch["label"], reduction="none")),
+        "sum and count": lambda: as_sum,
+        "weighted": lambda: ab.mean_over(classify_weighted, weights_of),
+        "smoothed": mean(
+            lambda model, batch: F.cross_entropy(model(batch["image"]), batch["label"], label_smoothing=0.1)
+        ),
+    }
+    found = {
+        f"{norm}, dropout {dropout}, {loss}": Subject(partial(Network, norms[norm], dropout), losses[loss], images)
+        for norm in norms
+        for dropout in (0.0, 0.3)
+        for loss in losses
+    }
+    between: dict[str, Callable[[], nn.Module]] = {
+        "plain": nn.Identity,
+        "dropout": partial(nn.Dropout, 0.2),
+        "RMSNorm": partial(nn.RMSNorm, 8),
+    }
+    token_losses = {
+        "tokens": lambda: ab.mean_over_tokens(predict, shift=False),
+        "shifted": lambda: ab.mean_over_tokens(predict_shifted),
+        "mask": lambda: ab.mean_over(predict_by_mask, lambda batch: batch["mask"].sum()),
+        "two terms": lambda: ab.sum_of(predict_and_regularise, lm=ab.tokens(shift=False), size=ab.samples(weight=0.1)),
+    }
+    for module, loss in itertools.product(between, token_losses):
+        found[f"language model, {module}, {loss}"] = Subject(
+            partial(LanguageModel, between[module]), token_losses[loss], sentences
+        )
+    activations: dict[str, Callable[[], nn.Module]] = {
+        "alpha dropout": partial(nn.AlphaDropout, 0.2),
+        "resting BatchNorm": lambda: Resting(nn.BatchNorm1d(10)),
+        "GELU": nn.GELU,
+        "PReLU": nn.PReLU,
+        "attention over features": lambda: Alone(nn.MultiheadAttention(10, 2, dropout=0.1, batch_first=True)),
+    }
+    for name, make in activations.items():
+        found[f"perceptron, {name}"] = Subject(partial(Encoder, make), mean(separate), vectors)
+        found[f"perceptron, {name}, squared"] = Subject(
+            partial(Encoder, make), mean(lambda model, batch: model(batch["x"]).square().mean()), vectors
+        )
+    return found
+
+
+HEALTHY = healthy()
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_no_false_alarm(name: str) -> None:
+    """What is right is found equal, with dropout and all, and no reason is given why it should not be."""
+    report = checked(HEALTHY[name])
+
+    assert report.equal, str(report)
+    assert not any(finding.breaks_equality for finding in report.findings)
+
+
+def test_many_are_healthy() -> None:
+    """At least fifty right combinations are tried."""
+    assert len(HEALTHY) >= 50
+
+
+def test_user_is_untouched() -> None:
+    """Parameters, buffers, modes, gradients and random numbers of what is checked are as before."""
+    model = Network(nn.BatchNorm2d, 0.5).eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.default_generator.get_state()
+
+    check(model, ab.mean_over_samples(classify), images())
+
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(torch.default_generator.get_state(), state)
+
+
+def test_float32_where_needed() -> None:
+    """A model that does not run in float64 is checked in its own type, and the report says why."""
+
+    def narrow(model: nn.Module, batch: Batch) -> Tensor:
+        return F.cross_entropy(model(batch["image"]), batch["label"], weight=torch.ones(NUM_CLASSES))
+
+    report = check(Network(), ab.mean_over_samples(narrow), images())
+
+    assert report.precision.startswith("float32, because in float64: ")
+    assert report.verdict == "equal up to rounding"
+
+
+def test_too_few_samples() -> None:
+    """Three samples cannot be cut unevenly, and the error says how many are needed."""
+    batch = {name: value[:3] for name, value in images().items()}
+    with pytest.raises(BatchSizeError, match="has 3 samples; a check needs at least 4"):
+        check(Network(), ab.mean_over_samples(classify), batch)
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_figure(tmp_path: Path, suffix: str) -> None:
+    """The errors by layer are drawn into a file; another ending is refused."""
+    report = checked(FAULTS["BatchNorm"].subject)
+    path = tmp_path / f"errors{suffix}"
+
+    draw_errors(report, path)
+
+    assert path.stat().st_size > 1_000
+    with pytest.raises(UserError, match=r"\.png, \.svg, \.pdf"):
+        draw_errors(report, tmp_path / "errors.txt")

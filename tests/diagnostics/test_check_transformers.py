@@ -1,0 +1,108 @@
+"""`check` on models of transformers' classes with random weights: their own losses, declared right and wrong."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import anybatch as ab
+from anybatch.core.loss import Loss
+from anybatch.diagnostics import check
+
+transformers = pytest.importorskip("transformers", reason="needs transformers, which the extra anybatch[test] brings")
+
+LENGTHS = torch.tensor([6, 2, 5, 6, 3, 4, 6, 2])
+WIDTH, NUM_WORDS = 6, 17
+
+
+def own_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Return the loss that the model's own head computes."""
+    loss: Tensor = model(**batch).loss
+    return loss
+
+
+def words() -> dict[str, Tensor]:
+    """Return sentences with padding that is no target."""
+    random = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, NUM_WORDS, (len(LENGTHS), WIDTH), generator=random)
+    there = torch.arange(WIDTH) < LENGTHS[:, None]
+    return {"input_ids": ids, "attention_mask": there.long(), "labels": ids.where(there, -100)}
+
+
+def causal() -> Any:
+    """Return a small Llama."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=NUM_WORDS,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def classifier() -> Any:
+    """Return a small BERT with a head of three classes."""
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=NUM_WORDS,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_labels=3,
+        problem_type="single_label_classification",
+    )
+    return transformers.BertForSequenceClassification(config)
+
+
+def sequence_to_sequence() -> Any:
+    """Return a small T5."""
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=NUM_WORDS, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, decoder_start_token_id=0
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def classes() -> dict[str, Tensor]:
+    """Return sentences with a class each."""
+    return {**words(), "labels": torch.tensor([0, 1, 2, 2, 1, 0, 0, 1])}
+
+
+MODELS = {
+    "causal": (causal, words, ab.mean_over_tokens(own_loss), ab.mean_over_samples(own_loss)),
+    "classification": (classifier, classes, ab.mean_over_samples(own_loss), None),
+    "sequence to sequence": (
+        sequence_to_sequence,
+        words,
+        ab.mean_over_tokens(own_loss, shift=False),
+        ab.mean_over_tokens(own_loss),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_own_loss(name: str) -> None:
+    """The head's own loss, declared right, is the same in every cut; declared wrong, the right words are printed."""
+    make, batch, right, wrong = MODELS[name]
+
+    report = check(make(), right, batch())
+    assert report.equal, str(report)
+
+    if wrong is not None:
+        report = check(make(), wrong, batch())
+        assert [finding.code for finding in report.findings if finding.breaks_equality] == ["loss_declaration"]
+        assert f"shift={name == 'causal'}" in next(f.change for f in report.findings if f.breaks_equality)
+
+
+def test_declared_over_words_not_samples() -> None:
+    """A classification head declared over tokens is found to be a mean over samples."""
+    loss: Loss = ab.mean_over(own_loss, lambda batch: batch["attention_mask"].sum())
+
+    report = check(classifier(), loss, classes())
+
+    assert "ab.mean_over_samples(loss)" in next(f.change for f in report.findings if f.breaks_equality)
