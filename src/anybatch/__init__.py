@@ -24,6 +24,7 @@ if typing.TYPE_CHECKING:
     from anybatch.core.reports import StepReport
     from anybatch.core.splitting import BatchPlan
     from anybatch.data import Shards, batches
+    from anybatch.diagnostics.check import check
     from anybatch.engine.engine import Engine
     from anybatch.engine.shares import shares
     from anybatch.events.jsonl import JsonlLog
@@ -42,6 +43,7 @@ __all__ = [
     "StepReport",
     "World",
     "batches",
+    "check",
     "counted",
     "joint",
     "mean_over",
@@ -66,6 +68,7 @@ _HOMES: collections.abc.Mapping[str, str] = types.MappingProxyType(
         "StepReport": "anybatch.core.reports",
         "World": "anybatch.parallel.world",
         "batches": "anybatch.data",
+        "check": "anybatch.diagnostics.check",
         "counted": "anybatch.core.loss",
         "joint": "anybatch.core.loss",
         "mean_over": "anybatch.core.loss",

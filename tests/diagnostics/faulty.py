@@ -228,6 +228,29 @@ def decorrelate(model: nn.Module, batch: Batch) -> Tensor:
     return loss
 
 
+def both(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return both sides' representations."""
+    return model(batch["x"]), model(batch["y"])
+
+
+def attract(model: nn.Module, outputs: tuple[Tensor, Tensor]) -> Tensor:  # noqa: ARG001 (the form that ab.joint takes)
+    """Return InfoNCE of the representations of a whole batch."""
+    one, other = (F.normalize(side, dim=1) for side in outputs)
+    return F.cross_entropy(one @ other.T * 5, torch.arange(len(one)))
+
+
+def first(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the first side's representations."""
+    found: Tensor = model(batch["x"])
+    return found
+
+
+def decorrelated(model: nn.Module, outputs: Tensor) -> Tensor:  # noqa: ARG001 (the form that ab.joint takes)
+    """Return the covariance loss of a whole batch."""
+    loss: Tensor = (outputs.T.cov() - torch.eye(outputs.shape[1], dtype=outputs.dtype)).square().sum()
+    return loss
+
+
 def as_sum(model: nn.Module, batch: Batch) -> ab.LossSum:
     """Return the sum with its count."""
     return ab.LossSum(classify_sum(model, batch), len(batch["label"]))
@@ -325,14 +348,14 @@ FAULTS: Mapping[str, Fault] = {
         "joint_loss",
         "loss",
         "ab.joint",
-        Subject(Encoder, mean(separate), vectors),
+        Subject(Encoder, lambda: ab.joint(both, attract), vectors),
     ),
     "covariance declared over samples": Fault(
         Subject(Encoder, mean(decorrelate), vectors),
         "joint_loss",
         "loss",
         "ab.joint",
-        Subject(Encoder, mean(separate), vectors),
+        Subject(Encoder, lambda: ab.joint(first, decorrelated), vectors),
     ),
     "BatchNorm": Fault(
         Subject(lambda: Network(nn.BatchNorm2d), mean(classify), images),

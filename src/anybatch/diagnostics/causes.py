@@ -32,7 +32,8 @@ def find_causes(trial: Trial, micro_batch_size: int, couples: Sequence[str], tol
         if still:
             yield _coupling(still)
             return  # whether the loss adds up over samples cannot be told behind a model that joins them
-        for term in trial.loss.names if trial.loss.named else (None,):
+        terms: Sequence[str | None] = trial.loss.names if trial.loss.named else (None,)
+        for term in terms if trial.loss.encode is None else ():  # a loss of the whole batch has no pieces
             if (finding := _loss(trial, term, tolerance)) is not None:
                 yield finding
                 found += 1

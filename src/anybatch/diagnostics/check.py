@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from anybatch.core.comparison import errors_by_parameter, relative_error
-from anybatch.core.loss import Loss, LossFunction, declared
+from anybatch.core.loss import Loss, LossFunction, declared, mean_over_samples
 from anybatch.core.nested import Batch, count_samples
 from anybatch.diagnostics.causes import find_causes
 from anybatch.diagnostics.report import CheckReport, Finding, SplitResult, verdict_of
@@ -84,12 +84,16 @@ def _trial(model: Model, loss: Loss, batch: Batch, seed: int) -> tuple[Trial, st
     """Return a trial in float64 if the model runs in it, else in its own type; and the type, in words."""
     trial = copied(model, loss, batch, torch.float64, seed)
     try:
+        if loss.terms is None and not trial.brings_sums(None):  # one number, taken as the engine takes it
+            trial.loss = mean_over_samples(loss.function)
         trial.whole()
     except (RuntimeError, TypeError, NotImplementedError) as error:
         reason = str(error).splitlines()[0][:100]
     else:
         return trial, "float64"
     trial = copied(model, loss, batch, None, seed)
+    if loss.terms is None and not trial.brings_sums(None):
+        trial.loss = mean_over_samples(loss.function)
     trial.whole()
     return trial, f"{str(trial.dtype).removeprefix('torch.')}, because in float64: {reason}"
 

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -64,7 +65,7 @@ class Trial:
                 lambda named: torch.optim.SGD(named, lr=0.0),
                 loss or self.loss,
                 micro_batch_size=micro_batch_size,
-                rng=None,
+                check_loss=False,
                 world=World(),
             )
             try:
@@ -84,7 +85,7 @@ class Trial:
         for size in sizes:
             piece = slice_samples(self.batch, start, start + size)
             with self._untouched(self.seed):
-                output = self.loss.function(self.model, piece)
+                output = self._output(piece)
                 value = output if term is None else output[term]
                 total = value.total if isinstance(value, LossSum) else value
                 gradients = self._backward(total.sum(), unused_as_zero=True)
@@ -95,12 +96,12 @@ class Trial:
     def look(self) -> Seen:
         """Look at every module in one forward of the whole batch."""
         with self._untouched(self.seed):
-            return look(self.modules, lambda: self.loss.function(self.model, self.batch), self.num_samples)
+            return look(self.modules, lambda: self._output(self.batch), self.num_samples)
 
     def brings_sums(self, term: str | None) -> bool:
         """Whether the loss function returns a sum with its count, or one loss per item, and not a mean."""
         with self._untouched(self.seed), torch.no_grad():
-            output = self.loss.function(self.model, self.batch)
+            output = self._output(self.batch)
         value = output if term is None else output[term]
         return not isinstance(value, torch.Tensor) or value.dim() > 0
 
@@ -155,10 +156,15 @@ class Trial:
                     for buffer, value in kept:
                         buffer.copy_(value)
 
+    def _output(self, batch: Batch) -> Any:  # noqa: ANN401 (whatever the user's loss function returns)
+        """Return what the loss function returns for a batch as a whole."""
+        encode = self.loss.encode
+        return self.loss.function(self.model, batch if encode is None else encode(self.model, batch))
+
     def _value(self, loss: Loss, batch: Batch) -> torch.Tensor:
         """Return the loss of the whole batch, as declared."""
         counts = unit_counts(loss, batch, self.num_samples)
-        output = loss.function(self.model, batch)
+        output = self._output(batch)
         terms = scaled(loss, output, shares_of(loss, counts, counts, 1.0))
         value = torch.stack(terms).sum()
         return value * (self.num_samples / returned_count(output)) if loss.terms is None else value
