@@ -55,6 +55,18 @@ class Tagger(nn.Module):
         return logits if labels is None else {"loss": mean_over_words(logits, labels), "logits": logits}
 
 
+class Matcher(nn.Module):
+    """Compares all its samples with each other, and returns the matrix, as CLIP does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = Classifier()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ones: torch.Tensor = F.normalize(self.encode(x), dim=1)
+        return 5 * ones @ F.normalize(self.encode(x + 0.1), dim=1).T
+
+
 class Criterion(nn.Module):
     """A loss with parameters of its own, and with a state that counts its calls."""
 
@@ -110,8 +122,8 @@ def by_parts(model: Any, batch: Batch) -> torch.Tensor:
 
 def with_penalty(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Return a mean over samples and a penalty on parameters, which every share has its share of."""
-    penalty: torch.Tensor = torch.stack([one.square().sum() for one in model.parameters()]).sum()
-    return of_samples(model, batch) + 0.1 * penalty
+    penalty = torch.stack([one.square().sum() for one in model.parameters()]).sum()
+    return of_samples(model, batch).add(penalty, alpha=0.1)
 
 
 def of_two_views(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -168,6 +180,11 @@ def of_pairs(model: nn.Module, batch: Batch) -> torch.Tensor:
 def of_views_contrasted(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Return a contrastive loss of two views, which the model gets one below the other."""
     return contrast(*model(torch.cat([batch["x"], batch["x"] + 0.1])).chunk(2))
+
+
+def of_matrix(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return a contrastive loss of the model's matrix."""
+    return F.cross_entropy(model(batch["x"]), torch.arange(len(batch["x"])))
 
 
 def of_values(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -227,6 +244,7 @@ RIGHT: Mapping[str, Declared] = {
     ),
     "class weights": Declared(Classifier, samples, lambda: ab.mean_over(of_weights, weight_of_targets)),
     "regression": Declared(lambda: Classifier(1), samples, lambda: ab.mean_over_samples(of_values)),
+    "as many classes as samples": Declared(lambda: Classifier(7), samples, lambda: ab.mean_over_samples(of_samples)),
     "tokens": Declared(Tagger, sentences, lambda: ab.mean_over_tokens(of_words)),
     "tokens, not shifted": Declared(Tagger, sentences, lambda: ab.mean_over_tokens(of_words_in_place, shift=False)),
     "LossSum": Declared(Tagger, sentences, lambda: ab.mean_over_tokens(of_words_summed)),
@@ -248,6 +266,7 @@ WRONG: Mapping[str, Declared] = {
     "tokens as samples, inside": Declared(Tagger, sentences, lambda: ab.mean_over_samples(from_inside), _TOKENS),
     "contrastive as samples": Declared(Classifier, samples, lambda: ab.mean_over_samples(of_pairs), _JOINT),
     "contrastive, one call": Declared(Classifier, samples, lambda: ab.mean_over_samples(of_views_contrasted), _JOINT),
+    "contrastive, a matrix": Declared(Matcher, samples, lambda: ab.mean_over_samples(of_matrix), _JOINT),
     "contrastive as samples, inside": Declared(
         lambda: Classifier(kind="contrastive"),
         samples,

@@ -180,7 +180,7 @@ def _explanation(trial: Trial, name: str, tried: Sequence[Sequence[Pass]], error
     if error < tolerance.beyond_doubt:
         message = f"its pieces are {error:.1e} off, which is more than rounding (a small term across samples?)"
         raise UndecidedError(message)
-    if trial.change_of_first(name, max(1, trial.subject.num_samples // 2)) > tolerance.rounding:
+    if trial.coupling(name, max(1, trial.subject.num_samples // 2)) > tolerance.rounding:
         return "joint"
     fitted = [trial.difference(name, p, [trial.fitted_share(name, one) for one in p])[0] for p in tried]
     return "other" if max(fitted) <= tolerance.rounding else "terms"

@@ -169,6 +169,15 @@ class Rows:
         """Whether there are rows at all."""
         return bool(self._axes)
 
+    def between_samples(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of the entries that belong to two samples, in a matrix of all with all, say."""
+        found = gradient.clone()
+        if len(self._of_samples) < 2:  # noqa: PLR2004 (pairs)
+            return found.zero_()
+        for number in range(gradient.shape[self._of_samples[0]]):
+            self.window(found, number, number + 1).zero_()
+        return found
+
     def leaf(self, start: int, stop: int, *, wide: bool) -> torch.Tensor:
         """Return the rows of samples `start` to `stop` as a leaf, in float32 at least if `wide`."""
         found = self.window(self._tensor, start, stop).detach().clone()
@@ -193,7 +202,7 @@ class Rows:
 
     def shaped(self, leaf: torch.Tensor) -> torch.Tensor:
         """Return a leaf in the shape in which the module would have returned it."""
-        for axis, _ in reversed(self._axes):
+        for axis, _ in self._axes:
             leaf = leaf.flatten(axis, axis + 1)
         return leaf
 

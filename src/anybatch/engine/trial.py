@@ -201,11 +201,18 @@ class Trial:
                 square += float(piece.square().sum())
         return along / square if square else 0.0
 
-    def change_of_first(self, name: str, first: int) -> float:
-        """Return how much the gradient of the `first` samples changes when the answers for all others do."""
+    def coupling(self, name: str, first: int) -> float:
+        """Return how much the gradient of the `first` samples changes when the answers for all others do.
+
+        One, if entries that belong to two samples have a gradient: a matrix of all with all.
+        """
+        whole = self.whole.gradients[name]
+        pairs = [track.between_samples(one) for track, one in zip(self.tracks, whole, strict=True) if one is not None]
+        if any(bool(one.any()) for one in pairs):
+            return 1.0
         mixed = self.run(0, self.subject.num_samples, mixed_from=first)
         ours, theirs = [], []
-        for track, one, other in zip(self.tracks, self.whole.gradients[name], mixed.gradients[name], strict=True):
+        for track, one, other in zip(self.tracks, whole, mixed.gradients[name], strict=True):
             if track.has_samples and one is not None and other is not None:
                 ours.append(track.window(one, 0, first))
                 theirs.append(track.window(other, 0, first))
