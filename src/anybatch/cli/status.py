@@ -20,6 +20,7 @@ class Status(IntEnum):
     FILES = 5
     RANKS = 6
     OUT_OF_MEMORY = 7
+    NOT_EXACT = 8
     INTERRUPTED = 130
 
 
