@@ -36,7 +36,7 @@ def test_recipes_are_exact(recipe: str, capsys: pytest.CaptureFixture[str]) -> N
 
     printed = capsys.readouterr().out
     assert status == Status.DONE
-    assert "2 + 2 + 1" in printed
+    assert "2 x 2 + 1" in printed
     assert "verdict: exact" in printed
 
 

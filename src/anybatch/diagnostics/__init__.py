@@ -1,6 +1,8 @@
 """Questions about a training run, answered by running it: is it exact, and what makes it differ where it is not?"""
 
 from anybatch.diagnostics.check import check
+from anybatch.diagnostics.loops.check import check_loop
+from anybatch.diagnostics.loops.report import LoopReport
 from anybatch.diagnostics.report import CheckReport, Finding, SplitResult
 
-__all__ = ["CheckReport", "Finding", "SplitResult", "check"]
+__all__ = ["CheckReport", "Finding", "LoopReport", "SplitResult", "check", "check_loop"]

@@ -7,7 +7,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from anybatch.core.comparison import relative_error
 from anybatch.diagnostics.counts import best_residual, declared_factors, right_declaration
-from anybatch.diagnostics.report import Finding
+from anybatch.diagnostics.report import Finding, in_words
 from anybatch.diagnostics.trial import Trial
 
 
@@ -99,7 +99,7 @@ def _loss(trial: Trial, term: str | None, tolerance: float) -> Finding | None:
             code="joint_loss",
             where=term or "loss",
             says=(
-                f"{name} of a sample depends on the other samples: whatever pieces of {_sum(sizes)} samples are "
+                f"{name} of a sample depends on the other samples: whatever pieces of {in_words(sizes)} samples are "
                 f"multiplied with, their gradients stay {residual:.1e} away from that of the batch."
             ),
             change="declare it ab.joint(encode, fn): fn gets the outputs of the whole effective batch.",
@@ -111,7 +111,7 @@ def _loss(trial: Trial, term: str | None, tolerance: float) -> Finding | None:
         code="loss_declaration",
         where=term or "loss",
         says=(
-            f"{name} is {found.says}, and is not declared so: pieces of {_sum(sizes)} samples add up to the batch with "
+            f"{name} is {found.says}, and is not declared so: pieces of {in_words(sizes)} samples add up to the batch with "
             f"the factors {_list(found.factors)}, and the declaration gives them {_list(declared)}."
         ),
         change=found.change,
@@ -144,10 +144,6 @@ def _unexplained(trial: Trial, size: int) -> Finding:
         ),
         change="look at the parameter that differs most, and at what the forward does with the size of its batch.",
     )
-
-
-def _sum(sizes: Sequence[int]) -> str:
-    return " + ".join(map(str, sizes))
 
 
 def _list(factors: Sequence[float]) -> str:

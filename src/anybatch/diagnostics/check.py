@@ -9,7 +9,7 @@ from anybatch.core.comparison import errors_by_parameter, relative_error
 from anybatch.core.loss import Loss, LossFunction, declared, mean_over_samples
 from anybatch.core.nested import Batch, count_samples
 from anybatch.diagnostics.causes import find_causes
-from anybatch.diagnostics.report import CheckReport, Finding, SplitResult, verdict_of
+from anybatch.diagnostics.report import CheckReport, Finding, SplitResult, in_words, verdict_of
 from anybatch.diagnostics.trial import Trial, copied
 from anybatch.engine.modules import Model
 from anybatch.errors import BatchSizeError
@@ -147,6 +147,6 @@ def _cannot_run(split: SplitResult) -> Finding:
     return Finding(
         code="cannot_run",
         where="",
-        says=f"micro-batches of {' + '.join(map(str, split.sizes))} cannot be run: {split.failure}",
+        says=f"micro-batches of {in_words(split.sizes)} cannot be run: {split.failure}",
         change="use larger micro-batches, or a model that runs on few samples.",
     )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from anybatch.core.loss import Term, tokens
 from anybatch.core.nested import Batch, slice_samples
+from anybatch.diagnostics.report import in_words
 from anybatch.diagnostics.trial import Trial
 
 
@@ -52,7 +53,7 @@ def right_declaration(trial: Trial, sizes: Sequence[int], term: str | None, tole
     call = "ab.counted(count)" if term else "ab.mean_over(loss, count)"
     return Candidate(
         tuple(solved),
-        f"a weighted mean: pieces of {' + '.join(map(str, sizes))} samples add up with the factors {shown}",
+        f"a weighted mean: pieces of {in_words(sizes)} samples add up with the factors {shown}",
         f"declare it {call}, where count(batch) is what the loss divides by, such as the sum of the targets' class "
         "weights: lambda batch: class_weights[batch['label']].sum().",
     )

@@ -1,7 +1,8 @@
 """What `check` found, as a value and as text."""
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -87,7 +88,7 @@ class CheckReport:
     def __str__(self) -> str:
         """Return the table of cuts and the findings."""
         lines = [f"{self.num_samples} samples, {self.precision}", ""]
-        shown = [" + ".join(map(str, split.sizes)) for split in self.splits]
+        shown = [in_words(split.sizes) for split in self.splits]
         width = max(len("micro-batches"), *map(len, shown))
         lines.append(f"  {'micro-batches':<{width}}  gradient error  verdict")
         for sizes, split in zip(shown, self.splits, strict=True):
@@ -99,6 +100,12 @@ class CheckReport:
             if finding.change:
                 lines.append(f"   Change: {finding.change}")
         return "\n".join([*lines, "", f"verdict: {self.verdict}"])
+
+
+def in_words(sizes: Sequence[int]) -> str:
+    """Return sizes of micro-batches in short: `2 x 5 + 2`."""
+    runs = [(size, len(list(run))) for size, run in itertools.groupby(sizes)]
+    return " + ".join(f"{number} x {size}" if number > 1 else str(size) for size, number in runs)
 
 
 def verdict_of(error: float, tolerance: float) -> Verdict:

@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, ModuleType, TracebackType
 from typing import Any, cast
@@ -40,6 +41,19 @@ def job():
 _JOB_NAMES = ("job", "recipe")
 
 
+@dataclass(frozen=True, slots=True)
+class _Sought:
+    """What is looked for, in the words of messages: what it is called, where it can be, what the function does."""
+
+    noun: str
+    known: str
+    does: str
+
+
+_PLACES = "a file (file.py:function) or a module (package.module:function)"
+_RECIPE = _Sought("recipe", f"A recipe is one of {', '.join(map(repr, RECIPES))}, {_PLACES}", "returns an ab.Job")
+
+
 def load_recipe(name: str) -> Job:
     """Return the job that `name` stands for.
 
@@ -56,8 +70,8 @@ def load_recipe(name: str) -> Job:
             on), or what it returns is no `Job`.
     """
     place, function_name = _split(RECIPES.get(name, name))
-    module = _import_file(Path(place)) if _is_file_name(place) else _import_module(place)
-    function = _named(module, function_name, place) if function_name else _only_one(module, place)
+    module = _import_place(place, _RECIPE)
+    function = _named(module, function_name, place, _RECIPE) if function_name else _only_one(module, place)
     where = f"{function.__name__} of {place}"
     needed = _needed_arguments(function)
     if needed:
@@ -77,6 +91,34 @@ def load_recipe(name: str) -> Job:
     return job
 
 
+def load_function(name: str, noun: str, does: str) -> Callable[..., Any]:
+    """Return the function that `name` stands for, imported as `load_recipe` does, and not called.
+
+    Args:
+        name: "file.py:function" or "package.module:function"; without ":function" the only one that is there.
+        noun: what it is called in messages.
+        does: what such a function does, in the third person.
+
+    Raises:
+        UserError: there is no such thing, or importing it fails.
+    """
+    sought = _Sought(noun, f"A {noun} is named as {_PLACES}", does)
+    place, function_name = _split(name)
+    module = _import_place(place, sought)
+    if function_name:
+        return _named(module, function_name, place, sought)
+    functions = _functions(module)
+    if len(functions) == 1:
+        return next(iter(functions.values()))
+    message = f"which function of {place} is the {noun}? Name it: {place}:function. {_listed(functions)}"
+    raise UserError(message)
+
+
+def _import_place(place: str, sought: _Sought) -> ModuleType:
+    """Import a file or a module."""
+    return _import_file(Path(place), sought) if _is_file_name(place) else _import_module(place, sought)
+
+
 def _split(name: str) -> tuple[str, str]:
     """Split "place:function"; the colon of a Windows drive is not that colon."""
     place, _, function = name.rpartition(":")
@@ -87,10 +129,10 @@ def _is_file_name(place: str) -> bool:
     return place.endswith(".py") or "/" in place or "\\" in place
 
 
-def _import_file(path: Path) -> ModuleType:
+def _import_file(path: Path, sought: _Sought) -> ModuleType:
     """Import a file under its own name, so that worker processes can find what it defines."""
     if not path.is_file():
-        message = f"there is no file {str(path)!r} (looked in {Path.cwd()}). A recipe is {_known()}."
+        message = f"there is no file {str(path)!r} (looked in {Path.cwd()}). {sought.known}."
         raise UserError(message)
     path, name = path.resolve(), path.stem
     _find_first(path.parent)
@@ -105,7 +147,7 @@ def _import_file(path: Path) -> ModuleType:
         raise UserError(message)
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        message = f"{str(path)!r} is no Python source file: its name must end in .py. A recipe is {_known()}."
+        message = f"{str(path)!r} is no Python source file: its name must end in .py. {sought.known}."
         raise UserError(message)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
@@ -118,11 +160,11 @@ def _import_file(path: Path) -> ModuleType:
     return module
 
 
-def _import_module(name: str) -> ModuleType:
+def _import_module(name: str, sought: _Sought) -> ModuleType:
     _find_first(Path.cwd())
     with _users_traceback(f"importing {name} failed"):
         if not all(part.isidentifier() for part in name.split(".")) or _is_missing(name):
-            message = f"there is no recipe and no module {name!r}. A recipe is {_known()}."
+            message = f"there is no {sought.noun} and no module {name!r}. {sought.known}."
             raise UserError(message)
         return importlib.import_module(name)
 
@@ -142,15 +184,15 @@ def _find_first(folder: Path) -> None:
         sys.path.insert(0, str(folder))
 
 
-def _named(module: ModuleType, name: str, place: str) -> Callable[..., Any]:
+def _named(module: ModuleType, name: str, place: str, sought: _Sought) -> Callable[..., Any]:
     function = getattr(module, name, None)
     if function is None:
         message = f"{place} has no function {name!r}. {_listed(_functions(module))}"
         raise UserError(message)
     if not callable(function):
         message = (
-            f"{name} of {place} is an object of type {type(function).__name__}; a recipe is a function that returns "
-            f"an ab.Job. {_listed(_functions(module))}"
+            f"{name} of {place} is an object of type {type(function).__name__}; a {sought.noun} is a function that "
+            f"{sought.does}. {_listed(_functions(module))}"
         )
         raise UserError(message)
     return cast("Callable[..., Any]", function)
@@ -195,11 +237,6 @@ def _needed_arguments(function: Callable[..., Any]) -> list[str]:
 
 def _listed(functions: Mapping[str, Callable[..., Any]]) -> str:
     return f"It has: {', '.join(sorted(functions))}." if functions else "It defines no functions."
-
-
-def _known() -> str:
-    names = ", ".join(map(repr, RECIPES))
-    return f"one of {names}, a file (file.py:function) or a module (package.module:function)"
 
 
 @contextmanager

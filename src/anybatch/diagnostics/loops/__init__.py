@@ -1,0 +1,1 @@
+"""Judges a training loop by running it: on a model whose gradient says which samples made it, and with what weights."""

@@ -1,0 +1,144 @@
+"""What a loop's parameters are for, told by their names."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import CodeType, MappingProxyType
+from typing import Any
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data.distributed import DistributedSampler
+
+from anybatch.errors import UserError
+
+ROLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "model": ("model", "net", "network", "module", "ddp_model"),
+        "loader": (
+            *("loader", "dataloader", "data_loader", "train_loader", "train_dataloader", "trainloader", "batches"),
+            *("data_iter", "train_dl", "dl"),
+        ),
+        "dataset": ("dataset", "train_dataset", "train_set", "trainset", "train_data", "data"),
+        "optimizer": ("optimizer", "optim", "opt"),
+        "accumulation_steps": (
+            *("accumulation_steps", "grad_accum", "gradient_accumulation_steps", "k", "accum_steps", "accum_iter"),
+            *("grad_accum_steps", "grad_accumulation_steps", "num_accumulation_steps", "accumulate_grad_batches"),
+            *("gradient_accumulation", "grad_acc_steps", "grad_acc"),
+        ),
+        "criterion": ("criterion", "loss_fn", "loss_func", "loss_function"),
+        "scheduler": ("scheduler", "lr_scheduler", "sched"),
+        "scaler": ("scaler", "grad_scaler"),
+        "device": ("device",),
+        "epochs": ("epochs", "num_epochs", "n_epochs", "max_epochs", "num_train_epochs"),
+        "epoch": ("epoch",),
+        "max_steps": ("max_steps", "num_steps", "total_steps", "max_iters"),
+        "micro_batch_size": ("micro_batch_size", "batch_size", "per_device_batch_size"),
+        "max_norm": ("max_norm", "max_grad_norm", "grad_clip", "clip_norm", "clip"),
+        "rank": ("rank", "local_rank"),
+        "world_size": ("world_size",),
+    }
+)
+"""What each role may be called, in any case."""
+
+_ROLE_OF = {name: role for role, names in ROLES.items() for name in names}
+_RANK_WORDS = frozenset(
+    {"DistributedDataParallel", "no_sync", "DistributedSampler", "all_reduce", "get_rank", "get_world_size"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a loop has to be given.
+
+    Attributes:
+        roles: parameter name -> role, for all parameters whose names are understood.
+        ranks: whether it is written for several ranks.
+        wrapped: whether it expects a model that DistributedDataParallel is round already.
+    """
+
+    roles: Mapping[str, str]
+    ranks: bool
+    wrapped: bool
+
+    def __contains__(self, role: str) -> bool:
+        return role in self.roles.values()
+
+    def bind(self, function: Callable[..., Any], things: Mapping[str, Any]) -> inspect.BoundArguments:
+        """Return the arguments to call the loop with."""
+        bound = inspect.signature(function).bind_partial()
+        for name, role in self.roles.items():
+            bound.arguments[name] = things[role]
+        return bound
+
+
+def read_needs(function: Callable[..., Any]) -> Needs:
+    """Return what a loop needs, from its signature and from the names it uses.
+
+    Raises:
+        UserError: a parameter without default is not understood, or there is no model or nothing to train it on.
+    """
+    if not callable(function):
+        message = f"a loop is a function such as train(model, loader, optimizer, accumulation_steps), not {function!r}."
+        raise UserError(message)
+    roles: dict[str, str] = {}
+    unknown = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        role = _ROLE_OF.get(name.lower())
+        if role == "max_steps" and parameter.default is not parameter.empty:
+            continue  # what ends a loop early is left out where it can be
+        if role is not None and role not in roles.values():
+            roles[name] = role
+        elif parameter.default is parameter.empty:
+            unknown.append(name)
+    name = getattr(function, "__name__", "the loop")
+    if unknown:
+        message = (
+            f"{name} has the parameters {', '.join(map(repr, unknown))}, and it is not clear what for. Rename them to "
+            f"one of the names below, give them defaults, or wrap the loop: def loop(model, loader, optimizer, "
+            f"accumulation_steps): return {name}(...).\n{_known_names()}"
+        )
+        raise UserError(message)
+    if "model" not in roles.values() or not {"loader", "dataset"} & set(roles.values()):
+        message = (
+            f"{name} takes {', '.join(map(repr, roles)) or 'nothing'}; a loop to judge takes at least a model "
+            f"and a loader (or a data set).\n{_known_names()}"
+        )
+        raise UserError(message)
+    words, values = _names_used(function)
+    wraps = DistributedDataParallel in values or "DistributedDataParallel" in words
+    ranks = bool(words & _RANK_WORDS) or wraps or DistributedSampler in values
+    ranks = ranks or bool({dist.all_reduce, dist.get_rank, dist.get_world_size} & values)
+    return Needs(roles, ranks, wrapped=ranks and "no_sync" in words and not wraps)
+
+
+def _known_names() -> str:
+    return "\n".join(f"  {role.replace('_', ' ')}: {', '.join(names)}" for role, names in ROLES.items())
+
+
+def _names_used(function: Callable[..., Any]) -> tuple[frozenset[str], frozenset[Any]]:
+    """Return the names in a function, and in functions of its own module that it calls, with what they stand for."""
+    words: set[str] = set()
+    values: set[Any] = set()
+    waiting, seen = [inspect.unwrap(function)], set()
+    while waiting:
+        current = waiting.pop()
+        code, names = getattr(current, "__code__", None), getattr(current, "__globals__", {})
+        if code is None or code in seen:
+            continue
+        seen.add(code)
+        found = _names_in(code)
+        words |= found
+        for value in (names[name] for name in found if name in names):
+            if inspect.isfunction(value) and value.__globals__ is names:
+                waiting.append(value)
+            elif inspect.isclass(value) or inspect.isfunction(value):
+                values.add(value)
+    return frozenset(words), frozenset(values)
+
+
+def _names_in(code: CodeType) -> frozenset[str]:
+    inner = [_names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    return frozenset(code.co_names).union(*inner)

@@ -1,0 +1,448 @@
+"""Training loops as they are published, right ones and wrong ones, each with what `check_loop` has to say about it.
+
+They are written as users write them: no annotations, no docstrings, the faults included.
+"""
+# The loops are as users write them, so what is asked of our own functions is not asked of them:
+# ruff: noqa: ANN001, ANN201, ARG001, D103, N817, PLR0917, PLW2901
+# mypy: ignore-errors
+
+import itertools
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.data import DataLoader, Subset
+from torch.utils.data.distributed import DistributedSampler
+
+# Right, each in another way
+
+
+def right_by_window(model, loader, optimizer, accumulation_steps, epochs):
+    for _ in range(epochs):
+        batches = iter(loader)
+        while window := list(itertools.islice(batches, accumulation_steps)):
+            num_samples = sum(len(labels) for _, labels in window)
+            for inputs, labels in window:
+                loss = F.cross_entropy(model(inputs), labels, reduction="sum") / num_samples
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def right_by_scaling_at_the_end(net, train_loader, opt, grad_accum, device, criterion):
+    net.train()
+    count = 0
+    for i, batch in enumerate(train_loader):
+        x, y = batch["image"].to(device), batch["label"].to(device)
+        (criterion(net(x), y) * len(y)).backward()
+        count += len(y)
+        if (i + 1) % grad_accum == 0 or i + 1 == len(train_loader):
+            for p in net.parameters():
+                p.grad /= count
+            clip_grad_norm_(net.parameters(), 1.0)
+            opt.step()
+            opt.zero_grad()
+            count = 0
+
+
+def right_by_cutting(model, dataloader, optimizer, accumulation_steps, num_epochs=1):
+    total, seen = 0.0, 0
+    for _ in range(num_epochs):
+        for inputs, targets in dataloader:
+            optimizer.zero_grad(set_to_none=False)
+            size = -(-len(targets) // accumulation_steps)
+            for x, y in zip(inputs.split(size), targets.split(size), strict=True):
+                loss = F.mse_loss(model(x), y) * len(y) / len(targets)
+                loss.backward()
+                total += loss.item() * len(targets)
+            seen += len(targets)
+            optimizer.step()
+    return {"train_loss": total / seen}
+
+
+def right_with_all_else(model, loader, accumulation_steps, epochs):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    steps = epochs * -(-len(loader) // accumulation_steps)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for _ in range(epochs):
+        batches, left = iter(loader), len(loader)
+        while left:
+            window = [next(batches) for _ in range(min(left, accumulation_steps))]
+            left -= len(window)
+            total = sum(len(batch["labels"]) for batch in window)
+            for batch in window:
+                loss = model(**batch).loss * len(batch["labels"]) / total
+                scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()
+            optimizer.zero_grad()
+
+
+def right_on_tokens(model, loader, optimizer, accumulation_steps, epochs):
+    for _ in range(epochs):
+        batches = iter(loader)
+        while window := list(itertools.islice(batches, accumulation_steps)):
+            num_targets = sum((batch["labels"][:, 1:] != -100).sum() for batch in window)
+            for batch in window:
+                logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+                loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum")
+                (loss / num_targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+# Wrong
+
+
+def divided_by_steps(model, dataloader, optimizer, accumulation_steps):
+    for i, (inputs, labels) in enumerate(dataloader):
+        loss = F.cross_entropy(model(inputs), labels)
+        loss = loss / accumulation_steps
+        loss.backward()
+        if (i + 1) % accumulation_steps == 0 or (i + 1) == len(dataloader):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def hf_like(model, train_dataloader, optimizer, lr_scheduler, gradient_accumulation_steps, num_train_epochs):
+    for _ in range(num_train_epochs):
+        for step, batch in enumerate(train_dataloader):
+            batch = {k: v.to("cpu") for k, v in batch.items()}
+            outputs = model(**batch)
+            loss = outputs.loss / gradient_accumulation_steps
+            loss.backward()
+            if (step + 1) % gradient_accumulation_steps == 0 or step == len(train_dataloader) - 1:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                lr_scheduler.step()
+                optimizer.zero_grad()
+
+
+def not_divided(model, loader, optimizer, accumulation_steps, epochs):
+    for _ in range(epochs):
+        for i, (x, y) in enumerate(loader):
+            F.cross_entropy(model(x), y).backward()
+            if (i + 1) % accumulation_steps == 0 or i == len(loader) - 1:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def divided_twice(model, loader, optimizer, accumulation_steps, epochs):
+    for _ in range(epochs):
+        batches = iter(loader)
+        while window := list(itertools.islice(batches, accumulation_steps)):
+            num_samples = sum(len(labels) for _, labels in window)
+            for inputs, labels in window:
+                loss = F.cross_entropy(model(inputs), labels, reduction="sum") / num_samples
+                (loss / accumulation_steps).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def tail_dropped(model, loader, optimizer, accumulation_steps, epochs):
+    for _ in range(epochs):
+        optimizer.zero_grad()
+        for i, (x, y) in enumerate(loader):
+            loss = F.cross_entropy(model(x), y) / accumulation_steps
+            loss.backward()
+            if (i + 1) % accumulation_steps == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def tail_carried(model, loader, optimizer, accumulation_steps, epochs):
+    for _ in range(epochs):
+        for i, (x, y) in enumerate(loader):
+            loss = F.cross_entropy(model(x), y) / accumulation_steps
+            loss.backward()
+            if (i + 1) % accumulation_steps == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def zero_grad_missing(model, loader, optimizer, k, criterion):
+    for i, (x, y) in enumerate(loader):
+        (criterion(model(x), y) / k).backward()
+        if (i + 1) % k == 0 or i + 1 == len(loader):
+            optimizer.step()
+
+
+def zero_grad_in_each_micro_batch(model, loader, optimizer, accumulation_steps):
+    for i, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y) / accumulation_steps
+        loss.backward()
+        if (i + 1) % accumulation_steps == 0 or i + 1 == len(loader):
+            optimizer.step()
+
+
+def zero_grad_before_the_step(model, loader, optimizer, accumulation_steps):
+    for i, (x, y) in enumerate(loader):
+        loss = F.cross_entropy(model(x), y) / accumulation_steps
+        loss.backward()
+        if (i + 1) % accumulation_steps == 0 or i + 1 == len(loader):
+            optimizer.zero_grad()
+            optimizer.step()
+
+
+def step_in_each_micro_batch(model, loader, optimizer, accumulation_steps):
+    for x, y in loader:
+        loss = F.cross_entropy(model(x), y) / accumulation_steps
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def window_from_zero(model, loader, optimizer, accumulation_steps):
+    for i, (x, y) in enumerate(loader):
+        loss = F.cross_entropy(model(x), y) / accumulation_steps
+        loss.backward()
+        if i % accumulation_steps == 0 or i + 1 == len(loader):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def clip_in_each_micro_batch(model, loader, optimizer, accumulation_steps, max_norm):
+    batches = iter(loader)
+    while window := list(itertools.islice(batches, accumulation_steps)):
+        num_samples = sum(len(labels) for _, labels in window)
+        for inputs, labels in window:
+            (F.cross_entropy(model(inputs), labels, reduction="sum") / num_samples).backward()
+            clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def schedule_in_each_micro_batch(model, loader, optimizer, scheduler, accumulation_steps):
+    batches = iter(loader)
+    while window := list(itertools.islice(batches, accumulation_steps)):
+        num_samples = sum(len(labels) for _, labels in window)
+        for inputs, labels in window:
+            (F.cross_entropy(model(inputs), labels, reduction="sum") / num_samples).backward()
+            scheduler.step()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def last_loss_logged(model, loader, optimizer, accumulation_steps, epochs):
+    losses = []
+    for _ in range(epochs):
+        batches = iter(loader)
+        while window := list(itertools.islice(batches, accumulation_steps)):
+            num_samples = sum(len(labels) for _, labels in window)
+            for inputs, labels in window:
+                loss = F.cross_entropy(model(inputs), labels)
+                (loss * len(labels) / num_samples).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses
+
+
+def token_means(model, loader, optimizer, accumulation_steps, epochs):
+    for _ in range(epochs):
+        batches = iter(loader)
+        while window := list(itertools.islice(batches, accumulation_steps)):
+            for batch in window:
+                logits, labels = model(batch["input_ids"]), batch["labels"]
+                loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+                (loss / len(window)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def fixed_number_of_steps(model, loader, optimizer):
+    accumulation = 4
+    for i, (x, y) in enumerate(loader):
+        (F.cross_entropy(model(x), y) / 8).backward()
+        if (i + 1) % accumulation == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def short_of_data(model, loader, optimizer, accumulation_steps):
+    for i, (x, y) in enumerate(loader):
+        if i == 6:
+            break
+        (F.cross_entropy(model(x), y) / accumulation_steps).backward()
+        if (i + 1) % accumulation_steps == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def across_samples(model, loader, optimizer, accumulation_steps):
+    for i, (x, y) in enumerate(loader):
+        z = F.normalize(model(x), dim=1)
+        loss = F.cross_entropy(z @ F.normalize(y.double()[:, None] + z.detach(), dim=1).T, torch.arange(len(z)))
+        (loss / accumulation_steps).backward()
+        if (i + 1) % accumulation_steps == 0 or i + 1 == len(loader):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def endless(model, loader, optimizer, accumulation_steps):
+    batches = itertools.cycle(list(loader)[:6])
+    while True:
+        for _ in range(accumulation_steps):
+            x, y = next(batches)
+            (F.cross_entropy(model(x), y) / accumulation_steps).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def spinning(model, loader, optimizer, accumulation_steps):
+    while True:
+        pass
+
+
+# On several ranks
+
+
+def ddp_right(model, dataset, optimizer, accumulation_steps, batch_size, epochs):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = DDP(model)
+    share = Subset(dataset, range(rank, len(dataset), world_size))
+    for _ in range(epochs):
+        batches = iter(DataLoader(share, batch_size))
+        while window := list(itertools.islice(batches, accumulation_steps)):
+            count = torch.tensor(float(sum(len(y) for _, y in window)))
+            dist.all_reduce(count)
+            for i, (x, y) in enumerate(window):
+                model.require_backward_grad_sync = i + 1 == len(window)
+                loss = F.cross_entropy(model(x), y, reduction="sum") * world_size / count
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def all_reduce_right(model, loader, optimizer, accumulation_steps):
+    batches = iter(loader)
+    while window := list(itertools.islice(batches, accumulation_steps)):
+        count = torch.tensor(float(sum(len(y) for _, y in window)))
+        dist.all_reduce(count)
+        for x, y in window:
+            (F.cross_entropy(model(x), y, reduction="sum") / count).backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def ddp_without_sampler(model, dataset, optimizer, accumulation_steps, batch_size, epochs):
+    model = DDP(model)
+    for _ in range(epochs):
+        batches = iter(DataLoader(dataset, batch_size, shuffle=False))
+        while window := list(itertools.islice(batches, accumulation_steps)):
+            num_samples = sum(len(y) for _, y in window)
+            for i, (x, y) in enumerate(window):
+                model.require_backward_grad_sync = i + 1 == len(window)
+                (F.cross_entropy(model(x), y, reduction="sum") / num_samples).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def ddp_padded(model, dataset, optimizer, accumulation_steps, batch_size, epochs):
+    model = DDP(model)
+    sampler = DistributedSampler(dataset, shuffle=False)
+    loader = DataLoader(dataset, batch_size, sampler=sampler)
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        batches = iter(loader)
+        while window := list(itertools.islice(batches, accumulation_steps)):
+            num_samples = sum(len(y) for _, y in window)
+            for i, (x, y) in enumerate(window):
+                model.require_backward_grad_sync = i + 1 == len(window)
+                (F.cross_entropy(model(x), y, reduction="sum") / num_samples).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def ddp_no_sync_round_the_backward(model, loader, optimizer, accumulation_steps, world_size):
+    batches = iter(loader)
+    while window := list(itertools.islice(batches, accumulation_steps)):
+        count = torch.tensor(float(sum(len(y) for _, y in window)))
+        dist.all_reduce(count)
+        for i, (x, y) in enumerate(window):
+            loss = F.cross_entropy(model(x), y, reduction="sum") * world_size / count
+            if i + 1 < len(window):
+                with model.no_sync():
+                    loss.backward()
+            else:
+                loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def ddp_without_no_sync(model, loader, optimizer, accumulation_steps, world_size):
+    model = DDP(model)
+    batches = iter(loader)
+    while window := list(itertools.islice(batches, accumulation_steps)):
+        count = torch.tensor(float(sum(len(y) for _, y in window)))
+        dist.all_reduce(count)
+        for x, y in window:
+            (F.cross_entropy(model(x), y, reduction="sum") * world_size / count).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def ddp_tail_never_synced(model, loader, optimizer, accumulation_steps):
+    model = DDP(model)
+    for i, (x, y) in enumerate(loader):
+        if (i + 1) % accumulation_steps:
+            with model.no_sync():
+                (F.cross_entropy(model(x), y) / accumulation_steps).backward()
+        else:
+            (F.cross_entropy(model(x), y) / accumulation_steps).backward()
+        if (i + 1) % accumulation_steps == 0 or i + 1 == len(loader):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def ddp_means_of_ranks(model, loader, optimizer, accumulation_steps):
+    model = DDP(model)
+    batches = iter(loader)
+    while window := list(itertools.islice(batches, accumulation_steps)):
+        num_samples = sum(len(y) for _, y in window)
+        for i, (x, y) in enumerate(window):
+            model.require_backward_grad_sync = i + 1 == len(window)
+            (F.cross_entropy(model(x), y, reduction="sum") / num_samples).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+RIGHT = (right_by_window, right_by_scaling_at_the_end, right_by_cutting, right_with_all_else)
+WRONG = {
+    divided_by_steps: {"constant_divisor", "mean_of_means"},
+    hf_like: {"constant_divisor", "mean_of_means"},
+    not_divided: {"not_divided", "mean_of_means"},
+    divided_twice: {"constant_factor"},
+    tail_dropped: {"tail_dropped"},
+    tail_carried: {"tail_carried"},
+    zero_grad_missing: {"zero_grad_missing"},
+    zero_grad_in_each_micro_batch: {"zero_grad_inside_window"},
+    zero_grad_before_the_step: {"zero_grad_before_step"},
+    step_in_each_micro_batch: {"steps_every_micro_batch"},
+    window_from_zero: {"window_size", "constant_divisor"},
+    clip_in_each_micro_batch: {"clips_every_micro_batch"},
+    schedule_in_each_micro_batch: {"schedules_every_micro_batch"},
+    last_loss_logged: {"logs_last_loss"},
+    fixed_number_of_steps: {"constant_factor", "mean_of_means"},
+    short_of_data: {"samples_missing"},
+    across_samples: {"not_a_weighted_sum"},
+    endless: {"does_not_end"},
+}
+RIGHT_ON_RANKS = (ddp_right, all_reduce_right)
+WRONG_ON_RANKS = {
+    ddp_without_sampler: {"ranks_share_samples"},
+    ddp_padded: {"samples_duplicated"},
+    ddp_no_sync_round_the_backward: {"no_sync_around_backward_only"},
+    ddp_without_no_sync: {"reduces_every_micro_batch"},
+    ddp_tail_never_synced: {"not_reduced"},
+    ddp_means_of_ranks: {"uneven_ranks"},
+}

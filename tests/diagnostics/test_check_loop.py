@@ -1,0 +1,248 @@
+"""A loop is judged as it is: right ones without a word, wrong ones by name, with both values."""
+
+import importlib
+import random
+import shutil
+import sys
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from anybatch.cli.main import main
+from anybatch.cli.status import Status
+from anybatch.diagnostics import check_loop
+from anybatch.diagnostics.loops import sentences
+from anybatch.diagnostics.loops.report import Verdict, fraction, ranges
+from anybatch.diagnostics.loops.stage import RowModel, make_data
+from anybatch.errors import UserError
+from tests.architecture.source_tree import ROOT
+from tests.diagnostics import loops
+from tests.ranks_fixture import Ranks
+
+Loop = Callable[..., Any]
+NOT_IN_GRADIENT = {
+    *("schedules_every_micro_batch", "logs_last_loss", "does_not_end"),
+    *("no_sync_around_backward_only", "reduces_every_micro_batch"),
+}
+
+
+def expected_verdict(codes: set[str]) -> Verdict:
+    """Return the verdict that goes with these findings."""
+    if codes == {"constant_factor"}:
+        return Verdict.CONSTANT_FACTOR
+    return Verdict.EXACT if codes <= NOT_IN_GRADIENT else Verdict.NOT_EQUAL
+
+
+class Ignoring:
+    """Whoever is told of forwards and does not care."""
+
+    def forward(self, ids: object, outputs: object) -> None:
+        """Do nothing."""
+
+
+def num_hooks() -> tuple[int, int]:
+    """Return how many hooks torch has for all optimizers and for all modules."""
+    optimizers = importlib.import_module("torch.optim.optimizer")  # `torch.optim.optimizer` is hidden by a name
+    return len(optimizers._global_optimizer_pre_hooks), len(nn.modules.module._global_forward_pre_hooks)  # noqa: SLF001
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_weights_are_read_from_the_gradient(reduction: str) -> None:
+    """Row i of the model's gradient is sample i's weight times its loss's gradient, computed the plain way."""
+    data = make_data("classes")
+    model = RowModel(data, 2.0, Ignoring())
+    F.cross_entropy(model(data.inputs[4:10]), data.targets[4:10], reduction=reduction).backward()
+    outputs = data.outputs[4:10, 0]
+    plain = outputs.softmax(1) - F.one_hot(data.targets[4:10], outputs.shape[1])
+    assert model.table.grad is not None
+    found = model.table.grad[:, 0] / 2.0
+
+    torch.testing.assert_close(found[4:10], plain / (6 if reduction == "mean" else 1), rtol=1e-12, atol=0.0)
+    assert not found[:4].any()
+    assert not found[10:].any()
+
+
+@pytest.mark.parametrize("loop", loops.RIGHT)
+def test_right_loops_are_exact(loop: Loop) -> None:
+    """A right loop, however it is written, has no finding, and weights of 1/12 and 1/7 in its table."""
+    report = check_loop(loop)
+
+    assert (report.verdict, report.codes) == (Verdict.EXACT, frozenset()), str(report)
+    for window in report.windows:
+        assert window.found == pytest.approx(window.expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(("loop", "codes"), loops.WRONG.items())
+def test_wrong_loops_are_named(loop: Loop, codes: set[str]) -> None:
+    """Each published fault is found by its name, and nothing else is."""
+    report = check_loop(loop)
+
+    assert report.codes == codes, str(report)
+    assert report.verdict == expected_verdict(codes)
+    assert all(finding.found != finding.expected and finding.change for finding in report.findings)
+
+
+@pytest.mark.parametrize("loop", loops.RIGHT_ON_RANKS)
+def test_right_loops_on_ranks_are_exact(loop: Loop, two_ranks: Ranks) -> None:
+    """On two ranks with uneven shares a right loop has no finding, by DDP and by its own reduction."""
+    report = check_loop(loop, pool=two_ranks)
+
+    assert (report.num_ranks, report.verdict, report.codes) == (2, Verdict.EXACT, frozenset()), str(report)
+    assert {sample for window in report.windows for sample in window.found} == set(range(31))
+
+
+@pytest.mark.parametrize(("loop", "codes"), loops.WRONG_ON_RANKS.items())
+def test_wrong_loops_on_ranks_are_named(loop: Loop, codes: set[str], two_ranks: Ranks) -> None:
+    """What goes wrong between ranks is found by its name, and nothing else is."""
+    report = check_loop(loop, pool=two_ranks)
+
+    assert report.codes == codes, str(report)
+    assert report.verdict == expected_verdict(codes)
+
+
+def test_tokens_are_weighed() -> None:
+    """A mean over the targets of a window is exact; a mean of the micro-batches' token means is not."""
+    assert check_loop(loops.right_on_tokens).codes == frozenset()
+    report = check_loop(loops.token_means, data="tokens")
+    assert (report.verdict, set(report.codes)) == (Verdict.NOT_EQUAL, {"mean_of_token_means"})
+
+
+def test_both_values_are_told() -> None:
+    """A constant divisor's finding has the weights' sum, the fault's line, and the table has every weight."""
+    report = check_loop(loops.divided_by_steps)
+    found = {finding.code: finding for finding in report.findings}["constant_divisor"]
+    lines = Path(loops.__file__).read_text(encoding="utf-8").splitlines()
+
+    assert found.found == "weights of step 3 add up to 2/3"
+    assert found.expected == "1"
+    name, _, line = found.where.partition(":")
+    assert (name, lines[int(line) - 1].strip()) == ("loops.py", "optimizer.step()")
+    assert report.windows[2].found == pytest.approx(
+        {**dict.fromkeys(range(24, 28), 1 / 12), 28: 1 / 9, 29: 1 / 9, 30: 1 / 9}
+    )
+    assert set(report.windows[2].expected.values()) == {1 / 7}
+    assert [line.split() for line in report.table().splitlines()][3:5] == [
+        ["3", "24-27", "1/12", "1/7"],
+        ["28-30", "1/9", "1/7"],
+    ]
+
+
+def test_a_loop_that_spins_is_ended() -> None:
+    """A loop that calls nothing of ours is ended by the time limit, and that is said."""
+    report = check_loop(loops.spinning, time_limit_seconds=0.2)
+    assert report.codes == {"never_steps", "does_not_end"}
+    assert report.verdict == Verdict.NOT_EQUAL
+
+
+def test_a_loop_that_raises_shows_its_own_error() -> None:
+    """The message has the loop's traceback, from its own line on, and what it was called with."""
+
+    def broken(model: Any, loader: Any) -> None:
+        for inputs, _ in loader:
+            model(inputs).no_such_thing()
+
+    with pytest.raises(
+        UserError, match=r"(?s)broken raised.*model: model, loader: loader.*no_such_thing\(\)"
+    ) as caught:
+        check_loop(broken)
+    assert "loops/run.py" not in str(caught.value)
+
+
+def test_parameters_are_understood_or_asked_for() -> None:
+    """What cannot be filled is named, with the names that can; so is a loop without a model."""
+
+    def unclear(model: Any, loader: Any, wizard: Any) -> None:
+        """Never called."""
+
+    def bare(optimizer: Any) -> None:
+        """Never called."""
+
+    with pytest.raises(UserError, match=r"(?s)'wizard'.*wrap the loop.*accumulation steps: accumulation_steps, "):
+        check_loop(unclear)
+    with pytest.raises(UserError, match="takes 'optimizer'; a loop to judge takes at least a model"):
+        check_loop(bare)
+    with pytest.raises(UserError, match="not 3"):
+        check_loop(3)  # type: ignore[arg-type]
+
+
+def test_nothing_is_changed() -> None:
+    """Random states, settings, torch's global hooks and the terminal are as before, also after a loop that raised."""
+
+    def careless(model: Any, loader: Any, optimizer: Any) -> None:
+        torch.manual_seed(7)
+        random.seed(7)
+        torch.set_default_dtype(torch.float64)
+        torch.set_grad_enabled(False)
+        print("loss")  # noqa: T201 (as users do)
+        raise ValueError(model, loader, optimizer)
+
+    python, default, hooks = random.getstate(), torch.get_rng_state(), num_hooks()
+    check_loop(loops.divided_by_steps)
+    with pytest.raises(UserError, match="careless raised"):
+        check_loop(careless)
+
+    assert random.getstate() == python
+    assert torch.equal(torch.get_rng_state(), default)
+    assert torch.get_default_dtype() == torch.float32
+    assert torch.is_grad_enabled()
+    assert num_hooks() == hooks
+
+
+def test_an_unknown_scale_is_said() -> None:
+    """A loop without accumulation steps and with an unusual loss is judged up to a factor, and that is said."""
+
+    def unusual(model: Any, loader: Any, optimizer: Any) -> None:
+        for i, (x, y) in enumerate(loader):
+            (F.cross_entropy(model(x), y, label_smoothing=0.3) / 4).backward()
+            if (i + 1) % 4 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    report = check_loop(unusual)
+    assert report.codes == {"mean_of_means"}
+    assert report.accumulation_steps == 4
+    assert "cannot be seen" in report.remarks[0]
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`anybatch check --loop` prints the report; status 0 without findings, 8 with some, 2 for what is no loop."""
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.delitem(sys.modules, "my_loops", raising=False)
+    file = tmp_path / "my_loops.py"
+    shutil.copy(loops.__file__, file)
+
+    assert main(["check", "--loop", f"{file}:right_by_window"]) == Status.DONE
+    assert "right_by_window: exact (accumulation steps 3); no findings" in capsys.readouterr().out
+    assert main(["check", "--loop", f"{file}:tail_dropped"]) == Status.NOT_EXACT
+    assert "tail_dropped (my_loops.py:" in capsys.readouterr().out
+    assert main(["check", "--loop", f"{file}:nothing"]) == Status.USAGE
+    assert main(["check", "--loop", "nowhere.py:loop"]) == Status.USAGE
+    assert "A loop is named as a file (file.py:function)" in capsys.readouterr().err
+    assert main(["check"]) == Status.USAGE
+    monkeypatch.delitem(sys.modules, "my_loops")
+
+
+def test_findings_are_documented() -> None:
+    """docs/command_line.md has a line for every finding there is, and for no others."""
+    text = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8")
+    section = text[text.index("| finding |") : text.index("In Python it is")]
+    documented = {line.split("`")[1] for line in section.splitlines() if line.startswith("| `")}
+    source = Path(sentences.__file__).read_text(encoding="utf-8")
+    codes = {line.split('"')[1] for line in source.splitlines() if line.strip().startswith('code="')}
+    codes |= set(sentences._UNEVEN) | set(sentences._REDUCES)  # noqa: SLF001
+
+    assert documented == codes
+
+
+def test_numbers_are_shown_as_people_write_them() -> None:
+    """Weights are fractions where they are, and samples are ranges."""
+    assert [fraction(value) for value in (1 / 12, 5 / 3, 0.0, 0.12341234)] == ["1/12", "5/3", "0", "0.1234"]
+    assert Fraction(fraction(2 / 21)) == Fraction(2, 21)
+    assert ranges([3, 1, 2, 7, 9, 10]) == "1-3, 7, 9-10"
