@@ -225,14 +225,16 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
     assert main(["check", "--loop", f"{file}:nothing"]) == Status.USAGE
     assert main(["check", "--loop", "nowhere.py:loop"]) == Status.USAGE
     assert "A loop is named as a file (file.py:function)" in capsys.readouterr().err
-    assert main(["check"]) == Status.USAGE
+    assert main(["check", "digits", "--loop", f"{file}:right_by_window"]) == Status.USAGE
+    assert "one at a time" in capsys.readouterr().err
     monkeypatch.delitem(sys.modules, "my_loops")
 
 
 def test_findings_are_documented() -> None:
     """docs/command_line.md has a line for every finding there is, and for no others."""
     text = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8")
-    section = text[text.index("| finding |") : text.index("In Python it is")]
+    begin = text.index("| finding |")
+    section = text[begin : text.index("In Python it is", begin)]
     documented = {line.split("`")[1] for line in section.splitlines() if line.startswith("| `")}
     source = Path(sentences.__file__).read_text(encoding="utf-8")
     codes = {line.split('"')[1] for line in source.splitlines() if line.strip().startswith('code="')}

@@ -111,7 +111,7 @@ def _loss(trial: Trial, term: str | None, tolerance: float) -> Finding | None:
         code="loss_declaration",
         where=term or "loss",
         says=(
-            f"{name} is {found.says}, and is not declared so: pieces of {in_words(sizes)} samples add up to the batch with "
+            f"{name} is {found.says}, and is not declared so: pieces of {in_words(sizes)} samples add up to it with "
             f"the factors {_list(found.factors)}, and the declaration gives them {_list(declared)}."
         ),
         change=found.change,
