@@ -109,7 +109,7 @@ class Network(nn.Module):
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.norm = nn.BatchNorm1d(WIDTH) if Feature.BATCH_NORM in features else nn.Identity()
         drops = features & {Feature.DROPOUT_KEYED, Feature.DROPOUT_UNKEYED}
-        self.dropout = nn.Dropout(0.5) if drops else nn.Identity()
+        self.dropout: nn.Module = nn.Dropout(0.5) if drops else nn.Identity()
         self.out = nn.Linear(WIDTH, NUM_WORDS)
         leaves_some = Feature.UNUSED in features
         self.rare = nn.Linear(WIDTH, WIDTH) if leaves_some else None  # used by one sample
@@ -365,7 +365,7 @@ def plain_gradients(
 ) -> Named:
     """Return the gradient of the un-split batch."""
     network, objective = build(features)
-    whole = [(0, len(sample_ids), None)]
+    whole: Sequence[tuple[int, int, int | None]] = [(0, len(sample_ids), None)]
     if Feature.DROPOUT_KEYED in features and Feature.BATCH_NORM in features:
         network.dropout = Masks(units)
     elif Feature.DROPOUT_KEYED in features:

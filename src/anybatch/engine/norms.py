@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from anybatch.engine.sums import Sums
 from anybatch.errors import CompositionError
 from anybatch.norms import Exact, Freeze, Ghost, Policy, PolicyName, Sync, policy_of
 from anybatch.norms.block_checkpoints import BlockCheckpoint, blocks_of
-from anybatch.norms.interception import Call, Interception
+from anybatch.norms.interception import Call, Interceptor
 from anybatch.norms.joint import Chunk, chunk_of, merged, normalised
 from anybatch.norms.layers import Ranks, batch_norms, refuse_unfit_layers, tracking_layers
 from anybatch.norms.statistics import BufferReader, RunningStatistics, momentum_of_one
@@ -66,6 +66,7 @@ class Normalisation:
         ]
         self._unit = Unit(0, 0, 0)
         self._normalise = None if not takes_over else self._by_groups if isinstance(policy, Ghost) else self._over_ranks
+        self._interceptor = Interceptor(self._batch_norms.values() if takes_over or meets else ())
         self._execute = self._choose(meets=meets)
         blocks = blocks_of(modules, policy.blocks) if isinstance(policy, Exact) and self._is_whole else {}
         self._hooks = [
@@ -101,6 +102,7 @@ class Normalisation:
             hook.remove()
         for block in self._blocks:
             block.close()
+        self._interceptor.close()
 
     def _refuse(self, strategy: Strategy, sizing: Sizing) -> None:
         """Refuse what the policy cannot do.
@@ -179,15 +181,19 @@ class Normalisation:
             return stack
 
         # Around the backward too: a block that is run again there must be normalised as before.
-        interception = nullcontext() if self._normalise is None else Interception(self._normalise)
-        with self._prepared(), interception:
+        with self._prepared(), self._interceptor.everywhere(self._normalise):
             return accumulate(dataclasses.replace(machine, before=before, autocast=forward), work)
 
     def _together(self, machine: Machine, work: Iterable[tuple[Work, Batch]]) -> Sums:
         assert isinstance(self._policy, Exact)
         with self._prepared():
             return accumulate_together(
-                machine, work, statistics=self._statistics, ranks=self._ranks, offload=self._policy.offload
+                machine,
+                work,
+                interceptor=self._interceptor,
+                statistics=self._statistics,
+                ranks=self._ranks,
+                offload=self._policy.offload,
             )
 
     def _over_ranks(self, call: Call) -> Tensor:

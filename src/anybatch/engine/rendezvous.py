@@ -12,7 +12,7 @@ from anybatch.engine.accumulate import Machine, Work, forward_of
 from anybatch.engine.sums import Sums
 from anybatch.errors import BatchSizeError, CompositionError
 from anybatch.norms.host_store import HostStore
-from anybatch.norms.interception import Call, Interception
+from anybatch.norms.interception import Call, Interceptor
 from anybatch.norms.joint import Chunk, Joint, chunk_of, merged, normalised
 from anybatch.norms.layers import Ranks
 from anybatch.norms.rendezvous import Meet, Rendezvous
@@ -27,6 +27,7 @@ def accumulate_together(
     machine: Machine,
     work: Iterable[tuple[Work, Batch]],
     *,
+    interceptor: Interceptor,
     statistics: RunningStatistics,
     ranks: Ranks,
     offload: bool | None,
@@ -40,6 +41,7 @@ def accumulate_together(
     Args:
         machine: as for `accumulate`.
         work: the same; all of it is loaded before the first forward.
+        interceptor: lets us normalise in the model's layers.
         statistics: takes the statistics of the effective batch.
         ranks: the other ranks; all of them must run at least one unit.
         offload: keep saved activations on the host; None: if micro-batches run on an accelerator.
@@ -59,9 +61,9 @@ def accumulate_together(
         def run(meet: Meet[_Bring, Joint]) -> Terms:
             machine.before(item)
             machine.randomness.seed(item.seed)
-            interception = Interception(lambda call: _normalise(call, meet, counts=item.unit.weight > 0))
+            together = interceptor.in_this_thread(lambda call: _normalise(call, meet, counts=item.unit.weight > 0))
             forward = forward_of(machine.loss, item.shares, sums[number])
-            with here.again(), interception, _hooks(store), machine.autocast():
+            with here.again(), together, _hooks(store), machine.autocast():
                 terms: Terms = machine.prepared.call(forward, batch)
             contributions = [term.detach() for term in terms]
             sums[number].contributions.append((item.shares, contributions))

@@ -1,12 +1,15 @@
-"""Takes the place of `F.batch_norm` while a model runs, whoever calls it; the model itself stays as it is."""
+"""Takes the place of `F.batch_norm` inside BatchNorm layers while they run; the layers themselves stay as they are."""
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 
@@ -29,13 +32,72 @@ class Call:
     eps: float
 
 
-class Interception(TorchFunctionMode):
-    """A context in which batches are normalised by a function of ours. It holds for the thread that enters it.
+Normalise = Callable[[Call], Tensor]
 
-    What runs under torch.compile does not come by here.
+
+class Interceptor:
+    """Lets a function of ours normalise in BatchNorm layers in train mode, where and when one is set.
+
+    What else a layer does in its forward, an activation that is fused with it, say, is done as before. Hooks set the
+    context up around each layer alone: so it is there in whatever thread a layer runs, also in a backward that runs a
+    block again, and costs nothing elsewhere. What runs under torch.compile does not come by here.
     """
 
-    def __init__(self, normalise: Callable[[Call], Tensor]) -> None:
+    def __init__(self, layers: Iterable[_BatchNorm]) -> None:
+        self._everywhere: Normalise | None = None
+        self._thread = threading.local()
+        self._handles = [
+            handle
+            for layer in layers
+            for handle in (
+                layer.register_forward_pre_hook(self._enter),
+                layer.register_forward_hook(self._leave, always_call=True),
+            )
+        ]
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    @contextmanager
+    def everywhere(self, normalise: Normalise | None) -> Iterator[None]:
+        """Use a function in all threads; None leaves the layers to themselves."""
+        self._everywhere = normalise
+        try:
+            yield
+        finally:
+            self._everywhere = None
+
+    @contextmanager
+    def in_this_thread(self, normalise: Normalise) -> Iterator[None]:
+        """Use a function in this thread alone."""
+        self._thread.normalise = normalise
+        try:
+            yield
+        finally:
+            self._thread.normalise = None
+
+    def _enter(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
+        del args
+        normalise = getattr(self._thread, "normalise", None) or self._everywhere
+        if normalise is None or not layer.training:
+            return
+        self._thread.mode = _InsteadOfBatchNorm(normalise)
+        self._thread.mode.__enter__()
+
+    def _leave(self, layer: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        del layer, args, output
+        mode = getattr(self._thread, "mode", None)
+        if mode is not None:
+            self._thread.mode = None
+            mode.__exit__(None, None, None)
+
+
+class _InsteadOfBatchNorm(TorchFunctionMode):
+    """The context in which `F.batch_norm` is a function of ours."""
+
+    def __init__(self, normalise: Normalise) -> None:
         super().__init__()
         self._normalise = normalise
 

@@ -37,23 +37,24 @@ def chunk_of(values: Float[Tensor, "samples channels *rest"]) -> Chunk:
 def merged(chunks: Sequence[Chunk], ranks: Ranks, token: Float[Tensor, ""]) -> tuple[Joint, Float[Tensor, ""]]:
     """Return the statistics of all chunks of all ranks together, and the next token.
 
-    Chunks whose count is 0 add nothing. The token orders the backward's sums over ranks: each waits for the one that
-    came after it in the forward, so that all ranks run them in the same order, whatever else they differ in.
+    Chunks whose count is 0 add nothing, but stay in the graph, which has to be the same on all ranks. The token orders
+    the backward's sums over ranks: each waits for the one that came after it in the forward, so that all ranks run them
+    in the same order, whatever else they differ in.
 
     Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979:
     mean = sum n_k mean_k / N, and N variance = sum (squares_k + n_k (mean_k - mean)^2).
     """
-    counting = [chunk for chunk in chunks if chunk.count]
     like = chunks[0].mean
-    count = like.new_full((1,), float(sum(chunk.count for chunk in counting)))
-    total = sum((chunk.mean * chunk.count for chunk in counting), start=torch.zeros_like(like))
+    count = like.new_full((1,), float(sum(chunk.count for chunk in chunks)))
+    total = sum((chunk.mean * chunk.count for chunk in chunks), start=torch.zeros_like(like))
     first, token = _sum(torch.cat([count, total]), ranks, token)
     count, total = first[:1].detach(), first[1:]
     count = count.clamp(min=1)  # 0 if every rank runs along with weight 0: the result must be finite
     mean = total / count
-    squares = sum(
-        (chunk.squares + (chunk.mean - mean).square() * chunk.count for chunk in counting), start=torch.zeros_like(like)
-    )
+    squares = torch.zeros_like(like)
+    for chunk in chunks:
+        own = chunk.squares + (chunk.mean - mean).square() * chunk.count
+        squares = squares + (own if chunk.count else own * 0)
     squares, token = _sum(squares, ranks, token)
     return Joint(mean, squares / count), token
 

@@ -98,10 +98,10 @@ def replaced(model: nn.Module, kind: Kind, *, num_groups: int | None = None) -> 
             raise UserError(message)
         new_of[old] = _taking_over(makers[kind](old), old)
         said[name] = f"{type(old).__name__}({old.num_features}) -> {_described(new_of[old])}"
-    for module in list(made.modules()):
-        for name, child in list(module.named_children()):
-            if child in new_of:
-                setattr(module, name, new_of[child])
+    for name, old_layer in list(made.named_modules(remove_duplicate=False)):
+        if name and old_layer in new_of:
+            outer, _, own_name = name.rpartition(".")
+            setattr(made.get_submodule(outer), own_name, new_of[old_layer])
     retrain = (
         f"{len(said)} layers: weight, bias and eps were taken over where a layer has them, running statistics were "
         "dropped. The new layers compute something else with the same numbers, so a trained model has to be trained "

@@ -8,7 +8,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from anybatch.errors import CompositionError
 from anybatch.norms.joint import Chunk
 from anybatch.norms.layers import Ranks, Tracking
 
@@ -87,19 +86,8 @@ class RunningStatistics:
 
     @torch.no_grad()
     def add_chunks(self, running_mean: Tensor, chunks: Sequence[Chunk]) -> None:
-        """Add what one call of the layer with this buffer has seen, chunk by chunk.
-
-        Raises:
-            CompositionError: the buffer is of no BatchNorm layer.
-        """
-        number = self._index.get(id(running_mean))
-        if number is None:
-            message = (
-                "F.batch_norm was called with running statistics that belong to no BatchNorm layer of the model, so "
-                "they cannot be updated once per effective batch. Call it through torch.nn.BatchNorm1d, 2d or 3d, or "
-                "use norms='keep'."
-            )
-            raise CompositionError(message)
+        """Add what one call of the layer with this buffer has seen, chunk by chunk."""
+        number = self._index[id(running_mean)]
         call = self.next_call(number)
         for chunk in chunks:
             self.add(number, call, chunk.count, chunk.mean, chunk.squares)
