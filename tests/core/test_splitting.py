@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anybatch.core.geometry import ceil_div
-from anybatch.core.splitting import BatchPlan, Cut, Deal, even_parts, plan_batch, plan_shares
+from anybatch.core.splitting import BatchPlan, Cut, Deal, even_parts, group_sizes, plan_batch, plan_shares
 from anybatch.errors import BatchSizeError, CompositionError
 
 SIZES = st.none() | st.integers(1, 40)
@@ -98,6 +98,83 @@ def test_even_parts_differ_by_one(total: int, num_parts: int) -> None:
     assert sum(parts) == (total if num_parts else 0)
     assert list(parts) == sorted(parts, reverse=True)
     assert not parts or parts[0] - parts[-1] <= 1
+
+
+GROUPS = st.integers(2, 12)
+
+
+def borders(num_samples: int, group: int) -> set[int]:
+    """Return where groups begin and end, counted one by one."""
+    starts = [start for start in range(0, num_samples, group) if start == 0 or num_samples - start > 1]
+    return {*starts, num_samples}
+
+
+@given(num_samples=st.integers(0, 200), group=GROUPS)
+def test_groups_are_a_partition(num_samples: int, group: int) -> None:
+    """Groups add up to the batch; all have the named size but the last, which is a single sample only if all is."""
+    sizes = group_sizes(num_samples, group)
+    assert sum(sizes) == num_samples
+    assert set(itertools.accumulate(sizes, initial=0)) == borders(num_samples, group)
+    assert all(size == group for size in sizes[:-1])
+    assert 1 not in sizes or num_samples == 1
+    assert max(sizes, default=0) <= group + 1
+
+
+@given(
+    num_samples=st.integers(0, 200),
+    world_size=st.integers(1, 9),
+    group=GROUPS,
+    groups_per_unit=st.integers(1, 4) | st.none(),
+    more=st.integers(0, 11),
+    deal=DEALS,
+    lockstep=st.booleans(),
+)
+def test_units_and_shares_hold_whole_groups(  # noqa: PLR0917 (Hypothesis passes by keyword)
+    num_samples: int,
+    world_size: int,
+    group: int,
+    groups_per_unit: int | None,
+    more: int,
+    deal: Deal,
+    lockstep: bool,
+) -> None:
+    """No group is cut, by no number of ranks; nothing is lost or there twice; units are as large as allowed."""
+    size = None if groups_per_unit is None else group * groups_per_unit + more % group
+    cut = Cut(micro_batch_size=size, deal=deal, lockstep=lockstep, group=group)
+    plan = plan_batch(num_samples, world_size, cut)
+    ends = {bound for share in plan.shares for unit in share for bound in (unit.start, unit.stop)}
+    counted = [sum(len(group_sizes(u.num_samples, group)) for u in share if u.weight) for share in plan.shares]
+
+    assert positions(plan) == list(range(num_samples))
+    assert ends <= borders(num_samples, group)
+    if size is not None:
+        assert max((unit.num_samples for unit in plan.units), default=0) <= size + 1
+        assert all(unit.num_samples <= size for unit in plan.units if unit.stop != num_samples)
+    if deal == "balanced":
+        assert max(counted) - min(counted) <= 1
+
+
+@given(num_samples=st.integers(1, 200), world_size=st.integers(1, 9), group=GROUPS, steps=st.integers(1, 6), deal=DEALS)
+def test_steps_hold_whole_groups(num_samples: int, world_size: int, group: int, steps: int, deal: Deal) -> None:
+    """With accumulation steps no group is cut either, and there are as many steps as groups permit."""
+    plan = plan_batch(num_samples, world_size, Cut(accumulation_steps=steps, deal=deal, group=group))
+
+    assert positions(plan) == list(range(num_samples))
+    assert {unit.stop for unit in plan.units} <= borders(num_samples, group)
+    assert plan.accumulation_steps <= steps
+    assert len(plan.units) == num_samples or len(plan.units) <= world_size * steps
+
+
+def test_cut_groups_are_refused() -> None:
+    """Shares that end within a group, a rest of one sample by itself, and micro-batches smaller than a group."""
+    whole = Cut(group=4)
+    assert [unit.num_samples for unit in plan_shares([8, 4, 5], whole).units] == [8, 4, 5]
+    with pytest.raises(BatchSizeError, match="rank 1 ends after sample 14 of 17, within a group of 4"):
+        plan_shares([8, 6, 3], whole)
+    with pytest.raises(BatchSizeError, match="rank 0 ends after sample 8 of 9"):
+        plan_shares([8, 1], whole)
+    with pytest.raises(BatchSizeError, match="micro_batch_size=3 must be at least the group size 4"):
+        plan_batch(12, 1, Cut(micro_batch_size=3, group=4))
 
 
 def test_a_plan_reads_like_its_geometry() -> None:

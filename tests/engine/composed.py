@@ -20,6 +20,7 @@ from anybatch.core.composition import Feature, Verdict, cell, meetings
 from anybatch.core.randomness import unit_seed
 from anybatch.engine.clipping import ClipByNorm, ClipByValue
 from anybatch.errors import CompositionError
+from anybatch.norms import Exact, Ghost
 from anybatch.testing import relative_error
 
 Features = frozenset[Feature]
@@ -40,7 +41,9 @@ IMPLIED = {
     Feature.MASTER_WEIGHTS: Feature.LOW_PARAMETERS,
     Feature.CAST: Feature.LOW_PARAMETERS,
     Feature.LOW_PARAMETERS: Feature.MASTER_WEIGHTS,
+    **dict.fromkeys([feature for feature in Feature if feature.axis.name == "norms"], Feature.BATCH_NORM),
 }
+GROUP_SIZE = 3
 STRATEGIES = {Feature.SINGLE: "single", Feature.ALL_REDUCE: "all_reduce", Feature.DDP: "ddp"}
 SETTINGS = [(strategy, ranks) for ranks in (Feature.ALONE, Feature.SEVERAL_RANKS) for strategy in STRATEGIES]
 ON_ONE_RANK = [(strategy, Feature.ONE_RANK) for strategy in STRATEGIES]
@@ -106,7 +109,7 @@ class Network(nn.Module):
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.norm = nn.BatchNorm1d(WIDTH) if Feature.BATCH_NORM in features else nn.Identity()
         drops = features & {Feature.DROPOUT_KEYED, Feature.DROPOUT_UNKEYED}
-        self.dropout = nn.Dropout(0.5) if drops else nn.Identity()
+        self.dropout: nn.Module = nn.Dropout(0.5) if drops else nn.Identity()
         self.out = nn.Linear(WIDTH, NUM_WORDS)
         leaves_some = Feature.UNUSED in features
         self.rare = nn.Linear(WIDTH, WIDTH) if leaves_some else None  # used by one sample
@@ -136,6 +139,29 @@ class Network(nn.Module):
         hidden = self.norm(hidden.flatten(0, 1)).view_as(hidden)
         dropped: torch.Tensor = self.dropout(torch.tanh(self.second(hidden)))
         return dropped
+
+
+class InGroups(nn.BatchNorm1d):
+    """BatchNorm that sees one group of samples after the other; 11 samples are three groups of 3 and one of 2."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.cat(list(map(super().forward, rows.split(GROUP_SIZE * NUM_POSITIONS))))
+
+
+class Masks(nn.Module):
+    """Dropout of the whole batch with the masks that its micro-batches draw, each under its own seed."""
+
+    def __init__(self, units: Sequence[tuple[int, int, int | None]]) -> None:
+        super().__init__()
+        self.units = units
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        masks = []
+        for start, stop, seed in self.units:
+            assert seed is not None
+            torch.default_generator.manual_seed(seed)
+            masks.append(F.dropout(torch.ones_like(hidden[start:stop]), 0.5))
+        return hidden * torch.cat(masks)
 
 
 CHECKPOINTING = {Feature.NON_REENTRANT: False, Feature.REENTRANT: True}
@@ -311,6 +337,11 @@ def arguments(features: Features) -> dict[str, Any]:
         Feature.CLIP_NORM: {"clip": ClipByNorm(MAX_NORM)},
         Feature.CLIP_VALUE: {"clip": ClipByValue(MAX_VALUE)},
         Feature.DROPOUT_UNKEYED: {"rng": None},
+        Feature.NORMS_SYNC: {"norms": "sync"},
+        Feature.NORMS_FREEZE: {"norms": "freeze"},
+        Feature.NORMS_GHOST: {"norms": Ghost(GROUP_SIZE)},
+        Feature.NORMS_EXACT: {"norms": "exact"},
+        Feature.NORMS_CHECKPOINT: {"norms": Exact(method="checkpoint")},
         **{feature: {"strategy": name} for feature, name in STRATEGIES.items()},
     }
     return {name: value for f, given in chosen.items() if f in features for name, value in given.items()}
@@ -337,7 +368,8 @@ def arrive(features: Features, world: ab.World) -> tuple[Any, Sequence[int], int
     if Feature.DEALT in features:
         (batch,) = ab.batches(data, effective_batch_size=NUM_SAMPLES, seed=SEED, collate=join)
         return batch, [int(sample) for sample in batch.sample_ids], SEED
-    ends = [NUM_SAMPLES * 2 * rank // (world.size + 1) for rank in range(world.size)] + [NUM_SAMPLES]
+    ends = [NUM_SAMPLES * 2 * rank // (world.size + 1) // GROUP_SIZE * GROUP_SIZE for rank in range(world.size)]
+    ends.append(NUM_SAMPLES)
     ids = range(NUM_SAMPLES)
     (share,) = ab.shares([data.of(ids[ends[world.rank] : ends[world.rank + 1]])], world=world)
     return share, ids, 0
@@ -353,8 +385,15 @@ def plain_gradients(
 ) -> Named:
     """Return the gradient of the un-split batch."""
     network, objective = build(features)
-    same_cut = Feature.DROPOUT_KEYED in features and Feature.BATCH_NORM not in features
-    whole = units if same_cut else [(0, len(sample_ids), None)]
+    whole: Sequence[tuple[int, int, int | None]] = [(0, len(sample_ids), None)]
+    if Feature.DROPOUT_KEYED in features and Feature.BATCH_NORM in features:
+        network.dropout = Masks(units)
+    elif Feature.DROPOUT_KEYED in features:
+        whole = units
+    if Feature.NORMS_FREEZE in features:
+        network.norm.eval()
+    if Feature.NORMS_GHOST in features:
+        network.norm = InGroups(WIDTH).to(network.out.weight.dtype)
     totals: Sums = {}
     outputs: list[Batch] = []
     for start, stop, seed in whole:

@@ -16,7 +16,9 @@ from anybatch.core.loss import declared
 from anybatch.engine.clipping import clip_policy
 from anybatch.engine.features import features_of_choices, features_of_ranks, features_of_training
 from anybatch.engine.modules import collect_modules
+from anybatch.engine.norms import policy_features
 from anybatch.errors import CompositionError, UserError
+from anybatch.norms import policy_of
 from anybatch.parallel.all_reduce import AllReduce
 from anybatch.parallel.ddp import DDP
 from anybatch.parallel.single import Single
@@ -153,6 +155,7 @@ def test_features_are_recognised(feature: Feature) -> None:
         sizes=sizes,
         clip=clip_policy(given.get("clip")),
     )
+    seen |= policy_features(policy_of(given.get("norms", "keep")))
 
     assert set(seen) == features & set(IN_ARGUMENTS)
 

@@ -66,6 +66,7 @@ _COMPILATION = Axis("compilation", exclusive=False)
 _CHECKPOINTING = Axis("checkpointing", known="running")
 _BATCH_NORM = Axis("normalization", exclusive=False)
 _DROPOUT = Axis("dropout")
+_NORMS = Axis("norms")
 
 
 class Feature(Enum):
@@ -110,6 +111,11 @@ class Feature(Enum):
     BATCH_NORM = (_BATCH_NORM, "BatchNorm in train mode")
     DROPOUT_KEYED = (_DROPOUT, "dropout with rng='micro_batch'")
     DROPOUT_UNKEYED = (_DROPOUT, "dropout with rng=None")
+    NORMS_SYNC = (_NORMS, "norms='sync'")
+    NORMS_FREEZE = (_NORMS, "norms='freeze'")
+    NORMS_GHOST = (_NORMS, "norms=Ghost(group_size)")
+    NORMS_EXACT = (_NORMS, "norms='exact'")
+    NORMS_CHECKPOINT = (_NORMS, "norms=Exact(method='checkpoint')")
 
     def __init__(self, axis: Axis, says: str) -> None:
         self.axis = axis
@@ -150,6 +156,17 @@ _NARROW_DDP = Cell(
     "Use strategy='all_reduce', or float32 parameters with precision='bf16'.",
 )
 
+_OWN_NORMALISATION = Cell(
+    Verdict.REFUSED,
+    "compiled code normalises by itself, so that nothing can take the place of BatchNorm",
+    "Leave the model uncompiled, or use norms='keep' or 'freeze'.",
+)
+_JOINS_RANKS = Cell(
+    Verdict.DIFFERS,
+    "it normalises the k-th micro-batches of all ranks together, so the gradient still depends on the cut",
+    "Use norms='exact', or norms=Ghost(group_size=...) for the same function at any cut.",
+)
+
 _ONE_CUT = "Use deal='fixed' with a named micro_batch_size, so that the cut does not depend on the number of ranks."
 
 _BY_ITSELF: Mapping[Feature, Cell] = {
@@ -161,7 +178,7 @@ _BY_ITSELF: Mapping[Feature, Cell] = {
     Feature.BATCH_NORM: Cell(
         Verdict.DIFFERS,
         "it normalises each micro-batch by that micro-batch's own statistics, so the gradient depends on the cut",
-        "Use GroupNorm or LayerNorm, or put BatchNorm into eval mode.",
+        "Use norms='exact', norms=Ghost(group_size=...), norms='freeze', or another layer (anybatch.norms.replaced).",
     ),
     Feature.DROPOUT_KEYED: Cell(
         Verdict.SAME_CUT,
@@ -173,6 +190,7 @@ _BY_ITSELF: Mapping[Feature, Cell] = {
         "its random numbers come from the caller's generators, in the order in which each rank happens to draw",
         "Use rng='micro_batch'.",
     ),
+    Feature.NORMS_SYNC: _JOINS_RANKS,
 }
 _TOGETHER: Mapping[frozenset[Feature], Cell] = {
     frozenset((Feature.SINGLE, Feature.SEVERAL_RANKS)): Cell(
@@ -202,10 +220,32 @@ _TOGETHER: Mapping[frozenset[Feature], Cell] = {
         "micro-batches are run twice, and have to draw the same random numbers both times",
         "Use rng='micro_batch'.",
     ),
+    **{
+        frozenset((Feature.JOINT, policy)): Cell(
+            Verdict.REFUSED,
+            "its micro-batches are run twice, and the policy sets up what is run once",
+            "Use norms='keep' or 'freeze', or a layer that normalises each sample by itself (anybatch.norms.replaced).",
+        )
+        for policy in (Feature.NORMS_SYNC, Feature.NORMS_GHOST, Feature.NORMS_EXACT, Feature.NORMS_CHECKPOINT)
+    },
     frozenset((Feature.COMPILED, Feature.DROPOUT_KEYED)): Cell(
         Verdict.SAME_CUT,
         "random numbers belong to micro-batches: another cut draws others, and so does compiled code, from equal seeds",
         _ONE_CUT,
+    ),
+    **{
+        frozenset((Feature.BATCH_NORM, cure)): _EXACT
+        for cure in (Feature.NORMS_FREEZE, Feature.NORMS_GHOST, Feature.NORMS_EXACT, Feature.NORMS_CHECKPOINT)
+    },
+    frozenset((Feature.BATCH_NORM, Feature.NORMS_SYNC)): _JOINS_RANKS,
+    **{
+        frozenset((Feature.COMPILED, policy)): _OWN_NORMALISATION
+        for policy in (Feature.NORMS_SYNC, Feature.NORMS_GHOST, Feature.NORMS_EXACT, Feature.NORMS_CHECKPOINT)
+    },
+    frozenset((Feature.NON_REENTRANT, Feature.NORMS_EXACT)): Cell(
+        Verdict.REFUSED,
+        "a block that is run again in the backward would wait there for all other micro-batches",
+        "Leave checkpointing to norms=Exact(method='checkpoint'), or checkpoint blocks without BatchNorm only.",
     ),
     frozenset((Feature.COMPILED, Feature.REENTRANT)): _EXACT,  # torch.compile replaces the checkpoint by its own
     frozenset((Feature.WIDE_PARAMETERS, Feature.MASTER_WEIGHTS)): _NO_MASTERS,

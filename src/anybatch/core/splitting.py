@@ -44,12 +44,15 @@ class Cut:
         deal: "balanced" gives every rank the same number of samples up to one and cuts each share by itself;
             "fixed" cuts the whole batch once and keeps units whole, so that units do not depend on the world size.
         lockstep: every rank must run the same number of units; short shares are filled with units of weight 0.
+        group: units and shares hold whole groups of this many consecutive samples, see `group_sizes`; a unit may hold
+            one sample more than allowed, if its last group does.
     """
 
     micro_batch_size: int | None = None
     accumulation_steps: int | None = None
     deal: Deal = "balanced"
     lockstep: bool = False
+    group: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,12 +105,16 @@ def plan_batch(num_samples: int, world_size: int, cut: Cut) -> BatchPlan:
         world_size: number of ranks; need not divide anything.
         cut: the constraints.
     """
+    if num_samples < 0:
+        message = f"{num_samples=} must not be negative."
+        raise BatchSizeError(message)
     if cut.deal == "balanced":
-        return plan_shares(even_parts(num_samples, world_size), cut)
+        return plan_shares(_even_shares(num_samples, world_size, cut), cut)
     if cut.accumulation_steps is not None:
-        sizes: Iterable[int] = even_parts(num_samples, min(num_samples, world_size * cut.accumulation_steps))
+        sizes: Iterable[int] = _even_shares(num_samples, world_size * cut.accumulation_steps, cut, keep_empty=False)
     else:
-        sizes = _parts_of(num_samples, cut.micro_batch_size or ceil_div(num_samples, world_size))
+        share = max(ceil_div(num_samples, world_size), cut.group or 1)
+        sizes = _units_of(num_samples, cut.micro_batch_size or share, cut)
     units = [Unit(number, start, stop) for number, (start, stop) in enumerate(_ranges(sizes, 0))]
     ends = list(itertools.accumulate(even_parts(len(units), world_size), initial=0))
     shares = tuple(tuple(units[start:stop]) for start, stop in itertools.pairwise(ends))
@@ -119,21 +126,31 @@ def plan_shares(share_sizes: Sequence[int], cut: Cut) -> BatchPlan:
 
     Raises:
         CompositionError: `cut.deal` is "fixed", which needs a batch that can be dealt freely.
+        BatchSizeError: a share ends within a group.
     """
     if cut.deal == "fixed":
         refuse_compositions({Feature.FIXED: "", Feature.RANK_SHARES: ""})
+    _refuse_cut_groups(share_sizes, cut)
     shares: list[tuple[Unit, ...]] = []
     number = start = 0
     for size in share_sizes:
         if cut.accumulation_steps is not None:
-            sizes: Iterable[int] = even_parts(size, min(size, cut.accumulation_steps))
+            sizes: Iterable[int] = _even_shares(size, cut.accumulation_steps, cut, keep_empty=False)
         else:
-            sizes = _parts_of(size, cut.micro_batch_size or size)
+            sizes = _units_of(size, cut.micro_batch_size or size, cut)
         share = tuple(Unit(number + k, *bounds) for k, bounds in enumerate(_ranges(sizes, start)))
         shares.append(share)
         number += len(share)
         start += size
     return _finish(start, tuple(shares), cut)
+
+
+def group_sizes(num_samples: int, group: int) -> tuple[int, ...]:
+    """Split samples into groups of `group`. A rest is a group too, but a rest of one sample joins the one before."""
+    sizes = _parts_of(num_samples, group)
+    if len(sizes) > 1 and sizes[-1] == 1:
+        return (*sizes[:-2], group + 1)
+    return sizes
 
 
 def even_parts(total: int, num_parts: int) -> tuple[int, ...]:
@@ -152,14 +169,58 @@ def _parts_of(total: int, size: int) -> tuple[int, ...]:
     return (size,) * full + ((rest,) if rest else ())
 
 
+def _even_shares(num_samples: int, num_parts: int, cut: Cut, *, keep_empty: bool = True) -> tuple[int, ...]:
+    """Split samples into parts that differ by at most one sample, or by one group where groups stay whole."""
+    groups = None if cut.group is None else group_sizes(num_samples, cut.group)
+    num_pieces = num_samples if groups is None else len(groups)
+    parts = even_parts(num_pieces, num_parts if keep_empty else min(num_parts, num_pieces))
+    if groups is None:
+        return parts
+    return tuple(sum(groups[start:stop]) for start, stop in _ranges(parts, 0))
+
+
+def _units_of(num_samples: int, size: int, cut: Cut) -> tuple[int, ...]:
+    """Split samples into units of `size`, or of as many whole groups as fit into that.
+
+    Raises:
+        BatchSizeError: a whole group does not fit.
+    """
+    if cut.group is None:
+        return _parts_of(num_samples, size)
+    if size < min(cut.group, num_samples):
+        message = (
+            f"micro_batch_size={size} must be at least the group size {cut.group}: a group is normalised in one "
+            "micro-batch. Use a larger micro_batch_size or a smaller group."
+        )
+        raise BatchSizeError(message)
+    groups, per_unit = group_sizes(num_samples, cut.group), max(1, size // cut.group)
+    return tuple(sum(groups[start : start + per_unit]) for start in range(0, len(groups), per_unit))
+
+
+def _refuse_cut_groups(share_sizes: Sequence[int], cut: Cut) -> None:
+    """Refuse shares that do not hold whole groups.
+
+    Raises:
+        BatchSizeError: with the share and both numbers.
+    """
+    if cut.group is None:
+        return
+    total = sum(share_sizes)
+    borders = {0, *itertools.accumulate(group_sizes(total, cut.group))}
+    for rank, end in enumerate(itertools.accumulate(share_sizes)):
+        if end not in borders:
+            message = (
+                f"the share of rank {rank} ends after sample {end} of {total}, within a group of {cut.group} samples. "
+                "Bring shares of whole groups (only the last may be shorter), or feed the engine from ab.batches."
+            )
+            raise BatchSizeError(message)
+
+
 def _ranges(sizes: Iterable[int], start: int) -> Iterable[tuple[int, int]]:
     return itertools.pairwise(itertools.accumulate(sizes, initial=start))
 
 
 def _finish(num_samples: int, shares: tuple[tuple[Unit, ...], ...], cut: Cut) -> BatchPlan:
-    if num_samples < 0:
-        message = f"{num_samples=} must not be negative."
-        raise BatchSizeError(message)
     if cut.lockstep and num_samples:
         shares = _in_lockstep(shares)
     return BatchPlan(num_samples=num_samples, shares=shares, cut=cut)

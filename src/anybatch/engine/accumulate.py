@@ -41,6 +41,10 @@ class Randomness(Protocol):
         """Start the random numbers of one micro-batch."""
         ...
 
+    def parked(self) -> AbstractContextManager[object]:
+        """Return a context around what another micro-batch does in the middle of this one."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
@@ -72,7 +76,7 @@ def accumulate(machine: Machine, work: Iterable[tuple[Work, Batch]]) -> Sums:
         # 2. Forward, divided by the count of the effective batch; reduction starts in the last micro-batch only.
         with machine.strategy.micro_batch(item.turn):
             with machine.autocast():
-                terms = call(_forward(machine.loss, item.shares, sums), batch)
+                terms = call(forward_of(machine.loss, item.shares, sums), batch)
             # 3. Backward: gradients add up.
             total = terms[0] if len(terms) == 1 else torch.stack(terms).sum()
             torch.autograd.backward(scale(total), inputs=inputs)
@@ -83,7 +87,7 @@ def accumulate(machine: Machine, work: Iterable[tuple[Work, Batch]]) -> Sums:
     return sums
 
 
-def _forward(loss: Loss, shares: tuple[Share, ...], sums: Sums) -> Callable[[object, Batch], list[torch.Tensor]]:
+def forward_of(loss: Loss, shares: tuple[Share, ...], sums: Sums) -> Callable[[object, Batch], list[torch.Tensor]]:
     """Return the function that runs one forward; a wrapper may want to call it (DDP does)."""
 
     def run(model: object, batch: Batch) -> list[torch.Tensor]:

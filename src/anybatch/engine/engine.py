@@ -22,12 +22,13 @@ from anybatch.engine.averaging import WeightAverage
 from anybatch.engine.clipping import Clip, ClipByNorm, clip_gradients, clip_policy, total_norm
 from anybatch.engine.decisions import first_decisions
 from anybatch.engine.evaluation import MetricFunction, evaluate
+from anybatch.engine.executors import choose_executor
 from anybatch.engine.features import features_of_choices, features_of_training, refuse_features, refused_in_backward
 from anybatch.engine.feeding import OpenBatch, Workload, make_workload, open_batch, refuse_disagreement
 from anybatch.engine.finite import FiniteCheck
 from anybatch.engine.first_step import DeclarationCheck
-from anybatch.engine.joint import choose_executor
 from anybatch.engine.modules import Model, choose_strategy, collect_modules, world_of
+from anybatch.engine.norms import Normalisation, policy_features, policy_for
 from anybatch.engine.precision import LossScaler, OptimizerFunction, PrecisionName, autocast, make_target
 from anybatch.engine.randomness import CallersRandomness, UnitRandomness
 from anybatch.engine.sizing import Sizing
@@ -42,6 +43,7 @@ from anybatch.engine.state import (
 from anybatch.engine.sums import divide_late
 from anybatch.engine.watch import Watch, start_record
 from anybatch.errors import RankFailedError, UserError
+from anybatch.norms import Policy, PolicyName
 from anybatch.parallel.strategy import Strategy
 from anybatch.parallel.world import World
 
@@ -86,6 +88,8 @@ class Engine:
         measure_gradient_norm: report the gradient norm, and look for gradients that are not finite. False saves one
             pass over the gradients; the loss is still looked at.
         average_decay: keep an exponential moving average of the weights, such as 0.999; see `evaluate(averaged=True)`.
+        norms: what to do about BatchNorm in train mode: "keep", "sync", "freeze", "exact", or a policy of
+            `anybatch.norms`, such as `Ghost(group_size=32)`; see docs/batch_norm.md.
         rng: "micro_batch" keys torch's random numbers by (seed, step, first sample of the micro-batch), whatever rank
             runs it; None leaves them as they come.
         check_loss: look in the first step, on a few samples, whether the loss is what it was declared to be.
@@ -113,6 +117,7 @@ class Engine:
         clip: Clip | float | None = None,
         measure_gradient_norm: bool = True,
         average_decay: float | None = None,
+        norms: Policy | PolicyName = "keep",
         rng: Literal["micro_batch"] | None = "micro_batch",
         check_loss: bool = True,
         seed: int | None = None,
@@ -142,6 +147,8 @@ class Engine:
         autocasting = autocast(precision, self.world.device)
         features = features_of_training(self._modules, self._loss, optimizer, rng=rng)
         features |= features_of_choices(precision=precision, deal=deal, sizes=self._sizing.sizes, clip=self._clip)
+        policy = policy_for(norms, self._modules, self.world)
+        features |= policy_features(policy)
         refuse_features(features, optimizer, self._strategy.capabilities, self.world)
         self._check = DeclarationCheck(self._loss, model, self._modules, self.world, enabled=check_loss)
         self._loss = self._check.loss
@@ -150,6 +157,7 @@ class Engine:
         prepared = self._strategy.prepare(self._modules, model, self.world, self._watch.reduction)
         try:
             self._target = make_target(optimizer, prepared.parameters)
+            self._norms = Normalisation(policy, self._modules, self._strategy, self.world, self._sizing)
         except Exception:
             self._strategy.close()  # no hook stays on a model that is not going to be trained
             raise
@@ -166,7 +174,7 @@ class Engine:
             before=self._watch.before,
             after=self._watch.after,
         )
-        self._execute = choose_executor(self._machine, self._modules, self.world, self._watch)
+        self._execute = choose_executor(self._machine, self._modules, self.world, self._watch, self._norms)
         self._precision = precision
         self.decisions = first_decisions(
             update=self._target.update,
@@ -175,6 +183,7 @@ class Engine:
             differed=prepared.differed,
             remarks=remarks(features),
         )
+        self.decisions |= self._norms.decisions
         self._strategy.clear_gradients()
 
     def step(self, batch: Any) -> StepReport:  # noqa: ANN401 (any nested batch)
@@ -198,6 +207,7 @@ class Engine:
             rates = tuple(group["lr"] for group in self.optimizer.param_groups)
             with self._watch.phase("update"):
                 stepped = self._update()
+                self._norms.update()
             self.position = workload.opened.end
             report = StepReport(
                 step=self.num_steps,
@@ -319,6 +329,7 @@ class Engine:
         """
         self._forget_gradients()
         self._strategy.close()
+        self._norms.close()
         self._machine.scaler.close()
         self._watch.end(self.num_steps, error)
         if error is None:
@@ -334,7 +345,7 @@ class Engine:
 
     @property
     def _placement(self) -> Placement:
-        return self._sizing.placement(lockstep=self._strategy.capabilities.lockstep)
+        return self._norms.place(self._sizing.placement(lockstep=self._strategy.capabilities.lockstep))
 
     def _accumulate(self, batch: Any) -> tuple[Workload, torch.Tensor, torch.Tensor]:  # noqa: ANN401
         """Add the gradient of the effective batch up over micro-batches and ranks, and divide it."""
@@ -370,8 +381,9 @@ class Engine:
             self._tell_start(opened)
         if self._check.pending:
             opened = self._check.look(opened, self._machine, self.decisions, self._watch.diagnosis)
+        norms = self._norms
         return make_workload(
-            opened, self._loss, self.world, step=self.num_steps, lockstep=self._strategy.capabilities.lockstep
+            opened, self._loss, self.world, step=self.num_steps, lockstep=norms.lockstep, every_unit=norms.every_unit
         )
 
     def _clip_gradients(self, contributions: torch.Tensor) -> torch.Tensor | None:

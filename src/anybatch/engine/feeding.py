@@ -76,11 +76,13 @@ def open_batch(batch: Any, placement: Placement, world: World, start: Position) 
     )
 
 
-def make_workload(opened: OpenBatch, loss: Loss, world: World, *, step: int, lockstep: bool) -> Workload:
+def make_workload(
+    opened: OpenBatch, loss: Loss, world: World, *, step: int, lockstep: bool, every_unit: bool = False
+) -> Workload:
     """Count the terms of the loss, agree on the counts over ranks, and line the micro-batches up.
 
     Where counts need the data, all of this rank's micro-batches are loaded (on the host) before the first is run,
-    since the divisor has to be known before the first forward.
+    since the divisor has to be known before the first forward. `every_unit` also runs units that count nothing.
 
     Raises:
         LossError: the whole effective batch has nothing to count, so its loss is not defined.
@@ -122,7 +124,7 @@ def make_workload(opened: OpenBatch, loss: Loss, world: World, *, step: int, loc
             counts,
             divisors=divisors,
             step=step,
-            lockstep=lockstep,
+            every_unit=every_unit or lockstep,
         ),
     )
 
@@ -153,8 +155,8 @@ def _refuse_idle_rank(busy: Sequence[int], lacks: str) -> None:
     if all(busy):
         return
     message = (
-        f"rank {busy.index(0)} has {lacks} in its share of the batch, but the strategy keeps ranks in lockstep: each "
-        "runs as many micro-batches as the others. Use a larger effective batch, or strategy='all_reduce'."
+        f"rank {busy.index(0)} has {lacks} in its share of the batch, but the strategy or norms policy needs every "
+        "rank in every step. Use a larger effective batch, or strategy='all_reduce' with norms='keep'."
     )
     raise DataError(message)
 
@@ -167,14 +169,14 @@ def _line_up(
     *,
     divisors: tuple[float, ...],
     step: int,
-    lockstep: bool,
+    every_unit: bool,
 ) -> Iterator[tuple[Work, Batch]]:
     """Pair the units that have something to add with their data.
 
     A mean over nothing is NaN, so units without a count are left out. Everything but the data is made beforehand, in
     one go: between two backwards the same lines would run from cold caches, several times as long.
     """
-    running = [number for number, count in enumerate(counts) if any(count) or lockstep]
+    running = [number for number, count in enumerate(counts) if any(count) or every_unit]
     first, last = (running[0], running[-1]) if running else (-1, -1)
     known: dict[tuple[tuple[float, ...], float], tuple[Share, ...]] = {}  # most units count alike
     work = []

@@ -1,7 +1,7 @@
 """Losses across samples: two passes, and in between the loss of the whole effective batch."""
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -11,20 +11,24 @@ from anybatch.core.loss import Loss, LossFunction, Share
 from anybatch.core.nested import Batch, take_apart
 from anybatch.core.splitting import BatchPlan
 from anybatch.engine.accumulate import Machine, Work, accumulate
-from anybatch.engine.feeding import Workload
 from anybatch.engine.sums import Sums
-from anybatch.engine.watch import Watch
 from anybatch.errors import LossError
 from anybatch.parallel.gathering import Rows, gather_rows
 from anybatch.parallel.strategy import Turn
 from anybatch.parallel.world import World
 
-Executor = Callable[[Workload], Sums]
-"""Adds up the gradient of one effective batch."""
 Told = Callable[[int], AbstractContextManager[object]]
 """Context of the collective that brings outputs together, given the bytes that this rank hands over."""
 
+Record = Callable[[Work], AbstractContextManager[object]]
+"""Context of the forward in which running statistics see a micro-batch; the second pass is not seen."""
+
 _NOT_LAST = Turn(first=False, last=False)
+
+
+def _not_recorded(item: Work) -> AbstractContextManager[object]:
+    del item
+    return nullcontext()
 
 
 @dataclass(slots=True)
@@ -80,26 +84,14 @@ class Slope:
     of_parameters: tuple[torch.Tensor, ...]
 
 
-def choose_executor(machine: Machine, modules: nn.Module, world: World, watch: Watch) -> Executor:
-    """Return what runs the steps of a loss: one pass, or two for a loss across samples."""
-    if machine.loss.encode is None:
-        return lambda workload: accumulate(machine, watch.work(workload))
-
-    def run(workload: Workload) -> Sums:
-        plan = workload.opened.plan
-        meeting = Meeting(
-            meet=lambda outputs: gather_outputs(outputs, plan, world, watch.gathering),
-            num_samples=plan.num_samples,
-            tells=first_rank_with_samples(plan) == world.rank,
-            seed=workload.seed,
-        )
-        return accumulate_joint(machine, modules, watch.work(workload), workload.replay, meeting)
-
-    return run
-
-
 def accumulate_joint(
-    machine: Machine, modules: nn.Module, work: Iterable[tuple[Work, Batch]], replay: Iterable[Batch], meeting: Meeting
+    machine: Machine,
+    modules: nn.Module,
+    work: Iterable[tuple[Work, Batch]],
+    replay: Iterable[Batch],
+    meeting: Meeting,
+    *,
+    record: Record = _not_recorded,
 ) -> Sums:
     """Add up the gradient of one effective batch under a loss that looks across its samples, exactly.
 
@@ -112,7 +104,7 @@ def accumulate_joint(
     sums = Sums()
 
     # 1. Encode every micro-batch; the graph of the last one is kept.
-    items, outputs = encode_all(machine, machine.loss, work)
+    items, outputs = encode_all(machine, machine.loss, work, record)
     # 2. Bring the outputs of all ranks together; the loss, and its gradient with respect to them.
     slope = _find_slope(machine, outputs, meeting)
     if slope is None:
@@ -150,7 +142,9 @@ def rehearse(machine: Machine, modules: nn.Module, work: Sequence[tuple[Work, Ba
     accumulate_joint(machine, modules, work, [batch for _, batch in work], meeting)
 
 
-def encode_all(machine: Machine, loss: Loss, work: Iterable[tuple[Work, Batch]]) -> tuple[list[Work], Outputs]:
+def encode_all(
+    machine: Machine, loss: Loss, work: Iterable[tuple[Work, Batch]], record: Record = _not_recorded
+) -> tuple[list[Work], Outputs]:
     """Encode this rank's micro-batches, with the activations of one at a time.
 
     Gradients are on although only the last graph is used: compiled code and models that ask `is_grad_enabled` would
@@ -163,7 +157,7 @@ def encode_all(machine: Machine, loss: Loss, work: Iterable[tuple[Work, Batch]])
     for item, batch in work:
         outputs.graph = []  # the graph of the one before goes first
         machine.randomness.seed(item.seed)
-        with machine.strategy.micro_batch(_NOT_LAST), machine.autocast():
+        with machine.strategy.micro_batch(_NOT_LAST), record(item), machine.autocast():
             outputs.graph, outputs.put_together = take_apart(machine.prepared.call(_encode(loss), batch))
         _note(outputs, item)
         items.append(item)

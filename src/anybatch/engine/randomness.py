@@ -1,5 +1,7 @@
 """Random numbers inside a step: keyed per micro-batch, and the caller's own are as before."""
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Self
 
@@ -32,6 +34,16 @@ class UnitRandomness:
         for generator in self._generators:
             generator.manual_seed(seed)
 
+    @contextmanager
+    def parked(self) -> Iterator[None]:
+        """Let others draw for a while; afterwards the numbers go on as if nobody had."""
+        states = [generator.get_state() for generator in self._generators]
+        try:
+            yield
+        finally:
+            for generator, state in zip(self._generators, states, strict=True):
+                generator.set_state(state)
+
 
 class CallersRandomness:
     """Leaves random numbers as they come, which is `rng=None`."""
@@ -46,6 +58,10 @@ class CallersRandomness:
 
     def seed(self, seed: int) -> None:
         """Nothing is seeded."""
+
+    def parked(self) -> AbstractContextManager[None]:
+        """Others draw from the same numbers."""
+        return nullcontext()
 
 
 def _device_generators(device: torch.device) -> list[torch.Generator]:

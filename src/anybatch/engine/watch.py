@@ -46,6 +46,7 @@ class Watch:
         self._step = 0
         self._workload: Workload | None = None
         self._position = 0
+        self._num_begun = 0
         self._reductions: list[tuple[int, int, torch.dtype]] = []
 
     @property
@@ -59,7 +60,7 @@ class Watch:
 
     def begin_step(self, step: int, workload: Workload) -> None:
         """Remember what the records of this step refer to."""
-        self._step, self._workload, self._position = step, workload, 0
+        self._step, self._workload, self._position, self._num_begun = step, workload, 0, 0
 
     def work(self, workload: Workload) -> Iterator[tuple[Work, Batch]]:
         """Return the work of a step, telling how long each micro-batch takes to load."""
@@ -76,7 +77,8 @@ class Watch:
     def before(self, item: Work) -> None:
         """Tell that a micro-batch begins."""
         if self._observer is not None:
-            self._tell(self._micro_batch(item, "begin", {}, {}))
+            self._tell(self._micro_batch(item, "begin", self._num_begun, {}, {}))
+            self._num_begun += 1
 
     def after(self, item: Work, contributions: Sequence[torch.Tensor]) -> None:
         """Tell that a micro-batch is over."""
@@ -90,7 +92,7 @@ class Watch:
             if share.count and contributions:  # a loss across samples has none of a micro-batch
                 contribution = next(values)
                 sums[name] = contribution * (divisor / weight) if weight else contribution
-        self._tell(self._micro_batch(item, "end", counts, sums))
+        self._tell(self._micro_batch(item, "end", self._position, counts, sums))
         self._position += 1
 
     def reduction(self, bucket: int, num_bytes: int, dtype: torch.dtype) -> None:
@@ -188,6 +190,7 @@ class Watch:
         self,
         item: Work,
         event: SpanEvent,
+        position: int,
         counts: Mapping[str, float],
         loss_sums: Mapping[str, torch.Tensor],
     ) -> MicroBatchRecord:
@@ -197,7 +200,7 @@ class Watch:
             event=event,
             step=self._step,
             unit_number=item.unit.number,
-            position=self._position,
+            position=position,
             num_micro_batches=len(self._workload.opened.units),
             num_samples=item.unit.num_samples,
             first_sample_id=int(self._workload.opened.sample_ids[item.unit.start]),

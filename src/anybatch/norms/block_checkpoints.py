@@ -1,0 +1,88 @@
+"""Blocks of a model that are run again in the backward instead of keeping what is inside; by hooks, not by wrappers."""
+
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
+from torch.utils.hooks import RemovableHandle
+
+from anybatch.errors import ParameterError
+
+
+def blocks_of(modules: nn.Module, names: Sequence[str] | None) -> dict[str, nn.Module]:
+    """Return the blocks to checkpoint by name.
+
+    Args:
+        modules: the model.
+        names: the blocks; None takes the outermost modules, other than a whole model, with a BatchNorm layer as child.
+
+    Raises:
+        ParameterError: a name that the model does not have.
+    """
+    named = dict(modules.named_modules())
+    if names is not None:
+        unknown = [name for name in names if name not in named]
+        if unknown:
+            message = f"blocks={names!r} names {unknown[0]!r}, which is no module of the model. See named_modules()."
+            raise ParameterError(message)
+        return {name: named[name] for name in names}
+    models = {modules, *(modules.children() if isinstance(modules, nn.ModuleDict) else ())}
+    found: dict[str, nn.Module] = {}
+    for name, module in named.items():
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if module not in models and not inside and any(isinstance(child, _BatchNorm) for child in module.children()):
+            found[name] = module
+    return found
+
+
+class BlockCheckpoint:
+    """Checkpoints one module with `torch.utils.checkpoint`'s own machinery for use_reentrant=False.
+
+    The module is neither wrapped nor patched, so its name and its parameters' names stay.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._running: list[Generator[None, None, None]] = []
+        self._recomputing = False
+        self._handles: list[RemovableHandle] = [
+            module.register_forward_pre_hook(self._enter, with_kwargs=True),
+            module.register_forward_hook(self._leave, prepend=True, always_call=True),
+        ]
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._recomputing or not module.training:
+            return
+        # torch has no public name for what it runs before and after a checkpointed function (2.11 to 2.13).
+        options = (True, self._contexts, "default", False, True)  # randomness kept, as checkpoint() has them by default
+        running = _checkpoint_without_reentrant_generator(module, *options, *args, **kwargs)
+        next(running)
+        self._running.append(running)
+
+    def _contexts(self) -> "tuple[AbstractContextManager[None], _Recomputing]":
+        return nullcontext(), _Recomputing(self)
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        del module, args, output
+        if not self._recomputing and self._running:
+            next(self._running.pop(), None)
+
+
+class _Recomputing:
+    """The context in which a block is run again, without being checkpointed again."""
+
+    def __init__(self, block: BlockCheckpoint) -> None:
+        self._block = block
+
+    def __enter__(self) -> None:
+        self._block._recomputing = True  # noqa: SLF001 (a part of it)
+
+    def __exit__(self, *_: object) -> None:
+        self._block._recomputing = False  # noqa: SLF001

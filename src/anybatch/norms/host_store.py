@@ -1,0 +1,71 @@
+"""What a backward needs waits in the host's memory, each tensor copied once."""
+
+import weakref
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+_SMALL_BYTES = 1 << 14  # what is not worth a copy
+_Key = tuple[object, ...]
+
+
+class HostStore:
+    """Hooks for saved tensors that move them to the host, and back when the backward asks for them.
+
+    A tensor that several operations save is copied once, as long as it is not changed in between; and it comes back
+    once for all that ask for it close together.
+
+    Args:
+        staying: tensors that are there anyway, such as parameters.
+    """
+
+    def __init__(self, staying: Iterable[Tensor]) -> None:
+        self.num_bytes = 0
+        self._staying = {tensor.untyped_storage()._cdata for tensor in staying}  # noqa: SLF001 (a storage's identity)
+        self._copies: dict[_Key, tuple[StorageWeakRef, weakref.ref[_HostCopy]]] = {}
+
+    def hooks(self) -> AbstractContextManager[object]:
+        """Return the context of a forward whose saved tensors are to go to the host."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+
+    def _pack(self, tensor: Tensor) -> "Tensor | _HostCopy":
+        storage = tensor.untyped_storage()
+        num_bytes = tensor.numel() * tensor.itemsize
+        # An expanded tensor is smaller than it looks, and copies of it would not be.
+        if num_bytes < _SMALL_BYTES or num_bytes > storage.nbytes() or storage._cdata in self._staying:  # noqa: SLF001
+            return tensor
+        place = (storage._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())  # noqa: SLF001
+        key = (*place, tensor.dtype, tensor._version)  # noqa: SLF001 (torch has no public name for the version)
+        known = self._copies.get(key)
+        copy = None if known is None or known[0].expired() else known[1]()
+        if copy is None:
+            copy = _HostCopy(tensor)
+            self.num_bytes += num_bytes
+            # The reference keeps the address from being given to another storage while the key is in use.
+            self._copies[key] = (StorageWeakRef(storage), weakref.ref(copy))
+        return copy
+
+
+class _HostCopy:
+    """A tensor's values on the host, and the tensor they were last brought back to, while somebody holds it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._device = tensor.device
+        self._back: weakref.ref[Tensor] | None = None
+        self._values = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
+        self._values.copy_(tensor, non_blocking=True)
+
+    def on_device(self) -> Tensor:
+        known = None if self._back is None else self._back()
+        if known is None:
+            known = torch.empty_like(self._values, device=self._device, pin_memory=False)
+            known.copy_(self._values, non_blocking=True)
+            self._back = weakref.ref(known)
+        return known
+
+
+def _unpack(packed: "Tensor | _HostCopy") -> Tensor:
+    return packed.on_device() if isinstance(packed, _HostCopy) else packed

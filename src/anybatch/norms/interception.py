@@ -1,0 +1,131 @@
+"""Takes the place of `F.batch_norm` inside BatchNorm layers while they run; the layers themselves stay as they are."""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of `F.batch_norm` that normalises by the statistics of what it is given.
+
+    Attributes:
+        values: (samples, channels, ...).
+        running_mean: which layer it is, by its buffer; None where nothing is tracked.
+        weight: per channel, or None.
+        bias: per channel, or None.
+        eps: added to the variance.
+    """
+
+    values: Tensor
+    running_mean: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+
+
+Normalise = Callable[[Call], Tensor]
+
+
+class Interceptor:
+    """Lets a function of ours normalise in BatchNorm layers in train mode, where and when one is set.
+
+    What else a layer does in its forward, an activation that is fused with it, say, is done as before. Hooks set the
+    context up around each layer alone: so it is there in whatever thread a layer runs, also in a backward that runs a
+    block again, and costs nothing elsewhere. What runs under torch.compile does not come by here.
+    """
+
+    def __init__(self, layers: Iterable[_BatchNorm]) -> None:
+        self._everywhere: Normalise | None = None
+        self._thread = threading.local()
+        self._handles = [
+            handle
+            for layer in layers
+            for handle in (
+                layer.register_forward_pre_hook(self._enter),
+                layer.register_forward_hook(self._leave, always_call=True),
+            )
+        ]
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    @contextmanager
+    def everywhere(self, normalise: Normalise | None) -> Iterator[None]:
+        """Use a function in all threads; None leaves the layers to themselves."""
+        self._everywhere = normalise
+        try:
+            yield
+        finally:
+            self._everywhere = None
+
+    @contextmanager
+    def in_this_thread(self, normalise: Normalise) -> Iterator[None]:
+        """Use a function in this thread alone."""
+        self._thread.normalise = normalise
+        try:
+            yield
+        finally:
+            self._thread.normalise = None
+
+    def _enter(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
+        del args
+        normalise = getattr(self._thread, "normalise", None) or self._everywhere
+        if normalise is None or not layer.training:
+            return
+        self._thread.mode = _InsteadOfBatchNorm(normalise)
+        self._thread.mode.__enter__()
+
+    def _leave(self, layer: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        del layer, args, output
+        mode = getattr(self._thread, "mode", None)
+        if mode is not None:
+            self._thread.mode = None
+            mode.__exit__(None, None, None)
+
+
+class _InsteadOfBatchNorm(TorchFunctionMode):
+    """The context in which `F.batch_norm` is a function of ours."""
+
+    def __init__(self, normalise: Normalise) -> None:
+        super().__init__()
+        self._normalise = normalise
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 (whatever torch's function returns)
+        """Run a function of torch, or ours in the place of `F.batch_norm`."""
+        del types
+        if func is not F.batch_norm:
+            return func(*args, **(kwargs or {}))
+        return self._batch_norm(*args, **(kwargs or {}))
+
+    def _batch_norm(  # noqa: PLR0917 (torch's signature)
+        self,
+        input: Tensor,  # noqa: A002 (torch's name for it)
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,  # noqa: FBT001, FBT002 (torch's signature)
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        if not training:
+            return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        with torch.autocast(input.device.type, enabled=False):
+            return self._normalise(Call(input, running_mean, weight, bias, eps))

@@ -1,0 +1,143 @@
+"""Normalisation by statistics that are merged from several chunks of a batch, differentiably."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from anybatch.norms.layers import Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The statistics of one chunk per channel: its count, the mean, and the sum of squared differences from it."""
+
+    count: int
+    mean: Float[Tensor, " channels"]
+    squares: Float[Tensor, " channels"]
+
+
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """The statistics of all chunks together."""
+
+    mean: Float[Tensor, " channels"]
+    variance: Float[Tensor, " channels"]
+
+
+def chunk_of(values: Float[Tensor, "samples channels *rest"]) -> Chunk:
+    """Return the statistics of a chunk; its values are kept for the backward, and nothing else of their size."""
+    mean, squares = _ChunkStatistics.apply(values)  # type: ignore[no-untyped-call]
+    return Chunk(values.numel() // values.shape[1], mean, squares)
+
+
+def merged(chunks: Sequence[Chunk], ranks: Ranks, token: Float[Tensor, ""]) -> tuple[Joint, Float[Tensor, ""]]:
+    """Return the statistics of all chunks of all ranks together, and the next token.
+
+    Chunks whose count is 0 add nothing, but stay in the graph, which has to be the same on all ranks. The token orders
+    the backward's sums over ranks: each waits for the one that came after it in the forward, so that all ranks run them
+    in the same order, whatever else they differ in.
+
+    Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979:
+    mean = sum n_k mean_k / N, and N variance = sum (squares_k + n_k (mean_k - mean)^2).
+    """
+    like = chunks[0].mean
+    count = like.new_full((1,), float(sum(chunk.count for chunk in chunks)))
+    total = sum((chunk.mean * chunk.count for chunk in chunks), start=torch.zeros_like(like))
+    first, token = _sum(torch.cat([count, total]), ranks, token)
+    count, total = first[:1].detach(), first[1:]
+    count = count.clamp(min=1)  # 0 if every rank runs along with weight 0: the result must be finite
+    mean = total / count
+    squares = torch.zeros_like(like)
+    for chunk in chunks:
+        own = chunk.squares + (chunk.mean - mean).square() * chunk.count
+        squares = squares + (own if chunk.count else own * 0)
+    squares, token = _sum(squares, ranks, token)
+    return Joint(mean, squares / count), token
+
+
+def normalised(
+    values: Float[Tensor, "samples channels *rest"],
+    joint: Joint,
+    weight: Float[Tensor, " channels"] | None,
+    bias: Float[Tensor, " channels"] | None,
+    eps: float,
+) -> Float[Tensor, "samples channels *rest"]:
+    """Return what BatchNorm makes of the values with these statistics, in the values' type."""
+    inverse = (joint.variance + eps).rsqrt()
+    weight = torch.ones_like(inverse) if weight is None else weight.to(inverse.dtype)
+    bias = torch.zeros_like(inverse) if bias is None else bias.to(inverse.dtype)
+    output: Tensor = _Normalise.apply(values, joint.mean, inverse * weight, bias)  # type: ignore[no-untyped-call]
+    return output
+
+
+def _sum(value: Tensor, ranks: Ranks, token: Tensor) -> tuple[Tensor, Tensor]:
+    if ranks.size == 1:
+        return value, token
+    summed, token = _RankSum.apply(value, token, ranks.sum)  # type: ignore[no-untyped-call]
+    return summed, token
+
+
+def _along_channels(vector: Tensor, values: Tensor) -> Tensor:
+    return vector.view(1, -1, *[1] * (values.dim() - 2))
+
+
+def _other_axes(values: Tensor) -> list[int]:
+    return [axis for axis in range(values.dim()) if axis != 1]
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values.float() if values.dtype in (torch.bfloat16, torch.float16) else values
+
+
+class _ChunkStatistics(torch.autograd.Function):
+    """Mean and sum of squared differences from it."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ANN401 (torch's context has no type)
+        variance, mean = torch.var_mean(_wide(values), _other_axes(values), correction=0)
+        ctx.save_for_backward(values, mean)
+        ctx.count = values.numel() // values.shape[1]
+        return mean, variance * ctx.count
+
+    @staticmethod
+    def backward(ctx: Any, mean_grad: Tensor, squares_grad: Tensor) -> Tensor:  # noqa: ANN401
+        values, mean = ctx.saved_tensors
+        centred = values - _along_channels(mean, values)
+        slope, offset = _along_channels(2 * squares_grad, values), _along_channels(mean_grad / ctx.count, values)
+        return torch.addcmul(offset, centred, slope).to(values.dtype)
+
+
+class _Normalise(torch.autograd.Function):
+    """`(values - mean) * scale + bias` per channel; keeps the values, which their statistics keep too, once."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, mean: Tensor, scale: Tensor, bias: Tensor) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(values, mean, scale)
+        centred = values - _along_channels(mean, values)
+        return torch.addcmul(_along_channels(bias, values), centred, _along_channels(scale, values)).to(values.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401
+        values, mean, scale = ctx.saved_tensors
+        grad = _wide(grad)
+        axes = _other_axes(values)
+        total = grad.sum(axes)
+        along = (grad * (values - _along_channels(mean, values))).sum(axes)
+        return (grad * _along_channels(scale, values)).to(values.dtype), -total * scale, along, total
+
+
+class _RankSum(torch.autograd.Function):
+    """The sum over ranks: its gradient is the sum of the gradients over ranks, since each rank uses the same sum."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, token: Tensor, total: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:  # noqa: ANN401
+        ctx.total = total
+        return total(value.clone()), token.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, token_grad: Tensor) -> tuple[Tensor, Tensor, None]:  # noqa: ANN401
+        return ctx.total(grad.clone()), token_grad, None

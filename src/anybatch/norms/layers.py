@@ -1,0 +1,68 @@
+"""Which layers are meant: torch's BatchNorm in all its forms, and InstanceNorm with running statistics."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from anybatch.errors import CompositionError, ParameterError
+
+Tracking = _BatchNorm | _InstanceNorm
+"""A layer with running statistics."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """What normalisation needs of the other ranks.
+
+    Attributes:
+        size: number of ranks.
+        sum: replaces a small tensor by its sum over ranks and returns it.
+        most: the largest of the numbers that ranks pass.
+    """
+
+    size: int = 1
+    sum: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
+    most: Callable[[int], int] = lambda number: number
+
+
+def batch_norms(modules: nn.Module) -> dict[str, _BatchNorm]:
+    """Return the BatchNorm layers of all kinds by name, whatever mode they are in."""
+    return {name: module for name, module in modules.named_modules() if isinstance(module, _BatchNorm)}
+
+
+def tracking_layers(modules: nn.Module) -> dict[str, Tracking]:
+    """Return the layers with running statistics by name: BatchNorm, and InstanceNorm that tracks them."""
+    return {
+        name: module
+        for name, module in modules.named_modules()
+        if isinstance(module, Tracking) and module.running_mean is not None
+    }
+
+
+def refuse_unfit_layers(modules: nn.Module, *, num_ranks: int, frozen: bool) -> None:
+    """Refuse layers that nothing can be done about as they are.
+
+    Raises:
+        ParameterError: a lazy layer that has not seen a batch, so that it has no parameters yet.
+        CompositionError: torch's SyncBatchNorm on several ranks: it talks to the others in each forward, whether or
+            not they run as many micro-batches.
+    """
+    for name, module in batch_norms(modules).items():
+        if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
+            message = (
+                f"layer {name!r} is a {type(module).__name__} that has not seen a batch, so it has no parameters yet. "
+                "Run the model on a batch once before the optimizer and the engine are built."
+            )
+            raise ParameterError(message)
+        if isinstance(module, nn.SyncBatchNorm) and num_ranks > 1 and not frozen:
+            message = (
+                f"layer {name!r} is a SyncBatchNorm, and there are {num_ranks} ranks: it waits for the others in each "
+                "forward, which hangs where ranks run different numbers of micro-batches. Use torch's BatchNorm "
+                "layers with norms='sync', or norms='exact'."
+            )
+            raise CompositionError(message)

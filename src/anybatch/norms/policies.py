@@ -1,0 +1,141 @@
+"""What to do about BatchNorm in train mode: one value, named in the engine's decisions."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from anybatch.errors import UserError
+
+PolicyName = Literal["keep", "sync", "freeze", "exact"]
+Method = Literal["rendezvous", "checkpoint"]
+_REPLACEMENTS = ("group_norm", "layer_norm", "rms_norm")
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Each micro-batch is normalised by its own statistics. Running statistics are those of the effective batch."""
+
+    name = "keep"
+    says = (
+        "each micro-batch is normalised by its own statistics; running statistics are pooled over the effective batch "
+        "and updated once"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Sync:
+    """The k-th micro-batches of all ranks are normalised together. It joins ranks, not micro-batches."""
+
+    name = "sync"
+    says = (
+        "the k-th micro-batches of all ranks are normalised by their joint statistics, which joins ranks but not "
+        "micro-batches; running statistics are pooled over the effective batch and updated once"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Freeze:
+    """Layers normalise by their running statistics, which stay as they are; weight and bias still train."""
+
+    name = "freeze"
+    says = "layers normalise by their running statistics, which stay as they are; weight and bias still train"
+
+
+@dataclass(frozen=True, slots=True)
+class Ghost:
+    """Groups of consecutive samples are normalised, each by its own statistics, at any micro-batch and world size.
+
+    Groups begin at multiples of `group_size` in the effective batch's order; the last one may be smaller. A single
+    sample that is left over joins the group before it, because one value has no variance.
+
+    Args:
+        group_size: samples per group, at least 2. Micro-batches and rank shares hold whole groups.
+
+    Raises:
+        UserError: a smaller group.
+
+    Source: Hoffer, Hubara and Soudry, "Train longer, generalize better", 2017, section 4 (ghost batch normalisation).
+    """
+
+    group_size: int
+    name = "ghost"
+
+    def __post_init__(self) -> None:
+        """Check the size."""
+        if self.group_size < 2:  # noqa: PLR2004 (one value has no variance)
+            message = f"Ghost(group_size={self.group_size}) must be at least 2: one sample has no variance."
+            raise UserError(message)
+
+    @property
+    def says(self) -> str:
+        """What it does, in a clause."""
+        return (
+            f"groups of {self.group_size} consecutive samples are normalised by their own statistics; running "
+            "statistics are pooled over the effective batch and updated once"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """The whole effective batch is normalised together, forward and backward, as if it had not been split.
+
+    Args:
+        method: "rendezvous": micro-batches take turns and wait for each other in every BatchNorm layer; one backward
+            goes through all of them. "checkpoint": the rank's whole share is one micro-batch, whose blocks are run
+            again in the backward instead of being kept.
+        offload: keep what the backward needs in the host's memory ("rendezvous" only). None: on accelerators.
+        blocks: names of the modules to checkpoint ("checkpoint" only). None: the outermost modules, other than the
+            model itself, that have a BatchNorm layer as a child.
+
+    Raises:
+        UserError: an unknown method.
+    """
+
+    method: Method = "rendezvous"
+    offload: bool | None = None
+    blocks: tuple[str, ...] | None = None
+    name = "exact"
+
+    def __post_init__(self) -> None:
+        """Check the method."""
+        if self.method not in ("rendezvous", "checkpoint"):
+            message = f"Exact(method={self.method!r}) must be 'rendezvous' or 'checkpoint'."
+            raise UserError(message)
+
+    @property
+    def says(self) -> str:
+        """What it does, in a clause."""
+        how = (
+            "micro-batches wait for each other in every BatchNorm layer"
+            if self.method == "rendezvous"
+            else "each rank share is one micro-batch with its blocks checkpointed"
+        )
+        return (
+            f"the whole effective batch is normalised together, forward and backward: {how}; running statistics are "
+            "updated once"
+        )
+
+
+Policy = Keep | Sync | Freeze | Ghost | Exact
+
+
+def policy_of(norms: "Policy | PolicyName") -> Policy:
+    """Return a policy from its name, or as it is.
+
+    Raises:
+        UserError: an unknown name, or one of something that changes the model's parameters.
+    """
+    if isinstance(norms, Policy):
+        return norms
+    known: dict[str, Policy] = {"keep": Keep(), "sync": Sync(), "freeze": Freeze(), "exact": Exact()}
+    if norms in known:
+        return known[norms]
+    if norms in _REPLACEMENTS:
+        message = (
+            f"{norms=} would make other parameters, which the optimizer would not hold. Replace the layers before it "
+            f"is built: model = anybatch.norms.replaced(model, {norms!r}).model."
+        )
+        raise UserError(message)
+    message = (
+        f"{norms=} must be {', '.join(map(repr, known))}, or a policy of anybatch.norms, such as Ghost(group_size=32)."
+    )
+    raise UserError(message)

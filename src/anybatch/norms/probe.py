@@ -1,0 +1,152 @@
+"""Finds layers through which a sample's output depends on other samples: the known ones by type, others by trying."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.utils.hooks import RemovableHandle
+
+from anybatch.core.nested import Batch, count_samples, map_tensors, tensors_of
+from anybatch.errors import DataError
+from anybatch.norms.layers import refuse_unfit_layers
+
+Call = Callable[[nn.Module, Any], object]
+_Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def coupling_layers(model: nn.Module, batch: Batch, *, call: Call | None = None) -> dict[str, str]:
+    """Return the layers whose output for a sample depends on other samples in train mode, each with how it shows.
+
+    Known by type: all of torch's BatchNorm layers, and InstanceNorm where it tracks running statistics (its output
+    depends on no other sample, its buffers do). All other modules are tried: the model runs once, and each module runs
+    again on what it got, twice with the same random numbers, the second time with the last sample changed. If the
+    output of another sample is not the same, the module couples them. Of modules within each other the innermost is
+    named. Parameters, buffers, modes and random numbers are as before afterwards.
+
+    A module is tried only if its inputs have the samples along their first axis, alone or flattened with axes after
+    it; so take a batch whose size is no other length in the model, such as 7.
+
+    Args:
+        model: the model.
+        batch: at least two samples.
+        call: runs the model on the batch; None: `model(batch)`.
+
+    Raises:
+        DataError: fewer than two samples.
+        ParameterError: a lazy layer that has not seen a batch.
+    """
+    refuse_unfit_layers(model, num_ranks=1, frozen=False)
+    num_samples = count_samples(batch)
+    if num_samples < 2:  # noqa: PLR2004 (one to look at, and another to change)
+        message = f"the batch holds {num_samples} sample(s); to see whether one depends on another takes at least 2."
+        raise DataError(message)
+    found = _by_type(model)
+    with _untouched(model, batch):
+        seen = _inputs_of_modules(model, batch, call or (lambda module, given: module(given)))
+        names = {name for name, module in model.named_modules() if module in seen}
+        for name in sorted(names, key=lambda name: -name.count(".") - bool(name)):
+            inner = any(other != name and _is_inside(other, name) for other in found)
+            module = model.get_submodule(name)
+            if name not in found and not inner:
+                change = _coupling(module, seen[module], num_samples)
+                if change:
+                    found[name] = (
+                        f"{type(module).__name__}: with one sample changed, the output of others moves by {change:.1e}"
+                    )
+    return {name: found[name] for name, _ in model.named_modules() if name in found}
+
+
+def _by_type(model: nn.Module) -> dict[str, str]:
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm):
+            found[name] = f"{type(module).__name__}: normalises by the statistics of the micro-batch"
+        elif isinstance(module, _InstanceNorm) and module.track_running_stats:
+            found[name] = f"{type(module).__name__}: its running statistics are those of micro-batches"
+    return found
+
+
+def _is_inside(name: str, outer: str) -> bool:
+    return not outer or name.startswith(f"{outer}.")
+
+
+@contextmanager
+def _untouched(model: nn.Module, batch: Batch) -> Iterator[None]:
+    """Put the model into train mode without gradients, and everything back afterwards."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    modes = {module: module.training for module in model.modules()}
+    devices = {tensor.device for tensor in (*model.parameters(), *tensors_of(batch)) if tensor.device.type == "cuda"}
+    try:
+        with torch.random.fork_rng([device.index or 0 for device in devices]), torch.no_grad():
+            model.train()
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        for module, training in modes.items():
+            module.training = training
+
+
+def _inputs_of_modules(model: nn.Module, batch: Batch, run: Call) -> dict[nn.Module, _Inputs]:
+    """Return what each module got in its first call."""
+    seen: dict[nn.Module, _Inputs] = {}
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module not in seen:  # copies, because layers may work in place
+            seen[module] = map_tensors(args, torch.clone), map_tensors(kwargs, torch.clone)
+
+    handles: list[RemovableHandle] = [
+        module.register_forward_pre_hook(note, with_kwargs=True) for module in model.modules()
+    ]
+    try:
+        run(model, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
+def _coupling(module: nn.Module, inputs: _Inputs, num_samples: int) -> float:
+    """Return how much the output of other samples moves, relative to it, if the last sample changes."""
+    changed = map_tensors(inputs, lambda tensor: _with_other_last_sample(tensor, num_samples))
+    if all(torch.equal(one, other) for one, other in zip(tensors_of(inputs), tensors_of(changed), strict=True)):
+        return 0.0
+    state = torch.get_rng_state()
+    outputs = []
+    for args, kwargs in (inputs, changed):
+        torch.set_rng_state(state)
+        given = map_tensors(args, torch.clone), map_tensors(kwargs, torch.clone)
+        outputs.append(list(tensors_of(_in_a_tree(module(*given[0], **given[1])))))
+    return max((_moved(one, other, num_samples) for one, other in zip(*outputs, strict=False)), default=0.0)
+
+
+def _in_a_tree(output: object) -> Batch:
+    return output if isinstance(output, (Tensor, Mapping, tuple, list)) else (output,)
+
+
+def _with_other_last_sample(tensor: Tensor, num_samples: int) -> Tensor:
+    """Return the tensor with the rows of the last sample turned into something else of the same kind."""
+    if tensor.dim() == 0 or tensor.shape[0] == 0 or tensor.shape[0] % num_samples:
+        return tensor
+    rows = tensor.shape[0] // num_samples
+    changed = tensor.clone()
+    if tensor.is_floating_point():
+        changed[-rows:] = tensor[:rows] * 3 + tensor.abs().mean() + 1
+    else:
+        changed[-rows:] = tensor[:rows]  # such as the words of another sample: numbers that are surely allowed
+    return changed
+
+
+def _moved(one: Tensor, other: Tensor, num_samples: int) -> float:
+    if one.dim() == 0 or one.shape != other.shape or one.shape[0] % num_samples or not one.is_floating_point():
+        return 0.0
+    rest = slice(None, one.shape[0] - one.shape[0] // num_samples)
+    distance = float((one[rest] - other[rest]).abs().max()) if one[rest].numel() else 0.0
+    scale = float(one[rest].abs().max()) if one[rest].numel() else 0.0
+    rounding = 1e3 * torch.finfo(one.dtype).eps  # a matrix product may be summed in another order
+    return distance / scale if scale and distance > rounding * scale else 0.0

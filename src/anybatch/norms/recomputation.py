@@ -1,0 +1,141 @@
+"""Running statistics made anew after training: those of the data, exactly."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.hooks import RemovableHandle
+
+from anybatch.errors import DataError
+from anybatch.norms.layers import Ranks, tracking_layers
+
+Call = Callable[[nn.Module, Any], object]
+
+
+class _Seen(BaseException):
+    """The layer that is asked about has been reached: the rest of the forward is of no use."""
+
+
+def recompute_statistics(
+    model: nn.Module, batches: Iterable[Any], *, call: Call | None = None, ranks: Ranks | None = None
+) -> tuple[str, ...]:
+    """Replace the running statistics of all BatchNorm layers by those of the data, and return the layers' names.
+
+    After it each layer's mean and unbiased variance are those of its inputs over all batches, with the layers before
+    it normalising by *their* new statistics: what evaluation will see. So the result does not depend on how the data
+    are cut, unlike one pass in train mode. Layers are done one after the other, which takes one pass over the data
+    each, up to that layer, and one to find their order.
+
+    Args:
+        model: the trained model; its modes, its parameters and everything but the statistics stay.
+        batches: what can be iterated over again and again, such as a list or a loader without shuffling; on several
+            ranks each rank's own part.
+        call: runs the model on a batch; None: `model(batch)`.
+        ranks: the other ranks, see `anybatch.norms.layers.Ranks`; None for one rank.
+
+    Raises:
+        DataError: batches that can be iterated over only once, or none.
+
+    Source: Wu and Johnson, "Rethinking 'Batch' in BatchNorm", 2021, section 3, for the use of it; theirs is one pass.
+    """
+    ranks = ranks or Ranks()
+    if isinstance(batches, Iterator):
+        message = f"{type(batches).__name__} can be iterated over once only, but every layer takes a pass. Give a list."
+        raise DataError(message)
+    run = call or (lambda module, batch: module(batch))
+    layers = {name: layer for name, layer in tracking_layers(model).items() if isinstance(layer, _BatchNorm)}
+    with _in_evaluation_mode(model), torch.no_grad():
+        order = _order(model, layers, batches, run)
+        for name, num_calls in order.items():
+            mean, variance = _statistics(model, layers[name], batches, run, num_calls=num_calls, ranks=ranks)
+            layer = layers[name]
+            assert layer.running_mean is not None
+            assert layer.running_var is not None
+            layer.running_mean.copy_(mean)
+            layer.running_var.copy_(variance)
+    return tuple(order)
+
+
+@contextmanager
+def _in_evaluation_mode(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def _order(model: nn.Module, layers: dict[str, _BatchNorm], batches: Iterable[Any], run: Call) -> dict[str, int]:
+    """Return how often each layer is called in one forward, in the order of the first calls."""
+    found: dict[str, int] = {}
+
+    def counting(name: str) -> Callable[..., None]:
+        def hook(*_: object) -> None:
+            found[name] = found.get(name, 0) + 1
+
+        return hook
+
+    handles: list[RemovableHandle] = [layer.register_forward_hook(counting(name)) for name, layer in layers.items()]
+    try:
+        for batch in batches:
+            run(model, batch)
+            return found
+    finally:
+        for handle in handles:
+            handle.remove()
+    message = "there were no batches to compute statistics of."
+    raise DataError(message)
+
+
+def _statistics(
+    model: nn.Module, layer: _BatchNorm, batches: Iterable[Any], run: Call, *, num_calls: int, ranks: Ranks
+) -> tuple[Tensor, Tensor]:
+    """Return mean and unbiased variance of a layer's inputs over all batches and ranks."""
+    assert layer.running_mean is not None
+    dtype = torch.float32 if layer.running_mean.device.type == "mps" else torch.float64
+    count = torch.zeros(1, dtype=dtype, device=layer.running_mean.device)
+    mean, squares = (torch.zeros_like(layer.running_mean, dtype=dtype) for _ in range(2))
+    calls = 0
+
+    def hook(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        nonlocal calls
+        values = args[0].transpose(0, 1).flatten(1).to(dtype)
+        variance, own = torch.var_mean(values, 1, correction=0)
+        _merge((count, mean, squares), values.shape[1], own, variance * values.shape[1])
+        calls += 1
+        if calls == num_calls:
+            calls = 0
+            raise _Seen
+
+    handle = layer.register_forward_pre_hook(hook)
+    try:
+        for batch in batches:
+            calls = 0
+            try:
+                run(model, batch)
+            except _Seen:
+                continue
+    finally:
+        handle.remove()
+    total = ranks.sum(torch.cat([count, mean * count]))
+    overall = total[1:] / total[:1]
+    squares = ranks.sum(squares + (mean - overall).square() * count)
+    return overall, squares / (total[:1] - 1).clamp(min=1)
+
+
+def _merge(into: tuple[Tensor, Tensor, Tensor], count: int, mean: Tensor, squares: Tensor) -> None:
+    """Add a chunk's statistics to others, in place.
+
+    Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
+    """
+    total_count, total_mean, total_squares = into
+    distance = mean - total_mean
+    together = total_count + count
+    total_squares += squares + distance.square() * total_count * count / together
+    total_mean += distance * count / together
+    total_count += count

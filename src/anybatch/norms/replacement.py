@@ -1,0 +1,132 @@
+"""Layers that look at one sample at a time, in the place of BatchNorm."""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from anybatch.errors import UserError
+from anybatch.norms.layers import batch_norms, refuse_unfit_layers
+
+Kind = Literal["group_norm", "layer_norm", "rms_norm"]
+_MOST_GROUPS, _FEWEST_VALUES = 32, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """A model without BatchNorm.
+
+    Attributes:
+        model: a copy; the model that was given is as before.
+        layers: what was done, by the name of the layer.
+        retrain: what must be trained again, and why.
+    """
+
+    model: nn.Module
+    layers: Mapping[str, str]
+    retrain: str
+
+
+class ChannelRMSNorm(nn.Module):
+    """Divides a sample by the root of the mean square of its values; then weight and bias per channel.
+
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019; here over channels and positions, as
+    GroupNorm with one group does it, and with the bias that BatchNorm has.
+
+    Args:
+        num_channels: length of the second axis.
+        eps: added to the mean square.
+        affine: whether there are weight and bias.
+    """
+
+    def __init__(self, num_channels: int, *, eps: float = 1e-5, affine: bool = True) -> None:
+        super().__init__()
+        self.num_channels = num_channels
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(num_channels)) if affine else None
+        self.bias = nn.Parameter(torch.zeros(num_channels)) if affine else None
+
+    def forward(self, values: Float[Tensor, "samples channels *rest"]) -> Float[Tensor, "samples channels *rest"]:
+        """Normalise each sample by itself."""
+        axes = list(range(1, values.dim()))
+        wide = values.float() if values.dtype in (torch.bfloat16, torch.float16) else values
+        output = (wide * (wide.square().mean(axes, keepdim=True) + self.eps).rsqrt()).to(values.dtype)
+        if self.weight is None or self.bias is None:
+            return output
+        shape = (1, -1, *[1] * (values.dim() - 2))
+        return output * self.weight.view(shape) + self.bias.view(shape)
+
+
+def replaced(model: nn.Module, kind: Kind, *, num_groups: int | None = None) -> Replaced:
+    """Return a copy of a model with other layers in the place of BatchNorm; call it before the optimizer is built.
+
+    Each new layer takes over weight, bias and eps of the old one. Running statistics have no counterpart.
+
+    Args:
+        model: the model; stays as it is.
+        kind: "group_norm", "layer_norm" (one group: over channels and positions), or "rms_norm" (the same without the
+            mean).
+        num_groups: for "group_norm"; None takes the most groups up to 32 with 4 or more channels each.
+
+    Raises:
+        UserError: an unknown kind, or a number of groups that does not divide a layer's channels.
+
+    Source: Wu and He, "Group Normalization", 2018, for the 32 groups.
+    """
+    makers: Mapping[str, Callable[[_BatchNorm], nn.Module]] = {
+        "group_norm": lambda old: nn.GroupNorm(
+            num_groups or default_groups(old.num_features), old.num_features, eps=old.eps, affine=old.affine
+        ),
+        "layer_norm": lambda old: nn.GroupNorm(1, old.num_features, eps=old.eps, affine=old.affine),
+        "rms_norm": lambda old: ChannelRMSNorm(old.num_features, eps=old.eps, affine=old.affine),
+    }
+    if kind not in makers:
+        message = f"{kind=} must be one of {', '.join(map(repr, makers))}."
+        raise UserError(message)
+    refuse_unfit_layers(model, num_ranks=1, frozen=False)
+    made = copy.deepcopy(model)
+    said: dict[str, str] = {}
+    new_of: dict[nn.Module, nn.Module] = {}  # a layer that is used in two places stays one layer
+    for name, old in batch_norms(made).items():
+        if kind == "group_norm" and num_groups is not None and old.num_features % num_groups:
+            message = f"{num_groups=} must divide the {old.num_features} channels of layer {name!r}; None chooses."
+            raise UserError(message)
+        new_of[old] = _taking_over(makers[kind](old), old)
+        said[name] = f"{type(old).__name__}({old.num_features}) -> {_described(new_of[old])}"
+    for name, old_layer in list(made.named_modules(remove_duplicate=False)):
+        if name and old_layer in new_of:
+            outer, _, own_name = name.rpartition(".")
+            setattr(made.get_submodule(outer), own_name, new_of[old_layer])
+    retrain = (
+        f"{len(said)} layers: weight, bias and eps were taken over where a layer has them, running statistics were "
+        "dropped. The new layers compute something else with the same numbers, so a trained model has to be trained "
+        "on, and a learning rate tuned for BatchNorm may be too high."
+    )
+    return Replaced(new_of.get(made, made), said, retrain)
+
+
+def default_groups(num_channels: int) -> int:
+    """Return the most groups up to 32 that divide the channels and leave 4 or more in each; 1 if there are none."""
+    fits = [g for g in range(1, _MOST_GROUPS + 1) if num_channels % g == 0 and num_channels // g >= _FEWEST_VALUES]
+    return max(fits, default=1)
+
+
+def _taking_over(new: nn.Module, old: _BatchNorm) -> nn.Module:
+    with torch.no_grad():
+        for name, own in new.named_parameters():
+            theirs = getattr(old, name)
+            if theirs is not None:  # a BatchNorm may have a weight and no bias
+                own.data = theirs.detach().clone()
+                own.requires_grad_(theirs.requires_grad)
+    return new.train(old.training)
+
+
+def _described(layer: nn.Module) -> str:
+    if isinstance(layer, nn.GroupNorm):
+        return f"GroupNorm({layer.num_groups}, {layer.num_channels})"
+    return f"{type(layer).__name__}({getattr(layer, 'num_channels', '')})"

@@ -1,0 +1,60 @@
+"""Policies are values with names; what is none is refused with what there is."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import anybatch as ab
+from anybatch.errors import CompositionError, ParameterError, UserError
+from anybatch.norms import Exact, Freeze, Ghost, Keep, Sync, policy_of
+from anybatch.norms.layers import refuse_unfit_layers
+from tests.norms.residual import classify, network
+
+
+def test_names_are_policies() -> None:
+    """Each name is a policy with its defaults, and a policy is itself."""
+    assert [policy_of(name) for name in ("keep", "sync", "freeze", "exact")] == [Keep(), Sync(), Freeze(), Exact()]
+    assert policy_of(Ghost(4)) == Ghost(group_size=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("group_norm", "model = anybatch.norms.replaced(model, 'group_norm').model"),
+        ("rms_norm", "before it is built"),
+        ("ghost", "Ghost(group_size=32)"),
+        ("global", "norms='global' must be 'keep', 'sync', 'freeze', 'exact'"),
+    ],
+)
+def test_other_names_are_refused(name: str, said: str) -> None:
+    """What would change parameters is refused with the function that does it; an unknown name with those there are."""
+    with pytest.raises(UserError, match=re.escape(said)):
+        ab.Engine(
+            model := network(),
+            torch.optim.SGD(model.parameters()),
+            ab.mean_over_samples(classify),
+            norms=name,  # type: ignore[arg-type]
+        )
+
+
+def test_impossible_policies_are_refused() -> None:
+    """A group of one sample has no variance, and there are two methods."""
+    with pytest.raises(UserError, match=r"group_size=1\) must be at least 2"):
+        Ghost(1)
+    with pytest.raises(UserError, match="method='detached'"):
+        Exact(method="detached")  # type: ignore[arg-type]
+
+
+def test_unfit_layers_are_refused() -> None:
+    """A lazy layer without parameters, and SyncBatchNorm on several ranks unless it is frozen."""
+    lazy, synced = nn.Sequential(nn.LazyBatchNorm1d()), nn.Sequential(nn.SyncBatchNorm(3))
+    with pytest.raises(ParameterError, match="layer '0' is a LazyBatchNorm1d that has not seen a batch"):
+        refuse_unfit_layers(lazy, num_ranks=1, frozen=False)
+    with pytest.raises(CompositionError, match="norms='sync'"):
+        refuse_unfit_layers(synced, num_ranks=2, frozen=False)
+    lazy(torch.randn(4, 3))
+    refuse_unfit_layers(lazy, num_ranks=2, frozen=False)
+    refuse_unfit_layers(synced, num_ranks=2, frozen=True)
+    refuse_unfit_layers(synced, num_ranks=1, frozen=False)

@@ -1,0 +1,88 @@
+"""BatchNorm's place is taken by layers that look at one sample, and what can be kept is kept."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+import anybatch as ab
+from anybatch.errors import UserError
+from anybatch.norms import coupling_layers, replaced
+from anybatch.norms.replacement import Kind, default_groups
+from anybatch.testing import assert_same_gradients
+from tests.norms.residual import ResidualNetwork, classify, images, native, network
+
+KINDS: list[Kind] = ["group_norm", "layer_norm", "rms_norm"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_sample_depends_on_another_afterwards(kind: Kind) -> None:
+    """The new model couples no samples, and its accumulated gradient is that of the un-split batch."""
+    model, batch = replaced(network(width=8), kind).model, images()
+    assert coupling_layers(model, batch["x"]) == {}
+    expected, _ = native(model, batch)
+    expected = {name: gradient.clone() for name, gradient in expected.items() if gradient is not None}
+    with ab.Engine(
+        model, torch.optim.SGD(model.parameters()), ab.mean_over_samples(classify), micro_batch_size=4
+    ) as engine:
+        assert_same_gradients(engine.gradients(batch), expected)
+        assert "equality" not in engine.decisions
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_taken_over(kind: Kind) -> None:
+    """Weight, bias, eps, mode and requires_grad of each layer are the old one's; the old model is as before."""
+    old = ResidualNetwork(width=8)
+    for number, module in enumerate(old.modules()):
+        if isinstance(module, _BatchNorm):
+            nn.init.uniform_(module.weight)
+            module.eps = 1e-3 * (number + 1)
+    old.norm.eval()
+    old.norm.bias.requires_grad_(False)
+    found = replaced(old, kind)
+
+    assert len(found.layers) == 7
+    assert "7 layers" in found.retrain
+    for name in found.layers:
+        before, after = old.get_submodule(name), found.model.get_submodule(name)
+        assert isinstance(before, _BatchNorm)
+        assert not isinstance(after, _BatchNorm)
+        assert torch.equal(after.weight, before.weight)
+        assert after.weight is not before.weight
+        assert after.eps == before.eps
+        assert after.training is before.training
+        assert after.bias.requires_grad is before.bias.requires_grad
+
+
+@pytest.mark.parametrize("shape", [(5, 8), (5, 8, 3), (5, 8, 3, 3)])
+def test_formulas(shape: tuple[int, ...]) -> None:
+    """Each layer computes its textbook formula, sample by sample."""
+    values = torch.randn(shape, dtype=torch.float64) * 3 + 1
+    old = nn.Sequential(nn.BatchNorm2d(8)).double()  # replaced layers do not ask for a number of axes
+    flat = values.flatten(1)
+    mean, square = flat.mean(1, keepdim=True), flat.square().mean(1, keepdim=True)
+    variance = flat.var(1, keepdim=True, correction=0)
+    torch.testing.assert_close(
+        replaced(old, "layer_norm").model(values).flatten(1), (flat - mean) / (variance + 1e-5).sqrt()
+    )
+    torch.testing.assert_close(replaced(old, "rms_norm").model(values).flatten(1), flat / (square + 1e-5).sqrt())
+    grouped = values.reshape(5, 2, -1)
+    expected = (grouped - grouped.mean(2, keepdim=True)) / (grouped.var(2, keepdim=True, correction=0) + 1e-5).sqrt()
+    torch.testing.assert_close(replaced(old, "group_norm").model(values).reshape(5, 2, -1), expected)
+
+
+def test_a_shared_layer_stays_shared_and_a_model_may_be_a_layer() -> None:
+    """A layer in two places becomes one layer in two places; a bare BatchNorm is replaced too."""
+    norm = nn.BatchNorm1d(8)
+    model = replaced(nn.Sequential(norm, nn.Linear(8, 8), norm), "group_norm").model
+    assert model.get_submodule("0") is model.get_submodule("2")
+    assert isinstance(replaced(norm, "layer_norm").model, nn.GroupNorm)
+
+
+def test_groups() -> None:
+    """Up to 32 groups of at least 4 channels; a number that does not divide, and an unknown kind, are refused."""
+    assert {c: default_groups(c) for c in (3, 8, 16, 20, 96, 256)} == {3: 1, 8: 2, 16: 4, 20: 5, 96: 24, 256: 32}
+    with pytest.raises(UserError, match="num_groups=3 must divide the 8 channels of layer '0'"):
+        replaced(nn.Sequential(nn.BatchNorm1d(8)), "group_norm", num_groups=3)
+    with pytest.raises(UserError, match="kind='batch_norm'"):
+        replaced(nn.BatchNorm1d(8), "batch_norm")  # type: ignore[arg-type]
