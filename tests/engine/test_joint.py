@@ -106,7 +106,7 @@ def test_the_loss_of_each_micro_batch_is_another_loss(case: str) -> None:
 
 
 class Counting(nn.Module):
-    """A layer, and a buffer that counts samples and is a new tensor every time."""
+    """A layer, and a buffer that counts samples, is a new tensor every time, and has a say in what comes out."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class Counting(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.num_seen = self.num_seen + len(x)
-        result: torch.Tensor = self.layer(x)
+        result: torch.Tensor = self.layer(x) * (1 + self.num_seen / 50)
         return result
 
 
@@ -151,13 +151,15 @@ def test_buffers_are_as_after_one_pass(size: int) -> None:
             torch.testing.assert_close(buffers[name], buffer, rtol=1e-12, atol=1e-14)
 
 
-def outputs_of_both_passes(compiled: bool) -> list[torch.Tensor]:
-    """Return what is encoded in a step of three micro-batches: three outputs, and the first two again."""
+def outputs_of_both_passes(kind: str) -> list[torch.Tensor]:
+    """Run on every rank: what is encoded in a step of three micro-batches: three outputs, and the first two again."""
     model: Any = Encoders(0.5)
-    encode_image = torch.compile(model.image, backend="aot_eager") if compiled else model.image
+    encode_image = torch.compile(model.image, backend="aot_eager") if kind == "compiled" else model.image
     seen: list[torch.Tensor] = []
 
     def encode(model: Encoders, batch: Any) -> Pair:
+        if kind == "asks" and torch.is_grad_enabled():
+            torch.rand(1)
         seen.append(encode_image(batch["image"]))
         return Pair(seen[-1], model.text(batch["text"]))
 
@@ -167,15 +169,15 @@ def outputs_of_both_passes(compiled: bool) -> list[torch.Tensor]:
     with engine_of(case, micro_batch_size=10) as engine:
         engine.step(pairs())
     assert torch.equal(before, torch.get_rng_state())
-    if compiled:
+    if kind == "compiled":
         torch.compiler.reset()
     return [one.detach() for one in seen]
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_both_passes_draw_the_same_numbers(*, compiled: bool, one_rank: Ranks) -> None:
-    """With dropout the second pass encodes to the very same numbers, under torch.compile too."""
-    (seen,) = one_rank.run(outputs_of_both_passes, compiled)  # in a process of its own: compiling leaves much behind
+@pytest.mark.parametrize("kind", ["eager", "asks", "compiled"])
+def test_both_passes_draw_the_same_numbers(kind: str, one_rank: Ranks) -> None:
+    """With dropout the second pass encodes to the very same numbers, also compiled, or if it asks for gradients."""
+    (seen,) = one_rank.run(outputs_of_both_passes, kind)  # in a process of its own: compiling leaves much behind
 
     assert [len(one) for one in seen] == [10, 10, 9, 10, 10]
     assert torch.equal(seen[0], seen[3])

@@ -123,7 +123,9 @@ def test_functions(text: str, suffix: str, message: str, tmp_path: Path) -> None
 )
 def test_unknown_names(name: str) -> None:
     """A name that is neither a recipe nor a module is answered with all that would be."""
-    with pytest.raises(UserError, match=r"no recipe and no module .* one of 'digits', 'text', a file \(file\.py:func"):
+    with pytest.raises(
+        UserError, match=r"no recipe and no module .* one of 'digits', 'text', 'contrastive', a file \(file\.py:func"
+    ):
         load_recipe(name)
 
 
@@ -208,5 +210,5 @@ def test_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_built_in_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """The built-in recipes are jobs, and making them reads no data set."""
     monkeypatch.setitem(sys.modules, "sklearn.datasets", ModuleType("sklearn.datasets"))
-    for name in ("digits", "text"):
+    for name in ("digits", "text", "contrastive"):
         assert isinstance(load_recipe(name), ab.Job)

@@ -49,7 +49,7 @@ def make_parser() -> Parser:
         "recipe",
         nargs="?",
         metavar="RECIPE",
-        help=f"digits, text, file.py:function or package.module:function (default: {DEFAULT_RECIPE})",
+        help=f"digits, text, contrastive, file.py:function or package.module:function (default: {DEFAULT_RECIPE})",
     )
     add("--effective-batch-size", type=count, metavar="N", help="samples of one optimizer step, over all ranks")
     add(

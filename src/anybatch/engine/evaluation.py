@@ -11,7 +11,7 @@ from anybatch.core.loss import Loss, LossSum, unit_counts
 from anybatch.core.nested import Batch
 from anybatch.engine.accumulate import Machine, Work
 from anybatch.engine.feeding import OpenBatch, open_batch, to_device
-from anybatch.engine.joint import encode_all, first_rank_with_samples, gather_outputs, whole_loss
+from anybatch.engine.joint import call_on_whole, encode_all, first_rank_with_samples, gather_outputs, one_number
 from anybatch.engine.sums import number_type
 from anybatch.errors import LossError
 from anybatch.parallel.strategy import Turn
@@ -61,7 +61,7 @@ def _measure_parts(
 def _measure_whole(
     metric: "Loss | MetricFunction", machine: Machine, opened: OpenBatch, world: World
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield (total, count) of a loss across samples, for the effective batch as a whole and on one rank only."""
+    """Yield (total, count) of metrics across samples, for the effective batch as a whole and on one rank only."""
     assert isinstance(metric, Loss)
     batches = to_device(opened.micro_batches, world.device)
     turn = Turn(first=False, last=False)
@@ -71,11 +71,12 @@ def _measure_whole(
         tensors, _ = gather_outputs(outputs, opened.plan, world, lambda _: nullcontext())
         if outputs.put_together is None:
             return
-        value = whole_loss(machine, metric, outputs.put_together(tensors), seed=0)
+        output = call_on_whole(machine, metric, outputs.put_together(tensors), seed=0)
     if first_rank_with_samples(opened.plan) != world.rank:
         return
     count = torch.tensor(opened.plan.num_samples, device=world.device, dtype=number_type(world.device))
-    yield {"loss": torch.stack([value.to(count.dtype) * count, count])}
+    values = output if isinstance(output, Mapping) else {"loss": output}
+    yield {name: torch.stack([one_number(value).to(count.dtype) * count, count]) for name, value in values.items()}
 
 
 def _measure(

@@ -147,7 +147,7 @@ def encode_all(
 ) -> tuple[list[Work], Outputs]:
     """Encode this rank's micro-batches, with the activations of one at a time.
 
-    Gradients are on although only the last graph is used: compiled code and models that ask `is_grad_enabled` would
+    Gradients are on although only the last graph is used: models that ask `is_grad_enabled`, and compiled code, may
     take another way without them, and draw other random numbers.
 
     Raises:
@@ -189,15 +189,19 @@ def first_rank_with_samples(plan: BatchPlan) -> int:
     return next(rank for rank, share in enumerate(plan.shares) if any(unit.weight for unit in share))
 
 
-def whole_loss(machine: Machine, loss: Loss, outputs: Batch, seed: int) -> torch.Tensor:
-    """Return the loss function's value on the outputs of a whole effective batch.
+def call_on_whole(machine: Machine, loss: Loss, outputs: Batch, seed: int) -> object:
+    """Return what the loss function makes of the outputs of a whole effective batch."""
+    machine.randomness.seed(seed)
+    with machine.strategy.micro_batch(_NOT_LAST), machine.autocast():
+        return machine.prepared.call(loss.function, outputs)
+
+
+def one_number(value: object) -> torch.Tensor:
+    """Return the value of a loss across samples, after a look at it.
 
     Raises:
         LossError: it is not one number.
     """
-    machine.randomness.seed(seed)
-    with machine.strategy.micro_batch(_NOT_LAST), machine.autocast():
-        value = machine.prepared.call(loss.function, outputs)
     if isinstance(value, torch.Tensor) and not value.dim():
         return value
     what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
@@ -273,7 +277,7 @@ def _find_slope(machine: Machine, outputs: Outputs, meeting: Meeting) -> Slope |
     if outputs.put_together is None:
         return None
     leaves = [tensor.requires_grad_(flag) for tensor, flag in zip(tensors, differentiable, strict=True)]
-    value = whole_loss(machine, machine.loss, outputs.put_together(leaves), meeting.seed)
+    value = one_number(call_on_whole(machine, machine.loss, outputs.put_together(leaves), meeting.seed))
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     parameters = list(machine.prepared.parameters.values())
     found: Sequence[torch.Tensor | None] = []

@@ -20,7 +20,7 @@ HELD_OUT_PER_DIGIT = 36
 
 def digits() -> ab.Job:
     """Return the job: 1,437 images to train on, 360 held out, accuracy on those."""
-    _scikit_learn_datasets()
+    scikit_learn_datasets("digits")
     return ab.Job(
         model=Network,
         optimizer=torch.optim.AdamW,
@@ -85,7 +85,7 @@ class Digits(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 def _load() -> tuple[Float[Tensor, "image 1 8 8"], Int[Tensor, " image"]]:
-    found = _scikit_learn_datasets().load_digits()
+    found = scikit_learn_datasets("digits").load_digits()
     return torch.from_numpy(found.images).float()[:, None] / 16, torch.from_numpy(found.target).long()
 
 
@@ -97,12 +97,17 @@ def _is_held_out(labels: Int[Tensor, " image"]) -> Bool[Tensor, " image"]:
     return held_out
 
 
-def _scikit_learn_datasets() -> ModuleType:
+def scikit_learn_datasets(recipe: str) -> ModuleType:
+    """Return the module that the images of a recipe come from.
+
+    Raises:
+        DataError: scikit-learn is not installed.
+    """
     try:
         return importlib.import_module("sklearn.datasets")
     except ModuleNotFoundError as error:
         message = (
-            f"the recipe 'digits' reads its images from scikit-learn, and there is no module {error.name!r}. "
+            f"the recipe {recipe!r} reads its images from scikit-learn, and there is no module {error.name!r}. "
             "Install it: pip install 'anybatch[recipes]'"
         )
         raise DataError(message) from None

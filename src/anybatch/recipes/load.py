@@ -16,7 +16,11 @@ from anybatch.errors import AnyBatchError, UserError
 from anybatch.recipes.job import Job
 
 RECIPES: Mapping[str, str] = MappingProxyType(
-    {"digits": "anybatch.recipes.digits:digits", "text": "anybatch.recipes.text:text"}
+    {
+        "digits": "anybatch.recipes.digits:digits",
+        "text": "anybatch.recipes.text:text",
+        "contrastive": "anybatch.recipes.contrastive:contrastive",
+    }
 )
 
 SMALLEST_RECIPE = """\
@@ -61,9 +65,9 @@ def load_recipe(name: str) -> Job:
     and leaves it there: what the job's functions import later, and what workers import, is found the same way.
 
     Args:
-        name: a built-in recipe ("digits", "text"), "file.py:function" or "package.module:function". Without
-            ":function" it is the one function that is called `job` or `recipe`, or whose annotation says that it
-            returns a `Job`.
+        name: a built-in recipe ("digits", "text", "contrastive"), "file.py:function" or "package.module:function".
+            Without ":function" it is the one function that is called `job` or `recipe`, or whose annotation says that
+            it returns a `Job`.
 
     Raises:
         UserError: there is no such thing, importing or calling it fails (with the traceback from the user's own file

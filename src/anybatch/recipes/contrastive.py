@@ -1,0 +1,70 @@
+"""`contrastive`: two encoders learn which halves of handwritten digits belong together, in seconds on a CPU.
+
+One sees the even columns of an image, the other the odd ones. The loss compares every half with all others of the
+effective batch, so it needs `ab.joint`: with fewer to choose from in each micro-batch the task would be an easier one.
+"""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+import anybatch as ab
+from anybatch.recipes.digits import Digits, scikit_learn_datasets
+
+Vectors = tuple[Float[Tensor, "image 32"], Float[Tensor, "image 32"]]
+
+
+def contrastive() -> ab.Job:
+    """Return the job: 1,437 images to train on; judged by how often a held-out half finds its other one among 360."""
+    scikit_learn_datasets("contrastive")
+    return ab.Job(
+        model=Encoders,
+        optimizer=torch.optim.AdamW,
+        loss=ab.joint(encode, loss),
+        dataset=lambda: Digits("train", shifted=True),
+        evaluate=ab.Evaluation(
+            dataset=lambda: Digits("held_out"), metric=ab.joint(encode, retrieval), effective_batch_size=360
+        ),
+        scheduler=torch.optim.lr_scheduler.CosineAnnealingLR,
+        defaults=ab.Defaults(effective_batch_size=256, epochs=30, learning_rate=3e-3),
+    )
+
+
+class Encoders(nn.Module):
+    """Two perceptrons that make vectors of half-images, and the temperature at which these are compared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.even, self.odd = (
+            nn.Sequential(
+                nn.Flatten(), nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 32)
+            )
+            for _ in range(2)
+        )
+        self.logit_scale = nn.Parameter(torch.tensor(1 / 0.07).log())
+
+
+def encode(model: Encoders, batch: dict[str, Tensor]) -> Vectors:
+    """Return the vectors, of length 1, of the even and of the odd columns of each image."""
+    even, odd = batch["image"][..., ::2], batch["image"][..., 1::2]
+    return F.normalize(model.even(even), dim=1), F.normalize(model.odd(odd), dim=1)
+
+
+def loss(model: Encoders, vectors: Vectors) -> Float[Tensor, ""]:
+    """Return the mean cross-entropy of finding the other half among those of all images, from both sides.
+
+    Source: Radford et al. 2021, arXiv 2103.00020, figure 3.
+    """
+    even, odd = vectors
+    logits = model.logit_scale.exp() * even @ odd.T
+    own = torch.arange(len(logits), device=logits.device)
+    return (F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own)) / 2
+
+
+def retrieval(_model: Encoders, vectors: Vectors) -> dict[str, Float[Tensor, ""]]:
+    """Return how many halves are nearest to their own other half, of both sides, as a share."""
+    likeness = vectors[0] @ vectors[1].T
+    own = torch.arange(len(likeness), device=likeness.device)
+    found = torch.cat([likeness.argmax(side) == own for side in (0, 1)])
+    return {"retrieval_accuracy": found.double().mean()}
