@@ -68,6 +68,14 @@ def test_weights_are_read_from_the_gradient(reduction: str) -> None:
     assert not found[10:].any()
 
 
+def test_outputs_do_not_follow_the_parameters() -> None:
+    """Whatever an optimizer does to the table, outputs stay bit for bit, so that all steps can be compared."""
+    data = make_data("tokens")
+    model = RowModel(data, 2.0, Ignoring())
+    nn.init.normal_(model.table)
+    assert torch.equal(model(data.inputs), data.outputs)
+
+
 @pytest.mark.parametrize("loop", loops.RIGHT)
 def test_right_loops_are_exact(loop: Loop) -> None:
     """A right loop, however it is written, has no finding, and weights of 1/12 and 1/7 in its table."""

@@ -130,8 +130,7 @@ class Counted(Encoders):
 
 @pytest.mark.parametrize("size", [5, 10, 29])
 def test_buffers_are_as_after_one_pass(size: int) -> None:
-    """The gradient is that of each micro-batch's own statistics; counters see a sample once in a step, as do running
-    statistics, which are those of one forward of all samples."""
+    """Counters see a sample once in a step, as do running statistics, which are those of one forward of all."""
     case = JointCase(model=Counted, encode=both, loss=lambda: clip)
     with engine_of(case, micro_batch_size=size) as engine:
         found = engine.gradients(pairs())

@@ -1,0 +1,112 @@
+"""Two adapters: the engine, and the loop that people write by hand, right or with one of its known faults."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from anybatch.core.loss import Loss, counted, sum_of
+from anybatch.core.loss import Term as EngineTerm
+from anybatch.engine.engine import Engine
+from anybatch.testing.conformance.task import LossTerms, Samples, Step, Task, gradients_of, num_samples, parts
+
+Fault = Literal["constant divisor", "mean of means", "dropped tail", "duplicated samples"]
+
+
+class EngineAdapter:
+    """`anybatch.Engine`, by its public surface.
+
+    Args:
+        strategy: as the engine's.
+    """
+
+    name = "anybatch"
+
+    def __init__(self, strategy: str = "auto") -> None:
+        self._strategy = strategy
+
+    def steps(self, task: Task) -> Iterator[Step]:
+        """Yield the engine's gradient of each effective batch."""
+        model, first = task.model(), 0
+        with Engine(
+            model,
+            lambda named: torch.optim.SGD(named, lr=0.0),
+            declaration(task.loss),
+            micro_batch_size=task.micro_batch_size,
+            strategy=self._strategy,
+        ) as engine:
+            for batch in parts(task.samples(), task.effective_batch_size):
+                last = first + num_samples(batch)
+                found = {
+                    name: None if gradient is None else gradient.clone()
+                    for name, gradient in engine.gradients(batch).items()
+                }
+                yield Step(found, tuple(range(first, last)))
+                first = last
+
+
+def declaration(loss: LossTerms) -> Loss:
+    """Return a loss as the engine wants it declared."""
+    terms: dict[str, EngineTerm] = {term.name: counted(term.count, weight=term.weight) for term in loss.terms}
+    return sum_of(loss.function, **terms)
+
+
+@dataclass(frozen=True, slots=True)
+class HandWrittenLoop:
+    """Accumulation as it is written by hand.
+
+    Without fault it divides every micro-batch's sums by the counts of its window, and is right. With one:
+
+    - "mean of means" divides each micro-batch's mean loss by the number of micro-batches of the window;
+    - "constant divisor" divides it by the number of micro-batches of a full window;
+    - "dropped tail" makes no step with a window that is not full;
+    - "duplicated samples" fills the last window up with the first samples, and is right otherwise.
+    """
+
+    fault: Fault | None = None
+
+    @property
+    def name(self) -> str:
+        """Its fault."""
+        return f"hand-written loop: {self.fault or 'right'}"
+
+    def steps(self, task: Task) -> Iterator[Step]:
+        """Yield the gradient of each window."""
+        samples, size = task.samples(), task.effective_batch_size
+        ids = torch.arange(num_samples(samples))
+        for window in ids.split(size):
+            if self.fault == "dropped tail" and len(window) < size:
+                return
+            padding = size - len(window) if self.fault == "duplicated samples" else 0
+            filled = torch.cat([window, ids.repeat(-(-padding // len(ids)))[:padding]]) if padding else window
+            batch = {name: value[filled] for name, value in samples.items()}
+            losses = self._losses(task, batch)
+            yield Step(gradients_of(task.model(), *losses), tuple(filled.tolist()))
+
+    def _losses(self, task: Task, batch: Samples) -> list[Callable[[nn.Module], Tensor]]:
+        """Return the loss of each micro-batch, ready for its backward."""
+        micro_batches = parts(batch, task.micro_batch_size)
+        if self.fault == "constant divisor":
+            divisor = -(-task.effective_batch_size // task.micro_batch_size)
+        else:
+            divisor = len(micro_batches)
+        if self.fault in ("constant divisor", "mean of means"):
+            return [partial(_plain_mean, task.loss, part, divisor) for part in micro_batches]
+        return [partial(_share, task.loss, part, batch) for part in micro_batches]
+
+
+def _plain_mean(loss: LossTerms, part: Samples, divisor: int, model: nn.Module) -> Tensor:
+    """Return a micro-batch's mean loss over a number of micro-batches, whatever the means are over."""
+    means = loss.function(model, part)
+    return torch.stack([term.weight * means[term.name] for term in loss.terms]).sum() / divisor
+
+
+def _share(loss: LossTerms, part: Samples, batch: Samples, model: nn.Module) -> Tensor:
+    """Return a micro-batch's sums over the counts of its window; a term that counts nothing here is left out."""
+    means = loss.function(model, part)
+    counts = [(term, term.count(part), term.count(batch)) for term in loss.terms]
+    shares = [term.weight * means[term.name] * here / all_ for term, here, all_ in counts if here]
+    return torch.stack(shares).sum() if shares else next(iter(means.values())).nan_to_num(0.0) * 0.0

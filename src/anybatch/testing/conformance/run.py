@@ -1,0 +1,125 @@
+"""Puts a trainer through the cases, and says of each split whether it holds and, if not, which known fault it is."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from anybatch.testing.conformance.adapters import Fault, HandWrittenLoop
+from anybatch.testing.conformance.cases import CASES
+from anybatch.testing.conformance.task import Adapter, Case, Gradients, Step, Task, num_samples
+from anybatch.testing.gradients import relative_error
+
+_NAMED: tuple[Fault, ...] = ("mean of means", "constant divisor", "duplicated samples")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One case with one split.
+
+    Attributes:
+        case: its name.
+        micro_batch_size: the split.
+        error: largest relative error of a step's gradient; infinite where steps are missing, or the trainer raised.
+        reason: why it does not hold, in a sentence; empty where it does.
+    """
+
+    case: str
+    micro_batch_size: int
+    error: float
+    reason: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether it holds."""
+        return not self.reason
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """What came of a trainer."""
+
+    adapter: str
+    rows: tuple[Row, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether all of it holds."""
+        return all(row.passed for row in self.rows)
+
+    @property
+    def failures(self) -> tuple[Row, ...]:
+        """What does not hold."""
+        return tuple(row for row in self.rows if not row.passed)
+
+    def __str__(self) -> str:
+        """Return it as lines."""
+        cells = [("case", "micro-batch", "error", "verdict")]
+        cells += [(row.case, str(row.micro_batch_size), f"{row.error:.1e}", row.reason or "exact") for row in self.rows]
+        widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+        lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
+        return "\n".join([f"{self.adapter}: {len(self.rows) - len(self.failures)} of {len(self.rows)} hold", *lines])
+
+
+def run(adapter: Adapter, cases: Sequence[Case] = CASES, *, tolerance: float = 1e-12) -> Table:
+    """Put a trainer through the cases.
+
+    Each step's gradient is compared with the plain un-split computation; where the trainer tells the samples of its
+    steps, those are compared too.
+
+    Args:
+        adapter: the trainer.
+        cases: what it has to get right.
+        tolerance: largest relative error, in float64, that counts as equal.
+    """
+    rows = []
+    for case in cases:
+        expected = case.expected()
+        rows += [_row(adapter, Task(case, size), expected, tolerance) for size in case.micro_batch_sizes]
+    return Table(adapter.name, tuple(rows))
+
+
+def _row(adapter: Adapter, task: Task, expected: Sequence[Gradients], tolerance: float) -> Row:
+    try:
+        steps = list(adapter.steps(task))
+    except Exception as error:  # noqa: BLE001 (whatever a trainer raises is its verdict)
+        return _verdict(task, float("inf"), f"raised {type(error).__name__}: {error}")
+    errors = [relative_error(step.gradients, gradient) for step, gradient in zip(steps, expected, strict=False)]
+    if len(steps) != len(expected):
+        partial_tail = num_samples(task.samples()) % task.effective_batch_size
+        why = "dropped tail: " if partial_tail and len(steps) == len(expected) - 1 else ""
+        return _verdict(task, float("inf"), f"{why}{len(steps)} steps, expected {len(expected)}")
+    told = _about_samples(task, steps)
+    wrong = [number for number, error in enumerate(errors) if not error <= tolerance]  # NaN is wrong too
+    if not wrong:
+        return _verdict(task, max(errors), told)
+    named = [fault for fault in _NAMED if _is_fault(task, fault, steps, tolerance)]
+    why = told or " or ".join(named) or "another gradient"
+    return _verdict(task, max(errors, key=_nan_first), f"{why} (step {wrong[0] + 1} of {len(steps)})")
+
+
+def _verdict(task: Task, error: float, reason: str) -> Row:
+    return Row(case=task.case.name, micro_batch_size=task.micro_batch_size, error=error, reason=reason)
+
+
+def _about_samples(task: Task, steps: Sequence[Step]) -> str:
+    """Return what is wrong with the samples that a trainer says it used; empty if nothing is, or if it does not say."""
+    if any(step.sample_ids is None for step in steps):
+        return ""
+    times = Counter(sample for step in steps for sample in step.sample_ids or ())
+    every = range(num_samples(task.samples()))
+    twice, never = [s for s in times if times[s] > 1], [s for s in every if not times[s]]
+    if twice:
+        return f"duplicated samples: {sorted(twice)}"
+    return f"missing samples: {never}" if never else ""
+
+
+def _is_fault(task: Task, fault: Fault, steps: Sequence[Step], tolerance: float) -> bool:
+    """Return whether the gradients are those of the hand-written loop with this fault."""
+    others = list(HandWrittenLoop(fault).steps(task))
+    return len(others) == len(steps) and all(
+        relative_error(step.gradients, other.gradients) <= tolerance for step, other in zip(steps, others, strict=True)
+    )
+
+
+def _nan_first(error: float) -> float:
+    return float("inf") if error != error else error  # noqa: PLR0124 (only NaN differs from itself)

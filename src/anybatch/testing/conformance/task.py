@@ -1,0 +1,155 @@
+"""What a trainer is asked: these samples, in effective batches of this size, in micro-batches of at most that size."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+Samples = Mapping[str, Tensor]
+Gradients = Mapping[str, Tensor | None]
+Over = Literal["samples", "targets", "class weights"]
+IGNORED = -100
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One term of a loss, as data: its name, what its value is a mean over, and its weight in the loss.
+
+    `over` is "samples"; "targets" (those of `labels` that are not -100, from the second position on if `shift`); or
+    "class weights" (the mean is over the sum of the targets' weights).
+    """
+
+    name: str
+    over: Over = "samples"
+    weight: float = 1.0
+    labels: str = "labels"
+    shift: bool = False
+    class_weights: tuple[float, ...] = ()
+
+    def count(self, samples: Samples) -> float:
+        """Return what the mean of these samples is over: a number of samples or targets, or a sum of weights."""
+        if self.over == "samples":
+            return float(num_samples(samples))
+        labels = samples[self.labels]
+        if self.over == "targets":
+            return float((labels[:, 1:] if self.shift else labels).ne(IGNORED).sum())
+        return float(torch.tensor(self.class_weights, dtype=torch.float64)[labels].sum())
+
+
+@dataclass(frozen=True, slots=True)
+class LossTerms:
+    """A loss: `function(model, samples)` returns the mean of each term over whatever samples it is given.
+
+    The mean over nothing is NaN, as torch has it: a trainer has to leave such a term out.
+    """
+
+    function: Callable[[nn.Module, Samples], Mapping[str, Tensor]]
+    terms: tuple[Term, ...]
+
+    def whole(self, model: nn.Module, samples: Samples) -> Tensor:
+        """Return the loss of an un-split batch: what is meant."""
+        means = self.function(model, samples)
+        counted = [term.weight * means[term.name] for term in self.terms if term.count(samples)]
+        return torch.stack(counted).sum()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Something that has to come out equal however it is cut.
+
+    Attributes:
+        name: what is uneven about it.
+        model: builds the model, the same one each time.
+        samples: builds all samples, along the first axis of every tensor.
+        loss: what to minimise.
+        effective_batch_size: samples of one optimizer step; the last step has what is left.
+        micro_batch_sizes: the splits to try.
+    """
+
+    name: str
+    model: Callable[[], nn.Module]
+    samples: Callable[[], dict[str, Tensor]]
+    loss: LossTerms
+    effective_batch_size: int
+    micro_batch_sizes: tuple[int, ...]
+
+    def expected(self) -> list[Gradients]:
+        """Return the exact gradient of each effective batch: one forward, one backward, nothing split."""
+        samples = self.samples()
+        return [
+            gradients_of(self.model(), partial(self.loss.whole, samples=part))
+            for part in parts(samples, self.effective_batch_size)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One case with one split: what an adapter gets."""
+
+    case: Case
+    micro_batch_size: int
+
+    @property
+    def loss(self) -> LossTerms:
+        """What to minimise."""
+        return self.case.loss
+
+    @property
+    def effective_batch_size(self) -> int:
+        """Samples of one optimizer step; the last one has what is left."""
+        return self.case.effective_batch_size
+
+    def model(self) -> nn.Module:
+        """Return the model."""
+        return self.case.model()
+
+    def samples(self) -> dict[str, Tensor]:
+        """Return all samples, in the order they are to be used."""
+        return self.case.samples()
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one optimizer step would be made with.
+
+    Attributes:
+        gradients: parameter name -> gradient; None for a parameter that no backward has reached.
+        sample_ids: the samples of it, by their place in the data; None if the trainer does not tell.
+    """
+
+    gradients: Gradients
+    sample_ids: tuple[int, ...] | None = None
+
+
+class Adapter(Protocol):
+    """A trainer, as the kit sees it: all it takes is one method."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in tables."""
+        ...
+
+    def steps(self, task: Task) -> Iterable[Step]:
+        """Go through the samples once, in order, at unchanged parameters, and return every step's gradient."""
+        ...
+
+
+def num_samples(samples: Samples) -> int:
+    """Return the length of the first axis."""
+    return len(next(iter(samples.values())))
+
+
+def parts(samples: Samples, size: int) -> list[dict[str, Tensor]]:
+    """Return the samples in parts of `size`, the last one with what is left."""
+    starts = range(0, num_samples(samples), size)
+    return [{name: value[start : start + size] for name, value in samples.items()} for start in starts]
+
+
+def gradients_of(model: nn.Module, *losses: Callable[[nn.Module], Tensor]) -> Gradients:
+    """Return what the backwards of some losses, one after the other, leave in a fresh model."""
+    for loss in losses:
+        loss(model).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -1,0 +1,114 @@
+"""The conformance kit: the engine holds in all cases, and the loop written by hand fails where it is known to."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from anybatch.testing import conformance
+from anybatch.testing.conformance import CASES, EngineAdapter, HandWrittenLoop, Step, Task
+from anybatch.testing.conformance.adapters import Fault
+
+# (case, micro-batch size) -> whether the loop with this fault is wrong there, by arithmetic
+WRONG: dict[Fault, dict[str, set[int]]] = {
+    "mean of means": {
+        "ragged micro-batches": {5, 4},
+        "class weights": {4, 1},
+        "masked tokens": {4, 1},
+        "micro-batches without targets": {3, 1},
+        "two terms": {3},
+        "fewer samples than one micro-batch": {2},
+    },
+    "constant divisor": {
+        "ragged micro-batches": {5, 4},
+        "partial last window": {4, 2},
+        "class weights": {4, 1},
+        "masked tokens": {4, 1},
+        "micro-batches without targets": {3, 1},
+        "two terms": {3},
+        "fewer samples than one micro-batch": {4, 2},
+    },
+    "dropped tail": {
+        "partial last window": {12, 4, 2},
+        "fewer samples than one micro-batch": {12, 4, 2},
+    },
+    # Three samples, each four times, have the mean of three: only their numbers tell.
+    "duplicated samples": {
+        "partial last window": {12, 4, 2},
+        "fewer samples than one micro-batch": {12, 4, 2},
+    },
+}
+
+
+class Silent:
+    """A trainer that does not tell its samples."""
+
+    def __init__(self, fault: Fault) -> None:
+        self._loop = HandWrittenLoop(fault)
+        self.name = "silent"
+
+    def steps(self, task: Task) -> Iterator[Step]:
+        """Yield gradients only."""
+        for step in self._loop.steps(task):
+            yield Step(step.gradients)
+
+
+class Broken:
+    """A trainer that raises."""
+
+    name = "broken"
+
+    def steps(self, task: Task) -> Iterator[Step]:
+        """Raise."""
+        raise RuntimeError(task.micro_batch_size)
+
+
+def test_the_engine_conforms() -> None:
+    """The engine's gradient is that of the un-split batch in every case and split."""
+    table = conformance.run(EngineAdapter())
+    assert table.passed, str(table)
+    assert len(table.rows) == sum(len(case.micro_batch_sizes) for case in CASES)
+
+
+def test_a_right_loop_conforms() -> None:
+    """The kit asks for nothing that a careful loop in plain torch would not have."""
+    table = conformance.run(HandWrittenLoop())
+    assert table.passed, str(table)
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_known_faults_are_seen(fault: Fault) -> None:
+    """Each known fault fails exactly where it is wrong, by name, and by far more than rounding."""
+    table = conformance.run(HandWrittenLoop(fault))
+    failed: dict[str, set[int]] = {}
+    for row in table.failures:
+        failed.setdefault(row.case, set()).add(row.micro_batch_size)
+
+    assert failed == WRONG[fault], str(table)
+    for row in table.failures:
+        assert row.reason == "duplicated samples: [0, 1, 2]" or not row.error < 1e-3  # NaN is an error too
+        assert fault in row.reason
+
+
+@pytest.mark.parametrize("fault", ["mean of means", "constant divisor", "duplicated samples"])
+def test_faults_are_named_by_their_gradients(fault: Fault) -> None:
+    """A trainer that does not tell its samples is found out by its gradients where these differ."""
+    rows = {(row.case, row.micro_batch_size): row for row in conformance.run(Silent(fault)).rows}
+    case = "ragged micro-batches" if fault == "mean of means" else "partial last window"
+    assert fault in rows[case, 4].reason
+
+
+def test_a_trainer_that_raises_fails() -> None:
+    """What a trainer raises is its verdict, and the other cases are run all the same."""
+    table = conformance.run(Broken())
+    assert not table.passed
+    assert {row.reason for row in table.rows} >= {"raised RuntimeError: 12", "raised RuntimeError: 4"}
+
+
+def test_the_table_says_it() -> None:
+    """Printed, the table has a line per split: case, micro-batch size, error, verdict."""
+    lines = str(conformance.run(HandWrittenLoop("mean of means"))).splitlines()
+    assert lines[0] == "hand-written loop: mean of means: 13 of 23 hold"
+    assert next(line for line in lines if line.startswith("ragged micro-batches") and " 13 " in line).endswith("exact")
+    assert "mean of means or constant divisor (step 1 of 2)" in next(
+        line for line in lines if line.startswith("ragged micro-batches") and " 5 " in line
+    )
