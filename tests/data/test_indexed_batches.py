@@ -111,9 +111,10 @@ def test_a_data_set_smaller_than_one_batch() -> None:
 def test_steps_run_over_epochs() -> None:
     """`steps` counts from the start, over as many epochs as it takes, and the batches are those of the epochs."""
     by_epochs = [batch.sample_ids for batch in ab.batches(range(10), effective_batch_size=4, epochs=3)]
-    batches = ab.batches(range(10), effective_batch_size=4, steps=7)
-    assert [batch.sample_ids for batch in batches] == by_epochs[:7]
-    assert len(batches) == 7
+    for steps in range(1, 10):
+        batches = ab.batches(range(10), effective_batch_size=4, steps=steps)
+        assert [batch.sample_ids for batch in batches] == by_epochs[:steps]
+        assert len(batches) == steps
     resumed = ab.batches(range(10), effective_batch_size=4, steps=4, start=Position(1))
     assert [batch.sample_ids for batch in resumed] == by_epochs[3:7]
 
