@@ -21,6 +21,7 @@ from anybatch.core.randomness import unit_seed
 from anybatch.engine.clipping import ClipByNorm, ClipByValue
 from anybatch.errors import CompositionError
 from anybatch.testing import relative_error
+from tests.engine.masks_by_hand import mask
 
 Features = frozenset[Feature]
 Batch = dict[str, torch.Tensor]
@@ -105,8 +106,8 @@ class Network(nn.Module):
         self.words = nn.Embedding(NUM_WORDS, WIDTH, sparse=Feature.SPARSE in features)
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.norm = nn.BatchNorm1d(WIDTH) if Feature.BATCH_NORM in features else nn.Identity()
-        drops = features & {Feature.DROPOUT_KEYED, Feature.DROPOUT_UNKEYED}
-        self.dropout = nn.Dropout(0.5) if drops else nn.Identity()
+        drops = features & {Feature.DROPOUT_KEYED, Feature.DROPOUT_PER_SAMPLE, Feature.DROPOUT_UNKEYED}
+        self.dropout: nn.Module = nn.Dropout(0.5) if drops else nn.Identity()
         self.out = nn.Linear(WIDTH, NUM_WORDS)
         leaves_some = Feature.UNUSED in features
         self.rare = nn.Linear(WIDTH, WIDTH) if leaves_some else None  # used by one sample
@@ -256,7 +257,7 @@ def run(features: Features, world: ab.World) -> Found:
         if engine is not None:
             engine.close()
     assert not report.skipped
-    expected = plain_gradients(features, sample_ids, units)
+    expected = plain_gradients(features, sample_ids, units, seed)
     kept = dense(dict(zip(parameters, made[0].kept, strict=True)))
     moved: Named = {name: parameter - before[name] for name, parameter in parameters.items()}
     errors = (
@@ -290,6 +291,7 @@ def arguments(features: Features) -> dict[str, Any]:
         Feature.ACCUMULATION_STEPS: {"accumulation_steps": 2},
         Feature.CLIP_NORM: {"clip": ClipByNorm(MAX_NORM)},
         Feature.CLIP_VALUE: {"clip": ClipByValue(MAX_VALUE)},
+        Feature.DROPOUT_PER_SAMPLE: {"rng": "per_sample"},
         Feature.DROPOUT_UNKEYED: {"rng": None},
         **{feature: {"strategy": name} for feature, name in STRATEGIES.items()},
     }
@@ -328,11 +330,24 @@ def seed_of(features: Features, seed: int, first_sample: int) -> int | None:
     return unit_seed(seed, 0, first_sample) if Feature.DROPOUT_KEYED in features else None
 
 
+class Masked(nn.Module):
+    """Keeps what a mask says, at a rate of a half."""
+
+    def __init__(self, kept: torch.Tensor) -> None:
+        super().__init__()
+        self.kept = kept
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * self.kept * 2.0
+
+
 def plain_gradients(
-    features: Features, sample_ids: Sequence[int], units: Sequence[tuple[int, int, int | None]]
+    features: Features, sample_ids: Sequence[int], units: Sequence[tuple[int, int, int | None]], seed_of_data: int = 0
 ) -> Named:
     """Return the gradient of the un-split batch."""
     network, objective = build(features)
+    if Feature.DROPOUT_PER_SAMPLE in features:
+        network.dropout = Masked(mask(seed_of_data, 0, sample_ids, 0, (NUM_POSITIONS, WIDTH), 0.5))
     same_cut = Feature.DROPOUT_KEYED in features and Feature.BATCH_NORM not in features
     whole = units if same_cut else [(0, len(sample_ids), None)]
     totals: Sums = {}

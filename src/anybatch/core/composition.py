@@ -108,6 +108,7 @@ class Feature(Enum):
     REENTRANT = (_CHECKPOINTING, "activation checkpointing with use_reentrant=True")
     BATCH_NORM = (_BATCH_NORM, "BatchNorm in train mode")
     DROPOUT_KEYED = (_DROPOUT, "dropout with rng='micro_batch'")
+    DROPOUT_PER_SAMPLE = (_DROPOUT, "dropout with rng='per_sample'")
     DROPOUT_UNKEYED = (_DROPOUT, "dropout with rng=None")
 
     def __init__(self, axis: Axis, says: str) -> None:
@@ -200,6 +201,11 @@ _TOGETHER: Mapping[frozenset[Feature], Cell] = {
         Verdict.SAME_CUT,
         "random numbers belong to micro-batches: another cut draws others, and so does compiled code, from equal seeds",
         _ONE_CUT,
+    ),
+    frozenset((Feature.COMPILED, Feature.DROPOUT_PER_SAMPLE)): Cell(
+        Verdict.REFUSED,
+        "compiled code draws by itself, where masks cannot be given by sample",
+        "Leave torch.compile out, or use rng='micro_batch'.",
     ),
     frozenset((Feature.COMPILED, Feature.REENTRANT)): _EXACT,  # torch.compile replaces the checkpoint by its own
     frozenset((Feature.WIDE_PARAMETERS, Feature.MASTER_WEIGHTS)): _NO_MASTERS,

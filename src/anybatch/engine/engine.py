@@ -27,7 +27,7 @@ from anybatch.engine.feeding import OpenBatch, Workload, make_workload, open_bat
 from anybatch.engine.finite import FiniteCheck
 from anybatch.engine.modules import Model, choose_strategy, collect_modules, world_of
 from anybatch.engine.precision import LossScaler, OptimizerFunction, PrecisionName, autocast, make_target
-from anybatch.engine.randomness import CallersRandomness, UnitRandomness
+from anybatch.engine.randomness import Rng, choose_randomness
 from anybatch.engine.sizing import Sizing
 from anybatch.engine.state import (
     Parts,
@@ -85,7 +85,8 @@ class Engine:
             pass over the gradients; the loss is still looked at.
         average_decay: keep an exponential moving average of the weights, such as 0.999; see `evaluate(averaged=True)`.
         rng: "micro_batch" keys torch's random numbers by (seed, step, first sample of the micro-batch), whatever rank
-            runs it; None leaves them as they come.
+            runs it; "per_sample", or a `PerSample`, keys dropout by (seed, step, sample, call), whatever the cut; None
+            leaves them as they come.
         seed: first word of those keys; None takes the data's seed.
         observer: looks in on micro-batches, reductions, phases and steps.
         world: the ranks; None asks the environment.
@@ -110,7 +111,7 @@ class Engine:
         clip: Clip | float | None = None,
         measure_gradient_norm: bool = True,
         average_decay: float | None = None,
-        rng: Literal["micro_batch"] | None = "micro_batch",
+        rng: Rng = "micro_batch",
         seed: int | None = None,
         observer: Observer | None = None,
         world: World | None = None,
@@ -136,6 +137,7 @@ class Engine:
         self._measures_norm = measure_gradient_norm or isinstance(self._clip, ClipByNorm)
         self._seed = seed
         autocasting = autocast(precision, self.world.device)
+        randomness = choose_randomness(rng, self._modules, self.world.device)
         features = features_of_training(self._modules, self._loss, optimizer, rng=rng)
         features |= features_of_choices(precision=precision, deal=deal, sizes=self._sizing.sizes, clip=self._clip)
         refuse_features(features, optimizer, self._strategy.capabilities, self.world)
@@ -156,7 +158,7 @@ class Engine:
             prepared=prepared,
             scaler=LossScaler(precision, self._target, self.world.device),
             autocast=autocasting,
-            randomness=UnitRandomness(self.world.device) if rng else CallersRandomness(),
+            randomness=randomness,
             before=self._watch.before,
             after=self._watch.after,
         )
