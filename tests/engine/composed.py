@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import anybatch as ab
 from anybatch.core.composition import Feature, Verdict, cell, meetings
-from anybatch.core.randomness import unit_seed
+from anybatch.core.randomness import BatchKey, unit_seed
 from anybatch.engine.clipping import ClipByNorm, ClipByValue
 from anybatch.errors import CompositionError
 from anybatch.testing import relative_error
@@ -347,7 +347,7 @@ def plain_gradients(
     """Return the gradient of the un-split batch."""
     network, objective = build(features)
     if Feature.DROPOUT_PER_SAMPLE in features:
-        network.dropout = Masked(mask(seed_of_data, 0, sample_ids, 0, (NUM_POSITIONS, WIDTH), 0.5))
+        network.dropout = Masked(mask(BatchKey(seed_of_data, 0, sample_ids), 0, (NUM_POSITIONS, WIDTH), 0.5))
     same_cut = Feature.DROPOUT_KEYED in features and Feature.BATCH_NORM not in features
     whole = units if same_cut else [(0, len(sample_ids), None)]
     totals: Sums = {}

@@ -5,6 +5,8 @@ from itertools import product
 
 import torch
 
+from anybatch.core.randomness import BatchKey
+
 WORD = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 STEP, CALL, AXIS = (int.from_bytes(name, "big") for name in (b"step", b"call", b"axis"))
@@ -35,14 +37,14 @@ def bits(seed: int, step: int, sample: int, call: int, indices: Sequence[int]) -
     return finalised(state & WORD) >> 32 * (last % 2) & 0xFFFFFFFF
 
 
-def mask(seed: int, step: int, samples: Sequence[int], call: int, shape: Sequence[int], p: float) -> torch.Tensor:
+def mask(key: BatchKey, call: int, shape: Sequence[int], p: float) -> torch.Tensor:
     """Return which elements (samples, *shape) stay. Bits are compared as signed numbers, uniform from -2**31 on."""
     limit = round(p * 2**32) - 2**31
     rows = [
-        [signed(bits(seed, step, sample, call, indices)) >= limit for indices in product(*map(range, shape))]
-        for sample in samples
+        [signed(bits(key.seed, key.step, sample, call, indices)) >= limit for indices in product(*map(range, shape))]
+        for sample in key.sample_ids
     ]
-    return torch.tensor(rows).reshape(len(samples), *shape)
+    return torch.tensor(rows).reshape(len(key.sample_ids), *shape)
 
 
 def signed(word: int) -> int:

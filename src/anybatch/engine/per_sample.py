@@ -3,13 +3,13 @@
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from types import TracebackType
+from types import FunctionType, TracebackType
 from typing import Any, NoReturn, Self
 
 import torch
-from torch import nn
+from torch import autograd, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -106,6 +106,7 @@ class _Draws(TorchFunctionMode):
         self._axis_of_call: list[int] = []
         self._device_states: list[torch.Tensor] = []
         self._clean = torch.Generator()
+        self._is_batch_first = False
         self._probing = True
 
     def begin(self, work: Work) -> None:
@@ -172,6 +173,15 @@ class _Draws(TorchFunctionMode):
         kept = kept.reshape(dropped.shape[axis], *rest).movedim(0, axis)
         return kept.reshape(*kept.shape, *(1,) * (dropped.dim() - kept.dim()))
 
+    @contextmanager
+    def batch_first(self) -> Iterator[None]:
+        """Take the first axis for that of samples meanwhile, whatever was declared."""
+        before, self._is_batch_first = self._is_batch_first, True
+        try:
+            yield
+        finally:
+            self._is_batch_first = before
+
     def refuse(self, what: str, remedy: str) -> NoReturn:
         """Raise the error for what cannot be keyed.
 
@@ -195,8 +205,7 @@ class _Draws(TorchFunctionMode):
                     "activation checkpointing runs the forward again without its random state",
                     "Leave preserve_rng_state=True.",
                 )
-            owner = self._owner() if self._axes else None
-            known.append(self._axes.get(id(owner), 0))
+            known.append(self._axes.get(id(self._owner()), 0) if self._axes and not self._is_batch_first else 0)
         generator.manual_seed(self._first_seed + call + 1)
         return call, known[call]
 
@@ -267,20 +276,14 @@ def _axes_of_modules(policy: PerSample, modules: nn.Module) -> dict[int, int]:
 
 
 def _refuse_layers(modules: nn.Module) -> None:
-    """Refuse layers that drop in a kernel of their own, before anything is run."""
+    """Refuse recurrent layers that drop, before anything is run."""
     for name, module in modules.named_modules():
         if isinstance(module, nn.RNNBase) and module.training and module.dropout > 0 and module.num_layers > 1:
-            _raise_for_layer(name, module, *_RECURRENT)
-        if isinstance(module, nn.MultiheadAttention) and module.training and module.dropout > 0:
-            _raise_for_layer(name, module, *_ATTENTION)
-
-
-def _raise_for_layer(name: str, module: nn.Module, reason: str, remedy: str) -> NoReturn:
-    message = (
-        f"rng='per_sample' does not compose with {type(module).__name__}(dropout={module.dropout}), {_called(name)}: "
-        f"{reason}. {remedy} {_INSTEAD}"
-    )
-    raise CompositionError(message)
+            message = (
+                f"rng='per_sample' does not compose with {type(module).__name__}(dropout={module.dropout}), "
+                f"{_called(name)}: {_RECURRENT[0]}. {_RECURRENT[1]} {_INSTEAD}"
+            )
+            raise CompositionError(message)
 
 
 def _called(name: str) -> str:
@@ -293,7 +296,7 @@ _RECURRENT = (
 )
 _ATTENTION = (
     "fused attention drops its weights inside one kernel, where no mask can be given",
-    "Write it out, F.dropout(scores.softmax(-1)) @ value (attn_implementation='eager'), or set its dropout to 0.",
+    "Write F.dropout(scores.softmax(-1)) @ value (nn.MultiheadAttention: need_weights=True; transformers: 'eager').",
 )
 
 Rule = Callable[..., Any]
@@ -343,12 +346,25 @@ def _attention(draws: _Draws, func: Callable[..., Any], *args: Any, **kwargs: An
     return func(*args, **kwargs)
 
 
-def _attention_layer(draws: _Draws, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 (as torch)
-    given = inspect.signature(func).bind(*args, **kwargs)
-    given.apply_defaults()
-    if given.arguments["training"] and given.arguments["dropout_p"] > 0:
-        draws.refuse(_ATTENTION[0], _ATTENTION[1])
-    return func(*args, **kwargs)
+def _followed(function: FunctionType, *, batch_first: bool = False) -> Rule:
+    """Return the rule of a torch function in Python whose own calls are to be seen too.
+
+    A mode is off while it handles a function, and a function that finds it on hands itself over again, for ever. So
+    what runs is the same code with that question answered no.
+    """
+    known = {**function.__globals__, "has_torch_function": _no, "has_torch_function_unary": _no}
+    body = FunctionType(function.__code__, known, function.__name__, function.__defaults__, function.__closure__)
+    body.__kwdefaults__ = function.__kwdefaults__
+
+    def rule(draws: _Draws, _: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 (as torch)
+        with draws, draws.batch_first() if batch_first else nullcontext():
+            return body(*args, **kwargs)
+
+    return rule
+
+
+def _no(*_: object) -> bool:
+    return False
 
 
 def _recurrent(draws: _Draws, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 (as torch)
@@ -379,7 +395,8 @@ _RULES: Mapping[Any, Rule] = {
         _dropping(_saturate, by_channel=True),
     ),
     functional.scaled_dot_product_attention: _attention,
-    functional.multi_head_attention_forward: _attention_layer,
+    functional.multi_head_attention_forward: _followed(functional.multi_head_attention_forward, batch_first=True),
+    **{function: _followed(function) for function in (autograd.backward, autograd.grad, torch.Tensor.backward)},
     **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _recurrent),
     torch._pack_padded_sequence: _packing,  # noqa: SLF001 (what pack_padded_sequence calls)
 }
