@@ -194,6 +194,13 @@ class Keeping(torch.optim.SGD):
         return super().step(closure)
 
 
+def keeping(parameters: Mapping[str, nn.Parameter], features: Features) -> Keeping:
+    """Return the optimizer, with the embedding in a group of its own where clipping is by group."""
+    first = 1 if Feature.CLIP_GROUPS in features else 0
+    groups = [values for values in (list(parameters.values())[:first], list(parameters.values())[first:]) if values]
+    return Keeping([{"params": values} for values in groups], lr=LEARNING_RATE)
+
+
 class Sentences(torch.utils.data.Dataset[Batch]):
     """Sentences of which a third of the targets are masked, unevenly; one alone has the rare word."""
 
@@ -232,12 +239,12 @@ def run(features: Features, world: ab.World) -> Found:
     parameters = trainable(network, objective)
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     model = compiled(network, features) if Feature.COMPILED in features else network
-    optimizer = Keeping(parameters.values(), lr=LEARNING_RATE)
+    optimizer = keeping(parameters, features)
     instance = not features & {Feature.MASTER_WEIGHTS}
     made: list[Keeping] = [optimizer]
 
     def make(named: Iterable[tuple[str, nn.Parameter]]) -> Keeping:
-        made[0] = Keeping(named, lr=LEARNING_RATE)
+        made[0] = keeping(dict(named), features)
         return made[0]
 
     batch, sample_ids, seed = arrive(features, world)
@@ -291,6 +298,7 @@ def arguments(features: Features) -> dict[str, Any]:
         Feature.ACCUMULATION_STEPS: {"accumulation_steps": 2},
         Feature.CLIP_NORM: {"clip": ClipByNorm(MAX_NORM)},
         Feature.CLIP_VALUE: {"clip": ClipByValue(MAX_VALUE)},
+        Feature.CLIP_GROUPS: {"clip": [ClipByNorm(MAX_NORM), ClipByValue(MAX_VALUE)]},
         Feature.DROPOUT_PER_SAMPLE: {"rng": "per_sample"},
         Feature.DROPOUT_UNKEYED: {"rng": None},
         **{feature: {"strategy": name} for feature, name in STRATEGIES.items()},
@@ -379,6 +387,10 @@ def autocast(features: Features) -> AbstractContextManager[Any]:
 
 def clipped(features: Features, gradients: Named) -> Named:
     """Return the gradients as the optimizer should get them."""
+    if Feature.CLIP_GROUPS in features:
+        first, *others = gradients.items()
+        by_norm = clipped(features - {Feature.CLIP_GROUPS} | {Feature.CLIP_NORM}, dict([first]))
+        return by_norm | clipped(features - {Feature.CLIP_GROUPS} | {Feature.CLIP_VALUE}, dict(others))
     present = [gradient.double() for gradient in gradients.values() if gradient is not None]
     if Feature.CLIP_NORM in features:
         norm = torch.stack([gradient.square().sum() for gradient in present]).sum().sqrt()

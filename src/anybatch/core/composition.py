@@ -103,6 +103,7 @@ class Feature(Enum):
     UNUSED = (_IDLE, "parameters that some micro-batches or all of them leave unused")
     CLIP_NORM = (_CLIP, "clipping by norm")
     CLIP_VALUE = (_CLIP, "clipping by value")
+    CLIP_GROUPS = (_CLIP, "clipping by parameter group")
     COMPILED = (_COMPILATION, "a model under torch.compile")
     NON_REENTRANT = (_CHECKPOINTING, "activation checkpointing with use_reentrant=False")
     REENTRANT = (_CHECKPOINTING, "activation checkpointing with use_reentrant=True")

@@ -19,7 +19,14 @@ from anybatch.core.reports import StepReport
 from anybatch.core.splitting import Deal
 from anybatch.engine.accumulate import Machine, accumulate
 from anybatch.engine.averaging import WeightAverage
-from anybatch.engine.clipping import Clip, ClipByNorm, clip_gradients, clip_policy, total_norm
+from anybatch.engine.clipping import (
+    ClipArgument,
+    ClipByNorm,
+    clip_gradients,
+    clip_policy,
+    refuse_other_groups,
+    total_norm,
+)
 from anybatch.engine.decisions import first_decisions
 from anybatch.engine.evaluation import MetricFunction, evaluate
 from anybatch.engine.features import features_of_choices, features_of_training, refuse_features, refused_in_backward
@@ -80,7 +87,8 @@ class Engine:
         strategy: "auto" (one rank: "single", several: "all_reduce"), "ddp", or a strategy object.
         precision: "fp32" (as the model is), "bf16" or "fp16" autocast; "fp16" scales the loss.
         scheduler: a torch scheduler, stepped once per update, not on a skipped one.
-        clip: largest gradient norm, `ClipByNorm` or `ClipByValue`; once per effective batch.
+        clip: largest gradient norm, `ClipByNorm` or `ClipByValue`, or a sequence of these and None with one for each
+            parameter group of the optimizer; once per effective batch.
         measure_gradient_norm: report the gradient norm, and look for gradients that are not finite. False saves one
             pass over the gradients; the loss is still looked at.
         average_decay: keep an exponential moving average of the weights, such as 0.999; see `evaluate(averaged=True)`.
@@ -108,7 +116,7 @@ class Engine:
         strategy: str | Strategy = "auto",
         precision: PrecisionName = "fp32",
         scheduler: Scheduler | None = None,
-        clip: Clip | float | None = None,
+        clip: ClipArgument = None,
         measure_gradient_norm: bool = True,
         average_decay: float | None = None,
         rng: Rng = "micro_batch",
@@ -146,6 +154,7 @@ class Engine:
         prepared = self._strategy.prepare(self._modules, model, self.world, self._watch.reduction)
         try:
             self._target = make_target(optimizer, prepared.parameters)
+            refuse_other_groups(self._clip, self._target.optimizer)
         except Exception:
             self._strategy.close()  # no hook stays on a model that is not going to be trained
             raise
@@ -374,8 +383,7 @@ class Engine:
         if not self._machine.scaler.enabled:  # overflow is fp16's daily bread: the scaler skips the step
             loss = contributions.sum()
             self._finite.check(loss if norm is None else loss + norm, self.num_steps)
-        if self._clip is not None and gradients:
-            clip_gradients(gradients, norm, self._clip)
+        clip_gradients(self._gradients, norm, self._clip, self._target.in_groups)
         self._target.cast(self._gradients)
         return norm
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from anybatch.core.composition import Feature, refusal, refuse_compositions
 from anybatch.core.geometry import Sizes
 from anybatch.core.loss import Loss
-from anybatch.engine.clipping import Clip, ClipByNorm
+from anybatch.engine.clipping import ClipByNorm, ClipByValue, ClipPolicy
 from anybatch.engine.per_sample import PerSample
 from anybatch.engine.precision import OptimizerFunction, PrecisionName
 from anybatch.engine.randomness import Rng
@@ -27,6 +27,7 @@ Features = Mapping[Feature, str]
 _STRATEGIES = {"single": Feature.SINGLE, "all_reduce": Feature.ALL_REDUCE, "ddp": Feature.DDP}
 _PRECISIONS = {"fp32": Feature.FP32, "bf16": Feature.BF16, "fp16": Feature.FP16}
 _DEALS = {"balanced": Feature.BALANCED, "fixed": Feature.FIXED}
+_CLIPS = {ClipByNorm: Feature.CLIP_NORM, ClipByValue: Feature.CLIP_VALUE}
 _DROPOUTS = {
     "micro_batch": Feature.DROPOUT_KEYED,
     "per_sample": Feature.DROPOUT_PER_SAMPLE,
@@ -34,7 +35,9 @@ _DROPOUTS = {
 }
 
 
-def features_of_choices(*, precision: PrecisionName, deal: str, sizes: Sizes, clip: Clip | None) -> dict[Feature, str]:
+def features_of_choices(
+    *, precision: PrecisionName, deal: str, sizes: Sizes, clip: ClipPolicy | None
+) -> dict[Feature, str]:
     """Return the features that are arguments of the engine.
 
     Raises:
@@ -51,7 +54,7 @@ def features_of_choices(*, precision: PrecisionName, deal: str, sizes: Sizes, cl
     else:
         found[Feature.AUTO_SIZE] = ""
     if clip is not None:
-        found[Feature.CLIP_NORM if isinstance(clip, ClipByNorm) else Feature.CLIP_VALUE] = ""
+        found[_CLIPS.get(type(clip), Feature.CLIP_GROUPS)] = ""
     return found
 
 
