@@ -32,7 +32,7 @@ NUM_SAMPLES, NUM_POSITIONS, NUM_WORDS, WIDTH = 11, 4, 6, 6
 RARE_WORD, SEED = 5, 7
 TERM_WEIGHTS = {"words": 1.0, "size": 0.3}
 LEARNING_RATE = 8.0  # so that an update stands out from the rounding of bf16 parameters
-MAX_NORM, MAX_VALUE = 0.1, 0.01
+MAX_NORM, MAX_NORM_OF_FIRST, MAX_VALUE = 0.1, 0.01, 0.01
 DEFAULTS = (
     *(Feature.FP32, Feature.WIDE_PARAMETERS, Feature.DIRECT, Feature.BALANCED, Feature.MICRO_BATCH_SIZE),
     *(Feature.DEALT, Feature.COUNT_BEFORE, Feature.DENSE),
@@ -298,7 +298,7 @@ def arguments(features: Features) -> dict[str, Any]:
         Feature.ACCUMULATION_STEPS: {"accumulation_steps": 2},
         Feature.CLIP_NORM: {"clip": ClipByNorm(MAX_NORM)},
         Feature.CLIP_VALUE: {"clip": ClipByValue(MAX_VALUE)},
-        Feature.CLIP_GROUPS: {"clip": [ClipByNorm(MAX_NORM), ClipByValue(MAX_VALUE)]},
+        Feature.CLIP_GROUPS: {"clip": [ClipByNorm(MAX_NORM_OF_FIRST), ClipByValue(MAX_VALUE)]},
         Feature.DROPOUT_PER_SAMPLE: {"rng": "per_sample"},
         Feature.DROPOUT_UNKEYED: {"rng": None},
         **{feature: {"strategy": name} for feature, name in STRATEGIES.items()},
@@ -387,19 +387,28 @@ def autocast(features: Features) -> AbstractContextManager[Any]:
 
 def clipped(features: Features, gradients: Named) -> Named:
     """Return the gradients as the optimizer should get them."""
+    if Feature.CLIP_NORM in features:
+        return clipped_by_norm(gradients, MAX_NORM)
+    if Feature.CLIP_VALUE in features:
+        return clipped_by_value(gradients)
     if Feature.CLIP_GROUPS in features:
         first, *others = gradients.items()
-        by_norm = clipped(features - {Feature.CLIP_GROUPS} | {Feature.CLIP_NORM}, dict([first]))
-        return by_norm | clipped(features - {Feature.CLIP_GROUPS} | {Feature.CLIP_VALUE}, dict(others))
-    present = [gradient.double() for gradient in gradients.values() if gradient is not None]
-    if Feature.CLIP_NORM in features:
-        norm = torch.stack([gradient.square().sum() for gradient in present]).sum().sqrt()
-        assert norm > 2 * MAX_NORM, "nothing would be clipped"
-        return {name: None if g is None else g * (MAX_NORM / (norm + 1e-6)) for name, g in gradients.items()}
-    if Feature.CLIP_VALUE in features:
-        assert max(gradient.abs().max() for gradient in present) > 2 * MAX_VALUE, "nothing would be clipped"
-        return {name: None if g is None else g.clamp(-MAX_VALUE, MAX_VALUE) for name, g in gradients.items()}
+        return clipped_by_norm(dict([first]), MAX_NORM_OF_FIRST) | clipped_by_value(dict(others))
     return gradients
+
+
+def clipped_by_norm(gradients: Named, max_norm: float) -> Named:
+    """Return the gradients scaled down together."""
+    present = [gradient.double() for gradient in gradients.values() if gradient is not None]
+    norm = torch.stack([gradient.square().sum() for gradient in present]).sum().sqrt()
+    assert norm > 2 * max_norm, "nothing would be clipped"
+    return {name: None if g is None else g * (max_norm / (norm + 1e-6)) for name, g in gradients.items()}
+
+
+def clipped_by_value(gradients: Named) -> Named:
+    """Return the gradients with limited elements."""
+    assert max(g.abs().max() for g in gradients.values() if g is not None) > 2 * MAX_VALUE, "nothing would be clipped"
+    return {name: None if g is None else g.clamp(-MAX_VALUE, MAX_VALUE) for name, g in gradients.items()}
 
 
 def updated(parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:

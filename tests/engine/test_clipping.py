@@ -85,7 +85,7 @@ class Roles(nn.Module):
         self.words = nn.Embedding(9, 4, sparse=sparse)
         self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
         self.other.weight = self.one.weight
-        self.one.bias.requires_grad_(requires_grad=False)
+        self.one.bias.requires_grad_(False)
         self.rare, self.idle = nn.Linear(4, 4), nn.Linear(4, 4)
         self.out = nn.Linear(4, NUM_CLASSES)
         self.double()

@@ -72,7 +72,8 @@ class Functional(nn.Module):
         self.function, self.args = function, args
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.function(hidden, *self.args)
+        found: torch.Tensor = self.function(hidden, *self.args)
+        return found
 
 
 def on_a_copy(drop: Layer, hidden: torch.Tensor) -> torch.Tensor:
@@ -170,7 +171,8 @@ class ByHand(nn.Module):
             return hidden * kept / (1 - P)
         saturated = -1.6732632423543772 * 1.0507009873554805  # minus SELU's alpha times its scale
         scale = ((1 - P) * (1 + P * saturated**2)) ** -0.5
-        return scale * (hidden * kept + saturated * (1 - kept)) - scale * saturated * P
+        found: torch.Tensor = scale * (hidden * kept + saturated * (1 - kept)) - scale * saturated * P
+        return found
 
 
 def make_engine(network: nn.Module, **options: Any) -> ab.Engine:
@@ -235,10 +237,14 @@ class Attentive(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(self.first(x)).view(-1, 3, 4)
         if self.by_hand:
-            return self.out(self.written_out(hidden).flatten(1))
-        arranged = hidden if self.batch_first else hidden.transpose(0, 1)
-        found = self.attention(arranged, arranged, arranged)[0]
-        return self.out((found if self.batch_first else found.transpose(0, 1)).flatten(1))
+            found = self.written_out(hidden)
+        elif self.batch_first:
+            found = self.attention(hidden, hidden, hidden)[0]
+        else:
+            turned = hidden.transpose(0, 1)
+            found = self.attention(turned, turned, turned)[0].transpose(0, 1)
+        logits: torch.Tensor = self.out(found.flatten(1))
+        return logits
 
     def written_out(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the attention in plain arithmetic."""
@@ -248,7 +254,8 @@ class Attentive(nn.Module):
         weights = (query @ key.transpose(-1, -2) / math.sqrt(2)).softmax(-1)
         kept = mask(BatchKey(SEED, 0, range(len(hidden))), 0, (2, 3, 3), P)
         heads = (weights * kept / (1 - P)) @ value
-        return layer.out_proj(heads.transpose(1, 2).flatten(2))
+        found: torch.Tensor = layer.out_proj(heads.transpose(1, 2).flatten(2))
+        return found
 
 
 @pytest.mark.parametrize("batch_first", [True, False])

@@ -346,7 +346,7 @@ def _attention(draws: _Draws, func: Callable[..., Any], *args: Any, **kwargs: An
     return func(*args, **kwargs)
 
 
-def _followed(function: FunctionType, *, batch_first: bool = False) -> Rule:
+def _followed(function: Any, *, batch_first: bool = False) -> Rule:  # noqa: ANN401 (a FunctionType to us, not to mypy)
     """Return the rule of a torch function in Python whose own calls are to be seen too.
 
     A mode is off while it handles a function, and a function that finds it on hands itself over again, for ever. So
