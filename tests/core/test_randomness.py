@@ -1,10 +1,14 @@
 """Keys, not state: which random numbers belong to what."""
 
+import itertools
+import math
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.core.randomness import order_seed, sample_seed, unit_seed
+from anybatch.core.randomness import BatchKey, order_seed, sample_bits, sample_keys, sample_seed, step_seed, unit_seed
+from tests.engine.masks_by_hand import bits as bits_by_hand
 
 WORDS = st.integers(0, 2**31)
 UNIT_SEED, SAMPLE_SEED, ORDER_SEED = 7126881891259586119, 8089038617884654512, 6661945773170389229
@@ -43,3 +47,68 @@ def test_seeds_are_for_ever() -> None:
     assert unit_seed(0, 0, 0) == UNIT_SEED
     assert sample_seed(7, 3, 1000) == SAMPLE_SEED
     assert order_seed(7, 3) == ORDER_SEED
+
+
+KEY = BatchKey(7, 3, (0, 5, 9, 10**12, -2))
+BITS, STEP_SEED = [514556067, -1431063392], 223493028623666674
+
+
+def bits(key: BatchKey, call: int, *shape: int) -> torch.Tensor:
+    """Return the bits of all samples of a batch."""
+    return sample_bits(sample_keys(key, 0, len(key.sample_ids)), call, shape)
+
+
+def test_bits_are_those_of_plain_arithmetic() -> None:
+    """Tensor arithmetic that wraps around gives what whole numbers give in plain Python, sample by sample."""
+    shape = 3, 2, 5
+    found = bits(KEY, 2, *shape)
+    for number, sample in enumerate(KEY.sample_ids):
+        for indices in itertools.product(*map(range, shape)):
+            assert int(found[(number, *indices)]) & 0xFFFFFFFF == bits_by_hand(7, 3, sample, 2, indices)
+
+
+def test_bits_belong_to_samples() -> None:
+    """A sample's bits do not depend on the samples beside it, on their order, or on the lengths of the axes."""
+    whole = bits(KEY, 0, 4, 6)
+    for number, sample in enumerate(KEY.sample_ids):
+        assert torch.equal(bits(BatchKey(7, 3, (sample,)), 0, 4, 6)[0], whole[number])
+        assert torch.equal(sample_bits(sample_keys(KEY, number, number + 1), 0, (4, 6))[0], whole[number])
+    assert torch.equal(bits(KEY, 0, 7, 9)[:, :4, :6], whole)
+
+
+def test_bits_are_uniform() -> None:
+    """Over 2 million numbers mean, variance and every single bit are those of uniform ones, to 4 deviations."""
+    found = bits(BatchKey(0, 0, range(200)), 0, 100, 100)
+    number = found.numel()
+    uniform = found.double() / 2**32 + 0.5
+    assert abs(float(uniform.mean()) - 0.5) < 4 * math.sqrt(1 / 12 / number)
+    assert abs(float(uniform.var()) - 1 / 12) < 4 * math.sqrt(1 / 180 / number)
+    for bit in range(32):
+        assert abs(float((found >> bit & 1).double().mean()) - 0.5) < 4 * 0.5 / math.sqrt(number)
+
+
+def test_bits_of_close_keys_are_independent() -> None:
+    """Neighbours in sample, step, seed, call or an axis agree in half of every bit, and so do some at a distance."""
+    one = bits(BatchKey(3, 5, range(100)), 2, 30, 30)
+    others = {
+        "sample": (one[1:], one[:-1]),
+        "step": (one, bits(BatchKey(3, 6, range(100)), 2, 30, 30)),
+        "seed": (one, bits(BatchKey(4, 5, range(100)), 2, 30, 30)),
+        "call": (one, bits(BatchKey(3, 5, range(100)), 3, 30, 30)),
+        "row": (one[:, 1:], one[:, :-1]),
+        "column": (one[..., 1:], one[..., :-1]),
+        "pair of columns": (one[..., 2:], one[..., :-2]),
+        "sample and row": (one[1:, 1:], one[:-1, :-1]),
+        "sample against call": (one[1:], bits(BatchKey(3, 5, range(100)), 3, 30, 30)[:-1]),
+    }
+    for name, (first, second) in others.items():
+        for bit in range(32):
+            agree = float(((first ^ second) >> bit & 1).double().mean())
+            assert abs(agree - 0.5) < 5 * 0.5 / math.sqrt(first.numel()), (name, bit)
+
+
+def test_bits_are_for_ever() -> None:
+    """The same key gives the same bits in every version, and steps count on from seeds that torch takes."""
+    assert bits(KEY, 1, 2)[3].tolist() == BITS
+    assert step_seed(7, 3) == STEP_SEED
+    assert 0 <= step_seed(-1, 2**31) < 2**62

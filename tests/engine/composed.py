@@ -17,11 +17,12 @@ from torch.utils.checkpoint import checkpoint
 
 import anybatch as ab
 from anybatch.core.composition import Feature, Verdict, cell, meetings
-from anybatch.core.randomness import unit_seed
+from anybatch.core.randomness import BatchKey, unit_seed
 from anybatch.engine.clipping import ClipByNorm, ClipByValue
 from anybatch.errors import CompositionError
 from anybatch.norms import Exact, Ghost
 from anybatch.testing import relative_error
+from tests.engine.masks_by_hand import mask
 
 Features = frozenset[Feature]
 Batch = dict[str, torch.Tensor]
@@ -32,7 +33,7 @@ NUM_SAMPLES, NUM_POSITIONS, NUM_WORDS, WIDTH = 11, 4, 6, 6
 RARE_WORD, SEED = 5, 7
 TERM_WEIGHTS = {"words": 1.0, "size": 0.3}
 LEARNING_RATE = 8.0  # so that an update stands out from the rounding of bf16 parameters
-MAX_NORM, MAX_VALUE = 0.1, 0.01
+MAX_NORM, MAX_NORM_OF_FIRST, MAX_VALUE = 0.1, 0.01, 0.01
 DEFAULTS = (
     *(Feature.FP32, Feature.WIDE_PARAMETERS, Feature.DIRECT, Feature.BALANCED, Feature.MICRO_BATCH_SIZE),
     *(Feature.DEALT, Feature.COUNT_BEFORE, Feature.DENSE),
@@ -108,7 +109,7 @@ class Network(nn.Module):
         self.words = nn.Embedding(NUM_WORDS, WIDTH, sparse=Feature.SPARSE in features)
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.norm = nn.BatchNorm1d(WIDTH) if Feature.BATCH_NORM in features else nn.Identity()
-        drops = features & {Feature.DROPOUT_KEYED, Feature.DROPOUT_UNKEYED}
+        drops = features & {Feature.DROPOUT_KEYED, Feature.DROPOUT_PER_SAMPLE, Feature.DROPOUT_UNKEYED}
         self.dropout: nn.Module = nn.Dropout(0.5) if drops else nn.Identity()
         self.out = nn.Linear(WIDTH, NUM_WORDS)
         leaves_some = Feature.UNUSED in features
@@ -239,6 +240,13 @@ class Keeping(torch.optim.SGD):
         return super().step(closure)
 
 
+def keeping(parameters: Mapping[str, nn.Parameter], features: Features) -> Keeping:
+    """Return the optimizer, with the embedding in a group of its own where clipping is by group."""
+    first = 1 if Feature.CLIP_GROUPS in features else 0
+    groups = [values for values in (list(parameters.values())[:first], list(parameters.values())[first:]) if values]
+    return Keeping([{"params": values} for values in groups], lr=LEARNING_RATE)
+
+
 class Sentences(torch.utils.data.Dataset[Batch]):
     """Sentences of which a third of the targets are masked, unevenly; one alone has the rare word."""
 
@@ -277,12 +285,12 @@ def run(features: Features, world: ab.World) -> Found:
     parameters = trainable(network, objective)
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     model = compiled(network, features) if Feature.COMPILED in features else network
-    optimizer = Keeping(parameters.values(), lr=LEARNING_RATE)
+    optimizer = keeping(parameters, features)
     instance = not features & {Feature.MASTER_WEIGHTS}
     made: list[Keeping] = [optimizer]
 
     def make(named: Iterable[tuple[str, nn.Parameter]]) -> Keeping:
-        made[0] = Keeping(named, lr=LEARNING_RATE)
+        made[0] = keeping(dict(named), features)
         return made[0]
 
     batch, sample_ids, seed = arrive(features, world)
@@ -302,7 +310,7 @@ def run(features: Features, world: ab.World) -> Found:
         if engine is not None:
             engine.close()
     assert not report.skipped
-    expected = plain_gradients(features, sample_ids, units)
+    expected = plain_gradients(features, sample_ids, units, seed)
     kept = dense(dict(zip(parameters, made[0].kept, strict=True)))
     moved: Named = {name: parameter - before[name] for name, parameter in parameters.items()}
     errors = (
@@ -336,6 +344,8 @@ def arguments(features: Features) -> dict[str, Any]:
         Feature.ACCUMULATION_STEPS: {"accumulation_steps": 2},
         Feature.CLIP_NORM: {"clip": ClipByNorm(MAX_NORM)},
         Feature.CLIP_VALUE: {"clip": ClipByValue(MAX_VALUE)},
+        Feature.CLIP_GROUPS: {"clip": [ClipByNorm(MAX_NORM_OF_FIRST), ClipByValue(MAX_VALUE)]},
+        Feature.DROPOUT_PER_SAMPLE: {"rng": "per_sample"},
         Feature.DROPOUT_UNKEYED: {"rng": None},
         Feature.NORMS_SYNC: {"norms": "sync"},
         Feature.NORMS_FREEZE: {"norms": "freeze"},
@@ -380,20 +390,43 @@ def seed_of(features: Features, seed: int, first_sample: int) -> int | None:
     return unit_seed(seed, 0, first_sample) if Feature.DROPOUT_KEYED in features else None
 
 
-def plain_gradients(
-    features: Features, sample_ids: Sequence[int], units: Sequence[tuple[int, int, int | None]]
-) -> Named:
-    """Return the gradient of the un-split batch."""
-    network, objective = build(features)
-    whole: Sequence[tuple[int, int, int | None]] = [(0, len(sample_ids), None)]
+class Masked(nn.Module):
+    """Keeps what a mask says, at a rate of a half."""
+
+    def __init__(self, kept: torch.Tensor) -> None:
+        super().__init__()
+        self.kept = kept
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * self.kept * 2.0
+
+
+def as_one_forward(
+    network: Network,
+    features: Features,
+    sample_ids: Sequence[int],
+    units: Sequence[tuple[int, int, int | None]],
+    seed_of_data: int,
+) -> None:
+    """Give a network masks and statistics that do in one forward what the engine does in micro-batches."""
+    if Feature.DROPOUT_PER_SAMPLE in features:
+        network.dropout = Masked(mask(BatchKey(seed_of_data, 0, sample_ids), 0, (NUM_POSITIONS, WIDTH), 0.5))
     if Feature.DROPOUT_KEYED in features and Feature.BATCH_NORM in features:
         network.dropout = Masks(units)
-    elif Feature.DROPOUT_KEYED in features:
-        whole = units
     if Feature.NORMS_FREEZE in features:
         network.norm.eval()
     if Feature.NORMS_GHOST in features:
         network.norm = InGroups(WIDTH).to(network.out.weight.dtype)
+
+
+def plain_gradients(
+    features: Features, sample_ids: Sequence[int], units: Sequence[tuple[int, int, int | None]], seed_of_data: int = 0
+) -> Named:
+    """Return the gradient of the un-split batch."""
+    network, objective = build(features)
+    as_one_forward(network, features, sample_ids, units, seed_of_data)
+    in_units = Feature.DROPOUT_KEYED in features and Feature.BATCH_NORM not in features
+    whole = units if in_units else [(0, len(sample_ids), None)]
     totals: Sums = {}
     outputs: list[Batch] = []
     for start, stop, seed in whole:
@@ -429,15 +462,28 @@ def autocast(features: Features) -> AbstractContextManager[Any]:
 
 def clipped(features: Features, gradients: Named) -> Named:
     """Return the gradients as the optimizer should get them."""
-    present = [gradient.double() for gradient in gradients.values() if gradient is not None]
     if Feature.CLIP_NORM in features:
-        norm = torch.stack([gradient.square().sum() for gradient in present]).sum().sqrt()
-        assert norm > 2 * MAX_NORM, "nothing would be clipped"
-        return {name: None if g is None else g * (MAX_NORM / (norm + 1e-6)) for name, g in gradients.items()}
+        return clipped_by_norm(gradients, MAX_NORM)
     if Feature.CLIP_VALUE in features:
-        assert max(gradient.abs().max() for gradient in present) > 2 * MAX_VALUE, "nothing would be clipped"
-        return {name: None if g is None else g.clamp(-MAX_VALUE, MAX_VALUE) for name, g in gradients.items()}
+        return clipped_by_value(gradients)
+    if Feature.CLIP_GROUPS in features:
+        first, *others = gradients.items()
+        return clipped_by_norm(dict([first]), MAX_NORM_OF_FIRST) | clipped_by_value(dict(others))
     return gradients
+
+
+def clipped_by_norm(gradients: Named, max_norm: float) -> Named:
+    """Return the gradients scaled down together."""
+    present = [gradient.double() for gradient in gradients.values() if gradient is not None]
+    norm = torch.stack([gradient.square().sum() for gradient in present]).sum().sqrt()
+    assert norm > 2 * max_norm, "nothing would be clipped"
+    return {name: None if g is None else g * (max_norm / (norm + 1e-6)) for name, g in gradients.items()}
+
+
+def clipped_by_value(gradients: Named) -> Named:
+    """Return the gradients with limited elements."""
+    assert max(g.abs().max() for g in gradients.values() if g is not None) > 2 * MAX_VALUE, "nothing would be clipped"
+    return {name: None if g is None else g.clamp(-MAX_VALUE, MAX_VALUE) for name, g in gradients.items()}
 
 
 def updated(parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:

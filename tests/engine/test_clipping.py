@@ -1,5 +1,6 @@
 """Clipping: torch's own, on the gradient of the whole batch, once."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -8,8 +9,9 @@ from torch import nn
 
 import anybatch as ab
 from anybatch.engine.clipping import ClipByNorm, ClipByValue
+from anybatch.errors import UserError
 from anybatch.testing import relative_error
-from tests.engine.cases import STRATEGIES, InMemory, classify, perceptron, vectors
+from tests.engine.cases import NUM_CLASSES, STRATEGIES, InMemory, classify, perceptron, vectors
 from tests.ranks_fixture import Ranks
 
 CLIPS: dict[str, Any] = {
@@ -72,6 +74,122 @@ def test_policies_bite() -> None:
     assert min(norms) > 0.05
     for clip in ("by norm", "by value"):
         assert relative_error(plain(clip, 3)[0].state_dict(), free.state_dict()) > 1e-2
+
+
+class Roles(nn.Module):
+    """Has a tied, a frozen and a sparse parameter, one that a single sample uses, and one that nobody does."""
+
+    def __init__(self, *, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(8)
+        self.words = nn.Embedding(9, 4, sparse=sparse)
+        self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.other.weight = self.one.weight
+        self.one.bias.requires_grad_(False)
+        self.rare, self.idle = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.out = nn.Linear(4, NUM_CLASSES)
+        self.double()
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.other(torch.tanh(self.one(self.words(words).mean(1)))))
+        chosen = words[:, :1] == 0
+        if chosen.any():
+            hidden = hidden + self.rare(hidden) * chosen
+        logits: torch.Tensor = self.out(hidden)
+        return logits
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Return four parameter groups; of the third none is used, and of the second some only here and there."""
+        modules = (self.words,), (self.one, self.rare), (self.idle,), (self.out,)
+        groups = [[p for module in some for p in module.parameters()] for some in modules]
+        return [{"params": group} for group in (groups[0], [*groups[1], self.other.bias], *groups[2:])]
+
+
+def spoken() -> dict[str, torch.Tensor]:
+    """Return labelled sentences of which the second to last alone begins with the rare word."""
+    generator = torch.Generator().manual_seed(9)
+    words = torch.randint(1, 9, (13, 3), generator=generator)
+    words[11, 0] = 0
+    return {"x": words, "y": torch.randint(0, NUM_CLASSES, (13,), generator=generator)}
+
+
+BY_GROUP: dict[str, Any] = {
+    "all by norm": 0.02,
+    "all by value": ClipByValue(0.005),
+    "each by norm": [0.01, ClipByNorm(0.02), ClipByNorm(0.03), 0.04],
+    "norm, value and not": [ClipByNorm(0.01), ClipByValue(0.004), ClipByNorm(1.0), None],
+}
+
+
+def clipped_by_torch(name: str) -> dict[str, torch.Tensor]:
+    """Return the values after two plain steps on the whole batch, clipped by torch group by group."""
+    model = Roles(sparse=False)
+    optimizer = torch.optim.SGD(model.groups(), lr=1.0)
+    policies = BY_GROUP[name]
+    everything = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parts = [group["params"] for group in optimizer.param_groups] if isinstance(policies, list) else [everything]
+    for _ in range(2):
+        optimizer.zero_grad()
+        classify(model, spoken()).backward()
+        for policy, part in zip(policies if isinstance(policies, list) else [policies], parts, strict=True):
+            if isinstance(policy, ClipByValue):
+                nn.utils.clip_grad_value_(part, policy.max_value)
+            elif policy is not None:
+                nn.utils.clip_grad_norm_(part, policy if isinstance(policy, float) else policy.max_norm)
+        optimizer.step()
+    return model.state_dict()
+
+
+def clipped_by_engine(name: str, strategy: str, *, sparse: bool = False) -> dict[str, torch.Tensor]:
+    """Run on every rank: return the same by the engine, in micro-batches of two."""
+    model = Roles(sparse=sparse)
+    with ab.Engine(
+        model,
+        torch.optim.SGD(model.groups(), lr=1.0),
+        ab.mean_over_samples(classify),
+        micro_batch_size=2,
+        clip=BY_GROUP[name],
+        strategy=STRATEGIES[strategy](),
+        world=ab.World.from_environment(),
+    ) as engine:
+        for _ in range(2):
+            engine.step(InMemory(spoken()))
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("name", BY_GROUP)
+def test_groups_are_clipped_as_torch_clips_them(
+    name: str, one_rank: Ranks, two_ranks: Ranks, three_ranks: Ranks
+) -> None:
+    """Tied, frozen, rarely used and unused parameters are clipped as torch clips the un-split gradient, by group."""
+    expected = clipped_by_torch(name)
+    runs = one_rank.run(clipped_by_engine, name, "single") + three_ranks.run(clipped_by_engine, name, "all_reduce")
+    for strategy in ("all_reduce", "ddp"):
+        runs += two_ranks.run(clipped_by_engine, name, strategy)
+    for state in runs:
+        assert relative_error(state, expected) <= 1e-12
+
+
+@pytest.mark.parametrize("name", BY_GROUP)
+def test_sparse_gradients_are_clipped_alike(name: str) -> None:
+    """A sparse gradient, on one rank, is clipped as the dense one is."""
+    assert relative_error(clipped_by_engine(name, "single", sparse=True), clipped_by_torch(name)) <= 1e-12
+
+
+def test_groups_bite_each_by_itself() -> None:
+    """The policies of these tests lead to four different models, so that none could stand for another."""
+    states = [clipped_by_torch(name) for name in BY_GROUP]
+    for one, other in itertools.combinations(states, 2):
+        assert relative_error(one, other) > 1e-3
+
+
+def test_policies_are_one_per_group() -> None:
+    """Fewer policies than parameter groups are refused with both numbers, and no hook stays on the model."""
+    model = Roles(sparse=False)
+    optimizer = torch.optim.SGD(model.groups(), lr=1.0)
+    with pytest.raises(UserError, match=r"clip has 2 policies.* has 4 groups"):
+        ab.Engine(model, optimizer, ab.mean_over_samples(classify), clip=[1.0, None], world=ab.World())
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())  # noqa: SLF001
 
 
 def test_the_norm_is_measured_only_if_wanted() -> None:

@@ -105,11 +105,13 @@ class Feature(Enum):
     UNUSED = (_IDLE, "parameters that some micro-batches or all of them leave unused")
     CLIP_NORM = (_CLIP, "clipping by norm")
     CLIP_VALUE = (_CLIP, "clipping by value")
+    CLIP_GROUPS = (_CLIP, "clipping by parameter group")
     COMPILED = (_COMPILATION, "a model under torch.compile")
     NON_REENTRANT = (_CHECKPOINTING, "activation checkpointing with use_reentrant=False")
     REENTRANT = (_CHECKPOINTING, "activation checkpointing with use_reentrant=True")
     BATCH_NORM = (_BATCH_NORM, "BatchNorm in train mode")
     DROPOUT_KEYED = (_DROPOUT, "dropout with rng='micro_batch'")
+    DROPOUT_PER_SAMPLE = (_DROPOUT, "dropout with rng='per_sample'")
     DROPOUT_UNKEYED = (_DROPOUT, "dropout with rng=None")
     NORMS_SYNC = (_NORMS, "norms='sync'")
     NORMS_FREEZE = (_NORMS, "norms='freeze'")
@@ -242,10 +244,20 @@ _TOGETHER: Mapping[frozenset[Feature], Cell] = {
         frozenset((Feature.COMPILED, policy)): _OWN_NORMALISATION
         for policy in (Feature.NORMS_SYNC, Feature.NORMS_GHOST, Feature.NORMS_EXACT, Feature.NORMS_CHECKPOINT)
     },
+    frozenset((Feature.DROPOUT_PER_SAMPLE, Feature.NORMS_EXACT)): Cell(
+        Verdict.REFUSED,
+        "micro-batches take turns in the middle of their forwards, and masks are counted within one forward at a time",
+        "Use norms=Exact(method='checkpoint'), or rng='micro_batch'.",
+    ),
     frozenset((Feature.NON_REENTRANT, Feature.NORMS_EXACT)): Cell(
         Verdict.REFUSED,
         "a block that is run again in the backward would wait there for all other micro-batches",
         "Leave checkpointing to norms=Exact(method='checkpoint'), or checkpoint blocks without BatchNorm only.",
+    ),
+    frozenset((Feature.COMPILED, Feature.DROPOUT_PER_SAMPLE)): Cell(
+        Verdict.REFUSED,
+        "compiled code draws by itself, where masks cannot be given by sample",
+        "Leave torch.compile out, or use rng='micro_batch'.",
     ),
     frozenset((Feature.COMPILED, Feature.REENTRANT)): _EXACT,  # torch.compile replaces the checkpoint by its own
     frozenset((Feature.WIDE_PARAMETERS, Feature.MASTER_WEIGHTS)): _NO_MASTERS,

@@ -1,7 +1,32 @@
 """Chapter 3: which random numbers belong to what. Keys, not state: the same key gives the same numbers on any rank."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int32, Int64
+from torch import Tensor
+
 _MASK = (1 << 64) - 1
 _AUGMENTATION, _MICRO_BATCH, _ORDER, _JOINT = 0x61756766, 0x6D696372, 0x6F726465, 0x6A6F696E
+_STEP, _CALL, _AXIS = 0x73746570, 0x63616C6C, 0x61786973
+_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+@dataclass(frozen=True, slots=True)
+class BatchKey:
+    """What the random numbers of an effective batch are keyed by.
+
+    Attributes:
+        seed: of the run.
+        step: number of the step, from 0 on.
+        sample_ids: global ids of its samples, in the order in which they are cut.
+    """
+
+    seed: int
+    step: int
+    sample_ids: Sequence[int]
 
 
 def unit_seed(seed: int, step: int, first_sample_id: int) -> int:
@@ -24,6 +49,52 @@ def order_seed(seed: int, epoch: int) -> int:
     return _mix(_ORDER, seed, epoch, 0)
 
 
+def step_seed(seed: int, step: int) -> int:
+    """Return the 62-bit seed of a step. It leaves room for counting on from it."""
+    return _mix(_STEP, seed, step, 0) >> 1
+
+
+def sample_keys(key: BatchKey, start: int, stop: int) -> Int64[Tensor, " sample"]:
+    """Return the 64-bit key of each sample from position `start` to `stop` (exclusive) in one step."""
+    ids = torch.tensor([int(sample) for sample in key.sample_ids[start:stop]], dtype=torch.int64)
+    return _finalise(ids.add_(1).mul_(_signed(_GOLDEN)).add_(_mix(_STEP, key.seed, key.step, 1)))
+
+
+def sample_bits(keys: Int64[Tensor, " sample"], call: int, shape: Sequence[int]) -> Int32[Tensor, "sample ..."]:
+    """Return 32 uniform random bits, as a signed number, for every element of every sample.
+
+    They are a function of the sample's key, the number of the call and the element's indices, counted from the last
+    axis, and of nothing else: not of the other samples, the lengths of the axes, or the device. The plain loop:
+    `bits[n, ..., j, i] = half(i % 2, splitmix64(keys[n] + c(call) + stride(0) * (i // 2) + stride(1) * j + ...))`.
+
+    Args:
+        keys: what `sample_keys` returns.
+        call: number of the call, from 0 on.
+        shape: of one sample's numbers; at least one axis.
+
+    Source: the splitmix64 finaliser (Steele, Lea and Flood, OOPSLA 2014), on 64-bit numbers that wrap around. One of
+    its outputs serves two neighbours, 32 bits each. Not cryptographic.
+    """
+    state = keys + _signed(_mix(_CALL, call, 0, 0) << 1)
+    lengths = (*shape[:-1], (shape[-1] + 1) // 2)
+    for axis, length in enumerate(lengths):
+        stride = _signed(_mix(_AXIS, len(lengths) - 1 - axis, 0, 0) << 1 | 1)
+        state = state.unsqueeze(-1) + torch.arange(length, device=keys.device).mul_(stride)
+    return _finalise(state).view(torch.int32)[..., : shape[-1]]
+
+
+def _finalise(state: Tensor) -> Tensor:
+    """Mix 64-bit numbers in place. Shifts fill with the sign, which is masked away."""
+    for shift, factor in _ROUNDS:
+        state.bitwise_xor_((state >> shift).bitwise_and_(_MASK >> shift)).mul_(_signed(factor))
+    return state.bitwise_xor_((state >> 31).bitwise_and_(_MASK >> 31))
+
+
+def _signed(word: int) -> int:
+    """Return the signed 64-bit number with the same bits."""
+    return word - (1 << 64) if word >> 63 else word
+
+
 def _mix(purpose: int, first: int, second: int, third: int) -> int:
     """Fold four integers into 63 bits; close keys give unrelated seeds.
 
@@ -32,8 +103,8 @@ def _mix(purpose: int, first: int, second: int, third: int) -> int:
     """
     state = purpose
     for word in (first, second, third):
-        state = (state + word + 0x9E3779B97F4A7C15) & _MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state = (state + word + _GOLDEN) & _MASK
+        for shift, factor in _ROUNDS:
+            state = ((state ^ (state >> shift)) * factor) & _MASK
         state ^= state >> 31
     return state >> 1

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from anybatch.core.loss import Loss, Share, returned_count, scaled
 from anybatch.core.nested import Batch
+from anybatch.core.randomness import BatchKey
 from anybatch.core.splitting import Unit
 from anybatch.engine.precision import LossScaler
 from anybatch.engine.sums import Sums
@@ -20,12 +21,16 @@ from anybatch.parallel.strategy import Prepared, Strategy, Turn
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One micro-batch but for its data: its unit, what its loss terms count for, its turn and its random seed."""
+    """One micro-batch but for its data: its unit, what its loss terms count for, its turn and its random numbers.
+
+    `seed` is the micro-batch's own; `key` is the effective batch's, with the ids of all its samples.
+    """
 
     unit: Unit
     shares: tuple[Share, ...]
     turn: Turn
     seed: int
+    key: BatchKey
 
 
 class Randomness(Protocol):
@@ -37,8 +42,17 @@ class Randomness(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None: ...
 
-    def seed(self, seed: int) -> None:
-        """Start the random numbers of one micro-batch."""
+    def micro_batch(self, work: Work) -> AbstractContextManager[object]:
+        """Start the random numbers of one forward and backward. The same work again draws the same numbers."""
+        ...
+
+    def whole(self, seed: int) -> None:
+        """Start the random numbers of what is drawn once for the effective batch, outside of any micro-batch."""
+        ...
+
+    @property
+    def covers_backward(self) -> bool:
+        """Whether a backward has to run inside the context of its own forward."""
         ...
 
     def parked(self) -> AbstractContextManager[object]:
@@ -72,9 +86,8 @@ def accumulate(machine: Machine, work: Iterable[tuple[Work, Batch]]) -> Sums:
     # 1. Fetch a micro-batch; the copy to the device runs while the one before still computes.
     for item, batch in work:
         machine.before(item)
-        machine.randomness.seed(item.seed)
         # 2. Forward, divided by the count of the effective batch; reduction starts in the last micro-batch only.
-        with machine.strategy.micro_batch(item.turn):
+        with machine.randomness.micro_batch(item), machine.strategy.micro_batch(item.turn):
             with machine.autocast():
                 terms = call(forward_of(machine.loss, item.shares, sums), batch)
             # 3. Backward: gradients add up.

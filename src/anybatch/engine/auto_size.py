@@ -7,6 +7,7 @@ from torch import nn
 
 from anybatch.core.loss import shares_of, unit_counts
 from anybatch.core.nested import Batch, slice_samples
+from anybatch.core.randomness import BatchKey
 from anybatch.core.splitting import Unit
 from anybatch.engine.accumulate import Machine, Work
 from anybatch.engine.feeding import OpenBatch, to_device
@@ -109,7 +110,8 @@ def _runs(
             counts = unit_counts(machine.loss, piece, stop - start)
             shares = shares_of(machine.loss, counts, counts, 1.0)
             if any(counts):
-                work.append((Work(Unit(0, start, stop), shares, Turn(first=False, last=False), 0), piece))
+                key = BatchKey(0, 0, range(stop))
+                work.append((Work(Unit(0, start, stop), shares, Turn(first=False, last=False), 0, key), piece))
         with machine.randomness:
             rehearse(machine, modules, work, num_in_batch)
     except torch.OutOfMemoryError:

@@ -1,12 +1,13 @@
-"""Clipping: once per effective batch, on the summed gradient."""
+"""Clipping: once per effective batch, on the summed gradient, all together or by parameter group."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
 
 from anybatch.errors import UserError
 
@@ -37,9 +38,36 @@ class ClipByValue:
 Clip = ClipByNorm | ClipByValue
 
 
-def clip_policy(clip: "Clip | float | None") -> Clip | None:
-    """Return the policy; a plain number is the largest norm."""
-    return ClipByNorm(float(clip)) if isinstance(clip, (int, float)) else clip
+@dataclass(frozen=True, slots=True)
+class ClipByGroup:
+    """Clip each parameter group of the optimizer by itself: `policies[j]` is for `optimizer.param_groups[j]`."""
+
+    policies: tuple[Clip | None, ...]
+
+
+ClipPolicy = Clip | ClipByGroup
+ClipArgument = Clip | float | Sequence[Clip | float | None] | None
+
+
+def clip_policy(clip: ClipArgument) -> ClipPolicy | None:
+    """Return the policy; a plain number is the largest norm, a sequence has one policy per parameter group."""
+    if isinstance(clip, Sequence):
+        return ClipByGroup(tuple(_policy_of_group(policy) for policy in clip))
+    return _policy_of_group(clip)
+
+
+def refuse_other_groups(clip: ClipPolicy | None, optimizer: Optimizer) -> None:
+    """Refuse policies that are not one per parameter group.
+
+    Raises:
+        UserError: with both numbers.
+    """
+    if isinstance(clip, ClipByGroup) and len(clip.policies) != len(optimizer.param_groups):
+        message = (
+            f"clip has {len(clip.policies)} policies, one per parameter group, but the optimizer has "
+            f"{len(optimizer.param_groups)} groups. Give one for each; None clips nothing."
+        )
+        raise UserError(message)
 
 
 def total_norm(gradients: Sequence[torch.Tensor]) -> Float[Tensor, ""]:
@@ -50,9 +78,32 @@ def total_norm(gradients: Sequence[torch.Tensor]) -> Float[Tensor, ""]:
     return norm if gather is None else gather()
 
 
+def clip_gradients(
+    gradients: Sequence[torch.Tensor | None],
+    norm: Float[Tensor, ""] | None,
+    clip: ClipPolicy | None,
+    in_groups: Callable[[Sequence[torch.Tensor | None]], Sequence[Sequence[torch.Tensor]]],
+) -> None:
+    """Clip in place. The plain loop: `for policy, group in zip(clip, optimizer.param_groups): clip_grad_norm_(...)`.
+
+    Args:
+        gradients: of each parameter; None for one that nobody used.
+        norm: the total norm, where it has been measured already.
+        clip: the policy.
+        in_groups: returns those gradients that there are, by parameter group of the optimizer.
+    """
+    if isinstance(clip, ClipByGroup):
+        for policy, group in zip(clip.policies, in_groups(gradients), strict=True):
+            if policy is not None and group:
+                _clip(group, total_norm(group) if isinstance(policy, ClipByNorm) else None, policy)
+        return
+    present = [gradient for gradient in gradients if gradient is not None]
+    if clip is not None and present:
+        _clip(present, norm, clip)
+
+
 @torch.no_grad()
-def clip_gradients(gradients: Sequence[torch.Tensor], norm: Float[Tensor, ""] | None, clip: Clip) -> None:
-    """Clip in place. `norm` is the total norm where it has been measured already."""
+def _clip(gradients: Sequence[torch.Tensor], norm: Float[Tensor, ""] | None, clip: Clip) -> None:
     values = [_values(gradient) for gradient in gradients]
     if isinstance(clip, ClipByNorm):
         assert norm is not None
@@ -62,6 +113,10 @@ def clip_gradients(gradients: Sequence[torch.Tensor], norm: Float[Tensor, ""] | 
     else:
         torch._foreach_clamp_min_(values, -clip.max_value)
         torch._foreach_clamp_max_(values, clip.max_value)
+
+
+def _policy_of_group(clip: Clip | float | None) -> Clip | None:
+    return ClipByNorm(float(clip)) if isinstance(clip, (int, float)) else clip
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,14 @@ from anybatch.core.reports import StepReport
 from anybatch.core.splitting import Deal
 from anybatch.engine.accumulate import Machine
 from anybatch.engine.averaging import WeightAverage
-from anybatch.engine.clipping import Clip, ClipByNorm, clip_gradients, clip_policy, total_norm
+from anybatch.engine.clipping import (
+    ClipArgument,
+    ClipByNorm,
+    clip_gradients,
+    clip_policy,
+    refuse_other_groups,
+    total_norm,
+)
 from anybatch.engine.decisions import first_decisions
 from anybatch.engine.evaluation import MetricFunction, evaluate
 from anybatch.engine.executors import choose_executor
@@ -30,7 +37,7 @@ from anybatch.engine.first_step import DeclarationCheck
 from anybatch.engine.modules import Model, choose_strategy, collect_modules, world_of
 from anybatch.engine.norms import Normalisation, policy_features, policy_for
 from anybatch.engine.precision import LossScaler, OptimizerFunction, PrecisionName, autocast, make_target
-from anybatch.engine.randomness import CallersRandomness, UnitRandomness
+from anybatch.engine.randomness import Rng, choose_randomness
 from anybatch.engine.sizing import Sizing
 from anybatch.engine.state import (
     Parts,
@@ -84,14 +91,16 @@ class Engine:
         strategy: "auto" (one rank: "single", several: "all_reduce"), "ddp", or a strategy object.
         precision: "fp32" (as the model is), "bf16" or "fp16" autocast; "fp16" scales the loss.
         scheduler: a torch scheduler, stepped once per update, not on a skipped one.
-        clip: largest gradient norm, `ClipByNorm` or `ClipByValue`; once per effective batch.
+        clip: largest gradient norm, `ClipByNorm` or `ClipByValue`, or a sequence of these and None with one for each
+            parameter group of the optimizer; once per effective batch.
         measure_gradient_norm: report the gradient norm, and look for gradients that are not finite. False saves one
             pass over the gradients; the loss is still looked at.
         average_decay: keep an exponential moving average of the weights, such as 0.999; see `evaluate(averaged=True)`.
         norms: what to do about BatchNorm in train mode: "keep", "sync", "freeze", "exact", or a policy of
             `anybatch.norms`, such as `Ghost(group_size=32)`; see docs/batch_norm.md.
         rng: "micro_batch" keys torch's random numbers by (seed, step, first sample of the micro-batch), whatever rank
-            runs it; None leaves them as they come.
+            runs it; "per_sample", or a `PerSample`, keys dropout by (seed, step, sample, call), whatever the cut; None
+            leaves them as they come.
         check_loss: look in the first step, on a few samples, whether the loss is what it was declared to be.
         seed: first word of those keys; None takes the data's seed.
         observer: looks in on micro-batches, reductions, phases and steps.
@@ -114,11 +123,11 @@ class Engine:
         strategy: str | Strategy = "auto",
         precision: PrecisionName = "fp32",
         scheduler: Scheduler | None = None,
-        clip: Clip | float | None = None,
+        clip: ClipArgument = None,
         measure_gradient_norm: bool = True,
         average_decay: float | None = None,
         norms: Policy | PolicyName = "keep",
-        rng: Literal["micro_batch"] | None = "micro_batch",
+        rng: Rng = "micro_batch",
         check_loss: bool = True,
         seed: int | None = None,
         observer: Observer | None = None,
@@ -145,6 +154,7 @@ class Engine:
         self._measures_norm = measure_gradient_norm or isinstance(self._clip, ClipByNorm)
         self._seed = seed
         autocasting = autocast(precision, self.world.device)
+        randomness = choose_randomness(rng, self._modules, self.world.device)
         features = features_of_training(self._modules, self._loss, optimizer, rng=rng)
         features |= features_of_choices(precision=precision, deal=deal, sizes=self._sizing.sizes, clip=self._clip)
         policy = policy_for(norms, self._modules, self.world)
@@ -158,6 +168,7 @@ class Engine:
         try:
             self._target = make_target(optimizer, prepared.parameters)
             self._norms = Normalisation(policy, self._modules, self._strategy, self.world, self._sizing)
+            refuse_other_groups(self._clip, self._target.optimizer)
         except Exception:
             self._strategy.close()  # no hook stays on a model that is not going to be trained
             raise
@@ -170,7 +181,7 @@ class Engine:
             prepared=prepared,
             scaler=LossScaler(precision, self._target, self.world.device),
             autocast=autocasting,
-            randomness=UnitRandomness(self.world.device) if rng else CallersRandomness(),
+            randomness=randomness,
             before=self._watch.before,
             after=self._watch.after,
         )
@@ -394,8 +405,7 @@ class Engine:
         if not self._machine.scaler.enabled:  # overflow is fp16's daily bread: the scaler skips the step
             loss = contributions.sum()
             self._finite.check(loss if norm is None else loss + norm, self.num_steps)
-        if self._clip is not None and gradients:
-            clip_gradients(gradients, norm, self._clip)
+        clip_gradients(self._gradients, norm, self._clip, self._target.in_groups)
         self._target.cast(self._gradients)
         return norm
 

@@ -9,6 +9,7 @@ import torch
 from anybatch.core.batch import Placement, Position
 from anybatch.core.loss import Loss, LossSum, unit_counts
 from anybatch.core.nested import Batch
+from anybatch.core.randomness import BatchKey
 from anybatch.engine.accumulate import Machine, Work
 from anybatch.engine.feeding import OpenBatch, open_batch, to_device
 from anybatch.engine.joint import call_on_whole, encode_all, first_rank_with_samples, gather_outputs, one_number
@@ -65,7 +66,8 @@ def _measure_whole(
     assert isinstance(metric, Loss)
     batches = to_device(opened.micro_batches, world.device)
     turn = Turn(first=False, last=False)
-    work = [Work(unit, (), turn, number) for number, unit in enumerate(opened.units)]
+    key = BatchKey(opened.seed, 0, opened.sample_ids)
+    work = [Work(unit, (), turn, number, key) for number, unit in enumerate(opened.units)]
     with machine.randomness:
         _, outputs = encode_all(machine, metric, zip(work, batches, strict=True))
         tensors, _ = gather_outputs(outputs, opened.plan, world, lambda _: nullcontext())

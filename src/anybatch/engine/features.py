@@ -12,8 +12,10 @@ from torch.utils.checkpoint import CheckpointFunction
 from anybatch.core.composition import Feature, refusal, refuse_compositions
 from anybatch.core.geometry import Sizes
 from anybatch.core.loss import Loss
-from anybatch.engine.clipping import Clip, ClipByNorm
+from anybatch.engine.clipping import ClipByNorm, ClipByValue, ClipPolicy
+from anybatch.engine.per_sample import PerSample
 from anybatch.engine.precision import OptimizerFunction, PrecisionName
+from anybatch.engine.randomness import Rng
 from anybatch.errors import CompositionError, UserError
 from anybatch.parallel.gradients import is_low_precision
 from anybatch.parallel.strategy import Capabilities, trainable
@@ -25,10 +27,17 @@ Features = Mapping[Feature, str]
 _STRATEGIES = {"single": Feature.SINGLE, "all_reduce": Feature.ALL_REDUCE, "ddp": Feature.DDP}
 _PRECISIONS = {"fp32": Feature.FP32, "bf16": Feature.BF16, "fp16": Feature.FP16}
 _DEALS = {"balanced": Feature.BALANCED, "fixed": Feature.FIXED}
-_DROPOUTS = {"micro_batch": Feature.DROPOUT_KEYED, None: Feature.DROPOUT_UNKEYED}
+_CLIPS = {ClipByNorm: Feature.CLIP_NORM, ClipByValue: Feature.CLIP_VALUE}
+_DROPOUTS = {
+    "micro_batch": Feature.DROPOUT_KEYED,
+    "per_sample": Feature.DROPOUT_PER_SAMPLE,
+    None: Feature.DROPOUT_UNKEYED,
+}
 
 
-def features_of_choices(*, precision: PrecisionName, deal: str, sizes: Sizes, clip: Clip | None) -> dict[Feature, str]:
+def features_of_choices(
+    *, precision: PrecisionName, deal: str, sizes: Sizes, clip: ClipPolicy | None
+) -> dict[Feature, str]:
     """Return the features that are arguments of the engine.
 
     Raises:
@@ -45,27 +54,22 @@ def features_of_choices(*, precision: PrecisionName, deal: str, sizes: Sizes, cl
     else:
         found[Feature.AUTO_SIZE] = ""
     if clip is not None:
-        found[Feature.CLIP_NORM if isinstance(clip, ClipByNorm) else Feature.CLIP_VALUE] = ""
+        found[_CLIPS.get(type(clip), Feature.CLIP_GROUPS)] = ""
     return found
 
 
 def features_of_training(
-    modules: nn.Module, loss: Loss, optimizer: Optimizer | OptimizerFunction, *, rng: str | None
+    modules: nn.Module, loss: Loss, optimizer: Optimizer | OptimizerFunction, *, rng: Rng
 ) -> dict[Feature, str]:
     """Return the features of what is trained, and of the loss and the optimizer that train it.
 
     What shows only while a model runs is not among them: parameters that stay unused, activation checkpointing,
     functions such as `F.dropout`.
-
-    Raises:
-        UserError: an unknown value of `rng`.
     """
-    if rng not in _DROPOUTS:
-        message = f"{rng=} must be 'micro_batch' or None."
-        raise UserError(message)
+    dropout = Feature.DROPOUT_PER_SAMPLE if isinstance(rng, PerSample) else _DROPOUTS[rng]
     layers = {
         Feature.BATCH_NORM: lambda module: isinstance(module, _BatchNorm) and module.training,
-        _DROPOUTS[rng]: lambda module: isinstance(module, _DropoutNd) and module.training and module.p > 0,
+        dropout: lambda module: isinstance(module, _DropoutNd) and module.training and module.p > 0,
         Feature.COMPILED: _is_compiled,
     }
     found = {**_features_of_parameters(modules, optimizer), **_features_of_loss(loss)}
@@ -75,6 +79,8 @@ def features_of_training(
         first = next((name for name, module in modules.named_modules() if shows(module)), None)
         if first is not None:
             found[feature] = f"module {first!r}" if first else "the model itself"
+    if dropout is Feature.DROPOUT_PER_SAMPLE:
+        found.setdefault(dropout, "")  # it is refused where F.dropout, which is not seen here, would not be keyed
     return found
 
 

@@ -11,7 +11,7 @@ import torch
 from anybatch.core.batch import Placement, Position
 from anybatch.core.loss import Loss, Share, shares_of, unit_counts
 from anybatch.core.nested import Batch, count_samples, map_tensors, slice_samples, tensors_of
-from anybatch.core.randomness import joint_seed, unit_seed
+from anybatch.core.randomness import BatchKey, joint_seed, unit_seed
 from anybatch.core.splitting import BatchPlan, Unit, plan_shares
 from anybatch.engine.accumulate import Work
 from anybatch.errors import BatchSizeError, DataError, LossError
@@ -136,7 +136,7 @@ def _run_along(
     busy = next(number for number, count in enumerate(counts) if any(count))
     chosen = [number if any(count) else busy for number, count in enumerate(counts)]
     units = tuple(
-        unit if any(count) else dataclasses.replace(unit, weight=0.0)
+        unit if any(count) else dataclasses.replace(opened.units[busy], number=unit.number, weight=0.0)
         for unit, count in zip(opened.units, counts, strict=True)
     )
     return (
@@ -179,6 +179,7 @@ def _line_up(
     running = [number for number, count in enumerate(counts) if any(count) or every_unit]
     first, last = (running[0], running[-1]) if running else (-1, -1)
     known: dict[tuple[tuple[float, ...], float], tuple[Share, ...]] = {}  # most units count alike
+    batch_key = BatchKey(opened.seed, step, opened.sample_ids)
     work = []
     for number in running:
         unit = opened.units[number]
@@ -186,7 +187,7 @@ def _line_up(
         if key not in known:
             known[key] = shares_of(loss, counts[number], divisors, unit.weight)
         seed = unit_seed(opened.seed, step, opened.sample_ids[unit.start])
-        work.append(Work(unit, known[key], Turn(first=number == first, last=number == last), seed))
+        work.append(Work(unit, known[key], Turn(first=number == first, last=number == last), seed, batch_key))
     if len(running) < len(counts):
         wanted = set(running)
         micro_batches = (batch for number, batch in enumerate(micro_batches) if number in wanted)

@@ -156,13 +156,14 @@ def encode_all(
     items, outputs = [], Outputs()
     for item, batch in work:
         outputs.graph = []  # the graph of the one before goes first
-        machine.randomness.seed(item.seed)
-        with machine.strategy.micro_batch(_NOT_LAST), record(item), machine.autocast():
+        drawing = machine.randomness.micro_batch(item)
+        with drawing, machine.strategy.micro_batch(_NOT_LAST), record(item), machine.autocast():
             outputs.graph, outputs.put_together = take_apart(machine.prepared.call(_encode(loss), batch))
         _note(outputs, item)
         items.append(item)
-    if len(items) == 1 and machine.strategy.capabilities.prepares_in_forward:
-        outputs.graph = []  # this forward has not run in its turn
+    not_in_turn = len(items) == 1 and machine.strategy.capabilities.prepares_in_forward
+    if not_in_turn or machine.randomness.covers_backward:
+        outputs.graph = []  # its backward cannot be run by itself
     return items, outputs
 
 
@@ -191,7 +192,7 @@ def first_rank_with_samples(plan: BatchPlan) -> int:
 
 def call_on_whole(machine: Machine, loss: Loss, outputs: Batch, seed: int) -> object:
     """Return what the loss function makes of the outputs of a whole effective batch."""
-    machine.randomness.seed(seed)
+    machine.randomness.whole(seed)
     with machine.strategy.micro_batch(_NOT_LAST), machine.autocast():
         return machine.prepared.call(loss.function, outputs)
 
@@ -326,8 +327,7 @@ def _replay(
 
     for item, turn, batch in zip(items, turns, replay, strict=False):
         machine.before(item)
-        machine.randomness.seed(item.seed)
-        with machine.strategy.micro_batch(turn):
+        with machine.randomness.micro_batch(item), machine.strategy.micro_batch(turn):
             with machine.autocast():
                 roots = machine.prepared.call(run_last if turn.last and in_forward else run, batch)
             if turn.last and not in_forward:

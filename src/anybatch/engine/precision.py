@@ -61,6 +61,12 @@ class Target:
             for master, gradient in zip(self.updated, gradients, strict=True):
                 master.grad = gradient
 
+    def in_groups(self, gradients: Sequence[torch.Tensor | None]) -> list[list[torch.Tensor]]:
+        """Return the gradients that there are by parameter group of the optimizer."""
+        known = dict(zip(map(id, self.updated), gradients, strict=True))
+        groups = [[known.get(id(parameter)) for parameter in group["params"]] for group in self.optimizer.param_groups]
+        return [[gradient for gradient in group if gradient is not None] for group in groups]
+
     def cast(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Give low-precision parameters their summed (and clipped) gradients, rounded once."""
         if self.update == "cast":

@@ -1,11 +1,36 @@
-"""Random numbers inside a step: keyed per micro-batch, and the caller's own are as before."""
+"""Random numbers inside a step: keyed per micro-batch or per sample, and the caller's own are as before."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 import torch
+from torch import nn
+
+from anybatch.engine.accumulate import Randomness, Work
+from anybatch.engine.per_sample import PerSample, SampleRandomness, device_generators
+from anybatch.errors import UserError
+
+Rng = Literal["micro_batch", "per_sample"] | PerSample | None
+_NOTHING = nullcontext()
+
+
+def choose_randomness(rng: Rng, modules: nn.Module, device: torch.device) -> Randomness:
+    """Return where micro-batches take their random numbers from.
+
+    Raises:
+        UserError: an unknown value of `rng`, or a module that there is not.
+        CompositionError: numbers that cannot be keyed by sample.
+    """
+    if rng not in ("micro_batch", "per_sample", None) and not isinstance(rng, PerSample):
+        message = f"{rng=} must be 'micro_batch', 'per_sample', a PerSample or None."
+        raise UserError(message)
+    if rng is None:
+        return CallersRandomness()
+    if rng == "micro_batch":
+        return UnitRandomness(device)
+    return SampleRandomness(rng if isinstance(rng, PerSample) else PerSample(), modules, device)
 
 
 class UnitRandomness:
@@ -15,8 +40,10 @@ class UnitRandomness:
     reproducible here.
     """
 
+    covers_backward = False
+
     def __init__(self, device: torch.device) -> None:
-        self._generators = [torch.default_generator, *_device_generators(device)]
+        self._generators = [torch.default_generator, *device_generators(device)]
         self._states: list[torch.Tensor] = []
 
     def __enter__(self) -> Self:
@@ -29,8 +56,14 @@ class UnitRandomness:
         for generator, state in zip(self._generators, self._states, strict=True):
             generator.set_state(state)
 
-    def seed(self, seed: int) -> None:
+    def micro_batch(self, work: Work) -> AbstractContextManager[object]:
         """Start the random numbers of one micro-batch. `torch.manual_seed` would be a hundred times slower."""
+        for generator in self._generators:
+            generator.manual_seed(work.seed)
+        return _NOTHING
+
+    def whole(self, seed: int) -> None:
+        """Seed what is drawn once for the effective batch."""
         for generator in self._generators:
             generator.manual_seed(seed)
 
@@ -48,6 +81,8 @@ class UnitRandomness:
 class CallersRandomness:
     """Leaves random numbers as they come, which is `rng=None`."""
 
+    covers_backward = False
+
     def __enter__(self) -> Self:
         return self
 
@@ -56,17 +91,13 @@ class CallersRandomness:
     ) -> None:
         return
 
-    def seed(self, seed: int) -> None:
+    def micro_batch(self, work: Work) -> AbstractContextManager[object]:  # noqa: ARG002 (the protocol's)
+        """Nothing is seeded."""
+        return _NOTHING
+
+    def whole(self, seed: int) -> None:
         """Nothing is seeded."""
 
     def parked(self) -> AbstractContextManager[None]:
         """Others draw from the same numbers."""
         return nullcontext()
-
-
-def _device_generators(device: torch.device) -> list[torch.Generator]:
-    if device.type == "cpu":
-        return []
-    module = torch.get_device_module(device)
-    generators = getattr(module, "default_generators", None)
-    return [generators[device.index or 0]] if generators else []

@@ -60,10 +60,9 @@ def accumulate_together(
 
         def run(meet: Meet[_Bring, Joint]) -> Terms:
             machine.before(item)
-            machine.randomness.seed(item.seed)
             together = interceptor.in_this_thread(lambda call: _normalise(call, meet, counts=item.unit.weight > 0))
             forward = forward_of(machine.loss, item.shares, sums[number])
-            with here.again(), together, _hooks(store), machine.autocast():
+            with machine.randomness.micro_batch(item), here.again(), together, _hooks(store), machine.autocast():
                 terms: Terms = machine.prepared.call(forward, batch)
             contributions = [term.detach() for term in terms]
             sums[number].contributions.append((item.shares, contributions))

@@ -68,7 +68,7 @@ class Draws:
 
     def seed(self, seed: int) -> None:
         """Start all random numbers."""
-        self._torch.seed(seed)
+        self._torch.whole(seed)
         random.seed(seed)
         if self._numpy is not None:
             self._numpy.random.seed(seed)

@@ -29,7 +29,7 @@ from anybatch.core.records import (
 )
 from anybatch.core.reports import StepReport
 from anybatch.engine.accumulate import Work
-from anybatch.engine.clipping import Clip, ClipByNorm
+from anybatch.engine.clipping import ClipByNorm, ClipPolicy
 from anybatch.engine.feeding import OpenBatch, Workload
 from anybatch.parallel.gradients import accumulation_dtype
 from anybatch.parallel.world import World
@@ -38,7 +38,7 @@ from anybatch.parallel.world import World
 class Watch:
     """Tells an observer what the engine does. Every method returns at once when there is none."""
 
-    def __init__(self, observer: Observer | None, rank: int, loss: Loss, clip: Clip | None) -> None:
+    def __init__(self, observer: Observer | None, rank: int, loss: Loss, clip: ClipPolicy | None) -> None:
         self._observer = observer
         self._rank = rank
         self._loss = loss

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from anybatch.core.learning_rate import Rule
 from anybatch.core.loss import Loss, LossFunction
-from anybatch.engine.clipping import Clip, clip_policy
+from anybatch.engine.clipping import ClipArgument, clip_policy
 from anybatch.engine.engine import Scheduler
 from anybatch.engine.evaluation import MetricFunction
 from anybatch.engine.modules import Model
@@ -118,7 +118,7 @@ class Job:
         evaluate: held-out data and metric; None for none.
         scheduler: function (optimizer, num_steps) -> scheduler, stepped once per optimizer step; None for a constant
             learning rate. `torch.optim.lr_scheduler.CosineAnnealingLR` is such a function itself.
-        clip: largest gradient norm, or a clipping policy, once per effective batch; None for none.
+        clip: largest gradient norm, a clipping policy, or one per parameter group; once per effective batch.
         defaults: batch size, length and learning rate.
 
     Raises:
@@ -134,7 +134,7 @@ class Job:
     shuffle: bool = True
     evaluate: Evaluation | None = None
     scheduler: SchedulerFactory | None = None
-    clip: Clip | float | None = None
+    clip: ClipArgument = None
 
     def __post_init__(self) -> None:
         """Check what can be checked without calling anything."""

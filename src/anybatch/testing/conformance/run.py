@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from anybatch.core.comparison import relative_error
 from anybatch.testing.conformance.adapters import Fault, HandWrittenLoop
 from anybatch.testing.conformance.cases import CASES
 from anybatch.testing.conformance.task import Adapter, Case, Gradients, Step, Task, num_samples
-from anybatch.testing.gradients import relative_error
 
 _NAMED: tuple[Fault, ...] = ("mean of means", "constant divisor", "duplicated samples")
 
