@@ -6,6 +6,7 @@ They are written as users write them: no annotations, no docstrings, the faults 
 # ruff: noqa: ANN001, ANN201, ARG001, D103, N817, PLR0917, PLW2901
 # mypy: ignore-errors
 
+import contextlib
 import itertools
 
 import torch
@@ -95,6 +96,61 @@ def right_on_tokens(model, loader, optimizer, accumulation_steps, epochs):
                 (loss / num_targets).backward()
             optimizer.step()
             optimizer.zero_grad()
+
+
+def right_by_one_backward(model, loader, optimizer, accumulation_steps, epochs):
+    for _ in range(epochs):
+        total, count = 0, 0
+        for i, (x, y) in enumerate(loader):
+            total = total + F.cross_entropy(model(x), y, reduction="sum")
+            count += len(y)
+            if (i + 1) % accumulation_steps == 0 or i + 1 == len(loader):
+                (total / count).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                total, count = 0, 0
+        model.eval()
+        with torch.no_grad():
+            for x, _ in loader:
+                model(x)
+        model.train()
+
+
+def right_with_its_own_loader(model, train_dataset, accumulation_steps, epochs=1):
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(epochs):
+        batches = iter(DataLoader(train_dataset, batch_size=2, shuffle=True))
+        while window := list(itertools.islice(batches, accumulation_steps)):
+            num_samples = sum(len(y) for _, y in window)
+            for x, y in window:
+                (F.cross_entropy(model(x), y) * len(y) / num_samples).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def right_with_class_weights(model, loader, optimizer, accumulation_steps, max_steps):
+    weights = torch.tensor([0.1, 2.0, 1.0, 0.5, 3.0], dtype=torch.float64)
+    step = 0
+    while step < max_steps:
+        batches = iter(loader)
+        while step < max_steps and (window := list(itertools.islice(batches, accumulation_steps))):
+            total = sum(weights[y].sum() for _, y in window)
+            for x, y in window:
+                (0.5 * F.cross_entropy(model(x), y, weight=weights, reduction="sum") / total).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+
+
+def right_in_float32(model, loader, optimizer, accumulation_steps):
+    model.float()
+    batches = iter(loader)
+    while window := list(itertools.islice(batches, accumulation_steps)):
+        num_samples = sum(len(y) for _, y in window)
+        for x, y in window:
+            (F.cross_entropy(model(x.float()), y, reduction="sum") / num_samples).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 # Wrong
@@ -416,7 +472,40 @@ def ddp_means_of_ranks(model, loader, optimizer, accumulation_steps):
         optimizer.zero_grad()
 
 
-RIGHT = (right_by_window, right_by_scaling_at_the_end, right_by_cutting, right_with_all_else)
+def ddp_as_published(model, dataset, optimizer, accumulation_steps, batch_size, epochs):
+    model = DDP(model)
+    loader = DataLoader(dataset, batch_size, sampler=DistributedSampler(dataset))
+    for _ in range(epochs):
+        for i, (x, y) in enumerate(loader):
+            last = (i + 1) % accumulation_steps == 0 or i + 1 == len(loader)
+            with contextlib.nullcontext() if last else model.no_sync():
+                (F.cross_entropy(model(x), y) / accumulation_steps).backward()
+            if last:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def all_reduce_of_means(model, loader, optimizer, accumulation_steps):
+    batches = iter(loader)
+    while window := list(itertools.islice(batches, accumulation_steps)):
+        num_samples = sum(len(y) for _, y in window)
+        for x, y in window:
+            (F.cross_entropy(model(x), y, reduction="sum") / num_samples).backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def joins_again(model, loader, optimizer, accumulation_steps):
+    dist.init_process_group("gloo")
+    dist.get_rank()
+
+
+RIGHT = (
+    *(right_by_window, right_by_scaling_at_the_end, right_by_cutting, right_with_all_else, right_by_one_backward),
+    *(right_with_its_own_loader, right_with_class_weights, right_in_float32),
+)
 WRONG = {
     divided_by_steps: {"constant_divisor", "mean_of_means"},
     hf_like: {"constant_divisor", "mean_of_means"},
@@ -445,4 +534,6 @@ WRONG_ON_RANKS = {
     ddp_without_no_sync: {"reduces_every_micro_batch"},
     ddp_tail_never_synced: {"not_reduced"},
     ddp_means_of_ranks: {"uneven_ranks"},
+    ddp_as_published: {"constant_divisor", "samples_duplicated"},
+    all_reduce_of_means: {"constant_factor", "uneven_ranks"},
 }

@@ -78,7 +78,7 @@ def test_outputs_do_not_follow_the_parameters() -> None:
 
 @pytest.mark.parametrize("loop", loops.RIGHT)
 def test_right_loops_are_exact(loop: Loop) -> None:
-    """A right loop, however it is written, has no finding, and weights of 1/12 and 1/7 in its table."""
+    """A right loop, however it is written, has no finding, and every weight in its table is as expected."""
     report = check_loop(loop)
 
     assert (report.verdict, report.codes) == (Verdict.EXACT, frozenset()), str(report)
@@ -159,6 +159,13 @@ def test_a_loop_that_raises_shows_its_own_error() -> None:
         UserError, match=r"(?s)broken raised.*model: model, loader: loader.*no_such_thing\(\)"
     ) as caught:
         check_loop(broken)
+    assert "loops/run.py" not in str(caught.value)
+
+
+def test_a_loop_that_raises_on_ranks_shows_its_own_error() -> None:
+    """On ranks that are started for it, too: the loop's own traceback, and that the ranks have joined already."""
+    with pytest.raises(UserError, match=r"(?s)joins_again raised.*have joined.*process group twice") as caught:
+        check_loop(loops.joins_again, data="classes")
     assert "loops/run.py" not in str(caught.value)
 
 

@@ -75,9 +75,10 @@ def check_loop(
             failures.append((kind, str(error)))
     kind, words = failures[0]
     tried = f" (on {', '.join(each for each, _ in failures[1:])} it failed too)" if len(failures) > 1 else ""
+    joined = " Its ranks have joined a process group already." if on_ranks else ""
     message = (
         f"{function.__name__} raised, given {kind}{tried}. It was called with {_described(needs)}; a batch is a pair "
-        f"(inputs, targets) that also answers to names.\n\n{words}"
+        f"(inputs, targets) that also answers to names.{joined}\n\n{words}"
     )
     raise UserError(message)
 
@@ -241,6 +242,6 @@ def run_on_rank(runner: _Runner) -> bytes:
 
 def _opened(outcome: Outcome) -> Trace:
     if outcome.error is not None:
-        raise LoopFailedError(outcome.error.rstrip())
+        raise LoopFailedError(outcome.error.rpartition(f"{LoopFailedError.__name__}: ")[2].rstrip())
     trace: Trace = pickle.loads(outcome.value)  # noqa: S301 (made by `run_on_rank`, in a process of ours)
     return trace
