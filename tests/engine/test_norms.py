@@ -43,7 +43,7 @@ def trained(
     model = model or network()
     optimizer = Keeping(model.parameters(), lr=0.1)
     loss = options.pop("loss", ab.mean_over_samples(classify))
-    given = {"micro_batch_size": split.micro_batch_size, "accumulation_steps": split.accumulation_steps}
+    given: dict[str, Any] = {"micro_batch_size": split.micro_batch_size, "accumulation_steps": split.accumulation_steps}
     with ab.Engine(model, optimizer, loss, deal=split.deal, world=world, **given, **options) as engine:
         engine.step(arrive(batch, split, world))
     names = [name for name, _ in model.named_parameters()]

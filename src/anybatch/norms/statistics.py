@@ -110,7 +110,8 @@ class RunningStatistics:
             call: which of its calls within one forward.
             count: values per channel; for InstanceNorm samples.
             mean: their mean per channel, shape (channels,).
-            squares: shape (channels,), sum of their squared differences from the mean; for InstanceNorm the sum of samples' variances.
+            squares: sum of their squared differences from the mean, shape (channels,); for InstanceNorm the sum of the
+                samples' variances.
         """
         one = self.rounds[call]
         shift = mean.detach() - self.centres[number]
