@@ -46,7 +46,7 @@ Tensors = dict[str, torch.Tensor | None]
 POLICIES: Mapping[str, Any] = {
     "keep": "keep",
     "freeze": "freeze",
-    "Ghost(group_size=32)": Ghost(32),
+    "Ghost(group_size=8)": Ghost(8),
     "exact": Exact(offload=False),
     "exact, offloaded": Exact(offload=True),
     "Exact(method='checkpoint')": Exact(method="checkpoint"),
@@ -163,7 +163,6 @@ class Subject:
     def step(self) -> tuple[Tensors, Tensors]:
         """Return gradients and running statistics."""
         self.model.load_state_dict(self._state)
-        self.model.zero_grad()
         found = self._step(self.model)
         return found, running(self.model)
 
@@ -185,12 +184,14 @@ class Subject:
 
 def native(model: nn.Module) -> Tensors:
     """Run the batch un-split in plain torch."""
+    model.zero_grad()
     classify(model, a_batch()).backward()
     return gradients(model)
 
 
 def plain_loop(model: nn.Module) -> Tensors:
     """Accumulate in plain torch, where every micro-batch updates the running statistics."""
+    model.zero_grad()
     batch = a_batch()
     for start in range(0, NUM_IMAGES, MICRO_BATCH_SIZE):
         (classify(model, cut(batch, start, start + MICRO_BATCH_SIZE)) * (MICRO_BATCH_SIZE / NUM_IMAGES)).backward()
@@ -266,8 +267,10 @@ def table() -> list[str]:
     expected, statistics_expected = reference.step()
     memory = reference.memory()[0]
     lines = [
-        "| policy | gradient, against the native batch | against its own function | running statistics | "
-        "time / native | peak MiB | on the host, MiB |",
+        (
+            "| policy | gradient, against the native batch | against its own function | running statistics | "
+            "time / native | peak MiB | on the host, MiB |"
+        ),
         "|---|--:|--:|--:|--:|--:|--:|",
         f"| native batch | 0 | 0 | 0 | 1 | {memory:.1f} | 0 |",
     ]
@@ -289,8 +292,10 @@ def table_of_ranks() -> list[str]:
         "",
         "On 2 ranks, a half of the batch each (time: of both ranks' processes, one step, not repeated):",
         "",
-        "| policy | micro-batch | gradient, against the native batch | running statistics | time / native | "
-        "peak MiB of a rank |",
+        (
+            "| policy | micro-batch | gradient, against the native batch | running statistics | time / native | "
+            "peak MiB of a rank |"
+        ),
         "|---|--:|--:|--:|--:|--:|",
     ]
     with RankPool(2) as pool:

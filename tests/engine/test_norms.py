@@ -43,7 +43,7 @@ def trained(
     model = model or network()
     optimizer = Keeping(model.parameters(), lr=0.1)
     loss = options.pop("loss", ab.mean_over_samples(classify))
-    given = {"micro_batch_size": split.micro_batch_size, "accumulation_steps": split.accumulation_steps}
+    given: dict[str, Any] = {"micro_batch_size": split.micro_batch_size, "accumulation_steps": split.accumulation_steps}
     with ab.Engine(model, optimizer, loss, deal=split.deal, world=world, **given, **options) as engine:
         engine.step(arrive(batch, split, world))
     names = [name for name, _ in model.named_parameters()]
@@ -198,12 +198,16 @@ def test_running_statistics_are_those_of_the_effective_batch(ranks: Ranks) -> No
         assert all(int(value) == 1 for name, value in buffers.items() if name.endswith("tracked"))
 
 
-def two_updates(**options: Any) -> dict[str, torch.Tensor]:
+def two_updates(
+    *, micro_batch_size: int | None, wrap: Callable[[nn.Module], Any] = lambda model: model
+) -> dict[str, torch.Tensor]:
     """Return the buffers of a small model after two steps."""
     model = several_norms()
-    split = options.pop("micro_batch_size", None)
     with ab.Engine(
-        model, torch.optim.SGD(model.parameters(), lr=0.0), ab.mean_over_samples(on_vectors), micro_batch_size=split
+        wrap(model),
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        ab.mean_over_samples(on_vectors),
+        micro_batch_size=micro_batch_size,
     ) as engine:
         for number in (13, 12):
             engine.step(vectors(number))
@@ -539,3 +543,18 @@ def test_checkpointed_blocks_can_be_named() -> None:
     with pytest.raises(ParameterError, match="names 'block'"):
         ab.Engine(model, Keeping(model.parameters()), loss, norms=Exact(method="checkpoint", blocks=("block",)))
     assert not any(module._forward_hooks for module in model.modules())  # noqa: SLF001 (torch has no question)
+
+
+def compiled_updates(size: int | None) -> dict[str, torch.Tensor]:
+    """Run on a rank, because torch's compiler leaves a thread behind: the buffers of the compiled model."""
+    torch.compiler.reset()
+    found = two_updates(micro_batch_size=size, wrap=lambda model: torch.compile(model, backend="aot_eager"))
+    torch.compiler.reset()
+    return found
+
+
+@pytest.mark.parametrize("size", [5, 7, None])
+def test_compiled_layers_are_updated_as_others(size: int | None, one_rank: Ranks) -> None:
+    """Under torch.compile the buffers end as without it; a layer's statistics are read within the compiled code."""
+    (found,) = one_rank.run(compiled_updates, size)
+    assert largest_difference(found, two_updates(micro_batch_size=size)) <= TOLERANCE

@@ -32,11 +32,13 @@ class SavedTwice(nn.Module):
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         inside = self.first(values)
         if not self.in_place:
-            return torch.sin(inside) + torch.cos(inside) * self.second(inside)
+            output: torch.Tensor = torch.sin(inside) + torch.cos(inside) * self.second(inside)
+            return output
         kept = torch.sigmoid(inside)  # saves its output
         shifted = kept.clone()
         squared = F.relu(shifted, inplace=True)  # saves what it changes
-        return self.second(squared) * kept
+        output = self.second(squared) * kept
+        return output
 
 
 def test_gradients_are_the_same() -> None:

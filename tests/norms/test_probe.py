@@ -24,7 +24,8 @@ class Ranked(nn.Module):
         self.inside = nn.Linear(6, 6)
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        return self.inside(values) * values.norm(dim=1).softmax(0)[:, None]
+        gated: torch.Tensor = self.inside(values) * values.norm(dim=1).softmax(0)[:, None]
+        return gated
 
 
 class Words(nn.Module):
@@ -55,7 +56,7 @@ INNOCENT = [
 def test_every_batch_norm_is_found_by_type() -> None:
     """All of a network's BatchNorm layers are named, frozen ones too, and nothing else."""
     model = ResidualNetwork().double()
-    model.blocks[0].norm1.eval()
+    model.get_submodule("blocks.0.norm1").eval()
     found = coupling_layers(model, images(7)["x"])
 
     assert set(found) == {name for name, module in model.named_modules() if isinstance(module, nn.BatchNorm2d)}

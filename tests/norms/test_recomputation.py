@@ -1,6 +1,7 @@
 """Statistics made anew are those of the data, whatever it is cut into."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -91,7 +92,8 @@ def test_what_cannot_be_read_again_is_refused() -> None:
     """An iterator is refused, and so is no data; the statistics are as before."""
     model = network()
     before = buffers_of(model)
-    for batches in (iter([images()["x"]]), []):
+    given: list[Any] = [iter([images()["x"]]), []]
+    for batches in given:
         with pytest.raises(DataError):
             recompute_statistics(model, batches)
     assert largest_difference(buffers_of(model), before) == 0.0

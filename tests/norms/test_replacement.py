@@ -47,6 +47,7 @@ def test_weights_are_taken_over(kind: Kind) -> None:
         before, after = old.get_submodule(name), found.model.get_submodule(name)
         assert isinstance(before, _BatchNorm)
         assert not isinstance(after, _BatchNorm)
+        assert isinstance(after.weight, torch.Tensor)
         assert torch.equal(after.weight, before.weight)
         assert after.weight is not before.weight
         assert after.eps == before.eps

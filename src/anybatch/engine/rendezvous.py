@@ -47,7 +47,7 @@ def accumulate_together(
         offload: keep saved activations on the host; None: if micro-batches run on an accelerator.
     """
     items = _worth_running(list(work))
-    device = statistics.rounds[0].flat.device
+    device = statistics.device
     store = None
     if device.type != "cpu" if offload is None else offload:
         store = HostStore(machine.prepared.parameters.values())

@@ -1,10 +1,12 @@
-"""Running statistics of the effective batch: added up over micro-batches and ranks, and updated once."""
+"""Running statistics of the effective batch: added up over micro-batches and ranks, and updated once.
+
+Shapes stand in words here: torch.compile traces through what a layer's hook calls, and not through a checker of shapes.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.modules.instancenorm import _InstanceNorm
 
@@ -28,6 +30,7 @@ class RunningStatistics:
 
     def __init__(self, layers: Mapping[str, Tracking], device: torch.device) -> None:
         self.layers = list(layers.values())
+        self.device = device
         self.recording = False
         self.calls = [0] * len(self.layers)
         self._dtype = torch.float32 if device.type == "mps" else torch.float64
@@ -54,7 +57,7 @@ class RunningStatistics:
         self._counters = [counter.clone() for counter in self._counting()]
         torch.stack([counter.to(self._dtype) for counter in self._counters], out=self._num_updates)
         for one in self.rounds:
-            one.flat.zero_()
+            torch._foreach_zero_(one.all)
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -97,8 +100,8 @@ class RunningStatistics:
         number: int,
         call: int,
         count: float,
-        mean: Float[Tensor, " channels"],
-        squares: Float[Tensor, " channels"],
+        mean: Tensor,
+        squares: Tensor,
     ) -> None:
         """Add the statistics of some values that one call of a layer has seen.
 
@@ -106,8 +109,9 @@ class RunningStatistics:
             number: which layer.
             call: which of its calls within one forward.
             count: values per channel; for InstanceNorm samples.
-            mean: their mean per channel.
-            squares: sum of their squared differences from the mean; for InstanceNorm the sum of samples' variances.
+            mean: their mean per channel, shape (channels,).
+            squares: sum of their squared differences from the mean, shape (channels,); for InstanceNorm the sum of the
+                samples' variances.
         """
         one = self.rounds[call]
         shift = mean.detach() - self.centres[number]
@@ -124,7 +128,7 @@ class RunningStatistics:
             return
         num_rounds = ranks.most(len(self.rounds)) if ranks.size > 1 else len(self.rounds)
         self.rounds += [self._round() for _ in range(num_rounds - len(self.rounds))]
-        message = torch.stack([one.flat for one in self.rounds])
+        message = torch.stack([torch.cat(one.all) for one in self.rounds])
         if ranks.size > 1:
             message = ranks.sum(message)
         momentum = self._momentum().to(message.device)
@@ -145,7 +149,7 @@ class RunningStatistics:
         moved = (num_updates - self._num_updates).long().unbind()
         torch._foreach_add_(self._counting(), list(moved))
 
-    def _momentum(self) -> Float[Tensor, " layers"]:
+    def _momentum(self) -> Tensor:
         """Return the layers' momentum, -1 for a cumulative mean; InstanceNorm has none, and stays as it is then."""
         replacing_none = [0.0 if single else -1.0 for single in self._single]
         found = [
@@ -168,14 +172,20 @@ class RunningStatistics:
 
 
 class _Round:
-    """The sums of every layer's first call within a forward, or of every layer's second one, and so on."""
+    """The sums of every layer's first call within a forward, or of every layer's second one, and so on.
+
+    Each is a tensor of its own: compiled code loses what is written to several views of one tensor (torch 2.13).
+    """
 
     def __init__(self, sizes: list[int], like: Tensor) -> None:
-        self.flat = like.new_zeros(len(sizes) + 2 * sum(sizes))
-        counts, shifts, squares = self.flat.split([len(sizes), sum(sizes), sum(sizes)])
-        self.counts = counts.unbind()
-        self.shifts = shifts.split(sizes)
-        self.squares = squares.split(sizes)
+        self.counts = [like.new_zeros(1) for _ in sizes]
+        self.shifts = [like.new_zeros(size) for size in sizes]
+        self.squares = [like.new_zeros(size) for size in sizes]
+
+    @property
+    def all(self) -> list[Tensor]:
+        """All sums: a count for each layer, then shifts, then squares."""
+        return [*self.counts, *self.shifts, *self.squares]
 
 
 class BufferReader:
