@@ -462,7 +462,11 @@ REFUSED_WHILE_RUNNING: Mapping[str, tuple[Callable[[torch.Tensor], torch.Tensor]
     "rand": (lambda hidden: hidden * torch.rand(len(hidden), 1), ("rand draws", "with the data")),
     "noise": (lambda hidden: hidden + torch.randn_like(hidden), ("randn_like draws",)),
     "gumbel": (F.gumbel_softmax, ("draws", "with the data")),
-    "random.seed": (
+    "later on": (
+        lambda hidden: hidden if len(hidden) == 3 else hidden * torch.rand(1),
+        ("numbers were drawn that are not dropout's", "with the data"),
+    ),
+    "a seed": (
         lambda hidden: (torch.default_generator.manual_seed(3), F.dropout(hidden))[1],
         ("seeded anew", "manual_seed"),
     ),
@@ -480,7 +484,7 @@ def test_what_cannot_be_keyed_is_refused_by_name(name: str) -> None:
     with make_engine(network, micro_batch_size=3) as engine, pytest.raises(CompositionError) as caught:
         engine.step(vectors(5))
     message = str(caught.value)
-    everywhere = () if name in ("now and then", "a checkpoint that forgets") else ("'inside.odd'",)
+    everywhere = () if name in ("later on", "now and then", "a checkpoint that forgets") else ("'inside.odd'",)
     assert [word for word in (*words, *everywhere, "rng='micro_batch'") if word not in message] == [], message
     assert relative_error(network.state_dict(), before) == 0.0
     assert all(parameter.grad is None for parameter in network.parameters())
