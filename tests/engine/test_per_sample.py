@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -32,153 +31,20 @@ from tests.engine.cases import (
     plain_gradients,
     vectors,
 )
+from tests.engine.dropped import (
+    MICRO_BATCH_SIZES,
+    NUM_SAMPLES,
+    SEED,
+    TOLERANCE,
+    WAYS,
+    ByHand,
+    Functional,
+    Network,
+    P,
+    make_engine,
+)
 from tests.engine.masks_by_hand import mask
 from tests.ranks_fixture import Ranks
-
-SEED, P, NUM_SAMPLES = 11, 0.4, 15
-MICRO_BATCH_SIZES = (1, 3, 7, None)
-TOLERANCE = 1e-12
-Layer = Callable[[torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """A way in which a model drops, and its plain meaning.
-
-    Attributes:
-        drop: builds the layer that drops.
-        shape: of one sample's hidden values.
-        arrange: calls the layer on the hidden values of all samples, (samples, *shape).
-        by_channel: whole channels are dropped.
-        alpha: what is dropped is saturated.
-        around: calls the block that holds the layer.
-        rng: what the engine is given.
-    """
-
-    drop: Callable[[], nn.Module]
-    shape: tuple[int, ...] = (4, 6)
-    arrange: Callable[[Layer, torch.Tensor], torch.Tensor] = lambda drop, hidden: drop(hidden)
-    by_channel: bool = False
-    alpha: bool = False
-    around: Callable[[Layer, torch.Tensor], torch.Tensor] = lambda block, hidden: block(hidden)
-    rng: Any = "per_sample"
-
-
-class Functional(nn.Module):
-    """A layer that calls a function."""
-
-    def __init__(self, function: Callable[..., torch.Tensor], *args: Any) -> None:
-        super().__init__()
-        self.function, self.args = function, args
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.function(hidden, *self.args)
-        return found
-
-
-def on_a_copy(drop: Layer, hidden: torch.Tensor) -> torch.Tensor:
-    """Drop what may be changed in place: tanh needs its output."""
-    return drop(hidden * 1.0)
-
-
-WAYS: Mapping[str, Way] = {
-    "Dropout": Way(drop=lambda: nn.Dropout(P)),
-    "Dropout in place": Way(drop=lambda: nn.Dropout(P, inplace=True), arrange=on_a_copy),
-    "Dropout1d": Way(drop=lambda: nn.Dropout1d(P), by_channel=True),
-    "Dropout2d": Way(drop=lambda: nn.Dropout2d(P), shape=(4, 3, 2), by_channel=True),
-    "Dropout3d": Way(drop=lambda: nn.Dropout3d(P), shape=(4, 1, 3, 2), by_channel=True),
-    "AlphaDropout": Way(drop=lambda: nn.AlphaDropout(P), alpha=True),
-    "AlphaDropout in place": Way(drop=lambda: nn.AlphaDropout(P, inplace=True), alpha=True, arrange=on_a_copy),
-    "FeatureAlphaDropout": Way(drop=lambda: nn.FeatureAlphaDropout(P), by_channel=True, alpha=True),
-    "torch.dropout": Way(drop=lambda: Functional(torch.dropout, P, True)),
-    "F.dropout2d": Way(drop=lambda: Functional(F.dropout2d, P), shape=(4, 3, 2), by_channel=True),
-    "an odd number of one axis": Way(drop=lambda: nn.Dropout(P), shape=(7,)),
-    "flattened": Way(
-        drop=lambda: nn.Dropout(P), arrange=lambda drop, hidden: drop(hidden.flatten(0, 1)).view_as(hidden)
-    ),
-    "samples in the second axis": Way(
-        drop=lambda: nn.Dropout(P),
-        arrange=lambda drop, hidden: drop(hidden.transpose(0, 1)).transpose(0, 1),
-        rng=PerSample(sample_dims={"block": 1}),
-    ),
-    "checkpointed": Way(
-        drop=lambda: nn.Dropout(P), around=lambda block, hidden: checkpoint(block, hidden, use_reentrant=False)
-    ),
-    "checkpointed, samples in the second axis": Way(
-        drop=lambda: nn.Dropout(P),
-        arrange=lambda drop, hidden: drop(hidden.transpose(0, 1)).transpose(0, 1),
-        around=lambda block, hidden: checkpoint(block, hidden, use_reentrant=False),
-        rng=PerSample(sample_dims={"block": 1}),
-    ),
-}
-
-
-class Block(nn.Module):
-    """A linear layer that drops."""
-
-    def __init__(self, width: int, drop: nn.Module, arrange: Callable[[Layer, torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-        self.drop = drop
-        self.arrange = arrange
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.arrange(self.drop, torch.tanh(self.linear(hidden)))
-
-
-class Network(nn.Module):
-    """Calls one block twice, so that a layer drops twice in one forward."""
-
-    def __init__(self, way: Way, drop: nn.Module) -> None:
-        super().__init__()
-        torch.manual_seed(12)
-        self.way = way
-        self.first = nn.Linear(NUM_FEATURES, math.prod(way.shape))
-        plain = isinstance(drop, ByHand)
-        self.block = Block(way.shape[-1], drop, WAYS["Dropout"].arrange if plain else way.arrange)
-        self.around = WAYS["Dropout"].around if plain else way.around
-        self.out = nn.Linear(math.prod(way.shape), NUM_CLASSES)
-        self.double()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.first(x).view(len(x), *self.way.shape)
-        for _ in range(2):
-            hidden = self.around(self.block, hidden)
-        logits: torch.Tensor = self.out(hidden.flatten(1))
-        return logits
-
-
-class ByHand(nn.Module):
-    """Drops the elements that plain Python says, by the formulas of torch's documentation."""
-
-    def __init__(self, way: Way, num_samples: int) -> None:
-        super().__init__()
-        self.way = way
-        self.num_samples = num_samples
-        self.start(0)
-
-    def start(self, step: int) -> None:
-        """Count calls from 0 on."""
-        self.key = BatchKey(SEED, step, range(self.num_samples))
-        self.calls = 0
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        way = self.way
-        kept = mask(self.key, self.calls, way.shape[:1] if way.by_channel else way.shape, P)
-        kept = kept.reshape(*kept.shape, *(1,) * (hidden.dim() - kept.dim())).double()
-        self.calls += 1
-        if not way.alpha:
-            return hidden * kept / (1 - P)
-        saturated = -1.6732632423543772 * 1.0507009873554805  # minus SELU's alpha times its scale
-        scale = ((1 - P) * (1 + P * saturated**2)) ** -0.5
-        found: torch.Tensor = scale * (hidden * kept + saturated * (1 - kept)) - scale * saturated * P
-        return found
-
-
-def make_engine(network: nn.Module, **options: Any) -> ab.Engine:
-    """Return an engine with plain SGD."""
-    options = {"loss": ab.mean_over_samples(classify), "rng": "per_sample", "world": ab.World(), **options}
-    return ab.Engine(network, torch.optim.SGD(network.parameters(), lr=0.1), **options)
 
 
 def gradient_errors(strategies: tuple[str, ...]) -> dict[tuple[str, str, int | None], float]:
@@ -462,7 +328,11 @@ REFUSED_WHILE_RUNNING: Mapping[str, tuple[Callable[[torch.Tensor], torch.Tensor]
     "rand": (lambda hidden: hidden * torch.rand(len(hidden), 1), ("rand draws", "with the data")),
     "noise": (lambda hidden: hidden + torch.randn_like(hidden), ("randn_like draws",)),
     "gumbel": (F.gumbel_softmax, ("draws", "with the data")),
-    "random.seed": (
+    "later on": (
+        lambda hidden: hidden if len(hidden) == 3 else hidden * torch.rand(1),
+        ("numbers were drawn that are not dropout's", "with the data"),
+    ),
+    "a seed": (
         lambda hidden: (torch.default_generator.manual_seed(3), F.dropout(hidden))[1],
         ("seeded anew", "manual_seed"),
     ),
@@ -480,7 +350,7 @@ def test_what_cannot_be_keyed_is_refused_by_name(name: str) -> None:
     with make_engine(network, micro_batch_size=3) as engine, pytest.raises(CompositionError) as caught:
         engine.step(vectors(5))
     message = str(caught.value)
-    everywhere = () if name in ("now and then", "a checkpoint that forgets") else ("'inside.odd'",)
+    everywhere = () if name in ("later on", "now and then", "a checkpoint that forgets") else ("'inside.odd'",)
     assert [word for word in (*words, *everywhere, "rng='micro_batch'") if word not in message] == [], message
     assert relative_error(network.state_dict(), before) == 0.0
     assert all(parameter.grad is None for parameter in network.parameters())

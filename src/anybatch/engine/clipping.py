@@ -56,7 +56,7 @@ def clip_policy(clip: ClipArgument) -> ClipPolicy | None:
     return _policy_of_group(clip)
 
 
-def refuse_other_groups(clip: ClipPolicy | None, optimizer: Optimizer) -> None:
+def refuse_groups(clip: ClipPolicy | None, optimizer: Optimizer) -> None:
     """Refuse policies that are not one per parameter group.
 
     Raises:

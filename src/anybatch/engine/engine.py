@@ -19,14 +19,7 @@ from anybatch.core.reports import StepReport
 from anybatch.core.splitting import Deal
 from anybatch.engine.accumulate import Machine
 from anybatch.engine.averaging import WeightAverage
-from anybatch.engine.clipping import (
-    ClipArgument,
-    ClipByNorm,
-    clip_gradients,
-    clip_policy,
-    refuse_other_groups,
-    total_norm,
-)
+from anybatch.engine.clipping import ClipArgument, ClipByNorm, clip_gradients, clip_policy, refuse_groups, total_norm
 from anybatch.engine.decisions import first_decisions
 from anybatch.engine.evaluation import MetricFunction, evaluate
 from anybatch.engine.executors import choose_executor
@@ -167,8 +160,8 @@ class Engine:
         prepared = self._strategy.prepare(self._modules, model, self.world, self._watch.reduction)
         try:
             self._target = make_target(optimizer, prepared.parameters)
+            refuse_groups(self._clip, self._target.optimizer)
             self._norms = Normalisation(policy, self._modules, self._strategy, self.world, self._sizing)
-            refuse_other_groups(self._clip, self._target.optimizer)
         except Exception:
             self._strategy.close()  # no hook stays on a model that is not going to be trained
             raise

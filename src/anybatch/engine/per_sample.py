@@ -137,8 +137,8 @@ class _Draws(TorchFunctionMode):
         """Refuse what would not be the same at another cut."""
         if self._has_moved():
             self.refuse(
-                "a random number that is not dropout's was drawn outside of torch's functions",
-                "Draw it with the data, so that it belongs to the sample.",
+                "random numbers were drawn that are not dropout's",
+                "Draw them with the data, so that they belong to the sample.",
             )
         calls = len(self._axis_of_call)
         if self.num_calls_of_step not in (None, calls):
