@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.core.randomness import order_seed, sample_seed, unit_seed
+from anybatch.core.randomness import joint_seed, order_seed, sample_seed, unit_seed
 
 WORDS = st.integers(0, 2**31)
 UNIT_SEED, SAMPLE_SEED, ORDER_SEED = 7126881891259586119, 8089038617884654512, 6661945773170389229
@@ -20,8 +20,10 @@ def test_seeds_are_what_torch_takes(seed: int, step: int, sample: int) -> None:
 
 @given(seed=WORDS, first=WORDS, second=WORDS)
 def test_purposes_do_not_share_seeds(seed: int, first: int, second: int) -> None:
-    """The micro-batch, the sample and the order of equal numbers have seeds of their own."""
-    assert len({unit_seed(seed, first, second), sample_seed(seed, first, second), order_seed(seed, first)}) == 3
+    """The micro-batch, the sample, the order and the loss of equal numbers have seeds of their own."""
+    of_two, of_one = (unit_seed, sample_seed), (order_seed, joint_seed)
+    seeds = [of(seed, first, second) for of in of_two] + [of(seed, first) for of in of_one]
+    assert len(set(seeds)) == 4
 
 
 def test_close_keys_are_unrelated() -> None:
