@@ -159,6 +159,24 @@ def test_an_undeclared_loss_brings_its_count() -> None:
     assert returned_count(LossSum(items.sum(), 5)) == 5
 
 
+def mean_of_vectors(model: Any, batch: Any) -> Any:
+    """Stand in for an encode function."""
+    return model(batch).mean(1)
+
+
+def test_a_joint_loss_is_one_term_over_all_samples() -> None:
+    """A loss across samples has one term, counted in samples, and two functions; both have to be functions."""
+    loss = ab.joint(mean_of_vectors, never_called)
+
+    assert loss.encode is mean_of_vectors
+    assert loss.function is never_called
+    assert (loss.names, loss.weights, loss.needs_data_to_count) == (("loss",), {"loss": 1.0}, False)
+    assert ab.mean_over_samples(never_called).encode is None
+    for encode, function in ((0.5, never_called), (never_called, 0.5)):
+        with pytest.raises(LossError, match=r"not from float 0\.5"):
+            ab.joint(encode, function)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("count", [-1, float("inf"), float("nan")])
 def test_impossible_counts_are_refused(count: float) -> None:
     """A count below 0, infinite or NaN is refused with its value."""

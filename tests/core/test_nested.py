@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
-from anybatch.core.nested import count_samples, map_tensors, slice_samples, tensors_of
+from anybatch.core.nested import count_samples, map_tensors, slice_samples, take_apart, tensors_of
 from anybatch.errors import DataError
 
 
@@ -208,3 +208,19 @@ def test_the_message_names_both_leaves() -> None:
     batch = {"x": torch.zeros(3, 2), "meta": Pair([torch.zeros(3)], Example(torch.zeros(4), None))}
     with pytest.raises(DataError, match=r"batch\['x'\] has 3 samples, batch\['meta'\]\[1\]\.words has 4"):
         count_samples(batch)
+
+
+def test_taken_apart_and_put_together() -> None:
+    """The tensors of a batch go back where they were, others take their places, and the form keeps none of them."""
+    words, mask = torch.arange(6.0).reshape(3, 2), torch.ones(3)
+    batch = {"pair": Pair(Example(words, [mask, 4]), torch.tensor(2.0)), "name": "train"}
+    tensors, put_together = take_apart(batch)
+
+    assert [tensor is one for tensor, one in zip(tensors, (words, mask), strict=False)] == [True, True]
+    again, other = put_together(tensors), put_together(2 * tensor for tensor in tensors)
+    assert again["pair"].one.words is words
+    assert again["pair"].one.mask[0] is mask
+    assert again["pair"].one.mask[1:] == [4]
+    assert (again["pair"].one.total, other["pair"].one.total) == (15, 30)
+    assert float(other["pair"].other) == 4.0
+    assert other["name"] == "train"

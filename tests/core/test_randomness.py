@@ -7,7 +7,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.core.randomness import BatchKey, order_seed, sample_bits, sample_keys, sample_seed, step_seed, unit_seed
+from anybatch.core.randomness import (
+    BatchKey,
+    joint_seed,
+    order_seed,
+    sample_bits,
+    sample_keys,
+    sample_seed,
+    step_seed,
+    unit_seed,
+)
 from tests.engine.masks_by_hand import bits as bits_by_hand
 
 WORDS = st.integers(0, 2**31)
@@ -24,8 +33,10 @@ def test_seeds_are_what_torch_takes(seed: int, step: int, sample: int) -> None:
 
 @given(seed=WORDS, first=WORDS, second=WORDS)
 def test_purposes_do_not_share_seeds(seed: int, first: int, second: int) -> None:
-    """The micro-batch, the sample and the order of equal numbers have seeds of their own."""
-    assert len({unit_seed(seed, first, second), sample_seed(seed, first, second), order_seed(seed, first)}) == 3
+    """The micro-batch, the sample, the order and the loss of equal numbers have seeds of their own."""
+    of_two, of_one = (unit_seed, sample_seed), (order_seed, joint_seed)
+    seeds = [of(seed, first, second) for of in of_two] + [of(seed, first) for of in of_one]
+    assert len(set(seeds)) == 4
 
 
 def test_close_keys_are_unrelated() -> None:

@@ -4,6 +4,7 @@ import copy
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -552,3 +553,32 @@ def test_no_parameters_of_the_loss_where_these_are_sharded(two_ranks: Ranks) -> 
     for message in two_ranks.run(refused_sharded_loss):
         assert "Clip has some of its own" in message
         assert "'all_reduce'" in message
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What a model may return: a dataclass, with something in it that is no tensor."""
+
+    vector: torch.Tensor
+    label: torch.Tensor
+    temperature: float
+
+
+def test_structures_come_back_as_they_were() -> None:
+    """A dataclass reaches the loss function as a dataclass, with all rows and with what belongs to all of them."""
+    seen = []
+
+    def encode(model: Encoders, batch: Any) -> Encoded:
+        return Encoded(model.image(batch["image"]), batch["label"], 0.5)
+
+    def loss(_model: Encoders, outputs: Encoded) -> torch.Tensor:
+        seen.append(outputs)
+        return (outputs.vector @ outputs.vector.T / outputs.temperature).log_softmax(1).diagonal().mean()
+
+    with engine_of(JointCase(model=Encoders, encode=encode, loss=lambda: loss), micro_batch_size=10) as engine:
+        engine.step(pairs())
+    (outputs,) = seen
+    assert (type(outputs), len(outputs.vector), outputs.temperature) == (Encoded, 29, 0.5)
+    assert torch.equal(outputs.label, pairs()["label"])
+    assert outputs.vector.requires_grad
+    assert not outputs.label.requires_grad

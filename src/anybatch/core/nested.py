@@ -62,7 +62,7 @@ def take_apart(batch: Batch) -> tuple[list[torch.Tensor], Callable[[Iterable[tor
 
     def take_out(tensor: torch.Tensor) -> torch.Tensor:
         tensors.append(tensor)
-        return torch.empty(0, device="meta")
+        return tensor.new_zeros((0, *tensor.shape[1:])) if tensor.dim() else tensor.new_zeros(())
 
     form = map_tensors(batch, take_out)
 
