@@ -395,8 +395,8 @@ def test_compiled_and_checkpointed_models_are_looked_at_as_they_are() -> None:
         return torch.compile(Classifier(), backend=backend)
 
     def in_part() -> Any:
-        model = Classifier()
-        model.body.compile(backend=backend)
+        model = nn.Sequential(Classifier())
+        model[0].compile(backend=backend)
         return model
 
     for model in (whole, in_part):
