@@ -134,8 +134,8 @@ def of_two_views(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 def of_two_calls(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Return a mean over samples of two calls."""
-    shift: torch.Tensor = (model(batch["x"]) - model(batch["x"] + 0.1)).square().mean()
-    return shift + of_samples(model, batch)
+    apart: torch.Tensor = model(batch["x"]) - model(batch["x"] + 0.1)
+    return apart.square().mean() + of_samples(model, batch)
 
 
 def of_words(model: nn.Module, batch: Batch) -> torch.Tensor:

@@ -92,7 +92,10 @@ def test_a_run_is_the_same_with_and_without_the_check(name: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("name", ["tokens as samples", "a sum as a mean, inside", "contrastive as samples"])
+@pytest.mark.parametrize(
+    "name",
+    ["tokens as samples", "shifted tokens as they are", "a sum as a mean, inside", "contrastive as samples"],
+)
 def test_wrong_declarations_are_caught_in_low_precision(name: str, precision: Any) -> None:
     """Under autocast, and with bf16 parameters, the same is found."""
     dtype = torch.float32 if precision == "bf16" else torch.bfloat16
@@ -388,21 +391,26 @@ def test_compiled_and_checkpointed_models_are_looked_at_as_they_are() -> None:
             found: torch.Tensor = torch.utils.checkpoint.checkpoint(self.body, x, use_reentrant=False)
             return found
 
-    numbers = []
-    for check_loss in (True, False):
-        torch._dynamo.reset()  # noqa: SLF001
-        compiled.clear()
-        case = Declared(
-            lambda: torch.compile(Classifier(), backend=backend),  # type: ignore[arg-type, return-value]
-            lambda: vectors(18),
-            RIGHT["samples"].loss,
-        )
-        with engine_for(case, check_loss=check_loss) as engine:
-            engine.step(vectors(18))
-        numbers.append(len(compiled))
-        if check_loss:
-            assert HOLDS in engine.decisions["loss"]
-    assert numbers[0] == numbers[1]
+    def whole() -> Any:
+        return torch.compile(Classifier(), backend=backend)
+
+    def in_part() -> Any:
+        model = nn.Sequential(Classifier())
+        model[0].compile(backend=backend)
+        return model
+
+    for model in (whole, in_part):
+        numbers = []
+        for check_loss in (True, False):
+            torch._dynamo.reset()  # noqa: SLF001
+            compiled.clear()
+            case = Declared(model, lambda: vectors(18), RIGHT["samples"].loss)
+            with engine_for(case, check_loss=check_loss) as engine:
+                engine.step(vectors(18))
+            numbers.append(len(compiled))
+            if check_loss:
+                assert HOLDS in engine.decisions["loss"]
+        assert numbers[0] == numbers[1] > 0
     for loss in (ab.mean_over_samples(of_samples), ab.mean_over_samples(from_inside_of_vectors)):
         with engine_for(Declared(Checkpointed, lambda: vectors(23), lambda loss=loss: loss)) as engine:  # type: ignore[misc]
             engine.step(vectors(23))

@@ -41,10 +41,14 @@ def calls(*tensors: torch.Tensor, module: nn.Module = perceptron()) -> list[Call
 
 def test_axes_of_samples_are_those_that_grow_with_them() -> None:
     """A second recording with another number of samples tells axes of samples from others of the same length."""
-    ones = calls(torch.zeros(7, 7, 3), torch.zeros(7, 4), torch.zeros(3, 14), torch.zeros(7, 7), torch.zeros(()))
-    others = calls(torch.zeros(6, 7, 3), torch.zeros(7, 4), torch.zeros(3, 12), torch.zeros(6, 6), torch.zeros(()))
+    ones = calls(
+        torch.zeros(7, 7, 3), torch.zeros(7, 4), torch.zeros(3, 14), torch.zeros(7, 7), torch.zeros(()), torch.zeros(0)
+    )
+    others = calls(
+        torch.zeros(6, 7, 3), torch.zeros(7, 4), torch.zeros(3, 12), torch.zeros(6, 6), torch.zeros(()), torch.zeros(0)
+    )
 
-    assert sample_axes(ones, 7, others, 6) == [[((0, 1),), (), ((1, 2),), ((0, 1), (1, 1)), ()]]
+    assert sample_axes(ones, 7, others, 6) == [[((0, 1),), (), ((1, 2),), ((0, 1), (1, 1)), (), ()]]
 
 
 def test_axes_are_not_guessed_where_two_are_possible() -> None:

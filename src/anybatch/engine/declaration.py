@@ -43,6 +43,7 @@ class Finding:
         error: relative difference between the whole's gradient and the pieces'.
         whole: norm of the whole's gradient.
         pieces: norm of the pieces' gradients, added up as declared.
+        rounding: the largest difference that would be rounding.
         sizes: samples of the pieces.
         adds_up: whether the function returned a sum (`LossSum`, or one loss per item) and not a mean.
         is_scalar: whether it returned one number.
@@ -54,6 +55,7 @@ class Finding:
     error: float
     whole: float
     pieces: float
+    rounding: float
     sizes: tuple[int, ...]
     adds_up: bool
     is_scalar: bool
@@ -141,6 +143,7 @@ def _judged_term(trial: Trial, name: str, tried: Sequence[Sequence[Pass]], toler
         error=error,
         whole=whole,
         pieces=pieces,
+        rounding=tolerance.rounding,
         sizes=tuple(one.stop - one.start for one in tried[worst]),
         adds_up=reading.adds_up,
         is_scalar=reading.is_scalar,

@@ -203,7 +203,7 @@ class DeclarationCheck:
         return (
             f"{what} was {verb} as {kind}, but it is not: the gradients of {sizes} samples, with respect to what the "
             f"model returned, add up to a norm of {found.pieces:.4g}, that of all {sum(found.sizes)} at once has "
-            f"{found.whole:.4g}, and they differ by {found.error:.2g}, where rounding is below 1e-4. "
+            f"{found.whole:.4g}, and they differ by {found.error:.2g}, where rounding is below {found.rounding:g}. "
             f"{_explained(name, found, named=loss.named)} If you know better, Engine(check_loss=False) leaves this "
             "check out."
         )

@@ -249,7 +249,7 @@ def _grown_axes(sizes: Sequence[int], num_samples: int, others: Sequence[int], n
     return tuple(
         (axis, size // num_samples)
         for axis, (size, other) in enumerate(zip(sizes, others, strict=True))
-        if size != other and size % num_samples == 0 and size // num_samples * num_others == other
+        if size and size % num_samples == 0 and size // num_samples * num_others == other
     )
 
 
