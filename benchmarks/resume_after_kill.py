@@ -5,10 +5,6 @@ power, at a random moment within the step. Resumed with the printed command, on 
 compared with those of the run that went through, bit for bit; and each of its steps must stand in its log, and end
 where that of the other run ended in the data.
 
-Then two ranks are killed in the same way in the second of two epochs, and resumed as one, two and three, with one
-sample in each micro-batch, so that the logs name every sample: each step must have the samples of the run that went
-through, and the losses are compared.
-
     python benchmarks/resume_after_kill.py [--out benchmarks/results/NAME.md]
 """
 
@@ -96,54 +92,12 @@ def rows(root: Path) -> list[str]:
     return table
 
 
-def samples_and_losses(folder: Path) -> tuple[dict[int, list[int]], dict[int, float]]:
-    """Return step -> its samples over all ranks, and step -> its loss; what a resume has undone is left out."""
-    samples: dict[int, list[int]] = {}
-    losses: dict[int, float] = {}
-    for log in sorted(folder.glob("events*.jsonl")):
-        own: dict[int, list[int]] = {}
-        for line in read_jsonl(log):
-            if line["kind"] == "start":
-                own = {step: ids for step, ids in own.items() if step < line["first_step"]}
-            elif line["kind"] == "micro_batch" and line["event"] == "begin":
-                own.setdefault(line["step"], []).append(line["first_sample_id"])
-            elif line["kind"] == "step" and line["rank"] == 0:
-                losses[line["step"]] = line["loss"]
-        for step, ids in own.items():
-            samples.setdefault(step, []).extend(ids)
-    return {step: sorted(ids) for step, ids in samples.items()}, losses
-
-
-def rows_on_other_ranks(root: Path) -> list[str]:
-    """Kill two ranks, resume as one, two and three, and return the table's rows."""
-    table = [
-        "| ranks | killed after step | resumed at step | same samples in each step | largest difference of a loss |",
-        "|--:|--:|--:|---|--:|",
-    ]
-    draw = random.Random(1)  # noqa: S311 (nothing here is secret)
-    options = ("digits", "--epochs", "2", "--micro-batch-size", "1", "--ranks", "2")
-    through = root / "two"
-    start(through, *options).wait()
-    samples, losses = samples_and_losses(through)
-    for ranks in ("1", "2", "3"):
-        folder = root / f"two-as-{ranks}"
-        step = draw.randrange(6, 11)
-        kill_in_step(start(folder, *options), folder, step, draw.uniform(0, STEP_SECONDS))
-        start(folder, "--resume", "--ranks", ranks).wait()
-        starts = [line["first_step"] for line in read_jsonl(folder / "events.jsonl") if line["kind"] == "start"]
-        found, own_losses = samples_and_losses(folder)
-        largest = max(abs(own_losses[step] - loss) / abs(loss) for step, loss in losses.items())
-        same_samples = "yes" if found == samples and len(found) == 12 else "NO"
-        table.append(f"| 2, then {ranks} | {step} | {starts[-1]} | {same_samples} | {largest:.1e} |")
-    return table
-
-
 def main() -> None:
     """Print the table, and write it to a file if asked."""
     out = report.parser(__doc__).parse_args().out
     with tempfile.TemporaryDirectory() as root:
         report.publish(
-            [*rows(Path(root)), "", *rows_on_other_ranks(Path(root))],
+            rows(Path(root)),
             title="Resumed after SIGKILL at random moments",
             command="python benchmarks/resume_after_kill.py",
             setting=f"{NUM_KILLS} kills each, steps counted from 0, float32",

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import report
 
-NUM_ROUNDS = 9
+NUM_ROUNDS = 5
 
 BARE = """
 import os
