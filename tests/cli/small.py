@@ -48,14 +48,23 @@ CALLS = Calls()
 
 
 def job(strike: Callable[[], None] | None = None) -> ab.Job:
-    """Return the job; `strike` is called in every forward, and else the fault that the environment names."""
+    """Return the job; `strike` is called in every forward, and else the fault that the environment names.
+
+    Forwards are those of the model itself: the check of the first step runs the loss with a stand-in for it.
+    """
+    made: list[nn.Module] = []
+
+    def build() -> nn.Module:
+        made.append(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1)).double())
+        return made[-1]
 
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        (strike or strike_from_environment)()
+        if any(model is one for one in made):
+            (strike or strike_from_environment)()
         return nn.functional.mse_loss(model(batch[0]), batch[1])
 
     return ab.Job(
-        model=lambda: nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1)).double(),
+        model=build,
         optimizer=torch.optim.AdamW,
         loss=ab.mean_over_samples(loss),
         dataset=dataset,
