@@ -128,6 +128,7 @@ class LossScaler:
             return
         assert target.update != "cast", "the composition table refuses it"
         self.scaler = torch.amp.GradScaler(device.type)
+        self.scaler.scale(torch.zeros((), device=device))  # it is made on first use, and a rank may have no micro-batch
         self._hook = target.optimizer.register_step_post_hook(self._note_step)
 
     @property
