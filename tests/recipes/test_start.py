@@ -111,6 +111,16 @@ def test_the_clip_of_the_job_is_used() -> None:
     assert float(moved.norm()) == pytest.approx(0.2 * 1e-3, rel=1e-2)
 
 
+def test_norms_and_rng_of_the_job_are_used() -> None:
+    """What a job says about BatchNorm and random numbers is what its engine does."""
+    model = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
+    job = dataclasses.replace(JOB, model=lambda: model, norms="freeze", rng="per_sample")
+
+    with start(job, steps=1).engine as engine:
+        assert engine.decisions["norms"].startswith("freeze (1 BatchNorm layers, first '1')")
+        assert "rng='micro_batch'" not in engine.decisions.get("equality", "")
+
+
 def test_the_seed_decides_the_first_parameters() -> None:
     """Equal seeds give equal models, others give others, and the caller's random numbers are as before."""
     state = torch.get_rng_state()

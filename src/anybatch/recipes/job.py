@@ -15,7 +15,9 @@ from anybatch.engine.clipping import ClipArgument, clip_policy
 from anybatch.engine.engine import Scheduler
 from anybatch.engine.evaluation import MetricFunction
 from anybatch.engine.modules import Model
+from anybatch.engine.randomness import Rng
 from anybatch.errors import BatchSizeError, DataError, LossError, ParameterError, UserError
+from anybatch.norms import Policy, PolicyName
 
 ModelFactory = Callable[[], Model]
 OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]], float], Optimizer]
@@ -119,6 +121,8 @@ class Job:
         scheduler: function (optimizer, num_steps) -> scheduler, stepped once per optimizer step; None for a constant
             learning rate. `torch.optim.lr_scheduler.CosineAnnealingLR` is such a function itself.
         clip: largest gradient norm, a clipping policy, or one per parameter group; once per effective batch.
+        norms: what to do about BatchNorm in train mode, as `Engine` takes it.
+        rng: what random numbers belong to, as `Engine` takes it.
         defaults: batch size, length and learning rate.
 
     Raises:
@@ -135,6 +139,8 @@ class Job:
     evaluate: Evaluation | None = None
     scheduler: SchedulerFactory | None = None
     clip: ClipArgument = None
+    norms: Policy | PolicyName = "keep"
+    rng: Rng = "micro_batch"
 
     def __post_init__(self) -> None:
         """Check what can be checked without calling anything."""

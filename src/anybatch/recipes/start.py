@@ -96,7 +96,16 @@ def start(
         collate=job.collate,
         num_workers=num_workers,
     )
-    engine = Engine(make_model(job, seed), optimizer, job.loss, effective_batch_size=size, clip=job.clip, **hardware)
+    engine = Engine(
+        make_model(job, seed),
+        optimizer,
+        job.loss,
+        effective_batch_size=size,
+        clip=job.clip,
+        norms=job.norms,
+        rng=job.rng,
+        **hardware,
+    )
     base = defaults.base_batch_size or defaults.effective_batch_size
     rule = defaults.learning_rate_rule or ("none" if size == base else None)  # then no rule need be known
     rates = scale_optimizer(engine.optimizer, base_batch_size=base, effective_batch_size=size, rule=rule)
