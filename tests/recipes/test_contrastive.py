@@ -11,6 +11,7 @@ from torch.utils.data import default_collate
 import anybatch as ab
 from anybatch.core.batch import Placement
 from anybatch.core.splitting import Cut
+from anybatch.errors import LossError
 from anybatch.recipes.contrastive import Encoders, contrastive, encode, loss, retrieval
 from anybatch.recipes.start import start
 from anybatch.testing.gradients import assert_same_gradients
@@ -70,7 +71,7 @@ def test_any_cut_is_exact() -> None:
 
 def accuracy(declared: ab.Job) -> float:
     """Return the held-out retrieval accuracy after eight epochs in micro-batches of 4."""
-    run = start(declared, epochs=8, micro_batch_size=4)
+    run = start(declared, epochs=8, micro_batch_size=4, check_loss=False)
     for batch in run.batches:
         run.engine.step(batch)
     model = run.engine.model
@@ -87,6 +88,14 @@ def start_again(model: nn.Module) -> dict[str, float]:
     with torch.no_grad():
         found = retrieval(Encoders(), encode(model, {"image": data.images}))  # type: ignore[arg-type]
     return {name: float(value) for name, value in found.items()}
+
+
+def test_naive_declaration_is_refused() -> None:
+    """The first step sees that this loss is no mean over samples, and names what to declare."""
+    naive = dataclasses.replace(contrastive(), loss=ab.mean_over_samples(naive_loss))
+    run = start(naive, epochs=1, micro_batch_size=4)
+    with pytest.raises(LossError, match=r"declare ab\.joint\(encode, loss\)"):
+        run.engine.step(next(iter(run.batches)))
 
 
 def test_naive_accumulation_learns_less() -> None:

@@ -155,8 +155,8 @@ def _refuse_idle_rank(busy: Sequence[int], lacks: str) -> None:
     if all(busy):
         return
     message = (
-        f"rank {busy.index(0)} has {lacks} in its share of the batch, but the strategy or norms policy needs every "
-        "rank in every step. Use a larger effective batch, or strategy='all_reduce' with norms='keep'."
+        f"rank {busy.index(0)} has {lacks} in its share of the batch, but the strategy or norms policy keeps ranks "
+        "in lockstep: each runs in every step. Use a larger effective batch, or strategy='all_reduce' and norms='keep'."
     )
     raise DataError(message)
 
