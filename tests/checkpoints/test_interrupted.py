@@ -120,7 +120,7 @@ def test_power_lost_after_a_save(prepare: Callable[[Path], Path], act: Act, tmp_
     folder = prepare(tmp_path)
     disk = FaultyDisk()
     act(folder, disk=disk)
-    disk.lose_power(0)
+    disk.lose_power(disk.num_unsynced_renames)
 
     assert newest(folder) == NEW
 

@@ -79,9 +79,13 @@ def test_sharded_gradient_is_that_of_the_unsplit_batch(case: str, defer: bool, t
         assert max(errors) <= TOLERANCE
 
 
-def test_a_rank_without_samples_runs_along(two_ranks: Ranks) -> None:
-    """With one sample on two ranks, the second rank runs it with weight 0, so that nobody waits for it."""
-    for errors in two_ranks.run(_sharded, "ragged", 1, True):
+@pytest.mark.parametrize("num_samples", [1, 7])
+def test_a_rank_with_less_to_do_runs_along(num_samples: int, two_ranks: Ranks) -> None:
+    """A rank without a sample, or with one micro-batch less, runs another with weight 0, so that nobody waits for it.
+
+    Neither the gradient nor an evaluation counts it.
+    """
+    for errors in two_ranks.run(_sharded, "ragged", num_samples, True):
         assert max(errors) <= TOLERANCE
 
 
