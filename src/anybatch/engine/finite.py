@@ -52,7 +52,8 @@ def _error(step: int, *, late: bool) -> NonFiniteError:
         else "The update was not made: parameters and optimizer are as before"
     )
     message = (
-        f"the loss or gradient of step {step} (counted from 0) is not finite. {happened}. Look for a "
-        "learning rate that is too high, samples that are not finite themselves, or a loss that divides by zero; clip=1.0 helps against spikes."
+        f"the loss or gradient of step {step} (counted from 0) is not finite. {happened}. Look for a learning rate "
+        "that is too high, samples that are not finite themselves, or a loss that divides by zero; clip=1.0 helps "
+        "against spikes."
     )
     return NonFiniteError(message)
