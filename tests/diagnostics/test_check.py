@@ -14,6 +14,7 @@ import anybatch as ab
 from anybatch.diagnostics import CheckReport, check
 from anybatch.diagnostics.figure import draw_errors
 from anybatch.errors import BatchSizeError, UserError
+from anybatch.norms import Ghost, Policy, PolicyName
 from tests.diagnostics.faulty import (
     FAULTS,
     NUM_CLASSES,
@@ -128,6 +129,16 @@ def test_no_false_alarm(name: str) -> None:
 def test_many_are_healthy() -> None:
     """At least fifty right combinations are tried."""
     assert len(HEALTHY) >= 50
+
+
+@pytest.mark.parametrize("norms", ["exact", "freeze", Ghost(group_size=4)], ids=str)
+def test_policies_mend_batch_norm(norms: Policy | PolicyName) -> None:
+    """Under the policies that the printed change names, every cut that holds whole groups is equal."""
+    model = Network(nn.BatchNorm2d, dropout=0.3)
+    report = check(model, ab.mean_over_samples(classify), images(), norms=norms, micro_batch_sizes=[4, 8])
+    assert report.equal, str(report)
+    assert [finding.code for finding in report.findings] == ["randomness"]
+    assert not any(finding.breaks_equality for finding in report.findings)
 
 
 def test_user_is_untouched() -> None:

@@ -34,6 +34,7 @@ def check_recipe(
         job.loss,
         first_batch(job, num_samples, seed),
         micro_batch_sizes=micro_batch_sizes,
+        norms=job.norms,
         seed=seed,
     )
     sys.stdout.write(f"{recipe}: is the gradient of micro-batches that of the batch?\n{report}\n")

@@ -57,14 +57,16 @@ def _normalisation(trial: Trial, size: int, names: Sequence[str], by_name: dict[
     kinds = sorted({type(by_name[name]).__name__ for name in names})
     known = all(isinstance(by_name[name], _BatchNorm) for name in names)
     layers = f"{len(names)} layer{'s' * (len(names) > 1)} ({', '.join(kinds)}; first {names[0]!r})"
+    verb = "normalise" if len(names) > 1 else "normalises"
     rest = error_of(trial, size)
     behind = "nothing else differs" if rest < 1e-3 else f"without them the gradient still differs by {rest:.1e}"  # noqa: PLR2004 (a word, no limit)
     return Finding(
         code="batch_norm",
         where=names[0],
-        says=f"{layers} normalise each micro-batch by that micro-batch's own statistics, and {behind}.",
+        says=f"{layers} {verb} each micro-batch by that micro-batch's own statistics, and {behind}.",
         change=(
-            "norms='exact' normalises over the whole effective batch; norms='ghost' fixes the group; or use GroupNorm."
+            "norms='exact' normalises over the whole effective batch, norms=Ghost(group_size=...) over groups that no "
+            "cut changes; or use GroupNorm (anybatch.norms.replaced)."
             if known
             else f"give {names[0]!r} statistics of each sample by itself, as GroupNorm and LayerNorm have, or put it "
             "into evaluation mode."

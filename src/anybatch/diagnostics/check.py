@@ -13,6 +13,7 @@ from anybatch.diagnostics.report import CheckReport, Finding, SplitResult, in_wo
 from anybatch.diagnostics.trial import Trial, copied
 from anybatch.engine.modules import Model
 from anybatch.errors import BatchSizeError
+from anybatch.norms import Policy, PolicyName
 
 FEWEST_SAMPLES = 4
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -24,6 +25,7 @@ def check(
     batch: Batch,
     *,
     micro_batch_sizes: Sequence[int] | None = None,
+    norms: Policy | PolicyName = "keep",
     seed: int = 0,
 ) -> CheckReport:
     """Compare the gradient of a batch with what its micro-batches add up to, on copies; nothing of yours is changed.
@@ -42,6 +44,7 @@ def check(
         loss: a declared loss, or a function of (model, batch), as the engine takes it.
         batch: any nested batch of at least 4 samples; a dozen is enough.
         micro_batch_sizes: cuts to try; None for 1 and two that leave a ragged tail.
+        norms: what is done about BatchNorm, as `Engine` takes it. The un-split batch is run under the policy too.
         seed: of what the model draws.
 
     Returns:
@@ -57,7 +60,7 @@ def check(
         raise BatchSizeError(message)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what is fine with a whole batch and is run on a few samples here
-        return _check(*_trial(model, declared(loss), batch, seed), micro_batch_sizes)
+        return _check(*_trial(model, declared(loss), batch, seed=seed, norms=norms), micro_batch_sizes)
 
 
 def _check(trial: Trial, precision: str, micro_batch_sizes: Sequence[int] | None) -> CheckReport:
@@ -80,9 +83,9 @@ def _check(trial: Trial, precision: str, micro_batch_sizes: Sequence[int] | None
     )
 
 
-def _trial(model: Model, loss: Loss, batch: Batch, seed: int) -> tuple[Trial, str]:
+def _trial(model: Model, loss: Loss, batch: Batch, *, seed: int, norms: Policy | PolicyName) -> tuple[Trial, str]:
     """Return a trial in float64 if the model runs in it, else in its own type; and the type, in words."""
-    trial = copied(model, loss, batch, torch.float64, seed)
+    trial = copied(model, loss, batch, torch.float64, seed=seed, norms=norms)
     try:
         if loss.terms is None and not trial.brings_sums(None):  # one number, taken as the engine takes it
             trial.loss = mean_over_samples(loss.function)
@@ -91,7 +94,7 @@ def _trial(model: Model, loss: Loss, batch: Batch, seed: int) -> tuple[Trial, st
         reason = str(error).splitlines()[0][:100]
     else:
         return trial, "float64"
-    trial = copied(model, loss, batch, None, seed)
+    trial = copied(model, loss, batch, None, seed=seed, norms=norms)
     if loss.terms is None and not trial.brings_sums(None):
         trial.loss = mean_over_samples(loss.function)
     trial.whole()

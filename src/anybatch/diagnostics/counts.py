@@ -11,7 +11,6 @@ from torch import Tensor
 
 from anybatch.core.loss import Term, tokens
 from anybatch.core.nested import Batch, slice_samples
-from anybatch.diagnostics.report import in_words
 from anybatch.diagnostics.trial import Trial
 
 
@@ -49,11 +48,10 @@ def right_declaration(trial: Trial, sizes: Sequence[int], term: str | None, tole
     solved = _solved(rows, whole)
     if _residual(rows, whole, solved) > tolerance or min(solved) < 0:
         return None
-    shown = ", ".join(f"{factor:.4g}" for factor in solved)
     call = "ab.counted(count)" if term else "ab.mean_over(loss, count)"
     return Candidate(
         tuple(solved),
-        f"a weighted mean: pieces of {in_words(sizes)} samples add up with the factors {shown}",
+        "a weighted mean",
         f"declare it {call}, where count(batch) is what the loss divides by, such as the sum of the targets' class "
         "weights: lambda batch: class_weights[batch['label']].sum().",
     )

@@ -15,6 +15,7 @@ from anybatch.core.nested import Batch, count_samples, map_tensors, slice_sample
 from anybatch.diagnostics.coupling import Seen, look
 from anybatch.engine.engine import Engine
 from anybatch.engine.modules import Model, collect_modules
+from anybatch.norms import Policy, PolicyName
 from anybatch.parallel.strategy import trainable
 from anybatch.parallel.world import World
 
@@ -28,6 +29,7 @@ class Trial:
         loss: the declared loss.
         batch: the whole batch.
         seed: of whatever is drawn.
+        norms: what is done about BatchNorm, as the engine takes it.
         resting: modules that are in evaluation mode for now, because their behaviour in training was set aside.
     """
 
@@ -35,6 +37,7 @@ class Trial:
     loss: Loss
     batch: Batch
     seed: int = 0
+    norms: Policy | PolicyName = "keep"
     resting: set[nn.Module] = field(default_factory=set)
 
     @property
@@ -53,19 +56,26 @@ class Trial:
         return count_samples(self.batch)
 
     def whole(self, *, seed: int | None = None) -> Gradients:
-        """Return the gradient of the un-split batch: one forward, one backward, no engine."""
+        """Return the gradient of the un-split batch: one forward, one backward, no engine.
+
+        A policy about BatchNorm makes another function of the model, which only the engine can run un-split.
+        """
+        if self.norms != "keep":
+            return self.split(self.num_samples, seed=seed)
         with self._untouched(self.seed if seed is None else seed):
             return self._backward(self._value(self.loss, self.batch))
 
-    def split(self, micro_batch_size: int, loss: Loss | None = None) -> Gradients:
+    def split(self, micro_batch_size: int, *, seed: int | None = None) -> Gradients:
         """Return the gradient that the engine adds up over micro-batches."""
         with self._untouched(self.seed):
             engine = Engine(
                 self.model,
                 lambda named: torch.optim.SGD(named, lr=0.0),
-                loss or self.loss,
+                self.loss,
                 micro_batch_size=micro_batch_size,
+                norms=self.norms,
                 check_loss=False,
+                seed=self.seed if seed is None else seed,
                 world=World(),
             )
             try:
@@ -175,7 +185,9 @@ class Trial:
         return {name: None if g is None else g.detach() for name, g in zip(own, found, strict=True)}
 
 
-def copied(model: Model, loss: Loss, batch: Batch, dtype: torch.dtype | None, seed: int) -> Trial:
+def copied(
+    model: Model, loss: Loss, batch: Batch, dtype: torch.dtype | None, *, seed: int, norms: Policy | PolicyName
+) -> Trial:
     """Return a trial on copies of everything, on the CPU, floating-point numbers as `dtype`; None leaves their type."""
     model, loss = copy.deepcopy((model, loss))
 
@@ -186,4 +198,4 @@ def copied(model: Model, loss: Loss, batch: Batch, dtype: torch.dtype | None, se
         module.to("cpu", dtype).train()
     if isinstance(loss.function, nn.Module):
         loss.function.to("cpu", dtype)
-    return Trial(model, loss, map_tensors(batch, convert), seed)
+    return Trial(model, loss, map_tensors(batch, convert), seed, norms)
