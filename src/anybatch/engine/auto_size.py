@@ -66,6 +66,8 @@ def search_micro_batch_size(
 def largest_that_fits(fits: Callable[[int], bool], upper: int) -> tuple[int, bool]:
     """Return the largest power of two, or `upper`, that fits, and whether a larger one was seen not to.
 
+    It begins at 2, because one sample alone has no variance: BatchNorm refuses it in train mode.
+
     Args:
         fits: whether micro-batches of this size run; all ranks must answer alike.
         upper: the largest size of use, that of the largest rank share.
@@ -73,12 +75,14 @@ def largest_that_fits(fits: Callable[[int], bool], upper: int) -> tuple[int, boo
     Raises:
         BatchSizeError: a single sample does not fit.
     """
-    size, found = 1, 0
+    size, found = min(2, upper), 0
     while fits(size):
         found = size
         if size == upper:
             return found, False
         size = min(2 * size, upper)
+    if not found and size > 1 and fits(1):
+        return 1, True
     if not found:
         message = (
             "micro_batch_size='auto' found that not even 1 sample fits into the device's memory. Use a smaller model, "
