@@ -1,6 +1,15 @@
 """What an engine decided by itself, in words, by name: kept in the run's header and in its checkpoints."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+_UPDATES: Mapping[str, str] = MappingProxyType(
+    {
+        "direct": "the optimizer updates the parameters themselves",
+        "master_weights": "the optimizer updates float32 master weights, which are copied into the parameters",
+        "cast": "float32 gradients are cast to the parameters' type for the optimizer",
+    }
+)
 
 
 def first_decisions(
@@ -15,7 +24,7 @@ def first_decisions(
         differed: parameters and buffers that were not equal on all ranks and are now.
         remarks: a sentence for everything that keeps the run from equality with the un-split batch.
     """
-    decisions = {"update": update}
+    decisions = {"update": _UPDATES[update]}
     if remarks:
         decisions["equality"] = " ".join(remarks)
     if strategy is not None:
