@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from anybatch.core.batch import Placement, Position
 from anybatch.core.composition import remarks
+from anybatch.core.geometry import Sizes
 from anybatch.core.loss import Loss, LossFunction, declared
 from anybatch.core.records import Observer
 from anybatch.core.reports import StepReport
@@ -131,6 +132,7 @@ class Engine:
         self.position = Position()
         self.num_steps = 0
         self._started = False
+        self._placed: tuple[Sizes, Placement] | None = None
         self._gradients: list[torch.Tensor | None] = []
         self._loss = declared(loss)
         self._modules = collect_modules(model, self._loss)
@@ -349,7 +351,11 @@ class Engine:
 
     @property
     def _placement(self) -> Placement:
-        return self._norms.place(self._sizing.placement(lockstep=self._strategy.capabilities.lockstep))
+        sizes = self._sizing.sizes
+        if self._placed is None or self._placed[0] is not sizes:
+            placement = self._sizing.placement(lockstep=self._strategy.capabilities.lockstep)
+            self._placed = sizes, self._norms.place(placement)
+        return self._placed[1]
 
     def _accumulate(self, batch: Any) -> tuple[Workload, torch.Tensor, torch.Tensor]:  # noqa: ANN401
         """Add the gradient of the effective batch up over micro-batches and ranks, and divide it."""

@@ -44,7 +44,7 @@ class Workload:
     """An effective batch whose divisors are known: `divisors[j]` is the count of loss term j over all ranks.
 
     `replay` yields the data of `work` a second time, from the host, for a loss across samples; nothing for others.
-    `seed` is for what belongs to the effective batch as a whole.
+    `seed` is for what such a loss draws for the effective batch as a whole.
     """
 
     opened: OpenBatch
@@ -116,7 +116,7 @@ def make_workload(
         opened=opened,
         divisors=divisors,
         replay=to_device(replay, world.device),
-        seed=joint_seed(opened.seed, step),
+        seed=0 if loss.encode is None else joint_seed(opened.seed, step),
         work=_line_up(
             opened,
             to_device(micro_batches, world.device),

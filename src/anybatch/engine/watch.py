@@ -3,7 +3,7 @@
 import itertools
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
@@ -33,6 +33,8 @@ from anybatch.engine.clipping import ClipByNorm, ClipPolicy
 from anybatch.engine.feeding import OpenBatch, Workload
 from anybatch.parallel.gradients import accumulation_dtype
 from anybatch.parallel.world import World
+
+_NOTHING = nullcontext()
 
 
 class Watch:
@@ -116,12 +118,12 @@ class Watch:
         if self._observer is not None:
             self._tell(self._reduction("end", 0, num_bytes, torch.uint8, collective="all_gather"))
 
-    @contextmanager
-    def phase(self, name: PhaseName, position: int | None = None) -> Iterator[None]:
+    def phase(self, name: PhaseName, position: int | None = None) -> AbstractContextManager[None]:
         """Tell when a phase begins and ends."""
-        if self._observer is None:
-            yield
-            return
+        return _NOTHING if self._observer is None else self._told_phase(name, position)
+
+    @contextmanager
+    def _told_phase(self, name: PhaseName, position: int | None) -> Iterator[None]:
         self._tell(PhaseRecord(rank=self._rank, event="begin", step=self._step, name=name, position=position))
         yield
         self._tell(PhaseRecord(rank=self._rank, event="end", step=self._step, name=name, position=position))
