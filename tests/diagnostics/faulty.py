@@ -327,7 +327,7 @@ FAULTS: Mapping[str, Fault] = {
         Subject(Network, mean(classify_weighted), images),
         "loss_declaration",
         "loss",
-        "ab.mean_over(loss, count)",
+        "ab.mean_over(loss, count=lambda batch: class_weights",
         Subject(Network, lambda: ab.mean_over(classify_weighted, weights_of), images),
     ),
     "one term over the wrong items": Fault(
@@ -336,7 +336,7 @@ FAULTS: Mapping[str, Fault] = {
         ),
         "loss_declaration",
         "lm",
-        "ab.tokens('labels', shift=False)",
+        "lm=ab.tokens(labels='labels', shift=False)",
         Subject(
             LanguageModel,
             lambda: ab.sum_of(predict_and_regularise, lm=ab.tokens(shift=False), size=ab.samples()),

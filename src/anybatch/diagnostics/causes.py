@@ -6,9 +6,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from anybatch.core.comparison import relative_error
-from anybatch.diagnostics.counts import best_residual, declared_factors, right_declaration
-from anybatch.diagnostics.report import Finding, in_words
+from anybatch.diagnostics.report import Finding
 from anybatch.diagnostics.trial import Trial
+from anybatch.engine.broken_loss import broken, explained
+from anybatch.engine.stand_in import UndecidedError
 
 
 def find_causes(trial: Trial, micro_batch_size: int, couples: Sequence[str], tolerance: float) -> Iterator[Finding]:
@@ -32,11 +33,9 @@ def find_causes(trial: Trial, micro_batch_size: int, couples: Sequence[str], tol
         if still:
             yield _coupling(still)
             return  # whether the loss adds up over samples cannot be told behind a model that joins them
-        terms: Sequence[str | None] = trial.loss.names if trial.loss.named else (None,)
-        for term in terms if trial.loss.encode is None else ():  # a loss of the whole batch has no pieces
-            if (finding := _loss(trial, term, tolerance)) is not None:
-                yield finding
-                found += 1
+        losses = _losses(trial)
+        yield from losses
+        found += len(losses)
         if (finding := _state(trial, tolerance)) is not None:
             yield finding
             found += 1
@@ -89,35 +88,25 @@ def _coupling(names: Sequence[str]) -> Finding:
     )
 
 
-def _loss(trial: Trial, term: str | None, tolerance: float) -> Finding | None:
-    """Return what is wrong with the declaration of the loss, or of one of its terms."""
-    sizes = trial.uneven_sizes()
-    name = "the loss" if term is None else f"the loss term {term!r}"
-    # Wider than the cuts' own: pieces are scaled after their backward, behind any rounding to float32 inside.
-    found = right_declaration(trial, sizes, term, max(tolerance, 1e-5))
-    if found is None:
-        residual = best_residual(trial, sizes, term)
-        return Finding(
-            code="joint_loss",
-            where=term or "loss",
-            says=(
-                f"{name} of a sample depends on the other samples: whatever pieces of {in_words(sizes)} samples are "
-                f"multiplied with, their gradients stay {residual:.1e} away from that of the batch."
-            ),
-            change="declare it ab.joint(encode, fn): fn gets the outputs of the whole effective batch.",
+def _losses(trial: Trial) -> list[Finding]:
+    """Return what is wrong with the declaration of the loss, term by term, as the engine's first step judges it."""
+    if trial.loss.encode is not None:  # a loss of the whole batch has no pieces
+        return []
+    try:
+        found = trial.findings()
+    except UndecidedError:
+        return []
+    named = trial.loss.named
+    return [
+        Finding(
+            code="joint_loss" if one.explanation == "joint" else "loss_declaration",
+            where=name,
+            says=broken(trial.loss, name, one),
+            change=explained(name, one, named=named),
         )
-    if not found.change:
-        return None
-    declared = declared_factors(trial, sizes, term)
-    return Finding(
-        code="loss_declaration",
-        where=term or "loss",
-        says=(
-            f"{name} is {found.says}, and is not declared so: pieces of {in_words(sizes)} samples add up to it with "
-            f"the factors {_list(found.factors)}, and the declaration gives them {_list(declared)}."
-        ),
-        change=found.change,
-    )
+        for name, one in found.items()
+        if one.explanation
+    ]
 
 
 def _state(trial: Trial, tolerance: float) -> Finding | None:
@@ -146,7 +135,3 @@ def _unexplained(trial: Trial, size: int) -> Finding:
         ),
         change="look at the parameter that differs most, and at what the forward does with the size of its batch.",
     )
-
-
-def _list(factors: Sequence[float]) -> str:
-    return ", ".join(f"{factor:.4g}" for factor in factors)

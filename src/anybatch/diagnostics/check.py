@@ -87,7 +87,7 @@ def _trial(model: Model, loss: Loss, batch: Batch, *, seed: int, norms: Policy |
     """Return a trial in float64 if the model runs in it, else in its own type; and the type, in words."""
     trial = copied(model, loss, batch, torch.float64, seed=seed, norms=norms)
     try:
-        if loss.terms is None and not trial.brings_sums(None):  # one number, taken as the engine takes it
+        if loss.terms is None and trial.returns_a_number():  # one number, taken as the engine takes it
             trial.loss = mean_over_samples(loss.function)
         trial.whole()
     except (RuntimeError, TypeError, NotImplementedError) as error:
@@ -95,7 +95,7 @@ def _trial(model: Model, loss: Loss, batch: Batch, *, seed: int, norms: Policy |
     else:
         return trial, "float64"
     trial = copied(model, loss, batch, None, seed=seed, norms=norms)
-    if loss.terms is None and not trial.brings_sums(None):
+    if loss.terms is None and trial.returns_a_number():
         trial.loss = mean_over_samples(loss.function)
     trial.whole()
     return trial, f"{str(trial.dtype).removeprefix('torch.')}, because in float64: {reason}"

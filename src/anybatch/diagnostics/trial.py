@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 from anybatch.core.comparison import Gradients, relative_error
-from anybatch.core.loss import Loss, LossSum, returned_count, scaled, shares_of, unit_counts
-from anybatch.core.nested import Batch, count_samples, map_tensors, slice_samples
+from anybatch.core.loss import Loss, returned_count, scaled, shares_of, unit_counts
+from anybatch.core.nested import Batch, count_samples, map_tensors
 from anybatch.diagnostics.coupling import Seen, look
+from anybatch.engine.declaration import Finding, findings, subject_of
 from anybatch.engine.engine import Engine
 from anybatch.engine.modules import Model, collect_modules
+from anybatch.engine.untouched import Draws, untouched
 from anybatch.norms import Policy, PolicyName
 from anybatch.parallel.strategy import trainable
 from anybatch.parallel.world import World
@@ -83,57 +85,38 @@ class Trial:
             finally:
                 engine.close()
 
-    def pieces(self, sizes: Sequence[int], term: str | None) -> list[dict[str, torch.Tensor]]:
-        """Return the gradient of what the loss function itself returns for each piece of the batch, undivided.
+    def findings(self) -> dict[str, Finding]:
+        """Return what the engine's first step would find of the loss's declaration, by term.
 
-        Args:
-            sizes: samples of each piece, in order.
-            term: name of the term of a loss that returns a dict; None for one that does not.
+        Raises:
+            UndecidedError: nothing can be said.
         """
-        found: list[dict[str, torch.Tensor]] = []
-        start = 0
-        for size in sizes:
-            piece = slice_samples(self.batch, start, start + size)
-            with self._untouched(self.seed):
-                output = self._output(piece)
-                value = output if term is None else output[term]
-                total = value.total if isinstance(value, LossSum) else value
-                gradients = self._backward(total.sum(), unused_as_zero=True)
-                found.append({name: g.to_dense() for name, g in gradients.items() if g is not None})
-            start += size
-        return found
+        with self._untouched(self.seed) as draws:
+            subject, _ = subject_of(self.loss, self.model, self.batch, autocast=nullcontext, is_low=False, draws=draws)
+            return findings(subject)
 
     def look(self) -> Seen:
         """Look at every module in one forward of the whole batch."""
         with self._untouched(self.seed):
             return look(self.modules, lambda: self._output(self.batch), self.num_samples)
 
-    def brings_sums(self, term: str | None) -> bool:
-        """Whether the loss function returns a sum with its count, or one loss per item, and not a mean."""
+    def returns_a_number(self) -> bool:
+        """Whether the loss function returns one number, and neither a sum with its count nor one loss per item."""
         with self._untouched(self.seed), torch.no_grad():
             output = self._output(self.batch)
-        value = output if term is None else output[term]
-        return not isinstance(value, torch.Tensor) or value.dim() > 0
+        return isinstance(output, torch.Tensor) and not output.dim()
 
     def changed_by_forward(self, tolerance: float) -> list[str]:
         """Return the buffers that a forward changes, if the gradient of a second forward differs because of them."""
-        with self._untouched(self.seed):
+        with self._untouched(self.seed) as draws:
             first = self._backward(self._value(self.loss, self.batch))
             before = {name: buffer.clone() for name, buffer in self.modules.named_buffers()}
-            torch.default_generator.manual_seed(self.seed)
+            draws.seed(self.seed)
             self._value(self.loss, self.batch)
-            torch.default_generator.manual_seed(self.seed)
+            draws.seed(self.seed)
             again = self._backward(self._value(self.loss, self.batch))
             changed = [name for name, value in self.modules.named_buffers() if not torch.equal(value, before[name])]
         return changed if relative_error(again, first) > tolerance else []
-
-    def uneven_sizes(self) -> tuple[int, ...]:
-        """Return sizes of pieces of the batch, no two of them equal."""
-        total = self.num_samples
-        first = max(1, total // 6)
-        second = max(first + 1, total // 3)
-        rest = total - first - second
-        return (first, second, rest) if rest > second else (first, total - first)
 
     @contextmanager
     def rest(self, modules: Sequence[nn.Module]) -> Iterator[None]:
@@ -146,25 +129,13 @@ class Trial:
             self.resting = before
 
     @contextmanager
-    def _untouched(self, seed: int) -> Iterator[None]:
-        """Seed, set training modes, and put every buffer, gradient, mode and random number back."""
-        modules = self.modules
-        kept = [(buffer, buffer.clone()) for buffer in modules.buffers()]
-        modes = {module: module.training for module in modules.modules()}
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)
+    def _untouched(self, seed: int) -> Iterator[Draws]:
+        """Seed, let modules rest, and put buffers, modes and random numbers back."""
+        with untouched(self.modules, torch.device("cpu")) as draws:
+            draws.seed(seed)
             for module in self.resting:
                 module.training = False
-            try:
-                yield
-            finally:
-                for module, training in modes.items():
-                    module.training = training
-                for parameter in modules.parameters():
-                    parameter.grad = None
-                with torch.no_grad():
-                    for buffer, value in kept:
-                        buffer.copy_(value)
+            yield draws
 
     def _output(self, batch: Batch) -> Any:  # noqa: ANN401 (whatever the user's loss function returns)
         """Return what the loss function returns for a batch as a whole."""
@@ -179,10 +150,10 @@ class Trial:
         value = torch.stack(terms).sum()
         return value * (self.num_samples / returned_count(output)) if loss.terms is None else value
 
-    def _backward(self, value: torch.Tensor, *, unused_as_zero: bool = False) -> Gradients:
+    def _backward(self, value: torch.Tensor) -> Gradients:
         own = trainable(self.modules)
-        found = torch.autograd.grad(value, list(own.values()), allow_unused=True, materialize_grads=unused_as_zero)
-        return {name: None if g is None else g.detach() for name, g in zip(own, found, strict=True)}
+        found = torch.autograd.grad(value, list(own.values()), allow_unused=True)
+        return dict(zip(own, found, strict=True))
 
 
 def copied(

@@ -5,13 +5,14 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from anybatch.core.buffers import BufferValues
 from anybatch.core.loss import shares_of, unit_counts
 from anybatch.core.nested import Batch, slice_samples
 from anybatch.core.randomness import BatchKey
 from anybatch.core.splitting import Unit
 from anybatch.engine.accumulate import Machine, Work
 from anybatch.engine.feeding import OpenBatch, to_device
-from anybatch.engine.joint import BufferValues, rehearse
+from anybatch.engine.joint import rehearse
 from anybatch.errors import BatchSizeError, CompositionError
 from anybatch.parallel.strategy import Turn
 from anybatch.parallel.world import World

@@ -11,11 +11,18 @@ in an untrained model, where no token is likelier than another.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+from torch import nn
+
+from anybatch.core.loss import Loss
+from anybatch.core.nested import Batch, count_samples
 from anybatch.engine.stand_in import UndecidedError
+from anybatch.engine.telling_samples import candidates, sample_counts, telling_samples
 from anybatch.engine.trial import CannotRunError, Pass, Subject, Trial, open_trial, relative_difference
+from anybatch.engine.untouched import Draws
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +68,40 @@ class Finding:
     is_scalar: bool
     explanation: str = ""
     share: tuple[float, float] = (0.0, 0.0)
+
+
+def subject_of(
+    loss: Loss,
+    model: nn.Module | Mapping[str, nn.Module],
+    batch: Batch,
+    *,
+    autocast: Callable[[], AbstractContextManager[object]],
+    is_low: bool,
+    draws: Draws,
+) -> tuple[Subject, dict[str, str]]:
+    """Return the samples of a batch that tell most about a loss; and by term why they cannot tell, if they cannot.
+
+    Args:
+        loss: the declaration.
+        model: what the loss function is called with.
+        batch: at least two samples, on the model's device.
+        autocast: makes the context of a forward.
+        is_low: whether bf16 or fp16 takes part.
+        draws: the generators.
+    """
+    chosen, number, doubtful = telling_samples(loss, batch, count_samples(batch))
+    subject = Subject(
+        loss=loss,
+        model=model,
+        batch=chosen,
+        num_samples=number,
+        counts=sample_counts(loss, chosen, number),
+        candidates=candidates(chosen, number),
+        autocast=autocast,
+        is_low=is_low,
+        draws=draws,
+    )
+    return subject, doubtful
 
 
 def findings(subject: Subject) -> dict[str, Finding]:

@@ -15,12 +15,12 @@ from torch import nn
 from anybatch.core.loss import ONE_NUMBER, Loss, LossFunction, LossSum
 from anybatch.core.nested import Batch, count_samples, map_tensors
 from anybatch.engine.accumulate import Machine
-from anybatch.engine.declaration import Finding, findings
+from anybatch.engine.broken_loss import broken, explained
+from anybatch.engine.declaration import findings, subject_of
 from anybatch.engine.feeding import OpenBatch
 from anybatch.engine.modules import Model
 from anybatch.engine.stand_in import UndecidedError
-from anybatch.engine.telling_samples import candidates, joined, sample_counts, telling_samples
-from anybatch.engine.trial import Subject
+from anybatch.engine.telling_samples import joined
 from anybatch.engine.untouched import Draws, untouched
 from anybatch.errors import LossError
 from anybatch.parallel.gradients import is_low_precision
@@ -29,6 +29,7 @@ from anybatch.parallel.world import World
 _MOST_STEPS = 8
 """How many steps are looked at before it is left at "could not be told"."""
 _TAKEN = "taken as a mean over samples, because the check of the first step has found that it is one"
+_OTHERWISE = "If you know better, Engine(check_loss=False) leaves this check out."
 _Told = Callable[[str, str], None]
 
 
@@ -168,16 +169,12 @@ class DeclarationCheck:
                 module.training = False
 
     def _judged(self, whole: Batch, machine: Machine, draws: Draws) -> Verdict:
-        batch, number, doubtful = telling_samples(self._declared, whole, count_samples(whole))
         with machine.autocast():
             is_low = torch.is_autocast_enabled(self._world.device.type)
-        subject = Subject(
-            loss=self._declared,
-            model=self._model,
-            batch=map_tensors(batch, lambda tensor: tensor.to(self._world.device)),
-            num_samples=number,
-            counts=sample_counts(self._declared, batch, number),
-            candidates=candidates(batch, number),
+        subject, doubtful = subject_of(
+            self._declared,
+            self._model,
+            map_tensors(whole, lambda tensor: tensor.to(self._world.device)),
             autocast=machine.autocast,
             is_low=is_low or any(map(is_low_precision, self._modules.parameters())),
             draws=draws,
@@ -186,27 +183,13 @@ class DeclarationCheck:
         is_scalar = any(one.is_scalar for one in found.values())
         for name, one in found.items():
             if one.explanation:
-                return Verdict("broken", self._broken(name, one), is_scalar=is_scalar)
+                loss = self._declared
+                words = f"{broken(loss, name, one)} {explained(name, one, named=loss.named)} {_OTHERWISE}"
+                return Verdict("broken", words, is_scalar=is_scalar)
         for name, one in found.items():
             if doubtful[name] and not one.adds_up:
                 return Verdict("inconclusive", doubtful[name], is_scalar=is_scalar)
         return Verdict("holds", is_scalar=is_scalar)
-
-    def _broken(self, name: str, found: Finding) -> str:
-        """Return the message about a term that is not what was declared."""
-        loss = self._declared
-        what = f"term {name!r} of the loss" if loss.named else "the loss"
-        unit = "samples" if loss.terms is None else _UNITS[loss.terms[name].unit]
-        verb = "declared" if loss.terms is not None else "taken"
-        kind = "a sum with its count" if loss.terms is None and found.adds_up else f"a mean over {unit}"
-        sizes = " + ".join(map(str, found.sizes))
-        return (
-            f"{what} was {verb} as {kind}, but it is not: the gradients of {sizes} samples, with respect to what the "
-            f"model returned, add up to a norm of {found.pieces:.4g}, that of all {sum(found.sizes)} at once has "
-            f"{found.whole:.4g}, and they differ by {found.error:.2g}, where rounding is below {found.rounding:g}. "
-            f"{_explained(name, found, named=loss.named)} If you know better, Engine(check_loss=False) leaves this "
-            "check out."
-        )
 
 
 def _to_look_at(loaded: Sequence[Batch], machine: Machine) -> Batch:
@@ -223,48 +206,3 @@ def _to_look_at(loaded: Sequence[Batch], machine: Machine) -> Batch:
         message = "a micro-batch has one sample only"
         raise UndecidedError(message)
     return whole
-
-
-_UNITS = {"samples": "samples", "tokens": "unmasked targets", "counted": "what its count says"}
-
-
-def _explained(name: str, found: Finding, *, named: bool) -> str:
-    """Return what a broken term is, and how to declare that."""
-    if found.explanation == "joint":
-        return (
-            "The gradient of a sample's output depends on the other samples' outputs, so no count can mend it: declare "
-            "ab.joint(encode, loss), whose loss gets the outputs of the whole effective batch."
-        )
-    if found.explanation == "terms":
-        return (
-            "No single count makes the pieces add up, though samples do not depend on each other: there seem to be "
-            "several terms with divisors of their own. Return them by name, and declare ab.sum_of(loss, one=..., "
-            "other=...)."
-        )
-    if found.explanation == "sum":
-        return (
-            "Its sums add up, but the counts beside them do not: return how many items were added."
-            if found.adds_up
-            else "It adds up over samples and does not average (reduction='sum', or divided by a constant?): return "
-            "the mean, or ab.LossSum(total, count)."
-        )
-    over, declaration = _mean_over(name, found, named=named)
-    if found.adds_up:
-        return f"What it gives as a sum is a mean over {over}: return the sum over the items, not their mean."
-    return f"It is a mean over {over}: declare {declaration}."
-
-
-def _mean_over(name: str, found: Finding, *, named: bool) -> tuple[str, str]:
-    """Return what a term is a mean over, and its declaration."""
-    if found.explanation == "samples":
-        return "samples", f"{name}=ab.samples()" if named else "ab.mean_over_samples(loss)"
-    if found.explanation == "other":
-        first, total = found.sizes[0], sum(found.sizes)
-        count = "count=lambda batch: class_weights[batch['label']].sum()"
-        return (
-            f"something else (class weights?), of which the first {first} of these {total} samples make up "  # noqa: ISC004
-            f"{found.share[0]:.4g} and not {found.share[1]:.4g}",
-            f"{name}=ab.counted({count})" if named else f"ab.mean_over(loss, {count}), with what it is divided by",
-        )
-    declared = f"{name}=ab.tokens({found.explanation})" if named else f"ab.mean_over_tokens(loss, {found.explanation})"
-    return f"the targets that are not -100 ({found.explanation})", declared

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from anybatch.core.buffers import BufferValues
 from anybatch.core.loss import Loss, LossFunction, Share
 from anybatch.core.nested import Batch, take_apart
 from anybatch.core.splitting import BatchPlan
@@ -211,24 +212,6 @@ def one_number(value: object) -> torch.Tensor:
         "without an axis. Return its mean, or declare a loss of single samples with ab.mean_over_samples."
     )
     raise LossError(message)
-
-
-class BufferValues:
-    """The values of all buffers at one moment, to be put back."""
-
-    def __init__(self, modules: nn.Module) -> None:
-        self._kept = [
-            (module, name, buffer, buffer.detach().clone())
-            for module in modules.modules()
-            for name, buffer in module.named_buffers(recurse=False)
-        ]
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Put the values back, also where a module has replaced the tensor."""
-        for module, name, buffer, value in self._kept:
-            buffer.copy_(value)
-            setattr(module, name, buffer)
 
 
 def _encode(loss: Loss) -> LossFunction:

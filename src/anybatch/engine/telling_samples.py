@@ -38,20 +38,23 @@ def sample_counts(loss: Loss, batch: Batch, num_samples: int) -> dict[str, list[
 
 
 def candidates(batch: Batch, num_samples: int) -> dict[str, list[float]]:
-    """Return what samples may count as, by how that is declared: ones, or the targets in their labels."""
+    """Return what samples may count as, by how that is declared: ones, the targets in their labels, or a mask."""
     found = {"samples": [1.0] * num_samples}
     for name, labels in _targets(batch).items():
         for shift in (True, False):
             each = tokens(lambda row: row, shift=shift).count
             assert each is not None
             found[f"labels={name}, shift={shift}"] = [float(each(row)) for row in labels.split(1)]
+    for name, mask in _masks(batch).items():
+        found[f"count=lambda batch: batch[{name}].sum()"] = [float(row.sum()) for row in mask.split(1)]
     return found
 
 
 def doubts(loss: Loss, batch: Batch, num_samples: int) -> dict[str, str]:
     """Return, by term, why these samples cannot tell what its value is a mean over; empty where they can."""
     counts = sample_counts(loss, batch, num_samples)
-    targets = [counted for name, counted in candidates(batch, num_samples).items() if name != "samples"]
+    labelled = (counted for name, counted in candidates(batch, num_samples).items() if name.startswith("labels="))
+    targets = list(labelled)
     classes = [one for _, one in _integers(batch) if one.dim() == 1]
     found = {}
     for name, own in counts.items():
@@ -83,6 +86,16 @@ def _targets(batch: Batch) -> dict[str, torch.Tensor]:
         name: one
         for name, one in _integers(batch)
         if one.dim() > 1 and (bool((one == _IGNORED).any()) or (one.dim() == 2 and _is_named_so(name)))  # noqa: PLR2004
+    }
+
+
+def _masks(batch: Batch) -> dict[str, torch.Tensor]:
+    """Return what marks some of several entries per sample: tensors of zeros and ones, under their names."""
+    named = batch.items() if isinstance(batch, Mapping) else ()
+    return {
+        repr(name): one
+        for name, one in named
+        if isinstance(one, torch.Tensor) and one.dim() > 1 and bool(((one == 0) | (one == 1)).all())
     }
 
 

@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from anybatch.core.buffers import BufferValues
 from anybatch.engine.randomness import UnitRandomness
 
 _PLAIN_TYPES = (bool, int, float, str, type(None), torch.Tensor)
@@ -22,12 +23,7 @@ def untouched(modules: nn.Module, device: torch.device) -> Iterator["Draws"]:
     Compiled modules run as they were written meanwhile, and warnings are not shown: the same code is run in earnest a
     moment later. What a module keeps in lists and dicts of its own is not put back.
     """
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in modules.modules()
-        for name, buffer in vars(module)["_buffers"].items()
-        if buffer is not None
-    ]
+    buffers = BufferValues(modules)
     attributes = [(module, type(module), dict(vars(module))) for module in modules.modules()]
     draws = Draws(device)
     with ExitStack() as stack:
@@ -40,10 +36,7 @@ def untouched(modules: nn.Module, device: torch.device) -> Iterator["Draws"]:
         finally:
             for module, kind, before in attributes:
                 _restore_attributes(module, kind, before)
-            with torch.no_grad():
-                for module, name, buffer, value in buffers:
-                    module._buffers[name] = buffer  # noqa: SLF001 (torch has no public way around `register_buffer`)
-                    buffer.copy_(value)
+            buffers.restore()
 
 
 def _restore_attributes(module: nn.Module, kind: type, before: dict[str, Any]) -> None:

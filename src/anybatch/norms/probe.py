@@ -1,6 +1,6 @@
 """Finds layers through which a sample's output depends on other samples: the known ones by type, others by trying."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils.hooks import RemovableHandle
 
+from anybatch.core.buffers import BufferValues
 from anybatch.core.nested import Batch, count_samples, map_tensors, tensors_of
 from anybatch.errors import DataError
 from anybatch.norms.layers import refuse_unfit_layers
@@ -23,7 +24,7 @@ def coupling_layers(model: nn.Module, batch: Batch, *, call: Call | None = None)
 
     Known by type: all of torch's BatchNorm layers, and InstanceNorm where it tracks running statistics (its output
     depends on no other sample, its buffers do). All other modules are tried: the model runs once, and each module runs
-    again on what it got, twice with the same random numbers, the second time with the last sample changed. If the
+    again on what it got, with the same random numbers and then with the last sample changed. If the
     output of another sample is not the same, the module couples them. Of modules within each other the innermost is
     named. Parameters, buffers, modes and random numbers are as before afterwards.
 
@@ -46,18 +47,39 @@ def coupling_layers(model: nn.Module, batch: Batch, *, call: Call | None = None)
         raise DataError(message)
     found = _by_type(model)
     with _untouched(model, batch):
-        seen = _inputs_of_modules(model, batch, call or (lambda module, given: module(given)))
-        names = {name for name, module in model.named_modules() if module in seen}
-        for name in sorted(names, key=lambda name: -name.count(".") - bool(name)):
-            inner = any(other != name and _is_inside(other, name) for other in found)
-            module = model.get_submodule(name)
-            if name not in found and not inner:
-                change = _coupling(module, seen[module], num_samples)
-                if change:
-                    found[name] = (
-                        f"{type(module).__name__}: with one sample changed, the output of others moves by {change:.1e}"
-                    )
+        run = call or (lambda module, given: module(given))
+        tried = tried_couplings(model, lambda: run(model, batch), num_samples)
+    found |= {
+        name: f"{type(model.get_submodule(name)).__name__}: with one sample changed, the output of others moves by "
+        f"{change:.1e}"
+        for name, change in tried.items()
+        if not any(name == known or _is_inside(known, name) for known in found)
+    }
     return {name: found[name] for name, _ in model.named_modules() if name in found}
+
+
+def tried_couplings(modules: nn.Module, run: Callable[[], object], num_samples: int) -> dict[str, float]:
+    """Return the innermost modules whose output for a sample moves with another sample, and how far, relatively.
+
+    Modules are tried as they are: their modes are the caller's, and buffers and random numbers his to put back.
+
+    Args:
+        modules: all modules that may be called.
+        run: runs a forward over the whole batch.
+        num_samples: samples in that batch.
+    """
+    with torch.no_grad():
+        seen = _inputs_of_modules(modules, run)
+        names = {name for name, module in modules.named_modules() if module in seen}
+        found: dict[str, float] = {}
+        for name in sorted(names, key=lambda name: -name.count(".") - bool(name)):
+            if any(_is_inside(other, name) for other in found):
+                continue
+            module = modules.get_submodule(name)
+            change = _coupling(module, seen[module], num_samples)
+            if change:
+                found[name] = change
+    return found
 
 
 def _by_type(model: nn.Module) -> dict[str, str]:
@@ -76,23 +98,21 @@ def _is_inside(name: str, outer: str) -> bool:
 
 @contextmanager
 def _untouched(model: nn.Module, batch: Batch) -> Iterator[None]:
-    """Put the model into train mode without gradients, and everything back afterwards."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    """Put the model into train mode, and everything back afterwards."""
+    buffers = BufferValues(model)
     modes = {module: module.training for module in model.modules()}
     devices = {tensor.device for tensor in (*model.parameters(), *tensors_of(batch)) if tensor.device.type == "cuda"}
     try:
-        with torch.random.fork_rng([device.index or 0 for device in devices]), torch.no_grad():
+        with torch.random.fork_rng([device.index or 0 for device in devices]):
             model.train()
             yield
     finally:
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+        buffers.restore()
         for module, training in modes.items():
             module.training = training
 
 
-def _inputs_of_modules(model: nn.Module, batch: Batch, run: Call) -> dict[nn.Module, _Inputs]:
+def _inputs_of_modules(model: nn.Module, run: Callable[[], object]) -> dict[nn.Module, _Inputs]:
     """Return what each module got in its first call."""
     seen: dict[nn.Module, _Inputs] = {}
 
@@ -104,7 +124,7 @@ def _inputs_of_modules(model: nn.Module, batch: Batch, run: Call) -> dict[nn.Mod
         module.register_forward_pre_hook(note, with_kwargs=True) for module in model.modules()
     ]
     try:
-        run(model, batch)
+        run()
     finally:
         for handle in handles:
             handle.remove()
@@ -116,13 +136,29 @@ def _coupling(module: nn.Module, inputs: _Inputs, num_samples: int) -> float:
     changed = map_tensors(inputs, lambda tensor: _with_other_last_sample(tensor, num_samples))
     if all(torch.equal(one, other) for one, other in zip(tensors_of(inputs), tensors_of(changed), strict=True)):
         return 0.0
-    state = torch.get_rng_state()
+    outputs = _outputs(module, (inputs, inputs, changed))
+    if not outputs or _moves(outputs[0], outputs[1], num_samples):  # it keeps something between calls, a cache say
+        return 0.0
+    return _moves(outputs[0], outputs[2], num_samples)
+
+
+def _outputs(module: nn.Module, calls: Sequence[_Inputs]) -> list[list[Tensor]]:
+    """Return what each call gives, from the same buffers and random numbers; nothing if one cannot be made."""
+    buffers, state = BufferValues(module), torch.get_rng_state()
     outputs = []
-    for args, kwargs in (inputs, changed):
+    for args, kwargs in calls:
         torch.set_rng_state(state)
-        given = map_tensors(args, torch.clone), map_tensors(kwargs, torch.clone)
-        outputs.append(list(tensors_of(_in_a_tree(module(*given[0], **given[1])))))
-    return max((_moved(one, other, num_samples) for one, other in zip(*outputs, strict=False)), default=0.0)
+        buffers.restore()
+        try:
+            output = module(*map_tensors(args, torch.clone), **map_tensors(kwargs, torch.clone))
+        except Exception:  # noqa: BLE001 (a module that cannot be called again cannot be judged)
+            return []
+        outputs.append(list(tensors_of(_in_a_tree(output))))
+    return outputs
+
+
+def _moves(ones: Sequence[Tensor], others: Sequence[Tensor], num_samples: int) -> float:
+    return max((_moved(one, other, num_samples) for one, other in zip(ones, others, strict=False)), default=0.0)
 
 
 def _in_a_tree(output: object) -> Batch:
