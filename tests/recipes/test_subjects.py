@@ -1,0 +1,196 @@
+"""What a plan can be made for."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+
+from anybatch.errors import UserError
+from anybatch.recipes.decoder import Block, Decoder
+from anybatch.recipes.known_models import KNOWN_MODELS, Shape
+from anybatch.recipes.subjects import Subject, load_subject, subject_of_config
+
+pytest.importorskip("sklearn.datasets", reason="needs the extra anybatch[recipes]")
+
+PUBLISHED_PARAMETERS = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
+    "mistral-7b": 7_241_732_096,
+    "qwen2.5-7b": 7_615_616_512,
+}
+SMALL = Shape(
+    num_layers=2,
+    width=32,
+    num_heads=4,
+    num_key_heads=2,
+    hidden=48,
+    vocabulary=20,
+    context=8,
+    tied=False,
+)
+
+
+def loss_of(subject: Subject) -> float:
+    """Return the loss of a subject's sample, twice over."""
+    torch.manual_seed(0)
+    model = subject.model()
+    batch = {name: torch.cat([value, value]) for name, value in subject.sample.items()}
+    function = subject.loss if callable(subject.loss) else subject.loss.function
+    return float(function(model, batch).detach())
+
+
+@pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)
+def test_published_models_have_their_published_size(name: str) -> None:
+    """A known model has exactly as many parameters as the published one, and holds no data to tell."""
+    with torch.device("meta"):
+        model = Decoder(KNOWN_MODELS[name])
+
+    assert sum(parameter.numel() for parameter in model.parameters()) == PUBLISHED_PARAMETERS[name]
+
+
+def test_every_known_model_is_compared() -> None:
+    """No known model goes without a published size."""
+    assert KNOWN_MODELS.keys() == PUBLISHED_PARAMETERS.keys()
+
+
+@pytest.mark.parametrize("rotary", [True, False], ids=["llama", "gpt2"])
+def test_predictions_look_back_only(rotary: bool) -> None:
+    """A decoder's logits at a position do not move when later tokens change, and do when an earlier one does."""
+    torch.manual_seed(0)
+    shape = dataclasses.replace(SMALL, rotary=rotary, num_key_heads=2 if rotary else 4)
+    model = Decoder(shape)
+    tokens = torch.randint(0, 20, (1, 8))
+    later, earlier = tokens.clone(), tokens.clone()
+    later[0, 5:] = (later[0, 5:] + 1) % 20
+    earlier[0, 0] = (earlier[0, 0] + 1) % 20
+
+    before = model(tokens)[0, :5]
+
+    assert torch.equal(model(later)[0, :5], before)
+    assert not torch.allclose(model(earlier)[0, 4], before[4])
+
+
+def test_shared_keys_are_repeated_keys() -> None:
+    """Attention with fewer heads of keys is attention in which each of them stands for a group of queries."""
+    torch.manual_seed(0)
+    block = Block(dataclasses.replace(SMALL, rotary=False, num_key_heads=2))
+    x = torch.randn(2, 5, 32)
+    normed = block.attention_norm(x)
+    query = block.query(normed).reshape(2, 5, 4, 8).transpose(1, 2)
+    key, value = (
+        part.reshape(2, 5, 2, 8).transpose(1, 2).repeat_interleave(2, dim=1)
+        for part in block.key_value(normed).chunk(2, dim=-1)
+    )
+    mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).reshape(2, 5, 32)
+    plain = x + block.merge(mixed)
+    plain = plain + block.down(F.gelu(block.up(block.hidden_norm(plain)), approximate="tanh"))
+
+    torch.testing.assert_close(block(x), plain)
+
+
+def test_checkpointed_blocks_give_the_same_gradient() -> None:
+    """Running blocks again in the backward changes no gradient."""
+    gradients = []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        model = Decoder(SMALL, checkpointed=checkpointed)
+        tokens = torch.arange(16).reshape(2, 8) % 20
+        F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(
+    ("kind", "labels"),
+    [
+        (None, (1, 16)),
+        ("LlamaForCausalLM", (1, 16)),
+        ("LlamaForSequenceClassification", (1,)),
+    ],
+)
+def test_configurations_make_models_that_run(kind: str | None, labels: tuple[int, ...]) -> None:
+    """A configuration of transformers becomes a model whose loss can be computed on the sample that comes with it."""
+    config = transformers.LlamaConfig(
+        vocab_size=30,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=16,
+        pad_token_id=0,
+        architectures=None if kind is None else [kind],
+    )
+
+    subject = subject_of_config(config)
+
+    assert subject.sample["labels"].shape == labels
+    assert loss_of(subject) > 0
+
+
+def test_images_are_made_up_too() -> None:
+    """A vision model's sample has the size of its images."""
+    config = transformers.ViTConfig(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=24,
+        image_size=32,
+        patch_size=16,
+        architectures=["ViTForImageClassification"],
+    )
+
+    subject = subject_of_config(config)
+
+    assert subject.sample["pixel_values"].shape == (1, 3, 32, 32)
+    assert loss_of(subject) > 0
+
+
+def test_configuration_in_a_file(tmp_path: Path) -> None:
+    """A config.json is what its object is; a sequence may be shorter than the most there can be."""
+    config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=32, vocab_size=40)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()), encoding="utf-8")
+
+    subject = load_subject(str(tmp_path / "config.json"), sequence_length=8)
+
+    assert subject.sample["input_ids"].shape == (1, 8)
+    assert loss_of(subject) > 0
+
+
+def test_recipes_bring_their_data() -> None:
+    """A recipe is planned with a sample of its data, its optimizer and its batch size."""
+    subject = load_subject("digits")
+
+    assert subject.effective_batch_size == 256
+    assert loss_of(subject) > 0
+    named = nn.Linear(2, 2).named_parameters()
+    assert isinstance(subject.optimizer(named), torch.optim.Optimizer)
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "said"),
+    [
+        ("lama-3.1-8b", None, "Did you mean 'llama-3.1-8b'"),
+        ("nothing", None, "It can be digits"),
+        ("digits", 128, "as its data is"),
+        ("gpt2", 2048, "at most 1024 tokens"),
+        ("missing.json", None, "no configuration that transformers knows"),
+    ],
+)
+def test_what_cannot_be_planned(name: str, length: int | None, said: str) -> None:
+    """A name that stands for nothing, and a length that cannot be, are refused."""
+    with pytest.raises(UserError, match=said):
+        load_subject(name, sequence_length=length)
