@@ -7,7 +7,8 @@ AnyBatchError
 │   ├── DataError                     a data set, loader or batch that cannot be split or trusted
 │   ├── LossError                     a loss that breaks its declaration
 │   ├── ParameterError                model and optimizer do not belong together
-│   └── CompositionError              two features that do not compose; says why and what to use
+│   ├── CompositionError              two features that do not compose; says why and what to use
+│   └── CannotPlanError               memory cannot be told without running on the device; says why
 ├── NonFiniteError (ArithmeticError)  a loss or gradient is NaN or infinite
 ├── CheckpointError (RuntimeError)    a checkpoint cannot be written or read
 │   ├── MissingCheckpointError        there is none where one was looked for
@@ -52,6 +53,10 @@ class ParameterError(UserError):
 
 class CompositionError(UserError):
     """Two features that do not compose."""
+
+
+class CannotPlanError(UserError):
+    """What a step holds in memory cannot be told without running it on its device."""
 
 
 class NonFiniteError(AnyBatchError, ArithmeticError):
