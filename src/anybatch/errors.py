@@ -7,6 +7,7 @@ AnyBatchError
 │   ├── DataError                     a data set, loader or batch that cannot be split or trusted
 │   ├── LossError                     a loss that breaks its declaration
 │   ├── ParameterError                model and optimizer do not belong together
+│   ├── PlanError                     memory or time cannot be planned; says why
 │   └── CompositionError              two features that do not compose; says why and what to use
 ├── NonFiniteError (ArithmeticError)  a loss or gradient is NaN or infinite
 ├── CheckpointError (RuntimeError)    a checkpoint cannot be written or read
@@ -48,6 +49,10 @@ class LossError(UserError):
 
 class ParameterError(UserError):
     """Model and optimizer do not belong together."""
+
+
+class PlanError(UserError):
+    """Memory or time cannot be planned: what is asked for does not follow from what is known."""
 
 
 class CompositionError(UserError):
