@@ -5,7 +5,7 @@ and gives back before it returns.
 """
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 
 import torch
@@ -103,9 +103,6 @@ class MemoryLedger(TorchDispatchMode):
     def trace(self, start: int = 0) -> MemoryTrace:
         """Return what was booked.
 
-        Pieces that are let go one right after the other are put in the order in which they were taken: torch lets
-        cached casts go in the order of their addresses, which is another one in each run.
-
         Args:
             start: number of events to leave out. What was held after these is what was there before the rest.
         """
@@ -117,7 +114,7 @@ class MemoryLedger(TorchDispatchMode):
         events = [renumbered[event] if event > 0 else -renumbered[-event] for event in events]
         return MemoryTrace(
             allocations=tuple(self._allocation(old - 1, before=new <= len(there)) for old, new in renumbered.items()),
-            events=tuple(_ordered(events, {place for place, _ in marks})),
+            events=tuple(events),
             marks=tuple(marks),
         )
 
@@ -179,18 +176,3 @@ def _held_after(events: Iterable[int]) -> set[int]:
         else:
             held.remove(-event)
     return held
-
-
-def _ordered(events: Iterable[int], marks: Collection[int]) -> list[int]:
-    """Return the events, those of a row of pieces that are let go, without a mark in between, by their numbers."""
-    ordered: list[int] = []
-    row: list[int] = []
-    for place, event in enumerate(events):
-        if event > 0 or place in marks:
-            ordered += sorted(row, reverse=True)
-            row = []
-        if event > 0:
-            ordered.append(event)
-        else:
-            row.append(event)
-    return ordered + sorted(row, reverse=True)
