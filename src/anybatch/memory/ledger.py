@@ -100,18 +100,19 @@ class MemoryLedger(TorchDispatchMode):
         """How many pieces were taken or let go so far."""
         return len(self._events)
 
-    def trace(self, start: int = 0) -> MemoryTrace:
+    def trace(self, start: int = 0, stop: int | None = None) -> MemoryTrace:
         """Return what was booked.
 
         Args:
             start: number of events to leave out. What was held after these is what was there before the rest.
+            stop: number of events after which to end; None for all there are.
         """
         there = sorted(_held_after(self._events[:start]))
-        taken = [event for event in self._events[start:] if event > 0]
+        rest = self._events[start:stop]
+        taken = [event for event in rest if event > 0]
         renumbered = {old: new for new, old in enumerate((*there, *taken), start=1)}
-        marks = [(place - start + len(there), name) for place, name in self._marks if place >= start]
-        events = [*there, *self._events[start:]]
-        events = [renumbered[event] if event > 0 else -renumbered[-event] for event in events]
+        events = [renumbered[event] if event > 0 else -renumbered[-event] for event in (*there, *rest)]
+        marks = [(place - start + len(there), name) for place, name in self._marks if 0 <= place - start <= len(rest)]
         return MemoryTrace(
             allocations=tuple(self._allocation(old - 1, before=new <= len(there)) for old, new in renumbered.items()),
             events=tuple(events),
