@@ -7,6 +7,8 @@ AnyBatchError
 │   ├── DataError                     a data set, loader or batch that cannot be split or trusted
 │   ├── LossError                     a loss that breaks its declaration
 │   ├── ParameterError                model and optimizer do not belong together
+│   ├── PlanError                     memory or time cannot be planned; says why
+│   │   └── CannotPlanError           a step cannot be traced without its device: sizes have to be tried there
 │   └── CompositionError              two features that do not compose; says why and what to use
 ├── NonFiniteError (ArithmeticError)  a loss or gradient is NaN or infinite
 ├── CheckpointError (RuntimeError)    a checkpoint cannot be written or read
@@ -48,6 +50,14 @@ class LossError(UserError):
 
 class ParameterError(UserError):
     """Model and optimizer do not belong together."""
+
+
+class PlanError(UserError):
+    """Memory or time cannot be planned: what is asked for does not follow from what is known."""
+
+
+class CannotPlanError(PlanError):
+    """A step cannot be traced without its device: which sizes fit has to be tried there."""
 
 
 class CompositionError(UserError):

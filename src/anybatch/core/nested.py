@@ -48,6 +48,20 @@ def slice_samples(batch: Batch, start: int, stop: int) -> Batch:
     return _map_leaves(batch, lambda leaf: leaf[start:stop] if _carries_samples(leaf) else leaf)
 
 
+def resize_samples(batch: Batch, num_samples: int, resize: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+    """Return a batch of the same form with `num_samples` samples: tensors by `resize`, other leaves repeated in turn."""
+
+    def resized(leaf: Any) -> Any:  # noqa: ANN401 (a tensor, list, array or anything else)
+        if isinstance(leaf, torch.Tensor):
+            return resize(leaf)
+        if not _carries_samples(leaf):
+            return leaf
+        numbers = [number % len(leaf) for number in range(num_samples)]
+        return type(leaf)(leaf[number] for number in numbers) if isinstance(leaf, (list, tuple)) else leaf[numbers]
+
+    return _map_leaves(batch, resized)
+
+
 def map_tensors(batch: Batch, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
     """Return the same tree with `function` applied to every tensor."""
     return _map_leaves(batch, lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf)

@@ -28,7 +28,7 @@ from anybatch.engine.features import features_of_choices, features_of_training, 
 from anybatch.engine.feeding import OpenBatch, Workload, make_workload, open_batch, refuse_disagreement
 from anybatch.engine.finite import FiniteCheck
 from anybatch.engine.first_step import DeclarationCheck
-from anybatch.engine.modules import Model, choose_strategy, collect_modules, world_of
+from anybatch.engine.modules import Model, choose_strategy, collect_modules, move_modules, world_of
 from anybatch.engine.norms import Normalisation, policy_features, policy_for
 from anybatch.engine.precision import LossScaler, OptimizerFunction, PrecisionName, autocast, make_target
 from anybatch.engine.randomness import Rng, choose_randomness
@@ -157,7 +157,7 @@ class Engine:
         refuse_features(features, optimizer, self._strategy.capabilities, self.world)
         self._check = DeclarationCheck(self._loss, model, self._modules, self.world, enabled=check_loss)
         self._loss = self._check.loss
-        self._modules.to(self.world.device)
+        move_modules(self._modules, self.world.device)
         self._watch = Watch(observer, self.world.rank, self._loss, self._clip)
         prepared = self._strategy.prepare(self._modules, model, self.world, self._watch.reduction)
         try:

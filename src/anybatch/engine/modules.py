@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -51,6 +52,12 @@ def collect_modules(model: Model, loss: Loss) -> nn.Module:
             message = f"parameter {name!r} is on the meta device and holds no data. Materialise the model first."
             raise ParameterError(message)
     return modules
+
+
+def move_modules(modules: nn.Module, device: torch.device) -> None:
+    """Move modules to a device, unless all of them is there: tensors without data cannot be moved."""
+    if any(tensor.device != device for tensor in (*modules.parameters(), *modules.buffers())):
+        modules.to(device)
 
 
 def world_of(modules: nn.Module) -> World:

@@ -90,21 +90,44 @@ class MemoryLedger(TorchDispatchMode):
         """Note that something happens between the last event and the next one."""
         self._marks.append((len(self._events), name))
 
-    def trace(self) -> MemoryTrace:
-        """Return everything booked so far."""
-        rows = enumerate(zip(self._sizes, self._phases, self._operations, strict=True))
+    def hold_rest(self, category: Category) -> None:
+        """Book everything that is held now and of which nothing has been said as belonging to `category`."""
+        for number, _ in self._live.values():
+            self._categories.setdefault(number, category)
+
+    @property
+    def num_events(self) -> int:
+        """How many pieces were taken or let go so far."""
+        return len(self._events)
+
+    def trace(self, start: int = 0, stop: int | None = None) -> MemoryTrace:
+        """Return what was booked.
+
+        Args:
+            start: number of events to leave out. What was held after these is what was there before the rest.
+            stop: number of events after which to end; None for all there are.
+        """
+        there = sorted(_held_after(self._events[:start]))
+        rest = self._events[start:stop]
+        taken = [event for event in rest if event > 0]
+        renumbered = {old: new for new, old in enumerate((*there, *taken), start=1)}
+        events = [renumbered[event] if event > 0 else -renumbered[-event] for event in (*there, *rest)]
+        marks = [(place - start + len(there), name) for place, name in self._marks if 0 <= place - start <= len(rest)]
         return MemoryTrace(
-            allocations=tuple(
-                Allocation(num_bytes, self._category(number), phase, operation)
-                for number, (num_bytes, phase, operation) in rows
-            ),
-            events=tuple(self._events),
-            marks=tuple(self._marks),
+            allocations=tuple(self._allocation(old - 1, before=new <= len(there)) for old, new in renumbered.items()),
+            events=tuple(events),
+            marks=tuple(marks),
         )
 
     def forget(self) -> None:
         """Stop following what is still held, so that letting it go is not booked any more."""
         self._live.clear()
+
+    def _allocation(self, number: int, *, before: bool) -> Allocation:
+        phase, operation = self._phases[number], self._operations[number]
+        if before:
+            phase, operation = "setup", ""
+        return Allocation(self._sizes[number], self._category(number), phase, operation)
 
     def _category(self, number: int) -> Category:
         """Return what was said of an allocation; what a forward makes is an activation, everything else temporary."""
@@ -143,3 +166,14 @@ class MemoryLedger(TorchDispatchMode):
             del self._live[address]
             self._events.append(-(number + 1))
             self.held_bytes -= self._sizes[number]
+
+
+def _held_after(events: Iterable[int]) -> set[int]:
+    """Return the numbers, from 1, of what is held after some events."""
+    held: set[int] = set()
+    for event in events:
+        if event > 0:
+            held.add(event)
+        else:
+            held.remove(-event)
+    return held

@@ -156,10 +156,11 @@ class _Reductions:
 def _sum_bucket(reductions: _Reductions, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     def summed(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
         try:
-            return future.value()[0]
+            future.value()
         except RuntimeError:
             reductions.broken = True
             raise
+        return flat  # it was summed in place
 
     flat = bucket.buffer()
     if reductions.on_reduction is not None:

@@ -26,7 +26,8 @@ _COUNT_KEY = "anybatch/failures_of_rank"
 class World:
     """Which rank this process is, of how many, and on which device it computes.
 
-    Make it with `World.from_environment()`; the engine does so when it is given none.
+    Make it with `World.from_environment()`; the engine does so when it is given none. A world of several ranks that is
+    made by hand has no control group: its other ranks are imagined, and say whatever this one says (for planning).
 
     Attributes:
         rank: number of this process, from 0.
@@ -68,12 +69,17 @@ class World:
     @property
     def connected(self) -> bool:
         """Whether torch.distributed is there: with a launcher, also for a single rank."""
-        return self._control is not None
+        return self._control is not None or self.size > 1
+
+    @property
+    def _silent(self) -> bool:
+        """Whether there is nobody to talk to: other ranks there are none, or they are imagined."""
+        return self._control is None or self.size == 1
 
     def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
         """Return what every rank passed, in rank order. All ranks must pass equally many numbers."""
-        if self.size == 1:
-            return [list(numbers)]
+        if self._silent:
+            return [list(numbers) for _ in range(self.size)]
         mine = torch.tensor(numbers, dtype=torch.float64)
         gathered = [torch.empty_like(mine) for _ in range(self.size)]
         with self.collective():
@@ -82,8 +88,8 @@ class World:
 
     def gather_objects(self, value: Any) -> list[Any]:  # noqa: ANN401 (small values of any type)
         """Return what every rank passed, in rank order. For small values outside the hot loop: they are pickled."""
-        if self.size == 1:
-            return [value]
+        if self._silent:
+            return [value] * self.size
         # torch's all_gather_object needs numpy, which torch does not bring along.
         written = bytearray(pickle.dumps(value))
         sizes = [int(row[0]) for row in self.gather_numbers([float(len(written))])]
@@ -117,7 +123,7 @@ class World:
 
     def start_maximum(self, flags: torch.Tensor) -> "dist.Work | None":
         """Start replacing `flags`, a CPU tensor, by the element-wise maximum over ranks; wait for the returned work."""
-        if self.size == 1:
+        if self._silent:
             return None
         work: dist.Work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._control, async_op=True)
         return work
@@ -132,7 +138,7 @@ class World:
         try:
             yield
         except RuntimeError as error:
-            if self.size == 1 or isinstance(error, torch.OutOfMemoryError):
+            if self._silent or isinstance(error, torch.OutOfMemoryError):
                 raise
             raise self.first_failure(error) from error
 
@@ -144,7 +150,7 @@ class World:
         Returns:
             Whether it is up to this rank to tell the user: no other rank has left a word before.
         """
-        if self.size == 1 or isinstance(error, RankFailedError):
+        if self._silent or isinstance(error, RankFailedError):
             return not self.published_failure()
         place = "between steps" if step is None else f"in step {step}"
         text = f"rank {self.rank} failed {place}: {type(error).__name__}: {error}"
@@ -158,7 +164,7 @@ class World:
 
     def published_failure(self) -> str:
         """Return the word another rank has left about its error; empty where there is none."""
-        if self.size == 1:
+        if self._silent:
             return ""
         try:
             store = _store()

@@ -1,0 +1,63 @@
+"""What is planned: everything of a training step but its micro-batch size and the device's memory."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from torch import nn
+from torch.optim import Optimizer
+
+from anybatch.core.loss import Loss, LossFunction
+from anybatch.core.nested import Batch
+from anybatch.engine.clipping import ClipArgument
+from anybatch.engine.modules import Model
+from anybatch.engine.precision import OptimizerFunction, PrecisionName
+from anybatch.engine.randomness import Rng
+from anybatch.memory.accelerator import Profile
+from anybatch.memory.twin import build
+from anybatch.norms import Policy, PolicyName
+from anybatch.parallel.strategy import Strategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Task:
+    """A training step to plan. What has no description here is as in `Engine`.
+
+    Args:
+        model: a module or dict of named modules, with data or without, or a function () -> model.
+        optimizer: an optimizer over that module's parameters, or a function `named_parameters -> optimizer`.
+        loss: as the engine takes it; a function that returns one number is taken as a mean over samples.
+        sample: a batch of one sample or more, as the model gets it; only its shapes and types are used.
+        precision: number formats of forward and backward.
+        clip: largest gradient norm, or a policy.
+        measure_gradient_norm: whether the norm is reported.
+        average_decay: of an average of the weights.
+        norms: what is done about BatchNorm.
+        rng: what random numbers belong to.
+        strategy: "single", "all_reduce", "ddp", or a function () -> strategy; "auto" goes by the number of ranks.
+        world_size: number of ranks.
+        profile: whose allocations are planned: those of "cuda", or those of the "cpu" the plan is made on.
+    """
+
+    model: Model | Callable[[], Model]
+    optimizer: Optimizer | OptimizerFunction
+    loss: Loss | LossFunction
+    sample: Batch
+    precision: PrecisionName = "fp32"
+    clip: ClipArgument = None
+    measure_gradient_norm: bool = True
+    average_decay: float | None = None
+    norms: Policy | PolicyName = "keep"
+    rng: Rng = "micro_batch"
+    strategy: str | Callable[[], Strategy] = "auto"
+    world_size: int = 1
+    profile: Profile = "cuda"
+
+
+def built(task: Task) -> tuple[Task, str | None]:
+    """Return the task with its model made, without memory where that is possible; and why not, where it is not."""
+    if isinstance(task.model, (nn.Module, Mapping)):
+        return task, None
+    model, reason = build(cast("Callable[[], Model]", task.model))
+    return dataclasses.replace(task, model=model), reason

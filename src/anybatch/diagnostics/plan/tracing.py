@@ -1,0 +1,265 @@
+"""One step of the engine, run without data, and every byte it takes."""
+
+import dataclasses
+import gc
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from anybatch.core.batch import Placement, Position
+from anybatch.core.loss import declared
+from anybatch.core.memory_model import MemoryTrace, Phase
+from anybatch.core.nested import Batch, slice_samples, tensors_of
+from anybatch.core.records import MicroBatchRecord, PhaseRecord, Record
+from anybatch.diagnostics.plan.ranks import imagined_ranks
+from anybatch.diagnostics.plan.task import Task, built
+from anybatch.engine.engine import Engine
+from anybatch.engine.first_step import BareLoss
+from anybatch.engine.modules import Model, collect_modules
+from anybatch.errors import CannotPlanError, UserError
+from anybatch.memory.accelerator import allocating_as, choose_foreach
+from anybatch.memory.host_reads import HostReads
+from anybatch.memory.ledger import MemoryLedger, OperationWatcher
+from anybatch.memory.twin import Mode, fake_batch, fake_twin
+from anybatch.parallel.world import World
+
+NUM_MICRO_BATCHES = 2
+"""The second one runs with gradients there, as all later ones do."""
+_PHASES: Mapping[str, Phase] = {"reduce": "reduce", "clip": "clip", "update": "update"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTrace:
+    """What one rank holds in a step.
+
+    Attributes:
+        steady: a step like all but the first: what the optimizer keeps is there from the beginning.
+        first: the first step, with everything the engine makes before it.
+        numbers_read: how many numbers the program has read from tensors while computing gradients, none of them known.
+        truths_read: the same for truth values.
+    """
+
+    steady: MemoryTrace
+    first: MemoryTrace
+    numbers_read: int
+    truths_read: int
+
+
+def trace_step(
+    task: Task,
+    micro_batch_size: int,
+    *,
+    num_micro_batches: int = NUM_MICRO_BATCHES,
+    other_answers: bool = False,
+    on_operation: OperationWatcher | None = None,
+) -> StepTrace:
+    """Run `Engine.step` twice on a fake twin, and return what is held.
+
+    Nothing of the task is changed, no data is read, and next to no memory is taken.
+
+    Args:
+        task: what to run.
+        micro_batch_size: samples of each micro-batch.
+        num_micro_batches: micro-batches per rank and step.
+        other_answers: answer what the program reads from tensors otherwise; see `HostReads`.
+        on_operation: is told each operation of the second step.
+
+    Raises:
+        CannotPlanError: the step cannot run without data; says why.
+        UserError: the engine refuses what it is asked to run.
+    """
+    ready, _ = built(task)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with imagined_ranks(task.world_size) as world, warnings.catch_warnings(), _uncollected():
+        warnings.simplefilter("ignore")  # whoever trains in earnest will see them
+        stage = _Stage(ready, mode, world, on_operation)
+        reads = HostReads(lambda: stage.ledger.current_phase, other=other_answers)
+        try:
+            with mode, reads, allocating_as(task.profile), stage.ledger:
+                start = stage.run(micro_batch_size, num_micro_batches)
+        except (UserError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise _refusal(error) from error
+        finally:
+            stage.ledger.forget()
+        computing: tuple[Phase, ...] = ("forward", "backward")
+        return StepTrace(
+            steady=stage.ledger.trace(start),
+            first=stage.ledger.trace(0, start),
+            numbers_read=sum(reads.numbers[phase] for phase in computing),
+            truths_read=sum(reads.truths[phase] for phase in computing),
+        )
+
+
+class _Stage:
+    """The twin of a task, the engine that runs it, and the ledger that looks on. It is the engine's observer."""
+
+    def __init__(self, task: Task, mode: Mode, world: World, on_operation: OperationWatcher | None) -> None:
+        self.ledger = MemoryLedger(on_operation=self._operation)
+        self._on_operation = on_operation
+        self._told = False
+        self._task = task
+        self._mode = mode
+        self._world = world
+        loss = declared(task.loss)
+        instance = task.optimizer if isinstance(task.optimizer, Optimizer) else None
+        self._model, optimizer, self._loss = fake_twin((task.model, instance, loss), mode)
+        self._optimizer = task.optimizer if optimizer is None else optimizer
+        if self._loss.terms is None:
+            self._loss = dataclasses.replace(self._loss, function=BareLoss(self._loss.function, is_mean=True))
+        self._modules = collect_modules(self._model, self._loss)
+        self._modules.train()
+        self._engine: Engine | None = None
+
+    def run(self, micro_batch_size: int, num_micro_batches: int) -> int:
+        """Run two steps; return how many events there were before the second."""
+        task, ledger = self._task, self.ledger
+        ledger.phase = "setup"
+        ledger.hold("weights", self._modules.parameters())
+        ledger.hold("buffers", self._modules.buffers())
+        engine = self._engine = self._make_engine(micro_batch_size)
+        choose_foreach(engine.optimizer, task.profile)
+        self._hold_gradients()
+        ledger.hold_rest("gradients")  # what strategies make before a run is where gradients add up
+        batch = _TracedBatch(self, micro_batch_size, micro_batch_size * num_micro_batches * self._world.size)
+        try:
+            ledger.phase = None
+            engine.step(batch)
+            self._hold_states()
+            ledger.hold_rest("gradients" if self._world.size > 1 else "buffers")
+            start = ledger.num_events
+            self._told = True
+            engine.step(batch)
+            self._told = False
+            self._hold_states()
+        finally:
+            engine.close()
+        return start
+
+    def observe(self, record: Record, /) -> None:
+        """Follow the engine: which phase it is in, and which gradients there are after each micro-batch."""
+        ledger = self.ledger
+        if isinstance(record, PhaseRecord):
+            if record.name in _PHASES:
+                ledger.phase = _PHASES[record.name] if record.event == "begin" else None
+                self._hold_gradients()
+            ledger.mark(f"{record.name} {record.event}s")
+        elif isinstance(record, MicroBatchRecord):
+            if record.event == "end":
+                self._hold_gradients()
+            ledger.mark(f"micro-batch {record.position} {record.event}s")
+
+    def loaded(self, batch: Batch) -> Batch:
+        """Book a micro-batch as input, and return it."""
+        self.ledger.hold("inputs", tensors_of(batch))
+        return batch
+
+    def sample(self, num_samples: int) -> Batch:
+        """Return a batch of that many samples without data."""
+        return fake_batch(self._task.sample, num_samples, self._mode)
+
+    @property
+    def loads_as_it_goes(self) -> bool:
+        """Whether micro-batches come to the device one by one; on a CPU the whole batch is there."""
+        return self._task.profile != "cpu"
+
+    def _make_engine(self, micro_batch_size: int) -> Engine:
+        task = self._task
+        return Engine(
+            self._model,
+            self._optimizer,
+            self._loss,
+            micro_batch_size=micro_batch_size,
+            strategy=task.strategy if isinstance(task.strategy, str) else task.strategy(),
+            precision=task.precision,
+            clip=task.clip,
+            measure_gradient_norm=task.measure_gradient_norm,
+            average_decay=task.average_decay,
+            norms=task.norms,
+            rng=task.rng,
+            check_loss=False,  # it compares numbers, and there are none
+            observer=self,
+            world=self._world,
+        )
+
+    def _operation(self, *seen: Any) -> None:  # noqa: ANN401 (handed on)
+        if self._told and self._on_operation is not None:
+            self._on_operation(*seen)
+
+    def _hold_gradients(self) -> None:
+        updated = [p for group in self._engine.optimizer.param_groups for p in group["params"]] if self._engine else []
+        held = [parameter.grad for parameter in (*self._modules.parameters(), *updated)]
+        self.ledger.hold("gradients", (gradient for gradient in held if gradient is not None))
+
+    def _hold_states(self) -> None:
+        """Book what lives as long as the engine: master weights, the optimizer's state, averaged weights."""
+        engine = self._engine
+        assert engine is not None
+        self.ledger.hold("weights", (p for group in engine.optimizer.param_groups for p in group["params"]))
+        self.ledger.hold("optimizer", _tensors(list(engine.optimizer.state.values())))
+        if engine.average is not None:
+            self.ledger.hold("optimizer", engine.average.weights.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _TracedBatch:
+    """An effective batch of fake samples; see `EffectiveBatch`."""
+
+    stage: _Stage
+    micro_batch_size: int
+    num_samples: int
+    seed: int = 0
+    end: Position = Position()
+
+    @property
+    def sample_ids(self) -> Sequence[int]:
+        """Any numbers."""
+        return range(self.num_samples)
+
+    def feed(self, placement: Placement) -> Iterator[Batch]:
+        """Yield this rank's micro-batches: each made when it is asked for, or all of them cut from what is there."""
+        units = placement.plan(self.num_samples).shares[placement.rank]
+        if self.stage.loads_as_it_goes:
+            for unit in units:
+                yield self.stage.loaded(self.stage.sample(unit.num_samples))
+            return
+        whole = self.stage.loaded(self.stage.sample(sum(unit.num_samples for unit in units)))
+        first = units[0].start
+        for unit in units:
+            yield slice_samples(whole, unit.start - first, unit.stop - first)
+
+
+def _tensors(tree: object) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Let no garbage collection decide when memory is let go: it would come at another moment in each run."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _refusal(error: Exception) -> CannotPlanError:
+    """Return the error for a step that does not run without data."""
+    first = next(iter(str(error).splitlines()), "")
+    message = (
+        f"cannot plan, will probe: the step does not run on tensors without data ({type(error).__name__}: {first}). "
+        "What depends on the data, or comes from a kernel of its own without a description for torch, has to be run."
+    )
+    return CannotPlanError(message)

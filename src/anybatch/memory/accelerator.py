@@ -1,0 +1,257 @@
+"""Makes CPU tensors without data allocate as CUDA's would.
+
+Four things differ between the two in what a step holds: which operations autocast runs in which type, the mask of a
+dropout, which kernel computes attention, and whether optimizers work on all parameters at once by default.
+"""
+
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch.nn import functional
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+Profile = Literal["cuda", "cpu"]
+"""Whose allocations are imitated; "cpu" changes nothing."""
+
+AutocastPolicy = Literal["lower", "float32", "set_dtype", "append_dtype", "widest", "none"]
+"""What autocast does with an operation: casts its arguments down, or to float32; has it compute in float32 unless a
+type is asked for; passes float32 as one more argument; casts to the widest type among the arguments; nothing."""
+
+# Source: ATen/autocast_mode.h of torch 2.13, the operations that AutocastCUDA knows and AutocastCPU does not, or treats
+# otherwise. What only AutocastCPU knows ("none" on CUDA) is read from the dispatcher. A test compares both with the
+# installed torch.
+POLICIES: Mapping[AutocastPolicy, tuple[str, ...]] = {
+    "lower": (
+        "addmv",
+        "addr",
+        "mv",
+        "einsum",
+        "chain_matmul",
+        "linalg_multi_dot",
+        "_convolution",
+        "convolution",
+        "_thnn_fused_lstm_cell",
+        "_thnn_fused_gru_cell",
+        "lstm_cell",
+        "gru_cell",
+        "rnn_tanh_cell",
+        "rnn_relu_cell",
+        "_scaled_dot_product_flash_attention",
+    ),
+    "float32": (
+        *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt"),
+        *("sinh", "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm"),
+        *("native_layer_norm", "rms_norm", "group_norm", "frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim"),
+        *("cosine_similarity", "dist", "pdist", "renorm", "logsumexp", "upsample_nearest1d", "upsample_nearest2d"),
+        *("upsample_nearest3d", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d"),
+        *("upsample_linear1d", "upsample_bilinear2d", "_upsample_bilinear2d_aa", "upsample_trilinear3d"),
+        *("upsample_bicubic2d", "_upsample_bicubic2d_aa"),
+    ),
+    "set_dtype": (
+        *("prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm"),
+        *("linalg_matrix_norm", "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList"),
+    ),
+    "append_dtype": ("norm.Scalar", "norm.ScalarOpt_dim"),
+    "widest": (
+        *("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put"),
+        *("tensordot", "scatter_add"),
+    ),
+}
+
+# Autocast policies belong to the process: one profile at a time.
+_LOCK = threading.RLock()
+_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)  # noqa: SLF001 (its only name)
+
+
+@contextmanager
+def allocating_as(profile: Profile) -> Iterator[None]:
+    """Let CPU tensors without data allocate as tensors of another device would; everything is as before afterwards.
+
+    Autocast on the CPU is another one meanwhile, in the whole process; a second profile waits for the first to end.
+    """
+    if profile == "cpu":
+        yield
+        return
+    with _LOCK, autocast_as_on_cuda(), _KernelsOfCuda():
+        yield
+
+
+@contextmanager
+def autocast_as_on_cuda() -> Iterator[None]:
+    """Give autocast on the CPU the policies that it has on CUDA."""
+    registered = torch.library.Library("aten", "IMPL")  # noqa: TOR901 (taken back below)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that a kernel is replaced is what this is for
+            for name, kernel in _kernels():
+                registered.impl(name, kernel, "AutocastCPU", allow_override=True)
+        yield
+    finally:
+        registered._destroy()  # noqa: SLF001 (its only name)
+
+
+def choose_foreach(optimizer: Optimizer, profile: Profile) -> None:
+    """Make the choice that an optimizer leaves open as it would be made on the profile's device.
+
+    On CUDA torch's optimizers work on all parameters at once unless told otherwise, which takes memory.
+    """
+    if profile == "cpu":
+        return
+    for group in optimizer.param_groups:
+        if "foreach" not in group or group["foreach"] is not None or group.get("fused") or group.get("differentiable"):
+            continue
+        group["foreach"] = not isinstance(group["lr"], torch.Tensor) or bool(group.get("capturable"))
+
+
+def known_to(key: str) -> set[str]:
+    """Return the names of the operations for which torch has a kernel under a dispatch key, such as "AutocastCUDA"."""
+    found: Iterable[str] = torch._C._dispatch_get_registrations_for_dispatch_key(key)  # noqa: SLF001 (its only name)
+    return {name.removeprefix("aten::") for name in found if name.startswith("aten::")}
+
+
+def _kernels() -> list[tuple[str, Callable[..., Any]]]:
+    """Return what to register under AutocastCPU."""
+    on_cpu, on_cuda = known_to("AutocastCPU"), known_to("AutocastCUDA")
+    made: list[tuple[str, Callable[..., Any]]] = [
+        (name, torch.library.fallthrough_kernel) for name in sorted(on_cpu - on_cuda)
+    ]
+    for policy, names in POLICIES.items():
+        made += [(name, _kernel(_operation(name), policy)) for name in names if name in on_cuda]
+    return made
+
+
+def _operation(name: str) -> Any:  # noqa: ANN401 (torch's type has no name in public)
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def _kernel(operation: Any, policy: AutocastPolicy) -> Callable[..., Any]:  # noqa: ANN401 (torch's type)
+    """Return what autocast runs in the place of an operation."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 (whatever the operation takes and returns)
+        with torch._C._ExcludeDispatchKeyGuard(_CPU):  # noqa: SLF001 (its only name)
+            if policy == "set_dtype":
+                names = [argument.name for argument in operation._schema.arguments]  # noqa: SLF001 (its only name)
+                asked = kwargs.get("dtype", dict(zip(names, args, strict=False)).get("dtype"))
+                if _eligible(args[0]) and asked is None:
+                    args, kwargs = args[: names.index("dtype")], {**kwargs, "dtype": torch.float32}
+                return operation(*args, **kwargs)
+            if policy == "append_dtype":
+                return _norm(*args, **kwargs)
+            dtype = torch.float32 if policy == "float32" else torch.get_autocast_dtype("cpu")
+            if policy == "widest":
+                dtype = _widest(dtype, (args, kwargs))
+            args, kwargs = tree_map(lambda leaf: leaf.to(dtype) if _eligible(leaf) else leaf, (args, kwargs))
+            return operation(*args, **kwargs)
+
+    return run
+
+
+def _norm(values: torch.Tensor, p: float | None = 2, dim: Iterable[int] = (), keepdim: bool = False) -> Any:  # noqa: ANN401, FBT001, FBT002 (torch's signature)
+    dtype = torch.float32 if _eligible(values) else values.dtype
+    return torch.ops.aten.norm.ScalarOpt_dim_dtype(values, p, list(dim), keepdim, dtype=dtype)
+
+
+def _eligible(leaf: object) -> bool:
+    """Whether autocast casts this at all."""
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dtype is not torch.float64
+
+
+def _widest(dtype: torch.dtype, arguments: object) -> torch.dtype:
+    for leaf in tree_leaves(arguments):
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+            dtype = torch.promote_types(dtype, leaf.dtype)
+    return dtype
+
+
+class _KernelsOfCuda(TorchFunctionMode):
+    """While entered, functions that CUDA computes with a kernel of its own keep what that kernel keeps."""
+
+    def __torch_function__(
+        self,
+        func: Any,  # noqa: ANN401 (torch's type has no name in public)
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 (whatever the function returns)
+        """Run a function, or what keeps the same tensors as its kernel on CUDA."""
+        del types
+        kwargs = kwargs or {}
+        instead = _INSTEAD.get(func)
+        return func(*args, **kwargs) if instead is None else instead(func, *args, **kwargs)
+
+
+def _dropout(
+    function: Callable[..., torch.Tensor],
+    input: torch.Tensor,  # noqa: A002 (torch's name)
+    p: float = 0.5,
+    training: bool = True,  # noqa: FBT001, FBT002 (torch's signature)
+    inplace: bool = False,  # noqa: FBT001, FBT002 (torch's signature)
+) -> torch.Tensor:
+    """One byte of mask per element, except in place."""
+    if training and not inplace and 0 < p < 1:
+        return torch.native_dropout(input, p, True)[0]  # noqa: FBT003 (takes no keyword)
+    return function(input, p, training, inplace)
+
+
+def _plain_dropout(function: Callable[..., torch.Tensor], input: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # noqa: A002, FBT001 (torch's signature)
+    return torch.native_dropout(input, p, True)[0] if train and 0 < p < 1 else function(input, p, train)  # noqa: FBT003 (takes no keyword)
+
+
+def _attention(
+    function: Callable[..., torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    *rest: Any,  # noqa: ANN401 (handed on)
+    **options: Any,  # noqa: ANN401 (the same)
+) -> torch.Tensor:
+    """Output and one number per row, with dropout too: its mask is drawn again in the backward."""
+    del dropout_p
+    return function(query, key, value, attn_mask, 0.0, *rest, **options)
+
+
+def _rms_norm(
+    function: Callable[..., torch.Tensor],
+    input: torch.Tensor,  # noqa: A002 (torch's name)
+    normalized_shape: list[int],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> torch.Tensor:
+    """Input, weight and one number per row."""
+    del function, eps
+    casts = torch.is_autocast_enabled("cpu") and _eligible(input)
+    result: torch.Tensor = _RMSNorm.apply(input.float() if casts else input, weight, len(normalized_shape))
+    return result
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Takes and keeps the memory of a fused RMS norm, and computes nothing: tensors without data only."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, weight: torch.Tensor | None, num_axes: int) -> torch.Tensor:  # noqa: ANN401 (torch's type)
+        rows = values.new_empty((*values.shape[: values.dim() - num_axes], *[1] * num_axes), dtype=torch.float32)
+        ctx.save_for_backward(values, weight, rows)
+        return torch.empty_like(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401 (torch's type)
+        values, weight, _ = ctx.saved_tensors
+        return torch.empty_like(gradient, dtype=values.dtype), None if weight is None else torch.empty_like(weight), None
+
+
+_INSTEAD: Mapping[Any, Callable[..., torch.Tensor]] = {
+    functional.dropout: _dropout,
+    torch.dropout: _plain_dropout,
+    functional.scaled_dot_product_attention: _attention,
+    functional.rms_norm: _rms_norm,
+    torch.rms_norm: _rms_norm,
+}
