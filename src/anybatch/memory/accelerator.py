@@ -11,9 +11,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-from torch.nn import functional
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 Profile = Literal["cuda", "cpu"]
@@ -78,22 +76,36 @@ def allocating_as(profile: Profile) -> Iterator[None]:
     if profile == "cpu":
         yield
         return
-    with _LOCK, autocast_as_on_cuda(), _KernelsOfCuda():
+    with _LOCK, autocast_as_on_cuda(), _kernels_as_on_cuda():
         yield
 
 
 @contextmanager
 def autocast_as_on_cuda() -> Iterator[None]:
     """Give autocast on the CPU the policies that it has on CUDA."""
-    registered = torch.library.Library("aten", "IMPL")  # noqa: TOR901 (taken back below)
+    with _registered(_kernels(), "AutocastCPU"):
+        yield
+
+
+@contextmanager
+def _kernels_as_on_cuda() -> Iterator[None]:
+    """Let functions that CUDA computes with a kernel of its own keep what that kernel keeps."""
+    with _registered(_OF_CUDA.items(), "AutogradCPU"):
+        yield
+
+
+@contextmanager
+def _registered(kernels: Iterable[tuple[str, Callable[..., Any]]], key: str) -> Iterator[None]:
+    """Register kernels under a dispatch key, and take them back afterwards."""
+    library = torch.library.Library("aten", "IMPL")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that a kernel is replaced is what this is for
-            for name, kernel in _kernels():
-                registered.impl(name, kernel, "AutocastCPU", allow_override=True)
+            for name, kernel in kernels:
+                library.impl(name, kernel, key, allow_override=True)
         yield
     finally:
-        registered._destroy()  # noqa: SLF001 (its only name)
+        library._destroy()  # noqa: SLF001 (its only name)
 
 
 def choose_foreach(optimizer: Optimizer, profile: Profile) -> None:
@@ -170,66 +182,43 @@ def _widest(dtype: torch.dtype, arguments: object) -> torch.dtype:
     return dtype
 
 
-class _KernelsOfCuda(TorchFunctionMode):
-    """While entered, functions that CUDA computes with a kernel of its own keep what that kernel keeps."""
-
-    def __torch_function__(
-        self,
-        func: Any,  # noqa: ANN401 (torch's type has no name in public)
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 (whatever the function returns)
-        """Run a function, or what keeps the same tensors as its kernel on CUDA."""
-        del types
-        kwargs = kwargs or {}
-        instead = _INSTEAD.get(func)
-        return func(*args, **kwargs) if instead is None else instead(func, *args, **kwargs)
+# Kernels, and not a mode that looks at Python's functions: torch takes such a mode out of its own way for a whole
+# backward, where a checkpointed block runs its forward again.
 
 
-def _dropout(
-    function: Callable[..., torch.Tensor],
-    input: torch.Tensor,  # noqa: A002 (torch's name)
-    p: float = 0.5,
-    training: bool = True,  # noqa: FBT001, FBT002 (torch's signature)
-    inplace: bool = False,  # noqa: FBT001, FBT002 (torch's signature)
-) -> torch.Tensor:
-    """One byte of mask per element, except in place."""
-    if training and not inplace and 0 < p < 1:
-        return torch.native_dropout(input, p, True)[0]  # noqa: FBT003 (takes no keyword)
-    return function(input, p, training, inplace)
+def _dropout(values: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # noqa: FBT001 (torch's signature)
+    """One byte of mask per element."""
+    if train and 0 < p < 1:
+        return torch.native_dropout(values, p, True)[0]  # noqa: FBT003 (takes no keyword)
+    unchanged: torch.Tensor = torch.ops.aten.dropout.default.decompose(values, p, train)
+    return unchanged
 
 
-def _plain_dropout(function: Callable[..., torch.Tensor], input: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # noqa: A002, FBT001 (torch's signature)
-    return torch.native_dropout(input, p, True)[0] if train and 0 < p < 1 else function(input, p, train)  # noqa: FBT003 (takes no keyword)
-
-
-def _attention(
-    function: Callable[..., torch.Tensor],
+def _attention(  # noqa: PLR0917 (torch's signature)
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
-    *rest: Any,  # noqa: ANN401 (handed on)
-    **options: Any,  # noqa: ANN401 (the same)
+    is_causal: bool = False,  # noqa: FBT001, FBT002 (torch's signature)
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> torch.Tensor:
     """Output and one number per row, with dropout too: its mask is drawn again in the backward."""
     del dropout_p
-    return function(query, key, value, attn_mask, 0.0, *rest, **options)
+    options = {"scale": scale, "enable_gqa": enable_gqa}
+    plain = torch.ops.aten.scaled_dot_product_attention.default.decompose
+    result: torch.Tensor = plain(query, key, value, attn_mask, 0.0, is_causal, **options)
+    return result
 
 
 def _rms_norm(
-    function: Callable[..., torch.Tensor],
-    input: torch.Tensor,  # noqa: A002 (torch's name)
-    normalized_shape: list[int],
-    weight: torch.Tensor | None = None,
-    eps: float | None = None,
+    values: torch.Tensor, normalized_shape: list[int], weight: torch.Tensor | None = None, eps: float | None = None
 ) -> torch.Tensor:
     """Input, weight and one number per row."""
-    del function, eps
-    casts = torch.is_autocast_enabled("cpu") and _eligible(input)
-    result: torch.Tensor = _RMSNorm.apply(input.float() if casts else input, weight, len(normalized_shape))
+    del eps
+    result: torch.Tensor = _RMSNorm.apply(values, weight, len(normalized_shape))
     return result
 
 
@@ -245,13 +234,16 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401 (torch's type)
         values, weight, _ = ctx.saved_tensors
-        return torch.empty_like(gradient, dtype=values.dtype), None if weight is None else torch.empty_like(weight), None
+        return (
+            torch.empty_like(gradient, dtype=values.dtype),
+            None if weight is None else torch.empty_like(weight),
+            None,
+        )
 
 
-_INSTEAD: Mapping[Any, Callable[..., torch.Tensor]] = {
-    functional.dropout: _dropout,
-    torch.dropout: _plain_dropout,
-    functional.scaled_dot_product_attention: _attention,
-    functional.rms_norm: _rms_norm,
-    torch.rms_norm: _rms_norm,
+_OF_CUDA: Mapping[str, Callable[..., torch.Tensor]] = {
+    "dropout": _dropout,
+    "scaled_dot_product_attention": _attention,
+    "rms_norm": _rms_norm,
 }
+"""Functions that CUDA computes with a kernel of its own, which keeps less: what keeps as much on the CPU."""

@@ -3,13 +3,12 @@
 import dataclasses
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -23,7 +22,7 @@ from anybatch.diagnostics.plan.ranks import imagined_ranks
 from anybatch.diagnostics.plan.task import Task, built
 from anybatch.engine.engine import Engine
 from anybatch.engine.first_step import BareLoss
-from anybatch.engine.modules import Model, collect_modules
+from anybatch.engine.modules import collect_modules
 from anybatch.errors import CannotPlanError, UserError
 from anybatch.memory.accelerator import allocating_as, choose_foreach
 from anybatch.memory.host_reads import HostReads
