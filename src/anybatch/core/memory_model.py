@@ -150,6 +150,10 @@ class MemoryEnvelope:
         """Return the bytes of each allocation at micro-batch size `m`."""
         return tuple(self.allocated.at(m).tolist())
 
+    def with_sizes(self, sizes: Polynomials) -> "MemoryEnvelope":
+        """Return the envelope of the same events with other sizes: what a change would make of it."""
+        return _envelope(self.trace, sizes, self.traced)
+
     def peak_bytes(self, m: int) -> int:
         """Return the most that is held at once at micro-batch size `m`: the maximum over all moments."""
         held = self.held.at(m)

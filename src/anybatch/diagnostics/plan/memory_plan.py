@@ -238,4 +238,3 @@ def _binding(envelopes: Envelopes, usable_bytes: int, size: int, most_samples: i
 def _smaller(*sizes: int | None) -> int | None:
     """Return the smallest; None stands for no limit."""
     return min((size for size in sizes if size is not None), default=None)
-

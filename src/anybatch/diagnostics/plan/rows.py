@@ -82,5 +82,3 @@ class AllRows(nn.Module):
     def _keep(self, tensors: list[torch.Tensor], num_rows: int) -> None:
         if num_rows > 0:
             self._kept += [tensor.new_empty((num_rows, *tensor.shape[1:])) for tensor in tensors]
-
-

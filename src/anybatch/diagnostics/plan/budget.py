@@ -1,0 +1,77 @@
+"""The memory that a training step may take of a device."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from anybatch.core.devices import Device, parse_budget
+from anybatch.errors import UserError
+
+CONTEXT_BYTES: Final = 500 * 2**20
+"""A CUDA context with its kernels: 287 MB with lazy loading and 667 MB without were reported (pytorch issue 86509)."""
+COMMUNICATOR_BYTES: Final = 688 * 10**6
+"""One NCCL communicator over more than two ranks, on A100s (NCCL issue 964). Both are outside of torch's allocator."""
+WORKSPACE_BYTES: Final = 32 * 2**20
+"""cuBLAS's workspace on Hopper; 8.1 MiB before. It is inside, and held for good."""
+UNMEASURED_HEADROOM: Final = 0.15
+"""Kept free on a device on which nothing has been measured."""
+MEASURED_HEADROOM: Final = 0.10
+"""Kept free once a step has been measured on the device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """A device's memory, and what of it tensors can have.
+
+    Attributes:
+        total_bytes: what there is.
+        device: the device, if it is known by name.
+        headroom: part of it that is left free.
+        outside_bytes: what is taken outside of torch's allocator, for context and communicators.
+        workspace_bytes: what libraries hold inside of it.
+    """
+
+    total_bytes: int
+    device: Device | None
+    headroom: float
+    outside_bytes: int
+    workspace_bytes: int
+
+    @property
+    def usable_bytes(self) -> int:
+        """Return what is left for tensors; it may be negative."""
+        return int(self.total_bytes * (1.0 - self.headroom)) - self.outside_bytes - self.workspace_bytes
+
+    def __str__(self) -> str:
+        """Return the device's name and memory."""
+        size = f"{self.total_bytes / 2**30:.4g} GiB"
+        return size if self.device is None else f"{self.device.name} ({size})"
+
+
+def budget_of(device: str | int, *, world_size: int = 1, headroom: float = UNMEASURED_HEADROOM) -> Budget:
+    """Return the budget of a device.
+
+    Args:
+        device: a name such as "RTX 4090", a size such as "24GiB", or bytes; "cpu:8GiB" for a budget that is enforced by
+            counting tensors, which has no context.
+        world_size: number of ranks.
+        headroom: part of it to leave free.
+
+    Raises:
+        UserError: nothing is known of such a device, or the headroom leaves nothing.
+    """
+    if isinstance(headroom, bool) or not 0.0 <= headroom < 1.0:
+        message = f"{headroom=} must be a part of the memory to leave free, from 0 to below 1: 0.15 leaves 15%."
+        raise UserError(message)
+    on_cpu = isinstance(device, str) and device.startswith("cpu:")
+    if isinstance(device, int):
+        total_bytes, known = device, None
+    else:
+        total_bytes, known = parse_budget(device.removeprefix("cpu:"))
+    communicators = COMMUNICATOR_BYTES if world_size > 1 else 0
+    return Budget(
+        total_bytes=total_bytes,
+        device=known,
+        headroom=headroom,
+        outside_bytes=0 if on_cpu else CONTEXT_BYTES + communicators,
+        workspace_bytes=0 if on_cpu else WORKSPACE_BYTES,
+    )
