@@ -32,15 +32,23 @@ class MemoryLedger(TorchDispatchMode):
     Args:
         watcher: told each allocation once it is booked. An error it raises comes out of the operation.
         on_operation: told each operation.
+        device_type: books tensors on devices of this type alone; None for all of them.
     """
 
-    def __init__(self, *, watcher: Watcher | None = None, on_operation: OperationWatcher | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        watcher: Watcher | None = None,
+        on_operation: OperationWatcher | None = None,
+        device_type: str | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.held_bytes = 0
         self.peak_bytes = 0
         self.phase: Phase | None = None
         self._watcher = watcher
         self._on_operation = on_operation
+        self._device_type = device_type
         self._sizes: list[int] = []
         self._phases: list[Phase] = []
         self._operations: list[str] = []
@@ -113,6 +121,8 @@ class MemoryLedger(TorchDispatchMode):
 
     def _book(self, tensor: torch.Tensor, operation: str) -> int | None:
         """Book the storage of a tensor, if that is new; return its number, None if it takes no memory."""
+        if self._device_type is not None and tensor.device.type != self._device_type:
+            return None
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):  # sparse tensors and wrappers without a storage of their own
