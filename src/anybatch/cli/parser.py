@@ -69,13 +69,10 @@ def rate(text: str) -> float:
 def size(text: str) -> int:
     """Return a number of bytes, written with its unit: 24GiB, 80GB, 512MiB."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt])(i?)b\s*", text, flags=re.IGNORECASE)
-    num_bytes = (
-        int(float(match[1]) * (1024 if match[3] else 1000) ** (1 + "kmgt".index(match[2].lower()))) if match else 0
-    )
-    if not num_bytes:
+    if match is None or not float(match[1]):
         message = f"{text!r} is no size of a memory; write it like 24GiB or 512MiB"
         raise argparse.ArgumentTypeError(message)
-    return num_bytes
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** (1 + "kmgt".index(match[2].lower())))
 
 
 def whole(text: str) -> int:

@@ -96,7 +96,8 @@ def make_figure(course: MemoryTimeline, picture: MemoryPicture) -> Figure:
     _draw_peak(areas, course, unit_bytes)
     unnamed = _draw_phases(strips, course)
     _draw_marks(strips, areas, course)
-    _draw_legends(areas, course, colours, unnamed)
+    _draw_areas_legend(areas, course, colours)
+    _draw_phases_legend(strips, areas, unnamed)
     _draw_title(strips, picture)
     return figure
 
@@ -217,10 +218,10 @@ def _label(strips: Axes, span: tuple[int, int], height: float, name: str, num_mo
     return fits
 
 
-def _draw_legends(areas: Axes, course: MemoryTimeline, colours: Mapping[str, str], phases: Sequence[str]) -> None:
-    """Name the areas from top to bottom, with what each holds at the peak; then phases that have no name yet."""
+def _draw_areas_legend(areas: Axes, course: MemoryTimeline, colours: Mapping[str, str]) -> None:
+    """Name the areas from top to bottom, with what each holds at the peak."""
     at_peak = course.at(course.peak_moment)
-    legend = areas.legend(
+    areas.legend(
         handles=[
             Patch(facecolor=colours[name], label=f"{name}\n{in_bytes(at_peak[name])}")
             for name in reversed(course.categories)
@@ -233,13 +234,17 @@ def _draw_legends(areas: Axes, course: MemoryTimeline, colours: Mapping[str, str
         handleheight=1.6,
         alignment="left",
     )
+
+
+def _draw_phases_legend(strips: Axes, areas: Axes, phases: Sequence[str]) -> None:
+    """Name the phases that have no name in their strip."""
     if phases:
-        areas.add_artist(legend)
-        areas.legend(
+        strips.legend(
             handles=[Patch(facecolor=_PHASES[name], label=_phase_name(name)) for name in phases],
             title="meanwhile",
             loc="lower left",
             bbox_to_anchor=(1.01, -0.03),
+            bbox_transform=areas.transAxes,
             handlelength=1.1,
             alignment="left",
         )
