@@ -247,7 +247,7 @@ def _draw_phases_legend(strips: Axes, areas: Axes, phases: Sequence[str]) -> Non
             bbox_transform=areas.transAxes,
             handlelength=1.1,
             alignment="left",
-        )
+        ).set_in_layout(False)  # it stands beside the areas, where the other legend has made room
 
 
 def _phase_name(phase: str) -> str:

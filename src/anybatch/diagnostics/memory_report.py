@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +13,6 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from anybatch.core.headroom import HEADROOM, Reserve
-from anybatch.core.memory_model import MemoryTrace
 from anybatch.core.memory_timeline import MemoryTimeline, timeline
 from anybatch.core.nested import tensors_of
 from anybatch.core.records import MicroBatchRecord, PhaseRecord, Record, StepRecord
@@ -28,7 +27,6 @@ from anybatch.memory.ledger import MemoryLedger
 
 UNSEEN = "not in tensors"
 """What the allocator has handed out beyond the tensors that were seen: workspaces of kernels, and rounding."""
-_LOAD = "load"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +177,7 @@ class MemoryRecording:
         self._seen_bytes = 0
         self._at_peak: MemoryInUse | None = None
         self._retries_before = 0
-        self._loaded = 0
+        self._loading = 0
         self._last_mark = ""
         self._steps: list[StepRecord] = []
         self._report: MemoryReport | None = None
@@ -204,7 +202,6 @@ class MemoryRecording:
         """Book what the engine holds already, and begin."""
         self._ledger.phase = "setup"
         self._hold()
-        self._ledger.phase = None
         if self._allocator is not None:
             begin_peak(self._device)
             now = self._allocator()
@@ -228,38 +225,45 @@ class MemoryRecording:
         """Follow the step: where it stands, and what has come to stay."""
         match record:
             case MicroBatchRecord(event="begin"):
-                self._mark_micro_batch(record.position)
+                self._mark(f"micro-batch {record.position + 1}")
             case MicroBatchRecord(event="end"):
                 self._hold()
-            case PhaseRecord(event="begin", name="load", position=int() as position):
-                self._ledger.phase, self._loaded = "setup", position
-                self._ledger.mark(_LOAD)
-            case PhaseRecord(event="begin", name=("reduce" | "clip" | "update") as name):
-                if name == "clip":
-                    self._ledger.mark("update")
-                    self._last_mark = "update"
-                self._ledger.phase = name
-            case PhaseRecord(event="end"):
-                self._ledger.phase = None
-                if record.name != "load":
-                    self._hold()
+            case PhaseRecord():
+                self._follow(record)
             case StepRecord():
                 self._steps.append(record)
             case _:
                 return
+
+    def _follow(self, record: PhaseRecord) -> None:
+        """Take over the phase; between two of them the former goes on. The ledger tells forward from backward."""
+        begins = record.event == "begin"
+        if record.name == "load":
+            self._ledger.phase, self._ledger.paused = "setup" if begins else None, begins
+            self._loading = record.position or 0
+            return
+        if record.name == "forward_backward":
+            self._ledger.phase = None if begins else "reduce"
+        elif begins:
+            self._ledger.phase = record.name
+            if record.name == "clip":
+                self._mark("update")
+        if not begins:
+            self._hold()
 
     def _hold(self) -> None:
         for category, tensors in self._engine.held().items():
             self._ledger.hold(category, tensors)
 
     def _hold_inputs(self, batch: Any) -> None:  # noqa: ANN401 (any nested batch)
-        """Book a micro-batch, which is loaded now; it began when its loading did."""
+        """Book a micro-batch, which is loaded now. What a data set holds, and what it takes to load, is not counted."""
+        self._mark(f"micro-batch {self._loading + 1}")
+        self._ledger.phase = "setup"
         self._ledger.hold("inputs", tensors_of(batch))
-        self._mark_micro_batch(self._loaded)
+        self._ledger.phase = None
 
-    def _mark_micro_batch(self, position: int) -> None:
-        """Mark that a micro-batch begins, unless that is known. A loss across samples runs each of them twice."""
-        name = f"micro-batch {position + 1}"
+    def _mark(self, name: str) -> None:
+        """Mark that something begins, unless it has. A loss across samples runs each micro-batch twice."""
         if name != self._last_mark:
             self._ledger.mark(name)
             self._last_mark = name
@@ -273,7 +277,7 @@ class MemoryRecording:
     def _make_report(self) -> MemoryReport:
         last = self._steps[-1]
         return MemoryReport(
-            timeline=timeline(tidied(self._ledger.trace())),
+            timeline=timeline(self._ledger.trace()),
             device=str(self._device),
             num_steps=len(self._steps),
             num_samples=last.num_samples,
@@ -293,20 +297,6 @@ class MemoryRecording:
             num_retries=now.num_retries - self._retries_before,
             summary=torch.cuda.memory_summary(self._device) if self._wants_summary else "",
         )
-
-
-def tidied(trace: MemoryTrace) -> MemoryTrace:
-    """Return a recorded trace in which what was made while loading is input, and loading part of its micro-batch."""
-    allocations = [
-        replace(one, category="inputs") if one.phase == "setup" and one.category == "temporaries" else one
-        for one in trace.allocations
-    ]
-    marks: list[tuple[int, str]] = []
-    for number, (place, name) in enumerate(trace.marks):
-        loaded = number > 0 and trace.marks[number - 1][1] == _LOAD
-        if name != _LOAD:
-            marks.append((trace.marks[number - 1][0] if loaded and name.startswith("micro-batch") else place, name))
-    return MemoryTrace(tuple(allocations), trace.events, tuple(marks))
 
 
 def record_memory(

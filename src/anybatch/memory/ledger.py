@@ -26,8 +26,8 @@ _NO_TASK = -1
 class MemoryLedger(TorchDispatchMode):
     """Books tensor memory while it is entered.
 
-    Memory that was there before is booked by `hold`. What is held after the block is struck off as it goes, too, so
-    `held_bytes` stays true for as long as the ledger lives.
+    Memory that was there before is booked by `hold`; while it is `paused`, nothing else is. What is held after the block
+    is struck off as it goes, too, so `held_bytes` stays true for as long as the ledger lives.
 
     Args:
         watcher: told each allocation once it is booked. An error it raises comes out of the operation.
@@ -46,6 +46,7 @@ class MemoryLedger(TorchDispatchMode):
         self.held_bytes = 0
         self.peak_bytes = 0
         self.phase: Phase | None = None
+        self.paused = False
         self._watcher = watcher
         self._on_operation = on_operation
         self._device_type = device_type
@@ -75,6 +76,8 @@ class MemoryLedger(TorchDispatchMode):
         result = func(*args, **kwargs)
         if self._on_operation is not None:
             self._on_operation(func, args, kwargs, result, self.current_phase)
+        if self.paused:
+            return result
         for leaf in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._book(leaf, str(func))
