@@ -9,6 +9,7 @@ from anybatch.core.records import (
     DiagnosisRecord,
     EndRecord,
     EvaluateRecord,
+    MemoryRecord,
     MicroBatchRecord,
     OutOfMemoryRecord,
     Record,
@@ -108,6 +109,20 @@ def diagnosis(message: str, **changes: Any) -> DiagnosisRecord:
     return replace(
         DiagnosisRecord(rank=0, step=None, code="code", level="warning", message=message, remedy=None), **changes
     )
+
+
+def memory(number: int, **changes: Any) -> MemoryRecord:
+    """Return what a device held in a step."""
+    record = MemoryRecord(
+        rank=0,
+        step=number,
+        allocated_bytes=2**20,
+        reserved_bytes=None,
+        peak_bytes=2**21,
+        limit_bytes=None,
+        category_bytes={"weights": 4_936},
+    )
+    return replace(record, **changes)
 
 
 def out_of_memory(number: int, before: int = 16, after: int | None = 8) -> OutOfMemoryRecord:

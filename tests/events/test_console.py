@@ -2,7 +2,6 @@
 
 import io
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,9 +10,8 @@ import pytest
 import torch
 from rich.console import Console as Terminal
 
-from anybatch.core.records import MemoryRecord, PhaseRecord, Record, StepRecord
+from anybatch.core.records import PhaseRecord, Record, StepRecord
 from anybatch.events.console import Console
-from anybatch.events.memory import Memory, memory_in_use
 from anybatch.events.moment import Level, Moment
 from anybatch.events.outlet import Outlet
 from anybatch.events.plain_screen import PlainScreen
@@ -24,6 +22,7 @@ from tests.events.recorded_run import (
     diagnosis,
     end,
     evaluation,
+    memory,
     micro_batch,
     out_of_memory,
     start,
@@ -32,11 +31,6 @@ from tests.events.recorded_run import (
 )
 
 WIDTHS = (60, 80, 100, 120, 160, 200)
-
-
-def no_memory(_device: str) -> Memory | None:
-    """Return what a system says that does not tell."""
-    return None
 
 
 class RecordingScreen:
@@ -88,7 +82,7 @@ class CountingTensor(torch.Tensor):
 def plain(records: Sequence[Record], *, total_steps: int | None = None, seconds: float = 1.0) -> list[str]:
     """Return the lines of a run whose records come so many seconds apart."""
     stream, clock = io.StringIO(), Clock()
-    console = Console(total_steps, stream=stream, memory=no_memory, clock=clock)
+    console = Console(total_steps, stream=stream, clock=clock)
     for record in records:
         console.observe(record)
         clock.seconds += seconds
@@ -98,7 +92,7 @@ def plain(records: Sequence[Record], *, total_steps: int | None = None, seconds:
 def watched(records: Sequence[Record], *, total_steps: int | None = None, seconds: float = 1.0) -> RecordingScreen:
     """Return what a screen was given of such a run."""
     screen, clock = RecordingScreen(), Clock()
-    console = Console(total_steps, screen=screen, memory=no_memory, clock=clock)
+    console = Console(total_steps, screen=screen, clock=clock)
     for record in records:
         console.observe(record)
         clock.seconds += seconds
@@ -309,55 +303,15 @@ def test_numbers_not_measured_are_not_shown() -> None:
     assert list(screen.last) == ["loss", "samples/s", "epoch", "time"]
 
 
-def test_memory_comes_from_records_first() -> None:
-    """A memory record beats what is asked of the system, and shows the limit it knows."""
-    memory = MemoryRecord(
-        rank=0, step=0, allocated_bytes=1, reserved_bytes=None, peak_bytes=2**30, limit_bytes=2**33, category_bytes={}
-    )
-    screen, asked = RecordingScreen(), []
+def test_memory_comes_from_records() -> None:
+    """The peak of the last memory record is shown, with the limit if there is one; a new start forgets it."""
+    no_limit = memory(0, peak_bytes=2**20)
+    limited = memory(1, peak_bytes=2**30, limit_bytes=2**33)
 
-    def ask(device: str) -> Memory:
-        asked.append(device)
-        return Memory(2**20)
-
-    console = Console(None, screen=screen, memory=ask)
-    console.observe(start(device="cuda:0"))
-    console.observe(step(0))
-    assert screen.last["memory"] == "1.00 MiB"
-    assert set(asked) == {"cuda:0"}
-
-    console.observe(memory)
-    console.observe(end(1))
-    console.observe(start())
-    assert screen.last["memory"] == "1.00 MiB"
-    console.observe(memory)
-    console.observe(step(0))
-    assert screen.last["memory"] == "1.00 of 8.00 GiB"
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells it in a file")
-def test_memory_of_the_process() -> None:
-    """On a CPU the memory in use is what the process holds, and it grows by what is allocated."""
-    before = memory_in_use("cpu")
-    held = torch.ones(2**24)  # 64 MiB
-    after = memory_in_use("cpu")
-
-    assert before is not None
-    assert after is not None
-    assert held.sum() == 2**24
-    assert after.num_bytes - before.num_bytes > 2**25
-
-
-@pytest.mark.gpu
-def test_memory_of_an_accelerator() -> None:
-    """On a CUDA device it is the most that tensors held at once, of all that the device has."""
-    held = torch.ones(2**20, device="cuda")
-    memory = memory_in_use("cuda:0")
-
-    assert memory is not None
-    assert memory.num_bytes == torch.cuda.max_memory_allocated() >= held.nbytes
-    assert memory.limit_bytes is not None
-    assert memory.limit_bytes > memory.num_bytes
+    assert "memory" not in watched([start(), step(0)]).last
+    assert watched([start(), no_limit, step(0)]).last["memory"] == "1.00 MiB"
+    assert watched([start(), no_limit, step(0), limited, step(1)]).last["memory"] == "1.00 of 8.00 GiB"
+    assert "memory" not in watched([start(), limited, step(0), end(1), start(), step(0)]).last
 
 
 def test_the_loop_does_not_wait() -> None:
@@ -447,7 +401,7 @@ def test_a_terminal_that_is_resized() -> None:
     """What is drawn next has the new width."""
     terminal = Terminal(file=io.StringIO(), width=100, height=40, force_terminal=True, color_system=None)
     clock = Clock()
-    with Console(3, screen=TerminalScreen(terminal), memory=no_memory, clock=clock) as console:
+    with Console(3, screen=TerminalScreen(terminal), clock=clock) as console:
         widths = []
         for width, record in zip((100, 70, 140), whole_run(2), strict=False):
             terminal.width = width
@@ -470,7 +424,7 @@ def test_a_terminal_is_given_back() -> None:
     for finish in ends:
         stream = io.StringIO()
         terminal = Terminal(file=stream, width=80, force_terminal=True)
-        consoles = [Console(1, screen=TerminalScreen(terminal), memory=no_memory)]
+        consoles = [Console(1, screen=TerminalScreen(terminal))]
         for record in (start(), step(0)):
             consoles[0].observe(record)
         assert [stream.getvalue().count(code) for code in ("\x1b[?25l", "\x1b[?25h")] == [1, 0]
@@ -482,7 +436,7 @@ def test_lines_stand_above_the_bar() -> None:
     """A line that is said while the bar is there is printed before the bar is drawn again, and bars do not pile up."""
     stream = io.StringIO()
     terminal = Terminal(file=stream, width=80, height=40, force_terminal=True, color_system=None)
-    with Console(2, screen=TerminalScreen(terminal), memory=no_memory, clock=Clock()) as console:
+    with Console(2, screen=TerminalScreen(terminal), clock=Clock()) as console:
         for record in (start(), step(0), evaluation(1, accuracy=0.5)):
             console.observe(record)
     shown = screen_after(stream.getvalue())
@@ -516,7 +470,7 @@ def test_colours_only_where_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
         if no_colour:
             monkeypatch.setenv("NO_COLOR", "1")
         stream = TerminalStream()
-        with Console(1, stream=stream, memory=no_memory) as console:
+        with Console(1, stream=stream) as console:
             for record in (start(), diagnosis("look"), step(0)):
                 console.observe(record)
         texts.append(stream.getvalue())
@@ -559,7 +513,7 @@ def test_what_suits_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_standard_error_is_meant_when_nothing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     """Results go to the standard output, and what a person watches to the standard error."""
-    Console(1, memory=no_memory).observe(step(0))
+    Console(1).observe(step(0))
 
     out, err = capsys.readouterr()
     assert (out, err.startswith("step 1 of 1")) == ("", True)
@@ -580,7 +534,7 @@ def test_a_lost_stream_does_not_end_the_run(error: type[Exception]) -> None:
             raise error
 
     stream = Lost()
-    console = Console(2, stream=stream, memory=no_memory)
+    console = Console(2, stream=stream)
     for record in whole_run(2):
         console.observe(record)
     assert stream.num_tried == 1
@@ -605,7 +559,7 @@ def test_letters_that_an_encoding_lacks() -> None:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii", errors="strict")
     terminal = Terminal(file=Outlet(stream), width=80, force_terminal=True, color_system="standard")  # type: ignore[arg-type]
-    with Console(2, screen=TerminalScreen(terminal), memory=no_memory) as console:
+    with Console(2, screen=TerminalScreen(terminal)) as console:
         for record in (start(), step(0), evaluation(1, μ=0.5)):
             console.observe(record)
     text = raw.getvalue()

@@ -40,6 +40,7 @@ def hardware() -> dict[str, str]:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     facts = {
         "cpu cores": f"{os.cpu_count()} ({usable} usable), {torch.get_num_threads()} torch threads",
+        "memory": _memory(),
         "accelerators": ", ".join(_device(torch, number) for number in range(num_devices)) or "none",
         "cuda of torch": torch.version.cuda or "none",
         "hip of torch": torch.version.hip or "none",
@@ -56,7 +57,17 @@ def _device(torch: ModuleType, number: int) -> str:
     if kind != "cuda":
         return f"{kind}:{number}"
     found = torch.cuda.get_device_properties(number)
-    return f"{found.name} ({found.total_memory / 2**30:.0f} GiB)"
+    free_bytes, _ = torch.cuda.mem_get_info(number)
+    return f"{found.name} ({found.total_memory / 2**30:.1f} GiB, {free_bytes / 2**30:.1f} free)"
+
+
+def _memory() -> str:
+    """Return how much memory the machine has, and how much of it is free."""
+    try:
+        page_bytes, total, free = (os.sysconf(f"SC_{name}") for name in ("PAGE_SIZE", "PHYS_PAGES", "AVPHYS_PAGES"))
+    except (AttributeError, OSError, ValueError):  # Windows has no sysconf, and macOS does not know all names
+        return "unknown"
+    return f"{total * page_bytes / 2**30:.1f} GiB, {free * page_bytes / 2**30:.1f} free"
 
 
 def _version(package: str) -> str:

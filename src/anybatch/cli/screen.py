@@ -8,11 +8,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
+from anybatch.core.headroom import Reserve
 from anybatch.core.records import CheckpointRecord, DiagnosisRecord, EndRecord, Observer, Record, StartRecord
 from anybatch.errors import UserError
 from anybatch.events.console import Console
 from anybatch.events.plot import plot_losses
-from anybatch.events.quantities import duration, per_second, three_digits
+from anybatch.events.quantities import duration, in_bytes, per_second, three_digits
+from anybatch.events.sentences import about_reserve
 from anybatch.events.tensorboard import TensorBoardLog
 from anybatch.recipes.run_folder import RunFolder
 from anybatch.recipes.session import Outcome, Outlook
@@ -133,6 +135,8 @@ def summary(outcome: Outcome, *, tensorboard: str) -> str:
         lines["loss"] = f"{three_digits(outcome.loss)} in the last step"
     if outcome.metrics:
         lines["metrics"] = _listed(outcome.metrics)
+    if outcome.peak_bytes is not None:
+        lines["memory"] = _memory(outcome.peak_bytes, outcome.limit_bytes)
     lines["asked for"] = str(outcome.folder.header)
     lines["log"] = _logs(outcome.folder)
     if outcome.loss is not None:
@@ -175,6 +179,12 @@ def _effort(outcome: Outcome) -> str:
         f"{steps}{in_all}, {outcome.num_session_samples:,} samples in "
         f"{duration(outcome.session_seconds)}, {per_second(speed)} samples/s while stepping"
     )
+
+
+def _memory(peak_bytes: int, limit_bytes: int | None) -> str:
+    if limit_bytes is None:
+        return f"peak {in_bytes(peak_bytes)} in the process of rank 0"
+    return f"{about_reserve(Reserve(peak_bytes, limit_bytes))}, on the device of rank 0"
 
 
 def _listed(values: Mapping[str, float]) -> str:

@@ -177,16 +177,16 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRecord:
-    """What a rank's device holds at this moment.
+    """What a rank's device holds when a step is over; told just before the step itself.
 
     Attributes:
         rank: the rank whose device it is.
         step: number of the step, from 0 on.
-        allocated_bytes: held by tensors.
-        reserved_bytes: held by the allocator; None where that cannot be told.
-        peak_bytes: most that tensors held at once since the step began.
+        allocated_bytes: held by tensors; on a CPU by the whole process.
+        reserved_bytes: held by the allocator; None where there is none that tells.
+        peak_bytes: most that tensors held at once since the step began; on a CPU, that the process held since it began.
         limit_bytes: what there is, or what the run was allowed; None for no limit.
-        category_bytes: parameters, gradients, optimizer, activations, temporary to their bytes; those that are known.
+        category_bytes: weights, buffers, gradients, optimizer to their bytes: what the engine keeps, from their sizes.
     """
 
     kind: ClassVar[str] = "memory"

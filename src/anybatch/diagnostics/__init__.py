@@ -3,6 +3,16 @@
 from anybatch.diagnostics.check import check
 from anybatch.diagnostics.loops.check import check_loop
 from anybatch.diagnostics.loops.report import LoopReport
+from anybatch.diagnostics.memory_report import MemoryReport, record_memory
 from anybatch.diagnostics.report import CheckReport, Finding, SplitResult
 
-__all__ = ["CheckReport", "Finding", "LoopReport", "SplitResult", "check", "check_loop"]
+__all__ = [
+    "CheckReport",
+    "Finding",
+    "LoopReport",
+    "MemoryReport",
+    "SplitResult",
+    "check",
+    "check_loop",
+    "record_memory",
+]

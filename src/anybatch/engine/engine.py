@@ -2,8 +2,9 @@
 
 import dataclasses
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
@@ -28,6 +29,7 @@ from anybatch.engine.features import features_of_choices, features_of_training, 
 from anybatch.engine.feeding import OpenBatch, Workload, make_workload, open_batch, refuse_disagreement
 from anybatch.engine.finite import FiniteCheck
 from anybatch.engine.first_step import DeclarationCheck
+from anybatch.engine.held import held_tensors
 from anybatch.engine.modules import Model, choose_strategy, collect_modules, move_modules, world_of
 from anybatch.engine.norms import Normalisation, policy_features, policy_for
 from anybatch.engine.precision import LossScaler, OptimizerFunction, PrecisionName, autocast, make_target
@@ -180,6 +182,9 @@ class Engine:
             before=self._watch.before,
             after=self._watch.after,
         )
+        # Not a method: the engine would be in a cycle, and its memory would stay until that is collected.
+        self.held = partial(held_tensors, self._modules, prepared, self._target, self.average)
+        self._watch.measure_memory(self.world, self._target.parameters, self.held)
         self._execute = choose_executor(self._machine, self._modules, self.world, self._watch, self._norms)
         self._precision = precision
         self.decisions = first_decisions(
@@ -349,6 +354,12 @@ class Engine:
     ) -> None:
         self.close(error)
 
+    def observed_by(
+        self, observer: Observer, on_micro_batch: Callable[[Any], None] = lambda _: None
+    ) -> AbstractContextManager[None]:
+        """Let one more observer look in for a while, and a function see every micro-batch on its device."""
+        return self._watch.also(observer, on_micro_batch)
+
     @property
     def _placement(self) -> Placement:
         sizes = self._sizing.sizes
@@ -464,13 +475,8 @@ class Engine:
 
     @property
     def _parts(self) -> Parts:
-        return Parts(
-            modules=self._modules,
-            target=self._target,
-            scaler=self._machine.scaler,
-            scheduler=self.scheduler,
-            average=self.average,
-        )
+        scaler, scheduler, average = self._machine.scaler, self.scheduler, self.average
+        return Parts(modules=self._modules, target=self._target, scaler=scaler, scheduler=scheduler, average=average)
 
     @property
     def _progress(self) -> Progress:

@@ -2,7 +2,7 @@
 
 import itertools
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,6 +19,7 @@ from anybatch.core.records import (
     EvaluateRecord,
     MicroBatchRecord,
     Observer,
+    Observers,
     PhaseName,
     PhaseRecord,
     Record,
@@ -31,6 +32,8 @@ from anybatch.core.reports import StepReport
 from anybatch.engine.accumulate import Work
 from anybatch.engine.clipping import ClipByNorm, ClipPolicy
 from anybatch.engine.feeding import OpenBatch, Workload
+from anybatch.engine.held import Held
+from anybatch.engine.step_memory import StepMemory
 from anybatch.parallel.gradients import accumulation_dtype
 from anybatch.parallel.world import World
 
@@ -50,6 +53,25 @@ class Watch:
         self._position = 0
         self._num_begun = 0
         self._reductions: list[tuple[int, int, torch.dtype]] = []
+        self._memory: StepMemory | None = None
+        self._gradient_bytes = 0
+        self._on_batch: Callable[[Batch], None] | None = None
+
+    def measure_memory(self, world: World, parameters: Sequence[torch.Tensor], held: Callable[[], Held]) -> None:
+        """Tell from now on what each step holds of the rank's device."""
+        self._memory = StepMemory(world.device, world.rank, held)
+        self._gradient_bytes = gradient_bytes(parameters)
+
+    @contextmanager
+    def also(self, observer: Observer, on_batch: Callable[[Batch], None]) -> Iterator[None]:
+        """Let one more observer look in, and `on_batch` see each micro-batch when it is loaded."""
+        before = self._observer, self._on_batch
+        self._observer = observer if self._observer is None else Observers(self._observer, observer)
+        self._on_batch = on_batch
+        try:
+            yield
+        finally:
+            self._observer, self._on_batch = before
 
     @property
     def watching(self) -> bool:
@@ -63,6 +85,8 @@ class Watch:
     def begin_step(self, step: int, workload: Workload) -> None:
         """Remember what the records of this step refer to."""
         self._step, self._workload, self._position, self._num_begun = step, workload, 0, 0
+        if self._observer is not None and self._memory is not None:
+            self._memory.begin()
 
     def work(self, workload: Workload) -> Iterator[tuple[Work, Batch]]:
         """Return the work of a step, telling how long each micro-batch takes to load."""
@@ -74,6 +98,8 @@ class Watch:
                 item = next(items, None)
             if item is None:
                 return
+            if self._on_batch is not None:
+                self._on_batch(item[1])
             yield item
 
     def before(self, item: Work) -> None:
@@ -132,6 +158,10 @@ class Watch:
         """Tell what a step did."""
         if self._observer is None:
             return
+        if self._memory is not None:
+            updated = not report.skipped
+            for record in self._memory.end(report.step, gradient_bytes=self._gradient_bytes, updated=updated):
+                self._tell(record)
         means = zip(report.weights.items(), report.contributions.unbind(), strict=True)
         norm = report.gradient_norm
         by_norm = self._clip.max_norm if isinstance(self._clip, ClipByNorm) else None
@@ -250,10 +280,15 @@ def start_record(
         dtype=str(parameters[0].dtype).removeprefix("torch."),
         seed=opened.seed,
         num_parameters=sum(parameter.numel() for parameter in parameters),
-        gradient_bytes=sum(p.numel() * accumulation_dtype(p).itemsize for p in parameters),
+        gradient_bytes=gradient_bytes(parameters),
         versions=_software_versions(),
         decisions=dict(decisions),
     )
+
+
+def gradient_bytes(parameters: Sequence[torch.Tensor]) -> int:
+    """Return the bytes of one copy of the gradients of parameters, in the type in which they add up."""
+    return sum(parameter.numel() * accumulation_dtype(parameter).itemsize for parameter in parameters)
 
 
 def _software_versions() -> dict[str, str]:

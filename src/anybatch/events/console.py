@@ -23,7 +23,6 @@ from anybatch.core.records import (
     StartRecord,
     StepRecord,
 )
-from anybatch.events.memory import Memory, memory_in_use
 from anybatch.events.moment import CELL_WIDTH, Cell, Moment, Screen
 from anybatch.events.outlet import Outlet
 from anybatch.events.pace import Pace
@@ -53,7 +52,6 @@ class Console:
         total_steps: steps of the whole run, those before a resume included; None if that is not known.
         stream: where to; None for the standard error, which leaves the standard output to results.
         screen: how to show it; None for the terminal's or the plain one, whichever suits the stream.
-        memory: function (device) -> memory in use; asked where no memory record has come.
         clock: seconds that only go forward.
     """
 
@@ -63,20 +61,17 @@ class Console:
         *,
         stream: TextIO | None = None,
         screen: Screen | None = None,
-        memory: Callable[[str], Memory | None] = memory_in_use,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._total_steps = total_steps
         self._screen = _screen_for(sys.stderr if stream is None else stream) if screen is None else screen
-        self._memory = memory
         self._clock = clock
         self._lock = threading.Lock()  # a record may come from the thread of a backward hook
         self._pace = Pace()
         self._num_steps = 0
-        self._device = ""
         self._step: StepRecord | None = None
         self._micro_batch: MicroBatchRecord | None = None
-        self._memory_record: MemoryRecord | None = None
+        self._memory: MemoryRecord | None = None
         self._flags: list[tuple[int, Flag]] = []
         self._shown_seconds: float | None = None
         self._shown_steps: int | None = None
@@ -115,7 +110,7 @@ class Console:
                 self._micro_batch = record
                 self._show_if_due(now, self._screen.seconds_per_micro_batch)
             case MemoryRecord():
-                self._memory_record = record
+                self._memory = record
             case StartRecord():
                 self._start(record, now)
             case EndRecord():
@@ -132,8 +127,8 @@ class Console:
         """Begin a session: how it is cut and what was decided, and the bar at its first step."""
         for line in lines_of_start(record):
             self._screen.say(line, "plain")
-        self._pace, self._num_steps, self._device = Pace(), record.first_step, record.device
-        self._step = self._micro_batch = self._memory_record = self._shown_steps = None
+        self._pace, self._num_steps = Pace(), record.first_step
+        self._step = self._micro_batch = self._memory = self._shown_steps = None
         self._pace.begin(now)
         if self._screen.shows_beginning:
             self._show(now)
@@ -199,18 +194,13 @@ class Console:
     def _cells(self, now: float) -> list[Cell]:
         cells = [] if self._step is None else _cells_of_step(self._step)
         cells.append(Cell("samples/s", per_second(self._pace.samples_per_second)))
-        memory = self._memory_now()
-        if memory is not None:
-            text = in_bytes(memory.num_bytes, memory.limit_bytes)
-            cells.append(Cell("memory", text, 8 if memory.limit_bytes is None else 16))
+        if self._memory is not None:
+            limit = self._memory.limit_bytes
+            cells.append(Cell("memory", in_bytes(self._memory.peak_bytes, limit), 8 if limit is None else 16))
         if self._step is not None:
             cells.append(Cell("epoch", f"{self._step.epoch + (self._step.sample_offset > 0):,}", 3))
         cells.append(Cell("time", duration(self._pace.seconds_since_begin(now)), 11))
         return cells
-
-    def _memory_now(self) -> Memory | None:
-        record = self._memory_record
-        return self._memory(self._device) if record is None else Memory(record.peak_bytes, record.limit_bytes)
 
 
 def _cells_of_step(record: StepRecord) -> list[Cell]:

@@ -1,8 +1,10 @@
 """What happened in a run, in a sentence for each record."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
+from anybatch.core.headroom import Reserve
 from anybatch.core.records import (
     CheckpointRecord,
     DiagnosisRecord,
@@ -66,6 +68,18 @@ def about(record: Record, total_steps: int | None, *, seconds: float | None = No
         case _:
             message = f"nothing is said about a record of kind {record.kind}"
             raise AssertionError(message)
+
+
+def about_reserve(reserve: Reserve) -> str:
+    """Return what was held of a memory and what that leaves: `peak 10.2 of 24.0 GiB, 57% left: headroom of 15% kept`.
+
+    A share is rounded towards what is worse, so that what is said to be left was left.
+    """
+    of = f"peak {in_bytes(reserve.peak_bytes, reserve.limit_bytes)}"
+    if reserve.left < 0:
+        return f"{of}: more than there is"
+    state = "kept" if reserve.kept else "used up"
+    return f"{of}, {math.floor(100 * reserve.left)}% left: headroom of {100 * reserve.headroom:g}% {state}"
 
 
 def skipped_line(numbers: Sequence[int], total_steps: int | None) -> str:

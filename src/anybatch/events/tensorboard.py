@@ -15,6 +15,7 @@ from anybatch.core.records import (
     EndRecord,
     EvaluateRecord,
     Flag,
+    MemoryRecord,
     OutOfMemoryRecord,
     Record,
     Scalar,
@@ -58,8 +59,9 @@ class TensorBoardLog:
     ```
 
     Charts: `loss` and, where there are several, each of `loss_terms/...`; `gradient_norm`, `learning_rate` (one for
-    each parameter group), `samples_per_second`, `update_skipped` once a step was skipped, `evaluation/...`. Texts: how
-    the run is cut and what was decided (`run`), and what happened (`happenings`). The horizontal axis is the number of
+    each parameter group), `samples_per_second`, `memory_gib/peak` and what else is known of the device's memory,
+    `update_skipped` once a step was skipped, `evaluation/...`. Texts: how the run is cut and what was decided (`run`),
+    and what happened (`happenings`). The horizontal axis is the number of
     steps made, everywhere: a step stands at the number that was made with it. What a resume has undone is hidden.
 
     Rank 0 writes; the records of other ranks are not looked at. Steps are kept for some seconds and read from their
@@ -116,7 +118,7 @@ class TensorBoardLog:
                 case CheckpointRecord():
                     self._pace.aside(now)
                     self._keep(record)
-                case DiagnosisRecord() | OutOfMemoryRecord():
+                case DiagnosisRecord() | OutOfMemoryRecord() | MemoryRecord():
                     self._keep(record)
                 case _:
                     return
@@ -172,6 +174,8 @@ class TensorBoardLog:
             elif isinstance(record, EvaluateRecord):
                 metrics = [(f"evaluation/{name}", value) for name, value in record.metrics.items()]
                 _add_scalars(writer, metrics, record.step, wall_seconds)
+            elif isinstance(record, MemoryRecord):
+                _add_scalars(writer, _points_of_memory(record), record.step + 1, wall_seconds)
             else:
                 line, _ = about(record, None)
                 writer.add_text("happenings", line, _steps_made(record), wall_seconds)
@@ -199,6 +203,17 @@ def _points(record: StepRecord, samples_per_second: float | None) -> list[Point]
     if samples_per_second is not None:
         points.append(("samples_per_second", samples_per_second))
     return points
+
+
+def _points_of_memory(record: MemoryRecord) -> list[Point]:
+    """Return what a device held, in GiB, under the names of its charts."""
+    sizes = {
+        "peak": record.peak_bytes,
+        "allocated": record.allocated_bytes,
+        "reserved": record.reserved_bytes,
+        "limit": record.limit_bytes,
+    }
+    return [(f"memory_gib/{name}", size / 2**30) for name, size in sizes.items() if size is not None]
 
 
 def _add_scalars(writer: Writer, points: list[Point], step: int, wall_seconds: float) -> None:

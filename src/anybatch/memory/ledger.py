@@ -26,21 +26,30 @@ _NO_TASK = -1
 class MemoryLedger(TorchDispatchMode):
     """Books tensor memory while it is entered.
 
-    Memory that was there before is booked by `hold`. What is held after the block is struck off as it goes, too, so
-    `held_bytes` stays true for as long as the ledger lives.
+    Memory that was there before is booked by `hold`; while it is `paused`, nothing else is. What is held after the block
+    is struck off as it goes, too, so `held_bytes` stays true for as long as the ledger lives.
 
     Args:
         watcher: told each allocation once it is booked. An error it raises comes out of the operation.
         on_operation: told each operation.
+        device_type: books tensors on devices of this type alone; None for all of them.
     """
 
-    def __init__(self, *, watcher: Watcher | None = None, on_operation: OperationWatcher | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        watcher: Watcher | None = None,
+        on_operation: OperationWatcher | None = None,
+        device_type: str | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.held_bytes = 0
         self.peak_bytes = 0
         self.phase: Phase | None = None
+        self.paused = False
         self._watcher = watcher
         self._on_operation = on_operation
+        self._device_type = device_type
         self._sizes: list[int] = []
         self._phases: list[Phase] = []
         self._operations: list[str] = []
@@ -67,6 +76,8 @@ class MemoryLedger(TorchDispatchMode):
         result = func(*args, **kwargs)
         if self._on_operation is not None:
             self._on_operation(func, args, kwargs, result, self.current_phase)
+        if self.paused:
+            return result
         for leaf in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._book(leaf, str(func))
@@ -136,6 +147,8 @@ class MemoryLedger(TorchDispatchMode):
 
     def _book(self, tensor: torch.Tensor, operation: str) -> int | None:
         """Book the storage of a tensor, if that is new; return its number, None if it takes no memory."""
+        if self._device_type is not None and tensor.device.type != self._device_type:
+            return None
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):  # sparse tensors and wrappers without a storage of their own

@@ -60,6 +60,7 @@ class AllReduce:
             call=lambda function, batch: function(model, batch),
             backward_inputs=tuple(parameters.values()),
             differed=differed,
+            gradient_buffers=self._buffers.flats,
         )
 
     def micro_batch(self, turn: Turn) -> AbstractContextManager[object]:

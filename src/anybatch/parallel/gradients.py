@@ -55,6 +55,11 @@ class GradientBuffers:
             for number, parameter in enumerate(self._parameters)
         ]
 
+    @property
+    def flats(self) -> tuple[torch.Tensor, ...]:
+        """The buffers themselves."""
+        return tuple(bucket.flat for bucket in self.buckets)
+
     def clear(self) -> None:
         """Set all gradients to zero and give every parameter its view again."""
         for bucket in self.buckets:

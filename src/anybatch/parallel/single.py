@@ -35,6 +35,7 @@ class Single:
             parameters=parameters,
             call=lambda function, batch: function(model, batch),
             backward_inputs=tuple(self._parameters),
+            gradient_buffers=() if self._buffers is None else self._buffers.flats,
         )
 
     def micro_batch(self, turn: Turn) -> AbstractContextManager[object]:

@@ -56,12 +56,14 @@ class Prepared:
         call: runs `function(model, batch)` with the user's own model, inside whatever wrapper the strategy needs.
         backward_inputs: the leaves a backward accumulates into; None for all that it reaches.
         differed: names of what was not equal on all ranks before and is now.
+        gradient_buffers: where gradients add up, apart from `.grad`.
     """
 
     parameters: Mapping[str, nn.Parameter]
     call: Callable[[LossFunction, Batch], Any]
     backward_inputs: tuple[torch.Tensor, ...] | None = None
     differed: tuple[str, ...] = ()
+    gradient_buffers: tuple[torch.Tensor, ...] = ()
 
 
 class Strategy(Protocol):

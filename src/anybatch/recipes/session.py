@@ -13,7 +13,7 @@ from pathlib import Path
 
 from anybatch.checkpoints import list_checkpoints
 from anybatch.core.geometry import ceil_div
-from anybatch.core.records import Observer, Record
+from anybatch.core.records import MemoryRecord, Observer, Record
 from anybatch.core.reports import StepReport
 from anybatch.engine.engine import Engine
 from anybatch.events.jsonl import JsonlLog
@@ -56,6 +56,8 @@ class Outcome:
         num_session_samples: samples of those, over all ranks.
         session_seconds: from its beginning to its end.
         stepping_seconds: the part of them that was neither start, evaluation nor saving.
+        peak_bytes: most that this rank held in a step, as `MemoryRecord` has it; None where the system does not tell.
+        limit_bytes: what there is; None if that is not said.
         loss: of the last step; None if there was none.
         metrics: of the last evaluation; empty if there was none.
         checkpoint: the newest one; None if there is none.
@@ -68,6 +70,8 @@ class Outcome:
     num_session_samples: int
     session_seconds: float
     stepping_seconds: float
+    peak_bytes: int | None
+    limit_bytes: int | None
     loss: float | None
     metrics: Mapping[str, float]
     checkpoint: Path | None
@@ -122,12 +126,14 @@ def train(
             contextlib.nullcontext(stop) if stop is not None else StopRequest() as asked,
             JsonlLog(place.log(world.rank)) as log,
         ):
-            relay = Relay(log)
+            highest = Highest()
+            relay = Relay(log, highest)
             ready = prepare(job, choices or Choices(), header, origin, place=place, world=world, observer=relay)
             if observer is not None:
                 first_step = ready.run.engine.num_steps
                 relay.begin(observer(Outlook(folder=place, first_step=first_step, num_steps=ready.num_steps)))
-            return _run(_Session(ready, place, _Pace(asked, checkpoint_seconds, clock, begun)), ready.run.engine)
+            pace = _Pace(asked, checkpoint_seconds, clock, begun)
+            return _run(_Session(ready, place, pace, highest), ready.run.engine)
     except BaseException:
         if header is None and (ready is None or ready.run.engine.num_steps == 0):
             place.clear(world.rank)  # so that the same command runs once the reason is gone
@@ -171,6 +177,18 @@ class Relay:
         self._observers += observers
 
 
+class Highest:
+    """An observer that keeps the memory record of the highest peak."""
+
+    def __init__(self) -> None:
+        self.record: MemoryRecord | None = None
+
+    def observe(self, record: Record, /) -> None:
+        """Keep a record, if it is of a higher peak."""
+        if isinstance(record, MemoryRecord) and (self.record is None or record.peak_bytes > self.record.peak_bytes):
+            self.record = record
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pace:
     """When to stop, when to save, and what time it is."""
@@ -184,11 +202,11 @@ class _Pace:
 class _Session:
     """The loop of one session, and what it remembers between two steps."""
 
-    def __init__(self, ready: Ready, place: RunFolder, pace: _Pace) -> None:
+    def __init__(self, ready: Ready, place: RunFolder, pace: _Pace, highest: Highest) -> None:
         self._run, self._engine = ready.run, ready.run.engine
         self._rest = ready.rest
         self._num_steps = ready.num_steps
-        self._place, self._pace = place, pace
+        self._place, self._pace, self._highest = place, pace, highest
         self._first_step = self._engine.num_steps
         self._evaluated = self._saved = -1
         self._saved_at = pace.clock()
@@ -226,6 +244,7 @@ class _Session:
     def _outcome(self, *, stopped: bool, loop_seconds: float) -> Outcome:
         """Return how it ended."""
         found = list_checkpoints(self._place.checkpoints)
+        memory = self._highest.record
         return Outcome(
             folder=self._place,
             stopped=stopped,
@@ -234,6 +253,8 @@ class _Session:
             num_session_samples=self._num_samples,
             session_seconds=self._pace.clock() - self._pace.begun,
             stepping_seconds=loop_seconds - self._aside_seconds,
+            peak_bytes=None if memory is None else memory.peak_bytes,
+            limit_bytes=None if memory is None else memory.limit_bytes,
             loss=None if self._report is None else self._report.loss,
             metrics=self._metrics,
             checkpoint=found[-1] if found else None,

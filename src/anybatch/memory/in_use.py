@@ -1,0 +1,83 @@
+"""How much memory this process has of a device, asked without waiting for the device. The one place that asks."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_PROCESS = Path("/proc/self/status")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryInUse:
+    """Memory in use.
+
+    Attributes:
+        allocated_bytes: on a CUDA device what tensors hold, on a CPU what the process holds, its code and all.
+        peak_bytes: most of it at once: on a CUDA device since `begin_peak`, on a CPU since the process began.
+        reserved_bytes: what the allocator holds; None on a CPU.
+        limit_bytes: what the process may hold; None where nobody has set a limit.
+        num_retries: how often the allocator has let go of all that it had cached, to find room, since it began.
+    """
+
+    allocated_bytes: int
+    peak_bytes: int
+    reserved_bytes: int | None = None
+    limit_bytes: int | None = None
+    num_retries: int = 0
+
+
+def memory_in_use(device: torch.device) -> MemoryInUse | None:
+    """Return what a CUDA device, or this process, holds; None where the system does not tell.
+
+    A CUDA device is not asked, and not waited for: torch's allocator keeps its own counters on the host.
+    """
+    if device.type == "cuda":
+        return _of_cuda(device)
+    return _of_process() if device.type == "cpu" else None
+
+
+def begin_peak(device: torch.device) -> None:
+    """Let the peak begin anew, which `torch.cuda.max_memory_allocated` returns too. On a CPU nothing happens."""
+    if device.type == "cuda" and torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def limit_of(device: torch.device) -> int | None:
+    """Return the bytes that this process may allocate on a CUDA device; None elsewhere."""
+    if device.type != "cuda":
+        return None
+    total_bytes = torch.cuda.get_device_properties(device).total_memory
+    return int(total_bytes * torch.cuda.get_per_process_memory_fraction(device))
+
+
+def _of_cuda(device: torch.device) -> MemoryInUse | None:
+    counters: dict[str, Any] = torch.cuda.memory_stats_as_nested_dict(device)
+    if not counters:  # CUDA has not been begun
+        return None
+    return MemoryInUse(
+        allocated_bytes=counters["allocated_bytes"]["all"]["current"],
+        peak_bytes=counters["allocated_bytes"]["all"]["peak"],
+        reserved_bytes=counters["reserved_bytes"]["all"]["current"],
+        limit_bytes=limit_of(device),
+        num_retries=counters["num_alloc_retries"],
+    )
+
+
+def _of_process() -> MemoryInUse | None:
+    """Return what the kernel says; `ru_maxrss` would be that of the program which has started this one."""
+    try:
+        text = _PROCESS.read_text(encoding="utf-8", errors="replace")
+    except OSError:  # not Linux
+        return None
+    found = dict(line.split(":", 1) for line in text.splitlines() if line.startswith(("VmRSS:", "VmHWM:")))
+    try:
+        return MemoryInUse(allocated_bytes=_in_bytes(found["VmRSS"]), peak_bytes=_in_bytes(found["VmHWM"]))
+    except KeyError:  # a kernel that keeps it to itself, as some sandboxes' do
+        return None
+
+
+def _in_bytes(text: str) -> int:
+    """Return the bytes that `   1234 kB` says."""
+    return int(text.split(maxsplit=1)[0]) * 1024
