@@ -24,6 +24,7 @@ class Verb:
 
 VERBS = (
     Verb("train", "How do I train at the batch size I name, on whatever is here?"),
+    Verb("plan", "What fits into a device that is not here, and what would make more fit?"),
     Verb("check", "Is what I train exactly what I think?"),
     Verb("memory", "Where does the memory of a step go, and how much is left?"),
     Verb("init", "How does a recipe of my own begin?"),

@@ -1,12 +1,13 @@
 """argparse, as every verb uses it: options in full, errors in a sentence, values that say what they must be."""
 
 import argparse
-import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Literal, NoReturn
 
 from anybatch.cli.status import Status
+from anybatch.core.devices import parse_bytes
+from anybatch.errors import UserError
 
 Explain = Callable[[Sequence[str]], str]
 
@@ -68,11 +69,10 @@ def rate(text: str) -> float:
 
 def size(text: str) -> int:
     """Return a number of bytes, written with its unit: 24GiB, 80GB, 512MiB."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt])(i?)b\s*", text, flags=re.IGNORECASE)
-    if match is None or not float(match[1]):
-        message = f"{text!r} is no size of a memory; write it like 24GiB or 512MiB"
-        raise argparse.ArgumentTypeError(message)
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** (1 + "kmgt".index(match[2].lower())))
+    try:
+        return parse_bytes(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def whole(text: str) -> int:

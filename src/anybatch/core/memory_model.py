@@ -90,21 +90,6 @@ class Peak:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Timeline:
-    """What is held after each event.
-
-    Attributes:
-        held_bytes: all of it.
-        by_category: the same by what it is held for.
-        marks: (number of events before it, name).
-    """
-
-    held_bytes: Int64[torch.Tensor, " event"]
-    by_category: Mapping[Category, Int64[torch.Tensor, " event"]]
-    marks: tuple[tuple[int, str], ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Polynomials:
     """Many functions `constant + slope m + curvature m (m - 1) / 2`, one per entry.
 
@@ -197,17 +182,11 @@ class MemoryEnvelope:
         mark = before[-1] if before else ""
         return Peak(int(held[index]), by_category, last.phase, last.operation, index, mark)
 
-    def timeline(self, m: int) -> Timeline:
-        """Return what is held after each event at micro-batch size `m`."""
-        signs, which = _signs_and_numbers(self.trace.events)
-        changes = signs * self.allocated.at(m)[which]
-        categories = get_args(Category)
-        numbers = torch.tensor([categories.index(one.category) for one in self.trace.allocations], dtype=torch.int64)
-        by_category = {
-            category: torch.where(numbers[which] == number, changes, 0).cumsum(0)
-            for number, category in enumerate(categories)
-        }
-        return Timeline(changes.cumsum(0), by_category, self.trace.marks)
+    def at(self, m: int) -> MemoryTrace:
+        """Return the trace as it is at micro-batch size `m`."""
+        rows = zip(self.trace.allocations, self.sizes(m), strict=True)
+        resized = tuple(Allocation(size, one.category, one.phase, one.operation) for one, size in rows)
+        return MemoryTrace(resized, self.trace.events, self.trace.marks)
 
 
 def fit(trace_a: MemoryTrace, m_a: int, trace_b: MemoryTrace, m_b: int) -> MemoryEnvelope:
@@ -296,7 +275,7 @@ def check(envelope: MemoryEnvelope, trace: MemoryTrace, m: int) -> Checked:
             f"it took {one.num_bytes:,}. Let the sizes be tried instead of planned."
         )
         raise PlanError(message)
-    earlier = [(_resized(envelope, traced), traced) for traced in envelope.traced]
+    earlier = [(envelope.at(traced), traced) for traced in envelope.traced]
     return Checked("quadratic", fit_quadratic([*earlier, (trace, m)]), predicted, found.peak_bytes)
 
 
@@ -362,13 +341,6 @@ def _signs_and_numbers(
 
 def _sizes(trace: MemoryTrace) -> Int64[torch.Tensor, " allocation"]:
     return torch.tensor([one.num_bytes for one in trace.allocations], dtype=torch.int64)
-
-
-def _resized(envelope: MemoryEnvelope, m: int) -> MemoryTrace:
-    """Return the trace as it was at a micro-batch size that the envelope was made from."""
-    rows = zip(envelope.trace.allocations, envelope.sizes(m), strict=True)
-    resized = tuple(Allocation(size, one.category, one.phase, one.operation) for one, size in rows)
-    return MemoryTrace(resized, envelope.trace.events, envelope.trace.marks)
 
 
 def _divided(

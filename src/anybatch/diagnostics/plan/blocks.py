@@ -52,9 +52,14 @@ class Blocks:
         return f"{self.path}{'.' * bool(self.path)}* ({len(self.names)} x {self.kind.__name__})"
 
 
+def as_module(model: Model) -> nn.Module:
+    """Return a model as one module, with data or without."""
+    return nn.ModuleDict(dict(model)) if isinstance(model, Mapping) else model
+
+
 def repeated_blocks(model: Model) -> tuple[Blocks, ...]:
     """Return the outermost rows of at least two modules of one class that hold modules and parameters of their own."""
-    modules = nn.ModuleDict(dict(model)) if isinstance(model, Mapping) else model
+    modules = as_module(model)
     found: list[Blocks] = []
     inside: list[str] = []
     for path, parent in modules.named_modules():

@@ -9,12 +9,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from anybatch.core.loss import declared
 from anybatch.core.memory_model import MemoryEnvelope, Polynomials
 from anybatch.core.nested import tensors_of
-from anybatch.diagnostics.plan.blocks import Blocks, Keeping, checkpoint_blocks, repeated_blocks
+from anybatch.diagnostics.plan.blocks import Blocks, Keeping, as_module, checkpoint_blocks, repeated_blocks
 from anybatch.diagnostics.plan.task import Task, built
-from anybatch.engine.modules import Model, collect_modules
+from anybatch.engine.modules import Model
 
 CHUNK_TOKENS = 1024
 """Tokens whose logits are there at once in a loss that is computed in chunks."""
@@ -102,8 +101,7 @@ def _checkpointing(task: Task, rows: tuple[Blocks, ...], name: str, keeping: Kee
 
 def _of_head(task: Task) -> list[Change]:
     """Return a loss over a large vocabulary in chunks."""
-    modules = collect_modules(cast("Model", task.model), declared(task.loss))
-    heads = [one.out_features for one in modules.modules() if isinstance(one, nn.Linear)]
+    heads = [one.out_features for one in as_module(cast("Model", task.model)).modules() if isinstance(one, nn.Linear)]
     vocabulary = max(heads, default=0)
     labels = [tensor for tensor in tensors_of(task.sample) if not tensor.is_floating_point() and tensor.dim() > 1]
     if vocabulary < _LEAST_VOCABULARY or not labels:

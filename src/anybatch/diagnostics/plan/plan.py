@@ -5,17 +5,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
+import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from anybatch.core.geometry import ceil_div
-from anybatch.core.splitting import BatchPlan, Cut, plan_shares
+from anybatch.core.memory_timeline import ORDER
+from anybatch.core.splitting import BatchPlan, Cut, plan_batch
+from anybatch.diagnostics.plan.blocks import as_module
 from anybatch.diagnostics.plan.budget import Budget
 from anybatch.diagnostics.plan.memory_plan import Envelopes, find_envelopes
 from anybatch.diagnostics.plan.proposals import Fit, best_first, fit_of, propose
 from anybatch.diagnostics.plan.task import Task, built
 from anybatch.diagnostics.plan.words import words_of
-from anybatch.engine.modules import Model, collect_modules
-from anybatch.core.loss import declared
+from anybatch.engine.modules import Model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -61,7 +64,7 @@ class Plan:
     def bytes_by_purpose(self) -> Mapping[str, int]:
         """Return what the device's memory is held for at the peak: tensors by category, and what is beside them."""
         fit = self.as_it_is
-        held = {name: size for name, size in fit.peak.by_category.items() if size}
+        held: dict[str, int] = {name: fit.peak.by_category[name] for name in ORDER}
         held["allocator"] = fit.reserved_bytes - fit.peak.num_bytes
         held["libraries"] = self.budget.outside_bytes + self.budget.workspace_bytes
         return {name: size for name, size in held.items() if size}
@@ -91,19 +94,23 @@ def make_plan(task: Task, budget: Budget, effective_batch_size: int, *, name: st
     envelopes: Envelopes = find_envelopes(ready, budget.usable_bytes, most_samples=share)
     as_it_is = fit_of(task, envelopes, budget, share)
     changes = propose(task, envelopes, budget, share) if proposals else []
-    modules = collect_modules(cast("Model", ready.model), declared(ready.loss))
+    modules = as_module(cast("Model", ready.model))
     optimizer = ready.optimizer
     cut = Cut(micro_batch_size=as_it_is.micro_batch_size)
     return Plan(
         name=name,
         num_parameters=sum(parameter.numel() for parameter in modules.parameters()),
-        optimizer=type(optimizer if isinstance(optimizer, Optimizer) else optimizer(trial_parameters())).__name__,
+        optimizer=type(optimizer if isinstance(optimizer, Optimizer) else optimizer(_one_parameter())).__name__,
         precision=task.precision,
         budget=budget,
-        batch=plan_shares(effective_batch_size, task.world_size, cut),
+        batch=plan_batch(effective_batch_size, task.world_size, cut),
         as_it_is=as_it_is,
         changes=tuple(best_first(changes)),
         exact=envelopes.verdict == "exact",
         notes=envelopes.notes,
         seconds=time.perf_counter() - start,
     )
+
+
+def _one_parameter() -> list[tuple[str, nn.Parameter]]:
+    return [("weight", nn.Parameter(torch.zeros(1)))]

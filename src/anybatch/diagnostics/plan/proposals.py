@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from anybatch.core.caching_allocator import largest_that_fits, replay
 from anybatch.core.geometry import ceil_div
+from anybatch.core.size_choice import even_size
 from anybatch.core.memory_model import MemoryEnvelope, Peak
 from anybatch.diagnostics.plan.budget import Budget
 from anybatch.diagnostics.plan.changes import Change, possible_changes
@@ -51,8 +52,8 @@ def fit_of(task: Task, envelopes: Envelopes, budget: Budget, share: int, *, name
     for envelope in (envelopes.steady, envelopes.first):
         found = _largest(envelope, task, budget)
         largest = largest if found is None else min(largest, found)
-    steps = ceil_div(share, max(1, largest))
-    size = ceil_div(share, steps)
+    size = even_size(share, max(1, largest))
+    steps = ceil_div(share, size)
     envelope = max((envelopes.steady, envelopes.first), key=lambda one: one.peak_bytes(size))
     held = envelope.peak_bytes(size)
     reserved = held

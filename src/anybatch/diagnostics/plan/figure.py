@@ -1,0 +1,30 @@
+"""A plan as a picture: memory over the course of the step that was planned."""
+
+from pathlib import Path
+
+from anybatch.core.memory_timeline import timeline
+from anybatch.diagnostics.memory_figure import MemoryPicture, draw_memory
+from anybatch.diagnostics.plan.plan import Plan
+from anybatch.events.quantities import in_bytes
+
+
+def draw_plan(plan: Plan, path: Path) -> None:
+    """Draw what tensors will hold over the course of a step, at the micro-batch size that is proposed.
+
+    The line for what there is stands where tensors may go: context, libraries and the allocator's rounding are below
+    it already.
+
+    Raises:
+        UserError: matplotlib is not installed, or the picture has another ending than .png, .svg or .pdf.
+        OSError: it cannot be written.
+    """
+    fit, budget = plan.as_it_is, plan.budget
+    beside = budget.outside_bytes + budget.workspace_bytes + fit.reserved_bytes - fit.peak.num_bytes
+    picture = MemoryPicture(
+        title=f"{plan.name} on {plan.budget}, planned: micro-batches of {fit.micro_batch_size}",
+        below=f"{plan.optimizer}, {plan.precision}; two of {fit.accumulation_steps} micro-batches are shown; "
+        f"{in_bytes(beside)} beside tensors",
+        limit_bytes=budget.total_bytes - beside,
+        headroom=budget.headroom,
+    )
+    draw_memory(timeline(fit.envelope.at(fit.micro_batch_size)), picture, path)

@@ -1,0 +1,109 @@
+"""A plan in words, 80 columns wide, for a terminal and for a pipe."""
+
+from typing import TYPE_CHECKING
+
+from anybatch.diagnostics.memory_bar import MemoryBar
+from anybatch.diagnostics.plan.budget import Budget
+from anybatch.diagnostics.plan.proposals import Fit
+from anybatch.events.quantities import in_bytes
+
+if TYPE_CHECKING:
+    from anybatch.diagnostics.plan.plan import Plan
+
+_NAME_WIDTH = 11
+
+
+def words_of(plan: "Plan") -> str:
+    """Return a plan as text."""
+    lines = [
+        f"{plan.name}: {plan.num_parameters:,} parameters, {plan.optimizer}, {plan.precision}",
+        f"on {plan.batch.world_size} x {plan.budget}, {plan.batch.num_samples:,} samples a step",
+        "",
+        *(_fitting(plan) if plan.as_it_is.fits else _nothing_fits(plan)),
+        "",
+        *str(MemoryBar(plan.bytes_by_purpose(), plan.budget.total_bytes)).splitlines(),
+    ]
+    if plan.changes:
+        lines += ["", *_table(plan)]
+    lines += ["", *(f"note: {note}" for note in plan.notes), _made(plan)]
+    return "\n".join(lines)
+
+
+def _fitting(plan: "Plan") -> list[str]:
+    fit, budget = plan.as_it_is, plan.budget
+    taken = fit.reserved_bytes + budget.outside_bytes + budget.workspace_bytes
+    left = 1.0 - taken / budget.total_bytes
+    return _rows(
+        fits=f"micro-batches of {fit.micro_batch_size}: {plan.batch}",
+        peak=f"{in_bytes(fit.peak.num_bytes)} in tensors, {in_bytes(taken)} in all, {_moment(fit)}",
+        left=f"{100 * left:.0f}% of the device; {100 * budget.headroom:.0f}% is kept free ({_why(budget)})",
+        largest=f"{fit.largest}{_bound(plan)}",
+    )
+
+
+def _bound(plan: "Plan") -> str:
+    """Return what keeps the micro-batch size from being larger."""
+    fit, usable = plan.as_it_is, plan.budget.usable_bytes
+    next_bytes = fit.envelope.peak_bytes(fit.largest + 1)
+    share = max(sum(unit.num_samples for unit in units) for units in plan.batch.shares)
+    if fit.largest >= share:
+        return ", which is all there is for a rank"
+    if next_bytes <= usable:
+        return f": tensors would leave room for {fit.envelope.largest(usable)}, the allocator's rounding does not"
+    peak = fit.envelope.at_peak(fit.largest + 1)
+    what = "the optimizer's step" if peak.phase == "update" else "tensors"
+    return f": one more would take {in_bytes(next_bytes)} for {what}, of {in_bytes(usable)}"
+
+
+def _nothing_fits(plan: "Plan") -> list[str]:
+    """Say what does not fit even for a single sample, and the smallest change that would."""
+    fit, usable = plan.as_it_is, max(0, plan.budget.usable_bytes)
+    alone = [(size, name) for name, size in fit.peak.by_category.items() if size > usable]
+    if alone:
+        size, name = max(alone)
+        term = f"the {name} alone take {in_bytes(size)}"
+    else:
+        largest = sorted(((size, name) for name, size in fit.peak.by_category.items()), reverse=True)[:3]
+        term = "no part alone is too large; " + ", ".join(f"{name} {in_bytes(size)}" for size, name in largest)
+    fitting = [change for change in plan.changes if change.fits]
+    cure = f"{fitting[0].name}: {fitting[0].how}" if fitting else "nothing of what was tried"
+    return _rows(
+        fits=f"nothing: one sample takes {in_bytes(fit.peak.num_bytes)}, and {in_bytes(usable)} can be had",
+        because=term,
+        peak=_moment(fit),
+        smallest=f"change that would fit: {cure}",
+    )
+
+
+def _moment(fit: Fit) -> str:
+    place = {"setup": "before the step", "update": "in the update"}.get(fit.peak.phase, f"in the {fit.peak.phase}")
+    return f"{place}, at {fit.peak.operation}" if fit.peak.operation else place
+
+
+def _why(budget: Budget) -> str:
+    return "nothing has been measured on it yet" if budget.headroom else "as asked"
+
+
+def _table(plan: "Plan") -> list[str]:
+    """Return what fits with each change, beside what fits without."""
+    rows = [("what would change it", "micro-batch", "steps", "memory")]
+    rows += [_row("as it is", plan.as_it_is, plan.budget)]
+    rows += [_row(change.name, change, plan.budget) for change in plan.changes]
+    width = max(len(row[0]) for row in rows)
+    return [f"{name:<{width}}  {size:>11}  {steps:>6}  {memory:>9}" for name, size, steps, memory in rows]
+
+
+def _row(name: str, fit: Fit, budget: Budget) -> tuple[str, str, str, str]:
+    taken = in_bytes(fit.reserved_bytes + budget.outside_bytes + budget.workspace_bytes)
+    if not fit.fits:
+        return name, "-", "-", taken
+    return name, str(fit.micro_batch_size), str(fit.accumulation_steps), taken
+
+
+def _made(plan: "Plan") -> str:
+    sure = "each allocation follows its line" if plan.exact else "allocations follow lines and quadratics"
+    return f"planned in {plan.seconds:.1f} s without the device; {sure}, seen at a third size"
+
+
+def _rows(**texts: str) -> list[str]:
+    return [f"{name:<{_NAME_WIDTH}}{text}" for name, text in texts.items()]
