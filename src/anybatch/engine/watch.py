@@ -251,12 +251,12 @@ def start_record(
         seed=opened.seed,
         num_parameters=sum(parameter.numel() for parameter in parameters),
         gradient_bytes=sum(p.numel() * accumulation_dtype(p).itemsize for p in parameters),
-        versions=_software_versions(),
+        versions=software_versions(),
         decisions=dict(decisions),
     )
 
 
-def _software_versions() -> dict[str, str]:
+def software_versions() -> dict[str, str]:
     """Return the versions a reader of a log needs to make sense of it."""
     try:
         own = version("anybatch")
