@@ -66,7 +66,7 @@ def even_size(share: int, limit: int, *, group: int = 1) -> int:
 
 
 def line_through(seconds: Mapping[int, float]) -> Line | None:
-    """Return the line of least squares through the three smallest sizes; None if they do not lie on a rising one.
+    """Return the line of least squares through the three smallest sizes; None if it does not rise.
 
     Args:
         seconds: size to the seconds of one micro-batch.
@@ -79,7 +79,7 @@ def line_through(seconds: Mapping[int, float]) -> Line | None:
     slope = sum((size - mean_size) * (seconds[size] - mean_seconds) for size in sizes)
     slope /= sum((size - mean_size) ** 2 for size in sizes)
     fixed = mean_seconds - slope * mean_size
-    return Line(fixed, slope) if slope > 0.0 and fixed > 0.0 else None
+    return Line(max(0.0, fixed), slope) if slope > 0.0 else None
 
 
 def sizes_worth_timing(share: int, largest: int, seconds: Mapping[int, float], *, group: int = 1) -> tuple[int, ...]:
@@ -94,8 +94,8 @@ def sizes_worth_timing(share: int, largest: int, seconds: Mapping[int, float], *
         group: micro-batches hold whole groups of this many samples.
     """
     line = line_through(seconds)
-    wanted = [largest, largest // 2, largest // 4]
-    wanted += [] if line is None else [line.knee]
+    wanted = [largest, ceil_div(largest, 2), ceil_div(largest, 4)]
+    wanted += [line.knee] if line is not None and line.fixed_seconds else []
     wanted += [min(seconds, key=lambda size: step_seconds(share, size, seconds[size], line))] if seconds else []
     smallest = max(group, min(2, largest))  # one sample alone has no variance, and fills no device
     limits = (max(smallest, min(limit, largest)) for limit in wanted)

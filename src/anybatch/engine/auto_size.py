@@ -29,6 +29,8 @@ NUM_ROUNDS = 3
 """How often each size is timed; the shortest time counts, since whatever disturbs makes it longer."""
 _SHORTEST_SECONDS = 0.005
 """Micro-batches are run in a row until this is over, or the share is: less says more of the clock than of the model."""
+_PAYS = 1.1
+"""Doubling pays if it makes samples this many times as fast."""
 _CODES = ("ran", "out_of_memory", "failed")
 
 
@@ -70,7 +72,7 @@ class Auto:
             told. It gets the rank's share of the first effective batch, on the host, and the samples of the largest
             share. None: sizes are doubled until memory runs out or the share is used up.
         known: remembers what was found, from one process to the next; None measures in each.
-        most_seconds: no further size is begun after so long.
+        most_seconds: how long to try. Sizes are doubled for longer only while that makes samples a tenth faster.
         clock: seconds that only go forward.
     """
 
@@ -219,9 +221,8 @@ class Search:
                 break
             if size == self._upper:
                 break
-            # Two micro-batches of twice the size, and half of the time is for comparing.
-            if timed and climb.largest and self._elapsed + 4 * trial.seconds > self._auto.most_seconds / 2:
-                climb.ended = f"larger ones were not tried in the {self._auto.most_seconds:g} s there are for it"
+            if timed and climb.largest and self._is_late(climb):
+                climb.ended = f"larger ones were not tried in the {self._elapsed:.0f} s that it took"
                 break
             if not trial.may_double:
                 climb.ended = "larger ones were not tried, for there is not enough memory left to be sure"
@@ -230,6 +231,18 @@ class Search:
         if climb.too_large is not None:
             self._give_way(climb)
         return climb
+
+    def _is_late(self, climb: _Climb) -> bool:
+        """Return whether there is no time for twice the size: half of it is for comparing.
+
+        More is taken while doubling still pays: a model for which time is short is the last one that should be left
+        with a size that is too small.
+        """
+        *_, size = climb.seconds
+        after = self._elapsed + 4 * climb.seconds[size]  # two micro-batches, each of at most twice the time
+        before = climb.seconds.get(size // 2)
+        pays = before is None or 2 * before > _PAYS * climb.seconds[size]
+        return after > self._auto.most_seconds / 2 and not pays
 
     def _give_way(self, climb: _Climb) -> None:
         """Settle what fits once memory has run out.
@@ -251,7 +264,7 @@ class Search:
             climb.largest = max(min(1, climb.largest), climb.largest // 2)
 
     def _time(self, sizes: tuple[int, ...], climb: _Climb) -> dict[int, float]:
-        """Return the shortest time of a rank share for each size, taken in turns; nothing if time was up before."""
+        """Return the shortest time of a rank share for each size, taken in turns; nothing if one was left out."""
         found: dict[int, float] = {}
         left = list(sizes)
         for number in range(NUM_ROUNDS + 1):  # the first one warms up what has not been run yet
@@ -261,7 +274,7 @@ class Search:
                 expected = climb.seconds.get(size) or (self._line.seconds(size) if self._line else 0.0)
                 most = max(2, math.ceil(_SHORTEST_SECONDS / expected)) if expected else 2
                 if self._elapsed + min(most, ceil_div(self._share, size)) * expected > self._auto.most_seconds:
-                    return found
+                    return found if found.keys() == set(left) else {}
                 trial = self._try(size, most)
                 if trial.outcome != "ran":
                     left.remove(size)

@@ -65,6 +65,8 @@ class Sizing:
 
     Attributes:
         searches: whether a size is still to be found.
+        may_run_out: whether a size has to be found even where it is not timed, since memory is short.
+        group: micro-batches hold whole groups of so many samples.
         only_fits: why the largest size that fits is taken, whatever is faster; empty if the fastest is.
 
     Raises:
@@ -90,14 +92,10 @@ class Sizing:
         )
         self.searches = is_auto and accumulation_steps is None
         self.only_fits = ""
+        self.may_run_out = world.device.type != "cpu"
         self.group = 1
         self.deal = deal
         self._world = world
-
-    @property
-    def may_run_out(self) -> bool:
-        """Whether the largest size has to be found because running out of memory is an everyday matter here."""
-        return self._world.device.type != "cpu"
 
     def placement(self, *, lockstep: bool) -> Placement:
         """Return how batches are cut and dealt, and which rank this one is."""
@@ -164,7 +162,7 @@ class Sizing:
         first = _FirstBatch(batch, self._world, position)
         self.refuse_larger(first.num_in_batch)
         reason = self._why_not_timed(trying, first.share)
-        if (reason and not self.may_run_out) or not first.share:
+        if (reason and not self.may_run_out) or first.share < 2:  # noqa: PLR2004 (one sample cannot be cut)
             return Found(None, f"the whole rank share, as {reason or 'there is only one sample'}")
         if trying.machine.strategy.capabilities.lockstep:
             message = (
