@@ -3,6 +3,7 @@
 import os
 import random
 import sys
+import tempfile
 from collections.abc import Iterator
 
 import hypothesis
@@ -35,8 +36,11 @@ class TorchRandom:
 TORCH_RANDOM = TorchRandom()  # Hypothesis keeps no reference of its own
 
 
-def pytest_configure() -> None:
-    """Settle what all tests run under."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Settle what all tests run under; what is kept for the user from run to run is kept in a folder of theirs."""
+    caches = tempfile.TemporaryDirectory(prefix="anybatch-tests-")
+    config.add_cleanup(caches.cleanup)
+    os.environ["XDG_CACHE_HOME"] = caches.name
     torch.set_num_threads(1)
     hypothesis.register_random(TORCH_RANDOM)
     hypothesis.settings.register_profile(

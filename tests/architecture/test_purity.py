@@ -54,6 +54,13 @@ def reads_clock(node: ast.AST) -> Iterator[str]:
     yield from (f"imports {name}" for name in imported_modules(node) if any(is_within(name, c) for c in CLOCKS))
 
 
+def asks_clock(node: ast.AST) -> Iterator[str]:
+    """Yield how a node asks a clock by its own name."""
+    name = dotted_name(node.func) if isinstance(node, ast.Call) else None
+    if name is not None and any(is_within(name, clock) for clock in CLOCKS):
+        yield f"calls {name}"
+
+
 def findings(check: Check, files: Sequence[Path]) -> list[Found]:
     """Return all that a check finds in files."""
     return [
@@ -88,11 +95,17 @@ def test_environment_is_read_in_one_file() -> None:
     assert all(findings(reads_environment, [path]) for path in known), "the check no longer sees what these surely do"
 
 
-def test_engine_reads_no_clock() -> None:
-    """The engine reads no clock, so no decision of it can depend on speed; observers take the time of records."""
-    found = findings(reads_clock, python_files(PACKAGE / "engine"))
+def test_the_engine_reads_a_clock_in_one_file() -> None:
+    """Only engine/auto_size.py has a clock, as a default that can be replaced; it decides one thing, and says so.
+
+    No other decision of the engine can depend on speed; observers take the time of records.
+    """
+    known = PACKAGE / "engine" / "auto_size.py"
+    found = findings(reads_clock, [path for path in python_files(PACKAGE / "engine") if path != known])
 
     assert not found, "\n".join(map(str, found))
+    assert findings(reads_clock, [known]), "the check no longer sees what this surely does"
+    assert not findings(asks_clock, [known]), "a clock is asked by its name, and could not be replaced"
 
 
 @pytest.mark.parametrize(
@@ -109,6 +122,7 @@ def test_engine_reads_no_clock() -> None:
         (reads_environment, "import os\nos.environ.get('RANK')"),
         (reads_environment, "from os import getenv"),
         (reads_clock, "def now():\n    import time\n    return time.monotonic()"),
+        (asks_clock, "import time\ndef now():\n    return time.monotonic()"),
     ],
 )
 def test_faults_are_seen(check: Check, fault: str) -> None:

@@ -13,12 +13,8 @@ import torch
 from torch import nn
 
 import anybatch as ab
-from anybatch.core.batch import Placement, Position
 from anybatch.core.randomness import joint_seed
 from anybatch.core.records import MicroBatchRecord, ReductionRecord
-from anybatch.core.splitting import Cut
-from anybatch.engine.auto_size import search_micro_batch_size
-from anybatch.engine.feeding import open_batch
 from anybatch.errors import CompositionError, LossError
 from anybatch.parallel.ddp import DDP
 from anybatch.testing import relative_error
@@ -460,22 +456,16 @@ def test_search_for_a_size() -> None:
         asked.append(len(views.one))
         return clip(model, views)
 
-    world = ab.World()
     with engine_of(JointCase(model=lambda: Counted(nn.Identity), encode=both, loss=lambda: loss)) as engine:
-        machine, modules = engine._machine, engine._modules  # noqa: SLF001 (on a CPU the engine does not search)
+        engine._sizing.may_run_out = True  # noqa: SLF001 (as on an accelerator)
+        modules = engine._modules  # noqa: SLF001
         before = [tensor.clone() for tensor in modules.state_dict().values()]
-        opened = open_batch(InMemory(pairs()), Placement(Cut(), 1, 0), world, Position())
-        size = search_micro_batch_size(
-            machine,
-            opened,
-            world,
-            modules,
-            clear=engine._forget_gradients,  # noqa: SLF001
-            optimizer_is_new=True,
-        )
+        engine.gradients(InMemory(pairs()))
         after = list(modules.state_dict().values())
+        words = engine.decisions["micro_batch_size"]
 
-    assert size == 29
+    assert words == "29, by a doubling search on cpu"
+    assert len(asked) > 2
     assert set(asked) == {29}
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 

@@ -1,6 +1,6 @@
 """Chapter 9: what can be seen of a run. One seam, one method, eleven kinds of record.
 
-The engine tells an observer what happens, as it happens, in frozen records. It reads no clock: whoever needs times
+The engine tells an observer what happens, as it happens, in frozen records. They hold no times: whoever needs those
 takes them when a record arrives, so spans come as a "begin" and an "end" record. Numbers may still be on the device:
 reading one waits for the device, so an observer reads late, or never. Tensors and mappings in a record are not changed
 by anyone after they were handed over.

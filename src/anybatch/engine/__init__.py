@@ -1,1 +1,1 @@
-"""Runs plans: the hot loop, precision, clipping, evaluation. Knows nothing of files, clocks and terminals."""
+"""Runs plans: the hot loop, precision, clipping, evaluation. Knows nothing of files and terminals."""

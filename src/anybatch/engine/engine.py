@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch.optim import Optimizer
@@ -34,7 +34,7 @@ from anybatch.engine.modules import Model, choose_strategy, collect_modules, mov
 from anybatch.engine.norms import Normalisation, policy_features, policy_for
 from anybatch.engine.precision import LossScaler, OptimizerFunction, PrecisionName, autocast, make_target
 from anybatch.engine.randomness import Rng, choose_randomness
-from anybatch.engine.sizing import Sizing
+from anybatch.engine.sizing import MicroBatchSize, Sizing, Trying
 from anybatch.engine.state import (
     Parts,
     Progress,
@@ -79,8 +79,8 @@ class Engine:
         loss: a declared loss (`ab.mean_over_samples(fn)` and its like), or a function of (model, batch) that returns a
             mean over samples, one loss per item or `ab.LossSum`. A module trains its parameters too.
         effective_batch_size: samples of one step over all ranks; checked against the batches. None: as they come.
-        micro_batch_size: most samples of one forward and backward. "auto": the whole rank share on a CPU, on an
-            accelerator the size that a doubling search in the first step finds to fit.
+        micro_batch_size: most samples of one forward and backward. "auto" tries a few sizes on the first batch and
+            takes the fastest; an `anybatch.engine.auto_size.Auto` does it with what it is told. docs/auto_size.md.
         accumulation_steps: micro-batches per rank and step, of nearly equal size, instead of a micro-batch size.
         deal: "balanced" gives ranks the same number of samples up to one; "fixed" keeps micro-batches whole, so that
             the cut does not depend on the number of ranks.
@@ -113,7 +113,7 @@ class Engine:
         loss: Loss | LossFunction,
         *,
         effective_batch_size: int | None = None,
-        micro_batch_size: "int | Literal['auto'] | None" = "auto",
+        micro_batch_size: MicroBatchSize = "auto",
         accumulation_steps: int | None = None,
         deal: Deal = "balanced",
         strategy: str | Strategy = "auto",
@@ -327,7 +327,7 @@ class Engine:
         self.num_steps = int(loaded.state["num_steps"])
         self.position = Position(**loaded.state["position"])
         self._seed = loaded.state["seed"]
-        self._take_sizes(loaded.state["sizes"])
+        self._take_sizes(loaded.state["sizes"], loaded.state["decisions"])
         self._check.take(loaded.state["decisions"])
         self._watch.checkpoint("loaded", self.num_steps, loaded.path, None)
         return self.position
@@ -371,14 +371,16 @@ class Engine:
     def _accumulate(self, batch: Any) -> tuple[Workload, torch.Tensor, torch.Tensor]:  # noqa: ANN401
         """Add the gradient of the effective batch up over micro-batches and ranks, and divide it."""
         if self._sizing.searches:
-            self.decisions["micro_batch_size"] = self._sizing.search(
-                batch,
-                self._check.provisional(self._machine),
-                self._modules,
-                self.position,
+            trying = Trying(
+                machine=self._check.provisional(self._machine),
+                modules=self._modules,
+                execute=self._norms.alone,
                 clear=self._forget_gradients,
                 optimizer_is_new=not self.optimizer.state,
+                precision=self._precision,
             )
+            told = self._watch.diagnosis
+            self._sizing.settle(batch, trying, self.position, decisions=self.decisions, tell=told)
         workload = self._workload(batch)
         self._watch.begin_step(self.num_steps, workload)
         with self._machine.randomness, self._watch.phase("forward_backward"):
@@ -488,9 +490,9 @@ class Engine:
             decisions=self.decisions,
         )
 
-    def _take_sizes(self, saved: Mapping[str, int | None]) -> None:
+    def _take_sizes(self, saved: Mapping[str, int | None], decisions: Mapping[str, str]) -> None:
         """Take a micro-batch size that was found by a search again; say what else is not as it was."""
-        if (taken := self._sizing.take(saved)) is not None:
+        if (taken := self._sizing.take(saved, decisions)) is not None:
             self.decisions["micro_batch_size"] = taken
         changed = self._sizing.changes(saved)
         if changed:

@@ -70,7 +70,7 @@ def features_of_training(
     layers = {
         Feature.BATCH_NORM: lambda module: isinstance(module, _BatchNorm) and module.training,
         dropout: lambda module: isinstance(module, _DropoutNd) and module.training and module.p > 0,
-        Feature.COMPILED: _is_compiled,
+        Feature.COMPILED: is_compiled,
     }
     found = {**_features_of_parameters(modules, optimizer), **_features_of_loss(loss)}
     if rng is None and Feature.JOINT in found:  # functions such as F.dropout cannot be seen
@@ -182,6 +182,6 @@ def _has_sparse_gradients(module: nn.Module) -> bool:
     return trains and getattr(module, "sparse", False) is True
 
 
-def _is_compiled(module: nn.Module) -> bool:
+def is_compiled(module: nn.Module) -> bool:
     """Whether `torch.compile(module)` or `module.compile()` was called. torch has no public question for it (2.13)."""
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None

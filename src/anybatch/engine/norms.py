@@ -18,7 +18,7 @@ from anybatch.engine.rendezvous import accumulate_together
 from anybatch.engine.sizing import Sizing
 from anybatch.engine.sums import Sums
 from anybatch.errors import CompositionError
-from anybatch.norms import Exact, Freeze, Ghost, Policy, PolicyName, Sync, policy_of
+from anybatch.norms import Exact, Freeze, Ghost, Keep, Policy, PolicyName, Sync, policy_of
 from anybatch.norms.block_checkpoints import BlockCheckpoint, blocks_of
 from anybatch.norms.interception import Call, Interceptor
 from anybatch.norms.joint import Chunk, chunk_of, merged, normalised
@@ -90,6 +90,10 @@ class Normalisation:
         """Add up the gradient of one effective batch; buffers are as before afterwards, see `update`."""
         return self._execute(machine, work)
 
+    def alone(self, machine: Machine, work: Iterable[tuple[Work, Batch]]) -> Sums:
+        """Add up the gradient of some micro-batches, without waiting for other ranks."""
+        return accumulate(machine, work) if self.lockstep or self.every_unit else self._execute(machine, work)
+
     @contextmanager
     def two_passes(self) -> Iterator[Callable[[Work], AbstractContextManager[object]]]:
         """Prepare layers for a loss across samples; what is yielded is the context of a forward of the first pass."""
@@ -125,7 +129,7 @@ class Normalisation:
                 "in lockstep within each. Use strategy='all_reduce', or norms=Exact(method='checkpoint')."
             )
             raise CompositionError(message)
-        if self.every_unit and sizing.searches:
+        if self.every_unit and sizing.searches and sizing.may_run_out:
             message = (
                 "micro_batch_size='auto' cannot search under norms='exact', where all micro-batches take memory at "
                 "once. Name a micro_batch_size."
@@ -138,8 +142,11 @@ class Normalisation:
                     "(track_running_stats=False). Use norms='exact' or Ghost(group_size=...)."
                 )
                 raise CompositionError(message)
-        if self._is_whole:
+        if self._is_whole or self.every_unit:
             sizing.searches = False  # there is nothing to find: a share is one micro-batch
+        elif self._batch_norms and isinstance(self._policy, Keep | Sync):
+            sizing.only_fits = "what BatchNorm makes of a sample depends on its micro-batch"
+        sizing.group = self._policy.group_size if isinstance(self._policy, Ghost) else 1
 
     def _choose(self, *, meets: bool) -> Callable[[Machine, Iterable[tuple[Work, Batch]]], Sums]:
         if not self._batch_norms and not self._statistics.layers:

@@ -17,18 +17,25 @@ _PLAIN_TYPES = (bool, int, float, str, type(None), torch.Tensor)
 
 
 @contextmanager
-def untouched(modules: nn.Module, device: torch.device) -> Iterator["Draws"]:
+def untouched(modules: nn.Module, device: torch.device, *, as_compiled: bool = False) -> Iterator["Draws"]:
     """Put buffers, attributes of modules, modes and random numbers back as they were, also behind an error.
 
-    Compiled modules run as they were written meanwhile, and warnings are not shown: the same code is run in earnest a
-    moment later. What a module keeps in lists and dicts of its own is not put back.
+    Warnings are not shown: the same code is run in earnest a moment later. What a module keeps in lists and dicts of
+    its own is not put back.
+
+    Args:
+        modules: what is run.
+        device: where.
+        as_compiled: run compiled modules as they are; otherwise they run as they were written.
     """
     buffers = BufferValues(modules)
     attributes = [(module, type(module), dict(vars(module))) for module in modules.modules()]
     draws = Draws(device)
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings(action="ignore"))
-        if "torch._dynamo" in sys.modules:  # nothing is compiled without it, and importing it takes seconds
+        if (
+            not as_compiled and "torch._dynamo" in sys.modules
+        ):  # nothing is compiled without it, and importing it takes seconds
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(draws)
         try:

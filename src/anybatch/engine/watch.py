@@ -281,7 +281,7 @@ def start_record(
         seed=opened.seed,
         num_parameters=sum(parameter.numel() for parameter in parameters),
         gradient_bytes=gradient_bytes(parameters),
-        versions=_software_versions(),
+        versions=software_versions(),
         decisions=dict(decisions),
     )
 
@@ -291,7 +291,7 @@ def gradient_bytes(parameters: Sequence[torch.Tensor]) -> int:
     return sum(parameter.numel() * accumulation_dtype(parameter).itemsize for parameter in parameters)
 
 
-def _software_versions() -> dict[str, str]:
+def software_versions() -> dict[str, str]:
     """Return the versions a reader of a log needs to make sense of it."""
     try:
         own = version("anybatch")

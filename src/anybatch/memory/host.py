@@ -1,0 +1,101 @@
+"""What this machine is, and how much memory a process may still take, as far as the system tells."""
+
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+_UNIT_BYTES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class HostReading:
+    """Memory of the host at one moment.
+
+    Attributes:
+        available_bytes: what can still be taken before something has to give.
+        resident_bytes: what this process holds.
+        peak_bytes: the most that this process has held at once since it began.
+    """
+
+    available_bytes: int
+    resident_bytes: int
+    peak_bytes: int
+
+
+def read_host(root: Path = Path("/")) -> HostReading | None:
+    """Return what Linux tells of the host's memory, the limit of a container included; None where it does not tell."""
+    try:
+        machine, process = _kilobytes(root / "proc/meminfo"), _kilobytes(root / "proc/self/status")
+        available = machine["MemAvailable"]
+        resident, peak = process["VmRSS"], process["VmHWM"]
+    except (OSError, KeyError, ValueError):
+        return None
+    return HostReading(min(available, _left_in_container(root, available)), resident, peak)
+
+
+class HostRoom:
+    """Watches what a process takes from now on, roughly: the system counts pages, and keeps only the highest mark.
+
+    Args:
+        read: reads the host's memory.
+        num_sharing: processes that take as much at the same time.
+    """
+
+    def __init__(self, read: Callable[[], HostReading | None] = read_host, *, num_sharing: int = 1) -> None:
+        self._read = read
+        self._num_sharing = num_sharing
+        self._start = read()
+
+    @property
+    def available_bytes(self) -> int | None:
+        """What one process could take at the beginning; None where it is not known."""
+        return None if self._start is None else self._start.available_bytes // self._num_sharing
+
+    def may_double(self) -> bool:
+        """Return whether twice of what has been taken at most since the beginning would still have fitted then.
+
+        True where nothing is known, and while this process has held more before than it has since.
+        """
+        now, start = self._read(), self._start
+        if now is None or start is None or now.peak_bytes <= start.peak_bytes:
+            return True
+        taken = now.peak_bytes - start.resident_bytes
+        return 2 * taken * self._num_sharing <= start.available_bytes
+
+
+def device_name(device: torch.device) -> str:
+    """Return what a device is called; of a CPU, what decides its speed as far as it can be asked for."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return device.type
+    model = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), model)
+    except OSError:
+        pass
+    return f"{model}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+
+
+def _kilobytes(path: Path) -> dict[str, int]:
+    """Return the lines `name: number kB` of a file, in bytes."""
+    found = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        name, _, value = line.partition(":")
+        if value.endswith(" kB"):
+            found[name] = int(value[:-3]) * _UNIT_BYTES
+    return found
+
+
+def _left_in_container(root: Path, otherwise: int) -> int:
+    """Return what the limit of the container leaves; `otherwise` without one."""
+    folder = root / "sys/fs/cgroup"
+    try:
+        limit, used = (int((folder / name).read_text(encoding="utf-8")) for name in ("memory.max", "memory.current"))
+    except (OSError, ValueError):  # there is none, or it is "max"
+        return otherwise
+    return max(0, limit - used)
