@@ -2,8 +2,8 @@
 
 import dataclasses
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
@@ -24,14 +24,18 @@ from anybatch.engine.clipping import ClipArgument, ClipByNorm, clip_gradients, c
 from anybatch.engine.decisions import first_decisions
 from anybatch.engine.evaluation import MetricFunction, evaluate
 from anybatch.engine.executors import choose_executor
-from anybatch.engine.features import features_of_choices, features_of_training, refuse_features, refused_in_backward
+from anybatch.engine.failing import told
+from anybatch.engine.features import features_of_choices, features_of_training, refuse_features
 from anybatch.engine.feeding import OpenBatch, Workload, make_workload, open_batch, refuse_disagreement
 from anybatch.engine.finite import FiniteCheck
 from anybatch.engine.first_step import DeclarationCheck
+from anybatch.engine.holdings import Holdings
 from anybatch.engine.modules import Model, choose_strategy, collect_modules, world_of
 from anybatch.engine.norms import Normalisation, policy_features, policy_for
 from anybatch.engine.precision import LossScaler, OptimizerFunction, PrecisionName, autocast, make_target
 from anybatch.engine.randomness import Rng, choose_randomness
+from anybatch.engine.recovery import Recovery, why_not_anew
+from anybatch.engine.resizing import Resizing
 from anybatch.engine.sizing import Sizing
 from anybatch.engine.state import (
     Parts,
@@ -41,9 +45,9 @@ from anybatch.engine.state import (
     restore_state,
     save_on_first_rank,
 )
-from anybatch.engine.sums import divide_late
+from anybatch.engine.sums import divide_late, number_type
 from anybatch.engine.watch import Watch, start_record
-from anybatch.errors import RankFailedError, UserError
+from anybatch.errors import UserError
 from anybatch.norms import Policy, PolicyName
 from anybatch.parallel.strategy import Strategy
 from anybatch.parallel.world import World
@@ -182,6 +186,17 @@ class Engine:
         )
         self._execute = choose_executor(self._machine, self._modules, self.world, self._watch, self._norms)
         self._precision = precision
+        self._resizing = Resizing(self._sizing, grows=micro_batch_size == "auto", whole=self._norms.is_whole)
+        self._recovery: Recovery[tuple[torch.Tensor, torch.Tensor]] = Recovery(
+            modules=self._modules,
+            randomness=randomness,
+            world=self.world,
+            resizing=self._resizing,
+            watch=self._watch,
+            holdings=Holdings(self._modules, self._target, precision),
+            clear=self._forget_gradients,
+            cannot=why_not_anew(prepared, self._strategy.capabilities, self._norms, self.world),
+        )
         self.decisions = first_decisions(
             update=self._target.update,
             strategy=self._strategy.capabilities.name if strategy == "auto" else None,
@@ -208,10 +223,10 @@ class Engine:
         """
         with self._told():
             workload, contributions, counts = self._accumulate(batch)
-            with self._watch.phase("clip"):
+            with self._watch.phase("clip"), self._recovery.too_late("clip", self.num_steps):
                 norm = self._clip_gradients(contributions)
             rates = tuple(group["lr"] for group in self.optimizer.param_groups)
-            with self._watch.phase("update"):
+            with self._watch.phase("update"), self._recovery.too_late("update", self.num_steps):
                 stepped = self._update()
                 self._norms.update()
             self.position = workload.opened.end
@@ -226,6 +241,7 @@ class Engine:
                 weights=self._loss.weights,
                 counts=counts,
                 gradient_norm=norm,
+                too_large=self._recovery.too_large,
             )
             self.num_steps += 1
         self._watch.step(report)
@@ -322,7 +338,7 @@ class Engine:
         self.num_steps = int(loaded.state["num_steps"])
         self.position = Position(**loaded.state["position"])
         self._seed = loaded.state["seed"]
-        self._take_sizes(loaded.state["sizes"])
+        self.decisions |= self._resizing.resume(loaded.state["sizes"], loaded.state.get("resized"), self._watch)
         self._check.take(loaded.state["decisions"])
         self._watch.checkpoint("loaded", self.num_steps, loaded.path, None)
         return self.position
@@ -368,18 +384,25 @@ class Engine:
                 clear=self._forget_gradients,
                 optimizer_is_new=not self.optimizer.state,
             )
-        workload = self._workload(batch)
+        workload, (totals, counts) = self._recovery.run(
+            self.num_steps, lambda: self._workload(batch), self._add_up, self._execute, self.decisions
+        )
+        self._target.attach(self._gradients)
+        if self._loss.terms is None:
+            totals, counts = divide_late(self._present, totals, workload.divisors[0])
+        return workload, totals, counts
+
+    def _add_up(self, workload: Workload) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add gradients up over micro-batches and ranks; all that can run out of memory and be begun anew is here."""
         self._watch.begin_step(self.num_steps, workload)
+        counts = torch.tensor(workload.divisors, dtype=number_type(self.world.device))
         with self._machine.randomness, self._watch.phase("forward_backward"):
             sums = self._execute(workload)
+        self._recovery.phase = "reduce"
         with self.world.collective(), self._watch.phase("reduce"):
             self._gradients, totals = self._strategy.finish_gradients(sums.totals(self._loss, self.world.device))
             self._watch.reduced()
-        self._target.attach(self._gradients)
-        if self._loss.terms is not None:
-            return workload, totals, torch.tensor(workload.divisors, dtype=totals.dtype)
-        contributions, counts = divide_late(self._present, totals, workload.divisors[0])
-        return workload, contributions, counts
+        return totals, counts
 
     def _workload(self, batch: Any) -> Workload:  # noqa: ANN401 (any nested batch)
         opened = open_batch(batch, self._placement, self.world, self.position)
@@ -389,7 +412,7 @@ class Engine:
         if not self._started:
             refuse_disagreement(batch, opened, self.world)
             self._tell_start(opened)
-        if self._check.pending:
+        if self._check.pending and not self._recovery.too_large:
             opened = self._check.look(opened, self._machine, self.decisions, self._watch.diagnosis)
         norms = self._norms
         return make_workload(
@@ -428,23 +451,8 @@ class Engine:
         self._gradients = []
         self._strategy.clear_gradients()
 
-    @contextmanager
-    def _told(self) -> Iterator[None]:
-        """Leave nothing half-done behind an error, and tell the other ranks why this one stopped."""
-        try:
-            yield
-        except BaseException as error:
-            self._forget_gradients()
-            if (refused := refused_in_backward(error)) is not None:
-                self.world.publish_failure(refused, self.num_steps)
-                raise refused from error
-            broken = isinstance(error, RuntimeError) and not isinstance(
-                error, (RankFailedError, torch.OutOfMemoryError)
-            )
-            if broken and self.world.published_failure():  # a collective inside a backward, most likely
-                raise self.world.first_failure(error) from error
-            self.world.publish_failure(error, self.num_steps)
-            raise
+    def _told(self) -> AbstractContextManager[None]:
+        return told(self.world, lambda: self.num_steps, self._forget_gradients)
 
     def _tell_start(self, opened: OpenBatch) -> None:
         self._started = True
@@ -478,17 +486,7 @@ class Engine:
             num_steps=self.num_steps,
             position=self.position,
             seed=self._seed,
-            sizes=self._sizing.sizes,
+            sizes=self._resizing.named,
+            resized=self._resizing.state(),
             decisions=self.decisions,
         )
-
-    def _take_sizes(self, saved: Mapping[str, int | None]) -> None:
-        """Take a micro-batch size that was found by a search again; say what else is not as it was."""
-        if (taken := self._sizing.take(saved)) is not None:
-            self.decisions["micro_batch_size"] = taken
-        changed = self._sizing.changes(saved)
-        if changed:
-            self.decisions["resumed with changes"] = changed
-            self._watch.diagnosis("resumed_with_changes", f"resumed with changes: {changed}")
-        if self._sizing.sizes.effective_batch_size != saved["effective_batch_size"]:
-            warnings.warn(f"resumed with changes: {changed}", stacklevel=3)

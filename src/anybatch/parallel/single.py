@@ -35,6 +35,7 @@ class Single:
             parameters=parameters,
             call=lambda function, batch: function(model, batch),
             backward_inputs=tuple(self._parameters),
+            give_up=lambda _: _do_nothing,
         )
 
     def micro_batch(self, turn: Turn) -> AbstractContextManager[object]:
@@ -70,3 +71,7 @@ class Single:
         """Remove the hooks of the float32 buffers."""
         if self._buffers is not None:
             self._buffers.close()
+
+
+def _do_nothing() -> None:
+    """There is nobody to tell."""

@@ -115,11 +115,11 @@ class World:
                 raise RankFailedError(message)
         return [value for value, _ in outcomes]
 
-    def start_maximum(self, flags: torch.Tensor) -> "dist.Work | None":
-        """Start replacing `flags`, a CPU tensor, by the element-wise maximum over ranks; wait for the returned work."""
+    def start_sum(self, numbers: torch.Tensor) -> "dist.Work | None":
+        """Start replacing `numbers`, a CPU tensor, by their sum over ranks; wait for the returned work."""
         if self.size == 1:
             return None
-        work: dist.Work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._control, async_op=True)
+        work: dist.Work = dist.all_reduce(numbers, group=self._control, async_op=True)
         return work
 
     @contextmanager
