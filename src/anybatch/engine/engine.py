@@ -46,6 +46,7 @@ from anybatch.engine.state import (
     save_on_first_rank,
 )
 from anybatch.engine.sums import divide_late, number_type
+from anybatch.engine.update_memory import UpdateMemory
 from anybatch.engine.watch import Watch, start_record
 from anybatch.errors import UserError
 from anybatch.norms import Policy, PolicyName
@@ -187,13 +188,15 @@ class Engine:
         self._execute = choose_executor(self._machine, self._modules, self.world, self._watch, self._norms)
         self._precision = precision
         self._resizing = Resizing(self._sizing, grows=micro_batch_size == "auto", whole=self._norms.is_whole)
+        holdings = Holdings(self._modules, self._target, precision)
+        self._update_memory = UpdateMemory(self._target, self.world, holdings)
         self._recovery: Recovery[tuple[torch.Tensor, torch.Tensor]] = Recovery(
             modules=self._modules,
             randomness=randomness,
             world=self.world,
             resizing=self._resizing,
             watch=self._watch,
-            holdings=Holdings(self._modules, self._target, precision),
+            holdings=holdings,
             clear=self._forget_gradients,
             cannot=why_not_anew(prepared, self._strategy.capabilities, self._norms, self.world),
         )
@@ -222,6 +225,7 @@ class Engine:
             RankFailedError: another rank failed first.
         """
         with self._told():
+            self._update_memory.secure()
             workload, contributions, counts = self._accumulate(batch)
             with self._watch.phase("clip"), self._recovery.too_late("clip", self.num_steps):
                 norm = self._clip_gradients(contributions)
@@ -433,6 +437,7 @@ class Engine:
 
     def _update(self) -> bool:
         """Step optimizer and scheduler, unless fp16 has overflowed; return whether they stepped."""
+        self._update_memory.drop_unused(self._gradients)
         stepped = self._machine.scaler.step()
         if stepped:
             self._target.copy_back()
@@ -452,7 +457,7 @@ class Engine:
         self._strategy.clear_gradients()
 
     def _told(self) -> AbstractContextManager[None]:
-        return told(self.world, lambda: self.num_steps, self._forget_gradients)
+        return told(self.world, lambda: self.num_steps, self._forget_gradients, self._update_memory.undo)
 
     def _tell_start(self, opened: OpenBatch) -> None:
         self._started = True

@@ -11,13 +11,13 @@ from anybatch.parallel.world import World
 
 
 @contextmanager
-def told(world: World, step: Callable[[], int], forget: Callable[[], None]) -> Iterator[None]:
+def told(world: World, step: Callable[[], int], *undo: Callable[[], None]) -> Iterator[None]:
     """Leave nothing half-done behind an error, and tell the other ranks why this one stopped.
 
     Args:
         world: the ranks.
         step: returns the number of the step.
-        forget: clears gradients.
+        undo: each is called behind an error.
 
     Raises:
         RankFailedError: what broke was a collective that another rank has left.
@@ -26,7 +26,8 @@ def told(world: World, step: Callable[[], int], forget: Callable[[], None]) -> I
     try:
         yield
     except BaseException as error:
-        forget()
+        for function in undo:
+            function()
         if (refused := refused_in_backward(error)) is not None:
             world.publish_failure(refused, step())
             raise refused from error

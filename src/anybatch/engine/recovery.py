@@ -163,14 +163,19 @@ class Recovery(Generic[T]):
             raise DoesNotFitError(message) from error
 
     def _give_up(self, executor: GivesUp, shortage: Shortage, step: int) -> None:
-        if self._cannot is not None:
+        reason = self._cannot
+        if reason is None:
+            try:
+                executor.give_up()
+            except CannotRedoError as error:
+                reason = str(error)
+        if reason is not None:
             message = (
                 f"out of memory in step {step} (counted from 0), which cannot be begun anew in smaller micro-batches, "
-                f"because {self._cannot}. Resume from the last checkpoint with a smaller micro_batch_size. "
+                f"because {reason}. Resume from the last checkpoint with a smaller micro_batch_size. "
                 f"torch says: {shortage.message}"
             )
             raise CannotRedoError(message)
-        executor.give_up()
 
     def _go_back(self) -> None:
         """Undo what the step has done."""

@@ -148,8 +148,8 @@ class DDP:
         def give_up() -> None:
             if self._prepared:
                 message = (
-                    "strategy 'ddp' cannot take back the backward in which gradients are reduced, that of a step's "
-                    "last micro-batch. Use strategy='all_reduce', which can, or a smaller micro_batch_size"
+                    "strategy 'ddp' cannot leave the backward in which gradients are reduced, that of a rank's last "
+                    "micro-batch (strategy='all_reduce' can)"
                 )
                 raise CannotRedoError(message)
             closing.again()

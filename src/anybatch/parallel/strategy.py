@@ -59,7 +59,7 @@ class Prepared:
         give_up: takes what `finish_gradients` is going to be given, once, and returns what a rank calls that cannot go
             on because its memory has run out: it takes part in every collective that the other ranks have started or
             will start for this effective batch, in their order, and tells them, so that `finish_gradients` raises
-            `AbandonedError` there. It allocates nothing, and raises `CannotRedoError` where it is too late for that.
+            `AbandonedError` there. It raises `CannotRedoError`, with a clause, where it is too late for that.
             None: the strategy cannot do this.
     """
 
