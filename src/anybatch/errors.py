@@ -11,6 +11,10 @@ AnyBatchError
 │   │   └── CannotPlanError           a step cannot be traced without its device: sizes have to be tried there
 │   └── CompositionError              two features that do not compose; says why and what to use
 ├── NonFiniteError (ArithmeticError)  a loss or gradient is NaN or infinite
+├── MemoryExhaustedError (RuntimeError)  memory has run out, and smaller micro-batches cannot help
+│   ├── DoesNotFitError               the smallest micro-batches do not fit, or what is held beside them
+│   ├── CannotRedoError               the step cannot be begun anew: its collectives cannot be taken back
+│   └── HalfUpdatedError              it ran out inside the update: parameters may be half updated
 ├── CheckpointError (RuntimeError)    a checkpoint cannot be written or read
 │   ├── MissingCheckpointError        there is none where one was looked for
 │   ├── NotACheckpointError           something else is there
@@ -66,6 +70,22 @@ class CompositionError(UserError):
 
 class NonFiniteError(AnyBatchError, ArithmeticError):
     """A loss or a gradient is NaN or infinite."""
+
+
+class MemoryExhaustedError(AnyBatchError, RuntimeError):
+    """Memory has run out, and smaller micro-batches cannot help. Carries torch's own error as its cause."""
+
+
+class DoesNotFitError(MemoryExhaustedError):
+    """The smallest micro-batches do not fit, or what is held beside them does not. Parameters are as before."""
+
+
+class CannotRedoError(MemoryExhaustedError):
+    """The step cannot be begun anew, because other ranks wait in a collective that this one cannot serve."""
+
+
+class HalfUpdatedError(MemoryExhaustedError):
+    """Memory ran out inside the update: parameters and optimizer may be half updated. Go back to a checkpoint."""
 
 
 class CheckpointError(AnyBatchError, RuntimeError):

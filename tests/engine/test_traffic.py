@@ -98,7 +98,7 @@ def calls_of_a_step(strategy: str, num_micro_batches: int) -> list[Call]:
 def test_one_reduction_per_step(strategy: str, two_ranks: Ranks) -> None:
     """At 1, 4 and 16 accumulation steps the gradient collectives of a step carry the gradient's bytes, exactly once.
 
-    Beside them travels one small message with the numbers of the report, in float64, so that it can be told apart.
+    In the control group travels one small message beside them: the numbers of the report, in float64, and flags.
     """
     found = {number: two_ranks.run(calls_of_a_step, strategy, number) for number in (1, 4, 16)}
     for ranks in found.values():
@@ -107,9 +107,8 @@ def test_one_reduction_per_step(strategy: str, two_ranks: Ranks) -> None:
             others = [call for call in calls if call.dtype != torch.float32]
             assert all(call.name == "all_reduce" and call.in_data_group for call in gradients)
             assert sum(call.num_bytes for call in gradients) == 4 * NUM_PARAMETERS
-            assert [call.name for call in others if call.in_data_group] == ["all_reduce"]
-            assert sum(call.num_bytes for call in others if call.in_data_group) <= 8 * (1 + 4)
-            assert [call for call in others if not call.in_data_group] == []
+            assert [(call.name, call.in_data_group) for call in others] == [("all_reduce", False)]
+            assert sum(call.num_bytes for call in others) <= 8 * (1 + 4 + 1)
     assert found[1] == found[4] == found[16]
 
 

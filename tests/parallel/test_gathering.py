@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import anybatch as ab
-from anybatch.parallel.gathering import Rows, gather_rows
+from anybatch.parallel.gathering import Rows, gather_rows, room_for_rows
 from tests.ranks_fixture import Ranks
 
 KINDS = (
@@ -32,7 +32,7 @@ def gathered(sizes: Sequence[int]) -> list[bool]:
     first, tensors = sum(sizes[: world.rank]), whole(sum(sizes))
     stop = first + sizes[world.rank]
     pieces = [[tensor[at : min(at + 2, stop)] for tensor in tensors] for at in range(first, stop, 2)]
-    found = gather_rows(pieces, KINDS, sizes, world, lambda _: nullcontext())
+    found = gather_rows(pieces, KINDS, sizes, world, lambda _: nullcontext(), room=room_for_rows(KINDS, sizes, world))
     return [torch.equal(one, other) and one.dtype == other.dtype for one, other in zip(found, tensors, strict=True)]
 
 

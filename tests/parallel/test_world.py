@@ -44,10 +44,10 @@ def test_half_a_launcher_is_refused(variables: dict[str, str], words: str, monke
 
 
 def gathered() -> tuple[int, int, list[list[float]], list[object], list[float]]:
-    """Run on every rank: gather numbers and objects, and the maximum of flags."""
+    """Run on every rank: gather numbers and objects, and sum some."""
     world = World.from_environment(device="cpu")
-    flags = torch.tensor([world.rank == 0, world.rank == world.size - 1, False], dtype=torch.float64)
-    work = world.start_maximum(flags)
+    numbers = torch.tensor([world.rank, 1.0, -0.5], dtype=torch.float64)
+    work = world.start_sum(numbers)
     if work is not None:
         work.wait()
     mine = [world.rank / 3, 2.0**53]
@@ -56,18 +56,18 @@ def gathered() -> tuple[int, int, list[list[float]], list[object], list[float]]:
         world.size,
         world.gather_numbers(mine),
         world.gather_objects({"rank": world.rank}),
-        flags.tolist(),
+        numbers.tolist(),
     )
 
 
 def test_everybody_learns_what_everybody_said(ranks: Ranks) -> None:
-    """Numbers arrive in float64 and in rank order, objects as they are, flags as the maximum over ranks."""
+    """Numbers arrive in float64 and in rank order, objects as they are, sums as they are."""
     size = ranks.world_size
     for rank, found in enumerate(ranks.run(gathered)):
         assert found[:2] == (rank, size)
         assert found[2] == [[other / 3, 2.0**53] for other in range(size)]
         assert found[3] == [{"rank": other} for other in range(size)]
-        assert found[4] == [1.0, 1.0, 0.0]
+        assert found[4] == [sum(range(size)), size, -0.5 * size]
 
 
 def broken() -> list[str]:

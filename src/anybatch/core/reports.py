@@ -26,6 +26,8 @@ class StepReport:
         weights: weight of each loss term, by name.
         counts: tensor (terms,): items of each term over the whole effective batch.
         gradient_norm: zero-axis tensor, the 2-norm over all gradients before clipping; None where not measured.
+        too_large: the largest micro-batches of the cuts that ran out of memory, in order; the step was begun anew after
+            each, and `plan` is the cut that it was made with.
     """
 
     step: int
@@ -38,6 +40,7 @@ class StepReport:
     weights: Mapping[str, float]
     counts: Float[Tensor, " term"]
     gradient_norm: Float[Tensor, ""] | None
+    too_large: tuple[int, ...] = ()
 
     @property
     def loss(self) -> float:

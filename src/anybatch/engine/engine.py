@@ -2,8 +2,8 @@
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -25,15 +25,19 @@ from anybatch.engine.clipping import ClipArgument, ClipByNorm, clip_gradients, c
 from anybatch.engine.decisions import first_decisions
 from anybatch.engine.evaluation import MetricFunction, evaluate
 from anybatch.engine.executors import choose_executor
-from anybatch.engine.features import features_of_choices, features_of_training, refuse_features, refused_in_backward
+from anybatch.engine.failing import told
+from anybatch.engine.features import features_of_choices, features_of_training, refuse_features
 from anybatch.engine.feeding import OpenBatch, Workload, make_workload, open_batch, refuse_disagreement
 from anybatch.engine.finite import FiniteCheck
 from anybatch.engine.first_step import DeclarationCheck
 from anybatch.engine.held import held_tensors
+from anybatch.engine.holdings import Holdings
 from anybatch.engine.modules import Model, choose_strategy, collect_modules, move_modules, world_of
 from anybatch.engine.norms import Normalisation, policy_features, policy_for
 from anybatch.engine.precision import LossScaler, OptimizerFunction, PrecisionName, autocast, make_target
 from anybatch.engine.randomness import Rng, choose_randomness
+from anybatch.engine.recovery import Recovery, why_not_anew
+from anybatch.engine.resizing import Resizing
 from anybatch.engine.sizing import MicroBatchSize, Sizing, Trying
 from anybatch.engine.state import (
     Parts,
@@ -43,9 +47,10 @@ from anybatch.engine.state import (
     restore_state,
     save_on_first_rank,
 )
-from anybatch.engine.sums import divide_late
+from anybatch.engine.sums import divide_late, number_type
+from anybatch.engine.update_memory import UpdateMemory
 from anybatch.engine.watch import Watch, start_record
-from anybatch.errors import RankFailedError, UserError
+from anybatch.errors import UserError
 from anybatch.norms import Policy, PolicyName
 from anybatch.parallel.strategy import Strategy
 from anybatch.parallel.world import World
@@ -187,6 +192,19 @@ class Engine:
         self._watch.measure_memory(self.world, self._target.parameters, self.held)
         self._execute = choose_executor(self._machine, self._modules, self.world, self._watch, self._norms)
         self._precision = precision
+        self._resizing = Resizing(self._sizing, grows=micro_batch_size == "auto", whole=self._norms.is_whole)
+        holdings = Holdings(self._modules, self._target, precision)
+        self._update_memory = UpdateMemory(self._target, self.world, holdings)
+        self._recovery: Recovery[tuple[torch.Tensor, torch.Tensor]] = Recovery(
+            modules=self._modules,
+            randomness=randomness,
+            world=self.world,
+            resizing=self._resizing,
+            watch=self._watch,
+            holdings=holdings,
+            clear=self._forget_gradients,
+            cannot=why_not_anew(prepared, self._strategy.capabilities, self._norms, self.world),
+        )
         self.decisions = first_decisions(
             update=self._target.update,
             strategy=self._strategy.capabilities.name if strategy == "auto" else None,
@@ -212,11 +230,12 @@ class Engine:
             RankFailedError: another rank failed first.
         """
         with self._told():
+            self._update_memory.secure()
             workload, contributions, counts = self._accumulate(batch)
-            with self._watch.phase("clip"):
+            with self._watch.phase("clip"), self._recovery.too_late("clip", self.num_steps):
                 norm = self._clip_gradients(contributions)
             rates = tuple(group["lr"] for group in self.optimizer.param_groups)
-            with self._watch.phase("update"):
+            with self._watch.phase("update"), self._recovery.too_late("update", self.num_steps):
                 stepped = self._update()
                 self._norms.update()
             self.position = workload.opened.end
@@ -231,6 +250,7 @@ class Engine:
                 weights=self._loss.weights,
                 counts=counts,
                 gradient_norm=norm,
+                too_large=self._recovery.too_large,
             )
             self.num_steps += 1
         self._watch.step(report)
@@ -327,7 +347,7 @@ class Engine:
         self.num_steps = int(loaded.state["num_steps"])
         self.position = Position(**loaded.state["position"])
         self._seed = loaded.state["seed"]
-        self._take_sizes(loaded.state["sizes"], loaded.state["decisions"])
+        self.decisions |= self._resizing.resume(loaded.state, self._watch)
         self._check.take(loaded.state["decisions"])
         self._watch.checkpoint("loaded", self.num_steps, loaded.path, None)
         return self.position
@@ -379,20 +399,27 @@ class Engine:
                 optimizer_is_new=not self.optimizer.state,
                 precision=self._precision,
             )
-            told = self._watch.diagnosis
-            self._sizing.settle(batch, trying, self.position, decisions=self.decisions, tell=told)
-        workload = self._workload(batch)
+            tell = self._watch.diagnosis
+            self._sizing.settle(batch, trying, self.position, decisions=self.decisions, tell=tell)
+        workload, (totals, counts) = self._recovery.run(
+            self.num_steps, lambda: self._workload(batch), self._add_up, self._execute, self.decisions
+        )
+        self._target.attach(self._gradients)
+        if self._loss.terms is None:
+            totals, counts = divide_late(self._present, totals, workload.divisors[0])
+        return workload, totals, counts
+
+    def _add_up(self, workload: Workload) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add gradients up over micro-batches and ranks; all that can run out of memory and be begun anew is here."""
         self._watch.begin_step(self.num_steps, workload)
+        counts = torch.tensor(workload.divisors, dtype=number_type(self.world.device))
         with self._machine.randomness, self._watch.phase("forward_backward"):
             sums = self._execute(workload)
+        self._recovery.phase = "reduce"
         with self.world.collective(), self._watch.phase("reduce"):
             self._gradients, totals = self._strategy.finish_gradients(sums.totals(self._loss, self.world.device))
             self._watch.reduced()
-        self._target.attach(self._gradients)
-        if self._loss.terms is not None:
-            return workload, totals, torch.tensor(workload.divisors, dtype=totals.dtype)
-        contributions, counts = divide_late(self._present, totals, workload.divisors[0])
-        return workload, contributions, counts
+        return totals, counts
 
     def _workload(self, batch: Any) -> Workload:  # noqa: ANN401 (any nested batch)
         opened = open_batch(batch, self._placement, self.world, self.position)
@@ -402,7 +429,7 @@ class Engine:
         if not self._started:
             refuse_disagreement(batch, opened, self.world)
             self._tell_start(opened)
-        if self._check.pending:
+        if self._check.pending and not self._recovery.too_large:
             opened = self._check.look(opened, self._machine, self.decisions, self._watch.diagnosis)
         norms = self._norms
         return make_workload(
@@ -423,6 +450,7 @@ class Engine:
 
     def _update(self) -> bool:
         """Step optimizer and scheduler, unless fp16 has overflowed; return whether they stepped."""
+        self._update_memory.drop_unused(self._gradients)
         stepped = self._machine.scaler.step()
         if stepped:
             self._target.copy_back()
@@ -441,30 +469,13 @@ class Engine:
         self._gradients = []
         self._strategy.clear_gradients()
 
-    @contextmanager
-    def _told(self) -> Iterator[None]:
-        """Leave nothing half-done behind an error, and tell the other ranks why this one stopped."""
-        try:
-            yield
-        except BaseException as error:
-            self._forget_gradients()
-            if (refused := refused_in_backward(error)) is not None:
-                self.world.publish_failure(refused, self.num_steps)
-                raise refused from error
-            broken = isinstance(error, RuntimeError) and not isinstance(
-                error, (RankFailedError, torch.OutOfMemoryError)
-            )
-            if broken and self.world.published_failure():  # a collective inside a backward, most likely
-                raise self.world.first_failure(error) from error
-            self.world.publish_failure(error, self.num_steps)
-            raise
+    def _told(self) -> AbstractContextManager[None]:
+        return told(self.world, lambda: self.num_steps, self._forget_gradients, self._update_memory.undo)
 
     def _tell_start(self, opened: OpenBatch) -> None:
         self._started = True
-        if not self._watch.watching:
-            return
-        self._watch.start(
-            start_record(
+        if self._watch.watching:
+            record = start_record(
                 world=self.world,
                 opened=opened,
                 parameters=list(self._machine.prepared.parameters.values()),
@@ -473,7 +484,7 @@ class Engine:
                 first_step=self.num_steps,
                 decisions=self.decisions,
             )
-        )
+            self._watch.start(record)
 
     @property
     def _parts(self) -> Parts:
@@ -482,21 +493,8 @@ class Engine:
 
     @property
     def _progress(self) -> Progress:
+        steps, position, seed, decisions = self.num_steps, self.position, self._seed, self.decisions
+        sizes, resized = self._resizing.named, self._resizing.state()
         return Progress(
-            num_steps=self.num_steps,
-            position=self.position,
-            seed=self._seed,
-            sizes=self._sizing.sizes,
-            decisions=self.decisions,
+            num_steps=steps, position=position, seed=seed, sizes=sizes, resized=resized, decisions=decisions
         )
-
-    def _take_sizes(self, saved: Mapping[str, int | None], decisions: Mapping[str, str]) -> None:
-        """Take a micro-batch size that was found by a search again; say what else is not as it was."""
-        if (taken := self._sizing.take(saved, decisions)) is not None:
-            self.decisions["micro_batch_size"] = taken
-        changed = self._sizing.changes(saved)
-        if changed:
-            self.decisions["resumed with changes"] = changed
-            self._watch.diagnosis("resumed_with_changes", f"resumed with changes: {changed}")
-        if self._sizing.sizes.effective_batch_size != saved["effective_batch_size"]:
-            warnings.warn(f"resumed with changes: {changed}", stacklevel=3)

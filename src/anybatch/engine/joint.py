@@ -13,8 +13,9 @@ from anybatch.core.nested import Batch, take_apart
 from anybatch.core.splitting import BatchPlan
 from anybatch.engine.accumulate import Machine, Work, accumulate
 from anybatch.engine.sums import Sums
-from anybatch.errors import LossError
-from anybatch.parallel.gathering import Rows, gather_rows
+from anybatch.errors import CannotRedoError, LossError
+from anybatch.parallel.closing import AbandonedError
+from anybatch.parallel.gathering import Rows, gather_rows, room_for_rows
 from anybatch.parallel.strategy import Turn
 from anybatch.parallel.world import World
 
@@ -169,21 +170,46 @@ def encode_all(
 
 
 def gather_outputs(
-    outputs: Outputs, plan: BatchPlan, world: World, told: Told
+    outputs: Outputs, plan: BatchPlan, world: World, told: Told, note_met: Callable[[], None] = lambda: None
 ) -> tuple[list[torch.Tensor], tuple[bool, ...]]:
     """Return the tensors of all samples of all ranks in global order, and which of them take a gradient.
 
+    Args:
+        outputs: this rank's.
+        plan: whose samples they are.
+        world: the ranks.
+        told: context of the collective.
+        note_met: called when every rank is known to be there, before anything is gathered.
+
     Raises:
         LossError: ranks have encoded to tensors of other shapes or types; on every rank.
+        AbandonedError: a rank has run out of memory before.
     """
-    found = [one for one in world.gather_objects((outputs.kinds, outputs.differentiable)) if one[0] is not None]
+    # Shares are consecutive, so that rank by rank is in global order.
+    sizes = [sum(unit.num_samples for unit in share if unit.weight) for share in plan.shares]
+    # Whoever says that it is there has room for what comes: behind that nobody may stay away from the collective.
+    room = None if outputs.kinds is None else room_for_rows(outputs.kinds, sizes, world)
+    told_by_all = world.gather_objects((outputs.kinds, outputs.differentiable))
+    if None in told_by_all:
+        raise AbandonedError
+    note_met()
+    found = [one for one in told_by_all if one[0] is not None]
     kinds = found[0][0]
     for other, _ in found:
         _refuse_other_kinds(kinds, other, "on one rank and on another")
-    # Shares are consecutive, so that rank by rank is in global order.
-    sizes = [sum(unit.num_samples for unit in share if unit.weight) for share in plan.shares]
-    tensors = gather_rows(outputs.pieces, kinds, sizes, world, told)
+    if room is None and world.size > 1:  # a rank that ran nothing has learnt only now what is going to come
+        try:
+            room = room_for_rows(kinds, sizes, world)
+        except torch.OutOfMemoryError as error:
+            message = "there is no room for the outputs of all ranks, which these are sending already"
+            raise CannotRedoError(message) from error
+    tensors = gather_rows(outputs.pieces, kinds, sizes, world, told, room=room)
     return tensors, tuple(map(any, zip(*(flags for _, flags in found), strict=True)))
+
+
+def give_up_gathering(world: World) -> None:
+    """Take part in what `gather_outputs` does first, to tell the other ranks that this one has run out of memory."""
+    world.gather_objects(None)
 
 
 def first_rank_with_samples(plan: BatchPlan) -> int:

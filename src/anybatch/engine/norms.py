@@ -49,9 +49,10 @@ class Normalisation:
         self._has_sums = False
         several = world.size > 1
         meets = isinstance(policy, Exact) and policy.method == "rendezvous"
-        self._is_whole = isinstance(policy, Exact) and not meets
+        self.is_whole = isinstance(policy, Exact) and not meets
         self.every_unit = bool(self._batch_norms) and meets
-        over_ranks = bool(self._batch_norms) and several and (isinstance(policy, Sync) or self._is_whole)
+        over_ranks = bool(self._batch_norms) and several and (isinstance(policy, Sync) or self.is_whole)
+        self.joins_ranks = several and bool(self._batch_norms) and isinstance(policy, (Sync, Exact))
         self.lockstep = over_ranks or strategy.capabilities.lockstep
         self._fills_up = self.lockstep or (self.every_unit and several)
         self._refuse(strategy, sizing)
@@ -68,7 +69,7 @@ class Normalisation:
         self._normalise = None if not takes_over else self._by_groups if isinstance(policy, Ghost) else self._over_ranks
         self._interceptor = Interceptor(self._batch_norms.values() if takes_over or meets else ())
         self._execute = self._choose(meets=meets)
-        blocks = blocks_of(modules, policy.blocks) if isinstance(policy, Exact) and self._is_whole else {}
+        blocks = blocks_of(modules, policy.blocks) if isinstance(policy, Exact) and self.is_whole else {}
         self._hooks = [
             layer.register_forward_hook(BufferReader(self._statistics, number))
             for number, layer in enumerate(self._statistics.layers)
@@ -80,7 +81,7 @@ class Normalisation:
     def place(self, placement: Placement) -> Placement:
         """Return how batches are cut under the policy."""
         cut = placement.cut
-        if self._is_whole:
+        if self.is_whole:
             cut = dataclasses.replace(cut, micro_batch_size=None, accumulation_steps=None)
         group = self._policy.group_size if isinstance(self._policy, Ghost) else None
         cut = dataclasses.replace(cut, lockstep=cut.lockstep or self._fills_up, group=group)
@@ -142,7 +143,7 @@ class Normalisation:
                     "(track_running_stats=False). Use norms='exact' or Ghost(group_size=...)."
                 )
                 raise CompositionError(message)
-        if self._is_whole or self.every_unit:
+        if self.is_whole or self.every_unit:
             sizing.searches = False  # there is nothing to find: a share is one micro-batch
         elif self._batch_norms and isinstance(self._policy, Keep | Sync):
             sizing.only_fits = "what BatchNorm makes of a sample depends on its micro-batch"
@@ -161,7 +162,7 @@ class Normalisation:
         first = next(iter(self._batch_norms))
         where = f"{len(self._batch_norms)} BatchNorm layers, first {first!r}"
         said = f"{self._policy.name} ({where}): {self._policy.says}"
-        if self._is_whole:
+        if self.is_whole:
             said += f"; {len(blocks)} blocks, {', '.join(blocks[:3]) or 'none found'}"
         return {"norms": said}
 

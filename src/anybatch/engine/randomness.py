@@ -27,7 +27,7 @@ def choose_randomness(rng: Rng, modules: nn.Module, device: torch.device) -> Ran
         message = f"{rng=} must be 'micro_batch', 'per_sample', a PerSample or None."
         raise UserError(message)
     if rng is None:
-        return CallersRandomness()
+        return CallersRandomness(device)
     if rng == "micro_batch":
         return UnitRandomness(device)
     return SampleRandomness(rng if isinstance(rng, PerSample) else PerSample(), modules, device)
@@ -67,6 +67,9 @@ class UnitRandomness:
         for generator in self._generators:
             generator.manual_seed(seed)
 
+    def rewind(self) -> None:
+        """Leaving has put them back already."""
+
     @contextmanager
     def parked(self) -> Iterator[None]:
         """Let others draw for a while; afterwards the numbers go on as if nobody had."""
@@ -79,11 +82,16 @@ class UnitRandomness:
 
 
 class CallersRandomness:
-    """Leaves random numbers as they come, which is `rng=None`."""
+    """Leaves random numbers as they come, which is `rng=None`. They go back only where a step is begun anew."""
 
     covers_backward = False
 
+    def __init__(self, device: torch.device) -> None:
+        self._generators = [torch.default_generator, *device_generators(device)]
+        self._states: list[torch.Tensor] = []
+
     def __enter__(self) -> Self:
+        self._states = [generator.get_state() for generator in self._generators]
         return self
 
     def __exit__(
@@ -97,6 +105,11 @@ class CallersRandomness:
 
     def whole(self, seed: int) -> None:
         """Nothing is seeded."""
+
+    def rewind(self) -> None:
+        """Go back to what was there before the step."""
+        for generator, state in zip(self._generators, self._states, strict=True):
+            generator.set_state(state)
 
     def parked(self) -> AbstractContextManager[None]:
         """Others draw from the same numbers."""

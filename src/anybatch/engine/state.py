@@ -42,6 +42,7 @@ class Progress:
         position: where the data stands.
         seed: first word of random keys; None for the data's.
         sizes: the sizes named by the user or found by a search.
+        resized: how they were changed since, for want of memory; None if they were not.
         decisions: what was decided and why.
     """
 
@@ -49,6 +50,7 @@ class Progress:
     position: Position
     seed: int | None
     sizes: Sizes
+    resized: Mapping[str, Any] | None
     decisions: Mapping[str, str]
 
 
@@ -60,6 +62,7 @@ def collect_state(parts: Parts, progress: Progress) -> dict[str, Any]:
         "position": {"epoch": progress.position.epoch, "sample_offset": progress.position.sample_offset},
         "seed": progress.seed,
         "sizes": dataclasses.asdict(progress.sizes),
+        "resized": progress.resized,
         "decisions": dict(progress.decisions),
         "model": dict(parts.modules.state_dict()),
         "optimizer": target.optimizer.state_dict(),

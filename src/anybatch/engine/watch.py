@@ -20,6 +20,7 @@ from anybatch.core.records import (
     MicroBatchRecord,
     Observer,
     Observers,
+    OutOfMemoryRecord,
     PhaseName,
     PhaseRecord,
     Record,
@@ -180,6 +181,21 @@ class Watch:
                 clipped=None if by_norm is None or norm is None else norm > by_norm,
                 learning_rates=report.learning_rates,
                 skipped=report.skipped,
+            )
+        )
+
+    def out_of_memory(self, phase: PhaseName | None, message: str | None, before: int, after: int | None) -> None:
+        """Tell that a step ran out of memory, and let go of what was remembered of it."""
+        self._workload = None
+        self._reductions.clear()
+        self._tell(
+            OutOfMemoryRecord(
+                rank=self._rank,
+                step=self._step,
+                phase=phase,
+                micro_batch_size_before=before,
+                micro_batch_size_after=after,
+                message=message,
             )
         )
 

@@ -3,15 +3,20 @@
 Every rank runs its share of the effective batch through its own replica. In the last micro-batch's backward, gradients
 become final one after the other, from the last layer to the first; as soon as a bucket of them is final its all-reduce
 starts and travels while the backward goes on. All buckets are waited for once, before the update.
+
+A rank that runs out of memory serves the buckets that are left with zeros and says so in the last message, in which
+all ranks tell which parameters they have used: so nobody waits for it in vain, and everybody begins anew.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from anybatch.parallel.closing import AbandonedError, Closing
 from anybatch.parallel.gradients import GradientBuffers
 from anybatch.parallel.replicas import Initial, align_replicas
 from anybatch.parallel.strategy import Capabilities, Prepared, ReductionObserver, Turn, trainable
@@ -61,6 +66,7 @@ class AllReduce:
             backward_inputs=tuple(parameters.values()),
             differed=differed,
             gradient_buffers=self._buffers.flats,
+            give_up=self._giving_up,
         )
 
     def micro_batch(self, turn: Turn) -> AbstractContextManager[object]:
@@ -76,22 +82,8 @@ class AllReduce:
         """Start what has not been started (unused parameters, a rank with nothing), then wait for everything once."""
         buffers = self._gradients
         buffers.on_gradient = None
-        used = torch.tensor(buffers.used, dtype=numbers.dtype)
-        # Which parameters any rank has used is read on the host. On a CPU it travels with the numbers; from an
-        # accelerator reading it would make the host wait, so it goes its own way in the control group.
-        together = numbers.device.type == "cpu"
-        agreeing = None if together else self._world.start_maximum(used)
-        while len(self._started) < len(buffers.buckets):
-            self._start_next()
-        message = torch.cat([numbers, used]) if together else numbers
-        summing = dist.all_reduce(message, async_op=True)
-        for work in (*self._started, summing, agreeing):
-            if work is not None:
-                work.wait()
-        self._started.clear()
-        if together:
-            numbers, used = message.split([len(numbers), len(used)])
-        return buffers.gradients([flag > 0 for flag in used.tolist()]), numbers
+        numbers, used = self._finish(Closing(numbers, buffers.used, self._world))
+        return buffers.gradients(used), numbers
 
     def clear_gradients(self) -> None:
         """Set the buckets to zero."""
@@ -107,6 +99,30 @@ class AllReduce:
     def close(self) -> None:
         """Remove the hooks."""
         self._gradients.close()
+
+    def _finish(self, closing: Closing) -> tuple[Float[Tensor, " numbers"], list[bool]]:
+        """Start every bucket that is left and the last message, and wait for all of them."""
+        while len(self._started) < len(self._gradients.buckets):
+            self._start_next()
+        closing.start()
+        for work in self._started:
+            work.wait()
+        self._started.clear()
+        return closing.wait()
+
+    def _giving_up(self, numbers: Float[Tensor, " numbers"]) -> Callable[[], None]:
+        """Return what a rank calls that cannot go on: its buckets that nobody has seen yet travel as zeros."""
+        closing = Closing(numbers, self._gradients.used, self._world, gives_up=True)
+
+        def give_up() -> None:
+            self._gradients.on_gradient = None
+            for bucket in self._gradients.buckets[len(self._started) :]:
+                bucket.flat.zero_()
+            closing.again()
+            with suppress(AbandonedError):
+                self._finish(closing)
+
+        return give_up
 
     @property
     def _gradients(self) -> GradientBuffers:

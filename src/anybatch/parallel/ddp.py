@@ -1,8 +1,8 @@
 """torch's DistributedDataParallel, made to sum."""
 
 import inspect
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from anybatch.core.loss import LossFunction
 from anybatch.core.nested import Batch
+from anybatch.errors import CannotRedoError
+from anybatch.parallel.closing import AbandonedError, Closing
 from anybatch.parallel.replicas import Initial, align_replicas
 from anybatch.parallel.strategy import Capabilities, Prepared, ReductionObserver, Turn, trainable
 from anybatch.parallel.world import World
@@ -56,6 +58,7 @@ class DDP:
         self._wrapper: DistributedDataParallel | None = None
         self._parameters: list[nn.Parameter] = []
         self._reduced = False
+        self._prepared = False
         self._world = World()
         self._reductions = _Reductions(None)
 
@@ -77,7 +80,11 @@ class DDP:
         )
         self._wrapper.register_comm_hook(self._reductions, _sum_bucket)
         return Prepared(
-            parameters=parameters, call=self._call, backward_inputs=tuple(self._parameters), differed=differed
+            parameters=parameters,
+            call=self._call,
+            backward_inputs=tuple(self._parameters),
+            differed=differed,
+            give_up=self._giving_up,
         )
 
     def micro_batch(self, turn: Turn) -> AbstractContextManager[object]:
@@ -94,11 +101,14 @@ class DDP:
         """Return what DDP has reduced; a rank that ran nothing joins with zeros first."""
         if not self._reduced:
             self._join_with_zeros()
-        return [parameter.grad for parameter in self._parameters], self.sum(numbers)
+        closing = Closing(numbers, (), self._world)
+        closing.start()
+        numbers, _ = closing.wait()
+        return [parameter.grad for parameter in self._parameters], numbers
 
     def clear_gradients(self) -> None:
         """Set every `.grad` to None."""
-        self._reduced = False
+        self._reduced = self._prepared = False
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -123,7 +133,33 @@ class DDP:
 
     def _call(self, function: LossFunction, batch: Batch) -> Any:  # noqa: ANN401 (whatever the loss returns)
         assert self._wrapper is not None
-        return self._wrapper(function, batch)
+        output = self._wrapper(function, batch)
+        self._prepared = self._reduced  # the forward has prepared a reduction, which only its backward can finish
+        return output
+
+    def _giving_up(self, numbers: Float[Tensor, " numbers"]) -> Callable[[], None]:
+        """Return what a rank calls that cannot go on: it joins with zeros, unless its own reduction has been prepared.
+
+        DDP has no way to end a reduction whose backward has failed: its reducer refuses the next one, and which buckets
+        it has still to serve is known to nobody outside.
+        """
+        closing = Closing(numbers, (), self._world, gives_up=True)
+
+        def give_up() -> None:
+            if self._prepared:
+                message = (
+                    "strategy 'ddp' cannot leave the backward in which gradients are reduced, that of a rank's last "
+                    "micro-batch (strategy='all_reduce' can)"
+                )
+                raise CannotRedoError(message)
+            closing.again()
+            self._reduced = True
+            self._join_with_zeros()
+            closing.start()
+            with suppress(AbandonedError):
+                closing.wait()
+
+        return give_up
 
     def _join_with_zeros(self) -> None:
         # With the search for unused parameters one parameter is enough to set the reduction off, and the others stay

@@ -36,6 +36,7 @@ class Single:
             call=lambda function, batch: function(model, batch),
             backward_inputs=tuple(self._parameters),
             gradient_buffers=() if self._buffers is None else self._buffers.flats,
+            give_up=lambda _: _do_nothing,
         )
 
     def micro_batch(self, turn: Turn) -> AbstractContextManager[object]:
@@ -71,3 +72,7 @@ class Single:
         """Remove the hooks of the float32 buffers."""
         if self._buffers is not None:
             self._buffers.close()
+
+
+def _do_nothing() -> None:
+    """There is nobody to tell."""

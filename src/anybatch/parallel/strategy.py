@@ -57,6 +57,11 @@ class Prepared:
         backward_inputs: the leaves a backward accumulates into; None for all that it reaches.
         differed: names of what was not equal on all ranks before and is now.
         gradient_buffers: where gradients add up, apart from `.grad`.
+        give_up: takes what `finish_gradients` is going to be given, once, and returns what a rank calls that cannot go
+            on because its memory has run out: it takes part in every collective that the other ranks have started or
+            will start for this effective batch, in their order, and tells them, so that `finish_gradients` raises
+            `AbandonedError` there. It raises `CannotRedoError`, with a clause, where it is too late for that.
+            None: the strategy cannot do this.
     """
 
     parameters: Mapping[str, nn.Parameter]
@@ -64,6 +69,7 @@ class Prepared:
     backward_inputs: tuple[torch.Tensor, ...] | None = None
     differed: tuple[str, ...] = ()
     gradient_buffers: tuple[torch.Tensor, ...] = ()
+    give_up: "Callable[[Float[Tensor, ' numbers']], Callable[[], None]] | None" = None
 
 
 class Strategy(Protocol):
@@ -95,6 +101,9 @@ class Strategy(Protocol):
         Returns:
             The gradient of each parameter summed over all ranks, None for one that no rank used; and the summed
             numbers.
+
+        Raises:
+            AbandonedError: a rank has given up, see `Prepared.give_up`. All collectives are over.
         """
         ...
 

@@ -6,6 +6,7 @@ group beside it, so that no control message can ever pair with a gradient.
 
 import os
 import pickle
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -80,26 +81,19 @@ class World:
         """Return what every rank passed, in rank order. All ranks must pass equally many numbers."""
         if self._silent:
             return [list(numbers) for _ in range(self.size)]
-        mine = torch.tensor(numbers, dtype=torch.float64)
-        gathered = [torch.empty_like(mine) for _ in range(self.size)]
-        with self.collective():
-            dist.all_gather(gathered, mine, group=self._control)
-        return [row.tolist() for row in gathered]
+        row = array("d", numbers).tobytes()
+        return [_plain(gathered, torch.float64).tolist() for gathered in self._gather_bytes(row, len(row))]
 
     def gather_objects(self, value: Any) -> list[Any]:  # noqa: ANN401 (small values of any type)
         """Return what every rank passed, in rank order. For small values outside the hot loop: they are pickled."""
         if self._silent:
             return [value] * self.size
         # torch's all_gather_object needs numpy, which torch does not bring along.
-        written = bytearray(pickle.dumps(value))
+        written = pickle.dumps(value)
         sizes = [int(row[0]) for row in self.gather_numbers([float(len(written))])]
-        mine = torch.zeros(max(sizes), dtype=torch.uint8)
-        mine[: len(written)] = torch.frombuffer(written, dtype=torch.uint8)
-        gathered = [torch.empty_like(mine) for _ in sizes]
-        with self.collective():
-            dist.all_gather(gathered, mine, group=self._control)
+        gathered = self._gather_bytes(written, max(sizes))
         # What our own ranks have written is as trustworthy as this process.
-        return [pickle.loads(bytes(row[:size].tolist())) for row, size in zip(gathered, sizes, strict=True)]  # noqa: S301
+        return [pickle.loads(row[:size]) for row, size in zip(gathered, sizes, strict=True)]  # noqa: S301
 
     def together(self, function: Callable[[], Any] | None) -> list[Any]:
         """Run `function` on every rank that has one, and return what every rank's returned; if one raises, all raise.
@@ -121,11 +115,11 @@ class World:
                 raise RankFailedError(message)
         return [value for value, _ in outcomes]
 
-    def start_maximum(self, flags: torch.Tensor) -> "dist.Work | None":
-        """Start replacing `flags`, a CPU tensor, by the element-wise maximum over ranks; wait for the returned work."""
+    def start_sum(self, numbers: torch.Tensor) -> "dist.Work | None":
+        """Start replacing `numbers`, a CPU tensor, by their sum over ranks; wait for the returned work."""
         if self._silent:
             return None
-        work: dist.Work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._control, async_op=True)
+        work: dist.Work = dist.all_reduce(numbers, group=self._control, async_op=True)
         return work
 
     @contextmanager
@@ -174,6 +168,18 @@ class World:
             return ""
         return "" if found.startswith(f"rank {self.rank} ") else found
 
+    def _gather_bytes(self, written: bytes, size: int) -> list[bytearray]:
+        """Return what every rank has written, each filled up to `size` bytes.
+
+        Tensors are made around plain bytes: what watches, or limits, the memory of tensors is for training, and must
+        not come between two ranks that talk to each other.
+        """
+        rows = [bytearray(size) for _ in range(self.size)]
+        with self.collective():
+            mine = _plain(bytearray(written.ljust(size, b"\0")), torch.uint8)
+            dist.all_gather([_plain(row, torch.uint8) for row in rows], mine, group=self._control)
+        return rows
+
     def _failure_key(self, store: Store) -> str:
         """Return where the next word about an error belongs.
 
@@ -190,6 +196,11 @@ class World:
         )
         message = f"{reason}. Rank {self.rank} stops too: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
         return RankFailedError(message)
+
+
+def _plain(memory: bytearray, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor that shows these bytes."""
+    return torch.frombuffer(memory, dtype=dtype)
 
 
 def has_launcher() -> bool:

@@ -2,6 +2,17 @@
 
 from anybatch.core.comparison import relative_error
 from anybatch.testing.gradients import assert_same_gradients
+from anybatch.testing.memory_budget import Fault, MemoryBudget, memory_budget, out_of_memory_at
 from anybatch.testing.ranks import Outcome, RankPool, run_ranks
 
-__all__ = ["Outcome", "RankPool", "assert_same_gradients", "relative_error", "run_ranks"]
+__all__ = [
+    "Fault",
+    "MemoryBudget",
+    "Outcome",
+    "RankPool",
+    "assert_same_gradients",
+    "memory_budget",
+    "out_of_memory_at",
+    "relative_error",
+    "run_ranks",
+]

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from anybatch.core.caching_allocator import largest_that_fits, replay
 from anybatch.core.geometry import ceil_div
-from anybatch.core.size_choice import even_size
 from anybatch.core.memory_model import MemoryEnvelope, Peak
+from anybatch.core.size_choice import even_size
 from anybatch.diagnostics.plan.budget import Budget
 from anybatch.diagnostics.plan.changes import Change, possible_changes
 from anybatch.diagnostics.plan.memory_plan import Envelopes, find_envelopes
