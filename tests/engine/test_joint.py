@@ -456,18 +456,20 @@ def test_search_for_a_size() -> None:
         asked.append(len(views.one))
         return clip(model, views)
 
-    with engine_of(JointCase(model=lambda: Counted(nn.Identity), encode=both, loss=lambda: loss)) as engine:
-        engine._sizing.may_run_out = True  # noqa: SLF001 (as on an accelerator)
-        modules = engine._modules  # noqa: SLF001
-        before = [tensor.clone() for tensor in modules.state_dict().values()]
-        engine.gradients(InMemory(pairs()))
-        after = list(modules.state_dict().values())
-        words = engine.decisions["micro_batch_size"]
+    case = JointCase(model=lambda: Counted(nn.Identity), encode=both, loss=lambda: loss)
+    states = []
+    for size in (29, "auto"):
+        torch.manual_seed(0)
+        with engine_of(case, micro_batch_size=size) as engine:
+            engine._sizing.may_run_out = True  # noqa: SLF001 (as on an accelerator)
+            engine.step(InMemory(pairs()))
+            states.append(list(engine._modules.state_dict().values()))  # noqa: SLF001
+            words = engine.decisions.get("micro_batch_size", "")
 
     assert words == "29, by a doubling search on cpu"
     assert len(asked) > 2
     assert set(asked) == {29}
-    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(*states, strict=True))
 
 
 WRONG: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[str, ...]]] = {
