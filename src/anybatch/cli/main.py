@@ -27,6 +27,7 @@ VERBS = (
     Verb("plan", "What fits into a device that is not here, and what would make more fit?"),
     Verb("check", "Is what I train exactly what I think?"),
     Verb("memory", "Where does the memory of a step go, and how much is left?"),
+    Verb("demo", "What does it do, in a minute?"),
     Verb("init", "How does a recipe of my own begin?"),
     Verb("env", "What should a bug report say about this machine?"),
 )

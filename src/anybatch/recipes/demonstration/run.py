@@ -1,0 +1,126 @@
+"""The demonstration: everything that is shown was run."""
+
+import difflib
+import inspect
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+import torch
+from torch.utils.data import DataLoader
+
+import anybatch as ab
+from anybatch.events.quantities import in_bytes
+from anybatch.recipes.demonstration import plain, three_lines
+from anybatch.recipes.text import Transformer, loss, text
+from anybatch.testing import memory_budget, relative_error
+
+BUDGET_BYTES: Final = 160 * 2**20
+BATCH_SIZE: Final = 64
+NUM_STEPS: Final = 5
+_LEARNING_RATE: Final = 3e-3
+
+Write = Callable[[str], object]
+
+
+def demonstrate(write: Write = sys.stdout.write) -> int:
+    """Run both loops under a budget, and compare their gradient with that of the batch that did not fit.
+
+    Returns:
+        0 if everything came out as it is meant to; 1 otherwise.
+    """
+    model = _fresh_model()
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    write(
+        f"A transformer of {num_parameters:,} parameters learns to write from the source code of this Python, "
+        f"{BATCH_SIZE} samples a step.\nThe memory for it: {in_bytes(BUDGET_BYTES)}, enforced by counting.\n\n"
+    )
+    write("1. A loop as it is usually written\n\n")
+    died = _run_plain(write)
+    write("\n2. The same loop, with three lines changed\n\n")
+    write("".join(f"   {line}\n" for line in changed_lines()))
+    write("\n")
+    finished = _run_changed(write)
+    write("\n3. Is that the gradient of the batch that did not fit?\n\n")
+    exact = _compare(write)
+    return 0 if died and finished and exact else 1
+
+
+def changed_lines() -> list[str]:
+    """Return how the second loop differs from the first, as a diff of the very functions that run."""
+    before, after = (inspect.getsource(module.train).splitlines() for module in (plain, three_lines))
+    lines = itertools.islice(difflib.unified_diff(before, after, n=1, lineterm=""), 3, None)
+    return [line for line in lines if not line.startswith("@@")]
+
+
+def _run_plain(write: Write) -> bool:
+    """Return whether the plain loop ran out of memory, as it is meant to."""
+    model, optimizer = _fresh()
+    try:
+        with memory_budget(BUDGET_BYTES, model):
+            plain.train(model, optimizer, loss, _batches(), _teller(write))
+    except torch.OutOfMemoryError as error:
+        write(f"   {type(error).__name__}: {error}\n")
+        return True
+    write("   It fitted: this machine counts otherwise than the one this was written on.\n")
+    return False
+
+
+def _run_changed(write: Write) -> bool:
+    """Return whether all steps were made within the budget."""
+    model, optimizer = _fresh()
+    told = _teller(write)
+    with memory_budget(BUDGET_BYTES, model) as budget:
+        three_lines.train(model, optimizer, loss, _batches(), told)
+    write(f"   Most memory at once: {in_bytes(budget.peak_bytes, BUDGET_BYTES)}.\n")
+    return told.num_steps == NUM_STEPS
+
+
+def _compare(write: Write) -> bool:
+    """Return whether the accumulated gradient is that of the whole batch, in float64 and without the budget."""
+    model = _fresh_model().double()
+    batch = next(iter(_batches()))
+    loss(model, batch).backward()
+    whole = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    whole = [gradient.clone() for gradient in whole]
+    engine = ab.Engine(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), ab.mean_over_samples(loss), micro_batch_size=16
+    )
+    parts = [gradient for gradient in engine.gradients(batch).values() if gradient is not None]
+    error = relative_error(parts, whole)
+    write(f"   Relative error of the accumulated gradient, in float64: {error:.1e}.\n")
+    return error < 1e-12  # noqa: PLR2004 (the first of the five promises)
+
+
+class _Teller:
+    """Writes a line for each step."""
+
+    def __init__(self, write: Write) -> None:
+        self.num_steps = 0
+        self._write = write
+
+    def __call__(self, value: float, plan: object = "") -> None:
+        self.num_steps += 1
+        self._write(f"   step {self.num_steps}  loss {value:.3f}  {plan}\n")
+
+
+def _teller(write: Write) -> _Teller:
+    return _Teller(write)
+
+
+def _fresh_model() -> Transformer:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        return Transformer(width=128, num_layers=4, num_heads=4)
+
+
+def _fresh() -> tuple[Transformer, torch.optim.Optimizer]:
+    model = _fresh_model()
+    return model, torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
+
+
+def _batches() -> Iterable[dict[str, torch.Tensor]]:
+    """Return the first batches of the recipe `text`."""
+    loader: Iterable[dict[str, torch.Tensor]] = DataLoader(text().dataset(), batch_size=BATCH_SIZE)
+    return itertools.islice(loader, NUM_STEPS)
