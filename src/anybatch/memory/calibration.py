@@ -40,8 +40,9 @@ def measure_rates(name: str, clock: Clock, *, device: str = "cpu", num_rounds: i
         torch.manual_seed(0)
         small = small_program(device)
         watching = _seconds_of_watching(small, clock)
-        measured = [row for program in programs(device) for row in _measure(program, clock, num_rounds, watching)]
-        return _with_host_seconds(calibrated(_plain_rates(name, measured), measured), small, clock, watching)
+        measured = [_measure(program, clock, num_rounds, watching) for program in programs(device)]
+        rates = calibrated(_plain_rates(name, [row for rows in measured for row in rows]), measured)
+        return _with_host_seconds(rates, small, clock, watching)
 
 
 def _plain_rates(name: str, measured: list[tuple[Operation, float]]) -> Rates:

@@ -44,6 +44,8 @@ class OperationRecorder:
         phase: Phase,
     ) -> None:
         """Note an operation."""
+        if func.namespace == "prim":  # questions about a tensor, which only those without data ask
+            return
         if phase == "backward":
             self._after_backward = True
         elif phase == "forward" and self._after_backward:
