@@ -195,9 +195,9 @@ def _checked(
 
 def _further(size: int | None, traced: tuple[int, ...]) -> int:
     """Return the size to look at: the one that will be run, unless it has been traced, or a small other one."""
-    if size is not None and size > max(traced):
+    if size is not None and size > max(TRACED) and size not in traced:
         return size
-    return max(_FURTHER, 2 * max(traced) - 1)
+    return next(other for other in range(_FURTHER, _FURTHER + len(traced) + 1) if other not in traced)
 
 
 def _reads(trace: StepTrace) -> bool:

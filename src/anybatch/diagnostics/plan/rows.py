@@ -14,9 +14,9 @@ from anybatch.errors import PlanError
 
 
 def joint_limit(task: Task) -> int | None:
-    """Return the largest micro-batch of which there are two in a step, for a loss across samples; None for others."""
+    """Return the largest micro-batch of which there are more than two in a step, for a loss across samples."""
     across = isinstance(task.loss, Loss) and task.loss.encode is not None and task.effective_batch_size is not None
-    return ceil_div(task.effective_batch_size or 1, task.world_size) // 2 if across else None
+    return (ceil_div(task.effective_batch_size or 1, task.world_size) - 1) // 2 if across else None
 
 
 class AllRows(nn.Module):
