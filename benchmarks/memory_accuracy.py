@@ -2,7 +2,7 @@
 
 Planned: two traces without data, at micro-batch sizes 2 and 3, and the envelope through them. Allocated: the real
 engine takes two steps under torch's profiler, which sees every allocation of the CPU allocator; the figure is the most
-that was allocated at once during the second step. Beside it: the most that the tensors of that same real run held, as the
+that was allocated at once during the second step. Beside it: the most that the tensors of that same run held, as the
 ledger books them; what is allocated beyond them is taken by kernels for themselves, and given back before they return.
 Two micro-batches a step, at sizes that were not traced.
 
@@ -59,7 +59,9 @@ class Block(nn.Module):
 class Language(nn.Module):
     """A language model that returns logits."""
 
-    def __init__(self, depth: int, width: int, *, tied: bool = False, again: bool = False, dropout: float = 0.0) -> None:
+    def __init__(
+        self, depth: int, width: int, *, tied: bool = False, again: bool = False, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.again = again
         self.tokens, self.places = nn.Embedding(VOCABULARY, width), nn.Embedding(512, width)
@@ -109,7 +111,10 @@ def of_transformers(kind: str, **options: Any) -> nn.Module:  # noqa: ANN401 (op
     sizes |= vision or {"vocab_size": VOCABULARY, "max_position_embeddings": 512}
     tail = {"Bert": "ForMaskedLM", "ViT": "ForImageClassification"}.get(kind, "ForCausalLM")
     if kind == "GPT2":
-        sizes, tail = {"vocab_size": VOCABULARY, "n_positions": 512, "n_embd": 256, "n_layer": 4, "n_head": 4}, "LMHeadModel"
+        sizes, tail = (
+            {"vocab_size": VOCABULARY, "n_positions": 512, "n_embd": 256, "n_layer": 4, "n_head": 4},
+            "LMHeadModel",
+        )
         sizes |= {"bos_token_id": 0, "eos_token_id": 0}
     config = getattr(transformers, f"{kind}Config")(**sizes, **options)
     model: nn.Module = getattr(transformers, f"{kind}{tail}")(config)
@@ -321,8 +326,9 @@ def compare(name: str) -> Iterator[str]:
                 found, tensors = ranks.run(allocated, name, size)[0]
         expected = envelope.peak_bytes(size)
         error = 100 * (expected / found - 1)
-        row = f"{expected / MEBIBYTE:.2f} | {found / MEBIBYTE:.2f} | {error:+.3f} | {expected - found:+,} | {expected - tensors:+,}"
-        yield f"| {name} | {size} | {row} | {envelope.at_peak(size).phase} | {seconds:.1f} |"
+        sizes = f"{expected / MEBIBYTE:.2f} | {found / MEBIBYTE:.2f}"
+        errors = f"{error:+.3f} | {expected - found:+,} | {expected - tensors:+,}"
+        yield f"| {name} | {size} | {sizes} | {errors} | {envelope.at_peak(size).phase} | {seconds:.1f} |"
 
 
 def main() -> None:

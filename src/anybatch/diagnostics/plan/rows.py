@@ -49,6 +49,8 @@ class AllRows(nn.Module):
         self._encode = loss.encode
         self._kept: list[torch.Tensor] = []
         self._num_encoded = 0
+        self._differentiable: list[torch.Tensor] = []
+        self._num_missing = 0
 
     def in_place_of(self, loss: Loss) -> Loss:
         """Return the loss with this in the place of its functions."""
@@ -65,14 +67,20 @@ class AllRows(nn.Module):
         return outputs
 
     def forward(self, model: Any, outputs: Batch) -> Any:  # noqa: ANN401 (the user's model, and what the loss returns)
-        """Return what the function makes of all rows; take what the gradients of the others hold."""
+        """Return what the function makes of all rows."""
         own, _ = take_apart(outputs)
-        num_missing = self._num_rows - len(own[0])
-        self._keep([tensor for tensor in own if tensor.requires_grad], num_missing)
-        if num_missing <= 0:
+        self._differentiable = [tensor.detach()[:1] for tensor in own if tensor.requires_grad]
+        self._num_missing = self._num_rows - len(own[0])
+        if self._num_missing <= 0:
             return self._function(model, outputs)
-        number = torch.arange(self._num_rows)
-        return self._function(model, map_tensors(outputs, lambda tensor: tensor[number % len(own[0])]))
+        rows = torch.arange(self._num_rows) % len(own[0])
+        return self._function(model, map_tensors(outputs, lambda tensor: tensor[rows]))
+
+    def begin_second_pass(self) -> None:
+        """Take what the gradients of the outputs of the others hold, which are there from now on."""
+        if self._differentiable:
+            self._keep(self._differentiable, self._num_missing)
+            self._differentiable = []
 
     def let_go(self) -> None:
         """Let go of what was kept in this step."""
@@ -82,5 +90,3 @@ class AllRows(nn.Module):
     def _keep(self, tensors: list[torch.Tensor], num_rows: int) -> None:
         if num_rows > 0:
             self._kept += [tensor.new_empty((num_rows, *tensor.shape[1:])) for tensor in tensors]
-
-
