@@ -62,6 +62,9 @@ POLICIES: Mapping[AutocastPolicy, tuple[str, ...]] = {
     ),
 }
 
+_DROPOUT_PLACE = 4
+"""Which argument of attention it is."""
+
 # Autocast policies belong to the process: one profile at a time.
 _LOCK = threading.RLock()
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)  # noqa: SLF001 (its only name)
@@ -218,7 +221,7 @@ def _rms_norm(
 ) -> torch.Tensor:
     """Input, weight and one number per row."""
     del eps
-    result: torch.Tensor = _RMSNorm.apply(values, weight, len(normalized_shape))
+    result: torch.Tensor = _RMSNorm.apply(values, weight, len(normalized_shape))  # type: ignore[no-untyped-call]
     return result
 
 

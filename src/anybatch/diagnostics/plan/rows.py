@@ -14,9 +14,9 @@ from anybatch.errors import PlanError
 
 
 def joint_limit(task: Task) -> int | None:
-    """Return the largest micro-batch of which there are two in a step, for a loss across samples; None for others."""
+    """Return the largest micro-batch of which there are more than two in a step, for a loss across samples."""
     across = isinstance(task.loss, Loss) and task.loss.encode is not None and task.effective_batch_size is not None
-    return ceil_div(task.effective_batch_size or 1, task.world_size) // 2 if across else None
+    return (ceil_div(task.effective_batch_size or 1, task.world_size) - 1) // 2 if across else None
 
 
 class AllRows(nn.Module):
@@ -49,6 +49,8 @@ class AllRows(nn.Module):
         self._encode = loss.encode
         self._kept: list[torch.Tensor] = []
         self._num_encoded = 0
+        self._differentiable: list[torch.Tensor] = []
+        self._num_missing = 0
 
     def in_place_of(self, loss: Loss) -> Loss:
         """Return the loss with this in the place of its functions."""
@@ -65,14 +67,20 @@ class AllRows(nn.Module):
         return outputs
 
     def forward(self, model: Any, outputs: Batch) -> Any:  # noqa: ANN401 (the user's model, and what the loss returns)
-        """Return what the function makes of all rows; take what the gradients of the others hold."""
+        """Return what the function makes of all rows."""
         own, _ = take_apart(outputs)
-        num_missing = self._num_rows - len(own[0])
-        self._keep([tensor for tensor in own if tensor.requires_grad], num_missing)
-        if num_missing <= 0:
+        self._differentiable = [tensor.detach()[:1] for tensor in own if tensor.requires_grad]
+        self._num_missing = self._num_rows - len(own[0])
+        if self._num_missing <= 0:
             return self._function(model, outputs)
-        number = torch.arange(self._num_rows)
-        return self._function(model, map_tensors(outputs, lambda tensor: tensor[number % len(own[0])]))
+        rows = torch.arange(self._num_rows) % len(own[0])
+        return self._function(model, map_tensors(outputs, lambda tensor: tensor[rows]))
+
+    def begin_second_pass(self) -> None:
+        """Take what the gradients of the outputs of the others hold, which are there from now on."""
+        if self._differentiable:
+            self._keep(self._differentiable, self._num_missing)
+            self._differentiable = []
 
     def let_go(self) -> None:
         """Let go of what was kept in this step."""

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import cast
 
 from torch import nn
 from torch.optim import Optimizer
@@ -61,5 +60,5 @@ def built(task: Task) -> tuple[Task, str | None]:
     """Return the task with its model made, without memory where that is possible; and why not, where it is not."""
     if isinstance(task.model, (nn.Module, Mapping)):
         return task, None
-    model, reason = build(cast("Callable[[], Model]", task.model))
+    model, reason = build(task.model)
     return dataclasses.replace(task, model=model), reason

@@ -113,7 +113,9 @@ class _Stage:
         self._world = world
         loss = declared(task.loss)
         instance = task.optimizer if isinstance(task.optimizer, Optimizer) else None
-        self._model, optimizer, self._loss = fake_twin((task.model, instance, loss), mode)
+        assert isinstance(task.model, (nn.Module, Mapping)), "it has been built"
+        model: Model = task.model
+        self._model, optimizer, self._loss = fake_twin((model, instance, loss), mode)
         self._optimizer = task.optimizer if optimizer is None else optimizer
         if self._loss.terms is None:
             self._loss = dataclasses.replace(self._loss, function=BareLoss(self._loss.function, is_mean=True))
@@ -163,6 +165,8 @@ class _Stage:
         elif isinstance(record, MicroBatchRecord):
             if record.event == "end":
                 self._hold_gradients()
+            elif self._rows is not None:
+                self._rows.begin_second_pass()
             self.computing = record.event == "begin"
             ledger.mark(f"micro-batch {record.position} {record.event}s")
 
@@ -231,7 +235,11 @@ class _TracedBatch:
     micro_batch_size: int
     num_samples: int
     seed: int = 0
-    end: Position = Position()
+
+    @property
+    def end(self) -> Position:
+        """Any position."""
+        return Position()
 
     @property
     def sample_ids(self) -> Sequence[int]:
@@ -258,7 +266,6 @@ def _tensors(tree: object) -> list[torch.Tensor]:
 @contextmanager
 def _uncollected() -> Iterator[None]:
     """Let no garbage collection decide when memory is let go: it would come at another moment in each run."""
-    gc.collect()
     enabled = gc.isenabled()
     gc.disable()
     try:
