@@ -49,7 +49,7 @@ def slice_samples(batch: Batch, start: int, stop: int) -> Batch:
 
 
 def resize_samples(batch: Batch, num_samples: int, resize: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-    """Return a batch of the same form with `num_samples` samples: tensors by `resize`, other leaves repeated in turn."""
+    """Return a batch of the same form with `num_samples` samples: tensors by `resize`, others repeated in turn."""
 
     def resized(leaf: Any) -> Any:  # noqa: ANN401 (a tensor, list, array or anything else)
         if isinstance(leaf, torch.Tensor):

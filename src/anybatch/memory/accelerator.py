@@ -64,6 +64,9 @@ POLICIES: Mapping[AutocastPolicy, tuple[str, ...]] = {
     ),
 }
 
+_DROPOUT_PLACE = 4
+"""Which argument of attention it is."""
+
 # Autocast policies belong to the process: one profile at a time.
 _LOCK = threading.RLock()
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)  # noqa: SLF001 (its only name)
@@ -85,7 +88,7 @@ def allocating_as(profile: Profile) -> Iterator[None]:
 @contextmanager
 def autocast_as_on_cuda() -> Iterator[None]:
     """Give autocast on the CPU the policies that it has on CUDA."""
-    registered = torch.library.Library("aten", "IMPL")  # noqa: TOR901 (taken back below)
+    registered = torch.library.Library("aten", "IMPL")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that a kernel is replaced is what this is for
@@ -204,19 +207,13 @@ def _plain_dropout(function: Callable[..., torch.Tensor], input: torch.Tensor, p
     return torch.native_dropout(input, p, True)[0] if train and 0 < p < 1 else function(input, p, train)  # noqa: FBT003 (takes no keyword)
 
 
-def _attention(
-    function: Callable[..., torch.Tensor],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    *rest: Any,  # noqa: ANN401 (handed on)
-    **options: Any,  # noqa: ANN401 (the same)
-) -> torch.Tensor:
+def _attention(function: Callable[..., torch.Tensor], *args: Any, **options: Any) -> torch.Tensor:  # noqa: ANN401 (handed on)
     """Output and one number per row, with dropout too: its mask is drawn again in the backward."""
-    del dropout_p
-    return function(query, key, value, attn_mask, 0.0, *rest, **options)
+    if len(args) > _DROPOUT_PLACE:
+        args = (*args[:_DROPOUT_PLACE], 0.0, *args[_DROPOUT_PLACE + 1 :])
+    elif "dropout_p" in options:
+        options["dropout_p"] = 0.0
+    return function(*args, **options)
 
 
 def _rms_norm(
@@ -229,7 +226,7 @@ def _rms_norm(
     """Input, weight and one number per row."""
     del function, eps
     casts = torch.is_autocast_enabled("cpu") and _eligible(input)
-    result: torch.Tensor = _RMSNorm.apply(input.float() if casts else input, weight, len(normalized_shape))
+    result: torch.Tensor = _RMSNorm.apply(input.float() if casts else input, weight, len(normalized_shape))  # type: ignore[no-untyped-call]
     return result
 
 
@@ -245,7 +242,11 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401 (torch's type)
         values, weight, _ = ctx.saved_tensors
-        return torch.empty_like(gradient, dtype=values.dtype), None if weight is None else torch.empty_like(weight), None
+        return (
+            torch.empty_like(gradient, dtype=values.dtype),
+            None if weight is None else torch.empty_like(weight),
+            None,
+        )
 
 
 _INSTEAD: Mapping[Any, Callable[..., torch.Tensor]] = {

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from anybatch.core.memory_model import Phase
 
-_READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+_READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)  # noqa: SLF001 (its only name)
 
 
 class HostReads(TorchDispatchMode):
@@ -21,7 +21,7 @@ class HostReads(TorchDispatchMode):
 
     Args:
         phase: says what is going on.
-        other: give the other answers: True for truth values instead of False, and other numbers.
+        other: give the other answers: True instead of False, 2 instead of 1, -1.5 instead of 0.5.
 
     Attributes:
         numbers: how many numbers were read, by phase.
@@ -55,5 +55,5 @@ class HostReads(TorchDispatchMode):
             return self._other
         self.numbers[self._phase()] += 1
         if args[0].dtype.is_floating_point or args[0].dtype.is_complex:
-            return 0.25 if self._other else 0.5
+            return -1.5 if self._other else 0.5
         return 2 if self._other else 1

@@ -36,7 +36,8 @@ class RunningStatistics:
         self._dtype = torch.float32 if device.type == "mps" else torch.float64
         self._sizes = [layer.num_features for layer in self.layers]
         numbers = torch.arange(len(self.layers), device=device)
-        self._owner = numbers.repeat_interleave(torch.tensor(self._sizes, dtype=torch.int64, device=device))
+        repeats = torch.tensor(self._sizes, dtype=torch.int64, device=device)
+        self._owner = numbers.repeat_interleave(repeats, output_size=sum(self._sizes))
         self._single = [isinstance(layer, _InstanceNorm) for layer in self.layers]
         self._is_single = torch.tensor(self._single, dtype=torch.bool, device=device)
         self._centre = torch.zeros(sum(self._sizes), dtype=self._dtype, device=device)

@@ -27,7 +27,6 @@ def imagined_ranks(size: int) -> Iterator[World]:
         )
         raise CannotPlanError(message)
     # Only these two modules of torch know the "fake" backend and what its collectives do to tensors without data.
-    import torch.distributed._tools.fake_collectives  # noqa: PLC0415 (they register kernels when they are imported)
     from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415
 
     dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())

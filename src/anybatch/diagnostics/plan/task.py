@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import cast
 
 from torch import nn
 from torch.optim import Optimizer
@@ -35,6 +34,7 @@ class Task:
         average_decay: of an average of the weights.
         norms: what is done about BatchNorm.
         rng: what random numbers belong to.
+        effective_batch_size: samples of one step over all ranks; only a loss across samples (`ab.joint`) needs it.
         strategy: "single", "all_reduce", "ddp", or a function () -> strategy; "auto" goes by the number of ranks.
         world_size: number of ranks.
         profile: whose allocations are planned: those of "cuda", or those of the "cpu" the plan is made on.
@@ -50,6 +50,7 @@ class Task:
     average_decay: float | None = None
     norms: Policy | PolicyName = "keep"
     rng: Rng = "micro_batch"
+    effective_batch_size: int | None = None
     strategy: str | Callable[[], Strategy] = "auto"
     world_size: int = 1
     profile: Profile = "cuda"
@@ -59,5 +60,5 @@ def built(task: Task) -> tuple[Task, str | None]:
     """Return the task with its model made, without memory where that is possible; and why not, where it is not."""
     if isinstance(task.model, (nn.Module, Mapping)):
         return task, None
-    model, reason = build(cast("Callable[[], Model]", task.model))
+    model, reason = build(task.model)
     return dataclasses.replace(task, model=model), reason

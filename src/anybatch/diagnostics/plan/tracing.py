@@ -3,7 +3,7 @@
 import dataclasses
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from anybatch.core.memory_model import MemoryTrace, Phase
 from anybatch.core.nested import Batch, slice_samples, tensors_of
 from anybatch.core.records import MicroBatchRecord, PhaseRecord, Record
 from anybatch.diagnostics.plan.ranks import imagined_ranks
+from anybatch.diagnostics.plan.rows import AllRows
 from anybatch.diagnostics.plan.task import Task, built
 from anybatch.engine.engine import Engine
 from anybatch.engine.first_step import BareLoss
@@ -81,7 +82,7 @@ def trace_step(
     with imagined_ranks(task.world_size) as world, warnings.catch_warnings(), uncollected():
         warnings.simplefilter("ignore")  # whoever trains in earnest will see them
         stage = _Stage(ready, mode, world, on_operation)
-        reads = HostReads(lambda: stage.ledger.current_phase, other=other_answers)
+        reads = HostReads(lambda: stage.reading_phase, other=other_answers)
         try:
             with mode, reads, allocating_as(task.profile), stage.ledger:
                 start = stage.run(micro_batch_size, num_micro_batches)
@@ -107,15 +108,22 @@ class _Stage:
         self.ledger = MemoryLedger(on_operation=self._operation)
         self._on_operation = on_operation
         self._told = False
+        self.computing = False
         self._task = task
         self._mode = mode
         self._world = world
         loss = declared(task.loss)
         instance = task.optimizer if isinstance(task.optimizer, Optimizer) else None
-        self._model, optimizer, self._loss = fake_twin((task.model, instance, loss), mode)
+        assert isinstance(task.model, (nn.Module, Mapping)), "it has been built"
+        model: Model = task.model
+        self._model, optimizer, self._loss = fake_twin((model, instance, loss), mode)
         self._optimizer = task.optimizer if optimizer is None else optimizer
         if self._loss.terms is None:
             self._loss = dataclasses.replace(self._loss, function=BareLoss(self._loss.function, is_mean=True))
+        self._rows: AllRows | None = None
+        if self._loss.encode is not None:
+            self._rows = AllRows(self._loss, task.effective_batch_size, world.size)
+            self._loss = self._rows.in_place_of(self._loss)
         self._modules = collect_modules(self._model, self._loss)
         self._modules.train()
         self._engine: Engine | None = None
@@ -149,6 +157,8 @@ class _Stage:
         """Follow the engine: which phase it is in, and which gradients there are after each micro-batch."""
         ledger = self.ledger
         if isinstance(record, PhaseRecord):
+            if self._rows is not None and record.name == "reduce":
+                self._rows.let_go()
             if record.name in _PHASES:
                 ledger.phase = _PHASES[record.name] if record.event == "begin" else None
                 self._hold_gradients()
@@ -156,7 +166,15 @@ class _Stage:
         elif isinstance(record, MicroBatchRecord):
             if record.event == "end":
                 self._hold_gradients()
+            elif self._rows is not None:
+                self._rows.begin_second_pass()
+            self.computing = record.event == "begin"
             ledger.mark(f"micro-batch {record.position} {record.event}s")
+
+    @property
+    def reading_phase(self) -> Phase:
+        """When a number is read: what the engine itself reads between micro-batches changes nothing in them."""
+        return self.ledger.current_phase if self.computing else "setup"
 
     def loaded(self, batch: Batch) -> Batch:
         """Book a micro-batch as input, and return it."""
@@ -218,7 +236,11 @@ class _TracedBatch:
     micro_batch_size: int
     num_samples: int
     seed: int = 0
-    end: Position = Position()
+
+    @property
+    def end(self) -> Position:
+        """Any position."""
+        return Position()
 
     @property
     def sample_ids(self) -> Sequence[int]:
@@ -245,7 +267,6 @@ def _tensors(tree: object) -> list[torch.Tensor]:
 @contextmanager
 def uncollected() -> Iterator[None]:
     """Let no garbage collection decide when memory is let go: it would come at another moment in each run."""
-    gc.collect()
     enabled = gc.isenabled()
     gc.disable()
     try:

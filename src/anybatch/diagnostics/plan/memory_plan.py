@@ -1,0 +1,278 @@
+"""The largest micro-batch size that fits, and what holds the memory when most is held."""
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+from anybatch.core.caching_allocator import largest_that_fits, replay
+from anybatch.core.memory_model import (
+    MemoryEnvelope,
+    Peak,
+    check,
+    check_same_structure,
+    fit,
+    fit_quadratic,
+    in_order,
+)
+from anybatch.diagnostics.plan.rows import joint_limit
+from anybatch.diagnostics.plan.task import Task, built
+from anybatch.diagnostics.plan.tracing import StepTrace, trace_step
+from anybatch.errors import CannotPlanError, PlanError
+from anybatch.memory.accelerator import Profile
+
+TRACED = (2, 3)
+"""Micro-batch sizes that are traced. A single sample is special: axes are squeezed, and BatchNorm refuses it."""
+_FURTHER = 5
+DEFAULT_HEADROOM = 0.15
+"""A safety margin for devices on which nothing has been measured."""
+
+Binding = Literal["tensors", "allocator", "optimizer step", "batch"]
+"""What keeps a micro-batch from being larger; "batch" if all of the rank's samples fit at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Envelopes:
+    """What a step holds at any micro-batch size.
+
+    Attributes:
+        steady: every step but the first.
+        first: the first step.
+        verdict: "exact" if a further trace was as predicted; "quadratic" if sizes had to be fitted as quadratics.
+        checked_at: the micro-batch size of that trace.
+        profile: whose allocations these are.
+        notes: what the user should know of how this was found.
+    """
+
+    steady: MemoryEnvelope
+    first: MemoryEnvelope
+    verdict: Literal["exact", "quadratic"]
+    checked_at: int
+    profile: Profile
+    notes: tuple[str, ...]
+
+    def peak_bytes(self, m: int) -> int:
+        """Return the most that tensors hold at once, in any step."""
+        return max(self.steady.peak_bytes(m), self.first.peak_bytes(m))
+
+    def largest(self, budget_bytes: int) -> int | None:
+        """Return the largest micro-batch size whose tensors fit in every step; None for no limit."""
+        return _smaller(self.steady.largest(budget_bytes), self.first.largest(budget_bytes))
+
+    def largest_allocated(self, limit_bytes: int) -> int | None:
+        """Return the largest micro-batch size that the allocator can serve from that much; None for no limit.
+
+        On a CPU, whose allocator keeps nothing back, it is the largest whose tensors fit.
+        """
+        if self.profile == "cpu":
+            return self.largest(limit_bytes)
+        return _smaller(largest_that_fits(self.steady, limit_bytes), largest_that_fits(self.first, limit_bytes))
+
+    def at_peak(self, m: int) -> Peak:
+        """Return the moment at which tensors hold most, in any step."""
+        later = self.steady.peak_bytes(m) >= self.first.peak_bytes(m)
+        return (self.steady if later else self.first).at_peak(m)
+
+    def reserved_bytes(self, m: int) -> int:
+        """Return what the allocator takes from a device that has enough."""
+        if self.profile == "cpu":
+            return self.peak_bytes(m)
+        return max(replay(one.trace.events, one.sizes(m)).peak_reserved_bytes for one in (self.steady, self.first))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MemoryPlan:
+    """What fits, and what holds the memory.
+
+    Attributes:
+        budget_bytes: the device's memory.
+        headroom: the part of it that is left free.
+        outside_bytes: what is taken outside of torch's allocator: context, communicators.
+        micro_batch_size: the largest that fits and leaves the headroom; 0 if not even one sample does.
+        largest_by_tensors: the largest whose tensors fit into the device, without headroom; None for no limit.
+        largest_by_allocator: the largest for which the allocator, too, needs no more than the device; None likewise.
+        peak: the moment at which tensors hold most, at `micro_batch_size`, or at one sample if nothing fits.
+        reserved_bytes: what the allocator takes at that size, if nothing holds it back.
+        binds: what keeps the size from being larger.
+        envelopes: memory at any other size.
+        seconds: how long planning took.
+    """
+
+    budget_bytes: int
+    headroom: float
+    outside_bytes: int
+    micro_batch_size: int
+    largest_by_tensors: int | None
+    largest_by_allocator: int | None
+    peak: Peak
+    reserved_bytes: int
+    binds: Binding
+    envelopes: Envelopes
+    seconds: float
+
+
+def plan_memory(
+    task: Task,
+    budget_bytes: int,
+    *,
+    headroom: float = DEFAULT_HEADROOM,
+    outside_bytes: int = 0,
+    most_samples: int | None = None,
+) -> MemoryPlan:
+    """Return the largest micro-batch size that fits into a device's memory, found without the device.
+
+    Args:
+        task: what to train.
+        budget_bytes: the device's memory.
+        headroom: part of it to leave free.
+        outside_bytes: what is taken outside of torch's allocator.
+        most_samples: samples of the largest rank share: no micro-batch is larger. None for as many as fit.
+
+    Raises:
+        CannotPlanError: the step cannot be traced, or memory does not follow from traces; says why.
+        UserError: the engine refuses what it is asked to run.
+    """
+    start = time.perf_counter()
+    usable = _usable_bytes(budget_bytes, headroom, outside_bytes)
+    envelopes = find_envelopes(task, usable, most_samples=most_samples)
+    plan = fit_into(envelopes, budget_bytes, headroom=headroom, outside_bytes=outside_bytes, most_samples=most_samples)
+    return dataclasses.replace(plan, seconds=time.perf_counter() - start)
+
+
+def fit_into(
+    envelopes: Envelopes,
+    budget_bytes: int,
+    *,
+    headroom: float = DEFAULT_HEADROOM,
+    outside_bytes: int = 0,
+    most_samples: int | None = None,
+) -> MemoryPlan:
+    """Return what `plan_memory` does, from envelopes that are there: for another device, say. Takes no trace.
+
+    Raises:
+        PlanError: any micro-batch size fits, and it is not known how many samples there are.
+    """
+    start = time.perf_counter()
+    usable, whole = _usable_bytes(budget_bytes, headroom, outside_bytes), budget_bytes - outside_bytes
+    fitting = envelopes.largest_allocated(usable)
+    size = _smaller(fitting, most_samples)
+    if size is None:
+        message = (
+            "memory does not grow with the micro-batch size, so any size fits: name most_samples, the samples of the "
+            "largest rank share."
+        )
+        raise PlanError(message)
+    shown = max(size, 1)
+    return MemoryPlan(
+        budget_bytes=budget_bytes,
+        headroom=headroom,
+        outside_bytes=outside_bytes,
+        micro_batch_size=size,
+        largest_by_tensors=envelopes.largest(whole),
+        largest_by_allocator=envelopes.largest_allocated(whole),
+        peak=envelopes.at_peak(shown),
+        reserved_bytes=envelopes.reserved_bytes(shown),
+        binds=_binding(envelopes, usable, size, most_samples),
+        envelopes=envelopes,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def find_envelopes(task: Task, usable_bytes: int, *, most_samples: int | None = None) -> Envelopes:
+    """Trace two micro-batch sizes, and a third one, the largest that seems to fit, to see whether the two tell.
+
+    Raises:
+        CannotPlanError: the step cannot be traced, or memory does not follow from traces; says why.
+    """
+    ready, reason = built(task)
+    notes = [] if reason is None else [f"the model was made with its memory, as it cannot be without: {reason}"]
+    traces = {m: trace_step(ready, m) for m in TRACED}
+    if _reads(traces[TRACED[0]]):
+        _refuse_dependence(ready, traces[TRACED[0]])
+        notes.append("the step reads numbers from tensors; what it holds was seen not to depend on them")
+    try:
+        return _checked(ready, traces, usable_bytes, most_samples, tuple(notes))
+    except CannotPlanError:
+        raise
+    except PlanError as error:
+        message = f"cannot plan, will probe: {error}"
+        raise CannotPlanError(message) from error
+
+
+def _checked(
+    task: Task, traces: dict[int, StepTrace], usable_bytes: int, most_samples: int | None, notes: tuple[str, ...]
+) -> Envelopes:
+    low, high = TRACED
+    steady = fit(traces[low].steady, low, traces[high].steady, high)
+    first = fit(traces[low].first, low, traces[high].first, high)
+    found = Envelopes(steady=steady, first=first, verdict="exact", checked_at=0, profile=task.profile, notes=notes)
+    for _ in range(3):  # affine, quadratic, and once more at what the quadratic says
+        size = _further(_smaller(found.largest(usable_bytes), most_samples, joint_limit(task)), found.steady.traced)
+        traces[size] = trace_step(task, size)
+        seen = check(found.steady, traces[size].steady, size)
+        if seen.verdict == "exact":
+            check(found.first, traces[size].first, size)
+            return dataclasses.replace(found, checked_at=size)
+        firsts = [(traces[m].first, m) for m in (low, high, size)]
+        found = dataclasses.replace(found, steady=seen.envelope, first=fit_quadratic(firsts), verdict="quadratic")
+    message = f"what is held at micro-batch sizes {sorted(traces)} follows no line and no quadratic."
+    raise PlanError(message)
+
+
+def _further(size: int | None, traced: tuple[int, ...]) -> int:
+    """Return the size to look at: the one that will be run, unless it has been traced, or a small other one."""
+    if size is not None and size > max(TRACED) and size not in traced:
+        return size
+    return next(other for other in range(_FURTHER, _FURTHER + len(traced) + 1) if other not in traced)
+
+
+def _reads(trace: StepTrace) -> bool:
+    return bool(trace.numbers_read or trace.truths_read)
+
+
+def _refuse_dependence(task: Task, trace: StepTrace) -> None:
+    """Refuse a step that does something else when the numbers it reads from tensors are others.
+
+    Raises:
+        CannotPlanError: with what differs.
+    """
+    m = TRACED[0]
+    what = (
+        f"cannot plan, will probe: the step reads {trace.numbers_read} numbers and {trace.truths_read} truth values "
+        "from tensors while it computes, and what it holds depends on them"
+    )
+    first, second = in_order(trace.steady), in_order(trace_step(task, m, other_answers=True).steady)
+    try:
+        check_same_structure(first, m, second, m)
+    except PlanError as error:
+        message = f"{what}: {error}"
+        raise CannotPlanError(message) from error
+    if [one.num_bytes for one in first.allocations] != [one.num_bytes for one in second.allocations]:
+        message = f"{what}: tensors have other sizes."
+        raise CannotPlanError(message)
+
+
+def _binding(envelopes: Envelopes, usable_bytes: int, size: int, most_samples: int | None) -> Binding:
+    """Return what the next larger size would not fit for."""
+    if most_samples is not None and size >= most_samples:
+        return "batch"
+    if envelopes.peak_bytes(size + 1) <= usable_bytes:
+        return "allocator"
+    return "optimizer step" if envelopes.at_peak(size + 1).phase == "update" else "tensors"
+
+
+def _usable_bytes(budget_bytes: int, headroom: float, outside_bytes: int) -> int:
+    """Return what torch's allocator may take.
+
+    Raises:
+        PlanError: the headroom is no part of the memory.
+    """
+    if not 0.0 <= headroom < 1.0:
+        message = f"{headroom=} must be at least 0 and below 1: the part of the memory that is left free."
+        raise PlanError(message)
+    return int(budget_bytes * (1.0 - headroom)) - outside_bytes
+
+
+def _smaller(*sizes: int | None) -> int | None:
+    """Return the smallest; None stands for no limit."""
+    return min((size for size in sizes if size is not None), default=None)

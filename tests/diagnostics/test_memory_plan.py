@@ -1,0 +1,332 @@
+"""Memory planned on tensors without data: against what the real engine's tensors hold, and what is refused."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional
+from torch.profiler import record_function
+
+import anybatch as ab
+from anybatch.core.memory_model import MemoryEnvelope, fit
+from anybatch.diagnostics.plan.memory_plan import find_envelopes, fit_into, plan_memory
+from anybatch.diagnostics.plan.task import Task
+from anybatch.diagnostics.plan.tracing import NUM_MICRO_BATCHES, trace_step
+from anybatch.errors import CannotPlanError, PlanError
+from anybatch.memory.accelerator import Profile
+from anybatch.memory.ledger import MemoryLedger
+from tests.memory.profiled import most_allocated
+
+Batch = dict[str, torch.Tensor]
+
+
+class Words(nn.Module):
+    """Attention over tokens, with a head tied to the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, 32)
+        self.block = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, activation="gelu", batch_first=True)
+        self.head = nn.Linear(32, 40, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.block(self.embed(ids)))
+        return logits
+
+
+def of_words(model: Any, batch: Batch) -> Any:
+    """Return the mean cross-entropy over tokens."""
+    return functional.cross_entropy(model(batch["x"]).flatten(0, 1), batch["x"].flatten())
+
+
+def of_numbers(model: Any, batch: Batch) -> Any:
+    """Return a mean over samples."""
+    return model(batch["x"]).square().mean()
+
+
+def perceptron() -> nn.Module:
+    """Return a model of vectors of 16."""
+    return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+
+
+def pictures() -> nn.Module:
+    """Return a model of images of 8 x 8, with BatchNorm."""
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GELU(), nn.Flatten(), nn.Linear(8 * 36, 4))
+
+
+def adamw(named: Any) -> torch.optim.Optimizer:
+    """Return AdamW."""
+    return torch.optim.AdamW(named, lr=1e-3)
+
+
+def momentum(named: Any) -> torch.optim.Optimizer:
+    """Return SGD with momentum."""
+    return torch.optim.SGD(named, lr=1e-2, momentum=0.9)
+
+
+def numbers(count: int) -> Batch:
+    """Return vectors of 16."""
+    return {"x": torch.randn(count, 16)}
+
+
+def small(profile: Profile = "cpu", **options: Any) -> Task:
+    """Return a task that is the perceptron's but for what is given."""
+    defaults: dict[str, Any] = {"model": perceptron, "optimizer": adamw, "loss": ab.mean_over_samples(of_numbers)}
+    return Task(**{**defaults, "sample": numbers(1), "profile": profile, "rng": None, **options})
+
+
+CASES = {
+    "words": (
+        small(model=Words, loss=ab.mean_over_tokens(of_words, labels="x", shift=False), clip=1.0),
+        lambda count: {"x": torch.randint(40, (count, 12))},
+    ),
+    "pictures": (small(model=pictures, optimizer=momentum), lambda count: {"x": torch.randn(count, 3, 8, 8)}),
+    "bf16, average": (small(precision="bf16", average_decay=0.9, rng="micro_batch"), numbers),
+}
+
+
+def run(task: Task, batch: Batch, micro_batch_size: int) -> MemoryLedger:
+    """Take two steps with the real engine; return the ledger, with the second one in "second" to "end"."""
+    make: Any = task.model
+    with MemoryLedger() as ledger:
+        engine = ab.Engine(
+            make(),
+            task.optimizer,
+            task.loss,
+            micro_batch_size=micro_batch_size,
+            precision=task.precision,
+            clip=task.clip,
+            average_decay=task.average_decay,
+            rng=task.rng,
+            check_loss=False,
+            world=ab.World(),
+        )
+        # The batch belongs to what is booked: it is there before the step.
+        ledger.hold("inputs", batch.values())
+        engine.step(batch)
+        ledger.mark("second")
+        with record_function("second step"):
+            engine.step(batch)
+        engine.close()
+    return ledger
+
+
+def real_peak(task: Task, batch: Batch, micro_batch_size: int) -> int:
+    """Return the most that tensors of the real engine held in its second step."""
+    trace = run(task, batch, micro_batch_size).trace()
+    (start,) = [place for place, name in trace.marks if name == "second"]
+    held, most = 0, 0
+    for place, event in enumerate(trace.events, start=1):
+        held += trace.allocations[abs(event) - 1].num_bytes * (1 if event > 0 else -1)
+        most = max(most, held) if place >= start else 0
+    return most
+
+
+def planned(task: Task) -> MemoryEnvelope:
+    """Return the envelope of a step like all but the first, from micro-batches of 2 and 3."""
+    return fit(trace_step(task, 2).steady, 2, trace_step(task, 3).steady, 3)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_plan_is_what_the_real_engine_holds(name: str) -> None:
+    """Planned from micro-batches of 2 and 3, the peak of a step with others is that of the real engine, to the byte."""
+    task, batch = CASES[name]
+    envelope = planned(dataclasses.replace(task, sample=batch(1)))
+
+    for size in (5, 9):
+        assert envelope.peak_bytes(size) == real_peak(task, batch(NUM_MICRO_BATCHES * size), size)
+
+
+def test_the_plan_is_what_the_allocator_hands_out() -> None:
+    """The planned peak of a language model is, to the byte, what torch's CPU allocator hands out for the engine."""
+    task, batch = CASES["words"]
+    envelope = planned(dataclasses.replace(task, sample=batch(1)))
+    run(task, batch(4), 2)  # whatever torch makes once
+
+    most = most_allocated(lambda: run(task, batch(NUM_MICRO_BATCHES * 7), 7), within="second step")
+
+    assert envelope.peak_bytes(7) == most
+
+
+def test_categories_are_what_things_are() -> None:
+    """Weights, gradients, the optimizer's two momenta and inputs have, at the peak, the bytes they must have."""
+    task = small(optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3))
+    envelope = planned(task)
+    weights = sum(parameter.nbytes for parameter in perceptron().parameters())
+
+    found = envelope.at_peak(1000).by_category
+
+    assert found["weights"] == weights
+    assert found["gradients"] == weights
+    assert found["optimizer"] == 2 * weights + 4 * 4
+    assert found["inputs"] == NUM_MICRO_BATCHES * 1000 * 16 * 4
+    assert envelope.at_peak(1000).phase == "backward"
+    assert envelope.at_peak(1).phase == "update"
+
+
+def test_tracing_leaves_everything_as_it_was() -> None:
+    """A model and its optimizer may be passed as they are: no value, state, mode or random number changes.
+
+    No real tensor of the model's size is made, and no process group stays.
+    """
+    model = perceptron()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.eval()
+    task = small(model=model, optimizer=optimizer, strategy="ddp", world_size=4)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    random = torch.get_rng_state()
+    real: list[int] = []
+
+    def note(*seen: Any) -> None:
+        result = seen[3]
+        if isinstance(result, torch.Tensor) and not isinstance(result, FakeTensor):
+            real.append(result.nbytes)
+
+    with MemoryLedger(on_operation=note):
+        trace_step(task, 2)
+
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not optimizer.state
+    assert not model.training
+    assert torch.equal(torch.get_rng_state(), random)
+    assert max(real, default=0) < 64 * 16 * 4
+    assert not dist.is_initialized()
+
+
+def test_ranks_are_imagined() -> None:
+    """DDP holds its buckets beside the gradients, which `all_reduce` adds up in its buckets in the first place."""
+    weights = sum(parameter.nbytes for parameter in perceptron().parameters())
+    peaks = {}
+    for strategy, size in (("single", 1), ("all_reduce", 2), ("ddp", 2)):
+        envelope = planned(small(strategy=strategy, world_size=size))
+        peaks[strategy] = envelope.at_peak(64).by_category["gradients"]
+
+    assert peaks["single"] == peaks["all_reduce"] == weights
+    assert weights < peaks["ddp"] - weights < weights + 200
+
+
+def test_an_effective_batch_of_a_joint_loss_is_seen_whole() -> None:
+    """A loss across samples is planned for all its rows, though two micro-batches are traced.
+
+    Never below what the real engine holds with eight, and above by less than the outputs of four more micro-batches.
+    """
+
+    def across(_: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
+
+    loss = ab.joint(lambda model, batch: model(batch["x"]), across)
+    task = small(loss=loss, effective_batch_size=48, rng="micro_batch")
+    envelope = planned(task)
+
+    found, expected = envelope.peak_bytes(6), real_peak(task, numbers(48), 6)
+
+    # On a CPU the whole batch is there: what the plan has of it are two micro-batches.
+    inputs = (48 - NUM_MICRO_BATCHES * 6) * 16 * 4
+    assert expected <= found + inputs <= expected + 4 * 6 * 16 * 4
+    with pytest.raises(PlanError, match="effective_batch_size"):
+        trace_step(dataclasses.replace(task, effective_batch_size=None), 2)
+
+
+def test_the_size_found_is_the_largest() -> None:
+    """The real engine fits into the budget at the planned size, and does not one sample above it."""
+    task = small()
+    budget = 2**20
+
+    plan = plan_memory(task, budget, headroom=0.0)
+
+    size = plan.micro_batch_size
+    assert real_peak(task, numbers(NUM_MICRO_BATCHES * size), size) <= budget
+    assert real_peak(task, numbers(NUM_MICRO_BATCHES * (size + 1)), size + 1) > budget
+    assert plan.binds == "tensors"
+    assert plan.envelopes.verdict == "exact"
+    assert fit_into(plan.envelopes, budget, headroom=0.5).micro_batch_size < size // 2
+    assert fit_into(plan.envelopes, budget, most_samples=7).binds == "batch"
+    assert fit_into(plan.envelopes, 1000).micro_batch_size == 0
+
+
+def test_the_allocator_takes_more_than_tensors_hold() -> None:
+    """On CUDA the size is what the allocator can serve, which is no more than what tensors would allow."""
+    plan = plan_memory(small("cuda"), 8 * 2**20, headroom=0.0)
+
+    assert 0 < plan.micro_batch_size == plan.largest_by_allocator
+    assert plan.micro_batch_size < (plan.largest_by_tensors or 0)
+    assert plan.peak.num_bytes < plan.reserved_bytes <= 8 * 2**20
+    assert plan.binds == "allocator"
+
+
+def test_pairs_of_samples_grow_as_squares() -> None:
+    """A loss that compares all samples of a micro-batch is found to be quadratic, and planned as such."""
+
+    def pairs(model: Any, batch: Batch) -> Any:
+        rows = model(batch["x"])
+        return (rows @ rows.T).square().mean()
+
+    task = small(loss=ab.mean_over_samples(pairs))
+
+    found = find_envelopes(task, 2**20)
+
+    assert found.verdict == "quadratic"
+    assert found.steady.peak_bytes(50) == real_peak(task, numbers(100), 50)
+
+
+def masked(model: Any, batch: Batch) -> Any:
+    """Take the rows that a value chooses."""
+    rows = model(batch["x"])
+    return rows[rows[:, 0] > 0].square().mean()
+
+
+def reading(model: Any, batch: Batch) -> Any:
+    """Take as many columns as a value says."""
+    rows = model(batch["x"])
+    length = int(rows.sum().item())
+    return rows[:, :length].exp().square().mean()
+
+
+def branching(model: Any, batch: Batch) -> Any:
+    """Do something more if all values are positive."""
+    rows = model(batch["x"])
+    if (rows > 0).all():
+        rows = rows.exp()
+    return rows.square().mean()
+
+
+def by_size(model: Any, batch: Batch) -> Any:
+    """Do something more for more than two samples."""
+    rows = model(batch["x"])
+    return (rows.exp() if len(rows) > 2 else rows).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (masked, "DynamicOutputShape"),
+        (reading, "reads 4 numbers and 0 truth values"),
+        (branching, "reads 0 numbers and 4 truth values"),
+        (by_size, "do different things"),
+    ],
+)
+def test_what_depends_on_data_is_refused(loss: Any, words: str) -> None:
+    """Shapes from values, numbers and branches read from tensors, and branches on the batch end in "cannot plan"."""
+    with pytest.raises(CannotPlanError, match=words) as caught:
+        plan_memory(small(loss=ab.mean_over_samples(loss)), 2**20)
+
+    assert str(caught.value).startswith("cannot plan, will probe: ")
+
+
+def test_what_is_read_and_changes_nothing_is_planned() -> None:
+    """A number that is only written down does not stand in the way; that it was read is noted."""
+
+    def noting(model: Any, batch: Batch) -> Any:
+        value = model(batch["x"]).square().mean()
+        str(value.item())
+        return value
+
+    plan = plan_memory(small(loss=ab.mean_over_samples(noting)), 2**20)
+
+    assert plan.micro_batch_size > 0
+    assert "reads numbers" in plan.envelopes.notes[0]

@@ -1,0 +1,67 @@
+"""The ledger of tensor memory: against torch's own profiler, and where it begins in the middle."""
+
+import torch
+from torch import nn
+
+from anybatch.memory.ledger import MemoryLedger
+from tests.memory.profiled import most_allocated
+
+
+def train(num_steps: int) -> None:
+    """Run a training loop that keeps nothing."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(50, 32), nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 50))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(num_steps):
+        ids = torch.randint(50, (16, 20))
+        nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_the_ledger_sees_what_the_allocator_hands_out() -> None:
+    """The peak of a training loop is, to the byte, that of the CPU allocator, as torch's profiler counts it."""
+    train(1)  # whatever torch makes once
+
+    expected = most_allocated(lambda: train(2))
+    with MemoryLedger() as ledger:
+        train(2)
+
+    assert ledger.peak_bytes == expected
+    assert ledger.trace().peak_bytes == expected
+    assert ledger.held_bytes == 0
+
+
+def test_a_trace_may_begin_in_the_middle() -> None:
+    """What was held at the start is there from the beginning, once each; the peak of the rest is the same."""
+    with MemoryLedger() as ledger:
+        kept = torch.zeros(100)
+        torch.ones(1000).sum()
+        ledger.hold("weights", [kept])
+        ledger.mark("before")
+        start = ledger.num_events
+        ledger.mark("from here")
+        more = torch.zeros(10)
+        del kept
+    trace = ledger.trace(start)
+
+    assert [one.num_bytes for one in trace.allocations] == [400, 40]
+    assert [one.category for one in trace.allocations] == ["weights", "activations"]
+    assert trace.allocations[0].phase == "setup"
+    assert trace.events == (1, 2, -1)
+    assert trace.marks == ((1, "before"), (1, "from here"))
+    assert trace.peak_bytes == 440
+    assert ledger.trace(0, start).peak_bytes == ledger.peak_bytes
+    del more
+
+
+def test_the_rest_is_what_nothing_was_said_of() -> None:
+    """`hold_rest` names what is held and unnamed; what has a name keeps it, and what comes later has none."""
+    with MemoryLedger() as ledger:
+        one, two = torch.zeros(3), torch.zeros(4)
+        ledger.hold("weights", [one])
+        ledger.hold_rest("gradients")
+        three = torch.zeros(5)
+
+    assert [piece.category for piece in ledger.trace().allocations] == ["weights", "gradients", "activations"]
+    del one, two, three
