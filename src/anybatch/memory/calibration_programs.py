@@ -1,0 +1,161 @@
+"""Small programs to measure a device with: layers as networks have them, at sizes of their own."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+_LEARNING_RATE = 1e-9  # weights stay what they are, so that nothing underflows, which is slow on CPUs
+
+_LINEARS = (
+    *((24, 96, 40), (24, 700, 300), (48, 1500, 1500)),
+    *((200, 80, 10), (200, 320, 320), (200, 1300, 320), (200, 320, 1300), (1500, 192, 192), (1500, 192, 700)),
+    *((700, 450, 900), (250, 900, 2200)),
+)
+"""(rows, inputs, outputs)."""
+_CONVOLUTIONS = (
+    *((12, 3, 24, 3, 1, 28, 1), (12, 24, 24, 3, 1, 28, 1), (12, 24, 48, 3, 2, 28, 1), (12, 24, 48, 1, 2, 28, 1)),
+    *((24, 48, 48, 3, 1, 14, 1), (24, 96, 96, 3, 1, 12, 1), (48, 12, 12, 3, 1, 24, 1), (48, 3, 48, 3, 1, 30, 1)),
+    *((20, 3, 48, 7, 2, 56, 1), (8, 96, 192, 3, 1, 12, 1), (8, 128, 256, 1, 1, 14, 1), (8, 48, 48, 3, 1, 28, 48)),
+)
+"""(images, channels in, channels out, kernel, stride, height and width, groups)."""
+_ATTENTIONS = ((3, 96, 192, 4), (2, 160, 320, 5), (8, 48, 96, 4), (40, 72, 96, 3))
+"""(sequences, length, width, heads)."""
+_HEADS = ((60, 96, 700), (250, 160, 3000), (1500, 96, 900), (600, 200, 6000), (1300, 32, 9000))
+"""(tokens, width, vocabulary)."""
+_POINTWISE = ((4, 1000), (64, 1000), (1000, 1000), (3000, 1000))
+"""Shapes for what is done number by number."""
+_LARGE = (10_000, 1000)
+"""So large that an allocator does not keep it: every new tensor of 40 MB is new memory."""
+_PARAMETERS = ((2, 64), (2, 3000), (16, 100_000), (3, 1_200_000))
+"""(tensors, numbers in each) that are updated; so many that they do not stay in a cache, as those of a network."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A step of something: forward, backward, update."""
+
+    loss: Callable[[], Tensor]
+    parameters: tuple[Tensor, ...] = ()
+    optimizer: torch.optim.Optimizer | None = None
+
+    def compute(self) -> None:
+        """Run forward and backward."""
+        self.loss().backward()
+
+    def update(self) -> None:
+        """Run the update."""
+        if self.optimizer is not None:
+            self.optimizer.step()
+
+    def clear(self) -> None:
+        """Let gradients go."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+def programs(device: str) -> list[Program]:
+    """Return all of them, on a device."""
+    with torch.device(device):
+        return [
+            *(_of_module(_linear(*sizes[1:]), torch.randn(sizes[0], sizes[1])) for sizes in _LINEARS),
+            *(_of_module(_convolution(*sizes), _images(sizes)) for sizes in _CONVOLUTIONS),
+            *(_of_module(_Attention(width, heads), torch.randn(n, t, width)) for n, t, width, heads in _ATTENTIONS),
+            *(_head(*sizes) for sizes in _HEADS),
+            *(_of_module(_pointwise(), torch.randn(shape)) for shape in _POINTWISE),
+            _of_module(nn.Sequential(nn.GELU(), nn.ReLU()), torch.randn(_LARGE)),
+            _pairs(12, 60, 40),
+            _pairs(4, 200, 64),
+            *_updates(),
+        ]
+
+
+def small_program(device: str) -> Program:
+    """Return a program whose operations are so small that what takes time is starting them."""
+    with torch.device(device):
+        layers = [nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU()) for _ in range(8)]
+        model = nn.Sequential(*layers)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
+        return replace(_of_module(model, torch.randn(4, 16)), optimizer=optimizer)
+
+
+def _of_module(module: nn.Module, x: Tensor) -> Program:
+    x = x.requires_grad_()  # as in the middle of a network
+
+    def loss() -> Tensor:
+        out: Tensor = module(x)
+        return out.sum()
+
+    return Program(loss, (x, *module.parameters()))
+
+
+def _linear(inputs: int, outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(inputs, outputs), nn.GELU(), nn.Linear(outputs, inputs, bias=False), nn.ReLU())
+
+
+def _convolution(images: int, inputs: int, outputs: int, kernel: int, stride: int, side: int, groups: int) -> nn.Module:  # noqa: PLR0917 (a row of the table)
+    del images, side
+    return nn.Sequential(
+        nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=kernel // 2, groups=groups, bias=groups > 1),
+        nn.BatchNorm2d(outputs),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+    )
+
+
+def _images(sizes: Sequence[int]) -> Tensor:
+    return torch.randn(sizes[0], sizes[1], sizes[5], sizes[5])
+
+
+class _Attention(nn.Module):
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.inwards = nn.Linear(width, 3 * width)
+        self.outwards = nn.Linear(width, width)
+        self.num_heads = num_heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.inwards(self.norm(x)).chunk(3, dim=-1)
+        query, key, value = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in parts)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        out: Tensor = x + self.outwards(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+def _head(num_tokens: int, width: int, vocabulary: int) -> Program:
+    table, head = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary, bias=False)
+    tokens = torch.randint(0, vocabulary, (num_tokens,))
+    both = nn.Sequential(table, head)
+    return Program(lambda: functional.cross_entropy(both(tokens), tokens), tuple(both.parameters()))
+
+
+def _pointwise() -> nn.Module:
+    return nn.Sequential(nn.GELU(), nn.Tanh(), nn.SiLU(), nn.Sigmoid(), nn.Dropout(0.1), nn.LayerNorm(1000), nn.ReLU())
+
+
+def _pairs(batch: int, length: int, width: int) -> Program:
+    x = torch.randn(batch, length, width, requires_grad=True)
+
+    def loss() -> Tensor:
+        scores = (x @ x.transpose(1, 2)).softmax(-1)
+        return (scores @ x).square().mean()
+
+    return Program(loss, (x,))
+
+
+def _updates() -> list[Program]:
+    kinds: Sequence[Callable[[list[Tensor]], torch.optim.Optimizer]] = (
+        lambda tensors: torch.optim.AdamW(tensors, lr=_LEARNING_RATE, foreach=False),
+        lambda tensors: torch.optim.AdamW(tensors, lr=_LEARNING_RATE, foreach=True),
+        lambda tensors: torch.optim.AdamW(tensors, lr=_LEARNING_RATE, fused=True),
+        lambda tensors: torch.optim.SGD(tensors, lr=_LEARNING_RATE, momentum=0.9),
+    )
+    return [_of_tensors(make, *sizes) for make in kinds for sizes in _PARAMETERS]
+
+
+def _of_tensors(make: Callable[[list[Tensor]], torch.optim.Optimizer], num_tensors: int, num: int) -> Program:
+    tensors = [torch.randn(num).requires_grad_() for _ in range(num_tensors)]
+    return Program(lambda: torch.stack([one.sum() for one in tensors]).sum(), tuple(tensors), make(tensors))
