@@ -62,9 +62,6 @@ POLICIES: Mapping[AutocastPolicy, tuple[str, ...]] = {
     ),
 }
 
-_DROPOUT_PLACE = 4
-"""Which argument of attention it is."""
-
 # Autocast policies belong to the process: one profile at a time.
 _LOCK = threading.RLock()
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)  # noqa: SLF001 (its only name)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
 from anybatch.core.memory_model import Allocation, Category, MemoryTrace, Phase
@@ -33,6 +33,7 @@ class MemoryLedger(TorchDispatchMode):
         watcher: told each allocation once it is booked. An error it raises comes out of the operation.
         on_operation: told each operation.
         device_type: books tensors on devices of this type alone; None for all of them.
+        pool: says which of the allocator's pools memory comes from that is taken now; None: all from pool 0.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class MemoryLedger(TorchDispatchMode):
         watcher: Watcher | None = None,
         on_operation: OperationWatcher | None = None,
         device_type: str | None = None,
+        pool: Callable[[], int] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.held_bytes = 0
@@ -50,6 +52,8 @@ class MemoryLedger(TorchDispatchMode):
         self._watcher = watcher
         self._on_operation = on_operation
         self._device_type = device_type
+        self._pool = pool
+        self._pools: list[int] = []
         self._sizes: list[int] = []
         self._phases: list[Phase] = []
         self._operations: list[str] = []
@@ -71,7 +75,8 @@ class MemoryLedger(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 (whatever the operation returns)
         """Run an operation, and book what it returns."""
-        del types
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # a tensor made of others: it says it is as large as the whole, and will ask for parts
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if self._on_operation is not None:
@@ -96,6 +101,17 @@ class MemoryLedger(TorchDispatchMode):
             number = self._book(tensor, "")
             if number is not None:
                 self._categories[number] = category
+
+    def resized(self, category: Category, storage: torch.UntypedStorage) -> None:
+        """Book that a storage has been given another size, which no operation tells."""
+        number = self._book_storage(storage, "resize_")
+        if number is not None:
+            self._categories[number] = category
+
+    @property
+    def pools(self) -> tuple[int, ...]:
+        """Return the pool of each allocation, in the order of the trace."""
+        return tuple(self._pools)
 
     def mark(self, name: str) -> None:
         """Note that something happens between the last event and the next one."""
@@ -153,6 +169,10 @@ class MemoryLedger(TorchDispatchMode):
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):  # sparse tensors and wrappers without a storage of their own
             return None
+        return self._book_storage(storage, operation)
+
+    def _book_storage(self, storage: torch.UntypedStorage, operation: str) -> int | None:
+        """Book a storage, if that is new; return its number, None if it takes no memory."""
         address, num_bytes = storage._cdata, storage.nbytes()  # noqa: SLF001 (torch has no other name for a storage)
         known = self._live.get(address)
         if known is not None:
@@ -165,6 +185,7 @@ class MemoryLedger(TorchDispatchMode):
         self._sizes.append(num_bytes)
         self._phases.append(self.current_phase)
         self._operations.append(operation)
+        self._pools.append(0 if self._pool is None else self._pool())
         self._events.append(number + 1)
         self._live[address] = number, weakref.ref(storage, lambda _: self._strike(address, number))
         self.held_bytes += num_bytes

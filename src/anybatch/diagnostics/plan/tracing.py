@@ -78,7 +78,7 @@ def trace_step(
     """
     ready, _ = built(task)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with imagined_ranks(task.world_size) as world, warnings.catch_warnings(), _uncollected():
+    with imagined_ranks(task.world_size) as world, warnings.catch_warnings(), uncollected():
         warnings.simplefilter("ignore")  # whoever trains in earnest will see them
         stage = _Stage(ready, mode, world, on_operation)
         reads = HostReads(lambda: stage.reading_phase, other=other_answers)
@@ -264,7 +264,7 @@ def _tensors(tree: object) -> list[torch.Tensor]:
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def uncollected() -> Iterator[None]:
     """Let no garbage collection decide when memory is let go: it would come at another moment in each run."""
     enabled = gc.isenabled()
     gc.disable()
