@@ -78,7 +78,7 @@ def _train(task: Task, world: World, stop: Callable[[], bool] | None) -> Status:
             resume=task.resume,
             origin={"recipe": recipe, "ranks": task.ranks or "auto"},
             world=world,
-            known=KnownSizes() if task.cache else None,
+            known=KnownSizes(),
             observer=onlookers.begin if world.rank == 0 else None,
             stop=stop,
         )

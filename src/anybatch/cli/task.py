@@ -19,7 +19,6 @@ class Task:
         resume: go on with the run in `folder`.
         ranks: how many; None for as many as the run that is resumed was asked for, else "auto".
         choices: the arguments of `Choices` that were given.
-        cache: whether to use, and keep, what was measured on this machine before.
     """
 
     recipe: str | None
@@ -27,7 +26,6 @@ class Task:
     resume: bool
     ranks: int | Literal["auto"] | None
     choices: Mapping[str, Any]
-    cache: bool = True
 
 
 def short_name(recipe: str) -> str:

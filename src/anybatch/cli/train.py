@@ -6,7 +6,7 @@ from pathlib import Path
 
 from anybatch.cli.foreign_words import explain_unknown
 from anybatch.cli.fork_server import start_fork_server
-from anybatch.cli.parser import Parser, count, count_or_auto, rate, whole
+from anybatch.cli.parser import Parser, count, count_or_auto, micro_batch_size, rate, whole
 from anybatch.cli.task import DEFAULT_RECIPE, RUNS, Task
 from anybatch.cli.threads import let_threads_sleep
 
@@ -36,9 +36,9 @@ def read(words: Sequence[str]) -> Task:
         if recipe is not None and Path(recipe).is_dir():
             parser.error(f"--resume takes no value; the run to go on with is named by --out: --resume --out {recipe}")
         parser.error(f"--resume needs --out, the folder of the run to go on with{_newest_run()}")
-    ranks, cache = given.pop("ranks"), not given.pop("no_cache")
+    ranks = given.pop("ranks")
     choices = {name: value for name, value in given.items() if value is not None}
-    return Task(recipe=recipe, folder=out, resume=resume, ranks=ranks, choices=choices, cache=cache)
+    return Task(recipe=recipe, folder=out, resume=resume, ranks=ranks, choices=choices)
 
 
 def make_parser() -> Parser:
@@ -54,9 +54,10 @@ def make_parser() -> Parser:
     add("--effective-batch-size", type=count, metavar="N", help="samples of one optimizer step, over all ranks")
     add(
         "--micro-batch-size",
-        type=count_or_auto,
+        type=micro_batch_size,
         metavar="N",
-        help="most samples of one forward and backward, or auto: the fastest of a few that fit (default: auto)",
+        help="most samples of one forward and backward; auto: the fastest of a few that fit; anew: the same, without "
+        "what was measured on this machine before (default: auto)",
     )
     add(
         "--accumulation-steps",
@@ -81,7 +82,6 @@ def make_parser() -> Parser:
         help="how the learning rate follows the effective batch size (default: by the optimizer)",
     )
     add("--precision", choices=("fp32", "bf16", "fp16"), help="number format of forward and backward (default: fp32)")
-    add("--no-cache", action="store_true", help="time micro-batch sizes anew, and do not keep what was found")
     add("--seed", type=whole, metavar="N", help="of parameters, order, augmentation and dropout (default: 0)")
     add("--out", type=Path, metavar="FOLDER", help=f"for the log and checkpoints (default: {RUNS}/RECIPE-DATE-TIME)")
     add("--resume", action="store_true", help="go on with the run in --out; options not given are as they were")

@@ -70,7 +70,7 @@ def prepare(
         # The scheduler is made below: how many steps it is for is known only once a checkpoint has been read.
         dataclasses.replace(apply(settings, job), dataset=lambda: dataset, scheduler=None),
         seed=settings.seed,
-        micro_batch_size=Auto(known=known) if settings.micro_batch_size == "auto" else settings.micro_batch_size,
+        micro_batch_size=_micro_batch_size(settings, known),
         accumulation_steps=settings.accumulation_steps,
         precision=settings.precision,
         observer=observer,
@@ -92,6 +92,11 @@ def prepare(
     header = dataclasses.replace(header, origin={**header.origin, **origin})
     on_first_rank(world, partial(place.write, header))
     return ready
+
+
+def _micro_batch_size(settings: Settings, known: Memory | None) -> int | Auto:
+    size = settings.micro_batch_size
+    return size if isinstance(size, int) else Auto(known=known if size == "auto" else None)
 
 
 def on_first_rank(world: World, act: Callable[[], ResultT]) -> ResultT:
