@@ -25,6 +25,7 @@ class Verb:
 VERBS = (
     Verb("train", "How do I train at the batch size I name, on whatever is here?"),
     Verb("check", "Is what I train exactly what I think?"),
+    Verb("tune", "Which micro-batch size is the fastest here, and does loading keep up?"),
     Verb("init", "How does a recipe of my own begin?"),
     Verb("env", "What should a bug report say about this machine?"),
 )

@@ -4,5 +4,7 @@ from anybatch.diagnostics.check import check
 from anybatch.diagnostics.loops.check import check_loop
 from anybatch.diagnostics.loops.report import LoopReport
 from anybatch.diagnostics.report import CheckReport, Finding, SplitResult
+from anybatch.diagnostics.tune import tune
+from anybatch.diagnostics.tuning import TuneReport
 
-__all__ = ["CheckReport", "Finding", "LoopReport", "SplitResult", "check", "check_loop"]
+__all__ = ["CheckReport", "Finding", "LoopReport", "SplitResult", "TuneReport", "check", "check_loop", "tune"]
