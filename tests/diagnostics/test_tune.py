@@ -67,7 +67,7 @@ def tuned(clock: Clock, model: nn.Module, *, seconds: float = 0.0, **options: An
     """Tune on data that takes so long to load; the optimizer's update takes a tenth of a second."""
 
     class Slow(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
             clock.now += 0.1
             super().step(closure)
 
