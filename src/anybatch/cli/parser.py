@@ -58,6 +58,11 @@ def count_or_auto(text: str) -> int | Literal["auto"]:
     return "auto" if text == "auto" else count(text)
 
 
+def micro_batch_size(text: str) -> int | Literal["auto", "anew"]:
+    """Return a whole number of at least 1, "auto" or "anew"."""
+    return "anew" if text == "anew" else count_or_auto(text)
+
+
 def rate(text: str) -> float:
     """Return a number."""
     try:

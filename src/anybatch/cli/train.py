@@ -6,7 +6,7 @@ from pathlib import Path
 
 from anybatch.cli.foreign_words import explain_unknown
 from anybatch.cli.fork_server import start_fork_server
-from anybatch.cli.parser import Parser, count, count_or_auto, rate, whole
+from anybatch.cli.parser import Parser, count, count_or_auto, micro_batch_size, rate, whole
 from anybatch.cli.task import DEFAULT_RECIPE, RUNS, Task
 from anybatch.cli.threads import let_threads_sleep
 
@@ -54,9 +54,10 @@ def make_parser() -> Parser:
     add("--effective-batch-size", type=count, metavar="N", help="samples of one optimizer step, over all ranks")
     add(
         "--micro-batch-size",
-        type=count_or_auto,
+        type=micro_batch_size,
         metavar="N",
-        help="most samples of one forward and backward, or auto: what fits (default: auto)",
+        help="most samples of one forward and backward; auto: the fastest of a few that fit; anew: the same, without "
+        "what was measured on this machine before (default: auto)",
     )
     add(
         "--accumulation-steps",

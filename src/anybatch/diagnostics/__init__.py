@@ -5,6 +5,8 @@ from anybatch.diagnostics.loops.check import check_loop
 from anybatch.diagnostics.loops.report import LoopReport
 from anybatch.diagnostics.memory_report import MemoryReport, record_memory
 from anybatch.diagnostics.report import CheckReport, Finding, SplitResult
+from anybatch.diagnostics.tune import tune
+from anybatch.diagnostics.tuning import TuneReport
 
 __all__ = [
     "CheckReport",
@@ -12,7 +14,9 @@ __all__ = [
     "LoopReport",
     "MemoryReport",
     "SplitResult",
+    "TuneReport",
     "check",
     "check_loop",
     "record_memory",
+    "tune",
 ]

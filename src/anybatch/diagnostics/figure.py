@@ -1,10 +1,12 @@
-"""The errors of a check as a picture: which layers differ, and for which cut."""
+"""Pictures of what was found: the errors of a check by layer and cut, speed and memory by micro-batch size."""
 
 import importlib
 import math
 from pathlib import Path
+from typing import Any
 
 from anybatch.diagnostics.report import EXACT, CheckReport
+from anybatch.diagnostics.tuning import TuneReport
 from anybatch.errors import UserError
 
 FORMATS = (".png", ".svg", ".pdf")
@@ -21,17 +23,7 @@ def draw_errors(report: CheckReport, path: Path) -> None:
         UserError: matplotlib is not installed, or the picture has another ending than .png, .svg or .pdf.
         OSError: it cannot be written.
     """
-    if path.suffix.lower() not in FORMATS:
-        message = f"{path} ends in {path.suffix!r}; a picture ends in {', '.join(FORMATS)}."
-        raise UserError(message)
-    try:
-        figures = importlib.import_module("matplotlib.figure")
-    except ModuleNotFoundError as error:
-        message = (
-            f"a picture is drawn by matplotlib, and there is no module {error.name!r}. "
-            "Install it: pip install 'anybatch[plot]'"
-        )
-        raise UserError(message) from None
+    figures = _matplotlib(path)
     names = list(next((split.errors for split in report.splits if split.errors), {}))
     figure = figures.Figure(figsize=(8, max(2.5, 1.6 + 0.24 * len(names))), layout="constrained")
     axes = figure.subplots()
@@ -63,3 +55,53 @@ def draw_errors(report: CheckReport, path: Path) -> None:
     figure.legend(loc="outside lower left", frameon=False, fontsize=8, ncols=len(report.splits))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=160)
+
+
+def draw_tuning(report: TuneReport, path: Path) -> None:
+    """Draw samples per second above peak memory, by micro-batch size; the fastest and the recommended one are marked.
+
+    Raises:
+        UserError: matplotlib is not installed, or the picture has another ending than .png, .svg or .pdf.
+        OSError: it cannot be written.
+    """
+    figure = _matplotlib(path).Figure(figsize=(7, 5), layout="constrained")
+    speed, memory = figure.subplots(2, 1, sharex=True)
+    rates = report.rates
+    speed.plot(list(rates), list(rates.values()), color=COLOURS[0], marker="o")
+    for word, size, mark, colour in (("fastest", report.best, "o", 1), ("recommended", report.recommended, "D", 2)):
+        label = f"{word}: {size}"
+        speed.plot([size], [rates[size]], linestyle="none", marker=mark, color=COLOURS[colour], label=label)
+    speed.legend(loc="lower right", frameon=False, fontsize=8)
+    peaks = {one.size: one.peak_bytes / 2**20 for one in report.sizes if one.peak_bytes is not None}
+    memory.plot(list(peaks), list(peaks.values()), color=COLOURS[2], marker="s")
+    too_large = [one.size for one in report.sizes if one.samples_per_second is None]
+    for axes, label in ((speed, "samples per second"), (memory, "peak memory, MiB")):
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel(label)
+        axes.grid(visible=True, color="#E6E6E6", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+        if too_large:
+            axes.axvline(too_large[0], color="#D55E00", linewidth=1, linestyle="--")
+    memory.set_xscale("log", base=2)
+    sizes = [one.size for one in report.sizes]
+    memory.set_xticks(sizes, [str(size) for size in sizes])
+    memory.minorticks_off()
+    memory.set_xlabel("micro-batch size" + (f" (from {too_large[0]} on it does not fit)" if too_large else ""))
+    speed.set_title(f"{report.num_samples} samples per step, {report.device}", loc="left", fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=160)
+
+
+def _matplotlib(path: Path) -> Any:  # noqa: ANN401 (a module)
+    """Return matplotlib's figures, if it is there and writes such a file."""
+    if path.suffix.lower() not in FORMATS:
+        message = f"{path} ends in {path.suffix!r}; a picture ends in {', '.join(FORMATS)}."
+        raise UserError(message)
+    try:
+        return importlib.import_module("matplotlib.figure")
+    except ModuleNotFoundError as error:
+        message = (
+            f"a picture is drawn by matplotlib, and there is no module {error.name!r}. "
+            "Install it: pip install 'anybatch[plot]'"
+        )
+        raise UserError(message) from None

@@ -64,7 +64,9 @@ class Sizing:
         deal: "balanced" or "fixed".
 
     Attributes:
+        sizes: the sizes, as far as they are settled.
         searches: whether a size is still to be found.
+        is_auto: whether the micro-batch size is left to the engine.
         may_run_out: whether a size has to be found even where it is not timed, since memory is short.
         group: micro-batches hold whole groups of so many samples.
         only_fits: why the largest size that fits is taken, whatever is faster; empty if the fastest is.
@@ -82,15 +84,15 @@ class Sizing:
         accumulation_steps: int | None,
         deal: Deal,
     ) -> None:
-        is_auto = micro_batch_size == "auto" or isinstance(micro_batch_size, Auto)
+        self.is_auto = micro_batch_size == "auto" or isinstance(micro_batch_size, Auto)
         self.auto = micro_batch_size if isinstance(micro_batch_size, Auto) else Auto()
         self.sizes = resolve_sizes(
             world_size=world.size,
             effective_batch_size=effective_batch_size,
-            micro_batch_size=None if is_auto else micro_batch_size,  # type: ignore[arg-type]  # it is no Auto
+            micro_batch_size=None if self.is_auto else micro_batch_size,  # type: ignore[arg-type]  # it is no Auto
             accumulation_steps=accumulation_steps,
         )
-        self.searches = is_auto and accumulation_steps is None
+        self.searches = self.is_auto and accumulation_steps is None
         self.only_fits = ""
         self.may_run_out = world.device.type != "cpu"
         self.group = 1

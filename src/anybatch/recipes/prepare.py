@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 from anybatch.checkpoints import list_checkpoints
 from anybatch.core.records import DiagnosisRecord, Observer
 from anybatch.data.batches import Batches, batches
+from anybatch.engine.auto_size import Auto, Memory
 from anybatch.engine.engine import Engine
 from anybatch.errors import AnyBatchError, DataError, UserError
 from anybatch.parallel.world import World
@@ -47,6 +48,7 @@ def prepare(
     *,
     place: RunFolder,
     world: World,
+    known: Memory | None = None,
     observer: Observer,
 ) -> Ready:
     """Build a run, load what there is to load, and write down what it was asked for.
@@ -58,6 +60,7 @@ def prepare(
         origin: how it is asked for, now.
         place: the run's folder.
         world: the ranks.
+        known: remembers the fastest micro-batch sizes; None times them anew.
         observer: is told what was decided.
     """
     former = None if header is None else header.stretches[-1]
@@ -67,7 +70,7 @@ def prepare(
         # The scheduler is made below: how many steps it is for is known only once a checkpoint has been read.
         dataclasses.replace(apply(settings, job), dataset=lambda: dataset, scheduler=None),
         seed=settings.seed,
-        micro_batch_size=settings.micro_batch_size,
+        micro_batch_size=_micro_batch_size(settings, known),
         accumulation_steps=settings.accumulation_steps,
         precision=settings.precision,
         observer=observer,
@@ -89,6 +92,11 @@ def prepare(
     header = dataclasses.replace(header, origin={**header.origin, **origin})
     on_first_rank(world, partial(place.write, header))
     return ready
+
+
+def _micro_batch_size(settings: Settings, known: Memory | None) -> int | Auto:
+    size = settings.micro_batch_size
+    return size if isinstance(size, int) else Auto(known=known if size == "auto" else None)
 
 
 def on_first_rank(world: World, act: Callable[[], ResultT]) -> ResultT:

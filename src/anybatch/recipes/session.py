@@ -15,6 +15,7 @@ from anybatch.checkpoints import list_checkpoints
 from anybatch.core.geometry import ceil_div
 from anybatch.core.records import MemoryRecord, Observer, Record
 from anybatch.core.reports import StepReport
+from anybatch.engine.auto_size import Memory
 from anybatch.engine.engine import Engine
 from anybatch.events.jsonl import JsonlLog
 from anybatch.parallel.world import World
@@ -85,6 +86,7 @@ def train(
     resume: bool = False,
     origin: Origin = NO_ORIGIN,
     world: World | None = None,
+    known: Memory | None = None,
     observer: Callable[[Outlook], Observer] | None = None,
     stop: Callable[[], bool] | None = None,
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
@@ -105,6 +107,7 @@ def train(
         resume: go on with the run in `folder`.
         origin: how the run was asked for, kept in the folder for who resumes it.
         world: the ranks; None asks the environment.
+        known: remembers which micro-batch sizes were the fastest, from one run to the next; None times them anew.
         observer: function (outlook) -> who looks in on this rank, beside the log.
         stop: function () -> whether to stop after this step; one rank is enough. None stops on SIGINT and SIGTERM, and
             a second SIGINT ends at once.
@@ -128,7 +131,9 @@ def train(
         ):
             highest = Highest()
             relay = Relay(log, highest)
-            ready = prepare(job, choices or Choices(), header, origin, place=place, world=world, observer=relay)
+            ready = prepare(
+                job, choices or Choices(), header, origin, place=place, world=world, known=known, observer=relay
+            )
             if observer is not None:
                 first_step = ready.run.engine.num_steps
                 relay.begin(observer(Outlook(folder=place, first_step=first_step, num_steps=ready.num_steps)))

@@ -11,7 +11,7 @@ from anybatch.engine.precision import PrecisionName
 from anybatch.errors import UserError
 from anybatch.recipes.job import Job
 
-MicroBatchSize = int | Literal["auto"]
+MicroBatchSize = int | Literal["auto", "anew"]
 
 LEARNED = ("effective_batch_size", "learning_rate", "base_batch_size", "learning_rate_rule", "epochs", "steps")
 """The settings that the learning rate of a step depends on."""
@@ -29,7 +29,8 @@ class Choices:
         epochs: passes over the data set, from the very beginning.
         steps: optimizer steps from the very beginning, instead of epochs.
         seed: of the initial parameters, the order, the augmentation and the model's random numbers.
-        micro_batch_size: most samples of one forward and backward, or "auto".
+        micro_batch_size: most samples of one forward and backward, or "auto"; "anew" is "auto" without what was
+            measured in earlier runs.
         accumulation_steps: micro-batches per rank and step, instead of a micro-batch size.
         precision: "fp32", "bf16" or "fp16".
     """
@@ -91,7 +92,7 @@ def settle(job: Job, choices: Choices, former: Settings | None, *, world_size: i
     if "micro_batch_size" in given or "accumulation_steps" in given:
         base = dataclasses.replace(base, micro_batch_size="auto", accumulation_steps=None)
     settings = dataclasses.replace(base, **given)
-    micro_batch_size = None if settings.micro_batch_size == "auto" else settings.micro_batch_size
+    micro_batch_size = None if isinstance(settings.micro_batch_size, str) else settings.micro_batch_size
     is_product = former is None and choices.effective_batch_size is None and choices.accumulation_steps is not None
     sizes = resolve_sizes(
         world_size=world_size,

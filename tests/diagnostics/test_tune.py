@@ -1,0 +1,257 @@
+"""`tune`: whole steps at many sizes, the smallest of the fastest, memory that is held, and whether loading keeps up."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import anybatch as ab
+from anybatch.diagnostics import TuneReport, tune
+from anybatch.diagnostics.figure import draw_tuning
+from anybatch.diagnostics.tuning import LoadingResult, SizeResult, default_sizes
+from anybatch.errors import BatchSizeError, UserError
+
+NUM_SAMPLES = 48
+
+
+class Clock:
+    """Stands still unless it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Model(nn.Module):
+    """Takes as long as a device whose cache holds 12 samples, and memory for at most so many."""
+
+    def __init__(self, clock: Clock, fits: int = 10**9) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.clock = clock
+        self.fits = fits
+        self.sizes: list[int] = []
+        self.layers = nn.Sequential(nn.Linear(5, 64), nn.Tanh(), nn.Linear(64, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.sizes.append(len(x))
+        self.clock.now += 0.05 + 0.01 * len(x) + 0.02 * max(0, len(x) - 12)
+        if len(x) > self.fits:
+            message = "no memory for that many samples"
+            raise torch.OutOfMemoryError(message)
+        found: torch.Tensor = self.layers(x)
+        return found
+
+
+class Samples(torch.utils.data.Dataset[torch.Tensor]):
+    """Takes a while for each sample where the clock can be seen, which is in the process itself."""
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        self.clock = clock
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.clock.now += self.seconds
+        return torch.full((5,), float(index))
+
+
+def tuned(clock: Clock, model: nn.Module, *, seconds: float = 0.0, **options: Any) -> TuneReport:
+    """Tune on data that takes so long to load; the optimizer's update takes a tenth of a second."""
+
+    class Slow(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            clock.now += 0.1
+            super().step(closure)
+
+    return tune(
+        lambda: model,
+        lambda named: Slow(named, lr=1e-6),
+        ab.mean_over_samples(lambda net, batch: net(batch).square().mean()),
+        lambda _: ab.batches(Samples(clock, seconds), effective_batch_size=NUM_SAMPLES, epochs=6),
+        clock=clock,
+        world=ab.World(),
+        **options,
+    )
+
+
+def test_whole_steps() -> None:
+    """A rate is samples by the seconds of a whole step: every micro-batch, the smaller last one, and the update."""
+    clock = Clock()
+    report = tuned(clock, Model(clock), micro_batch_sizes=[48, 12, 20])
+
+    by_hand = {
+        12: 4 * (0.05 + 0.12) + 0.1,
+        20: 2 * (0.05 + 0.2 + 0.16) + (0.05 + 0.08) + 0.1,
+        48: 0.05 + 0.48 + 0.72 + 0.1,
+    }
+    assert report.rates == pytest.approx({size: NUM_SAMPLES / seconds for size, seconds in by_hand.items()})
+    assert [one.num_micro_batches for one in report.sizes] == [4, 3, 1]
+    assert report.best == report.recommended == 12
+
+
+def test_sizes_take_turns() -> None:
+    """Each size is run twice a round, once to warm up, in three rounds; then once more for its memory."""
+    clock = Clock()
+    model = Model(clock)
+    tuned(clock, model, micro_batch_sizes=[24, 48], most_seconds=1000.0)
+
+    one_round = [24] * 4 + [48] * 2
+    assert model.sizes == [*one_round * 3, *one_round]
+
+
+def test_time_is_bounded() -> None:
+    """One round is made in any case, and no other is begun once the time is up."""
+    clock = Clock()
+    model = Model(clock)
+    tuned(clock, model, micro_batch_sizes=[24, 48], most_seconds=1.0)
+
+    assert len(model.sizes) == 2 * 6
+
+
+def test_what_does_not_fit() -> None:
+    """Sizes from the first one on that runs out of memory are in the table, without figures."""
+    clock = Clock()
+    report = tuned(clock, Model(clock, fits=23))
+
+    assert [one.size for one in report.sizes] == [2, 3, 6, 12, 24, 48]
+    assert list(report.rates) == [2, 3, 6, 12]
+    assert [one.peak_bytes is None for one in report.sizes] == [False] * 4 + [True] * 2
+    assert str(report).count("does not fit") == 2
+    with pytest.raises(BatchSizeError, match="micro-batches of 2 samples do not fit"):
+        tuned(clock, Model(clock, fits=1))
+
+
+def test_memory_is_what_tensors_hold() -> None:
+    """The peak holds weights and gradients, and what a micro-batch keeps for its backward, sample by sample alike."""
+    clock = Clock()
+    report = tuned(clock, Model(clock), micro_batch_sizes=[6, 12, 24])
+
+    numbers = 5 * 64 + 64 + 64 + 1
+    small, middle, large = (one.peak_bytes or 0 for one in report.sizes)
+    assert small >= 4 * (2 * numbers + 6 * 64)
+    assert large - middle == pytest.approx(2 * (middle - small), abs=64)  # the losses of micro-batches are kept, too
+    assert middle - small >= 4 * 6 * 64
+
+
+def test_loading_in_the_process() -> None:
+    """What is loaded per second is counted from the second batch on, and its part in a step is said."""
+    clock = Clock()
+    report = tuned(clock, Model(clock), seconds=0.01, micro_batch_sizes=[12], num_workers=[0])
+
+    assert report.loading[0].num_workers == 0
+    assert report.loading[0].samples_per_second == pytest.approx(100.0)
+    rate = report.rates[12]
+    assert rate == pytest.approx(48 / 0.78)
+    assert f"loading takes {rate / (rate + 100):.0%} of the time in the process that trains" in report.loading_verdict
+
+
+def test_sizes_out_of_range() -> None:
+    """A size that no micro-batch of the batch can have is refused with both numbers."""
+    for size in (0, 49):
+        clock = Clock()
+        with pytest.raises(BatchSizeError, match=f"micro_batch_size={size} must be from 1 to the 48"):
+            tuned(clock, Model(clock), micro_batch_sizes=[size])
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "sizes"), [(256, [2, 4, 8, 16, 32, 64, 128, 256]), (29, [2, 4, 8, 15, 29]), (1, [1]), (2, [2])]
+)
+def test_default_sizes(num_samples: int, sizes: list[int]) -> None:
+    """The batch in 1, 2, 4, ... nearly equal parts, down to two samples."""
+    assert default_sizes(num_samples) == sizes
+
+
+def report_of(*loaded: tuple[int, float]) -> TuneReport:
+    """Return a report of three sizes, and of loading at these rates."""
+    rates = ((8, 90.0), (16, 98.0), (32, 100.0), (64, None))
+    return TuneReport(
+        num_samples=64,
+        device="a device",
+        sizes=tuple(
+            SizeResult(
+                size=size,
+                num_micro_batches=64 // size,
+                samples_per_second=rate,
+                peak_bytes=None if rate is None else size * 2**20,
+            )
+            for size, rate in rates
+        ),
+        loading=tuple(LoadingResult(num_workers=n, samples_per_second=rate) for n, rate in loaded),
+    )
+
+
+def test_as_printed() -> None:
+    """The table has every size, its rate, its memory, and which one to take."""
+    assert str(report_of()).splitlines() == [
+        "64 samples per step, a device",
+        "",
+        "  micro-batch  per step  samples/s  of the best   peak memory",
+        "            8         8         90          90%       8.0 MiB",
+        "           16         4         98          98%      16.0 MiB  <- recommended",
+        "           32         2        100         100%      32.0 MiB  <- fastest",
+        "           64         1            does not fit",
+        "",
+        "recommended: micro_batch_size=16, the smallest within 3% of the fastest.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("loaded", "said"),
+    [
+        ([(0, 4000.0), (1, 3000.0)], "loading is no bottleneck: it takes 2% of the time"),
+        ([(0, 98.0), (1, 70.0), (2, 150.0)], "loading takes 50% of the time"),
+        ([(0, 98.0), (1, 70.0), (2, 150.0)], "with a core to spare 2 workers load faster than is trained"),
+        ([(0, 98.0), (1, 300.0)], "1 worker loads faster than is trained: num_workers=1"),
+        ([(0, 60.0), (2, 80.0)], "it is the bottleneck: at most 80 samples/s arrive, and 98 could be trained"),
+        ([(2, 80.0)], "loading: it is the bottleneck"),
+    ],
+)
+def test_what_is_said_of_loading(loaded: list[tuple[int, float]], said: str) -> None:
+    """A small part of a step is no bottleneck; else the fewest workers that are ahead are named; else it is one."""
+    report = report_of(*loaded)
+
+    assert said in report.loading_verdict
+    assert report.loading_verdict in str(report)
+
+
+def test_figure(tmp_path: Path) -> None:
+    """Both curves are drawn to a file of one of three kinds, also where a size does not fit."""
+    draw_tuning(report_of(), tmp_path / "deep" / "curves.svg")
+
+    drawn = (tmp_path / "deep" / "curves.svg").read_text(encoding="utf-8")
+    assert "<svg" in drawn
+    with pytest.raises(UserError, match=r"\.png, \.svg, \.pdf"):
+        draw_tuning(report_of(), tmp_path / "curves.gif")
+
+
+class Counted(torch.utils.data.IterableDataset[torch.Tensor]):
+    """A stream: what has no index can be tuned on, too."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from torch.randn(24, 5)
+
+
+def test_streams() -> None:
+    """A stream is loaded and trained like any other data."""
+    clock = Clock()
+    model = Model(clock)
+    report = tune(
+        lambda: model,
+        lambda named: torch.optim.SGD(named, lr=1e-6),
+        ab.mean_over_samples(lambda net, batch: net(batch).square().mean()),
+        lambda _: ab.batches(Counted(), effective_batch_size=12, shuffle=False),
+        num_workers=[0],
+        clock=clock,
+        world=ab.World(),
+    )
+
+    assert list(report.rates) == [2, 3, 6, 12]
+    assert len(report.loading) == 1
