@@ -26,8 +26,8 @@ _NO_TASK = -1
 class MemoryLedger(TorchDispatchMode):
     """Books tensor memory while it is entered.
 
-    Memory that was there before is booked by `hold`; while it is `paused`, nothing else is. What is held after the block
-    is struck off as it goes, too, so `held_bytes` stays true for as long as the ledger lives.
+    Memory that was there before is booked by `hold`, and while it is `paused` nothing else is. What is held after the
+    block is struck off as it goes, too, so `held_bytes` stays true for as long as the ledger lives.
 
     Args:
         watcher: told each allocation once it is booked. An error it raises comes out of the operation.
