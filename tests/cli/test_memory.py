@@ -51,6 +51,19 @@ def test_what_is_measured_is_the_second_step() -> None:
     assert report.num_steps == 1
 
 
+def test_a_step_is_booked_without_its_loading() -> None:
+    """What is booked while a batch is loaded is the batch: a data set in memory, and each sample of it, are not."""
+    report = memory_recipe.record(
+        SPEC, limit=None, allocator=False, micro_batch_size=8, accumulation_steps=None, precision="fp32", seed=0
+    )
+    course = report.timeline
+
+    assert course.held_bytes[:, course.categories.index("inputs")].max() == 8 * (3 + 1) * 8
+    assert [
+        operation for operation, phase in zip(course.operations, course.phases, strict=True) if phase == "setup"
+    ] == [""] * course.phases.count("setup")
+
+
 def test_accumulation_steps_instead(capsys: pytest.CaptureFixture[str]) -> None:
     """The number of micro-batches can be named instead of their size, and so can the effective batch."""
     lines = printed(capsys, "--effective-batch-size", "12", "--accumulation-steps", "4")

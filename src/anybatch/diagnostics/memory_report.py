@@ -229,8 +229,6 @@ class MemoryRecording:
         match record:
             case MicroBatchRecord(event="begin"):
                 self._mark(f"micro-batch {record.position + 1}")
-            case MicroBatchRecord(event="end"):
-                self._hold()
             case PhaseRecord():
                 self._follow(record)
             case StepRecord():
@@ -257,6 +255,7 @@ class MemoryRecording:
             self._hold()
 
     def _hold(self) -> None:
+        """Book what the engine keeps; what was made within a phase is known at its end, and was that from the start."""
         for category, tensors in self._engine.held().items():
             self._ledger.hold(category, tensors)
 
