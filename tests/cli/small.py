@@ -222,3 +222,8 @@ def header(folder: Path) -> dict[str, Any]:
 def failing_job() -> ab.Job:
     """Return a job whose loss fails at once."""
     return job(raise_fault)
+
+
+def step_bytes() -> int:
+    """Return the bytes of AdamW's counters of steps, one for each parameter."""
+    return 4 * len([*job().model().parameters()])  # type: ignore[union-attr]

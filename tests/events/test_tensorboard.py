@@ -21,6 +21,7 @@ from tests.events.recorded_run import (
     diagnosis,
     end,
     evaluation,
+    memory,
     micro_batch,
     out_of_memory,
     start,
@@ -110,6 +111,23 @@ def test_terms_groups_and_skipped_steps(tmp_path: Path) -> None:
     assert found["learning_rate/group_1"] == [(1, 0.25)]
     assert found["gradient_norm"] == [(2, 1.25), (3, 1.25)]
     assert found["update_skipped"] == [(2, 1.0), (3, 0.0)]
+
+
+def test_memory_is_a_chart_of_each_number(tmp_path: Path) -> None:
+    """What a device held in a step stands at that step in GiB; what is not known has no chart."""
+    known = memory(0, allocated_bytes=2**29, reserved_bytes=2**31, peak_bytes=2**30, limit_bytes=2**34)
+    written(tmp_path / "device", [start(), known, step(0)])
+    written(tmp_path / "process", [start(), memory(2, peak_bytes=2**30), step(2)])
+
+    found = charts(tmp_path / "device")
+    assert {name: points for name, points in found.items() if name.startswith("memory")} == {
+        "memory_gib/peak": [(1, 1.0)],
+        "memory_gib/allocated": [(1, 0.5)],
+        "memory_gib/reserved": [(1, 2.0)],
+        "memory_gib/limit": [(1, 16.0)],
+    }
+    names = {name for name in charts(tmp_path / "process") if name.startswith("memory")}
+    assert names == {"memory_gib/peak", "memory_gib/allocated"}
 
 
 def test_numbers_that_are_none(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from anybatch.cli.parser import Parser, count, count_or_auto, size, whole
 from anybatch.cli.task import DEFAULT_RECIPE
 
 _DESCRIPTION = (
-    "Run two steps of a recipe on one rank, and say of the second what it held in memory: for what, when it was most, "
-    "and what is left. The model is the recipe's, new; no run is begun, and nothing is kept."
+    "Run the first steps of a recipe on one rank, and say of the last of them what it held in memory: for what, when "
+    "it was most, and what is left. The model is the recipe's, new; no run is begun, and nothing is kept."
 )
 _EPILOG = "docs/command_line.md has an example. `anybatch train` says the peak of a whole run in its summary."
 

@@ -31,15 +31,17 @@ UNSEEN = "not in tensors"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorReport:
-    """What torch's CUDA allocator held at the moment when tensors held most.
+    """What torch's CUDA allocator says of the recording.
 
     Attributes:
-        allocated_bytes: handed out.
-        reserved_bytes: taken from the device.
+        peak_bytes: most that it had handed out at once, to kernels too.
+        allocated_bytes: what it had handed out at the moment when tensors held most.
+        reserved_bytes: what it had taken from the device by then.
         num_retries: how often it let go of its cache to find room, during the recording.
         summary: `torch.cuda.memory_summary()` at the end; empty if it was not asked for.
     """
 
+    peak_bytes: int
     allocated_bytes: int
     reserved_bytes: int
     num_retries: int
@@ -86,7 +88,7 @@ class MemoryReport:
     def peak_bytes(self) -> int:
         """Most that was held at once: what the allocator had handed out, where there is one, else what tensors held."""
         seen = self.timeline.peak_bytes
-        return seen if self.allocator is None else max(seen, self.allocator.allocated_bytes)
+        return seen if self.allocator is None else max(seen, self.allocator.peak_bytes)
 
     @property
     def at_peak(self) -> Mapping[str, int]:
@@ -177,6 +179,7 @@ class MemoryRecording:
         self._seen_bytes = 0
         self._at_peak: MemoryInUse | None = None
         self._retries_before = 0
+        self._handed_out_bytes = 0
         self._loading = 0
         self._last_mark = ""
         self._steps: list[StepRecord] = []
@@ -226,12 +229,12 @@ class MemoryRecording:
         match record:
             case MicroBatchRecord(event="begin"):
                 self._mark(f"micro-batch {record.position + 1}")
-            case MicroBatchRecord(event="end"):
-                self._hold()
             case PhaseRecord():
                 self._follow(record)
             case StepRecord():
                 self._steps.append(record)
+                now = None if self._allocator is None else self._allocator()
+                self._handed_out_bytes = max(self._handed_out_bytes, 0 if now is None else now.peak_bytes)
             case _:
                 return
 
@@ -252,6 +255,7 @@ class MemoryRecording:
             self._hold()
 
     def _hold(self) -> None:
+        """Book what the engine keeps; what was made within a phase is known at its end, and was that from the start."""
         for category, tensors in self._engine.held().items():
             self._ledger.hold(category, tensors)
 
@@ -292,6 +296,7 @@ class MemoryRecording:
         if at_peak is None or at_peak.reserved_bytes is None or now is None:
             return None
         return AllocatorReport(
+            peak_bytes=self._handed_out_bytes,
             allocated_bytes=at_peak.allocated_bytes,
             reserved_bytes=at_peak.reserved_bytes,
             num_retries=now.num_retries - self._retries_before,

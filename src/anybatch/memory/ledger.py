@@ -26,7 +26,7 @@ _NO_TASK = -1
 class MemoryLedger(TorchDispatchMode):
     """Books tensor memory while it is entered.
 
-    Memory that was there before is booked by `hold`; while it is `paused`, nothing else is. What is held after the
+    Memory that was there before is booked by `hold`, and while it is `paused` nothing else is. What is held after the
     block is struck off as it goes, too, so `held_bytes` stays true for as long as the ledger lives.
 
     Args:

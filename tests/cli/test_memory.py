@@ -1,0 +1,199 @@
+"""`anybatch memory`: a step of a recipe, what it held, and what is left; and what a run says of its memory."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from anybatch.cli import memory_recipe
+from anybatch.cli.main import main
+from anybatch.cli.memory import make_parser
+from anybatch.cli.parser import size
+from anybatch.cli.screen import summary
+from anybatch.cli.status import Status
+from anybatch.recipes.run_folder import RunFolder
+from anybatch.recipes.session import Highest, Outcome
+from tests.architecture.source_tree import ROOT
+from tests.cli.small import SPEC, step_bytes
+from tests.events.recorded_run import memory, step
+
+NUM_WEIGHTS = 3 * 8 + 8 + 8 + 1
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    """Return what the verb prints."""
+    assert main(["memory", SPEC, *words]) == Status.DONE
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_step_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    """The second step of the recipe is measured: AdamW's moments are there from its beginning."""
+    lines = printed(capsys, "--micro-batch-size", "3")
+    text = "\n".join(lines)
+
+    assert lines[0] == "one step of 8 samples, 3 micro-batches on this rank, cpu"
+    assert lines[1].startswith("peak ")
+    assert lines[2].startswith("[www")
+    assert re.search(rf"w weights +{8 * NUM_WEIGHTS} bytes", text)
+    assert re.search(rf"o optimizer +{16 * NUM_WEIGHTS + step_bytes()} bytes", text)
+
+
+def test_what_is_measured_is_the_second_step() -> None:
+    """At the first moment the optimizer's state is there in full, and gradients are not."""
+    report = memory_recipe.record(
+        SPEC, limit=None, allocator=False, micro_batch_size=4, accumulation_steps=None, precision="fp32", seed=0
+    )
+
+    assert report.timeline.at(0)["weights"] == 8 * NUM_WEIGHTS
+    assert report.timeline.at(0)["optimizer"] == 16 * NUM_WEIGHTS + step_bytes()
+    assert report.num_steps == 1
+
+
+def test_a_step_is_booked_without_its_loading() -> None:
+    """What is booked while a batch is loaded is the batch: a data set in memory, and each sample of it, are not."""
+    report = memory_recipe.record(
+        SPEC, limit=None, allocator=False, micro_batch_size=8, accumulation_steps=None, precision="fp32", seed=0
+    )
+    course = report.timeline
+
+    assert course.held_bytes[:, course.categories.index("inputs")].max() == 8 * (3 + 1) * 8
+    assert [
+        operation for operation, phase in zip(course.operations, course.phases, strict=True) if phase == "setup"
+    ] == [""] * course.phases.count("setup")
+
+
+def test_accumulation_steps_instead(capsys: pytest.CaptureFixture[str]) -> None:
+    """The number of micro-batches can be named instead of their size, and so can the effective batch."""
+    lines = printed(capsys, "--effective-batch-size", "12", "--accumulation-steps", "4")
+
+    assert lines[0].startswith("one step of 12 samples, 4 micro-batches")
+
+
+def test_a_limit_and_a_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a limit the last words are what is left, and a figure is where it was asked for."""
+    figure = tmp_path / "figures" / "memory.svg"
+    lines = printed(capsys, "--limit", "1MiB", "--figure", str(figure))
+
+    assert " of 1.00 MiB, 99% left: " in lines[-2]
+    assert "headroom of 15% kept" in lines[-2]
+    assert lines[-1] == f"wrote {figure}"
+    assert figure.exists()
+
+
+def test_a_terminal_gets_colours(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a terminal the bar is of blocks in colours."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert main(["memory", SPEC]) == Status.DONE
+
+    assert "█" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("num_samples", [25, 49, 50, 64])
+def test_a_whole_batch_is_measured(num_samples: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where an epoch of 50 samples ends with a smaller batch, or has one batch only, a largest one is measured."""
+    lines = printed(capsys, "--effective-batch-size", str(num_samples))
+
+    assert lines[0].startswith(f"one step of {min(num_samples, 50)} samples, ")
+
+
+def test_a_recipe_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    """An unknown recipe is refused, and nothing is printed as a result."""
+    assert main(["memory", "tests.cli.small:nothing"]) == Status.USAGE
+
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("24GiB", 24 * 2**30), ("80 GB", 80 * 10**9), ("1.5mib", 3 * 2**19), ("512KiB", 2**19), ("2TB", 2 * 10**12)],
+)
+def test_sizes_are_read(text: str, num_bytes: int) -> None:
+    """A size has a unit, of 1,024 with an i and of 1,000 without."""
+    assert size(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["24", "GiB", "-1GiB", "0GiB", "24 gigs"])
+def test_sizes_without_sense(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is no size is refused with an example of one."""
+    assert main(["memory", f"--limit={text}"]) == Status.USAGE
+    assert "write it like 24GiB" in capsys.readouterr().err
+
+
+def test_the_verb_is_documented() -> None:
+    """docs/command_line.md has each option of the verb."""
+    text = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8")
+    section = text[text.index("## `anybatch memory") :].split("\n## ")[0]
+    options = [action.option_strings[-1] for action in make_parser()._actions if action.option_strings]  # noqa: SLF001
+    assert {option for option in options if option not in section} == {"--help"}
+
+
+def outcome(folder: Path, peak_bytes: int | None, limit_bytes: int | None) -> Outcome:
+    """Return the outcome of a run that held so much."""
+    return Outcome(
+        folder=RunFolder(folder),
+        stopped=False,
+        num_steps=1,
+        num_session_steps=1,
+        num_session_samples=8,
+        session_seconds=1.0,
+        stepping_seconds=1.0,
+        peak_bytes=peak_bytes,
+        limit_bytes=limit_bytes,
+        loss=None,
+        metrics={},
+        checkpoint=None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("peak_bytes", "limit_bytes", "said"),
+    [
+        (None, None, None),
+        (2**29, None, "peak 512 MiB in the process of rank 0"),
+        (2**33, 2**34, "peak 8.00 of 16.0 GiB, 50% left: headroom of 15% kept, on the device of rank 0"),
+        (2**34 - 1, 2**34, "peak 16.0 of 16.0 GiB, 0% left: headroom of 15% used up, on the device of rank 0"),
+    ],
+)
+def test_a_run_says_its_memory(tmp_path: Path, peak_bytes: int | None, limit_bytes: int | None, said: str) -> None:
+    """The summary of a run has the peak, and what is left where there is a limit; nothing where nothing is known."""
+    lines = summary(outcome(tmp_path, peak_bytes, limit_bytes), tensorboard="").splitlines()
+
+    assert [line[13:] for line in lines if line.startswith("memory")] == ([] if said is None else [said])
+
+
+def test_the_highest_peak_is_kept() -> None:
+    """Of all memory records that of the highest peak is kept, whatever comes after it."""
+    highest = Highest()
+    assert highest.record is None
+    for number, peak in enumerate((2, 5, 3)):
+        highest.observe(memory(number, peak_bytes=peak))
+        highest.observe(step(number))
+
+    assert highest.record == memory(1, peak_bytes=5)
+
+
+def test_the_machine_is_described(capsys: pytest.CaptureFixture[str]) -> None:
+    """`anybatch env` says how much memory the machine has and how much of it is free."""
+    assert main(["env"]) == Status.DONE
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("memory ")]
+    found = re.search(r"([\d.]+) GiB, ([\d.]+) free", line)
+
+    assert found is not None or line.endswith("unknown")
+    if found is not None:
+        assert 0 < float(found[2]) <= float(found[1])
+
+
+def test_a_device_is_described(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A CUDA device is listed with its memory and what of it is free."""
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    properties = type("Properties", (), {"name": "Card", "total_memory": 24 * 2**30})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (6 * 2**30, 24 * 2**30))
+    assert main(["env"]) == Status.DONE
+
+    assert "Card (24.0 GiB, 6.0 free)" in capsys.readouterr().out

@@ -1,0 +1,133 @@
+"""The figure of memory over a step: what is drawn is what was held, and nothing that stands out is lost."""
+
+import itertools
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anybatch.core.memory_model import Allocation, MemoryTrace, Phase
+from anybatch.core.memory_timeline import MemoryTimeline, timeline
+from anybatch.diagnostics.memory_drawing import highest_moments, make_figure, stretches
+from anybatch.diagnostics.memory_figure import MemoryPicture, draw_memory
+from anybatch.errors import UserError
+
+MIB = 2**20
+PICTURE = MemoryPicture(title="the title", below="the line below", limit_bytes=40 * MIB, headroom=0.15)
+
+
+def course(num_micro_batches: int = 3) -> MemoryTimeline:
+    """Return the timeline of micro-batches that take 10, 20 and 5 MiB each beside 8 MiB of weights."""
+    pieces = [Allocation(8 * MIB, "weights", "setup", "")]
+    events, marks = [1], []
+    for number in range(num_micro_batches):
+        marks.append((len(events), f"micro-batch {number + 1}"))
+        taken: list[tuple[int, Phase]] = [(10, "forward"), (20 + (number == 1), "forward"), (5, "backward")]
+        for size, phase in taken:
+            pieces.append(Allocation(size * MIB, "activations", phase, f"aten.made_of_{size}.default"))
+            events.append(len(pieces))
+        events += [-len(pieces), 1 - len(pieces), 2 - len(pieces)]
+    return timeline(MemoryTrace(tuple(pieces), tuple(events), tuple(marks)))
+
+
+def words(path: Path) -> str:
+    """Return the text of an SVG."""
+    return " ".join(re.findall(r"<text[^>]*>([^<]*)</text>", path.read_text(encoding="utf-8")))
+
+
+def test_a_figure_says_what_it_shows(tmp_path: Path) -> None:
+    """Title, categories with their bytes at the peak, micro-batches, phases, the peak's operation and the limit."""
+    path = tmp_path / "folder" / "memory.svg"
+    draw_memory(course(), PICTURE, path)
+
+    said = words(path)
+    for word in ("the title", "the line below", "weights", "8.00 MiB", "activations", "36.0 MiB", "micro-batch 2"):
+        assert word in said
+    for word in ("forward", "backward", "peak 44.0 MiB", "aten.made_of_5.default", "limit 40.0 MiB", "headroom of 15%"):
+        assert word in said
+
+
+def test_areas_are_what_was_held() -> None:
+    """The areas' upper edge at the peak is the peak, and the areas below are those of the categories, in MiB."""
+    found = course()
+    figure = make_figure(found, PICTURE)
+    weights, activations = (torch.tensor(area.get_paths()[0].vertices) for area in figure.axes[1].collections[:2])
+
+    assert weights[:, 1].max() == 8
+    assert activations[:, 1].max() == found.peak_bytes / MIB == 44
+    assert found.peak_moment in activations[activations[:, 1] == 44][:, 0].tolist()
+
+
+def test_a_far_limit_is_not_drawn(tmp_path: Path) -> None:
+    """A limit far above the peak would leave the axes empty: it is left out, and the peak fills them."""
+    path = tmp_path / "memory.svg"
+    draw_memory(course(), MemoryPicture(title="", limit_bytes=400 * MIB, headroom=0.15), path)
+
+    assert "limit" not in words(path)
+    assert make_figure(course(), MemoryPicture(title="", limit_bytes=400 * MIB)).axes[1].get_ylim()[1] < 60
+
+
+@pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
+def test_the_same_file_again(ending: str, tmp_path: Path) -> None:
+    """The same timeline gives the same file, byte for byte."""
+    one, two = tmp_path / f"one.{ending}", tmp_path / f"two.{ending}"
+    draw_memory(course(), PICTURE, one)
+    draw_memory(course(), PICTURE, two)
+
+    assert one.read_bytes() == two.read_bytes()
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 16, 130])
+def test_many_micro_batches(num_micro_batches: int, tmp_path: Path) -> None:
+    """However many micro-batches there are, the layout holds; numbers without room are left out, phases are named."""
+    path = tmp_path / "memory.svg"
+    draw_memory(course(num_micro_batches), PICTURE, path)
+
+    said = words(path)
+    assert ("micro-batch 1" in said) == (num_micro_batches < 16)
+    assert "forward" in said
+    assert "backward" in said
+
+
+def test_an_ending_that_cannot_be_drawn(tmp_path: Path) -> None:
+    """Another ending than those of pictures is refused, and no file is there."""
+    with pytest.raises(UserError, match=r"memory\.gif ends in '\.gif'"):
+        draw_memory(course(), PICTURE, tmp_path / "memory.gif")
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without matplotlib the message has the line that installs it, and no folder is made."""
+    monkeypatch.delitem(sys.modules, "anybatch.diagnostics.memory_drawing", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UserError, match=r"pip install 'anybatch\[plot\]'"):
+        draw_memory(course(), PICTURE, tmp_path / "folder" / "memory.png")
+    assert not list(tmp_path.iterdir())
+
+
+@given(totals=st.lists(st.integers(0, 9), min_size=1, max_size=200), num_columns=st.integers(1, 50))
+def test_what_stands_out_is_drawn(totals: list[int], num_columns: int) -> None:
+    """Of a long timeline the highest moment, both ends and the highest of each stretch are drawn, in order."""
+    moments = highest_moments(torch.tensor(totals), num_columns).tolist()
+
+    assert moments == sorted(set(moments))
+    assert {moments[0], moments[-1]} == {0, len(totals) - 1}
+    assert max(totals) == max(totals[moment] for moment in moments)
+    assert len(moments) <= max(num_columns + 2, 0) or len(totals) <= num_columns
+    if len(totals) > num_columns:
+        width = -(-len(totals) // num_columns)
+        for begin in range(len(totals) - 2 * width):
+            assert any(begin <= moment < begin + 2 * width for moment in moments)
+
+
+@given(names=st.lists(st.sampled_from("abc")))
+def test_stretches_put_together_are_the_names(names: list[str]) -> None:
+    """Stretches cover every place once, in order, and no two neighbours have one name."""
+    found = stretches(names)
+
+    assert [name for begin, end, name in found for _ in range(begin, end)] == names
+    assert all(one[2] != other[2] for one, other in itertools.pairwise(found))

@@ -1,0 +1,349 @@
+"""What a recorded step is said to have held is what it held, and recording it changes nothing."""
+
+import gc
+import io
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
+
+import anybatch as ab
+from anybatch.core.memory_timeline import MemoryTimeline
+from anybatch.diagnostics import record_memory
+from anybatch.diagnostics.memory_report import UNSEEN, MemoryRecording, MemoryReport
+from anybatch.errors import UserError
+from anybatch.memory.in_use import MemoryInUse
+from tests.engine.cases import InMemory
+from tests.ranks_fixture import Ranks
+
+MIB = 2**20
+WIDTH, NUM_PLACES, NUM_SAMPLES = 64, 32, 24
+
+
+class Residual(nn.Module):
+    """A stack of residual blocks, with and without recomputation."""
+
+    def __init__(self, *, recomputes: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(3)
+        )
+        self.recomputes = recomputes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + (checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x))
+        return x
+
+
+def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the mean squared error."""
+    return F.mse_loss(model(batch["x"]), batch["y"])
+
+
+def data() -> InMemory:
+    """Return an effective batch."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(NUM_SAMPLES, NUM_PLACES, WIDTH, generator=generator)
+    return InMemory({"x": x, "y": x.roll(1, 1)})
+
+
+def make_engine(*, recomputes: bool = False, dtype: torch.dtype = torch.float32, **choices: Any) -> ab.Engine:
+    """Return an engine that has made its first step."""
+    torch.manual_seed(0)
+    choices = {"micro_batch_size": 8, "clip": 1.0, **choices}
+    model = Residual(recomputes=recomputes).to(dtype)
+
+    def typed(net: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return loss(net, {name: value.to(dtype) for name, value in batch.items()})
+
+    engine = ab.Engine(model, lambda named: torch.optim.AdamW(named, lr=1e-3), ab.mean_over_samples(typed), **choices)
+    engine.step(data())
+    return engine
+
+
+def recorded(engine: ab.Engine, batch: Any, **choices: Any) -> MemoryReport:
+    """Return the report of one step."""
+    with record_memory(engine, **choices) as recording:
+        engine.step(batch)
+    return recording.report
+
+
+def profiled_rise(act: Callable[[], Any]) -> int:
+    """Return how far the allocator's balance rises above where it was, as torch's profiler sees it."""
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        act()
+    assert trace.profiler is not None
+    balance = highest = 0
+    for event in trace.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            balance += event.nbytes()
+            highest = max(highest, balance)
+    return highest
+
+
+def rise(course: MemoryTimeline, *, inputs: bool) -> int:
+    """Return how far a timeline rises above its first moment; inputs that were there before count if asked for."""
+    totals = course.totals
+    if not inputs:
+        totals = totals - course.held_bytes[:, course.categories.index("inputs")]
+    return int(totals.max() - totals[0])
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("micro_batch_size", [1, 8, 24])
+def test_the_peak_is_the_allocators(recomputes: bool, micro_batch_size: int) -> None:
+    """What a step takes beside what was there before is what torch's own allocator says, to the byte.
+
+    The allocator knows of one thing more: states of random generators, which no operation returns. The engine keeps
+    one (the former may go meanwhile), and a block that is recomputed keeps one until its backward.
+    """
+    state_bytes = torch.get_rng_state().nbytes
+    batch = data()
+    engine = make_engine(recomputes=recomputes, micro_batch_size=micro_batch_size)
+    expected = profiled_rise(lambda: engine.step(batch))
+
+    found = rise(recorded(engine, batch).timeline, inputs=False)
+
+    assert expected > 100 * state_bytes
+    assert expected - found in [number * state_bytes for number in range(5 if recomputes else 2)]
+
+
+def test_recording_changes_nothing() -> None:
+    """Parameters after steps that were recorded are those of steps that were not, to the bit, dropout included."""
+    plain, watched = (make_dropping_engine() for _ in range(2))
+    for engine, records in ((plain, False), (watched, True)):
+        for _ in range(3):
+            if records:
+                recorded(engine, data())
+            else:
+                engine.step(data())
+
+    for one, other in zip(parameters(plain), parameters(watched), strict=True):
+        assert torch.equal(one, other)
+
+
+def make_dropping_engine() -> ab.Engine:
+    """Return an engine over a model with dropout."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH))
+    return ab.Engine(model, torch.optim.AdamW(model.parameters()), ab.mean_over_samples(loss), micro_batch_size=7)
+
+
+def parameters(engine: ab.Engine) -> Iterator[torch.Tensor]:
+    """Return an engine's parameters."""
+    assert isinstance(engine.model, nn.Module)
+    return iter(list(engine.model.parameters()))
+
+
+def test_categories_are_what_the_engine_keeps() -> None:
+    """At the end of the last backward weights, gradients, moments and inputs are there with exactly their sizes."""
+    engine = make_engine()
+    num_bytes = sum(one.nbytes for one in parameters(engine))
+    num_steps = len(list(parameters(engine)))
+    course = recorded(engine, data()).timeline
+    update = next(place for place, name in course.marks if name == "update")
+    found = course.at(update - 1)
+
+    assert found["weights"] == found["gradients"] == num_bytes
+    assert found["optimizer"] == 2 * num_bytes + 4 * num_steps
+    assert found["inputs"] == 2 * NUM_SAMPLES * NUM_PLACES * WIDTH * 4
+    assert found["activations"] < 512  # the losses, to be reported
+    assert course.at(0)["gradients"] == 0
+
+
+def test_gradients_add_up_in_one_place() -> None:
+    """Gradients come in the first backward and stay, and the peak of the second micro-batch has all of them."""
+    engine = make_engine(micro_batch_size=12)
+    num_bytes = sum(one.nbytes for one in parameters(engine))
+    course = recorded(engine, data()).timeline
+    begins = [place for place, _ in course.marks]
+    first, second = (begin + int(course.totals[begin:end].argmax()) for begin, end in pairwise(begins))
+
+    assert course.at(first)["gradients"] < num_bytes
+    assert course.at(second)["gradients"] == num_bytes
+    assert course.totals[second] > course.totals[first]
+
+
+def test_marks_and_phases() -> None:
+    """Each micro-batch is marked once, in order, before its forward and backward; the update comes last."""
+    course = recorded(make_engine(micro_batch_size=8), data()).timeline
+    names = [name for _, name in course.marks]
+    begins = [place for place, _ in course.marks]
+
+    assert names == ["micro-batch 1", "micro-batch 2", "micro-batch 3", "update"]
+    for begin, end in pairwise(begins):
+        within = [phase for phase in course.phases[begin:end] if phase in ("forward", "backward")]
+        assert list(dict.fromkeys(within)) == ["forward", "backward"]
+    assert set(course.phases[begins[-1] :]) <= {"reduce", "clip", "update"}
+
+
+def test_the_peak_is_named() -> None:
+    """The report says where the peak was: the micro-batch, the phase and the operation, as the timeline has them."""
+    report = recorded(make_engine(), data())
+    course, moment = report.timeline, report.timeline.peak_moment
+    first, second, *_ = str(report).splitlines()
+
+    assert first == "one step of 24 samples, 3 micro-batches on this rank, cpu"
+    assert f"in {course.mark_before(moment)}, {course.phases[moment]}, by {course.operations[moment]}" in second
+    assert sum(report.at_peak.values()) == report.peak_bytes == course.peak_bytes
+    assert report.reserve is None
+    assert report.allocator is None
+
+
+def test_what_is_left() -> None:
+    """With a limit the report ends with what is left, and with a warning where the headroom is used up."""
+    engine = make_engine()
+    peak = recorded(engine, data()).peak_bytes
+    kept, used = (recorded(engine, data(), limit_bytes=int(share * peak)) for share in (1.5, 1.1))
+
+    assert "33% left: headroom of 15% kept" in str(kept).splitlines()[-1]
+    assert str(used).splitlines()[-1].startswith("warning: peak ")
+    assert "9% left: headroom of 15% used up" in str(used)
+    assert "headroom of 5% kept" in str(recorded(engine, data(), limit_bytes=int(1.1 * peak), headroom=0.05))
+
+
+def test_a_terminal_sees_the_same_words() -> None:
+    """On a terminal the words are the same, nothing in them is taken for markup, and the bar is in colours."""
+    report, stream = recorded(make_engine(), data(), limit_bytes=64 * MIB), io.StringIO()
+    Console(file=stream, width=200, force_terminal=True, color_system=None).print(report)
+
+    lines = stream.getvalue().splitlines()
+    assert lines[:2] == str(report).splitlines()[:2]
+    assert lines[-1] == str(report).splitlines()[-1]
+
+
+def test_low_precision_gradients_are_there_from_the_beginning() -> None:
+    """The float32 buffers in which bf16 gradients add up are gradients before the first backward, too."""
+    engine = make_engine(dtype=torch.bfloat16)
+    course = recorded(engine, data()).timeline
+    num_weights = sum(one.numel() for one in parameters(engine))
+
+    assert course.at(0)["weights"] == 2 * num_weights
+    assert course.at(0)["gradients"] == 4 * num_weights
+    assert course.at(0)["optimizer"] >= 12 * num_weights
+
+
+def test_a_loss_across_samples_is_marked_in_both_passes() -> None:
+    """Under a joint loss each micro-batch is marked where it is encoded and where its gradient is taken."""
+
+    def spread(_: object, outputs: torch.Tensor) -> torch.Tensor:
+        return (outputs @ outputs.T).square().mean()
+
+    torch.manual_seed(0)
+    model = nn.Linear(WIDTH, 8)
+    engine = ab.Engine(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1e-3),
+        ab.joint(lambda net, batch: net(batch["x"][:, 0]), spread),
+        micro_batch_size=12,
+    )
+    engine.step(data())
+    course = recorded(engine, data()).timeline
+
+    assert [name for _, name in course.marks] == [*("micro-batch 1", "micro-batch 2") * 2, "update"]
+
+
+def test_several_steps_are_one_report() -> None:
+    """Steps of one block are in one report, which says how many they were."""
+    engine = make_engine()
+    with record_memory(engine) as recording:
+        for _ in range(2):
+            engine.step(data())
+
+    assert recording.report.num_steps == 2
+    assert str(recording.report).startswith("2 steps of 24 samples")
+    assert [name for _, name in recording.report.timeline.marks].count("update") == 2
+
+
+def test_without_a_step_there_is_no_report() -> None:
+    """Before the block is over, and where no step was made, asking for the report says what is missing."""
+    engine = make_engine()
+    with record_memory(engine) as recording, pytest.raises(UserError, match="once its block is over"):
+        _ = recording.report
+    with pytest.raises(UserError, match="must have been made"):
+        _ = recording.report
+
+
+def test_a_step_that_fails_is_let_go() -> None:
+    """An error inside the block comes out as it is, and the engine is observed by nobody afterwards."""
+    engine = make_engine()
+    with pytest.raises(TypeError), record_memory(engine):
+        engine.step(InMemory({"x": torch.zeros(4, NUM_PLACES, WIDTH), "y": None}))  # type: ignore[dict-item]
+    engine.step(data())
+
+    assert not engine._watch.watching  # noqa: SLF001 (nothing public would tell)
+
+
+class Allocator:
+    """Stands in for a CUDA allocator: hands out what the ledger sees and a workspace, in segments of 1 MiB."""
+
+    def __init__(self) -> None:
+        self.recording: MemoryRecording | None = None
+        self.num_read = 0
+
+    def __call__(self) -> MemoryInUse:
+        self.num_read += 1
+        held = 0 if self.recording is None else self.recording._ledger.held_bytes  # noqa: SLF001 (its device)
+        peak = 0 if self.recording is None else self.recording._ledger.peak_bytes + MIB  # noqa: SLF001
+        return MemoryInUse(
+            held, peak, reserved_bytes=-(-held // MIB) * MIB + MIB, limit_bytes=None, num_retries=min(self.num_read, 3)
+        )
+
+
+def test_an_allocator_is_asked_at_the_peak() -> None:
+    """What is reserved and handed out is that of the moment when tensors hold most; workspaces are what is beyond."""
+    engine, allocator = make_engine(), Allocator()
+    recording = MemoryRecording(engine, limit_bytes=None, headroom=0.15, summary=False, allocator=allocator)
+    allocator.recording = recording
+    with recording:
+        engine.step(data())
+    report = recording.report
+    seen = report.timeline.peak_bytes
+
+    assert report.allocator is not None
+    assert report.allocator.allocated_bytes == seen
+    assert report.allocator.reserved_bytes == -(-seen // MIB) * MIB + MIB
+    assert report.allocator.fragmentation == 1 - seen / report.allocator.reserved_bytes
+    assert report.allocator.num_retries == 2
+    assert report.peak_bytes == seen + MIB
+    assert report.at_peak[UNSEEN] == MIB
+    assert "2 retries" in str(report)
+
+
+def first_moment() -> tuple[int, int]:
+    """Run on a rank: return the gradient bytes at the beginning of a step, and those of the parameters."""
+    world = ab.World.from_environment(device="cpu")
+    engine = make_engine(world=world, strategy="all_reduce")
+    with engine:
+        course = recorded(engine, data()).timeline
+    return course.at(0)["gradients"], sum(one.nbytes for one in parameters(engine))
+
+
+def test_reduction_buckets_are_gradients(two_ranks: Ranks) -> None:
+    """Under all_reduce gradients are there from the beginning of the step, once, in their buckets."""
+    for found, expected in two_ranks.run(first_moment):
+        assert found == expected
+
+
+@pytest.mark.gpu
+def test_a_recorded_step_on_an_accelerator() -> None:
+    """On a CUDA device host tensors are left out, and what the allocator handed out is the peak to a few percent."""
+    engine = make_engine()
+    report = recorded(engine, data(), summary=True)
+
+    assert report.device.startswith("cuda")
+    assert report.allocator is not None
+    assert report.timeline.peak_bytes <= report.allocator.peak_bytes
+    assert report.allocator.reserved_bytes >= report.allocator.allocated_bytes
+    assert 0 <= report.allocator.fragmentation < 1
+    assert report.limit_bytes is not None
+    assert "PyTorch CUDA memory summary" in str(report)
