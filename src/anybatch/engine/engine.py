@@ -29,6 +29,7 @@ from anybatch.engine.features import features_of_choices, features_of_training, 
 from anybatch.engine.feeding import OpenBatch, Workload, make_workload, open_batch, refuse_disagreement
 from anybatch.engine.finite import FiniteCheck
 from anybatch.engine.first_step import DeclarationCheck
+from anybatch.engine.halving import Halving
 from anybatch.engine.holdings import Holdings
 from anybatch.engine.modules import Model, choose_strategy, collect_modules, world_of
 from anybatch.engine.norms import Normalisation, policy_features, policy_for
@@ -294,6 +295,9 @@ class Engine:
                     machine=self._machine,
                     placement=self._placement,
                     world=self.world,
+                    halving=Halving(
+                        self.world.device, self._watch.halved, alone=not self._strategy.capabilities.lockstep
+                    ),
                 )
         finally:
             for module, training in modes.items():
