@@ -1,4 +1,4 @@
-"""A small transformer to shard, and the plain loop over torch's own `fully_shard` that a planned one is compared with."""
+"""A small transformer to shard, and the plain loop over torch's `fully_shard` that planned ones are compared with."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,5 +1,6 @@
 """What fits, what holds the memory, and what would change it."""
 
+import dataclasses
 import re
 from collections.abc import Iterable
 from functools import partial
@@ -12,6 +13,8 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 import anybatch as ab
+from anybatch.core.caching_allocator import largest_that_fits
+from anybatch.diagnostics.plan import proposals
 from anybatch.diagnostics.plan.blocks import Keeping, checkpoint_blocks, repeated_blocks
 from anybatch.diagnostics.plan.budget import budget_of
 from anybatch.diagnostics.plan.changes import possible_changes
@@ -146,9 +149,7 @@ def test_checkpointing_is_planned_as_it_is(keeping: Keeping) -> None:
     task = task_of_classes()
     names = {"inputs": "checkpointing", "products": "checkpointing all but products"}
     change = next(one for one in possible_changes(task) if one.name == names[keeping])
-    built = Task(
-        model=checkpoint_blocks(Net(), keeping), optimizer=adamw, loss=task.loss, sample=task.sample
-    )
+    built = Task(model=checkpoint_blocks(Net(), keeping), optimizer=adamw, loss=task.loss, sample=task.sample)
 
     plain, changed, by_hand = (trace_step(one, 64).steady.peak_bytes for one in (task, change.task, built))
 
@@ -237,8 +238,6 @@ def test_known_case_of_one_device() -> None:
     """Batch 64 with 4 fitting is 16 accumulation steps."""
     task = task_of_language()
     envelopes = find_envelopes(task, 2**30)
-    from anybatch.core.caching_allocator import largest_that_fits
-
     limit = next(size for size in range(100, 2000) if largest_that_fits(envelopes.steady, size * MIB) == 4)
     plan = planned(task, f"{limit + 532}MiB", 64)
 
@@ -268,8 +267,6 @@ def test_budget_is_what_tensors_can_have() -> None:
 
 def test_changes_that_cannot_be_planned_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A change that breaks the step does not break the plan."""
-    from anybatch.diagnostics.plan import proposals
-
     task, budget = task_of_classes(), budget_of("600MiB")
     envelopes = find_envelopes(task, budget.usable_bytes)
     broken = [change for change in possible_changes(task) if change.name == "checkpointing"]
@@ -277,8 +274,6 @@ def test_changes_that_cannot_be_planned_are_left_out(monkeypatch: pytest.MonkeyP
     def refuse() -> nn.Module:
         message = "no"
         raise UserError(message)
-
-    import dataclasses
 
     changes = [dataclasses.replace(broken[0], task=dataclasses.replace(broken[0].task, model=refuse)), *broken]
     monkeypatch.setattr(proposals, "possible_changes", lambda _: changes)

@@ -2,7 +2,6 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from anybatch.diagnostics.plan.task import Task
 from anybatch.diagnostics.plan.worlds import candidate_sizes, extrapolated, smallest_world, zero1
 from anybatch.errors import CannotPlanError, PlanError
 from anybatch.memory.ledger import MemoryLedger
-from tests.diagnostics.sharded_model import NUM_BLOCKS, NUM_TOKENS, Block, Held, Network, hold_for_real, sharded_task
+from tests.diagnostics.sharded_model import NUM_BLOCKS, Block, Held, Network, hold_for_real, sharded_task
 from tests.ranks_fixture import Ranks
 
 GLOO_COPY = "aten.split.Tensor"
@@ -146,7 +145,9 @@ def test_blocks_are_found() -> None:
     network = Network()
     assert blocks_of(network) == list(network.blocks)
     assert blocks_of(nn.Sequential(nn.Linear(2, 2), nn.GELU(), nn.Linear(2, 2))) == []
-    stages = nn.Sequential(nn.Linear(2, 2), nn.Sequential(Block(), Block()), nn.ModuleDict({"a": Block(), "b": Block()}))
+    stages = nn.Sequential(
+        nn.Linear(2, 2), nn.Sequential(Block(), Block()), nn.ModuleDict({"a": Block(), "b": Block()})
+    )
     assert blocks_of(stages) == [*stages[1], *stages[2].values()]  # type: ignore[arg-type, operator]
     nested = nn.ModuleList(nn.TransformerEncoderLayer(4, 1) for _ in range(2))
     nested.append(nn.Sequential(Block(), nn.GELU()))

@@ -28,7 +28,7 @@ def make_parser() -> Parser:
     add(
         "what",
         metavar="WHAT",
-        help="a recipe, as `anybatch train` takes it; a published model, such as gpt2 or llama-3.1-8b; or a config.json",
+        help="a recipe, as `anybatch train` takes it; a published model, such as llama-3.1-8b; or a config.json",
     )
     add(
         "--device",

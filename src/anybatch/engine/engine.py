@@ -299,6 +299,7 @@ class Engine:
                     machine=self._machine,
                     placement=self._placement,
                     world=self.world,
+                    halved=self._watch.halved,
                 )
         finally:
             for module, training in modes.items():
@@ -399,8 +400,7 @@ class Engine:
                 optimizer_is_new=not self.optimizer.state,
                 precision=self._precision,
             )
-            tell = self._watch.diagnosis
-            self._sizing.settle(batch, trying, self.position, decisions=self.decisions, tell=tell)
+            self._sizing.settle(batch, trying, self.position, decisions=self.decisions, tell=self._watch.diagnosis)
         workload, (totals, counts) = self._recovery.run(
             self.num_steps, lambda: self._workload(batch), self._add_up, self._execute, self.decisions
         )

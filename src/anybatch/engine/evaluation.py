@@ -1,5 +1,6 @@
 """Evaluation: the same numbers at any micro-batch size and world size."""
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -8,17 +9,27 @@ import torch
 
 from anybatch.core.batch import Placement, Position
 from anybatch.core.loss import Loss, LossSum, unit_counts
-from anybatch.core.nested import Batch
+from anybatch.core.nested import Batch, slice_samples
 from anybatch.core.randomness import BatchKey
+from anybatch.core.splitting import Unit
 from anybatch.engine.accumulate import Machine, Work
 from anybatch.engine.feeding import OpenBatch, open_batch, to_device
-from anybatch.engine.joint import call_on_whole, encode_all, first_rank_with_samples, gather_outputs, one_number
+from anybatch.engine.halving import Halving
+from anybatch.engine.joint import (
+    Outputs,
+    call_on_whole,
+    encode_all,
+    first_rank_with_samples,
+    gather_outputs,
+    one_number,
+)
 from anybatch.engine.sums import number_type
 from anybatch.errors import LossError
 from anybatch.parallel.strategy import Turn
 from anybatch.parallel.world import World
 
 MetricFunction = Callable[[Any, Batch], Any]
+Pairs = dict[str, torch.Tensor]
 
 
 def evaluate(
@@ -28,15 +39,21 @@ def evaluate(
     machine: Machine,
     placement: Placement,
     world: World,
+    halved: Callable[[int, int], None],
 ) -> tuple[dict[str, float], int]:
-    """Return the mean of each metric over all batches and ranks, and over how many samples; see `Engine.evaluate`."""
+    """Return the mean of each metric over all batches and ranks, and over how many samples; see `Engine.evaluate`.
+
+    A micro-batch that does not fit is run in halves, and `halved` is told: nothing is changed by it, and samples are
+    added up anyway.
+    """
+    halving = Halving(world.device, halved, alone=not machine.strategy.capabilities.lockstep)
     totals: dict[str, torch.Tensor] = {}
     num_samples = 0
     for batch in batches:
         opened = open_batch(batch, placement, world, Position())
         num_samples += opened.plan.num_samples
         measure = _measure_whole if isinstance(metric, Loss) and metric.encode is not None else _measure_parts
-        for pairs in measure(metric, machine, opened, world):
+        for pairs in measure(metric, machine, opened, world, halving):
             for name, pair in pairs.items():
                 totals[name] = totals[name] + pair if name in totals else pair
     names = sorted(set().union(*world.gather_objects(sorted(totals))))  # a rank without data knows no names
@@ -50,26 +67,38 @@ def evaluate(
 
 
 def _measure_parts(
-    metric: "Loss | MetricFunction", machine: Machine, opened: OpenBatch, world: World
-) -> Iterator[dict[str, torch.Tensor]]:
+    metric: "Loss | MetricFunction", machine: Machine, opened: OpenBatch, world: World, halving: Halving
+) -> Iterator[Pairs]:
     """Yield (total, count) of each metric for every micro-batch."""
     for unit, micro_batch in zip(opened.units, to_device(opened.micro_batches, world.device), strict=True):
-        pairs = _measure(metric, machine, micro_batch, unit.num_samples, world.device)
-        if unit.weight:  # otherwise it only keeps ranks in lockstep
-            yield pairs
+
+        def piece(start: int, stop: int, whole: Batch = micro_batch, size: int = unit.num_samples) -> Pairs:
+            return _measure(metric, machine, _part(whole, start, stop, size), stop - start, world.device)
+
+        for pairs in halving.run(unit.num_samples, piece):
+            if unit.weight:  # otherwise it only keeps ranks in lockstep
+                yield pairs
 
 
 def _measure_whole(
-    metric: "Loss | MetricFunction", machine: Machine, opened: OpenBatch, world: World
-) -> Iterator[dict[str, torch.Tensor]]:
+    metric: "Loss | MetricFunction", machine: Machine, opened: OpenBatch, world: World, halving: Halving
+) -> Iterator[Pairs]:
     """Yield (total, count) of metrics across samples, for the effective batch as a whole and on one rank only."""
     assert isinstance(metric, Loss)
     batches = to_device(opened.micro_batches, world.device)
     turn = Turn(first=False, last=False)
     key = BatchKey(opened.seed, 0, opened.sample_ids)
-    work = [Work(unit, (), turn, number, key) for number, unit in enumerate(opened.units)]
+    outputs = Outputs()
     with machine.randomness:
-        _, outputs = encode_all(machine, metric, zip(work, batches, strict=True))
+        for number, (unit, batch) in enumerate(zip(opened.units, batches, strict=True)):
+
+            def piece(start: int, stop: int, unit: Unit = unit, batch: Batch = batch, number: int = number) -> None:
+                part = dataclasses.replace(unit, start=unit.start + start, stop=unit.start + stop)
+                work = Work(part, (), turn, number, key)
+                encode_all(machine, metric, [(work, _part(batch, start, stop, unit.num_samples))], outputs=outputs)
+
+            for _ in halving.run(unit.num_samples, piece):
+                pass
         tensors, _ = gather_outputs(outputs, opened.plan, world, lambda _: nullcontext())
         if outputs.put_together is None:
             return
@@ -79,6 +108,11 @@ def _measure_whole(
     count = torch.tensor(opened.plan.num_samples, device=world.device, dtype=number_type(world.device))
     values = output if isinstance(output, Mapping) else {"loss": output}
     yield {name: torch.stack([one_number(value).to(count.dtype) * count, count]) for name, value in values.items()}
+
+
+def _part(batch: Batch, start: int, stop: int, num_samples: int) -> Batch:
+    """Return some samples; a whole batch as it is, since it may hold what cannot be cut."""
+    return batch if stop - start == num_samples else slice_samples(batch, start, stop)
 
 
 def _measure(

@@ -145,9 +145,13 @@ def rehearse(machine: Machine, modules: nn.Module, work: Sequence[tuple[Work, Ba
 
 
 def encode_all(
-    machine: Machine, loss: Loss, work: Iterable[tuple[Work, Batch]], record: Record = _not_recorded
+    machine: Machine,
+    loss: Loss,
+    work: Iterable[tuple[Work, Batch]],
+    record: Record = _not_recorded,
+    outputs: Outputs | None = None,
 ) -> tuple[list[Work], Outputs]:
-    """Encode this rank's micro-batches, with the activations of one at a time.
+    """Encode this rank's micro-batches, with the activations of one at a time; go on from `outputs` if it is given.
 
     Gradients are on although only the last graph is used: models that ask `is_grad_enabled`, and compiled code, may
     take another way without them, and draw other random numbers.
@@ -155,7 +159,7 @@ def encode_all(
     Raises:
         LossError: `encode` returned no tensors, or tensors whose first axis is not the samples.
     """
-    items, outputs = [], Outputs()
+    items, outputs = [], outputs or Outputs()
     for item, batch in work:
         outputs.graph = []  # the graph of the one before goes first
         drawing = machine.randomness.micro_batch(item)

@@ -5,8 +5,6 @@ gradients already. So everything a step has changed goes back, on all ranks, and
 as if it had been cut so from the start.
 """
 
-import gc
-import traceback
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from anybatch.core.buffers import BufferKeeper
 from anybatch.core.records import PhaseName
 from anybatch.engine.accumulate import Randomness
 from anybatch.engine.feeding import Workload
+from anybatch.engine.halving import let_go, make_room
 from anybatch.engine.holdings import Holdings
 from anybatch.engine.norms import Normalisation
 from anybatch.engine.resizing import Resizing
@@ -129,7 +128,7 @@ class Recovery(Generic[T]):
             # Outside of the handler: the failed frames, and all that they held, are gone.
             cut = workload.opened.plan
             del workload
-            self._make_room()
+            make_room(self._world.device)
             if shortage is not None:
                 self._give_up(executor, shortage, step)
             self._go_back()
@@ -183,12 +182,6 @@ class Recovery(Generic[T]):
         self._buffers.restore()
         self._randomness.rewind()
 
-    def _make_room(self) -> None:
-        """Let go of what only cycles of references still hold, and give cached memory back."""
-        gc.collect()
-        if self._world.device.type != "cpu":
-            torch.get_device_module(self._world.device).empty_cache()
-
     def _refuse(self, shortage: Shortage | None, before: int, step: int) -> None:
         """Raise, on all ranks.
 
@@ -220,14 +213,6 @@ def why_not_anew(prepared: Prepared, capabilities: Capabilities, norms: Normalis
             "norms='keep' or Ghost(group_size) they do not)"
         )
     return None
-
-
-def let_go(error: BaseException | None) -> None:
-    """Let go of all that the frames of an error hold, and those of the errors it came from: tensors above all."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
 
 
 def _first_line(error: BaseException) -> str:

@@ -199,6 +199,11 @@ class Watch:
             )
         )
 
+    def halved(self, before: int, after: int) -> None:
+        """Tell that a micro-batch of an evaluation did not fit."""
+        message = f"out of memory in an evaluation: micro-batch {before:,} -> {after:,} samples on rank {self._rank}"
+        self.diagnosis("out_of_memory_in_evaluation", message, "warning")
+
     def diagnosis(self, code: str, message: str, level: Literal["info", "warning", "error"] = "info") -> None:
         """Tell something the user should know."""
         self._tell(DiagnosisRecord(rank=self._rank, step=None, code=code, level=level, message=message, remedy=None))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -23,7 +24,7 @@ from anybatch.diagnostics.plan.rows import AllRows
 from anybatch.diagnostics.plan.task import Task, built
 from anybatch.engine.engine import Engine
 from anybatch.engine.first_step import BareLoss
-from anybatch.engine.modules import collect_modules
+from anybatch.engine.modules import Model, collect_modules
 from anybatch.errors import CannotPlanError, UserError
 from anybatch.memory.accelerator import allocating_as, choose_foreach
 from anybatch.memory.host_reads import HostReads

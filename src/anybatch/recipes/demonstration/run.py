@@ -4,7 +4,7 @@ import difflib
 import inspect
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import torch
