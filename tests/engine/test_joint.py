@@ -457,7 +457,7 @@ def test_search_for_a_size() -> None:
         return clip(model, views)
 
     case = JointCase(model=lambda: Counted(nn.Identity), encode=both, loss=lambda: loss)
-    states = []
+    states, words = [], ""
     for size in (29, "auto"):
         torch.manual_seed(0)
         with engine_of(case, micro_batch_size=size) as engine:

@@ -1,9 +1,9 @@
 """What would fit more, or run at all: every possible change planned anew."""
 
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from anybatch.core.caching_allocator import largest_that_fits, replay
 from anybatch.core.geometry import ceil_div
 from anybatch.core.memory_model import MemoryEnvelope, Peak
 from anybatch.core.size_choice import even_size
@@ -48,20 +48,15 @@ class Fit:
 
 def fit_of(task: Task, envelopes: Envelopes, budget: Budget, share: int, *, name: str = "", how: str = "") -> Fit:
     """Return what fits of a rank share."""
-    largest = share
-    for envelope in (envelopes.steady, envelopes.first):
-        found = _largest(envelope, task, budget)
-        largest = largest if found is None else min(largest, found)
+    usable = budget.usable_bytes
+    found = envelopes.largest_allocated(usable) if usable > 0 else 0
+    largest = share if found is None else min(share, found)
     size = even_size(share, max(1, largest))
     steps = ceil_div(share, size)
     envelope = max((envelopes.steady, envelopes.first), key=lambda one: one.peak_bytes(size))
-    held = envelope.peak_bytes(size)
-    reserved = held
-    if task.profile == "cuda":
-        events, sizes = envelope.trace.events, envelope.sizes(size)
-        limited = replay(events, sizes, limit_bytes=max(1, budget.usable_bytes))
-        # What does not fit is told as what it would take.
-        reserved = (limited if limited.fits else replay(events, sizes)).peak_reserved_bytes
+    reserved = envelopes.reserved_bytes(size)
+    if largest:  # it makes do with what there is, by giving back what it does not use
+        reserved = min(reserved, usable)
     return Fit(
         name=name,
         how=how,
@@ -69,7 +64,7 @@ def fit_of(task: Task, envelopes: Envelopes, budget: Budget, share: int, *, name
         micro_batch_size=size,
         accumulation_steps=steps,
         peak=envelope.at_peak(size),
-        reserved_bytes=max(held, reserved),
+        reserved_bytes=max(envelopes.peak_bytes(size), reserved),
         envelope=envelope,
         task=task,
     )
@@ -90,20 +85,8 @@ def propose(task: Task, envelopes: Envelopes, budget: Budget, share: int) -> lis
 def _changed(change: Change, envelopes: Envelopes, budget: Budget, share: int) -> Envelopes:
     if change.reshape is None:
         return find_envelopes(change.task, budget.usable_bytes, most_samples=share)
-    return Envelopes(
-        steady=change.reshape(envelopes.steady),
-        first=change.reshape(envelopes.first),
-        verdict=envelopes.verdict,
-        checked_at=envelopes.checked_at,
-        notes=envelopes.notes,
-    )
-
-
-def _largest(envelope: MemoryEnvelope, task: Task, budget: Budget) -> int | None:
-    usable = budget.usable_bytes
-    if usable <= 0:
-        return 0
-    return largest_that_fits(envelope, usable) if task.profile == "cuda" else envelope.largest(usable)
+    steady, first = change.reshape(envelopes.steady), change.reshape(envelopes.first)
+    return dataclasses.replace(envelopes, steady=steady, first=first)
 
 
 def best_first(fits: Iterable[Fit]) -> list[Fit]:
