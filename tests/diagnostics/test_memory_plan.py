@@ -1,6 +1,7 @@
 """Memory planned on tensors without data: against what the real engine's tensors hold, and what is refused."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -80,7 +81,7 @@ def small(profile: Profile = "cpu", **options: Any) -> Task:
     return Task(**{**defaults, "sample": numbers(1), "profile": profile, "rng": None, **options})
 
 
-CASES = {
+CASES: dict[str, tuple[Task, Callable[[int], Batch]]] = {
     "words": (
         small(model=Words, loss=ab.mean_over_tokens(of_words, labels="x", shift=False), clip=1.0),
         lambda count: {"x": torch.randint(40, (count, 12))},
@@ -330,3 +331,5 @@ def test_what_is_read_and_changes_nothing_is_planned() -> None:
 
     assert plan.micro_batch_size > 0
     assert "reads numbers" in plan.envelopes.notes[0]
+    task, batch = CASES["words"]  # whose targets the engine itself counts
+    assert trace_step(dataclasses.replace(task, sample=batch(1)), 2).numbers_read == 0
