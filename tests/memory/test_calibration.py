@@ -1,6 +1,7 @@
 """Measuring a device, with a clock that the test turns: what it says is what is found."""
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -27,16 +28,16 @@ class Meter:
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure with a few of the programs only, as all of them take seconds."""
 
-    def few(device: str) -> list[Program]:
-        return [small_program(device), *programs(device)[1:5]]
+    def few() -> list[Callable[[], Program]]:
+        return [small_program, *programs()[1:5]]
 
     monkeypatch.setattr(calibration, "programs", few)
 
 
 def small_step() -> list[Operation]:
     """Return the operations of the small program's forward and backward."""
-    rows = calibration._timed(small_program("cpu"), Meter(1.0))  # noqa: SLF001 (what the measuring sees)
-    return [one for one, _ in rows if one.phase in {"forward", "backward"}]
+    operations = calibration._noted(small_program())  # noqa: SLF001 (what the measuring sees)
+    return [one for one in operations if one.phase in {"forward", "backward"}]
 
 
 @pytest.mark.usefixtures("few_programs")
@@ -73,12 +74,12 @@ def test_random_numbers_are_left_alone() -> None:
 
 def test_programs_cover_what_networks_do() -> None:
     """The programs run every kind of operation, forwards, backwards and in updates, and leave no gradient."""
-    made = programs("cpu")
     seen: set[tuple[str, str]] = set()
-    for program in made:
+    for make in programs():
+        program = make()
         if sum(parameter.numel() for parameter in program.parameters) < 200_000:
-            rows = calibration._timed(program, Meter(1.0))  # noqa: SLF001 (what the measuring sees)
-            seen |= {(one.kind, one.phase) for one, _ in rows}
+            operations = calibration._noted(program)  # noqa: SLF001 (what the measuring sees)
+            seen |= {(one.kind, one.phase) for one in operations}
             assert all(parameter.grad is None for parameter in program.parameters)
 
     kinds = ("view", "product", "convolution", "convolution backward", "attention", "attention backward", "other")
