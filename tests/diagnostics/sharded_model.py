@@ -1,13 +1,14 @@
-"""A small transformer to shard, and the plain loop over torch's `fully_shard` that planned ones are compared with."""
+"""A small transformer to shard, and the plain loop over `fully_shard` that a planned one is compared with."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import anybatch as ab
 from anybatch.diagnostics.plan.sharded import resizes_booked
@@ -30,8 +31,9 @@ class Block(nn.Module):
         self.layers = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        heads = self.mix(self.norm(x)).chunk(3, -1)
-        return x + self.layers(F.scaled_dot_product_attention(*heads, is_causal=True))
+        queries, keys, values = self.mix(self.norm(x)).chunk(3, -1)
+        changed: torch.Tensor = self.layers(F.scaled_dot_product_attention(queries, keys, values, is_causal=True))
+        return x + changed
 
 
 class Network(nn.Module):
@@ -91,14 +93,15 @@ def hold_for_real(micro_batch_size: int, *, keep: bool, defer: bool) -> Held:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     optimizer = adamw(model.named_parameters())
-    step(model, optimizer, micro_batch_size, lambda last: model.set_requires_gradient_sync(last or not defer))  # type: ignore[attr-defined]
+    root = cast("FSDPModule", model)
+    step(model, optimizer, micro_batch_size, lambda last: root.set_requires_gradient_sync(last or not defer))
     ledger = MemoryLedger()
     state = [value for values in optimizer.state.values() for value in values.values()]
     for tensor in (*model.parameters(), *state):
         ledger.hold("weights", [tensor.to_local() if hasattr(tensor, "to_local") else tensor])
     start = ledger.num_events
     with resizes_booked(ledger), ledger:
-        step(model, optimizer, micro_batch_size, lambda last: model.set_requires_gradient_sync(last or not defer))  # type: ignore[attr-defined]
+        step(model, optimizer, micro_batch_size, lambda last: root.set_requires_gradient_sync(last or not defer))
     trace = ledger.trace()
     ledger.forget()
     return Held([(one.operation, one.num_bytes) for one in trace.allocations[start:]], trace.peak_bytes)
@@ -112,7 +115,7 @@ def step(
         tell(number == 1)
         tokens, targets = (torch.empty(micro_batch_size, NUM_TOKENS, dtype=torch.long) for _ in range(2))
         value = loss(model, (tokens.zero_(), targets.zero_()))
-        value.backward()  # type: ignore[no-untyped-call]
+        value.backward()
         del value, tokens, targets
     optimizer.step()
     optimizer.zero_grad()

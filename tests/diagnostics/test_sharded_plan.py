@@ -119,7 +119,8 @@ def test_buffers_for_sending_come_from_pools_of_their_own() -> None:
     """What is gathered comes from one pool, what is reduced from another; the allocator needs no less with them."""
     trace = trace_sharded(sharded_task(2), 4)
     model = Network()
-    groups = [*(list(block.parameters()) for block in model.blocks), [model.embedding.weight, model.head.weight]]
+    groups: list[list[torch.Tensor]] = [list(block.parameters()) for block in model.blocks.children()]
+    groups.append([model.embedding.weight, model.head.weight])
     whole = {2 * sum(one.numel() for one in group) for group in groups}
     sizes: dict[int, set[int]] = {}
     for one, pool in zip(trace.memory.allocations, trace.pools, strict=True):
@@ -145,10 +146,9 @@ def test_blocks_are_found() -> None:
     network = Network()
     assert blocks_of(network) == list(network.blocks)
     assert blocks_of(nn.Sequential(nn.Linear(2, 2), nn.GELU(), nn.Linear(2, 2))) == []
-    stages = nn.Sequential(
-        nn.Linear(2, 2), nn.Sequential(Block(), Block()), nn.ModuleDict({"a": Block(), "b": Block()})
-    )
-    assert blocks_of(stages) == [*stages[1], *stages[2].values()]  # type: ignore[arg-type, operator]
+    first, second, third, fourth = (Block() for _ in range(4))
+    stages = nn.Sequential(nn.Linear(2, 2), nn.Sequential(first, second), nn.ModuleDict({"a": third, "b": fourth}))
+    assert blocks_of(stages) == [first, second, third, fourth]
     nested = nn.ModuleList(nn.TransformerEncoderLayer(4, 1) for _ in range(2))
     nested.append(nn.Sequential(Block(), nn.GELU()))
     assert blocks_of(nested) == list(nested[:2])
@@ -222,7 +222,8 @@ def wide() -> Task:
     """A task whose memory is its state, in pieces that are large to the allocator."""
 
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return model(batch).square().mean()
+        value: torch.Tensor = model(batch).square().mean()
+        return value
 
     def model() -> nn.Module:
         return nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(4)))

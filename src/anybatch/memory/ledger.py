@@ -76,9 +76,7 @@ class MemoryLedger(TorchDispatchMode):
     ) -> Any:  # noqa: ANN401 (whatever the operation returns)
         """Run an operation, and book what it returns."""
         if any(map(is_traceable_wrapper_subclass_type, types)):
-            return (
-                NotImplemented  # a tensor made of others: it says it is as large as the whole, and will ask for parts
-            )
+            return NotImplemented  # a tensor made of others says it is as large as the whole; its parts come next
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if self._on_operation is not None:
