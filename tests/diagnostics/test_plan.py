@@ -20,7 +20,7 @@ from anybatch.diagnostics.plan.budget import budget_of
 from anybatch.diagnostics.plan.changes import possible_changes
 from anybatch.diagnostics.plan.memory_plan import find_envelopes
 from anybatch.diagnostics.plan.plan import Plan, make_plan
-from anybatch.diagnostics.plan.proposals import fit_of, propose
+from anybatch.diagnostics.plan.proposals import Setting, fit_of, propose
 from anybatch.diagnostics.plan.task import Task
 from anybatch.diagnostics.plan.tracing import trace_step
 from anybatch.errors import UserError
@@ -190,7 +190,8 @@ def test_what_is_proposed_fits_and_one_more_does_not() -> None:
     )
     budget = budget_of("cpu:1MiB", headroom=0.0)
 
-    found = fit_of(task, find_envelopes(task, budget.usable_bytes), budget, share=4096)
+    setting = Setting(budget=budget, effective_batch_size=4096)
+    found = fit_of(task, find_envelopes(task, budget.usable_bytes), setting)
 
     assert trace_step(task, found.largest).steady.peak_bytes <= MIB
     assert trace_step(task, found.largest + 1).steady.peak_bytes > MIB
@@ -203,7 +204,7 @@ def test_parts_are_even() -> None:
     envelopes = find_envelopes(task, budget.usable_bytes)
 
     for share in (1, 7, 64, 100_000, 300_001):
-        found = fit_of(task, envelopes, budget, share)
+        found = fit_of(task, envelopes, Setting(budget=budget, effective_batch_size=share))
         assert found.micro_batch_size <= found.largest
         assert found.micro_batch_size * found.accumulation_steps >= share
         assert found.micro_batch_size * (found.accumulation_steps - 1) < share
@@ -280,4 +281,6 @@ def test_changes_that_cannot_be_planned_are_left_out(monkeypatch: pytest.MonkeyP
     changes = [dataclasses.replace(broken[0], task=dataclasses.replace(broken[0].task, model=refuse)), *broken]
     monkeypatch.setattr(proposals, "possible_changes", lambda _: changes)
 
-    assert [one.name for one in propose(task, envelopes, budget, 64)] == ["checkpointing"]
+    assert [
+        one.name for one in propose(task, envelopes, Setting(budget=budget, effective_batch_size=64), fits=True)
+    ] == ["checkpointing"]

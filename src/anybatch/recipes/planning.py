@@ -5,6 +5,7 @@ from typing import cast
 
 from torch import nn
 
+from anybatch.core.cost_model import Rates
 from anybatch.core.loss import Loss, LossFunction
 from anybatch.core.nested import Batch
 from anybatch.diagnostics.plan.budget import UNMEASURED_HEADROOM, budget_of
@@ -30,6 +31,7 @@ def plan(
     sequence_length: int | None = None,
     strategy: str = "auto",
     headroom: float = UNMEASURED_HEADROOM,
+    rates: Rates | None = None,
     proposals: bool = True,
 ) -> Plan:
     """Plan the memory of a training step without its device, and without taking memory for it.
@@ -54,6 +56,8 @@ def plan(
         sequence_length: tokens of a sample of a published language model; None for its whole context.
         strategy: as `Engine` takes it by name.
         headroom: part of the device to leave free.
+        rates: how fast the device is, as `anybatch.memory.calibration.measure_rates` finds out; None for what is known
+            of it by name.
         proposals: also plan what could be changed, which takes as long for each change.
 
     Raises:
@@ -80,7 +84,7 @@ def plan(
         world_size=world_size,
         profile="cpu" if isinstance(device, str) and device.startswith("cpu:") else "cuda",
     )
-    return make_plan(task, budget, size, name=subject.name, proposals=proposals)
+    return make_plan(task, budget, size, name=subject.name, rates=rates, proposals=proposals)
 
 
 def _subject(

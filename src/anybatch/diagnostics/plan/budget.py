@@ -5,6 +5,7 @@ from typing import Final
 
 from anybatch.core.devices import Device, parse_budget
 from anybatch.errors import UserError
+from anybatch.events.quantities import in_bytes
 
 CONTEXT_BYTES: Final = 500 * 2**20
 """A CUDA context with its kernels: 287 MB with lazy loading and 667 MB without were reported (pytorch issue 86509)."""
@@ -43,7 +44,7 @@ class Budget:
 
     def __str__(self) -> str:
         """Return the device's name and memory."""
-        size = f"{self.total_bytes / 2**30:.4g} GiB"
+        size = in_bytes(self.total_bytes)
         return size if self.device is None else f"{self.device.name} ({size})"
 
 

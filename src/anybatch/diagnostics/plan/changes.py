@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from anybatch.core.cost_model import CostLine, CostTrace
 from anybatch.core.memory_model import MemoryEnvelope, Polynomials
 from anybatch.core.nested import tensors_of
 from anybatch.diagnostics.plan.blocks import Blocks, Keeping, as_module, checkpoint_blocks, repeated_blocks
@@ -29,12 +30,14 @@ class Change:
         how: what to write.
         task: the step with the change.
         reshape: what the change makes of the step's memory, where that is not traced.
+        recost: what it makes of its costs then; None for nothing.
     """
 
     name: str
     how: str
     task: Task
     reshape: Callable[[MemoryEnvelope], MemoryEnvelope] | None = None
+    recost: Callable[[CostLine], CostLine] | None = None
 
 
 def possible_changes(task: Task) -> list[Change]:
@@ -115,6 +118,7 @@ def _of_head(task: Task) -> list[Change]:
             how="F.linear_cross_entropy(x, head.weight, targets, options=nn.LinearCrossEntropyOptions())",
             task=task,
             reshape=lambda envelope: chunked(envelope, vocabulary, num_tokens),
+            recost=lambda costs: with_head_again(costs, vocabulary),
         )
     ]
 
@@ -137,3 +141,17 @@ def chunked(envelope: MemoryEnvelope, vocabulary: int, num_tokens: int) -> Memor
             allocated.curvature,
         )
     )
+
+
+def with_head_again(costs: CostLine, vocabulary: int) -> CostLine:
+    """Return the costs of a step that makes its logits a second time, in the backward."""
+
+    def twice(trace: CostTrace) -> CostTrace:
+        again = (
+            one
+            for one in trace.operations
+            if one.kind == "product" and one.phase == "forward" and vocabulary in one.dims
+        )
+        return CostTrace((*trace.operations, *again))
+
+    return CostLine((twice(costs.traces[0]), twice(costs.traces[1])), costs.traced)

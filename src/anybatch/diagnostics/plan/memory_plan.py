@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from anybatch.core.caching_allocator import largest_that_fits, replay
+from anybatch.core.cost_model import CostLine, fit_costs
 from anybatch.core.memory_model import (
     MemoryEnvelope,
     Peak,
@@ -20,6 +21,7 @@ from anybatch.diagnostics.plan.task import Task, built
 from anybatch.diagnostics.plan.tracing import StepTrace, trace_step
 from anybatch.errors import CannotPlanError, PlanError
 from anybatch.memory.accelerator import Profile
+from anybatch.memory.operations import OperationRecorder
 
 TRACED = (2, 3)
 """Micro-batch sizes that are traced. A single sample is special: axes are squeezed, and BatchNorm refuses it."""
@@ -41,6 +43,7 @@ class Envelopes:
         verdict: "exact" if a further trace was as predicted; "quadratic" if sizes had to be fitted as quadratics.
         checked_at: the micro-batch size of that trace.
         profile: whose allocations these are.
+        costs: what the operations of the step cost, at any micro-batch size.
         notes: what the user should know of how this was found.
     """
 
@@ -49,6 +52,7 @@ class Envelopes:
     verdict: Literal["exact", "quadratic"]
     checked_at: int
     profile: Profile
+    costs: CostLine
     notes: tuple[str, ...]
 
     def peak_bytes(self, m: int) -> int:
@@ -186,12 +190,15 @@ def find_envelopes(task: Task, usable_bytes: int, *, most_samples: int | None = 
     """
     ready, reason = built(task)
     notes = [] if reason is None else [f"the model was made with its memory, as it cannot be without: {reason}"]
-    traces = {m: trace_step(ready, m) for m in TRACED}
+    recorders = {m: OperationRecorder() for m in TRACED}
+    traces = {m: trace_step(ready, m, on_operation=recorders[m]) for m in TRACED}
     if _reads(traces[TRACED[0]]):
         _refuse_dependence(ready, traces[TRACED[0]])
         notes.append("the step reads numbers from tensors; what it holds was seen not to depend on them")
     try:
-        return _checked(ready, traces, usable_bytes, most_samples, tuple(notes))
+        low, high = TRACED
+        costs = fit_costs(recorders[low].trace(), low, recorders[high].trace(), high)
+        return _checked(ready, traces, costs, usable_bytes, most_samples=most_samples, notes=tuple(notes))
     except CannotPlanError:
         raise
     except PlanError as error:
@@ -200,12 +207,20 @@ def find_envelopes(task: Task, usable_bytes: int, *, most_samples: int | None = 
 
 
 def _checked(
-    task: Task, traces: dict[int, StepTrace], usable_bytes: int, most_samples: int | None, notes: tuple[str, ...]
+    task: Task,
+    traces: dict[int, StepTrace],
+    costs: CostLine,
+    usable_bytes: int,
+    *,
+    most_samples: int | None,
+    notes: tuple[str, ...],
 ) -> Envelopes:
     low, high = TRACED
     steady = fit(traces[low].steady, low, traces[high].steady, high)
     first = fit(traces[low].first, low, traces[high].first, high)
-    found = Envelopes(steady=steady, first=first, verdict="exact", checked_at=0, profile=task.profile, notes=notes)
+    found = Envelopes(
+        steady=steady, first=first, verdict="exact", checked_at=0, profile=task.profile, costs=costs, notes=notes
+    )
     for _ in range(3):  # affine, quadratic, and once more at what the quadratic says
         size = _further(_smaller(found.largest(usable_bytes), most_samples, joint_limit(task)), found.steady.traced)
         traces[size] = trace_step(task, size)

@@ -9,16 +9,18 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from anybatch.core.geometry import ceil_div
+from anybatch.core.cost_model import Bill, CostLine, Rates, StepSeconds, bill, rates_of
 from anybatch.core.memory_timeline import ORDER
+from anybatch.core.size_choice import even_size
 from anybatch.core.splitting import BatchPlan, Cut, plan_batch
 from anybatch.diagnostics.plan.blocks import as_module
 from anybatch.diagnostics.plan.budget import Budget
-from anybatch.diagnostics.plan.memory_plan import Envelopes, find_envelopes
-from anybatch.diagnostics.plan.proposals import Fit, best_first, fit_of, propose
+from anybatch.diagnostics.plan.memory_plan import find_envelopes
+from anybatch.diagnostics.plan.proposals import Fit, Setting, best_first, fit_of, propose
 from anybatch.diagnostics.plan.task import Task, built
 from anybatch.diagnostics.plan.words import words_of
 from anybatch.engine.modules import Model
+from anybatch.parallel.gradients import accumulation_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -30,9 +32,10 @@ class Plan:
         num_parameters: of the model, frozen ones included.
         optimizer: its class.
         precision: number formats of forward and backward.
-        budget: the device's memory.
+        setting: what it is planned for: the device's memory and rates, and the effective batch size.
         batch: how the effective batch is cut and dealt at the size that is proposed.
         as_it_is: what fits without a change.
+        costs: of its operations, at any micro-batch size.
         changes: what would fit with each change, the best first.
         exact: whether every allocation was seen to follow its line; False if some follow a quadratic.
         notes: what the user should know of how the plan was made.
@@ -43,13 +46,19 @@ class Plan:
     num_parameters: int
     optimizer: str
     precision: str
-    budget: Budget
+    setting: Setting
     batch: BatchPlan
     as_it_is: Fit
+    costs: CostLine
     changes: tuple[Fit, ...]
     exact: bool
     notes: tuple[str, ...]
     seconds: float
+
+    @property
+    def budget(self) -> Budget:
+        """Return the device's memory."""
+        return self.setting.budget
 
     @property
     def micro_batch_size(self) -> int:
@@ -60,6 +69,29 @@ class Plan:
     def accumulation_steps(self) -> int:
         """Return the micro-batches per rank and step at that size."""
         return self.as_it_is.accumulation_steps
+
+    def seconds_on(self, world_size: int) -> StepSeconds | None:
+        """Return how long a step of the same effective batch takes on so many devices; None where that is not known.
+
+        The micro-batch size is the largest that fits on the planned number of them, or what there is for each.
+        """
+        if not self.as_it_is.fits:
+            return None
+        size = even_size(self.setting.share(world_size), self.as_it_is.largest)
+        return self.setting.seconds(self.costs, size, world_size)
+
+    def bill(self, num_samples: int, world_size: int) -> Bill | None:
+        """Return what training on so many samples takes, in hours and money; None where no time is known."""
+        seconds, device = self.seconds_on(world_size), self.budget.device
+        if seconds is None:
+            return None
+        return bill(
+            seconds.total,
+            num_samples=num_samples,
+            effective_batch_size=self.batch.num_samples,
+            world_size=world_size,
+            usd_per_hour=None if device is None or device.price is None else device.price.usd_per_hour,
+        )
 
     def bytes_by_purpose(self) -> Mapping[str, int]:
         """Return what the device's memory is held for at the peak: tensors by category, and what is beside them."""
@@ -74,7 +106,15 @@ class Plan:
         return words_of(self)
 
 
-def make_plan(task: Task, budget: Budget, effective_batch_size: int, *, name: str = "", proposals: bool = True) -> Plan:
+def make_plan(
+    task: Task,
+    budget: Budget,
+    effective_batch_size: int,
+    *,
+    name: str = "",
+    rates: Rates | None = None,
+    proposals: bool = True,
+) -> Plan:
     """Plan a training step for a device.
 
     Args:
@@ -82,6 +122,7 @@ def make_plan(task: Task, budget: Budget, effective_batch_size: int, *, name: st
         budget: the device's memory.
         effective_batch_size: samples of one step, over all ranks.
         name: what it is called.
+        rates: how fast the device is; None for what is known of it by name.
         proposals: also plan every possible change, which takes as long for each.
 
     Raises:
@@ -89,22 +130,28 @@ def make_plan(task: Task, budget: Budget, effective_batch_size: int, *, name: st
         UserError: the engine refuses what it is asked to run.
     """
     start = time.perf_counter()
-    share = ceil_div(effective_batch_size, task.world_size)
     ready, _ = built(task)
-    envelopes: Envelopes = find_envelopes(ready, budget.usable_bytes, most_samples=share)
-    as_it_is = fit_of(task, envelopes, budget, share)
-    changes = propose(task, envelopes, budget, share) if proposals else []
-    modules = as_module(cast("Model", ready.model))
+    parameters = list(as_module(cast("Model", ready.model)).parameters())
+    setting = Setting(
+        budget=budget,
+        effective_batch_size=effective_batch_size,
+        rates=rates_of(budget.device) if rates is None and budget.device is not None else rates,
+        gradient_bytes=sum(p.numel() * accumulation_dtype(p).itemsize for p in parameters if p.requires_grad),
+    )
+    envelopes = find_envelopes(ready, budget.usable_bytes, most_samples=setting.share(task.world_size))
+    as_it_is = fit_of(task, envelopes, setting)
+    changes = propose(task, envelopes, setting, fits=as_it_is.fits) if proposals else []
     optimizer = ready.optimizer
     cut = Cut(micro_batch_size=as_it_is.micro_batch_size)
     return Plan(
         name=name,
-        num_parameters=sum(parameter.numel() for parameter in modules.parameters()),
+        num_parameters=sum(parameter.numel() for parameter in parameters),
         optimizer=type(optimizer if isinstance(optimizer, Optimizer) else optimizer(_one_parameter())).__name__,
         precision=task.precision,
-        budget=budget,
+        setting=setting,
         batch=plan_batch(effective_batch_size, task.world_size, cut),
         as_it_is=as_it_is,
+        costs=envelopes.costs,
         changes=tuple(best_first(changes)),
         exact=envelopes.verdict == "exact",
         notes=envelopes.notes,

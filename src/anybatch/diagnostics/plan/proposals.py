@@ -1,17 +1,21 @@
-"""What would fit more, or run at all: every possible change planned anew."""
+"""What would fit more, run faster, or run at all: every possible change planned anew."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from anybatch.core.caching_allocator import largest_that_fits, replay
+from anybatch.core.cost_model import CostLine, Rates, Reduction, StepSeconds, step_seconds
 from anybatch.core.geometry import ceil_div
-from anybatch.core.memory_model import MemoryEnvelope, Peak
+from anybatch.core.memory_model import MemoryEnvelope, Peak, fit
 from anybatch.core.size_choice import even_size
 from anybatch.diagnostics.plan.budget import Budget
 from anybatch.diagnostics.plan.changes import Change, possible_changes
-from anybatch.diagnostics.plan.memory_plan import Envelopes, find_envelopes
+from anybatch.diagnostics.plan.memory_plan import TRACED, Envelopes, find_envelopes
+from anybatch.diagnostics.plan.sharded import trace_sharded
 from anybatch.diagnostics.plan.task import Task
-from anybatch.errors import CannotPlanError, UserError
+from anybatch.diagnostics.plan.worlds import smallest_world, zero1
+from anybatch.errors import UserError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -21,24 +25,27 @@ class Fit:
     Attributes:
         name: the change; empty for none.
         how: what to write for it.
+        world_size: number of ranks.
         largest: the largest micro-batch size that keeps the headroom; 0 if not even one sample fits.
-        micro_batch_size: the size to take: the share in even parts no larger than that; 1 if nothing fits.
+        micro_batch_size: the size to take: the share in even parts no larger than that; that of one sample, if
+            nothing fits.
         accumulation_steps: micro-batches per rank and step.
         peak: the moment at which most is held, at that size.
         reserved_bytes: what the allocator takes from the device at that size.
         envelope: memory at any other size, of the step that holds most.
-        task: the step.
+        seconds: how long a step takes; None where that is not known.
     """
 
     name: str
     how: str
+    world_size: int
     largest: int
     micro_batch_size: int
     accumulation_steps: int
     peak: Peak
     reserved_bytes: int
     envelope: MemoryEnvelope
-    task: Task
+    seconds: StepSeconds | None = None
 
     @property
     def fits(self) -> bool:
@@ -46,49 +53,153 @@ class Fit:
         return self.largest > 0
 
 
-def fit_of(task: Task, envelopes: Envelopes, budget: Budget, share: int, *, name: str = "", how: str = "") -> Fit:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Setting:
+    """What a step is planned for.
+
+    Attributes:
+        budget: the device's memory.
+        effective_batch_size: samples of one step, over all ranks.
+        rates: of the device; None if they are not known.
+        gradient_bytes: what ranks exchange.
+    """
+
+    budget: Budget
+    effective_batch_size: int
+    rates: Rates | None = None
+    gradient_bytes: int = 0
+
+    def share(self, world_size: int) -> int:
+        """Return the samples of the largest rank share."""
+        return ceil_div(self.effective_batch_size, world_size)
+
+    def seconds(self, costs: CostLine, size: int, world_size: int) -> StepSeconds | None:
+        """Return how long a step takes on `world_size` ranks in micro-batches of `size` at most."""
+        if self.rates is None:
+            return None
+        share, reduction, device = self.share(world_size), None, self.budget.device
+        sizes = [size] * (share // size) + [share % size] * (share % size > 0)
+        if world_size > 1 and device is not None:
+            link = device.link_bytes_per_second
+            reduction = Reduction(num_bytes=self.gradient_bytes, world_size=world_size, link_bytes_per_second=link)
+        return step_seconds(costs, self.rates, sizes, reduction=reduction)
+
+
+def fit_of(task: Task, envelopes: Envelopes, setting: Setting, *, name: str = "", how: str = "") -> Fit:
     """Return what fits of a rank share."""
-    usable = budget.usable_bytes
+    usable, share = setting.budget.usable_bytes, setting.share(task.world_size)
     found = envelopes.largest_allocated(usable) if usable > 0 else 0
     largest = share if found is None else min(share, found)
     size = even_size(share, max(1, largest))
-    steps = ceil_div(share, size)
     envelope = max((envelopes.steady, envelopes.first), key=lambda one: one.peak_bytes(size))
     reserved = envelopes.reserved_bytes(size)
     if largest:  # it makes do with what there is, by giving back what it does not use
-        reserved = min(reserved, usable)
+        reserved = max(envelopes.peak_bytes(size), min(reserved, usable))
     return Fit(
         name=name,
         how=how,
+        world_size=task.world_size,
         largest=largest,
         micro_batch_size=size,
-        accumulation_steps=steps,
+        accumulation_steps=ceil_div(share, size),
         peak=envelope.at_peak(size),
-        reserved_bytes=max(envelopes.peak_bytes(size), reserved),
+        reserved_bytes=reserved,
         envelope=envelope,
-        task=task,
+        seconds=setting.seconds(envelopes.costs, size, task.world_size),
     )
 
 
-def propose(task: Task, envelopes: Envelopes, budget: Budget, share: int) -> list[Fit]:
-    """Return what would fit with each possible change; changes that cannot be planned are left out."""
+def propose(task: Task, envelopes: Envelopes, setting: Setting, *, fits: bool) -> list[Fit]:
+    """Return what would fit with each possible change; changes that cannot be planned are left out.
+
+    Args:
+        task: the step as it is.
+        envelopes: its memory.
+        setting: what it is planned for.
+        fits: whether anything fits as it is. Where what stays from step to step is too large already, only what makes
+            that smaller is planned.
+    """
     found = []
-    for change in possible_changes(task):
-        try:
-            changed = _changed(change, envelopes, budget, share)
-        except (CannotPlanError, UserError):
-            continue
-        found.append(fit_of(change.task, changed, budget, share, name=change.name, how=change.how))
+    stays = sum(envelopes.steady.at_peak(1).by_category[name] for name in ("weights", "gradients", "optimizer"))
+    if fits or stays < setting.budget.usable_bytes:
+        for change in possible_changes(task):
+            try:
+                changed = _changed(change, envelopes, setting)
+            except UserError:
+                continue
+            found.append(fit_of(change.task, changed, setting, name=change.name, how=change.how))
+    return [*found, *_dealt(task, envelopes, setting, fits=fits)]
+
+
+def _changed(change: Change, envelopes: Envelopes, setting: Setting) -> Envelopes:
+    if change.reshape is None:
+        share = setting.share(change.task.world_size)
+        return find_envelopes(change.task, setting.budget.usable_bytes, most_samples=share)
+    steady, first = change.reshape(envelopes.steady), change.reshape(envelopes.first)
+    costs = envelopes.costs if change.recost is None else change.recost(envelopes.costs)
+    return dataclasses.replace(envelopes, steady=steady, first=first, costs=costs)
+
+
+def _dealt(task: Task, envelopes: Envelopes, setting: Setting, *, fits: bool) -> list[Fit]:
+    """Return what fits where weights, gradients or the optimizer's state are dealt to ranks."""
+    found = []
+    try:
+        if task.world_size > 1:
+            found.append(_zero1(task, envelopes, setting))
+            found.append(_fsdp(task, setting))
+        if not fits and not any(one.fits for one in found):
+            smallest = smallest_world(task, max(1, setting.budget.usable_bytes)).world_size
+            if smallest is not None and smallest != task.world_size:
+                found.append(_fsdp(dataclasses.replace(task, world_size=smallest), setting))
+    except UserError:  # a model, a loss or an optimizer that cannot be dealt
+        pass
     return found
 
 
-def _changed(change: Change, envelopes: Envelopes, budget: Budget, share: int) -> Envelopes:
-    if change.reshape is None:
-        return find_envelopes(change.task, budget.usable_bytes, most_samples=share)
-    steady, first = change.reshape(envelopes.steady), change.reshape(envelopes.first)
-    return dataclasses.replace(envelopes, steady=steady, first=first)
+def _zero1(task: Task, envelopes: Envelopes, setting: Setting) -> Fit:
+    low, high = TRACED
+
+    def dealt_state(one: MemoryEnvelope) -> MemoryEnvelope:
+        return fit(zero1(one.at(low), task.world_size), low, zero1(one.at(high), task.world_size), high)
+
+    dealt = dataclasses.replace(envelopes, steady=dealt_state(envelopes.steady), first=dealt_state(envelopes.first))
+    how = "torch.distributed.optim.ZeroRedundancyOptimizer"
+    return fit_of(task, dealt, setting, name=f"ZeRO-1 over {task.world_size} ranks", how=how)
+
+
+def _fsdp(task: Task, setting: Setting) -> Fit:
+    """Return what fits with FSDP2: weights gathered in bf16 block by block, gradients reduced in float32."""
+    low, high = TRACED
+    traces = [trace_sharded(task, m) for m in (low, high)]
+    envelope = fit(traces[0].memory, low, traces[1].memory, high)
+    return _fit_in_pools(envelope, traces[0].pools, task.world_size, setting)
+
+
+def _fit_in_pools(envelope: MemoryEnvelope, pools: Sequence[int], world_size: int, setting: Setting) -> Fit:
+    usable, share = setting.budget.usable_bytes, setting.share(world_size)
+    found = largest_that_fits(envelope, usable, pools=pools)
+    largest = share if found is None else min(share, found)
+    size = even_size(share, max(1, largest))
+    limit = usable if largest else None
+    taken = replay(envelope.trace.events, envelope.sizes(size), limit_bytes=limit, pools=pools)
+    return Fit(
+        name=f"FSDP over {world_size} ranks",
+        how="torch.distributed.fsdp.fully_shard on each block, and on the model",
+        world_size=world_size,
+        largest=largest,
+        micro_batch_size=size,
+        accumulation_steps=ceil_div(share, size),
+        peak=envelope.at_peak(size),
+        reserved_bytes=taken.peak_reserved_bytes,
+        envelope=envelope,
+    )
 
 
 def best_first(fits: Iterable[Fit]) -> list[Fit]:
-    """Return the fits, those with fewer and larger micro-batches first, then those that take less."""
-    return sorted(fits, key=lambda one: (not one.fits, one.accumulation_steps, -one.largest, one.reserved_bytes))
+    """Return the fits by predicted time; where that is not known, those with fewer and larger micro-batches first."""
+
+    def place(one: Fit) -> tuple[bool, float, int, int, int]:
+        seconds = float("inf") if one.seconds is None else one.seconds.total
+        return not one.fits, seconds, one.accumulation_steps, -one.largest, one.reserved_bytes
+
+    return sorted(fits, key=place)

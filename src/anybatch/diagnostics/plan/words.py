@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from anybatch.diagnostics.memory_bar import MemoryBar
 from anybatch.diagnostics.plan.budget import Budget
 from anybatch.diagnostics.plan.proposals import Fit
-from anybatch.events.quantities import in_bytes
+from anybatch.events.quantities import duration, in_bytes, per_second, three_digits
 
 if TYPE_CHECKING:
     from anybatch.diagnostics.plan.plan import Plan
@@ -13,13 +13,19 @@ if TYPE_CHECKING:
 _NAME_WIDTH = 11
 
 
-def words_of(plan: "Plan") -> str:
-    """Return a plan as text."""
+def words_of(plan: "Plan", num_samples: int | None = None) -> str:
+    """Return a plan as text.
+
+    Args:
+        plan: the plan.
+        num_samples: samples of a whole run, to say what it takes; None to leave that out.
+    """
     lines = [
         f"{plan.name}: {plan.num_parameters:,} parameters, {plan.optimizer}, {plan.precision}",
         f"on {plan.batch.world_size} x {plan.budget}, {plan.batch.num_samples:,} samples a step",
         "",
         *(_fitting(plan) if plan.as_it_is.fits else _nothing_fits(plan)),
+        *_time(plan, num_samples),
         "",
         *str(MemoryBar(plan.bytes_by_purpose(), plan.budget.total_bytes)).splitlines(),
     ]
@@ -27,6 +33,34 @@ def words_of(plan: "Plan") -> str:
         lines += ["", *_table(plan)]
     lines += ["", *(f"note: {note}" for note in plan.notes), _made(plan)]
     return "\n".join(lines)
+
+
+def _time(plan: "Plan", num_samples: int | None) -> list[str]:
+    """Return how long a step takes, on one device and on eight, and what a run takes."""
+    seconds = plan.as_it_is.seconds
+    if seconds is None or not plan.as_it_is.fits:
+        return []
+    known = "measured rates" if seconds.is_calibrated else "uncalibrated: from the data sheet"
+    band = f"{in_seconds(seconds.least)} to {in_seconds(seconds.greatest)}"
+    rows = _rows(time=f"{in_seconds(seconds.total)} a step, between {band} ({known})")
+    for world_size in sorted({1, 8, plan.batch.world_size}):
+        other = plan.seconds_on(world_size)
+        if other is None or (world_size > 1 and plan.budget.device is None):
+            continue
+        rate = plan.batch.num_samples / other.total
+        row = f"{per_second(rate)} samples/s on {world_size}"
+        run = None if num_samples is None else plan.bill(num_samples, world_size)
+        if run is not None:
+            price = "" if run.usd is None else f", about {run.usd:,.0f} USD at list price (check yours)"
+            hours = f"{duration(3600 * run.hours)}, {run.device_hours:,.1f} device-hours"
+            row += f": {num_samples:,} samples in {hours}{price}"
+        rows += [f"{'':{_NAME_WIDTH}}{row}"]
+    return rows
+
+
+def in_seconds(seconds: float) -> str:
+    """Return a time with three digits: `85.0 ms`, `1.23 s`."""
+    return f"{three_digits(1000 * seconds)} ms" if seconds < 1 else f"{three_digits(seconds)} s"
 
 
 def _fitting(plan: "Plan") -> list[str]:
@@ -85,19 +119,27 @@ def _why(budget: Budget) -> str:
 
 
 def _table(plan: "Plan") -> list[str]:
-    """Return what fits with each change, beside what fits without."""
-    rows = [("what would change it", "micro-batch", "steps", "memory")]
+    """Return what fits with each change, beside what fits without: the fastest first, and how to make the best one."""
+    rows = [("what would change it", "micro-batch", "steps", "memory", "s/step")]
     rows += [_row("as it is", plan.as_it_is, plan.budget)]
     rows += [_row(change.name, change, plan.budget) for change in plan.changes]
+    if not any(fit.seconds for fit in (plan.as_it_is, *plan.changes)):
+        rows = [(*row[:-1], "") for row in rows]
     width = max(len(row[0]) for row in rows)
-    return [f"{name:<{width}}  {size:>11}  {steps:>6}  {memory:>9}" for name, size, steps, memory in rows]
+    lines = [
+        f"{name:<{width}}  {size:>11}  {steps:>6}  {memory:>9}  {time:>9}".rstrip()
+        for name, size, steps, memory, time in rows
+    ]
+    best = plan.changes[0]
+    return [*lines, f"{best.name}: {best.how}"] if best.fits else lines
 
 
-def _row(name: str, fit: Fit, budget: Budget) -> tuple[str, str, str, str]:
+def _row(name: str, fit: Fit, budget: Budget) -> tuple[str, str, str, str, str]:
     taken = in_bytes(fit.reserved_bytes + budget.outside_bytes + budget.workspace_bytes)
     if not fit.fits:
-        return name, "-", "-", taken
-    return name, str(fit.micro_batch_size), str(fit.accumulation_steps), taken
+        return name, "-", "-", taken, "-"
+    seconds = "-" if fit.seconds is None else in_seconds(fit.seconds.total)
+    return name, str(fit.micro_batch_size), str(fit.accumulation_steps), taken, seconds
 
 
 def _made(plan: "Plan") -> str:
