@@ -28,6 +28,10 @@ class BufferValues:
             setattr(module, name, buffer)
 
 
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+
+
 class BufferKeeper:
     """Keeps the values of all buffers again and again, cheaply, to go back to the last time.
 
@@ -49,11 +53,12 @@ class BufferKeeper:
         """Keep the values of this moment."""
         self._before = [(owner, dict(owner)) for owner in self._owners if owner]
         values = [value for _, named in self._before for value in named.values() if value is not None]
-        if len(values) == len(self._values) and all(map(operator.is_, values, self._values)):
-            if values:
-                torch._foreach_copy_(self._copies, values)
-            return
-        self._values, self._copies = values, [value.detach().clone() for value in values]
+        fits = len(values) == len(self._values) and all(map(operator.is_, values, self._values))
+        if not fits and not (len(values) == len(self._copies) and all(map(_alike, values, self._copies))):
+            self._copies = [torch.empty_like(value) for value in values]
+        self._values = values
+        if values:
+            torch._foreach_copy_(self._copies, values)
 
     @torch.no_grad()
     def restore(self) -> None:

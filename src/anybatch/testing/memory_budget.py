@@ -182,7 +182,8 @@ def out_of_memory_at(number: int, *, phase: Phase | None = None, times: int = 1)
 
 def _tensors_of(holder: Holder) -> list[torch.Tensor]:
     if isinstance(holder, torch.Tensor):
-        return [holder, *([] if holder.grad is None or not holder.is_leaf else [holder.grad])]
+        gradient = holder.grad if holder.is_leaf else None
+        return [holder] if gradient is None else [holder, gradient]
     if isinstance(holder, nn.Module):
         parameters = list(holder.parameters())
         return [*parameters, *holder.buffers(), *(p.grad for p in parameters if p.grad is not None)]

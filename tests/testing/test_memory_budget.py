@@ -1,0 +1,140 @@
+"""Budgets that are enforced and faults at chosen allocations, on any machine."""
+
+from collections.abc import Callable
+from importlib import import_module
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from anybatch.testing import memory_budget, out_of_memory_at
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], None]]:
+    """Return a model, its optimizer and a step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    values = torch.randn(32, 8)
+
+    def step() -> None:
+        model(values).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, optimizer, step
+
+
+def test_what_passes_the_budget_is_refused() -> None:
+    """As much as fits is let through, one byte more is not, and what was let go counts no longer."""
+    with memory_budget(1000) as budget:
+        one = torch.empty(600, dtype=torch.uint8)
+        other = torch.empty(400, dtype=torch.uint8)
+        assert (budget.held_bytes, budget.peak_bytes, budget.num_refused) == (1000, 1000, 0)
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(1, dtype=torch.uint8)
+        del other
+        assert budget.held_bytes == 600
+        one = torch.empty(400, dtype=torch.uint8)
+    assert (budget.peak_bytes, budget.num_refused, one.numel()) == (1000, 1, 400)
+
+
+def test_the_message_is_the_allocators() -> None:
+    """It says what was asked for, what there is, what is free and what is held."""
+    with memory_budget(3 * 2**20) as budget:
+        held = torch.empty(2**20, dtype=torch.uint8)
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            torch.empty(5 * 2**29, dtype=torch.float32, device="meta")
+    assert str(caught.value) == (
+        "Tried to allocate 10.00 GiB. The memory budget has a total capacity of 3.00 MiB of which 2.00 MiB is free. "
+        "1.00 MiB is held by tensors."
+    )
+    assert (budget.num_refused, held.numel()) == (1, 2**20)
+
+
+def test_what_was_there_before_is_booked() -> None:
+    """Modules with their buffers and gradients, optimizers with their state, tensors: each storage once."""
+    model, optimizer, step = trained()
+    step()
+    weights = sum(p.numel() * 4 for p in model.parameters())
+    buffers = sum(b.numel() * b.itemsize for b in model.buffers())
+    state = sum(v.numel() * v.itemsize for s in optimizer.state.values() for v in s.values())
+    weight = next(model.parameters())
+    with memory_budget(10**6, model) as budget:
+        assert budget.held_bytes == weights + buffers
+        budget.hold(optimizer, weight, weight[:1])
+        assert budget.held_bytes == weights + buffers + state
+
+
+def test_what_is_seen_first_as_an_argument_never_raises() -> None:
+    """A tensor from before that an operation takes is booked, and only what the operation makes can be refused."""
+    before = torch.zeros(1000)
+    with memory_budget(100) as budget:
+        before.add_(1)
+        assert before.view(10, 100).shape == (10, 100)
+        assert budget.held_bytes == 4000
+        with pytest.raises(torch.OutOfMemoryError):
+            before + 1
+
+
+def test_another_tenant_comes_and_goes() -> None:
+    """The budget can be changed in the middle; what is held stays, and the next allocation is judged anew."""
+    with memory_budget(1000) as budget:
+        held = torch.empty(800, dtype=torch.uint8)
+        budget.num_bytes = 500
+        with pytest.raises(torch.OutOfMemoryError, match=r"of which 0 bytes is free\. 800 bytes is held"):
+            torch.empty(10, dtype=torch.uint8)
+        budget.num_bytes = 2000
+        torch.empty(10, dtype=torch.uint8)
+        assert len(held) == 800
+
+
+@pytest.mark.parametrize("phase", [None, "forward", "backward", "update"])
+def test_each_allocation_can_fail_and_always_the_same(phase: str | None) -> None:
+    """The k-th allocation fails, whatever k, in the phase that was asked for, in the same operation each time."""
+    _, _, step = trained()
+    step()
+    with out_of_memory_at(0, phase=phase) as counted:  # type: ignore[arg-type]
+        step()
+    assert counted.num_allocations > 5
+    for number in range(1, counted.num_allocations + 1):
+        failed = []
+        for _ in range(2):
+            _, _, step = trained()
+            step()
+            with out_of_memory_at(number, phase=phase) as fault, pytest.raises(torch.OutOfMemoryError) as caught:  # type: ignore[arg-type]
+                step()
+            assert f"Fault on purpose at allocation {number} of" in str(caught.value)
+            assert fault.num_allocations == number
+            failed.append(fault.failed)
+        assert failed[0] == failed[1]
+        assert phase in {None, failed[0][0][1]}
+
+
+def test_it_fails_as_often_as_it_was_told_to() -> None:
+    """After each fault counting starts anew; after the last one nothing fails any more."""
+    with out_of_memory_at(2, times=2) as fault:
+        outcomes = []
+        for _ in range(8):
+            try:
+                torch.empty(3)
+            except torch.OutOfMemoryError:
+                outcomes.append("fails")
+            else:
+                outcomes.append("works")
+    assert outcomes == ["works", "fails", "works", "fails", "works", "works", "works", "works"]
+    assert [operation for operation, _ in fault.failed] == ["aten.empty.memory_format"] * 2
+
+
+def test_nothing_stays_behind() -> None:
+    """Behind the contexts, also those left by an error, no mode is on and no hook is on optimizers."""
+    _, _, step = trained()
+    with pytest.raises(torch.OutOfMemoryError), memory_budget(0):
+        step()
+    with pytest.raises(torch.OutOfMemoryError), out_of_memory_at(1, phase="update"):
+        step()
+    assert _get_current_dispatch_mode_stack() == []
+    hooks = import_module("torch.optim.optimizer")  # torch.optim takes this name out of its own
+    assert not hooks._global_optimizer_pre_hooks  # noqa: SLF001
+    assert not hooks._global_optimizer_post_hooks  # noqa: SLF001
