@@ -1,0 +1,166 @@
+"""What "auto" chooses against a search by hand, and what the choice costs.
+
+Three models. "auto" settles on a size, three times, each in a new engine. Then whole steps are made at every size that
+cuts the batch into 1, 2, 3, 4, 6, 8, 12, 16, ... equal parts, in turns, so that a noisy machine disturbs all alike. The
+best size is the one with the shortest median step; the figure is the median, over rounds, of its step's time by that of
+the chosen size in the same round: 100% is as fast as the best.
+
+    python benchmarks/auto_size.py [--out benchmarks/results/NAME.md]
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import report
+import torch
+from torch import nn
+from torch.nn import functional
+
+import anybatch as ab
+from anybatch.core.geometry import ceil_div
+
+NUM_CHOICES = 3
+NUM_ROUNDS = 7
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, the loss of a batch, and a whole batch."""
+
+    name: str
+    model: Callable[[], nn.Module]
+    batch: Batch
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the batch."""
+        return len(self.batch["x"])
+
+
+def convolutions() -> nn.Module:
+    """Return a network of six convolutions for images of 32 x 32 pixels."""
+    layers: list[nn.Module] = []
+    channels = 3
+    for width, stride in ((16, 1), (16, 1), (32, 2), (32, 1), (64, 2), (64, 1)):
+        layers += [nn.Conv2d(channels, width, 3, stride=stride, padding=1), nn.GroupNorm(8, width), nn.GELU()]
+        channels = width
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+
+
+class Transformer(nn.Module):
+    """Two layers of width 128 over 64 tokens of 2,048, and the next one of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(2048, 128)
+        self.places = nn.Parameter(torch.randn(64, 128) / 10)
+        layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, activation="gelu", batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(128, 2048)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the scores of the words of each place."""
+        scores: torch.Tensor = self.head(self.layers(self.tokens(x) + self.places))
+        return scores.flatten(0, 1)
+
+
+def perceptron() -> nn.Module:
+    """Return three linear layers, for the 64 pixels of a digit."""
+    return nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 10))
+
+
+def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the mean cross-entropy."""
+    return functional.cross_entropy(model(batch["x"]), batch["y"].flatten())
+
+
+def cases() -> list[Case]:
+    """Return the three models with a batch each."""
+    words = torch.randint(0, 2048, (64, 64))
+    return [
+        Case("CNN, 32 x 32", convolutions, {"x": torch.randn(256, 3, 32, 32), "y": torch.randint(0, 10, (256,))}),
+        Case("transformer, T = 64", Transformer, {"x": words, "y": words.roll(1, 1)}),
+        Case("MLP, digits", perceptron, {"x": torch.randn(1024, 64), "y": torch.randint(0, 10, (1024,))}),
+    ]
+
+
+def engine(case: Case, size: "int | str") -> ab.Engine:
+    """Return a new engine over a new model."""
+    torch.manual_seed(0)
+    model = case.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+    return ab.Engine(model, optimizer, ab.mean_over_samples(loss), micro_batch_size=size, check_loss=False)
+
+
+def choose(case: Case) -> tuple[int, float]:
+    """Return the size that "auto" takes, and how many seconds longer the first step took than the second one."""
+    with engine(case, "auto") as made:
+        seconds = []
+        for _ in range(2):
+            begun = time.perf_counter()
+            step = made.step(case.batch)
+            seconds.append(time.perf_counter() - begun)
+    return step.plan.cut.micro_batch_size or case.num_samples, seconds[0] - seconds[1]
+
+
+def sizes_of(num_samples: int) -> list[int]:
+    """Return the sizes of 1, 2, 3, 4, 6, 8, 12, ... equal parts."""
+    parts = [factor * 2**power for power in range(12) for factor in (2, 3)]
+    return sorted({num_samples, *(ceil_div(num_samples, k) for k in parts if k <= num_samples)})
+
+
+def rounds(case: Case, sizes: Sequence[int]) -> list[dict[int, float]]:
+    """Return, for each round, the seconds of a step at each size."""
+    engines = {size: engine(case, size) for size in sizes}
+    for made in engines.values():
+        made.step(case.batch)
+    found = []
+    for _ in range(NUM_ROUNDS):
+        seconds = {}
+        for size, made in engines.items():
+            begun = time.perf_counter()
+            made.step(case.batch)
+            seconds[size] = time.perf_counter() - begun
+        found.append(seconds)
+    return found
+
+
+def row(case: Case) -> str:
+    """Return a line of the table."""
+    chosen = [choose(case) for _ in range(NUM_CHOICES)]
+    sizes = sorted({*sizes_of(case.num_samples), *(size for size, _ in chosen)})
+    found = rounds(case, sizes)
+    medians = {size: statistics.median(seconds[size] for seconds in found) for size in sizes}
+    best = min(sizes, key=lambda size: medians[size])
+    part = {size: statistics.median(seconds[best] / seconds[size] for seconds in found) for size in sizes}
+    spent = [seconds for _, seconds in chosen]
+    cells = [
+        case.name,
+        str(case.num_samples),
+        f"{best} ({case.num_samples / medians[best]:,.0f} samples/s)",
+        ", ".join(f"{size}: {part[size]:.0%}" for size, _ in chosen),
+        f"{part[case.num_samples]:.0%}",
+        f"{part[sizes[0]]:.0%} at {sizes[0]}",
+        ", ".join(f"{seconds:.2f}" for seconds in spent),
+        f"{statistics.median(spent) / medians[best]:.0f}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """Measure all models."""
+    out = report.parser(__doc__).parse_args().out
+    torch.set_num_threads(1)
+    heads = ("model", "samples", "best by hand", "chosen: part of the best", "whole batch", "smallest", "s spent")
+    lines = [f"| {' | '.join((*heads, 'in steps'))} |", f"|---|--:|{'---|' * 6}"]
+    lines += [row(case) for case in cases()]
+    title = 'What "auto" chooses, against a search by hand'
+    setting = f"1 thread, {NUM_CHOICES} choices, medians of {NUM_ROUNDS} rounds"
+    report.publish(lines, title=title, command="python benchmarks/auto_size.py", setting=setting, out=out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""A job's micro-batch size is kept from one run to the next, unless it is asked for anew, or named."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import anybatch as ab
+from anybatch.events.jsonl import read_jsonl
+from anybatch.memory.known_sizes import KnownSizes
+from anybatch.recipes.session import train
+from anybatch.recipes.settings import Choices
+
+
+def job() -> ab.Job:
+    """Return a job whose steps are worth timing."""
+    return ab.Job(
+        model=lambda: nn.Linear(1000, 64),
+        optimizer=torch.optim.SGD,
+        loss=ab.mean_over_samples(lambda model, batch: model(batch).square().mean()),
+        dataset=lambda: torch.randn(32, 1000),
+        defaults=ab.Defaults(effective_batch_size=16, learning_rate=1e-3, epochs=1),
+    )
+
+
+class Asked(KnownSizes):
+    """Counts how often it was asked."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, today=lambda: "2030-12-31")
+        self.number = 0
+
+    def find(self, circumstances: Mapping[str, Any]) -> Any:
+        self.number += 1
+        return super().find(circumstances)
+
+
+def decided(folder: Path) -> str:
+    """Return how a run came to its micro-batch size, from the header of its log."""
+    header = next(line for line in read_jsonl(folder / "events.jsonl") if line["kind"] == "start")
+    return str(header["decisions"]["micro_batch_size"])
+
+
+def test_the_next_run_takes_it_again(tmp_path: Path) -> None:
+    """The first run measures, the second one takes the same size as measured, and both logs say so."""
+    known = Asked(tmp_path / "sizes.jsonl")
+    for name in ("first", "second"):
+        train(job(), tmp_path / name, known=known, stop=lambda: False)
+
+    size = decided(tmp_path / "first").partition(",")[0]
+    assert "as measured on" not in decided(tmp_path / "first")
+    assert decided(tmp_path / "second").startswith(f"{size}, as measured on 2030-12-31 (")
+    assert known.number == 2
+
+
+@pytest.mark.parametrize("size", ["anew", 4])
+def test_who_does_not_want_to_know(tmp_path: Path, size: Any) -> None:
+    """Asked for anew, or named, a size is neither looked up nor kept."""
+    known = Asked(tmp_path / "sizes.jsonl")
+    train(job(), tmp_path / "run", Choices(micro_batch_size=size), known=known, stop=lambda: False)
+
+    assert known.number == 0
+    assert not known.path.exists()
