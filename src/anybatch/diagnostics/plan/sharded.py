@@ -31,7 +31,7 @@ from anybatch.core.memory_model import MemoryTrace
 from anybatch.core.nested import Batch
 from anybatch.diagnostics.plan.ranks import imagined_ranks
 from anybatch.diagnostics.plan.task import Task, built
-from anybatch.diagnostics.plan.tracing import uncollected
+from anybatch.diagnostics.plan.tracing import refusing, uncollected
 from anybatch.engine.precision import OptimizerFunction
 from anybatch.errors import PlanError
 from anybatch.memory.accelerator import allocating_as
@@ -107,7 +107,7 @@ def trace_sharded(task: Task, micro_batch_size: int, sharding: Sharding | None =
     with imagined_ranks(task.world_size), uncollected(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # whoever trains in earnest will see them
         mesh = init_device_mesh("cpu", (task.world_size,))
-        with mode, reads, allocating_as(task.profile):
+        with refusing(), mode, reads, allocating_as(task.profile):
             shard(model, mesh, sharding)
             optimizer = cast("OptimizerFunction", ready.optimizer)(model.named_parameters())
             loop = ShardedLoop(model, optimizer, loss, batch, sharding)

@@ -84,12 +84,8 @@ def trace_step(
         stage = _Stage(ready, mode, world, on_operation)
         reads = HostReads(lambda: stage.reading_phase, other=other_answers)
         try:
-            with mode, reads, allocating_as(task.profile), stage.ledger:
+            with refusing(), mode, reads, allocating_as(task.profile), stage.ledger:
                 start = stage.run(micro_batch_size, num_micro_batches)
-        except (UserError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            raise _refusal(error) from error
         finally:
             stage.ledger.forget()
         computing: tuple[Phase, ...] = ("forward", "backward")
@@ -276,11 +272,21 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _refusal(error: Exception) -> CannotPlanError:
-    """Return the error for a step that does not run without data."""
-    first = next(iter(str(error).splitlines()), "")
-    message = (
-        f"cannot plan, will probe: the step does not run on tensors without data ({type(error).__name__}: {first}). "
-        "What depends on the data, or comes from a kernel of its own without a description for torch, has to be run."
-    )
-    return CannotPlanError(message)
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Say of a step that does not run without data that it cannot be planned.
+
+    Raises:
+        CannotPlanError: with why.
+    """
+    try:
+        yield
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        first = next(iter(str(error).splitlines()), "")
+        message = (
+            f"cannot plan, will probe: the step does not run on tensors without data ({type(error).__name__}: {first}). "
+            "What depends on the data, or comes from a kernel of its own without a description for torch, has to be run."
+        )
+        raise CannotPlanError(message) from error
