@@ -446,7 +446,7 @@ def test_state_of_resizing_survives_a_checkpoint() -> None:
     again_sizing = sizing_of(16)
     again = Resizing(again_sizing, grows=True, whole=False)
     saved: Any = {"world_size": 1, "effective_batch_size": None, "micro_batch_size": 16, "accumulation_steps": None}
-    again.resume(saved, resizing.state(), Recorded())  # type: ignore[arg-type]
+    again.resume({"sizes": saved, "resized": resizing.state(), "decisions": {}}, Recorded())  # type: ignore[arg-type]
     assert again.state() == resizing.state()
     assert again_sizing.sizes == sizing.sizes == Sizes(**saved)
 

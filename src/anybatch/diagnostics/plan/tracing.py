@@ -286,7 +286,8 @@ def refusing() -> Iterator[None]:
     except Exception as error:
         first = next(iter(str(error).splitlines()), "")
         message = (
-            f"cannot plan, will probe: the step does not run on tensors without data ({type(error).__name__}: {first}). "
-            "What depends on the data, or comes from a kernel of its own without a description for torch, has to be run."
+            "cannot plan, will probe: the step does not run on tensors without data "
+            f"({type(error).__name__}: {first}). "
+            "What depends on the data, or on a kernel that torch has no description of, has to be run."
         )
         raise CannotPlanError(message) from error
