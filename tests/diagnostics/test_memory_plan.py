@@ -170,6 +170,16 @@ def test_categories_are_what_things_are() -> None:
     assert envelope.at_peak(1).phase == "update"
 
 
+def test_an_update_in_fp16_is_planned() -> None:
+    """The scaler reads whether gradients have overflowed; the plan is that of a step in which they have not."""
+    weights = sum(parameter.nbytes for parameter in perceptron().parameters())
+
+    step = trace_step(small(precision="fp16"), 2)
+
+    assert any(one.phase == "update" and one.num_bytes >= 64 * 16 * 4 for one in step.steady.allocations)
+    assert sum(one.num_bytes for one in step.steady.allocations if one.category == "optimizer") > 2 * weights
+
+
 def test_tracing_leaves_everything_as_it_was() -> None:
     """A model and its optimizer may be passed as they are: no value, state, mode or random number changes.
 
