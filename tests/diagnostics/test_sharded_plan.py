@@ -1,5 +1,6 @@
 """A sharded step that is planned without ranks takes what real ranks take."""
 
+import itertools
 import warnings
 from collections import Counter
 from dataclasses import replace
@@ -14,7 +15,7 @@ from anybatch.core.caching_allocator import replay
 from anybatch.core.memory_model import Category, MemoryTrace
 from anybatch.diagnostics.plan.sharded import ShardedTrace, Sharding, blocks_of, trace_sharded
 from anybatch.diagnostics.plan.task import Task
-from anybatch.diagnostics.plan.worlds import candidate_sizes, extrapolated, smallest_world, zero1
+from anybatch.diagnostics.plan.worlds import candidate_sizes, extrapolated, first_that_fits, smallest_world, zero1
 from anybatch.errors import CannotPlanError, PlanError
 from anybatch.memory.ledger import MemoryLedger
 from tests.diagnostics.sharded_model import NUM_BLOCKS, Block, Held, Network, hold_for_real, sharded_task
@@ -141,6 +142,14 @@ def test_traces_do_not_depend_on_those_before() -> None:
     assert not torch.distributed.is_initialized()
 
 
+class Mixture(nn.Module):
+    """A block with blocks in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Block() for _ in range(2))
+
+
 def test_blocks_are_found() -> None:
     """Composite modules of a class that repeats in a list are blocks, wherever it is; parts of blocks are none."""
     network = Network()
@@ -152,6 +161,8 @@ def test_blocks_are_found() -> None:
     nested = nn.ModuleList(nn.TransformerEncoderLayer(4, 1) for _ in range(2))
     nested.append(nn.Sequential(Block(), nn.GELU()))
     assert blocks_of(nested) == list(nested[:2])
+    mixtures = nn.ModuleList(Mixture() for _ in range(2))
+    assert blocks_of(mixtures) == list(mixtures)
 
 
 def test_blocks_of_a_library_are_found() -> None:
@@ -246,6 +257,22 @@ def test_smallest_world_is_the_first_that_fits(wide: Task) -> None:
         if expected is not None:
             assert tried[expected]
             assert expected == 2 or not tried[candidates[candidates.index(expected) - 1]]
+
+
+def test_a_wrong_guess_is_put_right() -> None:
+    """Whatever the guess, the first candidate that fits is found; it and its lower neighbour have been asked about."""
+    candidates = [2, 4, 8, 16]
+    for first, guess in itertools.product((2, 4, 8, 16, 17), range(6)):
+        asked: set[int] = set()
+
+        def fits(size: int, first: int = first, asked: set[int] = asked) -> bool:
+            asked.add(size)
+            return size >= first
+
+        expected = next((size for size in candidates if size >= first), None)
+        assert first_that_fits(candidates, guess, fits) == expected
+        last = len(candidates) if expected is None else candidates.index(expected) + 1
+        assert asked >= set(candidates[max(last - 2, 0) if expected else last - 1 : last])
 
 
 def test_two_numbers_of_ranks_tell_of_all() -> None:

@@ -97,7 +97,7 @@ def trace_sharded(task: Task, micro_batch_size: int, sharding: Sharding | None =
     """
     sharding = sharding or Sharding()
     ready, _ = built(task)
-    _refuse_what_cannot_be_sharded(ready)
+    refuse_what_cannot_be_sharded(ready)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     model, loss = fake_twin((cast("nn.Module", ready.model), declared(ready.loss).function), mode)
     model.train()
@@ -115,7 +115,12 @@ def trace_sharded(task: Task, micro_batch_size: int, sharding: Sharding | None =
             return loop.trace(ledger)
 
 
-def _refuse_what_cannot_be_sharded(task: Task) -> None:
+def refuse_what_cannot_be_sharded(task: Task) -> None:
+    """Refuse a task that FSDP2 has no form for.
+
+    Raises:
+        PlanError: says what stands in the way.
+    """
     what = ""
     if task.world_size < 2:  # noqa: PLR2004 (one rank has nobody to share with)
         what = f"world_size={task.world_size} leaves nothing to share: it must be at least 2"

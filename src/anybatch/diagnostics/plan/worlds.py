@@ -1,14 +1,16 @@
 """How many ranks it takes: FSDP2 over ever more of them until a step fits, and ZeRO-1 from a trace without it."""
 
 import dataclasses
-from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
+
+from torch import nn
 
 from anybatch.core.caching_allocator import replay
 from anybatch.core.geometry import ceil_div
 from anybatch.core.memory_model import Allocation, MemoryTrace, check_same_structure
-from anybatch.diagnostics.plan.sharded import ShardedTrace, Sharding, trace_sharded
+from anybatch.diagnostics.plan.sharded import ShardedTrace, Sharding, refuse_what_cannot_be_sharded, trace_sharded
 from anybatch.diagnostics.plan.task import Task, built
 from anybatch.errors import PlanError
 
@@ -53,8 +55,8 @@ def smallest_world(
     """Return the smallest number of ranks over which FSDP2 fits a step into `budget_bytes` on each.
 
     Candidates are 2, 4 and whole nodes of eight. What a rank holds is of the form `a + b / ranks`, allocation by
-    allocation, where all dimensions divide evenly; two traces give `a` and `b`, and so the candidate to begin with.
-    It and its lower neighbour are then traced themselves, and others as long as these two do not agree.
+    allocation, where all dimensions divide evenly: traces at two neighbours give `a` and `b`, and so the candidate to
+    try. It and its lower neighbour are then traced themselves, and others until the lower one is too small.
 
     Args:
         task: what is trained; its world size is not looked at.
@@ -68,7 +70,8 @@ def smallest_world(
         CannotPlanError: the step cannot run without data.
     """
     candidates = candidate_sizes(largest)
-    ready, _ = built(task)  # once for all traces
+    ready, _ = built(dataclasses.replace(task, world_size=candidates[0]))  # once for all traces
+    refuse_what_cannot_be_sharded(ready)
     traced: dict[int, ShardedTrace] = {}
 
     def trace(world_size: int) -> ShardedTrace:
@@ -81,21 +84,35 @@ def smallest_world(
         return _tried(world_size, trace(world_size), budget_bytes).fits
 
     at = 0
-    if len(candidates) > 2:  # noqa: PLR2004 (with two, each is traced anyhow)
-        pair = trace(candidates[0]), trace(candidates[1])
-        at = bisect_left(
-            candidates,
-            True,  # noqa: FBT003 (the key's value)
-            key=lambda size: _tried(size, extrapolated(*pair, candidates[:2], size), budget_bytes).fits,
-        )
-    at = min(at, len(candidates) - 1)
+    if len(candidates) > 1:
+        upper = max(1, _where_state_fits(candidates, ready, budget_bytes))
+        pair = candidates[upper - 1 : upper + 1]
+        traces = trace(pair[0]), trace(pair[1])
+        guesses = (_tried(size, extrapolated(*traces, pair, size), budget_bytes) for size in candidates)
+        at = next((position for position, guess in enumerate(guesses) if guess.fits), len(candidates) - 1)
+    found = first_that_fits(candidates, at, fits)
+    tried = tuple(_tried(size, traced[size], budget_bytes) for size in sorted(traced))
+    return SmallestWorld(world_size=found, tried=tried)
+
+
+def _where_state_fits(candidates: Sequence[int], task: Task, budget_bytes: int) -> int:
+    """Return the first position at which weights, gradients and two averages of each, and nothing else, would fit."""
+    weights = cast("nn.Module", task.model).parameters()
+    num_bytes = 4 * sum(weight.numel() * weight.element_size() for weight in weights)
+    return next((at for at, size in enumerate(candidates) if num_bytes <= size * budget_bytes), len(candidates) - 1)
+
+
+def first_that_fits(candidates: Sequence[int], guess: int, fits: Callable[[int], bool]) -> int | None:
+    """Return the first candidate that fits, looked for up and down from a guessed position; None if none does.
+
+    A larger one than one that fits is taken to fit too. `fits` is asked again about the same candidates.
+    """
+    at = min(guess, len(candidates) - 1)
     while at < len(candidates) - 1 and not fits(candidates[at]):
         at += 1
     while at > 0 and fits(candidates[at]) and fits(candidates[at - 1]):
         at -= 1
-    found = candidates[at] if fits(candidates[at]) else None
-    tried = tuple(_tried(size, traced[size], budget_bytes) for size in sorted(traced))
-    return SmallestWorld(world_size=found, tried=tried)
+    return candidates[at] if fits(candidates[at]) else None
 
 
 def candidate_sizes(largest: int) -> list[int]:
