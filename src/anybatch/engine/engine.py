@@ -232,10 +232,10 @@ class Engine:
         with self._told():
             self._update_memory.secure()
             workload, contributions, counts = self._accumulate(batch)
-            with self._watch.phase("clip"), self._recovery.too_late("clip", self.num_steps):
+            with self._watch.phase("clip"), self._recovery.clipping:
                 norm = self._clip_gradients(contributions)
             rates = tuple(group["lr"] for group in self.optimizer.param_groups)
-            with self._watch.phase("update"), self._recovery.too_late("update", self.num_steps):
+            with self._watch.phase("update"), self._recovery.updating:
                 stepped = self._update()
                 self._norms.update()
             self.position = workload.opened.end

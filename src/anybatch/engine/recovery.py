@@ -5,9 +5,10 @@ gradients already. So everything a step has changed goes back, on all ranks, and
 as if it had been cut so from the start.
 """
 
-from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -87,6 +88,10 @@ class Recovery(Generic[T]):
         self._holdings = holdings
         self._clear = clear
         self._cannot = cannot
+        self._step = 0
+        # Around clipping, where nothing depends on the cut any more, and the update, which cannot be taken back.
+        self.clipping = _TooLate(functools.partial(self._explain, "clip"))
+        self.updating = _TooLate(functools.partial(self._explain, "update"))
 
     def run(
         self,
@@ -111,7 +116,7 @@ class Recovery(Generic[T]):
             RankFailedError: they do not fit on another one.
             CannotRedoError: the ranks cannot begin this step anew.
         """
-        self.too_large = ()
+        self.too_large, self._step = (), step
         self._buffers.keep()
         self._resizing.begin(step, self._watch, decisions)
         while True:
@@ -139,27 +144,23 @@ class Recovery(Generic[T]):
             if after is None:
                 self._refuse(shortage, before, step)
 
-    @contextmanager
-    def too_late(self, phase: PhaseName, step: int) -> Iterator[None]:
-        """Around what is not begun anew: clipping, where nothing depends on the cut any more, and the update.
+    def _explain(self, phase: PhaseName, error: torch.OutOfMemoryError) -> None:
+        """Say what it means that memory ran out where nothing is begun anew.
 
         Raises:
-            DoesNotFitError: memory ran out before the update; parameters are as before.
+            DoesNotFitError: before the update; parameters are as before.
             HalfUpdatedError: inside of it.
         """
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            said = f"out of memory in phase {phase!r} of step {step} (counted from 0): {_first_line(error)}"
-            if phase == "update":
-                message = (
-                    f"{said} The update was under way, so parameters and optimizer may be half updated, and running on "
-                    f"would train on with them. Go back to the last checkpoint (engine.load). {self._holdings.remedy()}"
-                )
-                raise HalfUpdatedError(message) from error
-            self._buffers.restore()
-            message = f"{said} Parameters and optimizer are as before the step. {self._holdings.remedy()}"
-            raise DoesNotFitError(message) from error
+        said = f"out of memory in phase {phase!r} of step {self._step} (counted from 0): {_first_line(error)}"
+        if phase == "update":
+            message = (
+                f"{said} The update was under way, so parameters and optimizer may be half updated, and running on "
+                f"would train on with them. Go back to the last checkpoint (engine.load). {self._holdings.remedy()}"
+            )
+            raise HalfUpdatedError(message) from error
+        self._buffers.restore()
+        message = f"{said} Parameters and optimizer are as before the step. {self._holdings.remedy()}"
+        raise DoesNotFitError(message) from error
 
     def _give_up(self, executor: GivesUp, shortage: Shortage, step: int) -> None:
         reason = self._cannot
@@ -213,6 +214,22 @@ def why_not_anew(prepared: Prepared, capabilities: Capabilities, norms: Normalis
             "norms='keep' or Ghost(group_size) they do not)"
         )
     return None
+
+
+class _TooLate:
+    """A context that explains an out-of-memory error. A class, because a generator takes several times as long."""
+
+    def __init__(self, explain: Callable[[torch.OutOfMemoryError], None]) -> None:
+        self._explain = explain
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, torch.OutOfMemoryError):
+            self._explain(error)
 
 
 def _first_line(error: BaseException) -> str:
