@@ -1,8 +1,10 @@
-"""Everything that needs a GPU, in one command: exactness on the device, precision, overlap of copies, both recipes.
+"""Everything that needs a GPU, in one command: exactness on the device, precision, overlap of copies, memory, recipes.
 
-Without a CUDA device it says so and exits with status 1.
+Exactness is that of strategies, of losses across samples, of BatchNorm and of dropout by sample. It takes minutes.
+Without a CUDA device it says so and exits with status 1. `--device cpu` runs what a CPU can run, to find mistakes in
+the checks themselves.
 
-    python benchmarks/on_a_gpu.py [--out benchmarks/results/NAME.md]
+    python benchmarks/on_a_gpu.py [--device cpu] [--out benchmarks/results/NAME.md]
 """
 
 import os
@@ -21,11 +23,14 @@ from torch.profiler import ProfilerActivity, profile
 
 import anybatch as ab
 from anybatch.core.batch import Placement, Position
+from anybatch.diagnostics import record_memory
+from anybatch.norms import Ghost, Policy, PolicyName
 from anybatch.testing import RankPool, relative_error
 
 Batch = dict[str, torch.Tensor]
 Gradients = dict[str, torch.Tensor | None]
 NUM_SAMPLES = 29
+EXACT = 1e-12
 
 
 class InMemory:
@@ -35,7 +40,8 @@ class InMemory:
     end = Position(0, 0)
 
     def __init__(self, batch: Batch) -> None:
-        self.batch = {name: value.pin_memory() for name, value in batch.items()}
+        pins = torch.cuda.is_available()
+        self.batch = {name: value.pin_memory() if pins else value for name, value in batch.items()}
         self.sample_ids = range(len(batch["x"]))
 
     def feed(self, placement: Placement) -> Iterator[Batch]:
@@ -69,33 +75,49 @@ def unsplit() -> Gradients:
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def accumulated(strategy: str, micro_batch_size: int) -> Gradients:
-    """Run on a rank: return the engine's gradient, computed on the GPU."""
-    world = ab.World.from_environment(device="cuda:0")
+def gradients_of(engine: ab.Engine, batch: Batch) -> Gradients:
+    """Return an engine's gradient of one effective batch, on the CPU."""
+    with engine:
+        return {name: None if g is None else g.cpu() for name, g in engine.gradients(InMemory(batch)).items()}
+
+
+def accumulated(device: str, strategy: str, micro_batch_size: int) -> Gradients:
+    """Run on a rank: return the engine's gradient, computed on the device."""
+    world = ab.World.from_environment(device=device)
     model = small()
     optimizer = torch.optim.SGD(model.parameters())
-    with ab.Engine(
-        model,
-        optimizer,
-        ab.mean_over_samples(loss),
-        micro_batch_size=micro_batch_size,
-        strategy=strategy,
-        world=world,
-    ) as engine:
-        return {name: None if g is None else g.cpu() for name, g in engine.gradients(InMemory(samples())).items()}
+    declared = ab.mean_over_samples(loss)
+    return gradients_of(
+        ab.Engine(model, optimizer, declared, micro_batch_size=micro_batch_size, strategy=strategy, world=world),
+        samples(),
+    )
 
 
-def exactness() -> Iterator[tuple[str, str]]:
+def exactness(device: str) -> Iterator[tuple[str, str]]:
     """Compare gradients with the un-split ones: one process, NCCL with one rank, two ranks on one GPU over gloo."""
     expected = unsplit()
     for size in (1, 3, 7):
-        yield f"single, micro-batches of {size}", f"error {relative_error(accumulated('single', size), expected):.1e}"
+        yield f"single, micro-batches of {size}", error_of(accumulated(device, "single", size), expected)
     for strategy in ("all_reduce", "ddp"):
-        yield f"NCCL, 1 rank, {strategy}", f"error {nccl_error(strategy):.1e}"
+        if device != "cpu":
+            yield f"NCCL, 1 rank, {strategy}", judged(nccl_error(strategy))
     with RankPool(2) as pool:
         for strategy in ("all_reduce", "ddp"):
-            errors = [relative_error(found, expected) for found in pool.run(accumulated, strategy, 3)]
-            yield f"gloo, 2 ranks on one GPU, {strategy}", f"error {max(errors):.1e}"
+            errors = [relative_error(found, expected) for found in pool.run(accumulated, device, strategy, 3)]
+            yield f"gloo, 2 ranks on one device, {strategy}", judged(max(errors))
+
+
+def error_of(found: Gradients, expected: Gradients) -> str:
+    """Return the error of a gradient, in words."""
+    return judged(relative_error(found, expected))
+
+
+def judged(error: float) -> str:
+    """Return an error; one that is not exact in float64 ends the check."""
+    if not error <= EXACT:
+        message = f"error {error:.1e} is above {EXACT:.0e}"
+        raise AssertionError(message)
+    return f"error {error:.1e}"
 
 
 def nccl_error(strategy: str) -> float:
@@ -104,7 +126,7 @@ def nccl_error(strategy: str) -> float:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     launched = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    code = f"import on_a_gpu as g; print(g.relative_error(g.accumulated({strategy!r}, 3), g.unsplit()))"
+    code = f"import on_a_gpu as g; print(g.relative_error(g.accumulated('cuda:0', {strategy!r}, 3), g.unsplit()))"
     environment = {**os.environ, **launched, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -117,10 +139,151 @@ def nccl_error(strategy: str) -> float:
     return float(done.stdout.splitlines()[-1])
 
 
-def precision() -> Iterator[tuple[str, str]]:
+def encode(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return two views of each sample."""
+    return torch.stack([model(batch["x"]), model(batch["x"].flip(1))], dim=1)
+
+
+def contrast(_: nn.Module, views: torch.Tensor) -> torch.Tensor:
+    """Return the contrastive loss of all samples: each view is to find its partner."""
+    one, other = functional.normalize(views, dim=2).unbind(1)
+    return functional.cross_entropy(one @ other.T / 0.1, torch.arange(len(one), device=one.device))
+
+
+def accumulated_jointly(device: str, strategy: str, micro_batch_size: int) -> Gradients:
+    """Run on a rank: return the gradient of a loss across samples, in two passes."""
+    model = small()
+    engine = ab.Engine(
+        model,
+        torch.optim.SGD(model.parameters()),
+        ab.joint(encode, contrast),
+        micro_batch_size=micro_batch_size,
+        strategy=strategy,
+        world=ab.World.from_environment(device=device),
+    )
+    return gradients_of(engine, samples())
+
+
+def joint_losses(device: str) -> Iterator[tuple[str, str]]:
+    """Compare the gradient of a loss across samples with that of the un-split batch."""
+    model = small()
+    contrast(model, encode(model, samples())).backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for size in (1, 3, 29):
+        found = accumulated_jointly(device, "single", size)
+        yield f"joint, micro-batches of {size}", error_of(found, expected)
+    with RankPool(2) as pool:
+        found, _ = pool.run(accumulated_jointly, device, "all_reduce", 3)
+        yield "joint, gloo, 2 ranks on one device", error_of(found, expected)
+
+
+def normed() -> nn.Module:
+    """Return the same small model with BatchNorm every time."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 5)).double()
+
+
+def accumulated_normed(
+    device: str, norms: "Policy | PolicyName", micro_batch_size: int | None, strategy: str = "single"
+) -> Gradients:
+    """Run on a rank: return the gradient of a model with BatchNorm under a policy."""
+    model = normed()
+    engine = ab.Engine(
+        model,
+        torch.optim.SGD(model.parameters()),
+        ab.mean_over_samples(loss),
+        micro_batch_size=micro_batch_size,
+        norms=norms,
+        strategy=strategy,
+        world=ab.World.from_environment(device=device),
+    )
+    return gradients_of(engine, samples())
+
+
+def in_groups(size: int) -> Gradients:
+    """Return the gradient with BatchNorm over groups of samples, on the CPU; one that is left over joins the last."""
+    model, batch = normed(), samples()
+    starts = range(0, NUM_SAMPLES - 1, size)
+    for start, stop in zip(starts, [*starts[1:], NUM_SAMPLES], strict=True):
+        total = functional.cross_entropy(model(batch["x"][start:stop]), batch["y"][start:stop], reduction="sum")
+        (total / NUM_SAMPLES).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def norms(device: str) -> Iterator[tuple[str, str]]:
+    """Compare each policy about BatchNorm with the plain computation of what it says it does."""
+    whole = in_groups(NUM_SAMPLES)
+    for size in (3, 7):
+        yield f"norms='exact', micro-batches of {size}", error_of(accumulated_normed(device, "exact", size), whole)
+    ghosts = in_groups(4)
+    for size in (4, 12):
+        found = accumulated_normed(device, Ghost(4), size)
+        yield f"norms=Ghost(4), micro-batches of {size}", error_of(found, ghosts)
+    with RankPool(2) as pool:
+        found, _ = pool.run(accumulated_normed, device, "sync", None, "all_reduce")
+        yield "norms='sync', gloo, 2 ranks on one device", error_of(found, whole)
+        found, _ = pool.run(accumulated_normed, device, "exact", 3, "all_reduce")
+        yield "norms='exact', gloo, 2 ranks on one device", error_of(found, whole)
+
+
+def dropped(device: str, micro_batch_size: int | None, strategy: str = "single") -> Gradients:
+    """Run on a rank: return a gradient with dropout whose masks belong to samples."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Dropout(0.3), nn.Linear(64, 5)).double()
+    engine = ab.Engine(
+        model,
+        torch.optim.SGD(model.parameters()),
+        ab.mean_over_samples(loss),
+        micro_batch_size=micro_batch_size,
+        rng="per_sample",
+        strategy=strategy,
+        world=ab.World.from_environment(device=device),
+    )
+    return gradients_of(engine, samples())
+
+
+def per_sample(device: str) -> Iterator[tuple[str, str]]:
+    """Compare gradients with dropout at several cuts with that of the un-split batch on the same device."""
+    whole = dropped(device, None)
+    for size in (1, 3, 7):
+        yield f"rng='per_sample', micro-batches of {size}", error_of(dropped(device, size), whole)
+    with RankPool(2) as pool:
+        found, _ = pool.run(dropped, device, 3, "all_reduce")
+        yield "rng='per_sample', gloo, 2 ranks on one device", error_of(found, whole)
+
+
+def memory(device: str) -> Iterator[tuple[str, str]]:
+    """Record a step, tensor by tensor, and compare its peak with the allocator's."""
+    width = 2048 if device != "cpu" else 64
+    layers = [
+        layer for _ in range(6) for layer in (nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+    ]
+    model = nn.Sequential(*layers)
+    batch = InMemory({"x": torch.randn(64, 32, width)})
+    with ab.Engine(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-5),
+        ab.mean_over_samples(lambda net, piece: net(piece["x"]).square().mean()),
+        micro_batch_size=16,
+        world=ab.World.from_environment(device=device),
+    ) as engine:
+        engine.step(batch)
+        with record_memory(engine) as recording:
+            engine.step(batch)
+    found = recording.report
+    for name, num_bytes in found.at_peak.items():
+        yield f"memory at the peak: {name}", f"{num_bytes / 2**20:.2f} MiB"
+    if found.allocator is not None:
+        seen = found.timeline.peak_bytes / found.allocator.peak_bytes
+        yield "memory: tensors seen, of what was handed out at most", f"{100 * seen:.2f}%"
+        yield "memory", str(found.allocator)
+    yield "memory", str(found).splitlines()[1]
+
+
+def precision(device: str) -> Iterator[tuple[str, str]]:
     """Train 20 steps in each precision; the last losses should be close, and fp16 may skip its first steps."""
-    for name, dtype in (("fp32", torch.float32), ("bf16", torch.float32), ("fp16", torch.float32)):
-        model = small(dtype)
+    for name in ("fp32", "bf16", "fp16"):
+        model = small(torch.float32)
         engine = ab.Engine(
             model,
             torch.optim.AdamW(model.parameters(), lr=1e-2),
@@ -128,15 +291,19 @@ def precision() -> Iterator[tuple[str, str]]:
             micro_batch_size=7,
             precision=name,  # type: ignore[arg-type]
             clip=1.0,
+            world=ab.World.from_environment(device=device),
         )
         with engine:
-            reports = [engine.step(InMemory(samples(dtype))) for _ in range(20)]
+            reports = [engine.step(InMemory(samples(torch.float32))) for _ in range(20)]
         skipped = sum(step.skipped for step in reports)
         yield f"precision {name}", f"loss {reports[0].loss:.4f} -> {reports[-1].loss:.4f}, {skipped} skipped"
 
 
-def overlap() -> Iterator[tuple[str, str]]:
+def overlap(device: str) -> Iterator[tuple[str, str]]:
     """Profile one step of large micro-batches: how much of the copying to the device runs while kernels compute."""
+    if device == "cpu":
+        yield "copies to the device", "left out: there is no device"
+        return
     model = nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(4096, 4096), nn.GELU())])
     generator = torch.Generator().manual_seed(0)
     batch = InMemory({"x": torch.randn(16 * 2048, 4096, generator=generator)})
@@ -161,19 +328,23 @@ def overlap() -> Iterator[tuple[str, str]]:
     )
 
 
-def recipes() -> Iterator[tuple[str, str]]:
-    """Run both recipes from the command line."""
-    for name, options in (("digits", []), ("text", ["--steps", "200"])):
+def recipes(device: str) -> Iterator[tuple[str, str]]:
+    """Run the recipes from the command line, and let a step of one be measured."""
+    short = ["--steps", "2", "--effective-batch-size", "4"] if device == "cpu" else ["--steps", "200"]
+    for name, options in (("digits", []), ("text", short), ("contrastive", ["--epochs", "2"])):
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, "-m", "anybatch", "train", name, "--out", f"{folder}/run", *options]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
-            wanted = ("done", "metrics")
+            wanted = ("done", "metrics", "memory")
             lines = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith(wanted)]
         yield f"anybatch train {name}", "; ".join(" ".join(line.split()) for line in lines)
 
 
-def search() -> Iterator[tuple[str, str]]:
+def search(device: str) -> Iterator[tuple[str, str]]:
     """Let "auto" find a micro-batch size for a model whose whole batch does not fit, and step with it."""
+    if device == "cpu":
+        yield "micro_batch_size='auto'", "left out: on a CPU it is the whole share"
+        return
     free, _ = torch.cuda.mem_get_info()
     width = 8192
     model = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(width, width), nn.GELU())])
@@ -190,26 +361,35 @@ def search() -> Iterator[tuple[str, str]]:
 
 def main() -> int:
     """Run every check, print the table, and write it to a file if asked."""
-    out = report.parser(__doc__).parse_args().out
-    if not torch.cuda.is_available():
-        print("no CUDA device: nothing was run")
+    options = report.parser(__doc__)
+    options.add_argument("--device", default="cuda:0", choices=("cuda:0", "cpu"), help="cpu: what can be run there")
+    given = options.parse_args()
+    if given.device != "cpu" and not torch.cuda.is_available():
+        print("no CUDA device: nothing was run (--device cpu runs what a CPU can run)")
         return 1
     lines = ["| check | result |", "|---|---|"]
-    checks: tuple[Callable[[], Iterator[tuple[str, str]]], ...] = (
+    checks: tuple[Callable[[str], Iterator[tuple[str, str]]], ...] = (
         exactness,
+        joint_losses,
+        norms,
+        per_sample,
         precision,
         overlap,
+        memory,
         search,
         recipes,
     )
     failed = 0
     for check in checks:
         try:
-            lines += [f"| {name} | {result} |" for name, result in check()]
+            for name, result in check(given.device):  # what came before a failure stays
+                lines.append(f"| {name} | {result} |")
         except Exception as error:  # noqa: BLE001 (the other checks should still be run, and this one reported)
             failed += 1
             lines.append(f"| {check.__name__} | FAILED: {type(error).__name__}: {str(error).splitlines()[0]} |")
-    report.publish(lines, title="What needs a GPU", command="python benchmarks/on_a_gpu.py", setting="one GPU", out=out)
+    report.publish(
+        lines, title="What needs a GPU", command="python benchmarks/on_a_gpu.py", setting="one GPU", out=given.out
+    )
     return 1 if failed else 0
 
 
