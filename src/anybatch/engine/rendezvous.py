@@ -1,10 +1,11 @@
 """The executor of exact normalisation: micro-batches take turns, meet in every BatchNorm, and share one backward."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from anybatch.core.composition import Feature, refusal
 from anybatch.core.nested import Batch
@@ -143,15 +144,19 @@ def _hooks(store: HostStore | None) -> AbstractContextManager[object]:
 
 
 class _ThisThread:
-    """What torch keeps per thread, as it is here: gradient mode, and on CUDA device and stream."""
+    """What torch keeps per thread, as it is here: gradient mode, modes that see operations, on CUDA the stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._gradients = torch.is_grad_enabled()
+        self._modes = _get_current_dispatch_mode_stack()
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Have the same in another thread."""
         stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-        with torch.set_grad_enabled(self._gradients), stream:
-            yield
+        with ExitStack() as stack:
+            for mode in self._modes:
+                stack.enter_context(mode)
+            with torch.set_grad_enabled(self._gradients), stream:
+                yield

@@ -1,7 +1,7 @@
 """Running out of memory on purpose, on any machine: budgets that are enforced, and faults at a chosen allocation.
 
 Both see memory as `anybatch.memory.ledger` does: what operations of torch return. What a kernel takes for itself is
-seen by neither, nor is what other threads allocate. Nothing is changed, and nothing costs, outside of the contexts.
+seen by neither, nor is what threads of others allocate. Nothing is changed, and nothing costs, outside of the contexts.
 """
 
 from collections.abc import Iterator, Mapping
@@ -84,7 +84,8 @@ def memory_budget(num_bytes: int, *holders: Holder) -> Iterator[MemoryBudget]:
     ```
 
     The error comes out of the operation, in forward, backward or update, with sizes in its message, as a device's
-    allocator raises it. Only this thread's operations are seen, and those that autograd runs for it.
+    allocator raises it. Only this thread's operations are seen, those that autograd runs for it, and those of the
+    engine's own threads.
 
     Args:
         num_bytes: the budget.
