@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from anybatch.core.memory_model import Phase
 
-_LOOKS_FOR_OVERFLOW = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default  # noqa: SLF001 (its only name)
+_LOOKS_FOR_OVERFLOW = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 _READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)  # noqa: SLF001 (its only name)
 
 
