@@ -36,8 +36,9 @@ class Closing:
     ) -> None:
         self._world = world
         self._numbers = numbers
+        self._own = [*flags, gives_up]
         self._num_together = len(numbers) if numbers.device.type == "cpu" else 0
-        told = torch.tensor([*flags, gives_up], dtype=torch.float64)
+        told = torch.tensor(self._own, dtype=torch.float64)
         self._message = torch.cat([numbers.double(), told]) if self._num_together else told
         self._works: list[dist.Work | None] = []
 
@@ -57,13 +58,17 @@ class Closing:
             if work is not None:
                 work.wait()
         numbers = self._message[: self._num_together] if self._num_together else self._numbers
-        *flags, given_up = (flag > 0 for flag in self._message[self._num_together :].tolist())
+        if self._works[0] is None:  # the other ranks are imagined, and the message may hold no data
+            *flags, given_up = self._own
+        else:
+            *flags, given_up = (flag > 0 for flag in self._message[self._num_together :].tolist())
         if given_up:
             raise AbandonedError
         return numbers, flags
 
     def again(self) -> None:
         """Make it what it was for a rank that gives up: nothing used, nothing to report. Allocates nothing."""
+        self._own[:] = [False] * (len(self._own) - 1) + [True]
         self._message.zero_()
         self._message[-1:].fill_(1.0)
         self._numbers.zero_()

@@ -2,11 +2,12 @@
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from anybatch.core.caching_allocator import largest_that_fits, replay
-from anybatch.core.cost_model import CostLine, fit_costs
+from anybatch.core.cost_model import CostLine, CostTrace, fit_costs
 from anybatch.core.memory_model import (
     MemoryEnvelope,
     Peak,
@@ -196,8 +197,7 @@ def find_envelopes(task: Task, usable_bytes: int, *, most_samples: int | None = 
         _refuse_dependence(ready, traces[TRACED[0]])
         notes.append("the step reads numbers from tensors; what it holds was seen not to depend on them")
     try:
-        low, high = TRACED
-        costs = fit_costs(recorders[low].trace(), low, recorders[high].trace(), high)
+        costs = [recorders[m].trace() for m in TRACED]
         return _checked(ready, traces, costs, usable_bytes, most_samples=most_samples, notes=tuple(notes))
     except CannotPlanError:
         raise
@@ -209,7 +209,7 @@ def find_envelopes(task: Task, usable_bytes: int, *, most_samples: int | None = 
 def _checked(
     task: Task,
     traces: dict[int, StepTrace],
-    costs: CostLine,
+    costs: Sequence[CostTrace],
     usable_bytes: int,
     *,
     most_samples: int | None,
@@ -218,8 +218,9 @@ def _checked(
     low, high = TRACED
     steady = fit(traces[low].steady, low, traces[high].steady, high)
     first = fit(traces[low].first, low, traces[high].first, high)
+    line = fit_costs(costs[0], low, costs[1], high)
     found = Envelopes(
-        steady=steady, first=first, verdict="exact", checked_at=0, profile=task.profile, costs=costs, notes=notes
+        steady=steady, first=first, verdict="exact", checked_at=0, profile=task.profile, costs=line, notes=notes
     )
     for _ in range(3):  # affine, quadratic, and once more at what the quadratic says
         size = _further(_smaller(found.largest(usable_bytes), most_samples, joint_limit(task)), found.steady.traced)
