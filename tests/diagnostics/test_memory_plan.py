@@ -1,6 +1,7 @@
 """Memory planned on tensors without data: against what the real engine's tensors hold, and what is refused."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -80,7 +81,7 @@ def small(profile: Profile = "cpu", **options: Any) -> Task:
     return Task(**{**defaults, "sample": numbers(1), "profile": profile, "rng": None, **options})
 
 
-CASES = {
+CASES: dict[str, tuple[Task, Callable[[int], Batch]]] = {
     "words": (
         small(model=Words, loss=ab.mean_over_tokens(of_words, labels="x", shift=False), clip=1.0),
         lambda count: {"x": torch.randint(40, (count, 12))},
@@ -167,6 +168,16 @@ def test_categories_are_what_things_are() -> None:
     assert found["inputs"] == NUM_MICRO_BATCHES * 1000 * 16 * 4
     assert envelope.at_peak(1000).phase == "backward"
     assert envelope.at_peak(1).phase == "update"
+
+
+def test_an_update_in_fp16_is_planned() -> None:
+    """The scaler reads whether gradients have overflowed; the plan is that of a step in which they have not."""
+    weights = sum(parameter.nbytes for parameter in perceptron().parameters())
+
+    step = trace_step(small(precision="fp16"), 2)
+
+    assert any(one.phase == "update" and one.num_bytes >= 64 * 16 * 4 for one in step.steady.allocations)
+    assert sum(one.num_bytes for one in step.steady.allocations if one.category == "optimizer") > 2 * weights
 
 
 def test_tracing_leaves_everything_as_it_was() -> None:
@@ -330,3 +341,5 @@ def test_what_is_read_and_changes_nothing_is_planned() -> None:
 
     assert plan.micro_batch_size > 0
     assert "reads numbers" in plan.envelopes.notes[0]
+    task, batch = CASES["words"]  # whose targets the engine itself counts
+    assert trace_step(dataclasses.replace(task, sample=batch(1)), 2).numbers_read == 0

@@ -57,7 +57,7 @@ def test_every_operation_of_autocast_on_cuda_has_a_policy() -> None:
         (lambda x: (x @ x).sum(), torch.bfloat16, torch.float32),
         (lambda x: (x @ x).sum(dtype=torch.bfloat16), torch.bfloat16, torch.bfloat16),
         (lambda x: (x @ x).exp(), torch.bfloat16, torch.float32),
-        (lambda x: torch.norm(x @ x, dim=1), torch.bfloat16, torch.float32),
+        (lambda x: torch.ops.aten.norm.ScalarOpt_dim(x @ x, 2, [1]), torch.bfloat16, torch.float32),
         (lambda x: torch.dot((x @ x)[0], x[0]), None, torch.float32),
         (lambda x: torch.mv(x, x[0]), torch.float32, torch.bfloat16),
         (lambda x: functional.rms_norm(x @ x, (4,)), torch.bfloat16, torch.float32),

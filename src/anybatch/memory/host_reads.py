@@ -10,11 +10,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from anybatch.core.memory_model import Phase
 
+_LOOKS_FOR_OVERFLOW = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 _READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)  # noqa: SLF001 (its only name)
 
 
 class HostReads(TorchDispatchMode):
     """Answers `.item()`, `if tensor:` and `torch.equal` on tensors without data, which refuse that by themselves.
+
+    Whether fp16 gradients have overflowed is answered with no, since no update would follow otherwise.
 
     What follows from an answer may be another program than with data. Whoever needs to know runs it a second time with
     the other answers and compares.
@@ -34,6 +37,7 @@ class HostReads(TorchDispatchMode):
         self.truths: Counter[Phase] = Counter()
         self._phase = phase
         self._other = other
+        self._overflows: list[torch.Tensor] = []
 
     def __torch_dispatch__(
         self,
@@ -44,12 +48,16 @@ class HostReads(TorchDispatchMode):
     ) -> Any:  # noqa: ANN401 (whatever the operation returns)
         """Run an operation; answer it if it reads a number that nobody knows."""
         del types
+        if func is _LOOKS_FOR_OVERFLOW:
+            self._overflows.append(args[1])
         if func not in _READS:
             return func(*args, **(kwargs or {}))
         try:
             return func(*args, **(kwargs or {}))  # a number that the program itself has written is known
         except DataDependentOutputException:
             pass
+        if any(args[0] is overflow for overflow in self._overflows):
+            return 0.0
         if func is not _READS[0] or args[0].dtype is torch.bool:
             self.truths[self._phase()] += 1
             return self._other
