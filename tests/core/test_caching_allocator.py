@@ -124,6 +124,17 @@ def test_a_hole_is_what_runs_out() -> None:
     assert replay(inside, (*sizes, 72 * MIB), limit_bytes=100 * MIB, expandable=True).fits
 
 
+def test_what_can_still_grow_is_used_last() -> None:
+    """In an expandable segment the last free block, though the smallest, waits for what needs it to grow."""
+    events = (1, 2, 3, -1, 4, 5)
+    sizes = (16 * MIB, 4 * MIB, 8 * MIB, 8 * MIB, 16 * MIB)
+
+    assert replay(events[:4], sizes, expandable=True).peak_reserved_bytes == 40 * MIB
+    # 8 MiB go into the hole of 16, not into the 12 at the end; so 16 more need a third page of 20.
+    assert replay(events, sizes, expandable=True).peak_reserved_bytes == 60 * MIB
+    assert replay(events, sizes).peak_reserved_bytes == (16 + 20) * MIB
+
+
 def test_streams_share_nothing() -> None:
     """What one stream has let go is not there for another, until the device has no more and it is handed back."""
     events, sizes = (1, -1, 2), (30 * MIB, 30 * MIB)

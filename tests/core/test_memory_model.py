@@ -59,9 +59,16 @@ def test_peak_is_taken_apart(program: Program, m: int) -> None:
     assert {name: int(part[peak.event_index]) for name, part in timeline.by_category.items()} == peak.by_category
 
 
-@given(program=programs(st.integers(0, 3)), budget=st.integers(0, 200_000), quadratic=st.booleans())
-def test_largest_is_found_by_trying(program: Program, budget: int, quadratic: bool) -> None:
+@given(
+    program=programs(st.integers(0, 3)),
+    budget=st.integers(0, 200_000),
+    just_fits=st.none() | st.integers(1, 99),
+    quadratic=st.booleans(),
+)
+def test_largest_is_found_by_trying(program: Program, budget: int, just_fits: int | None, quadratic: bool) -> None:
     """The largest size is the one that trying one size after the other ends with; None if all sizes fit."""
+    if just_fits is not None:
+        budget = trace_of(program, just_fits).peak_bytes
     if not quadratic:
         program = [((a, b, 0), lifetime) for (a, b, _), lifetime in program]
     envelope = fit_quadratic([(trace_of(program, m), m) for m in (2, 3, 5)]) if quadratic else envelope_of(program)

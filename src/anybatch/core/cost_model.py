@@ -147,6 +147,7 @@ UNMEASURED_HOST_SECONDS = 8e-6
 """Python, dispatcher and autograd take that long per operation on the host of an accelerator."""
 _NUM_NEIGHBOURS = 4
 _SAME_SHAPE = 0.05
+_FOUR_OF_FIVE = 4
 
 
 def rates_of(device: Device, *, tf32: bool = False) -> Rates:
@@ -169,24 +170,27 @@ def rates_of(device: Device, *, tf32: bool = False) -> Rates:
     )
 
 
-def calibrated(rates: Rates, measured: Sequence[tuple[Operation, float]]) -> Rates:
-    """Return rates that are corrected by measured operations, each given with its seconds.
+def calibrated(rates: Rates, measured: Sequence[Sequence[tuple[Operation, float]]]) -> Rates:
+    """Return rates that are corrected by measured operations, each given with its seconds, program by program.
 
-    The band is what leaving out each sample in turn and predicting it from the others is off by, as a standard
-    deviation. A step is a sum over operations, whose errors cancel in part: the band of its time errs to the wide
-    side.
+    The band is what the programs say of it themselves: each is left out in turn and predicted from the others, and
+    four of five are off by less.
     """
-    samples = tuple(
-        Sample(one.name, one.kind, one.stored_as, one.features, seconds / rates.roofline_seconds(one))
-        for one, seconds in measured
-    )
-    errors = [
-        math.log(sample.ratio / corrected)
-        for number, sample in enumerate(samples)
-        if (corrected := _correction(samples[:number] + samples[number + 1 :], sample)) is not None
+    samples = [
+        [
+            Sample(one.name, one.kind, one.stored_as, one.features, taken / rates.roofline_seconds(one))
+            for one, taken in program
+        ]
+        for program in measured
     ]
-    spread = math.exp(math.sqrt(sum(error * error for error in errors) / max(1, len(errors))))
-    return replace(rates, samples=samples, band=(1 / spread, spread))
+    errors = []
+    for number, program in enumerate(measured):
+        others = tuple(sample for part in (*samples[:number], *samples[number + 1 :]) for sample in part)
+        if others and program:
+            predicted = operation_seconds([one for one, _ in program], replace(rates, samples=others, host_seconds={}))
+            errors.append(abs(math.log(predicted / sum(taken for _, taken in program))))
+    spread = math.exp(sorted(errors)[_FOUR_OF_FIVE * len(errors) // 5]) if errors else UNMEASURED_BAND[1]
+    return replace(rates, samples=tuple(sample for part in samples for sample in part), band=(1 / spread, spread))
 
 
 def operation_seconds(operations: Iterable[Operation], rates: Rates) -> float:

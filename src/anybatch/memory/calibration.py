@@ -1,4 +1,4 @@
-"""Measures how fast the device at hand is: small programs, operation by operation, in a second or three.
+"""Measures how fast the device at hand is: small programs, operation by operation, in a few seconds.
 
 The programs are layers as every network has them, at sizes of their own. Nothing of the user's is run.
 """
@@ -23,7 +23,7 @@ _NO_TASK = -1
 _NUM_SMALL_STEPS = 15
 _MANY_BYTES = 1 << 18
 _LEAST_SECONDS = 1e-7
-_LONG_SECONDS = 0.15  # what takes so long is measured once: it is less disturbed
+_LONG_SECONDS = 0.05  # what takes so long is measured once: it is less disturbed
 _COMPUTING: tuple[Phase, ...] = ("forward", "backward")
 
 
@@ -36,12 +36,13 @@ def measure_rates(name: str, clock: Clock, *, device: str = "cpu", num_rounds: i
         device: where to run, as torch calls it.
         num_rounds: how often each program is measured, after one round that is not; medians are taken.
     """
-    with torch.random.fork_rng(enabled=device == "cpu"):
+    with torch.random.fork_rng(enabled=device == "cpu"), torch.device(device):
         torch.manual_seed(0)
-        small = small_program(device)
+        small = small_program()
         watching = _seconds_of_watching(small, clock)
-        measured = [row for program in programs(device) for row in _measure(program, clock, num_rounds, watching)]
-        return _with_host_seconds(calibrated(_plain_rates(name, measured), measured), small, clock, watching)
+        measured = [_measure(make(), clock, num_rounds, watching) for make in programs()]
+        rates = calibrated(_plain_rates(name, [row for rows in measured for row in rows]), measured)
+        return _with_host_seconds(rates, small, clock, watching)
 
 
 def _plain_rates(name: str, measured: list[tuple[Operation, float]]) -> Rates:
@@ -67,13 +68,15 @@ def _high(values: Iterable[float]) -> float:
 
 
 class _Timing(TorchDispatchMode):
-    """Times each operation where it is run."""
+    """Times each operation where it is run, and notes what it is if asked to."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, *, notes: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.rows: list[tuple[Operation, float]] = []
+        self.operations: list[Operation] = []
+        self.seconds: list[float] = []
         self.phase: Phase | None = None
         self._clock = clock
+        self._notes = notes
 
     def __torch_dispatch__(
         self,
@@ -87,33 +90,32 @@ class _Timing(TorchDispatchMode):
         kwargs = kwargs or {}
         begin = self._clock()
         result = func(*args, **kwargs)
-        seconds = self._clock() - begin
-        is_forward = torch._C._current_graph_task_id() == _NO_TASK  # noqa: SLF001 (the ledger asks the same)
-        phase = self.phase or ("forward" if is_forward else "backward")
-        self.rows.append((operation_of(func, args, kwargs, result, phase=phase), seconds))
+        self.seconds.append(self._clock() - begin)
+        if self._notes:
+            is_forward = torch._C._current_graph_task_id() == _NO_TASK  # noqa: SLF001 (the ledger asks the same)
+            phase = self.phase or ("forward" if is_forward else "backward")
+            self.operations.append(operation_of(func, args, kwargs, result, phase=phase))
         return result
 
 
 def _measure(program: Program, clock: Clock, num_rounds: int, watching: float) -> list[tuple[Operation, float]]:
     """Return the operations of a program and the median seconds of each; those that are alike count once."""
-    begin = clock()
-    _timed(program, clock)
-    is_long = clock() - begin > _LONG_SECONDS
-    rounds = [_timed(program, clock) for _ in range(1 if is_long else num_rounds)]
+    operations = _noted(program)
+    rounds = [_timed(program, clock)]
+    if sum(rounds[0]) < _LONG_SECONDS:
+        rounds += [_timed(program, clock) for _ in range(num_rounds - 1)]
     alike: dict[tuple[object, ...], tuple[Operation, list[float]]] = {}
-    for row in zip(*rounds, strict=True):
-        one = row[0][0]
-        seconds = statistics.median(elapsed for _, elapsed in row)
-        alike.setdefault((one.name, one.features, one.stored_as), (one, []))[1].append(seconds)
+    for one, found in zip(operations, zip(*rounds, strict=True), strict=True):
+        alike.setdefault((one.name, one.features, one.stored_as), (one, []))[1].append(statistics.median(found))
     return [(one, max(_LEAST_SECONDS, statistics.median(found) - watching)) for one, found in alike.values()]
 
 
 def _seconds_of_watching(program: Program, clock: Clock) -> float:
     """Return what it costs to time an operation: how much longer those of a small program take one by one."""
-    _timed(program, clock)
-    rounds = [[row for row in _timed(program, clock) if row[0].phase in _COMPUTING] for _ in range(_NUM_SMALL_STEPS)]
-    watched = statistics.median(sum(seconds for _, seconds in rows) for rows in rounds)
-    return max(0.0, watched - statistics.median(_unwatched(program, clock)[0])) / len(rounds[0])
+    num_computing = sum(one.phase in _COMPUTING for one in _noted(program))
+    rounds = [_timed(program, clock)[:num_computing] for _ in range(_NUM_SMALL_STEPS)]
+    watched = statistics.median(map(sum, rounds))
+    return max(0.0, watched - statistics.median(_unwatched(program, clock)[0])) / num_computing
 
 
 def _unwatched(program: Program, clock: Clock) -> tuple[list[float], list[float]]:
@@ -132,7 +134,7 @@ def _unwatched(program: Program, clock: Clock) -> tuple[list[float], list[float]
 
 def _with_host_seconds(rates: Rates, program: Program, clock: Clock, watching: float) -> Rates:
     """Return the rates with what a small program takes beyond its operations, spread over them by phase."""
-    rows = _timed(program, clock)
+    rows = list(zip(_noted(program), _timed(program, clock), strict=True))
     phases: dict[Phase, float] = {}
     update: tuple[Phase, ...] = ("update",)
     for names, taken in zip((_COMPUTING, update), _unwatched(program, clock), strict=True):
@@ -142,12 +144,21 @@ def _with_host_seconds(rates: Rates, program: Program, clock: Clock, watching: f
     return replace(rates, host_seconds=phases)
 
 
-def _timed(program: Program, clock: Clock) -> list[tuple[Operation, float]]:
-    """Run a program once, and return its operations with the seconds of each."""
-    timing = _Timing(clock)
+def _noted(program: Program) -> list[Operation]:
+    """Run a program twice, and return the operations of the second step: the first makes what optimizers keep."""
+    _run(program, _Timing(lambda: 0.0, notes=False))
+    return _run(program, _Timing(lambda: 0.0, notes=True)).operations
+
+
+def _timed(program: Program, clock: Clock) -> list[float]:
+    """Run a program once, and return the seconds of each operation."""
+    return _run(program, _Timing(clock, notes=False)).seconds
+
+
+def _run(program: Program, timing: _Timing) -> _Timing:
     with timing:
         program.compute()
         timing.phase = "update"
         program.update()
         program.clear()
-    return timing.rows
+    return timing

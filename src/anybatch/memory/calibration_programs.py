@@ -1,7 +1,8 @@
 """Small programs to measure a device with: layers as networks have them, at sizes of their own."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +26,11 @@ _ATTENTIONS = ((3, 96, 192, 4), (2, 160, 320, 5), (8, 48, 96, 4), (40, 72, 96, 3
 """(sequences, length, width, heads)."""
 _HEADS = ((60, 96, 700), (250, 160, 3000), (1500, 96, 900), (600, 200, 6000), (1300, 32, 9000))
 """(tokens, width, vocabulary)."""
-_POINTWISE = ((4, 1000), (64, 1000), (1000, 1000), (3000, 1000))
-"""Shapes for what is done number by number."""
-_LARGE = (10_000, 1000)
-"""So large that an allocator does not keep it: every new tensor of 40 MB is new memory."""
+_COLUMNS = 1000
+_POINTWISE_ROWS = (4, 64, 1000, 3000)
+"""What is done number by number is measured at these times a thousand numbers."""
+_LARGE_ROWS = 10_000
+"""So many that an allocator does not keep them: every new tensor of 40 MB is new memory."""
 _PARAMETERS = ((2, 64), (2, 3000), (16, 100_000), (3, 1_200_000))
 """(tensors, numbers in each) that are updated; so many that they do not stay in a cache, as those of a network."""
 
@@ -56,29 +58,27 @@ class Program:
             parameter.grad = None
 
 
-def programs(device: str) -> list[Program]:
-    """Return all of them, on a device."""
-    with torch.device(device):
-        return [
-            *(_of_module(_linear(*sizes[1:]), torch.randn(sizes[0], sizes[1])) for sizes in _LINEARS),
-            *(_of_module(_convolution(*sizes), _images(sizes)) for sizes in _CONVOLUTIONS),
-            *(_of_module(_Attention(width, heads), torch.randn(n, t, width)) for n, t, width, heads in _ATTENTIONS),
-            *(_head(*sizes) for sizes in _HEADS),
-            *(_of_module(_pointwise(), torch.randn(shape)) for shape in _POINTWISE),
-            _of_module(nn.Sequential(nn.GELU(), nn.ReLU()), torch.randn(_LARGE)),
-            _pairs(12, 60, 40),
-            _pairs(4, 200, 64),
-            *_updates(),
-        ]
+def programs() -> list[Callable[[], Program]]:
+    """Return what makes each of them, on whatever device is torch's default then."""
+    return [
+        *(partial(_linear, *sizes) for sizes in _LINEARS),
+        *(partial(_convolution, *sizes) for sizes in _CONVOLUTIONS),
+        *(partial(_attention, *sizes) for sizes in _ATTENTIONS),
+        *(partial(_head, *sizes) for sizes in _HEADS),
+        *(partial(_pointwise, rows) for rows in _POINTWISE_ROWS),
+        _large,
+        partial(_pairs, 12, 60, 40),
+        partial(_pairs, 4, 200, 64),
+        *(partial(_update, make, *sizes) for make in _OPTIMIZERS for sizes in _PARAMETERS),
+    ]
 
 
-def small_program(device: str) -> Program:
+def small_program() -> Program:
     """Return a program whose operations are so small that what takes time is starting them."""
-    with torch.device(device):
-        layers = [nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU()) for _ in range(8)]
-        model = nn.Sequential(*layers)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
-        return replace(_of_module(model, torch.randn(4, 16)), optimizer=optimizer)
+    layers = [nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU()) for _ in range(8)]
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
+    return replace(_of_module(model, torch.randn(4, 16)), optimizer=optimizer)
 
 
 def _of_module(module: nn.Module, x: Tensor) -> Program:
@@ -91,22 +91,16 @@ def _of_module(module: nn.Module, x: Tensor) -> Program:
     return Program(loss, (x, *module.parameters()))
 
 
-def _linear(inputs: int, outputs: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(inputs, outputs), nn.GELU(), nn.Linear(outputs, inputs, bias=False), nn.ReLU())
+def _linear(rows: int, inputs: int, outputs: int) -> Program:
+    there, back = nn.Linear(inputs, outputs), nn.Linear(outputs, inputs, bias=False)
+    return _of_module(nn.Sequential(there, nn.GELU(), back, nn.ReLU()), torch.randn(rows, inputs))
 
 
-def _convolution(images: int, inputs: int, outputs: int, kernel: int, stride: int, side: int, groups: int) -> nn.Module:  # noqa: PLR0917 (a row of the table)
-    del images, side
-    return nn.Sequential(
-        nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=kernel // 2, groups=groups, bias=groups > 1),
-        nn.BatchNorm2d(outputs),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-    )
-
-
-def _images(sizes: Sequence[int]) -> Tensor:
-    return torch.randn(sizes[0], sizes[1], sizes[5], sizes[5])
+def _convolution(*sizes: int) -> Program:
+    images, inputs, outputs, kernel, stride, side, groups = sizes
+    convolution = nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=kernel // 2, groups=groups, bias=groups > 1)
+    module = nn.Sequential(convolution, nn.BatchNorm2d(outputs), nn.ReLU(), nn.MaxPool2d(2))
+    return _of_module(module, torch.randn(images, inputs, side, side))
 
 
 class _Attention(nn.Module):
@@ -125,6 +119,10 @@ class _Attention(nn.Module):
         return out
 
 
+def _attention(num_sequences: int, length: int, width: int, num_heads: int) -> Program:
+    return _of_module(_Attention(width, num_heads), torch.randn(num_sequences, length, width))
+
+
 def _head(num_tokens: int, width: int, vocabulary: int) -> Program:
     table, head = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary, bias=False)
     tokens = torch.randint(0, vocabulary, (num_tokens,))
@@ -132,8 +130,14 @@ def _head(num_tokens: int, width: int, vocabulary: int) -> Program:
     return Program(lambda: functional.cross_entropy(both(tokens), tokens), tuple(both.parameters()))
 
 
-def _pointwise() -> nn.Module:
-    return nn.Sequential(nn.GELU(), nn.Tanh(), nn.SiLU(), nn.Sigmoid(), nn.Dropout(0.1), nn.LayerNorm(1000), nn.ReLU())
+def _pointwise(rows: int) -> Program:
+    smooth = (nn.GELU(), nn.Tanh(), nn.SiLU(), nn.Sigmoid())
+    module = nn.Sequential(*smooth, nn.Dropout(0.1), nn.LayerNorm(_COLUMNS), nn.ReLU())
+    return _of_module(module, torch.randn(rows, _COLUMNS))
+
+
+def _large() -> Program:
+    return _of_module(nn.Sequential(nn.GELU(), nn.ReLU()), torch.randn(_LARGE_ROWS, _COLUMNS))
 
 
 def _pairs(batch: int, length: int, width: int) -> Program:
@@ -146,16 +150,14 @@ def _pairs(batch: int, length: int, width: int) -> Program:
     return Program(loss, (x,))
 
 
-def _updates() -> list[Program]:
-    kinds: Sequence[Callable[[list[Tensor]], torch.optim.Optimizer]] = (
-        lambda tensors: torch.optim.AdamW(tensors, lr=_LEARNING_RATE, foreach=False),
-        lambda tensors: torch.optim.AdamW(tensors, lr=_LEARNING_RATE, foreach=True),
-        lambda tensors: torch.optim.AdamW(tensors, lr=_LEARNING_RATE, fused=True),
-        lambda tensors: torch.optim.SGD(tensors, lr=_LEARNING_RATE, momentum=0.9),
-    )
-    return [_of_tensors(make, *sizes) for make in kinds for sizes in _PARAMETERS]
+_OPTIMIZERS: tuple[Callable[[list[Tensor]], torch.optim.Optimizer], ...] = (
+    partial(torch.optim.AdamW, lr=_LEARNING_RATE, foreach=False),
+    partial(torch.optim.AdamW, lr=_LEARNING_RATE, foreach=True),
+    partial(torch.optim.AdamW, lr=_LEARNING_RATE, fused=True),
+    partial(torch.optim.SGD, lr=_LEARNING_RATE, momentum=0.9),
+)
 
 
-def _of_tensors(make: Callable[[list[Tensor]], torch.optim.Optimizer], num_tensors: int, num: int) -> Program:
+def _update(make: Callable[[list[Tensor]], torch.optim.Optimizer], num_tensors: int, num: int) -> Program:
     tensors = [torch.randn(num).requires_grad_() for _ in range(num_tensors)]
     return Program(lambda: torch.stack([one.sum() for one in tensors]).sum(), tuple(tensors), make(tensors))

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from anybatch.core.cost_model import CostTrace, Kind, Operation, StorageType
@@ -44,6 +43,8 @@ class OperationRecorder:
         phase: Phase,
     ) -> None:
         """Note an operation."""
+        if func.namespace == "prim":  # questions about a tensor, which only those without data ask
+            return
         if phase == "backward":
             self._after_backward = True
         elif phase == "forward" and self._after_backward:
@@ -109,8 +110,14 @@ def _num_tensors(args: tuple[Any, ...]) -> int:
 
 
 def _tensors(values: object) -> list[torch.Tensor]:
-    leaves = (values,) if isinstance(values, torch.Tensor) else tree_leaves(values)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    """Return the tensors among arguments or results, which hold lists of them at most."""
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if isinstance(values, list | tuple):
+        return [tensor for value in values for tensor in _tensors(value)]
+    if isinstance(values, Mapping):
+        return [tensor for value in values.values() for tensor in _tensors(value)]
+    return []
 
 
 def _changed(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:  # noqa: ANN401
