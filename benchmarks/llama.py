@@ -186,5 +186,10 @@ def loss(model: nn.Module, batch: Tokens) -> torch.Tensor:
 def task(shape: Shape, **how: Any) -> Task:  # noqa: ANN401 (fields of a task)
     """Return the training of a model of that shape."""
     sample = torch.zeros(1, shape.num_tokens, dtype=torch.long, device="meta")
-    chosen = {"optimizer": partial(AdamW, foreach=True), "loss": mean_over_samples(loss), "sample": (sample, sample)}
-    return Task(model=partial(Llama, shape), **chosen | how)
+    chosen = {
+        "model": partial(Llama, shape),
+        "optimizer": partial(AdamW, foreach=True),
+        "loss": mean_over_samples(loss),
+        "sample": (sample, sample),
+    }
+    return Task(**chosen | how)

@@ -1,6 +1,7 @@
 """A sharded step that is planned without ranks takes what real ranks take."""
 
 import itertools
+import sys
 import warnings
 from collections import Counter
 from dataclasses import replace
@@ -135,11 +136,13 @@ def test_buffers_for_sending_come_from_pools_of_their_own() -> None:
 
 
 def test_traces_do_not_depend_on_those_before() -> None:
-    """The same trace comes out again after another number of ranks, and no process group is left."""
+    """The same trace comes out again after another number of ranks; no process group is left, and no hook of it."""
+    hook = sys.excepthook
     first = trace_sharded(sharded_task(2), 3)
     assert trace_sharded(sharded_task(4), 3) != first
     assert trace_sharded(sharded_task(2), 3) == first
     assert not torch.distributed.is_initialized()
+    assert sys.excepthook is hook
 
 
 class Mixture(nn.Module):

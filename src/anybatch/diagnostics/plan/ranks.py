@@ -1,5 +1,6 @@
 """Other ranks, imagined: collectives return at once, and what is asked of other ranks they answer as this one would."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -29,8 +30,10 @@ def imagined_ranks(size: int) -> Iterator[World]:
     # Only these two modules of torch know the "fake" backend and what its collectives do to tensors without data.
     from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415
 
+    hook = sys.excepthook  # torch puts one of its own before it, and leaves it there: "[rank0]:" before each line
     dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
     try:
         yield World(rank=0, size=size)
     finally:
         dist.destroy_process_group()
+        sys.excepthook = hook
