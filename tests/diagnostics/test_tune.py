@@ -15,6 +15,8 @@ from anybatch.diagnostics.tuning import LoadingResult, SizeResult, default_sizes
 from anybatch.errors import BatchSizeError, UserError
 
 NUM_SAMPLES = 48
+AT_MOST = "loading is the bottleneck: of 98 samples/s at most"
+HERE = "of the time in the process that trains."
 
 
 class Clock:
@@ -150,7 +152,7 @@ def test_loading_in_the_process() -> None:
     assert report.loading[0].samples_per_second == pytest.approx(100.0)
     rate = report.rates[12]
     assert rate == pytest.approx(48 / 0.78)
-    assert f"loading takes {rate / (rate + 100):.0%} of the time in the process that trains" in report.loading_verdict
+    assert f"it takes {rate / (rate + 100):.0%} of the time in the process that trains" in report.loading_verdict
 
 
 def test_sizes_out_of_range() -> None:
@@ -206,19 +208,28 @@ def test_as_printed() -> None:
 @pytest.mark.parametrize(
     ("loaded", "said"),
     [
-        ([(0, 4000.0), (1, 3000.0)], "loading is no bottleneck: it takes 2% of the time"),
-        ([(0, 98.0), (1, 70.0), (2, 150.0)], "loading takes 50% of the time"),
-        ([(0, 98.0), (1, 70.0), (2, 150.0)], "with a core to spare 2 workers load faster than is trained"),
-        ([(0, 98.0), (1, 300.0)], "1 worker loads faster than is trained: num_workers=1"),
-        ([(0, 60.0), (2, 80.0)], "it is the bottleneck: at most 80 samples/s arrive, and 98 could be trained"),
-        ([(2, 80.0)], "loading: it is the bottleneck"),
+        ([(0, 4000.0), (1, 3000.0)], f"loading is no bottleneck: it takes 2% {HERE}"),
+        (
+            [(0, 98.0), (1, 70.0), (2, 150.0)],
+            f"loading is no bottleneck with num_workers=2 and 2 cores to spare; without, it takes 50% {HERE}",
+        ),
+        ([(1, 97.0), (2, 300.0)], "loading is no bottleneck with num_workers=1 and a core to spare."),
+        (
+            [(0, 60.0), (2, 80.0)],
+            f"{AT_MOST} 80 are trained, with num_workers=2; it takes 62% {HERE}",
+        ),
+        ([(2, 80.0)], "loading is the bottleneck: of 98 samples/s at most 80 are trained, with num_workers=2."),
+        (
+            [(0, 300.0), (1, 60.0)],
+            f"{AT_MOST} 74 are trained, with num_workers=0; it takes 25% {HERE}",
+        ),
     ],
 )
 def test_what_is_said_of_loading(loaded: list[tuple[int, float]], said: str) -> None:
-    """A small part of a step is no bottleneck; else the fewest workers that are ahead are named; else it is one."""
+    """The number of workers with which most is trained is named, and whether loading still holds training up."""
     report = report_of(*loaded)
 
-    assert said in report.loading_verdict
+    assert said == report.loading_verdict
     assert report.loading_verdict in str(report)
 
 

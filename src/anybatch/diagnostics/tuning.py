@@ -7,8 +7,6 @@ from anybatch.core.size_choice import NEAR_BEST, smallest_of_the_fastest
 
 _UNNOTICED = 0.05
 """The part of a step that loading may take before it is worth a worker."""
-_AHEAD = 1.1
-"""How much faster than training workers should load, so that they are ahead of it."""
 _MEBIBYTE = 2**20
 
 
@@ -74,24 +72,38 @@ class TuneReport:
         return smallest_of_the_fastest({size: self.num_samples / rate for size, rate in self.rates.items()})
 
     @property
+    def rates_with_loading(self) -> dict[int, float]:
+        """Return number of workers to the samples per second that can be trained, at the recommended size.
+
+        The process that trains loads in between; workers load meanwhile, each on a core of its own.
+        """
+        rate = self.rates[self.recommended]
+        return {
+            one.num_workers: min(rate, one.samples_per_second)
+            if one.num_workers
+            else rate * one.samples_per_second / (rate + one.samples_per_second)
+            for one in self.loading
+        }
+
+    @property
     def loading_verdict(self) -> str:
         """What loading does to training at the recommended size, in a sentence; empty if it was not measured."""
         if not self.loading:
             return ""
-        rate = self.rates[self.recommended]
-        by_workers = {one.num_workers: one.samples_per_second for one in self.loading}
-        ahead = [number for number, loaded in by_workers.items() if number and loaded >= _AHEAD * rate]
-        said = "loading: "
-        if 0 in by_workers:
-            part = rate / (rate + by_workers[0])
-            if part <= _UNNOTICED:
-                return f"loading is no bottleneck: it takes {part:.0%} of the time in the process that trains."
-            said = f"loading takes {part:.0%} of the time in the process that trains; "
-        if ahead:
-            workers = f"{ahead[0]} worker{'s load' if ahead[0] > 1 else ' loads'}"
-            return f"{said}with a core to spare {workers} faster than is trained: num_workers={ahead[0]}."
-        most = max(by_workers.values())
-        return f"{said}it is the bottleneck: at most {most:,.0f} samples/s arrive, and {rate:,.0f} could be trained."
+        rate, found = self.rates[self.recommended], self.rates_with_loading
+        best = smallest_of_the_fastest({number: 1.0 / value for number, value in found.items()})
+        here = f"{1.0 - found[0] / rate:.0%} of the time in the process that trains" if 0 in found else ""
+        if found[best] < (1.0 - _UNNOTICED) * rate:
+            lost = f"; it takes {here}" if here else ""
+            return (
+                f"loading is the bottleneck: of {rate:,.0f} samples/s at most {found[best]:,.0f} are trained, "
+                f"with num_workers={best}{lost}."
+            )
+        if not best:
+            return f"loading is no bottleneck: it takes {here}."
+        without = f"; without, it takes {here}" if here else ""
+        cores = "a core" if best == 1 else f"{best} cores"
+        return f"loading is no bottleneck with num_workers={best} and {cores} to spare{without}."
 
     def __str__(self) -> str:
         """Return the tables and the verdict."""
