@@ -208,7 +208,7 @@ class Engine:
             differed=prepared.differed,
             remarks=remarks(features),
         )
-        self.decisions |= self._norms.decisions
+        self.decisions |= self._norms.decisions | self._recovery.decisions
         self._strategy.clear_gradients()
 
     def step(self, batch: Any) -> StepReport:  # noqa: ANN401 (any nested batch)
