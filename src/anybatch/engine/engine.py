@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch.optim import Optimizer
@@ -41,6 +41,7 @@ from anybatch.engine.sizing import Sizing
 from anybatch.engine.state import (
     Parts,
     Progress,
+    Scheduler,
     collect_state,
     load_on_all_ranks,
     restore_state,
@@ -53,14 +54,6 @@ from anybatch.errors import UserError
 from anybatch.norms import Policy, PolicyName
 from anybatch.parallel.strategy import Strategy
 from anybatch.parallel.world import World
-
-
-class Scheduler(Protocol):
-    """Anything with the `step` of a torch learning-rate scheduler; stepped once per optimizer step."""
-
-    def step(self) -> None:
-        """Set the next step's learning rates."""
-        ...
 
 
 class Engine:
