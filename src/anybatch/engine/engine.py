@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch.optim import Optimizer
@@ -42,6 +42,7 @@ from anybatch.engine.sizing import MicroBatchSize, Sizing, Trying
 from anybatch.engine.state import (
     Parts,
     Progress,
+    Scheduler,
     collect_state,
     load_on_all_ranks,
     restore_state,
@@ -54,14 +55,6 @@ from anybatch.errors import UserError
 from anybatch.norms import Policy, PolicyName
 from anybatch.parallel.strategy import Strategy
 from anybatch.parallel.world import World
-
-
-class Scheduler(Protocol):
-    """Anything with the `step` of a torch learning-rate scheduler; stepped once per optimizer step."""
-
-    def step(self) -> None:
-        """Set the next step's learning rates."""
-        ...
 
 
 class Engine:
@@ -212,7 +205,7 @@ class Engine:
             differed=prepared.differed,
             remarks=remarks(features),
         )
-        self.decisions |= self._norms.decisions
+        self.decisions |= self._norms.decisions | self._recovery.decisions
         self._strategy.clear_gradients()
 
     def step(self, batch: Any) -> StepReport:  # noqa: ANN401 (any nested batch)

@@ -89,6 +89,8 @@ class Recovery(Generic[T]):
         self._clear = clear
         self._cannot = cannot
         self._step = 0
+        said = f"a step that runs out of memory ends the run, because {cannot}"
+        self.decisions = {} if cannot is None else {"out_of_memory": said}
         # Around clipping, where nothing depends on the cut any more, and the update, which cannot be taken back.
         self.clipping = _TooLate(functools.partial(self._explain, "clip"))
         self.updating = _TooLate(functools.partial(self._explain, "update"))

@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -17,6 +17,14 @@ from anybatch.engine.averaging import WeightAverage
 from anybatch.engine.precision import LossScaler, Target
 from anybatch.errors import CheckpointError
 from anybatch.parallel.world import World
+
+
+class Scheduler(Protocol):
+    """Anything with the `step` of a torch learning-rate scheduler; stepped once per optimizer step."""
+
+    def step(self) -> None:
+        """Set the next step's learning rates."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 from anybatch.core.learning_rate import Rule
 from anybatch.core.loss import Loss, LossFunction
 from anybatch.engine.clipping import ClipArgument, clip_policy
-from anybatch.engine.engine import Scheduler
 from anybatch.engine.evaluation import MetricFunction
 from anybatch.engine.modules import Model
 from anybatch.engine.randomness import Rng
+from anybatch.engine.state import Scheduler
 from anybatch.errors import BatchSizeError, DataError, LossError, ParameterError, UserError
 from anybatch.norms import Policy, PolicyName
 
