@@ -42,7 +42,7 @@ class Envelopes:
         steady: every step but the first.
         first: the first step.
         verdict: "exact" if a further trace was as predicted; "quadratic" if sizes had to be fitted as quadratics.
-        checked_at: the micro-batch size of that trace.
+        checked_at: the micro-batch size of that trace; the larger of the first two if nothing fits.
         profile: whose allocations these are.
         costs: what the operations of the step cost, at any micro-batch size.
         notes: what the user should know of how this was found.
@@ -222,6 +222,9 @@ def _checked(
     found = Envelopes(
         steady=steady, first=first, verdict="exact", checked_at=0, profile=task.profile, costs=line, notes=notes
     )
+    if found.steady.peak_bytes(1) > usable_bytes:
+        # Nothing fits, and a further trace of what is likely to be large would say how much more exactly.
+        return dataclasses.replace(found, checked_at=high)
     for _ in range(3):  # affine, quadratic, and once more at what the quadratic says
         size = _further(_smaller(found.largest(usable_bytes), most_samples, joint_limit(task)), found.steady.traced)
         traces[size] = trace_step(task, size)

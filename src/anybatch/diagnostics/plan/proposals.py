@@ -148,12 +148,24 @@ def _dealt(task: Task, envelopes: Envelopes, setting: Setting, *, fits: bool) ->
             found.append(_zero1(task, envelopes, setting))
             found.append(_fsdp(task, setting))
         if not fits and not any(one.fits for one in found):
-            smallest = smallest_world(task, max(1, setting.budget.usable_bytes)).world_size
-            if smallest is not None and smallest != task.world_size:
-                found.append(_fsdp(dataclasses.replace(task, world_size=smallest), setting))
+            found += _smallest_world(task, setting)
     except UserError:  # a model, a loss or an optimizer that cannot be dealt
         pass
     return found
+
+
+def _smallest_world(task: Task, setting: Setting) -> list[Fit]:
+    """Return what fits with FSDP over the fewest devices, its blocks checkpointed where it has blocks."""
+    checkpointed = next((one for one in possible_changes(task) if one.name == "checkpointing"), None)
+    task = task if checkpointed is None else checkpointed.task
+    smallest = smallest_world(task, max(1, setting.budget.usable_bytes)).world_size
+    if smallest is None:
+        return []
+    fit = _fsdp(dataclasses.replace(task, world_size=smallest), setting)
+    if checkpointed is None:
+        return [fit]
+    how = f"{fit.how}; {checkpointed.how}"
+    return [dataclasses.replace(fit, name=f"{fit.name}, checkpointing", how=how)]
 
 
 def _zero1(task: Task, envelopes: Envelopes, setting: Setting) -> Fit:

@@ -95,7 +95,7 @@ def _nothing_fits(plan: "Plan") -> list[str]:
     alone = [(size, name) for name, size in fit.peak.by_category.items() if size > usable]
     if alone:
         size, name = max(alone)
-        term = f"the {name} alone take {in_bytes(size)}"
+        term = f"the {name} alone {'takes' if name == 'optimizer' else 'take'} {in_bytes(size)}"
     else:
         largest = sorted(((size, name) for name, size in fit.peak.by_category.items()), reverse=True)[:3]
         term = "no part alone is too large; " + ", ".join(f"{name} {in_bytes(size)}" for size, name in largest)
@@ -143,6 +143,8 @@ def _row(name: str, fit: Fit, budget: Budget) -> tuple[str, str, str, str, str]:
 
 
 def _made(plan: "Plan") -> str:
+    if not plan.as_it_is.fits:
+        return f"planned in {plan.seconds:.1f} s without the device"
     sure = "each allocation follows its line" if plan.exact else "allocations follow lines and quadratics"
     return f"planned in {plan.seconds:.1f} s without the device; {sure}, seen at a third size"
 
