@@ -456,18 +456,21 @@ def test_search_for_a_size() -> None:
         asked.append(len(views.one))
         return clip(model, views)
 
-    with engine_of(JointCase(model=lambda: Counted(nn.Identity), encode=both, loss=lambda: loss)) as engine:
+    case = JointCase(model=lambda: Counted(nn.Identity), encode=both, loss=lambda: loss)
+    with engine_of(case, micro_batch_size=29) as engine:
+        engine.step(InMemory(pairs()))
+        wanted = list(all_modules(engine.model, None).state_dict().values())
+    asked.clear()
+    with engine_of(case) as engine:
         engine._sizing.may_run_out = True  # noqa: SLF001 (as on an accelerator)
-        modules = engine._modules  # noqa: SLF001
-        before = [tensor.clone() for tensor in modules.state_dict().values()]
-        engine.gradients(InMemory(pairs()))
-        after = list(modules.state_dict().values())
+        engine.step(InMemory(pairs()))
+        found = list(all_modules(engine.model, None).state_dict().values())
         words = engine.decisions["micro_batch_size"]
 
     assert words == "29, by a doubling search on cpu"
     assert len(asked) > 2
     assert set(asked) == {29}
-    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
 WRONG: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[str, ...]]] = {
