@@ -11,6 +11,7 @@ import pytest
 from anybatch.cli import foreign_words, init
 from anybatch.cli.foreign_words import FOREIGN_WORDS, OWN_WORDS, explain_unknown
 from anybatch.cli.main import VERBS, main
+from anybatch.cli.plan import make_parser as make_plan_parser
 from anybatch.cli.status import Status
 from anybatch.cli.task import Task, short_name
 from anybatch.cli.train import make_parser, read
@@ -70,10 +71,20 @@ def test_options_are_documented() -> None:
     """docs/command_line.md has every option of `train`, there are at most 13 of them, and none besides."""
     options = [action.option_strings[-1] for action in make_parser()._actions if action.option_strings]  # noqa: SLF001
     text = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8")
-    documented = re.findall(r"^\| `(--[a-z-]+)", text, flags=re.MULTILINE)
+    section = text.partition("\n## `anybatch train")[2].partition("\n## ")[0]
+    documented = re.findall(r"^\| `(--[a-z-]+)", section, flags=re.MULTILINE)
     assert documented == [f"--{word}" for word in OWN_WORDS]
     assert sorted(options) == sorted(["--help", *documented])
     assert len(documented) <= 13
+
+
+def test_options_of_plan_are_documented() -> None:
+    """docs/command_line.md has every option of `plan`, and none besides."""
+    options = [action.option_strings[-1] for action in make_plan_parser()._actions if action.option_strings]  # noqa: SLF001
+    text = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8")
+    section = text.partition("\n## `anybatch plan")[2].partition("\n## ")[0]
+    documented = re.findall(r"^\| `(--[a-z-]+)", section, flags=re.MULTILINE)
+    assert sorted(options) == sorted(["--help", *documented])
 
 
 def test_options_are_read() -> None:

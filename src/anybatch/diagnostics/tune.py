@@ -18,7 +18,7 @@ from anybatch.engine.engine import Engine
 from anybatch.engine.modules import Model
 from anybatch.engine.precision import OptimizerFunction, PrecisionName
 from anybatch.engine.randomness import Rng
-from anybatch.errors import BatchSizeError
+from anybatch.errors import BatchSizeError, MemoryExhaustedError
 from anybatch.memory.host import device_name
 from anybatch.memory.ledger import MemoryLedger
 from anybatch.norms import Policy, PolicyName
@@ -170,11 +170,11 @@ class _Steps:
             torch.cuda.reset_peak_memory_stats(self._device)
         try:
             with self._engine(size) as engine:
-                engine.step(self._batch)
+                too_large = engine.step(self._batch).too_large  # the engine went on with a smaller size
                 begun = self._now()
-                engine.step(self._batch)
-                taken = self._now() - begun
-        except torch.OutOfMemoryError:
+                too_large += engine.step(self._batch).too_large
+                taken = None if too_large else self._now() - begun
+        except (torch.OutOfMemoryError, MemoryExhaustedError):
             taken = None
         if self._device.type == "cuda":
             self.peaks[size] = torch.cuda.max_memory_allocated(self._device)

@@ -195,7 +195,7 @@ class Engine:
             resizing=self._resizing,
             watch=self._watch,
             holdings=holdings,
-            clear=self._forget_gradients,
+            clear=self._strategy.clear_gradients,
             cannot=why_not_anew(prepared, self._strategy.capabilities, self._norms, self.world),
         )
         self.decisions = first_decisions(
