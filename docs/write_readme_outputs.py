@@ -6,6 +6,7 @@ The commands run one after the other in one empty folder, with the `anybatch` of
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -23,7 +24,7 @@ def blocks(page: str) -> list[tuple[str, str]]:
 
 def printed_by(command: str, folder: Path) -> str:
     """Return what a command prints in a folder, to both of its outputs."""
-    program, *words = command.removesuffix("2>/dev/null").split()
+    program, *words = shlex.split(command.removesuffix("2>/dev/null"))
     assert program == "anybatch", f"{command!r} must begin with anybatch"
     done = subprocess.run(
         [sys.executable, "-m", "anybatch", *words],

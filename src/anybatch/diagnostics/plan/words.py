@@ -41,7 +41,7 @@ def _time(plan: "Plan", num_samples: int | None) -> list[str]:
     if seconds is None or not plan.as_it_is.fits:
         return []
     known = "measured rates" if seconds.is_calibrated else "uncalibrated: from the data sheet"
-    band = f"{in_seconds(seconds.least)} to {in_seconds(seconds.greatest)}"
+    band = f"{in_seconds(seconds.least)} and {in_seconds(seconds.greatest)}"
     rows = _rows(time=f"{in_seconds(seconds.total)} a step, between {band} ({known})")
     for world_size in sorted({1, 8, plan.batch.world_size}):
         other = plan.seconds_on(world_size)
