@@ -8,6 +8,7 @@ one trace and the replay.
 """
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -98,13 +99,14 @@ def main() -> None:
         in_this_process(sys.argv[1])
         return
     out = report.parser(__doc__).parse_args().out
+    load = f"{os.getloadavg()[0]:.1f} programs ran on {os.cpu_count()} cores before"
     head = "| model | seconds | of them on the CPU | aim | memory of the planner, GiB | what it says |"
     lines = [head, "|---|--:|--:|--:|--:|---|", *map(row, CASES)]
     report.publish(
         lines,
         title="Planning memory: how long it takes, and how much memory",
         command="python benchmarks/plan_speed.py",
-        setting="a fresh process for each plan, one thread; seconds include its start",
+        setting=f"a fresh process for each plan, one thread; seconds include its start; {load}",
         out=out,
     )
 
