@@ -44,6 +44,7 @@ def make_parser() -> Parser:
     add("--headroom", type=part, metavar="X", help="part of the memory to leave free (default: 0.15)")
     add("--samples", type=count, metavar="N", help="say what a run over so many samples takes, in hours and money")
     add("--no-proposals", action="store_true", help="do not plan what could be changed, which takes as long again")
+    add("--verify", action="store_true", help="run a step where the device is here, and print planned beside measured")
     add("--figure", type=Path, metavar="FILE", help="draw memory over the step: .png, .svg or .pdf")
     return parser
 

@@ -5,10 +5,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from anybatch.cli.status import Status
 from anybatch.diagnostics.plan.budget import UNMEASURED_HEADROOM
 from anybatch.diagnostics.plan.figure import draw_plan
+from anybatch.diagnostics.plan.verification import verify as verified
 from anybatch.diagnostics.plan.words import words_of
+from anybatch.errors import UserError
 from anybatch.memory.calibration import measure_rates
 from anybatch.recipes.planning import plan
 
@@ -20,6 +24,7 @@ def plan_subject(
     headroom: float | None,
     samples: int | None,
     no_proposals: bool,
+    verify: bool,
     figure: Path | None,
     **choices: Any,  # noqa: ANN401 (handed on)
 ) -> int:
@@ -31,6 +36,7 @@ def plan_subject(
         headroom: part of the device to leave free; None for the default.
         samples: of a whole run, to say what it takes.
         no_proposals: leave out what could be changed.
+        verify: run the planned step on this machine's accelerator, or on its CPU for a budget of one.
         figure: file for a picture.
         **choices: what else `plan` takes.
 
@@ -46,7 +52,25 @@ def plan_subject(
         **choices,
     )
     sys.stdout.write(f"{words_of(found, samples)}\n")
+    if verify and found.as_it_is.fits:
+        sys.stdout.write(f"{verified(found.task, found.as_it_is, _device_of(choices['device']))}\n")
     if figure is not None:
         draw_plan(found, figure)
         sys.stdout.write(f"wrote {figure}\n")
     return Status.DONE if found.as_it_is.fits else Status.OUT_OF_MEMORY
+
+
+def _device_of(budget: str) -> torch.device:
+    """Return where a plan for a budget is verified.
+
+    Raises:
+        UserError: it is not here.
+    """
+    if budget.startswith("cpu:"):
+        return torch.device("cpu")
+    if not torch.accelerator.is_available():
+        message = f"--verify runs a step on {budget}, and there is no accelerator here. Leave it out to plan only."
+        raise UserError(message)
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    return torch.device(kind.type, 0)

@@ -29,6 +29,7 @@ class Plan:
 
     Attributes:
         name: what is trained.
+        task: the step.
         num_parameters: of the model, frozen ones included.
         optimizer: its class.
         precision: number formats of forward and backward.
@@ -43,6 +44,7 @@ class Plan:
     """
 
     name: str
+    task: Task
     num_parameters: int
     optimizer: str
     precision: str
@@ -145,6 +147,7 @@ def make_plan(
     cut = Cut(micro_batch_size=as_it_is.micro_batch_size)
     return Plan(
         name=name,
+        task=task,
         num_parameters=sum(parameter.numel() for parameter in parameters),
         optimizer=type(optimizer if isinstance(optimizer, Optimizer) else optimizer(_one_parameter())).__name__,
         precision=task.precision,

@@ -1,0 +1,126 @@
+"""The largest micro-batch size: as planned, and as found by trying under an enforced budget.
+
+For six models and three budgets each, the plan says which size is the largest whose tensors fit; the true one is found
+by bisection, by the real engine in two steps of two micro-batches each under `anybatch.testing.memory_budget`. Budgets
+are multiples of what the real engine holds with micro-batches of 2. The whole effective batch is there from the
+beginning, as it is on a CPU.
+
+    python benchmarks/largest_micro_batch.py [--out benchmarks/results/NAME.md]
+"""
+
+import time
+import warnings
+from collections.abc import Callable
+
+import report
+import torch
+from memory_accuracy import CASES, Case
+
+import anybatch as ab
+from anybatch.diagnostics.plan.memory_plan import plan_memory
+from anybatch.errors import MemoryExhaustedError
+from anybatch.testing import memory_budget
+
+NAMES = (
+    "transformer S (2 x 128), 64 tokens, AdamW",
+    "transformer M, SGD",
+    "transformer M, checkpointing",
+    "Llama of transformers, tied, bf16",
+    "CNN with BatchNorm, AdamW",
+    "CNN without norms, AdamW",
+)
+MULTIPLES = (1.5, 2.5, 4.0)
+HEAD = "| model | budget, MiB | planned | true | tries | planned in, s | tried in, s |"
+
+
+def runs(case: Case, size: int, num_bytes: int) -> bool:
+    """Return whether two steps of two micro-batches of `size` stay within a budget."""
+    model = case.model()
+    batch = case.batch(2 * size)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            with memory_budget(num_bytes, model, *batch.values()):
+                engine = ab.Engine(
+                    model,
+                    case.optimizer,
+                    case.loss,
+                    micro_batch_size=size,
+                    clip=1.0,
+                    check_loss=False,
+                    world=ab.World(),
+                    **case.options,
+                )
+                too_large = [engine.step(batch).too_large for _ in range(2)]
+        except (torch.OutOfMemoryError, MemoryExhaustedError):
+            return False
+    return not any(too_large)
+
+
+def held(case: Case, size: int) -> int:
+    """Return what the real engine holds with micro-batches of `size`."""
+    low, high = 0, 1 << 34
+    model = case.model()
+    batch = case.batch(2 * size)
+    with memory_budget(high, model, *batch.values()) as budget:
+        engine = ab.Engine(
+            model,
+            case.optimizer,
+            case.loss,
+            micro_batch_size=size,
+            clip=1.0,
+            check_loss=False,
+            world=ab.World(),
+            **case.options,
+        )
+        for _ in range(2):
+            engine.step(batch)
+    return max(low, budget.peak_bytes)
+
+
+def largest(fits: Callable[[int], bool]) -> tuple[int, int]:
+    """Return the largest size that fits, and how many sizes were tried."""
+    num_tried, low, high = 0, 0, 1
+    while True:
+        num_tried += 1
+        if not fits(high):
+            break
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        num_tried += 1
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low, num_tried
+
+
+def main() -> None:
+    """Compare, and print the table."""
+    arguments = report.parser(__doc__).parse_args()
+    torch.set_num_threads(1)
+    lines = [HEAD, "|---|--:|--:|--:|--:|--:|--:|"]
+    for name in NAMES:
+        case = CASES[name]
+        base = held(case, 2)
+        for multiple in MULTIPLES:
+            num_bytes = int(base * multiple)
+            start = time.perf_counter()
+            planned = plan_memory(case.task(), num_bytes, headroom=0.0).micro_batch_size
+            planned_at = time.perf_counter()
+            true, num_tried = largest(lambda size, case=case, n=num_bytes: runs(case, size, n))  # type: ignore[misc]
+            tried_at = time.perf_counter()
+            lines.append(
+                f"| {name} | {num_bytes / 2**20:.1f} | {planned} | {true} | {num_tried} | "
+                f"{planned_at - start:.1f} | {tried_at - planned_at:.1f} |"
+            )
+            print(lines[-1], flush=True)
+    report.publish(
+        lines,
+        title="The largest micro-batch size, planned and tried",
+        command="python benchmarks/largest_micro_batch.py",
+        setting="one thread",
+        out=arguments.out,
+    )
+
+
+if __name__ == "__main__":
+    main()
