@@ -4,6 +4,7 @@ import dataclasses
 import re
 from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from anybatch.diagnostics.plan import proposals
 from anybatch.diagnostics.plan.blocks import Keeping, checkpoint_blocks, repeated_blocks
 from anybatch.diagnostics.plan.budget import budget_of
 from anybatch.diagnostics.plan.changes import possible_changes
+from anybatch.diagnostics.plan.figure import draw_plan
 from anybatch.diagnostics.plan.memory_plan import find_envelopes
 from anybatch.diagnostics.plan.plan import Plan, make_plan
 from anybatch.diagnostics.plan.proposals import Setting, fit_of, propose
@@ -284,3 +286,16 @@ def test_changes_that_cannot_be_planned_are_left_out(monkeypatch: pytest.MonkeyP
     assert [
         one.name for one in propose(task, envelopes, Setting(budget=budget, effective_batch_size=64), fits=True)
     ] == ["checkpointing"]
+
+
+def test_a_plan_is_drawn(tmp_path: Path) -> None:
+    """The picture of a plan names its micro-batches from 1, its device and its peak."""
+    pytest.importorskip("matplotlib", reason="needs the extra anybatch[plot]")
+    plan = planned(task_of_classes(), "600MiB", 64)
+
+    draw_plan(plan, tmp_path / "plan.svg")
+
+    text = (tmp_path / "plan.svg").read_text(encoding="utf-8")
+    for word in ("micro-batch 1", "micro-batch 2", "600 MiB", "peak"):
+        assert word in text
+    assert "micro-batch 0" not in text

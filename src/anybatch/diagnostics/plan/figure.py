@@ -1,5 +1,8 @@
 """A plan as a picture: memory over the course of the step that was planned."""
 
+import dataclasses
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from anybatch.core.memory_timeline import timeline
@@ -27,4 +30,16 @@ def draw_plan(plan: Plan, path: Path) -> None:
         limit_bytes=budget.total_bytes - beside,
         headroom=budget.headroom,
     )
-    draw_memory(timeline(fit.envelope.at(fit.micro_batch_size)), picture, path)
+    course = timeline(fit.envelope.at(fit.micro_batch_size))
+    draw_memory(dataclasses.replace(course, marks=_beginnings(course.marks)), picture, path)
+
+
+def _beginnings(marks: Sequence[tuple[int, str]]) -> tuple[tuple[int, str], ...]:
+    """Return where micro-batches, counted from 1, and the update begin."""
+    found = []
+    for place, name in marks:
+        if match := re.fullmatch(r"micro-batch (\d+) begins", name):
+            found.append((place, f"micro-batch {int(match[1]) + 1}"))
+        elif name == "update begins":
+            found.append((place, "update"))
+    return tuple(found)
