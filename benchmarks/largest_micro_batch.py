@@ -30,52 +30,36 @@ NAMES = (
     "CNN without norms, AdamW",
 )
 MULTIPLES = (1.5, 2.5, 4.0)
+ENDLESS = 1 << 40
 HEAD = "| model | budget, MiB | planned | true | tries | planned in, s | tried in, s |"
 
 
-def runs(case: Case, size: int, num_bytes: int) -> bool:
-    """Return whether two steps of two micro-batches of `size` stay within a budget."""
+def run(case: Case, size: int, num_bytes: int) -> tuple[int, bool]:
+    """Make two steps of two micro-batches under a budget; return the most that was held, and whether all of it fitted.
+
+    An engine that went on with a smaller size did not fit.
+    """
     model = case.model()
     batch = case.batch(2 * size)
-    with warnings.catch_warnings():
+    fitted = False
+    with warnings.catch_warnings(), memory_budget(num_bytes, model, *batch.values()) as budget:
         warnings.simplefilter("ignore")
         try:
-            with memory_budget(num_bytes, model, *batch.values()):
-                engine = ab.Engine(
-                    model,
-                    case.optimizer,
-                    case.loss,
-                    micro_batch_size=size,
-                    clip=1.0,
-                    check_loss=False,
-                    world=ab.World(),
-                    **case.options,
-                )
-                too_large = [engine.step(batch).too_large for _ in range(2)]
+            engine = ab.Engine(
+                model,
+                case.optimizer,
+                case.loss,
+                micro_batch_size=size,
+                clip=1.0,
+                check_loss=False,
+                world=ab.World(),
+                **case.options,
+            )
+            too_large = [engine.step(batch).too_large for _ in range(2)]
+            fitted = not any(too_large)
         except (torch.OutOfMemoryError, MemoryExhaustedError):
-            return False
-    return not any(too_large)
-
-
-def held(case: Case, size: int) -> int:
-    """Return what the real engine holds with micro-batches of `size`."""
-    low, high = 0, 1 << 34
-    model = case.model()
-    batch = case.batch(2 * size)
-    with memory_budget(high, model, *batch.values()) as budget:
-        engine = ab.Engine(
-            model,
-            case.optimizer,
-            case.loss,
-            micro_batch_size=size,
-            clip=1.0,
-            check_loss=False,
-            world=ab.World(),
-            **case.options,
-        )
-        for _ in range(2):
-            engine.step(batch)
-    return max(low, budget.peak_bytes)
+            pass
+    return budget.peak_bytes, fitted
 
 
 def largest(fits: Callable[[int], bool]) -> tuple[int, int]:
@@ -100,13 +84,13 @@ def main() -> None:
     lines = [HEAD, "|---|--:|--:|--:|--:|--:|--:|"]
     for name in NAMES:
         case = CASES[name]
-        base = held(case, 2)
+        base, _ = run(case, 2, ENDLESS)
         for multiple in MULTIPLES:
             num_bytes = int(base * multiple)
             start = time.perf_counter()
             planned = plan_memory(case.task(), num_bytes, headroom=0.0).micro_batch_size
             planned_at = time.perf_counter()
-            true, num_tried = largest(lambda size, case=case, n=num_bytes: runs(case, size, n))  # type: ignore[misc]
+            true, num_tried = largest(lambda size, case=case, n=num_bytes: run(case, size, n)[1])  # type: ignore[misc]
             tried_at = time.perf_counter()
             lines.append(
                 f"| {name} | {num_bytes / 2**20:.1f} | {planned} | {true} | {num_tried} | "

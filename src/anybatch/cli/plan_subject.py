@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from anybatch.cli.status import Status
-from anybatch.diagnostics.plan.budget import UNMEASURED_HEADROOM
+from anybatch.core.headroom import HEADROOM
 from anybatch.diagnostics.plan.figure import draw_plan
 from anybatch.diagnostics.plan.verification import verify as verified
 from anybatch.diagnostics.plan.words import words_of
@@ -46,7 +46,7 @@ def plan_subject(
     found = plan(
         what,
         world_size=ranks,
-        headroom=UNMEASURED_HEADROOM if headroom is None else headroom,
+        headroom=HEADROOM if headroom is None else headroom,
         proposals=not no_proposals,
         rates=measure_rates("this CPU", time.perf_counter) if choices["device"].startswith("cpu:") else None,
         **choices,

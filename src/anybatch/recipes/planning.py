@@ -6,9 +6,10 @@ from typing import cast
 from torch import nn
 
 from anybatch.core.cost_model import Rates
+from anybatch.core.headroom import HEADROOM
 from anybatch.core.loss import Loss, LossFunction
 from anybatch.core.nested import Batch
-from anybatch.diagnostics.plan.budget import UNMEASURED_HEADROOM, budget_of
+from anybatch.diagnostics.plan.budget import budget_of
 from anybatch.diagnostics.plan.plan import Plan, make_plan
 from anybatch.diagnostics.plan.task import Task
 from anybatch.engine.modules import Model
@@ -30,7 +31,7 @@ def plan(
     precision: PrecisionName = "fp32",
     sequence_length: int | None = None,
     strategy: str = "auto",
-    headroom: float = UNMEASURED_HEADROOM,
+    headroom: float = HEADROOM,
     rates: Rates | None = None,
     proposals: bool = True,
 ) -> Plan:

@@ -15,12 +15,25 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_leaves
 
 from anybatch.core.memory_model import Phase
-from anybatch.memory.ledger import MemoryLedger
+from anybatch.memory.ledger import MemoryLedger, Watcher
 
 Holder = nn.Module | Optimizer | torch.Tensor
 """Something that holds memory from before: parameters, buffers and gradients; an optimizer's state; a tensor."""
 
 _KIB, _MIB, _GIB = 2**10, 2**20, 2**30
+
+
+def _ledger(watcher: Watcher) -> MemoryLedger:
+    """Return a ledger that also books what operations are given: what is seen first as an argument was there."""
+
+    def book_arguments(
+        func: object, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object, phase: Phase
+    ) -> None:
+        del func, result, phase
+        ledger.hold("inputs", _tensors_in((args, kwargs)))
+
+    ledger = MemoryLedger(watcher=watcher, on_operation=book_arguments)
+    return ledger
 
 
 class MemoryBudget:
@@ -37,7 +50,7 @@ class MemoryBudget:
         self.num_bytes = num_bytes
         self.peak_bytes = 0
         self.num_refused = 0
-        self._ledger = MemoryLedger(watcher=self._watch, on_operation=self._book_arguments)
+        self._ledger = _ledger(self._watch)
 
     @property
     def held_bytes(self) -> int:
@@ -63,13 +76,6 @@ class MemoryBudget:
             f"{_in_words(before)} is held by tensors."
         )
         raise torch.OutOfMemoryError(message)
-
-    def _book_arguments(
-        self, func: object, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object, phase: Phase
-    ) -> None:
-        """Book what an operation was given before what it returns: what is seen first as an argument was there."""
-        del func, result, phase
-        self._ledger.hold("inputs", _tensors_in((args, kwargs)))
 
 
 @contextmanager
@@ -120,7 +126,7 @@ class Fault:
         self._phase = phase
         self._times = times
         self._since_last = 0
-        self._ledger = MemoryLedger(watcher=self._watch, on_operation=self._book_arguments)
+        self._ledger = _ledger(self._watch)
 
     def _watch(self, held_bytes: int, num_bytes: int, operation: str) -> None:
         del held_bytes
@@ -139,12 +145,6 @@ class Fault:
             f"{self._phase or 'any phase'}, in {operation}."
         )
         raise torch.OutOfMemoryError(message)
-
-    def _book_arguments(
-        self, func: object, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object, phase: Phase
-    ) -> None:
-        del func, result, phase
-        self._ledger.hold("inputs", _tensors_in((args, kwargs)))
 
     def _begin_update(self, *_: object) -> None:
         self._ledger.phase = "update"

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from anybatch.core.devices import Device, parse_budget
+from anybatch.core.headroom import HEADROOM
 from anybatch.errors import UserError
 from anybatch.events.quantities import in_bytes
 
@@ -13,10 +14,6 @@ COMMUNICATOR_BYTES: Final = 688 * 10**6
 """One NCCL communicator over more than two ranks, on A100s (NCCL issue 964). Both are outside of torch's allocator."""
 WORKSPACE_BYTES: Final = 32 * 2**20
 """cuBLAS's workspace on Hopper; 8.1 MiB before. It is inside, and held for good."""
-UNMEASURED_HEADROOM: Final = 0.15
-"""Kept free on a device on which nothing has been measured."""
-MEASURED_HEADROOM: Final = 0.10
-"""Kept free once a step has been measured on the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +45,7 @@ class Budget:
         return size if self.device is None else f"{self.device.name} ({size})"
 
 
-def budget_of(device: str | int, *, world_size: int = 1, headroom: float = UNMEASURED_HEADROOM) -> Budget:
+def budget_of(device: str | int, *, world_size: int = 1, headroom: float = HEADROOM) -> Budget:
     """Return the budget of a device.
 
     Args:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from anybatch.core.caching_allocator import largest_that_fits, replay
 from anybatch.core.cost_model import CostLine, CostTrace, fit_costs
+from anybatch.core.headroom import HEADROOM
 from anybatch.core.memory_model import (
     MemoryEnvelope,
     Peak,
@@ -27,9 +28,6 @@ from anybatch.memory.operations import OperationRecorder
 TRACED = (2, 3)
 """Micro-batch sizes that are traced. A single sample is special: axes are squeezed, and BatchNorm refuses it."""
 _FURTHER = 5
-DEFAULT_HEADROOM = 0.15
-"""A safety margin for devices on which nothing has been measured."""
-
 Binding = Literal["tensors", "allocator", "optimizer step", "batch"]
 """What keeps a micro-batch from being larger; "batch" if all of the rank's samples fit at once."""
 
@@ -120,7 +118,7 @@ def plan_memory(
     task: Task,
     budget_bytes: int,
     *,
-    headroom: float = DEFAULT_HEADROOM,
+    headroom: float = HEADROOM,
     outside_bytes: int = 0,
     most_samples: int | None = None,
 ) -> MemoryPlan:
@@ -148,7 +146,7 @@ def fit_into(
     envelopes: Envelopes,
     budget_bytes: int,
     *,
-    headroom: float = DEFAULT_HEADROOM,
+    headroom: float = HEADROOM,
     outside_bytes: int = 0,
     most_samples: int | None = None,
 ) -> MemoryPlan:
