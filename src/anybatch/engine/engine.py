@@ -186,7 +186,7 @@ class Engine:
         self._execute = choose_executor(self._machine, self._modules, self.world, self._watch, self._norms)
         self._precision = precision
         self._resizing = Resizing(self._sizing, grows=self._sizing.is_auto, whole=self._norms.is_whole)
-        holdings = Holdings(self._modules, self._target, precision)
+        holdings = Holdings(self.held, self._target, precision)
         self._update_memory = UpdateMemory(self._target, self.world, holdings)
         self._recovery: Recovery[tuple[torch.Tensor, torch.Tensor]] = Recovery(
             modules=self._modules,

@@ -1,15 +1,12 @@
 """What a rank holds beside activations, in bytes, and what could be done where there is no room."""
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-from torch import nn
-from torch.optim import Optimizer
-
+from anybatch.engine.held import Held, num_bytes_of
 from anybatch.engine.precision import Target
 from anybatch.events.quantities import in_bytes
-from anybatch.parallel.gradients import accumulation_dtype
+from anybatch.parallel.gradients import gradient_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,25 +14,23 @@ class Holdings:
     """Reads what is held from the parts of an engine, whenever it is asked.
 
     Attributes:
-        modules: weights and buffers.
-        target: gradients, optimizer and master weights.
+        held: returns the tensors that stay from step to step.
+        target: what gradients there will be, and the optimizer.
         precision: of the engine.
     """
 
-    modules: nn.Module
+    held: Callable[[], Held]
     target: Target
     precision: str
 
     def num_bytes(self) -> dict[str, int]:
-        """Return the bytes of each kind that stay from step to step."""
-        weights = [*self.modules.parameters()]
-        masters = self.target.updated if self.target.update == "master_weights" else ()
-        own = {id(parameter) for parameter in weights}
+        """Return the bytes of each kind that stay from step to step; of gradients those that a step will make."""
+        held = self.held()
         found = {
-            "weights": _total(weights) + _total(p for p in masters if id(p) not in own),
-            "gradients": sum(p.numel() * accumulation_dtype(p).itemsize for p in self.target.parameters),
-            "optimizer state": optimizer_bytes(self.target.optimizer),
-            "buffers": _total(self.modules.buffers()),
+            "weights": num_bytes_of(held["weights"]),
+            "gradients": gradient_bytes(self.target.parameters),
+            "optimizer state": num_bytes_of(held["optimizer"]),
+            "buffers": num_bytes_of(held["buffers"]),
         }
         return {kind: num for kind, num in found.items() if num}
 
@@ -52,12 +47,3 @@ class Holdings:
         if getattr(self.target.optimizer, "defaults", {}).get("fused") is None:
             ideas.append("fused=True in the optimizer, which needs no copies in its step")
         return f"Held beside activations: {listed}. What takes less: {'; '.join(ideas)}."
-
-
-def optimizer_bytes(optimizer: Optimizer) -> int:
-    """Return the bytes of an optimizer's state."""
-    return _total(value for state in optimizer.state.values() for value in state.values())
-
-
-def _total(values: Iterable[object]) -> int:
-    return sum(value.numel() * value.itemsize for value in values if isinstance(value, torch.Tensor))

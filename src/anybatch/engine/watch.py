@@ -35,7 +35,7 @@ from anybatch.engine.clipping import ClipByNorm, ClipPolicy
 from anybatch.engine.feeding import OpenBatch, Workload
 from anybatch.engine.held import Held
 from anybatch.engine.step_memory import StepMemory
-from anybatch.parallel.gradients import accumulation_dtype
+from anybatch.parallel.gradients import gradient_bytes
 from anybatch.parallel.world import World
 
 _NOTHING = nullcontext()
@@ -305,11 +305,6 @@ def start_record(
         versions=software_versions(),
         decisions=dict(decisions),
     )
-
-
-def gradient_bytes(parameters: Sequence[torch.Tensor]) -> int:
-    """Return the bytes of one copy of the gradients of parameters, in the type in which they add up."""
-    return sum(parameter.numel() * accumulation_dtype(parameter).itemsize for parameter in parameters)
 
 
 def software_versions() -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Flat buffers in which gradients add up, cut into buckets that can be reduced one by one."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,11 @@ def is_low_precision(parameter: torch.Tensor) -> bool:
 def accumulation_dtype(parameter: torch.Tensor) -> torch.dtype:
     """The type in which gradients of this parameter add up and travel."""
     return torch.float32 if is_low_precision(parameter) else parameter.dtype
+
+
+def gradient_bytes(parameters: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of one copy of the gradients of parameters, in the type in which they add up."""
+    return sum(parameter.numel() * accumulation_dtype(parameter).itemsize for parameter in parameters)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from anybatch.diagnostics.plan.proposals import Fit, Setting, best_first, fit_of
 from anybatch.diagnostics.plan.task import Task, built
 from anybatch.diagnostics.plan.words import words_of
 from anybatch.engine.modules import Model
-from anybatch.parallel.gradients import accumulation_dtype
+from anybatch.parallel.gradients import gradient_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -138,7 +138,7 @@ def make_plan(
         budget=budget,
         effective_batch_size=effective_batch_size,
         rates=rates_of(budget.device) if rates is None and budget.device is not None else rates,
-        gradient_bytes=sum(p.numel() * accumulation_dtype(p).itemsize for p in parameters if p.requires_grad),
+        gradient_bytes=gradient_bytes(p for p in parameters if p.requires_grad),
     )
     envelopes = find_envelopes(ready, budget.usable_bytes, most_samples=setting.share(task.world_size))
     as_it_is = fit_of(task, envelopes, setting)
