@@ -14,7 +14,8 @@ from torch import nn
 import anybatch as ab
 from anybatch.core.caching_allocator import replay
 from anybatch.core.memory_model import Category, MemoryTrace
-from anybatch.diagnostics.plan.sharded import ShardedTrace, Sharding, blocks_of, trace_sharded
+from anybatch.diagnostics.plan.blocks import repeated_blocks
+from anybatch.diagnostics.plan.sharded import ShardedTrace, Sharding, trace_sharded
 from anybatch.diagnostics.plan.task import Task
 from anybatch.diagnostics.plan.worlds import candidate_sizes, extrapolated, first_that_fits, smallest_world, zero1
 from anybatch.errors import CannotPlanError, PlanError
@@ -151,6 +152,11 @@ class Mixture(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.experts = nn.ModuleList(Block() for _ in range(2))
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks of a model, row by row."""
+    return [block for row in repeated_blocks(model) for block in row.modules]
 
 
 def test_blocks_are_found() -> None:

@@ -31,6 +31,9 @@ _PRODUCTS: Final = frozenset(
 )
 
 
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
 @dataclass(frozen=True, slots=True)
 class Blocks:
     """Modules of one class that follow each other.
@@ -47,6 +50,11 @@ class Blocks:
     path: str
     kind: type[nn.Module]
 
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Return the blocks themselves, in order."""
+        return [self.parent.get_submodule(name) for name in self.names]
+
     def __str__(self) -> str:
         """Return where they are: `blocks.* (12 x Block)`."""
         return f"{self.path}{'.' * bool(self.path)}* ({len(self.names)} x {self.kind.__name__})"
@@ -58,20 +66,23 @@ def as_module(model: Model) -> nn.Module:
 
 
 def repeated_blocks(model: Model) -> tuple[Blocks, ...]:
-    """Return the outermost rows of at least two modules of one class that hold modules and parameters of their own."""
+    """Return the outermost rows of at least two modules of one class that hold modules and parameters of their own.
+
+    Such are the layers of a transformer and the stages of a residual network. Nothing inside a block is one.
+    """
     modules = as_module(model)
     found: list[Blocks] = []
     inside: list[str] = []
     for path, parent in modules.named_modules():
         if any(path == taken or path.startswith(f"{taken}.") for taken in inside):
             continue
-        if not isinstance(parent, nn.ModuleList | nn.Sequential):
+        if not isinstance(parent, _CONTAINERS):
             continue
-        kinds = [type(child) for child in parent]
-        for kind in dict.fromkeys(kinds):
+        for kind in dict.fromkeys(type(child) for child in parent.children()):
             names = tuple(name for name, child in parent.named_children() if type(child) is kind)
             first = parent.get_submodule(names[0])
-            if len(names) > 1 and any(True for _ in first.children()) and any(True for _ in first.parameters()):
+            composite = any(True for _ in first.children()) and not isinstance(first, _CONTAINERS)
+            if len(names) > 1 and composite and any(True for _ in first.parameters()):
                 found.append(Blocks(parent, names, path, kind))
                 inside += [f"{path}.{name}" if path else name for name in names]
     return tuple(found)

@@ -10,7 +10,6 @@ assumed here: prefetched gathers, buffers kept for the next group, padding of wh
 """
 
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 from anybatch.core.loss import LossFunction, LossSum, declared
 from anybatch.core.memory_model import MemoryTrace
 from anybatch.core.nested import Batch
+from anybatch.diagnostics.plan.blocks import repeated_blocks
 from anybatch.diagnostics.plan.ranks import imagined_ranks
 from anybatch.diagnostics.plan.task import Task, built
 from anybatch.diagnostics.plan.tracing import refusing, uncollected
@@ -38,8 +38,6 @@ from anybatch.memory.accelerator import allocating_as
 from anybatch.memory.host_reads import HostReads
 from anybatch.memory.ledger import MemoryLedger
 from anybatch.memory.twin import fake_batch, fake_twin
-
-CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,30 +133,10 @@ def refuse_what_cannot_be_sharded(task: Task) -> None:
         raise PlanError(message)
 
 
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a model: composite modules of a class that repeats in a list, dict or sequence of modules.
-
-    Such are the layers of a transformer and the stages of a residual network. Nothing inside a block is one.
-    """
-    found: list[nn.Module] = []
-    for child in model.children():
-        siblings = Counter(type(sibling) for sibling in model.children() if _is_composite(sibling))
-        if isinstance(model, CONTAINERS) and siblings[type(child)] > 1:
-            found.append(child)
-        else:
-            found += blocks_of(child)
-    return found
-
-
-def _is_composite(module: nn.Module) -> bool:
-    has_children = any(True for _ in module.children())
-    return has_children and not isinstance(module, CONTAINERS) and any(True for _ in module.parameters())
-
-
 def shard(model: nn.Module, mesh: DeviceMesh, sharding: Sharding) -> None:
     """Shard every block, then what is left."""
     policy = MixedPrecisionPolicy(param_dtype=sharding.param_dtype, reduce_dtype=sharding.reduce_dtype)
-    blocks = blocks_of(model)
+    blocks = [block for row in repeated_blocks(model) for block in row.modules]
     for block in blocks:
         reshard = sharding.reshard_after_forward and (sharding.reshard_last_block or block is not blocks[-1])
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
