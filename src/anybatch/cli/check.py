@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from anybatch.cli.parser import Parser, count, whole
+from anybatch.cli.parser import Parser, add_recipe, count, whole
 from anybatch.cli.status import Status
 from anybatch.cli.task import DEFAULT_RECIPE
 
@@ -43,12 +43,7 @@ def run(words: Sequence[str]) -> int:
 def make_parser() -> Parser:
     """Return the parser of this verb."""
     parser = Parser("check", _DESCRIPTION, epilog=_EPILOG)
-    parser.add_argument(
-        "recipe",
-        nargs="?",
-        metavar="RECIPE",
-        help=f"digits, text, file.py:function or package.module:function (default: {DEFAULT_RECIPE})",
-    )
+    add_recipe(parser, None, DEFAULT_RECIPE)
     parser.add_argument("--samples", type=count, default=12, metavar="N", help="size of the batch (default: 12)")
     parser.add_argument(
         "--micro-batch-size",

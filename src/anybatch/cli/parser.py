@@ -87,3 +87,20 @@ def whole(text: str) -> int:
     except ValueError:
         message = f"{text!r} is not a whole number"
         raise argparse.ArgumentTypeError(message) from None
+
+
+def add_recipe(parser: argparse.ArgumentParser, default: str | None, shown: str) -> None:
+    """Let a verb take a recipe.
+
+    Args:
+        parser: of the verb.
+        default: what is taken if none is named; None to leave that to the verb.
+        shown: what the help says is taken.
+    """
+    parser.add_argument(
+        "recipe",
+        nargs="?",
+        default=default,
+        metavar="RECIPE",
+        help=f"digits, text, contrastive, file.py:function or package.module:function (default: {shown})",
+    )

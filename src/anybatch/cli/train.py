@@ -6,7 +6,7 @@ from pathlib import Path
 
 from anybatch.cli.foreign_words import explain_unknown
 from anybatch.cli.fork_server import start_fork_server
-from anybatch.cli.parser import Parser, count, count_or_auto, micro_batch_size, rate, whole
+from anybatch.cli.parser import Parser, add_recipe, count, count_or_auto, micro_batch_size, rate, whole
 from anybatch.cli.task import DEFAULT_RECIPE, RUNS, Task
 from anybatch.cli.threads import let_threads_sleep
 
@@ -45,12 +45,7 @@ def make_parser() -> Parser:
     """Return the parser of this verb."""
     parser = Parser("train", _DESCRIPTION, epilog=_EPILOG, explain_unknown=explain_unknown)
     add = parser.add_argument
-    add(
-        "recipe",
-        nargs="?",
-        metavar="RECIPE",
-        help=f"digits, text, contrastive, file.py:function or package.module:function (default: {DEFAULT_RECIPE})",
-    )
+    add_recipe(parser, None, DEFAULT_RECIPE)
     add("--effective-batch-size", type=count, metavar="N", help="samples of one optimizer step, over all ranks")
     add(
         "--micro-batch-size",

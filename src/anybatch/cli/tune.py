@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from anybatch.cli.parser import Parser, count, whole
+from anybatch.cli.parser import Parser, add_recipe, count, whole
 from anybatch.cli.task import DEFAULT_RECIPE
 from anybatch.cli.threads import let_threads_sleep
 
@@ -27,13 +27,7 @@ def make_parser() -> Parser:
     """Return the parser of this verb."""
     parser = Parser("tune", _DESCRIPTION, epilog=_EPILOG)
     add = parser.add_argument
-    add(
-        "recipe",
-        nargs="?",
-        default=DEFAULT_RECIPE,
-        metavar="RECIPE",
-        help=f"digits, text, contrastive, file.py:function or package.module:function (default: {DEFAULT_RECIPE})",
-    )
+    add_recipe(parser, DEFAULT_RECIPE, DEFAULT_RECIPE)
     add("--effective-batch-size", type=count, metavar="N", help="samples of one optimizer step (default: the recipe's)")
     add(
         "--micro-batch-size",
