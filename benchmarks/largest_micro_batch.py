@@ -17,7 +17,7 @@ import torch
 from memory_accuracy import CASES, Case
 
 import anybatch as ab
-from anybatch.diagnostics.plan.memory_plan import plan_memory
+from anybatch.diagnostics.plan.envelopes import find_envelopes
 from anybatch.errors import MemoryExhaustedError
 from anybatch.testing import memory_budget
 
@@ -88,7 +88,7 @@ def main() -> None:
         for multiple in MULTIPLES:
             num_bytes = int(base * multiple)
             start = time.perf_counter()
-            planned = plan_memory(case.task(), num_bytes, headroom=0.0).micro_batch_size
+            planned = find_envelopes(case.task(), num_bytes).largest_allocated(num_bytes)
             planned_at = time.perf_counter()
             true, num_tried = largest(lambda size, case=case, n=num_bytes: run(case, size, n)[1])  # type: ignore[misc]
             tried_at = time.perf_counter()

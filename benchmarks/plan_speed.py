@@ -41,10 +41,12 @@ def on_one_device(name: str) -> str:
     """Plan without sharding, in bfloat16 under autocast; return the largest micro-batch that fits."""
     import llama  # noqa: PLC0415 (the parent process needs no torch)
 
-    from anybatch.diagnostics.plan.memory_plan import plan_memory  # noqa: PLC0415
+    from anybatch.core.headroom import HEADROOM  # noqa: PLC0415
+    from anybatch.diagnostics.plan.envelopes import find_envelopes  # noqa: PLC0415
 
-    plan = plan_memory(llama.task(getattr(llama, name), precision="bf16"), DEVICE_BYTES)
-    return f"micro-batch {plan.micro_batch_size} on 80 GiB"
+    usable = int(DEVICE_BYTES * (1.0 - HEADROOM))
+    envelopes = find_envelopes(llama.task(getattr(llama, name), precision="bf16"), usable)
+    return f"micro-batch {envelopes.largest_allocated(usable)} on 80 GiB"
 
 
 def sharded(name: str, checkpointing: str, world_size: int, micro_batch_size: int) -> str:

@@ -14,7 +14,9 @@ from torch.profiler import record_function
 
 import anybatch as ab
 from anybatch.core.memory_model import MemoryEnvelope, fit
-from anybatch.diagnostics.plan.memory_plan import find_envelopes, fit_into, plan_memory
+from anybatch.diagnostics.plan.budget import Budget
+from anybatch.diagnostics.plan.envelopes import Envelopes, find_envelopes
+from anybatch.diagnostics.plan.proposals import Fit, Setting, fit_of
 from anybatch.diagnostics.plan.task import Task
 from anybatch.diagnostics.plan.tracing import NUM_MICRO_BATCHES, trace_step
 from anybatch.errors import CannotPlanError, PlanError
@@ -247,29 +249,41 @@ def test_an_effective_batch_of_a_joint_loss_is_seen_whole() -> None:
         trace_step(dataclasses.replace(task, effective_batch_size=None), 2)
 
 
+def setting(num_bytes: int, *, headroom: float = 0.0, most_samples: int = 10**9) -> Setting:
+    """Return a device without anything but tensors in it."""
+    budget = Budget(total_bytes=num_bytes, device=None, headroom=headroom, outside_bytes=0, workspace_bytes=0)
+    return Setting(budget=budget, effective_batch_size=most_samples)
+
+
+def fitting(task: Task, num_bytes: int) -> tuple[Envelopes, Fit]:
+    """Return what a task holds, and what fits of it."""
+    envelopes = find_envelopes(task, num_bytes)
+    return envelopes, fit_of(task, envelopes, setting(num_bytes))
+
+
 def test_the_size_found_is_the_largest() -> None:
     """The real engine fits into the budget at the planned size, and does not one sample above it."""
     task = small()
     budget = 2**20
 
-    plan = plan_memory(task, budget, headroom=0.0)
+    envelopes, plan = fitting(task, budget)
 
-    size = plan.micro_batch_size
+    size = plan.largest
     assert real_peak(task, numbers(NUM_MICRO_BATCHES * size), size) <= budget
     assert real_peak(task, numbers(NUM_MICRO_BATCHES * (size + 1)), size + 1) > budget
     assert plan.binds == "tensors"
-    assert plan.envelopes.verdict == "exact"
-    assert fit_into(plan.envelopes, budget, headroom=0.5).micro_batch_size < size // 2
-    assert fit_into(plan.envelopes, budget, most_samples=7).binds == "batch"
-    assert fit_into(plan.envelopes, 1000).micro_batch_size == 0
+    assert envelopes.verdict == "exact"
+    assert fit_of(task, envelopes, setting(budget, headroom=0.5)).largest < size // 2
+    assert fit_of(task, envelopes, setting(budget, most_samples=7)).binds == "batch"
+    assert fit_of(task, envelopes, setting(1000)).largest == 0
 
 
 def test_the_allocator_takes_more_than_tensors_hold() -> None:
     """On CUDA the size is what the allocator can serve, which is no more than what tensors would allow."""
-    plan = plan_memory(small("cuda"), 8 * 2**20, headroom=0.0)
+    envelopes, plan = fitting(small("cuda"), 8 * 2**20)
 
-    assert 0 < plan.micro_batch_size == plan.largest_by_allocator
-    assert plan.micro_batch_size < (plan.largest_by_tensors or 0)
+    assert 0 < plan.largest == envelopes.largest_allocated(8 * 2**20)
+    assert plan.largest < (envelopes.largest(8 * 2**20) or 0)
     assert plan.peak.num_bytes < plan.reserved_bytes <= 8 * 2**20
     assert plan.binds == "allocator"
 
@@ -328,7 +342,7 @@ def by_size(model: Any, batch: Batch) -> Any:
 def test_what_depends_on_data_is_refused(loss: Any, words: str) -> None:
     """Shapes from values, numbers and branches read from tensors, and branches on the batch end in "cannot plan"."""
     with pytest.raises(CannotPlanError, match=words) as caught:
-        plan_memory(small(loss=ab.mean_over_samples(loss)), 2**20)
+        find_envelopes(small(loss=ab.mean_over_samples(loss)), 2**20)
 
     assert str(caught.value).startswith("cannot plan, will probe: ")
 
@@ -341,9 +355,9 @@ def test_what_is_read_and_changes_nothing_is_planned() -> None:
         str(value.item())
         return value
 
-    plan = plan_memory(small(loss=ab.mean_over_samples(noting)), 2**20)
+    envelopes, plan = fitting(small(loss=ab.mean_over_samples(noting)), 2**20)
 
-    assert plan.micro_batch_size > 0
-    assert "reads numbers" in plan.envelopes.notes[0]
+    assert plan.largest > 0
+    assert "reads numbers" in envelopes.notes[0]
     task, batch = CASES["words"]  # whose targets the engine itself counts
     assert trace_step(dataclasses.replace(task, sample=batch(1)), 2).numbers_read == 0

@@ -19,8 +19,8 @@ from anybatch.diagnostics.plan import proposals
 from anybatch.diagnostics.plan.blocks import Keeping, checkpoint_blocks, repeated_blocks
 from anybatch.diagnostics.plan.budget import budget_of
 from anybatch.diagnostics.plan.changes import possible_changes
+from anybatch.diagnostics.plan.envelopes import find_envelopes
 from anybatch.diagnostics.plan.figure import draw_plan
-from anybatch.diagnostics.plan.memory_plan import find_envelopes
 from anybatch.diagnostics.plan.plan import Plan, make_plan
 from anybatch.diagnostics.plan.proposals import Setting, fit_of, propose
 from anybatch.diagnostics.plan.task import Task

@@ -15,7 +15,7 @@ from anybatch.core.size_choice import even_size
 from anybatch.core.splitting import BatchPlan, Cut, plan_batch
 from anybatch.diagnostics.plan.blocks import as_module
 from anybatch.diagnostics.plan.budget import Budget
-from anybatch.diagnostics.plan.memory_plan import find_envelopes
+from anybatch.diagnostics.plan.envelopes import find_envelopes
 from anybatch.diagnostics.plan.proposals import Fit, Setting, best_first, fit_of, propose
 from anybatch.diagnostics.plan.task import Task, built
 from anybatch.diagnostics.plan.words import words_of

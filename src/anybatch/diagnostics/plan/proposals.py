@@ -11,7 +11,7 @@ from anybatch.core.memory_model import MemoryEnvelope, Peak, fit
 from anybatch.core.size_choice import even_size
 from anybatch.diagnostics.plan.budget import Budget
 from anybatch.diagnostics.plan.changes import Change, possible_changes
-from anybatch.diagnostics.plan.memory_plan import TRACED, Envelopes, find_envelopes
+from anybatch.diagnostics.plan.envelopes import TRACED, Binding, Envelopes, find_envelopes
 from anybatch.diagnostics.plan.sharded import trace_sharded
 from anybatch.diagnostics.plan.task import Task
 from anybatch.diagnostics.plan.worlds import smallest_world, zero1
@@ -30,6 +30,7 @@ class Fit:
         micro_batch_size: the size to take: the share in even parts no larger than that; that of one sample, if
             nothing fits.
         accumulation_steps: micro-batches per rank and step.
+        binds: what keeps the largest size from being larger; None where that is not known.
         peak: the moment at which most is held, at that size.
         reserved_bytes: what the allocator takes from the device at that size.
         envelope: memory at any other size, of the step that holds most.
@@ -45,6 +46,7 @@ class Fit:
     peak: Peak
     reserved_bytes: int
     envelope: MemoryEnvelope
+    binds: Binding | None = None
     seconds: StepSeconds | None = None
 
     @property
@@ -105,6 +107,7 @@ def fit_of(task: Task, envelopes: Envelopes, setting: Setting, *, name: str = ""
         peak=envelope.at_peak(size),
         reserved_bytes=reserved,
         envelope=envelope,
+        binds=envelopes.binding(largest, usable, share),
         seconds=setting.seconds(envelopes.costs, size, task.world_size),
     )
 

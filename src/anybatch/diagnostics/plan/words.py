@@ -78,15 +78,14 @@ def _fitting(plan: "Plan") -> list[str]:
 def _bound(plan: "Plan") -> str:
     """Return what keeps the micro-batch size from being larger."""
     fit, usable = plan.as_it_is, plan.budget.usable_bytes
-    next_bytes = fit.envelope.peak_bytes(fit.largest + 1)
-    share = max(sum(unit.num_samples for unit in units) for units in plan.batch.shares)
-    if fit.largest >= share:
+    if fit.binds == "batch":
         return ", which is all there is for a rank"
-    if next_bytes <= usable:
+    if fit.binds == "allocator":
         return f": tensors would leave room for {fit.envelope.largest(usable)}, the allocator's rounding does not"
-    peak = fit.envelope.at_peak(fit.largest + 1)
-    what = "the optimizer's step" if peak.phase == "update" else "tensors"
-    return f": one more would take {in_bytes(next_bytes)} for {what}, of {in_bytes(usable)}"
+    what = "the optimizer's step" if fit.binds == "optimizer step" else "tensors"
+    return (
+        f": one more would take {in_bytes(fit.envelope.peak_bytes(fit.largest + 1))} for {what}, of {in_bytes(usable)}"
+    )
 
 
 def _nothing_fits(plan: "Plan") -> list[str]:

@@ -1,14 +1,12 @@
-"""The largest micro-batch size that fits, and what holds the memory when most is held."""
+"""What a step holds at any micro-batch size, from traces of a few."""
 
 import dataclasses
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from anybatch.core.caching_allocator import largest_that_fits, replay
 from anybatch.core.cost_model import CostLine, CostTrace, fit_costs
-from anybatch.core.headroom import HEADROOM
 from anybatch.core.memory_model import (
     MemoryEnvelope,
     Peak,
@@ -71,6 +69,14 @@ class Envelopes:
             return self.largest(limit_bytes)
         return _smaller(largest_that_fits(self.steady, limit_bytes), largest_that_fits(self.first, limit_bytes))
 
+    def binding(self, size: int, usable_bytes: int, most_samples: int) -> Binding:
+        """Return what the next larger micro-batch size would not fit for."""
+        if size >= most_samples:
+            return "batch"
+        if self.peak_bytes(size + 1) <= usable_bytes:
+            return "allocator"
+        return "optimizer step" if self.at_peak(size + 1).phase == "update" else "tensors"
+
     def at_peak(self, m: int) -> Peak:
         """Return the moment at which tensors hold most, in any step."""
         later = self.steady.peak_bytes(m) >= self.first.peak_bytes(m)
@@ -81,104 +87,6 @@ class Envelopes:
         if self.profile == "cpu":
             return self.peak_bytes(m)
         return max(replay(one.trace.events, one.sizes(m)).peak_reserved_bytes for one in (self.steady, self.first))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class MemoryPlan:
-    """What fits, and what holds the memory.
-
-    Attributes:
-        budget_bytes: the device's memory.
-        headroom: the part of it that is left free.
-        outside_bytes: what is taken outside of torch's allocator: context, communicators.
-        micro_batch_size: the largest that fits and leaves the headroom; 0 if not even one sample does.
-        largest_by_tensors: the largest whose tensors fit into the device, without headroom; None for no limit.
-        largest_by_allocator: the largest for which the allocator, too, needs no more than the device; None likewise.
-        peak: the moment at which tensors hold most, at `micro_batch_size`, or at one sample if nothing fits.
-        reserved_bytes: what the allocator takes at that size, if nothing holds it back.
-        binds: what keeps the size from being larger.
-        envelopes: memory at any other size.
-        seconds: how long planning took.
-    """
-
-    budget_bytes: int
-    headroom: float
-    outside_bytes: int
-    micro_batch_size: int
-    largest_by_tensors: int | None
-    largest_by_allocator: int | None
-    peak: Peak
-    reserved_bytes: int
-    binds: Binding
-    envelopes: Envelopes
-    seconds: float
-
-
-def plan_memory(
-    task: Task,
-    budget_bytes: int,
-    *,
-    headroom: float = HEADROOM,
-    outside_bytes: int = 0,
-    most_samples: int | None = None,
-) -> MemoryPlan:
-    """Return the largest micro-batch size that fits into a device's memory, found without the device.
-
-    Args:
-        task: what to train.
-        budget_bytes: the device's memory.
-        headroom: part of it to leave free.
-        outside_bytes: what is taken outside of torch's allocator.
-        most_samples: samples of the largest rank share: no micro-batch is larger. None for as many as fit.
-
-    Raises:
-        CannotPlanError: the step cannot be traced, or memory does not follow from traces; says why.
-        UserError: the engine refuses what it is asked to run.
-    """
-    start = time.perf_counter()
-    usable = _usable_bytes(budget_bytes, headroom, outside_bytes)
-    envelopes = find_envelopes(task, usable, most_samples=most_samples)
-    plan = fit_into(envelopes, budget_bytes, headroom=headroom, outside_bytes=outside_bytes, most_samples=most_samples)
-    return dataclasses.replace(plan, seconds=time.perf_counter() - start)
-
-
-def fit_into(
-    envelopes: Envelopes,
-    budget_bytes: int,
-    *,
-    headroom: float = HEADROOM,
-    outside_bytes: int = 0,
-    most_samples: int | None = None,
-) -> MemoryPlan:
-    """Return what `plan_memory` does, from envelopes that are there: for another device, say. Takes no trace.
-
-    Raises:
-        PlanError: any micro-batch size fits, and it is not known how many samples there are.
-    """
-    start = time.perf_counter()
-    usable, whole = _usable_bytes(budget_bytes, headroom, outside_bytes), budget_bytes - outside_bytes
-    fitting = envelopes.largest_allocated(usable)
-    size = _smaller(fitting, most_samples)
-    if size is None:
-        message = (
-            "memory does not grow with the micro-batch size, so any size fits: name most_samples, the samples of the "
-            "largest rank share."
-        )
-        raise PlanError(message)
-    shown = max(size, 1)
-    return MemoryPlan(
-        budget_bytes=budget_bytes,
-        headroom=headroom,
-        outside_bytes=outside_bytes,
-        micro_batch_size=size,
-        largest_by_tensors=envelopes.largest(whole),
-        largest_by_allocator=envelopes.largest_allocated(whole),
-        peak=envelopes.at_peak(shown),
-        reserved_bytes=envelopes.reserved_bytes(shown),
-        binds=_binding(envelopes, usable, size, most_samples),
-        envelopes=envelopes,
-        seconds=time.perf_counter() - start,
-    )
 
 
 def find_envelopes(task: Task, usable_bytes: int, *, most_samples: int | None = None) -> Envelopes:
@@ -267,27 +175,6 @@ def _refuse_dependence(task: Task, trace: StepTrace) -> None:
     if [one.num_bytes for one in first.allocations] != [one.num_bytes for one in second.allocations]:
         message = f"{what}: tensors have other sizes."
         raise CannotPlanError(message)
-
-
-def _binding(envelopes: Envelopes, usable_bytes: int, size: int, most_samples: int | None) -> Binding:
-    """Return what the next larger size would not fit for."""
-    if most_samples is not None and size >= most_samples:
-        return "batch"
-    if envelopes.peak_bytes(size + 1) <= usable_bytes:
-        return "allocator"
-    return "optimizer step" if envelopes.at_peak(size + 1).phase == "update" else "tensors"
-
-
-def _usable_bytes(budget_bytes: int, headroom: float, outside_bytes: int) -> int:
-    """Return what torch's allocator may take.
-
-    Raises:
-        PlanError: the headroom is no part of the memory.
-    """
-    if not 0.0 <= headroom < 1.0:
-        message = f"{headroom=} must be at least 0 and below 1: the part of the memory that is left free."
-        raise PlanError(message)
-    return int(budget_bytes * (1.0 - headroom)) - outside_bytes
 
 
 def _smaller(*sizes: int | None) -> int | None:
