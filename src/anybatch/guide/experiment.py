@@ -1,0 +1,76 @@
+"""An experiment, what it returned, and where that was: what stands behind every number of the page."""
+
+import datetime as dt
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import anybatch
+
+Data = Mapping[str, Any]
+"""What JSON can hold, by name."""
+Tell = Callable[[Mapping[str, Any]], None]
+"""Takes one line while an experiment is under way: a record of the engine, or a kind of the page's own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experiment:
+    """Something that can be measured again by whoever doubts it.
+
+    Attributes:
+        name: its name in recordings, links and on the command line: lower case, with underscores.
+        question: what it answers, in one line.
+        run: function (tell) -> data. It sets its own seeds, changes no state of the process, and asks `tell` often
+            enough to be stopped: `tell` raises to end it.
+        seconds: about how long it takes on two cores.
+        runs_here: whether the page may run it. What takes minutes, or ranks, is only recorded.
+        tolerance: the largest relative difference of a number between two recordings with the same versions; 0 for
+            the same bits. Names in `noisy` are not compared.
+        noisy: names of numbers, anywhere in the data, that depend on the machine: seconds above all.
+    """
+
+    name: str
+    question: str
+    run: Callable[[Tell], Data]
+    seconds: float
+    runs_here: bool = True
+    tolerance: float = 0.0
+    noisy: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """Where and when data was computed.
+
+    Attributes:
+        date: the day, as 2026-11-22.
+        device: type and name of the device, with the number of threads on a CPU.
+        versions: name of a piece of software to its version.
+        commit: the commit of the project it was computed with; None outside a clone.
+        command: what computes it again.
+    """
+
+    date: str
+    device: str
+    versions: Mapping[str, str]
+    commit: str | None
+    command: str
+
+
+def made_here(experiment: str, *, commit: str | None = None, today: dt.date | None = None) -> Made:
+    """Return what is to be said of data that is computed in this process."""
+    day = dt.datetime.now(tz=dt.UTC).date() if today is None else today
+    return Made(
+        date=day.isoformat(),
+        device=f"cpu ({platform.machine()}, {torch.get_num_threads()} threads)",
+        versions={
+            "anybatch": anybatch.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        commit=commit,
+        command=f"anybatch guide record {experiment}",
+    )
