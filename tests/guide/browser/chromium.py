@@ -106,7 +106,7 @@ def opened(browser: Browser, address: str, **options: Any) -> Iterator[Watched]:
     context = browser.new_context(**options)
     page = context.new_page()
     watched = Watched(page, context, address)
-    page.on("console", lambda message: message.type == "error" and watched.faults.append(message.text))
+    page.on("console", lambda message: watched.faults.extend([message.text] * (message.type == "error")))
     page.on("pageerror", lambda error: watched.faults.append(str(error)))
     page.on("request", lambda request: watched.requests.append(request.url))
     page.add_init_script(

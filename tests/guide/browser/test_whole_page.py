@@ -50,7 +50,7 @@ MISSED = f"""main => [...main.querySelectorAll('{CONTROLS}')].filter(element => 
 
 @pytest.mark.parametrize("look", LOOKS)
 def test_nothing_goes_wrong(browser: Browser, address: str, look: str) -> None:
-    """However it is looked at: no error, nothing against the policy, no foreign request, nothing wider than the page."""
+    """However it is looked at: no error, nothing against the policy, no foreign request, nothing wider than it."""
     with opened(browser, address, **LOOKS[look]) as watched:
         page = watched.page
         scroll_through(page)
@@ -61,6 +61,20 @@ def test_nothing_goes_wrong(browser: Browser, address: str, look: str) -> None:
             urlsplit(address).netloc
         }
         assert width <= room
+
+
+def test_faults_are_seen(browser: Browser, address: str) -> None:
+    """An inline style, a picture from elsewhere and an error in a script are each noticed."""
+    with opened(browser, address, **DESKTOP) as watched:
+        page = watched.page
+        page.evaluate("document.body.setAttribute('style', 'color: red')")
+        page.evaluate("document.body.append(Object.assign(new Image(), {src: 'http://192.0.2.1/a.png'}))")
+        page.evaluate("setTimeout(() => { throw new Error('planted'); })")
+        expect(page.locator("img")).to_have_count(1)
+        page.evaluate("new Promise(done => setTimeout(done, 100))")
+        told = " ".join(watched.faults)
+
+        assert [word for word in ("style-src", "img-src", "planted") if word not in told] == []
 
 
 @pytest.mark.parametrize("look", LOOKS)
