@@ -21,7 +21,6 @@ from anybatch.core.geometry import ceil_div
 from anybatch.memory.operations import operation_of
 
 MOST_BYTES = 128 << 20
-"""What asking one kernel may take: its arguments, its results and what it takes for itself."""
 _ENOUGH_SAMPLES = 32
 """With less than 16 samples torch leaves some convolutions to other kernels, and threads have nothing to share."""
 _ENOUGH_FLOPS = 1_000_000_000
@@ -60,23 +59,35 @@ class Line:
 
 
 class KernelMemory:
-    """Asks kernels what they take for themselves, each kind once.
+    """Asks kernels what they take for themselves, each once: layers that are alike, and other sizes, have its answer.
 
-    What it is asked at other numbers of samples, or for the same layer again, it knows already.
-
-    Attributes:
-        too_large: operations that were not asked, since that would take more than `MOST_BYTES`; and the bytes of their
-            arguments and results for each sample.
+    Args:
+        most_bytes: what asking one kernel may take: its arguments, its results and what it takes for itself.
     """
 
-    def __init__(self) -> None:
-        self.too_large: dict[str, int] = {}
+    def __init__(self, *, most_bytes: int = MOST_BYTES) -> None:
+        self.most_bytes = most_bytes
         self._answers: dict[_Question, tuple[Line, ...]] = {}
+        self._too_large: dict[_Question, int] = {}
 
     @property
     def num_asked(self) -> int:
-        """How many kinds of kernels were asked."""
-        return len(self._answers)
+        """Return how many kernels were asked."""
+        return len(self._answers) - len(self._too_large)
+
+    @property
+    def too_large(self) -> tuple[tuple[str, int], ...]:
+        """Return the operations that were not asked, as that would take too much, the largest first.
+
+        With each the bytes that a sample's arguments and results take.
+        """
+        rows = [(str(question.func), per_sample) for question, per_sample in self._too_large.items()]
+        return tuple(sorted(rows, key=lambda row: row[1], reverse=True))
+
+    @property
+    def num_threads(self) -> tuple[int, ...]:
+        """Return with how many threads kernels were asked, in order."""
+        return tuple(sorted({question.num_threads for question in self._answers}))
 
     def moments(
         self,
@@ -108,13 +119,13 @@ class KernelMemory:
 
     def _ask(self, question: "_Question", per_sample: int, flops: int) -> tuple[Line, ...]:
         """Return what a kernel holds, as lines; none if that cannot be asked for."""
-        if 2 * _FEW * per_sample > MOST_BYTES:  # a copy of everything, in another layout
-            self.too_large[str(question.func)] = per_sample
+        if 2 * _FEW * per_sample > self.most_bytes:  # a copy of everything, in another layout
+            self._too_large[question] = per_sample
             return ()
         first = question.held_bytes(_FEW)
         growth = ceil_div(question.num_bytes(_FEW) + max(first, default=0), _FEW)
         enough = max(_ENOUGH_SAMPLES, question.num_threads)
-        high = min(enough, MOST_BYTES // growth, max(_FEW + 1, _ENOUGH_FLOPS // max(1, flops)))
+        high = min(enough, self.most_bytes // growth, max(_FEW + 1, _ENOUGH_FLOPS // max(1, flops)))
         if high <= _FEW:
             return lines_through(question.held_bytes(1), 1, first, _FEW)
         low = max(_FEW, high // 2)
@@ -226,6 +237,7 @@ class _Question:
             return thread.submit(self._run, num_samples).result()
 
     def _run(self, num_samples: int) -> tuple[int, ...]:
+        torch.set_num_threads(self.num_threads)  # oneDNN asks OpenMP, which has another answer for a new thread
         shapes = (self.args, dict(self.kwargs))
         args, kwargs = tree_map_only(_Shape, lambda one: one.made(num_samples), shapes)
         with torch.no_grad():
