@@ -390,7 +390,7 @@ def main() -> None:
     report.publish(
         lines,
         title="Memory as planned without data, against memory as allocated",
-        command="python benchmarks/memory_accuracy.py",
+        command="python benchmarks/memory_accuracy.py" + (f" --only {options.only!r}" if options.only else ""),
         setting="float32 unless it says otherwise, 1 thread, gradients clipped by norm",
         out=options.out,
     )

@@ -16,6 +16,7 @@ from anybatch.memory.ledger import INSIDE, MemoryLedger
 Arguments = tuple[Any, ...]
 CONVOLVE, CONVOLVE_BACK = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
 ENLARGE = torch.ops.aten.upsample_bilinear2d.default
+ATTEND = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default  # noqa: SLF001 (its only name)
 HELD_OUT = (3, 8, 17, 64)
 
 
@@ -42,6 +43,13 @@ def backward(num_samples: int, **options: Any) -> Arguments:
     return gradient, image, weight, [48], *rest, [True, True, True]
 
 
+def attention(num_samples: int) -> Arguments:
+    """Return the arguments of an attention with a mask of its own for each sample, the same for all heads."""
+    queries, keys, values = torch.zeros(num_samples, 64, 3, 4, 16).permute(2, 0, 3, 1, 4)
+    mask = torch.zeros(num_samples, 1, 64, 64).expand(num_samples, 4, 64, 64)
+    return queries, keys, values, 0.0, False, mask
+
+
 def enlarging(num_samples: int) -> Arguments:
     """Return the arguments of an interpolation."""
     return torch.zeros(num_samples, 8, 12, 12), [24, 24], False, 2.0, 2.0
@@ -56,6 +64,7 @@ CASES: dict[str, tuple[Any, Callable[[int], Arguments]]] = {
     "backward, strides": (CONVOLVE_BACK, lambda n: backward(n, stride=2)),
     "backward, groups": (CONVOLVE_BACK, lambda n: backward(n, groups=4)),
     "interpolation": (ENLARGE, enlarging),
+    "attention": (ATTEND, attention),
 }
 
 
@@ -67,12 +76,14 @@ def test_a_small_kernel_tells_what_a_large_one_takes(name: str) -> None:
 
     for num_samples in HELD_OUT:
         args = arguments(num_samples)
-        result = func(*args)
+        named = {"attn_mask": args[5]} if func is ATTEND else {}
+        args = args[:5] if func is ATTEND else args
+        result = func(*args, **named)
         results = sum(one.nbytes for one in ([result] if isinstance(result, torch.Tensor) else result))
 
-        told = kernels.moments(func, args, {}, result)
+        told = kernels.moments(func, args, named, result)
 
-        assert max(*told, results) == max(held_bytes(partial(func, *args)))
+        assert max(*told, results) == max(held_bytes(partial(func, *args, **named)))
     assert kernels.num_asked == 1
 
 
@@ -177,6 +188,23 @@ def test_what_cannot_be_asked(func: Any, args: Arguments) -> None:
 
     assert kernels.moments(func, args, {}, func(*args)) == ()
     assert kernels.num_asked == 0
+
+
+def test_a_kernel_that_refuses_is_counted_and_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a kernel raises while it is asked stays within, and it is not asked again."""
+    runs: list[int] = []
+
+    def fail(run: Callable[[], object]) -> tuple[int, ...]:
+        runs.append(1)
+        raise RuntimeError(run)
+
+    monkeypatch.setattr("anybatch.memory.kernel_memory.held_bytes", fail)
+    kernels = KernelMemory()
+    args = convolution(3)
+
+    for _ in range(2):
+        assert kernels.moments(CONVOLVE, args, {}, CONVOLVE(*args)) == ()
+    assert (kernels.num_refused, kernels.num_asked, len(runs)) == (1, 0, 1)
 
 
 def test_moments_are_lines() -> None:

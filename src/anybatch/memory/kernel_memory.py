@@ -43,7 +43,7 @@ SAMPLES_FIRST: Mapping[str, int] = {
     "_scaled_dot_product_flash_attention_for_cpu": 3,
     "_scaled_dot_product_flash_attention_for_cpu_backward": 6,
 }
-"""Operations to ask, and how many of their first arguments have samples along the first axis."""
+"""Operations to ask, and how many of their first arguments have samples along the first axis. Masks may, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +69,17 @@ class KernelMemory:
         self.most_bytes = most_bytes
         self._answers: dict[_Question, tuple[Line, ...]] = {}
         self._too_large: dict[_Question, int] = {}
+        self._refused: set[_Question] = set()
 
     @property
     def num_asked(self) -> int:
         """Return how many kernels were asked."""
-        return len(self._answers) - len(self._too_large)
+        return len(self._answers) - len(self._too_large) - self.num_refused
+
+    @property
+    def num_refused(self) -> int:
+        """Return how many kernels would not run on zeros of few samples."""
+        return len(self._refused)
 
     @property
     def too_large(self) -> tuple[tuple[str, int], ...]:
@@ -122,6 +128,14 @@ class KernelMemory:
         if 2 * _FEW * per_sample > self.most_bytes:  # a copy of everything, in another layout
             self._too_large[question] = per_sample
             return ()
+        try:
+            return self._run(question, flops)
+        except Exception:  # noqa: BLE001 (whatever it is: the step to be planned has run without data)
+            self._refused.add(question)
+            return ()
+
+    def _run(self, question: "_Question", flops: int) -> tuple[Line, ...]:
+        """Return what a kernel holds that fits with a few samples."""
         first = question.held_bytes(_FEW)
         growth = ceil_div(question.num_bytes(_FEW) + max(first, default=0), _FEW)
         enough = max(_ENOUGH_SAMPLES, question.num_threads)
@@ -259,9 +273,17 @@ def _question(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tu
         return _Shape(size, tensor.stride(), tensor.dtype, samples_first)
 
     first = [shape(one, samples_first=True) for one in args[:count]]
-    rest, named = tree_map_only(torch.Tensor, lambda one: shape(one, samples_first=False), (args[count:], dict(kwargs)))
+    rest = tree_map_only(torch.Tensor, lambda one: shape(one, samples_first=False), args[count:])
+    named = {name: _named(one, args[0], shape) for name, one in kwargs.items()}
     question = _Question(func, _hashable((*first, *rest)), _hashable(sorted(named.items())), torch.get_num_threads())
     return question, num_samples
+
+
+def _named(value: Any, first: torch.Tensor, shape: Callable[..., _Shape]) -> Any:  # noqa: ANN401 (any argument)
+    """Return a named argument, which is a mask if it is a tensor: it has samples, or it is the same for all."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return shape(value, samples_first=value.dim() == first.dim() and len(value) == len(first) and _is_outermost(value))
 
 
 def _is_outermost(tensor: torch.Tensor) -> bool:

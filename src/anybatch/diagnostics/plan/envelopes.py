@@ -130,6 +130,8 @@ def _told_of(kernels: KernelMemory) -> list[str]:
             f"what {len(kernels.too_large)} kernels take for themselves is not counted: asking them would take more "
             f"than {in_bytes(kernels.most_bytes)}; {name} has {in_bytes(per_sample)} a sample"
         )
+    if kernels.num_refused:
+        told.append(f"what {kernels.num_refused} kernels take for themselves is not counted: they would not run small")
     return told
 
 
