@@ -101,7 +101,8 @@ class _Stage:
     """The twin of a task, the engine that runs it, and the ledger that looks on. It is the engine's observer."""
 
     def __init__(self, task: Task, mode: Mode, world: World, on_operation: OperationWatcher | None) -> None:
-        self.ledger = MemoryLedger(on_operation=self._operation)
+        kernels = task.kernels if task.profile == "cpu" else None
+        self.ledger = MemoryLedger(on_operation=self._operation, kernels=None if kernels is None else kernels.moments)
         self._on_operation = on_operation
         self._told = False
         self.computing = False
