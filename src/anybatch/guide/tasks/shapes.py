@@ -12,7 +12,7 @@ from anybatch.guide.tasks.task import Norm, Rows, Task, loss
 
 NUM_IMAGES, NUM_HELD_OUT = 1_000, 400
 SIDE = 16
-NOISE = 0.5
+NOISE = 0.3
 WIDTHS = (1, 16, 32, 32)
 
 
