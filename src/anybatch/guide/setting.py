@@ -64,7 +64,7 @@ class Setting:
     accumulation_steps: int = 4
     optimizer: OptimizerName = "adamw"
     learning_rate: float = 0.003
-    steps: int = 60
+    steps: int = 40
     seed: int = 0
     precision: Precision = "fp32"
     mistake: Mistake = ""
