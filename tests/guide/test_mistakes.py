@@ -1,7 +1,9 @@
 """The hand-written loops: the right one is the engine, the others are not, and the checker finds each mistake."""
 
 import inspect
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from anybatch.errors import UserError
 from anybatch.guide.mistakes.mistake import MISTAKES, loop_of, source_of, wrong_lines
 from anybatch.guide.tasks.task import MicroBatches, Rows, cross_entropy, load, loss
 
+ROOT = Path(__file__).parents[2]
 MAX_LINES = 25
 MICRO_BATCH_SIZE, ACCUMULATION_STEPS, NUM_EPOCHS = 8, 4, 2
 
@@ -118,6 +121,19 @@ def test_the_checker_finds_each_mistake(name: str) -> None:
     found = {finding.code for finding in check_loop(loop_of(name)).findings}
 
     assert (MISTAKES[name].finding in found) if name in MISTAKES else not found
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_the_page_marks_the_wrong_lines(name: str) -> None:
+    """The lines that the page marks in a loop's file are those that are wrong, and it shows the whole function."""
+    text = (ROOT / "web" / "src" / "sections" / "playground" / "Loops.svelte").read_text()
+    shown = re.search(rf'/{name}\.py" lines="(\d+)-(\d+)" mark="([\d-]+)"', text)
+    first = loop_of(name).__code__.co_firstlineno
+    numbers = [first + number - 1 for number in wrong_lines(name)]
+
+    assert shown is not None
+    assert [int(shown[1]), int(shown[2])] == [first, first + len(source_of(name).splitlines()) - 1]
+    assert shown[3] == (str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}")
 
 
 def test_a_mistake_that_there_is_not_is_refused() -> None:

@@ -114,11 +114,11 @@ _CLAIMS = (
             "something in it; else true."
         ),
         texts={
-            "true": "{changed_lines} lines change, and the checker finds {findings} faults in the loop.",
+            "true": "{changed_lines} lines change; faults that the checker finds: {findings}.",
             "only_if": (
-                "{changed_lines} lines change, and they are right only if every micro-batch and every window is full: "
-                "the checker finds {findings} in them. A right loop changes {changed_lines_right} lines too, with two "
-                "small functions to count with; anybatch changes {changed_lines_engine}."
+                "{changed_lines} lines change, and they are right only if every micro-batch and every window is full; "
+                "faults that the checker finds otherwise: {findings}. A right loop changes {changed_lines_right} lines "
+                "too, with two small functions to count with, and anybatch changes {changed_lines_engine}."
             ),
             "false": "{changed_lines} lines change.",
         },
@@ -299,8 +299,8 @@ _CLAIMS = (
             "true": "From 1 to 4 it is {gain_1_to_4} as fast, and from 64 to 256 still {gain_64_to_256}.",
             "only_if": (
                 "It holds up to a size. From 1 to 4 samples training is {gain_1_to_4} as fast, from 4 to 16 "
-                "{gain_4_to_16}, from 16 to 64 {gain_16_to_64}, and from 64 to 256 only {gain_64_to_256}. Beyond what "
-                "fills the device, memory is spent for nothing."
+                "{gain_4_to_16}, from 16 to 64 {gain_16_to_64}, and from 64 to 256 {gain_64_to_256}. Beyond what fills "
+                "the device, memory is spent for nothing."
             ),
             "false": "From 1 to 4 samples training is {gain_1_to_4} as fast.",
         },
