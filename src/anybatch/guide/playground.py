@@ -4,7 +4,7 @@ import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from anybatch.core.records import Observer
 from anybatch.data.batches import Batches, batches
 from anybatch.diagnostics.memory_report import record_memory
 from anybatch.engine.engine import Engine
-from anybatch.errors import NonFiniteError
+from anybatch.errors import DataError, NonFiniteError
 from anybatch.guide.course import Course
 from anybatch.guide.experiment import Data, Tell
 from anybatch.guide.lines import Lines
@@ -25,7 +25,7 @@ from anybatch.guide.programs import as_command, as_python
 from anybatch.guide.setting import Setting, SettingError, parse_setting
 from anybatch.guide.tasks.task import MicroBatches, Task, load
 
-__all__ = ["Setting", "SettingError", "as_command", "as_python", "parse_setting", "run"]
+__all__ = ["Setting", "SettingError", "as_command", "as_python", "parse_setting", "run", "warm"]
 
 FINAL_FACTOR = 0.1
 """The learning rate falls in a line to this part of what it begins with."""
@@ -84,6 +84,12 @@ def alone(num_threads: int = 1) -> Iterator[None]:
             yield
     finally:
         torch.set_num_threads(before)
+
+
+def warm() -> None:
+    """Do once what takes long the first time: import what images come from, and make one step."""
+    with suppress(DataError):
+        run(Setting(micro_batch_size=1, accumulation_steps=1, steps=1), lambda _: None)
 
 
 def make(setting: Setting, task: Task) -> tuple[nn.Module, Optimizer, LinearLR]:
