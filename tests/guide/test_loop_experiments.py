@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
+import anybatch as ab
+from anybatch.events.jsonl import read_jsonl
 from anybatch.guide.experiments import full_loop as loop_experiment
 from anybatch.guide.experiments import one_batch as batch_experiment
 from anybatch.guide.experiments import split_sum as split_experiment
@@ -75,8 +77,7 @@ def test_four_ways_coincide(batch_data: Any) -> None:
 
 @pytest.mark.parametrize("name", ["no_division", "clip_each", "mean_of_means"])
 def test_mistakes_split_the_ways(batch_data: Any, name: str) -> None:
-    """Each mistake takes every divided way away from its reference by more than a hundredth; 64 x 1 has nothing to
-    get wrong."""
+    """Each mistake takes every divided way a hundredth or more from its reference; 64 x 1 has nothing to get wrong."""
     (found,) = [mistake for mistake in batch_data["mistakes"] if mistake["name"] == name]
     clip = one_mistake.CLIP if name == "clip_each" else None
 
@@ -124,7 +125,7 @@ def test_running_sums_grow_by_micro_batch(split_data: Any) -> None:
 
 def test_log_is_of_the_same_training_as_the_strips(tmp_path: Path) -> None:
     """The run that writes the log and the run whose gradients are copied have the same losses, bit for bit."""
-    with loop_experiment.ab.JsonlLog(tmp_path / "log.jsonl") as log:
+    with ab.JsonlLog(tmp_path / "log.jsonl") as log:
         logged = full_loop.train(3, log, full_loop.make_model())
     strips = loop_experiment.Strips()
 
@@ -134,9 +135,9 @@ def test_log_is_of_the_same_training_as_the_strips(tmp_path: Path) -> None:
 def test_log_columns_hold_the_log(tmp_path: Path) -> None:
     """Decoded, the columns say of each line what the log says, and when."""
     path = tmp_path / "log.jsonl"
-    with loop_experiment.ab.JsonlLog(path) as log:
+    with ab.JsonlLog(path) as log:
         full_loop.train(1, log, full_loop.make_model())
-    lines = [line for line in loop_experiment.read_jsonl(path) if line.get("step") == 0]
+    lines = [line for line in read_jsonl(path) if line.get("step") == 0]
     columns = json.loads(json.dumps(loop_experiment.log_columns(lines)))
 
     for index, line in enumerate(lines):
@@ -153,8 +154,8 @@ def test_engine_and_hand_take_the_same_step() -> None:
     whole = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     optimizer = torch.optim.AdamW(model.parameters())
-    loss = loop_experiment.ab.mean_over_tokens(full_loop.token_loss, shift=False)
-    found = loop_experiment.ab.Engine(model, optimizer, loss, micro_batch_size=16).gradients(batch)
+    loss = ab.mean_over_tokens(full_loop.token_loss, shift=False)
+    found = ab.Engine(model, optimizer, loss, micro_batch_size=16).gradients(batch)
 
     for name, gradient in whole.items():
         assert torch.allclose(found[name], gradient, rtol=1e-10, atol=1e-14)
