@@ -171,7 +171,10 @@ def columns(lines: Lines) -> dict[str, Any]:
                 changes[name].append([index, rounded])
     files = [file for file, _ in lines.numbers]
     return {
-        "files": [{"path": source.name, "sha256": source.digest} for source in lines.sources],
+        "files": [
+            {"path": source.name, "sha256": source.digest, "text": source.path.read_text(encoding="utf-8")}
+            for source in lines.sources
+        ],
         "lines": [number for _, number in lines.numbers],
         "file_of": [] if not any(files) else files,
         "skipped": [[index, count] for index, count in enumerate(lines.skipped) if count],

@@ -22,7 +22,10 @@ def make_model(dtype: torch.dtype) -> nn.Module:
     """Return a network of exactly 64 numbers: 32 + 16 in its first layer, 16 in its second."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1, bias=False)).to(dtype)
+        model = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1, bias=False))
+        for p in model[2].parameters():
+            nn.init.normal_(p)  # as large as the first layer's, so that all gradients can be seen
+        return model.to(dtype)
 
 
 def running_sums(sizes: Sequence[int], dtype: torch.dtype, *, exact: bool = True) -> Iterator[Tensor]:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def spirals(seed: int) -> tuple[Tensor, Tensor]:
-    """Return 64 points of the plane, and on which of two spiral arms each of them lies."""
+    """Return 64 points, and on which of two spiral arms each lies."""
     random = torch.Generator().manual_seed(seed)
     points = torch.randn(64, 2, generator=random, dtype=torch.float64)
     turns = torch.atan2(points[:, 1], points[:, 0]) + points.norm(dim=1)
@@ -25,8 +25,8 @@ def spirals(seed: int) -> tuple[Tensor, Tensor]:
 def train(rank: int, num_ranks: int) -> None:
     """Take three steps as one of the ranks."""
     torch.manual_seed(0)
-    network = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 2)).double()
-    model = DistributedDataParallel(network)
+    network = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 2))
+    model = DistributedDataParallel(network.double())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for step in range(3):
         points, arms = spirals(seed=step)
@@ -36,7 +36,8 @@ def train(rank: int, num_ranks: int) -> None:
         for number, rows in enumerate(share, start=1):
             last = number == len(share)
             with nullcontext() if last else model.no_sync():  # around the forward too
-                loss_sum = cross_entropy(model(points[rows]), arms[rows], reduction="sum")
+                logits = model(points[rows])
+                loss_sum = cross_entropy(logits, arms[rows], reduction="sum")
                 loss = loss_sum / 64
                 (loss * num_ranks).backward()  # DDP divides by the ranks
             summed += loss.detach()
@@ -44,7 +45,7 @@ def train(rank: int, num_ranks: int) -> None:
         optimizer.step()
         dist.all_reduce(summed)
         if rank == 0:
-            print(f"step {step}  loss {summed:.12f}  gradient norm {norm:.12f}")
+            print(f"step {step}  loss {summed:.12f}  norm {norm:.12f}")
 
 
 if __name__ == "__main__":
