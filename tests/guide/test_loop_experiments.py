@@ -25,7 +25,7 @@ def say_nothing(_line: object) -> None:
 def plain_losses(dtype: torch.dtype, clip: float | None = None) -> list[float]:
     """Return the losses of the training of "one batch", undivided and without the engine."""
     model, (points, arms) = one_batch.make_model(dtype), one_batch.spirals()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses = []
     for _ in range(60):
         optimizer.zero_grad()

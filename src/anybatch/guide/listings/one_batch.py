@@ -27,7 +27,7 @@ def make_model(dtype: torch.dtype) -> nn.Module:
     """Return a network with one hidden layer, always with the same numbers in it."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(1)
-        return nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 2)).to(dtype)
+        return nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 2)).to(dtype)
 
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -38,7 +38,7 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def train(micro_batch_size: int, dtype: torch.dtype, clip: float | None = None) -> list[float]:
     """Return the loss of each of 60 steps; every step sees all 64 points."""
     model = make_model(dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     engine = ab.Engine(model, optimizer, ab.mean_over_samples(loss), micro_batch_size=micro_batch_size, clip=clip)
     points, arms = spirals()
     dataset = [{"point": points[i].to(dtype), "arm": arms[i]} for i in range(64)]

@@ -38,7 +38,7 @@ def train(size: int, mistake: str) -> list[float]:
     """Return the loss of the 64 points before each of 60 steps."""
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     model, (points, arms) = make_model(torch.float64), spirals()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     share = torch.arange(64).chunk(num_ranks)[rank]
     losses = []
     for _ in range(60):
