@@ -6,11 +6,13 @@ stand with a line are those after it.
 
 import ast
 import contextlib
+import gc
 import io
 import multiprocessing
 import runpy
 import sys
 import tempfile
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -25,6 +27,7 @@ from torch import nn
 LOSSES = {"loss": ("loss", "total"), "loss_sum": ("loss_sum",)}
 """What is shown to the names of variables that may hold it; only one number in a tensor counts as one."""
 MODELS = ("model", "ddp", "network")
+TIME_LIMIT_SECONDS = 300
 UPDATES = ("optimizer.step()", "engine.step(")
 
 
@@ -84,7 +87,7 @@ class Lines:
     _unnoted: int = 0
     _under_way: dict[FrameType, tuple[int, int]] = field(default_factory=dict)
     _now: dict[str, float] = field(default_factory=lambda: {"micro_batches": 0, "updates": 0})
-    _model: nn.Module | None = None
+    _model: "weakref.ref[nn.Module] | None" = None
     _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def __enter__(self) -> Self:
@@ -102,7 +105,6 @@ class Lines:
         """Stop watching; what traced before goes on."""
         self._stack.close()
         self._under_way.clear()
-        self._model = None
 
     def _called(self, frame: FrameType, event: str, value: object) -> Any:  # noqa: ANN401, ARG002 (as sys.settrace has it)
         code = frame.f_code
@@ -146,8 +148,10 @@ class Lines:
             self.printed[-1] = self.output.tell()
 
     def _look(self, names: Mapping[str, Any]) -> None:
-        model = next((names[name] for name in MODELS if isinstance(names.get(name), nn.Module)), self._model)
-        self._model = model
+        found = next((names[name] for name in MODELS if isinstance(names.get(name), nn.Module)), None)
+        if found is not None:
+            self._model = weakref.ref(found)  # DDP has to be gone before its process group: nobody may keep it
+        model = None if self._model is None else self._model()
         gradients = [] if model is None else [p.grad for p in model.parameters() if p.grad is not None]
         if gradients:
             self._now["gradient_norm"] = float(torch.stack([g.detach().norm() for g in gradients]).norm())
@@ -200,6 +204,10 @@ def trace_rank(source: Source, function: str, *, rank: int = 0, num_ranks: int =
 
     `function` is called in fresh processes with (rank, number of ranks, where to meet) if it is `run_rank`, as in the
     ladder, and otherwise with (rank, number of ranks) once the process group is there.
+
+    Raises:
+        TimeoutError: the program does not end.
+        EOFError: the rank failed; it has said why.
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="anybatch-lines-") as folder:
@@ -218,11 +226,14 @@ def trace_rank(source: Source, function: str, *, rank: int = 0, num_ranks: int =
             process.start()
         theirs.close()
         try:
+            if not ours.poll(TIME_LIMIT_SECONDS):
+                message = f"{source.name} did not end on rank {rank} within {TIME_LIMIT_SECONDS} seconds"
+                raise TimeoutError(message)
             found: dict[str, Any] = ours.recv()
         finally:
             ours.close()
             for process in ranks:
-                process.join(60)
+                process.join(10)
                 process.kill()
                 process.join()
     return found
@@ -246,6 +257,7 @@ def _serve_rank(
 def _joined(function: Any, rank: int, num_ranks: int, meeting: str) -> None:  # noqa: ANN401 (a program's)
     torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=num_ranks)
     function(rank, num_ranks)
+    gc.collect()
     torch.distributed.destroy_process_group()
 
 

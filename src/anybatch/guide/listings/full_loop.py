@@ -1,6 +1,6 @@
 """The full loop: a small language model takes three steps of 64 sentences, 16 at a time, and writes down what it does.
 
-python full_loop.py loop.jsonl        prints the log, then what a step takes however it is cut
+python -m anybatch.guide.listings.full_loop loop.jsonl    prints the log, then what a step takes however it is cut
 """
 
 import statistics

@@ -1,9 +1,9 @@
 """One batch, four ways: the same training, cut differently. Its losses differ by rounding alone.
 
-python one_batch.py 64                          64 x 1: one micro-batch
-python one_batch.py 16                          16 x 4: four micro-batches of 16
-python one_batch.py 4                           4 x 16
-torchrun --nproc-per-node 2 one_batch.py 8      2 ranks x 8 x 4
+python -m anybatch.guide.listings.one_batch 64                         64 x 1: one micro-batch
+python -m anybatch.guide.listings.one_batch 16                         16 x 4: four micro-batches of 16
+python -m anybatch.guide.listings.one_batch 4                          4 x 16
+torchrun --nproc-per-node 2 -m anybatch.guide.listings.one_batch 8     2 ranks x 8 x 4
 """
 
 import sys
@@ -49,6 +49,6 @@ def train(micro_batch_size: int, dtype: torch.dtype, clip: float | None = None) 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     for dtype in (torch.float32, torch.float64):
-        losses = train(int(sys.argv[1]), dtype)
+        losses = train(int(sys.argv[1]), dtype, *map(float, sys.argv[2:]))  # a second number clips
         if ab.World.from_environment().rank == 0:
             print(dtype, *(f"{loss:.17g}" for loss in losses))

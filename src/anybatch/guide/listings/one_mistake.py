@@ -1,9 +1,9 @@
 """One mistake: accumulation by hand, in plain PyTorch, as it is often written. Three ways to get it wrong.
 
-python one_mistake.py no_division 16            four micro-batches of 16, their means added up
-python one_mistake.py clip_each 16              clipped after each micro-batch
-python one_mistake.py mean_of_means 21          21 + 21 + 21 + 1: the last point counts 21-fold
-torchrun --nproc-per-node 2 one_mistake.py no_division 8
+python -m anybatch.guide.listings.one_mistake no_division 16       four micro-batches, their means added up
+python -m anybatch.guide.listings.one_mistake clip_each 16         clipped after each micro-batch
+python -m anybatch.guide.listings.one_mistake mean_of_means 21     21 + 21 + 21 + 1: the last counts 21-fold
+torchrun --nproc-per-node 2 -m anybatch.guide.listings.one_mistake no_division 8
 """
 
 import sys

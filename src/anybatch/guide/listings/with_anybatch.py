@@ -1,4 +1,4 @@
-"""Accumulation with anybatch: the same three steps. `torchrun --nproc-per-node 2` runs the same file on two ranks."""
+"""Accumulation with anybatch: the same three steps, on however many ranks it is started."""
 
 import torch
 from torch import Tensor, nn

@@ -1,6 +1,6 @@
 """Accumulation with DDP: two ranks run two micro-batches of 16 each; gradients travel once.
 
-torchrun --nproc-per-node 2 with_ddp.py
+torchrun --nproc-per-node 2 -m anybatch.guide.listings.with_ddp
 """
 
 import gc
