@@ -22,7 +22,7 @@ MEDIA_TYPES: Final = {
 MAX_BYTES: Final = 16 * 2**20
 _TRANSPORT: Final = re.compile(r'(<meta name="anybatch-guide" content=")(?:live|static)(")')
 _RECORDING: Final = re.compile(r"rec/[a-z][a-z0-9_]{0,63}\.json")
-_ASSET: Final = re.compile(r"[a-z][a-z0-9_-]{0,63}(?:\.[a-z]+)+")
+_ASSET: Final = re.compile(r"[a-z][a-z0-9_-]{0,63}(?:\.[a-z0-9]+)+")
 
 
 @dataclass(frozen=True, slots=True)

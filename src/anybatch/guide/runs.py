@@ -247,7 +247,7 @@ class Runs:
         self._num_skipped = 0
         self._stream.begin()
         self._tell_status()
-        self._spawn(self._watch(run))
+        self._spawn(self._watch(run, self._clock()))
 
     def _pass_on(self, run: Run, lines: Sequence[Any]) -> None:
         for line in lines:
@@ -279,9 +279,8 @@ class Runs:
             lost = Failure("worker", "The process that computes has ended; another one is started.")
             self._over(self._run, self._run.ending or lost)
 
-    async def _watch(self, run: Run) -> None:
-        """Look at a run from time to time, until it is over or has taken more than it may."""
-        before = self._clock()
+    async def _watch(self, run: Run, before: float) -> None:
+        """Look at a run from time to time, from `before` on, until it is over or has taken more than it may."""
         while not run.over.is_set():
             try:
                 async with asyncio.timeout(self._limits.look_seconds):

@@ -30,6 +30,14 @@ _QUESTION: Final = "What does a run with this setting do?"
 Command = Mapping[str, Any]
 
 
+class UnknownError(UserError):
+    """Something that is not run here. `code` says why in a word or two."""
+
+    def __init__(self, message: str, *, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
     """A run of the playground that may begin.
@@ -174,10 +182,10 @@ class Worker:
         experiment = self._repertoire.experiments.get(name)
         if experiment is None:
             message = f"There is no experiment {name!r}."
-            raise UserError(message)
+            raise UnknownError(message, code="unknown_experiment")
         if not experiment.runs_here:
             message = f"{name} is only recorded: anybatch guide record {name}"
-            raise UserError(message)
+            raise UnknownError(message, code="only_recorded")
         return experiment
 
     def _say(self, answer: Mapping[str, Any]) -> None:
