@@ -12,8 +12,9 @@ EFFECTIVE = 64
 MICRO_SIZES = (64, 32, 16, 8, 4, 2, 1)
 """Sizes of a micro-batch; each divides the effective batch."""
 DRAWN = (64, 16, 4)
-"""Of these the course of the step is kept, too."""
+"""Of these the course of the step is kept, too: here of the plainest way, in `memory_courses` of all."""
 NUM_BUCKETS = 90
+"""Stretches of a course; of each, the highest and the lowest moment are kept."""
 
 
 def run(tell: Tell) -> Data:
@@ -22,7 +23,7 @@ def run(tell: Tell) -> Data:
     for done, way in enumerate(all_ways()):
         what = f"{way.optimizer}, {way.precision}{', checkpointing' if way.checkpointing else ''}"
         tell({"kind": "guide.progress", "done": done, "of": len(all_ways()), "what": what})
-        ways.append(_measured(way, tell))
+        ways.append(_measured(way, tell, is_drawn=not done))
     model = ACCUMULATED.make()
     return {
         "categories": list(ORDER),
@@ -34,14 +35,14 @@ def run(tell: Tell) -> Data:
     }
 
 
-def _measured(way: Way, tell: Tell) -> dict[str, Any]:
+def _measured(way: Way, tell: Tell, *, is_drawn: bool) -> dict[str, Any]:
     cuts, alone, courses, copies = [], [], {}, set()
     for size in MICRO_SIZES:
         tell({"kind": "guide.progress", "done": size, "of": EFFECTIVE, "what": f"{size} x {EFFECTIVE // size}"})
         one = measure_accumulated(ACCUMULATED, way, effective_batch_size=EFFECTIVE, micro_batch_size=size)
         cuts.append(peak_of(one.course))
         copies.add(one.gradient_bytes)
-        if size in DRAWN:
+        if is_drawn and size in DRAWN:
             courses[str(size)] = drawn(one.course, NUM_BUCKETS)
         single = measure_accumulated(ACCUMULATED, way, effective_batch_size=size, micro_batch_size=size)
         alone.append(peak_of(single.course))

@@ -103,7 +103,7 @@ class Offered:
 
 
 OFFERED = (
-    Offered(name="gpt2", sequence_lengths=(1024,), precisions=("fp32", "bf16")),
+    Offered(name="gpt2", sequence_lengths=(256, 1024), precisions=("fp32", "bf16")),
     Offered(name="llama-3.2-1b", sequence_lengths=(2048,), precisions=("bf16",)),
     Offered(name="llama-3.1-8b", sequence_lengths=(4096,), precisions=("bf16",)),
 )
@@ -187,6 +187,7 @@ def as_recorded(steps: Sequence[Traced]) -> dict[str, Any]:
         {
             **dataclasses.asdict(one.variant),
             "num_parameters": one.num_parameters,
+            "verdict": one.envelopes.verdict,
             "notes": list(one.envelopes.notes),
             **as_numbers((one.envelopes.steady, one.envelopes.first), kinds),
         }
@@ -216,7 +217,7 @@ def read(data: Mapping[str, Any]) -> Iterator[Traced]:
         envelopes = Envelopes(
             steady=steady,
             first=first,
-            verdict="exact",
+            verdict=numbers["verdict"],
             checked_at=max(numbers["traced"]),
             profile="cuda",
             costs=_NO_COSTS,
