@@ -6,6 +6,7 @@ from anybatch.core.memory_timeline import ORDER
 from anybatch.core.size_choice import even_size
 from anybatch.diagnostics.plan.plan import Plan
 from anybatch.diagnostics.plan.words import words_of
+from anybatch.engine.precision import PrecisionName
 from anybatch.guide.experiment import Data, Experiment, Tell
 from anybatch.guide.memory.courses import in_order
 from anybatch.guide.memory.planning import Traced, Variant, Wish, planned, trace
@@ -14,6 +15,11 @@ SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Batch sizes that are offered."""
 LIMITS_GIB = (4, 6, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 141, 192)
 """Sizes of memory that are offered, in GiB."""
+_ROWS: tuple[tuple[str, int, PrecisionName, str], ...] = (
+    ("gpt2", 1024, "fp32", "GPT-2, float32"),
+    ("gpt2", 1024, "bf16", "GPT-2, bf16"),
+    ("llama-3.2-1b", 2048, "bf16", "Llama 3.2 1B, bf16"),
+)
 MODELS = {
     Variant(
         model=model,
@@ -23,11 +29,7 @@ MODELS = {
         checkpointing=False,
         several=False,
     ): title
-    for model, length, precision, title in (
-        ("gpt2", 1024, "fp32", "GPT-2, float32"),
-        ("gpt2", 1024, "bf16", "GPT-2, bf16"),
-        ("llama-3.2-1b", 2048, "bf16", "Llama 3.2 1B, bf16"),
-    )
+    for model, length, precision, title in _ROWS
 }
 """What is planned, and how a page calls it."""
 OPENING = Wish(device="RTX 4090", effective_batch_size=512)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from anybatch.core.memory_model import Category
 from anybatch.core.memory_timeline import ORDER, MemoryTimeline
 
 
@@ -21,9 +22,10 @@ def peak_of(course: MemoryTimeline) -> dict[str, Any]:
     }
 
 
-def in_order(held: Mapping[str, int]) -> list[int]:
+def in_order(held: Mapping[Category, int] | Mapping[str, int]) -> list[int]:
     """Return bytes by category as a row, in the order in which they are stacked."""
-    return [held.get(name, 0) for name in ORDER]
+    by_name: dict[str, int] = {name: size for name, size in held.items()}  # noqa: C416 (a mapping's keys are invariant)
+    return [by_name.get(name, 0) for name in ORDER]
 
 
 def drawn(course: MemoryTimeline, num_buckets: int) -> dict[str, Any]:

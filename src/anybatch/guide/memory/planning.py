@@ -63,13 +63,16 @@ class Variant:
             clip=subject.clip,
             world_size=world_size or (_SEVERAL if self.several else 1),
         )
-        wanted = [("checkpointing", self.checkpointing), ("fused optimizer", self.optimizer == "fused AdamW")]
-        for name in (name for name, is_wanted in wanted if is_wanted):
-            change = next(one for one in possible_changes(task) if one.name == name)
-            # The change of the optimizer comes with the model made; of the model alone its maker is kept.
-            kept = {"model": task.model} if name == "fused optimizer" else {}
-            task = dataclasses.replace(change.task, **kept)
+        if self.checkpointing:
+            task = _changed(task, "checkpointing")
+        if self.optimizer == "fused AdamW":
+            # this change comes with the model made; the one that is planned anew makes its own
+            task = dataclasses.replace(task, optimizer=_changed(task, "fused optimizer").optimizer)
         return task
+
+
+def _changed(task: Task, name: str) -> Task:
+    return next(one.task for one in possible_changes(task) if one.name == name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
