@@ -3,6 +3,7 @@
 ```text
 setup    make .venv and install the package into it, editable, with all that tests and checks need
 train    train the digits recipe at effective batch size 256; arguments are handed on: python make.py train text
+guide    open the guide in a browser; arguments are handed on: python make.py guide --no-browser
 test     run the tests; arguments are handed to pytest: python make.py test -k accumulate
 check    lint, formatting, types, import layers and the tests of the architecture
 format   rewrite the sources the way `check` wants them
@@ -11,12 +12,13 @@ web-check  types and tests of web/; then build the page again, and compare it wi
 clean    remove .venv, caches and build products; runs/ stays
 ```
 
-`train`, `test`, `check` and `format` set up first, which costs nothing when nothing has changed.
+`train`, `guide`, `test`, `check` and `format` set up first, which costs nothing when nothing has changed.
 """
 
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -69,6 +71,16 @@ def train(arguments: Sequence[str]) -> int:
     """Run the main job; arguments are those of `anybatch train`."""
     setup()
     return run([venv_program("anybatch"), "train", *arguments])
+
+
+def guide(arguments: Sequence[str]) -> int:
+    """Serve the guide; arguments are those of `anybatch guide`."""
+    setup()
+    former = signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is for the server, which ends by itself
+    try:
+        return run([venv_program("anybatch"), "guide", *arguments])
+    finally:
+        signal.signal(signal.SIGINT, former)
 
 
 def run_tests(arguments: Sequence[str]) -> int:
@@ -150,7 +162,7 @@ def clean(arguments: Sequence[str]) -> int:
 def refuse(arguments: Sequence[str]) -> None:
     """End the program if a verb that takes no arguments was given some."""
     if arguments:
-        sys.exit(f"make.py: unexpected arguments {' '.join(arguments)}; only `train` and `test` take any.")
+        sys.exit(f"make.py: unexpected arguments {' '.join(arguments)}; only `train`, `guide` and `test` take any.")
 
 
 def run(command: Sequence[str], *, stop: bool = False) -> int:
@@ -171,6 +183,7 @@ def venv_program(name: str) -> str:
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "setup": setup,
     "train": train,
+    "guide": guide,
     "test": run_tests,
     "check": check,
     "format": format_sources,

@@ -29,6 +29,7 @@ VERBS = (
     Verb("tune", "Which micro-batch size is the fastest here, and does loading keep up?"),
     Verb("memory", "Where does the memory of a step go, and how much is left?"),
     Verb("demo", "What does it do, in a minute?"),
+    Verb("guide", "What happens in a step, and what changes if I do it otherwise?"),
     Verb("init", "How does a recipe of my own begin?"),
     Verb("env", "What should a bug report say about this machine?"),
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-import anybatch
+from anybatch.engine.watch import software_versions
 
 Data = Mapping[str, Any]
 """What JSON can hold, by name."""
@@ -66,11 +66,7 @@ def made_here(experiment: str, *, commit: str | None = None, today: dt.date | No
     return Made(
         date=day.isoformat(),
         device=f"cpu ({platform.machine()}, {torch.get_num_threads()} threads)",
-        versions={
-            "anybatch": anybatch.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        versions=software_versions(),
         commit=commit,
         command=f"anybatch guide record {experiment}",
     )

@@ -1,0 +1,85 @@
+"""The built page: its files by their paths, read once, and the one word in it that says where its numbers come from."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from anybatch.errors import UserError
+
+DIST: Final = Path(__file__).with_name("dist")
+MEDIA_TYPES: Final = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".json": "application/json",
+    ".woff2": "font/woff2",
+    ".svg": "image/svg+xml",
+    ".png": "image/png",
+    ".ico": "image/vnd.microsoft.icon",
+}
+MAX_BYTES: Final = 16 * 2**20
+_TRANSPORT: Final = re.compile(r'(<meta name="anybatch-guide" content=")(?:live|static)(")')
+_RECORDING: Final = re.compile(r"rec/[a-z][a-z0-9_]{0,63}\.json")
+_ASSET: Final = re.compile(r"[a-z][a-z0-9_-]{0,63}(?:\.[a-z0-9]+)+")
+
+
+@dataclass(frozen=True, slots=True)
+class Asset:
+    """A file of the page.
+
+    Attributes:
+        content: its bytes.
+        media_type: what they are.
+    """
+
+    content: bytes
+    media_type: str
+
+
+def read_page(folder: Path) -> dict[str, Asset]:
+    """Return the page's files by their paths: index.html, its scripts, styles and pictures, and rec/NAME.json.
+
+    What has another kind of name, and what is a link, is no part of the page.
+
+    Raises:
+        UserError: there is no page, or it is too large to be one.
+    """
+    if not (folder / "index.html").is_file():
+        message = f"{folder} holds no built page (index.html). Build it with `make page`, or install a release."
+        raise UserError(message)
+    page: dict[str, Asset] = {}
+    num_bytes = 0
+    for file in sorted(folder.rglob("*")):
+        path = file.relative_to(folder).as_posix()
+        pattern = _RECORDING if file.suffix == ".json" else _ASSET
+        if file.suffix not in MEDIA_TYPES or not pattern.fullmatch(path) or file.is_symlink() or not file.is_file():
+            continue
+        num_bytes += file.stat().st_size
+        if num_bytes > MAX_BYTES:
+            message = f"{folder} holds more than {MAX_BYTES} bytes: that is no page of the guide."
+            raise UserError(message)
+        page[path] = Asset(file.read_bytes(), MEDIA_TYPES[file.suffix])
+    return page
+
+
+def recordings(page: Mapping[str, Asset]) -> dict[str, str]:
+    """Return the recordings of a page, by name, as text."""
+    names = {path: path.removeprefix("rec/").removesuffix(".json") for path in page if path.startswith("rec/")}
+    return {name: page[path].content.decode().strip() for path, name in names.items()}
+
+
+def with_transport(html: str, word: Literal["live", "static"]) -> str:
+    """Return the page with the word that says whether there is a server behind it.
+
+    Raises:
+        UserError: the page has no place for it, or more than one.
+    """
+    changed, num_places = _TRANSPORT.subn(rf"\g<1>{word}\g<2>", html)
+    if num_places != 1:
+        message = (
+            f'index.html holds <meta name="anybatch-guide" ...> {num_places} times instead of once: build it anew.'
+        )
+        raise UserError(message)
+    return changed
