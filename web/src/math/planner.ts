@@ -9,7 +9,7 @@
 
 /** What `anybatch guide record memory_planner` writes. */
 export interface PlannerData {
-  models: { name: string; sequence_lengths: number[]; precisions: string[] }[];
+  models: { name: string; sequence_lengths: number[]; precisions: string[]; ranks: boolean }[];
   devices: { name: string; memory_bytes: number }[];
   headroom: number;
   context_bytes: number;
@@ -44,6 +44,8 @@ export interface Envelope {
   slope: Float64Array;
   /** Number of its kind, for each piece. */
   kind: Int32Array;
+  /** What is held after an event is a line too. These are the lines of the upper hull, by rising slope: the peak. */
+  hull: { constant: number; slope: number }[];
 }
 
 export interface Peak {
@@ -126,12 +128,34 @@ function envelope(data: PlannerData, pieces: number[], moves: number[]): Envelop
     else for (let count = 0; count < move; count++) events.push(held[held.push(++taken) - 1]!);
   }
   const kinds = pieces.map((number) => data.kinds[number - 1]!);
+  const constant = Float64Array.from(kinds, (kind) => kind[0]);
+  const slope = Float64Array.from(kinds, (kind) => kind[1]);
   return {
     events: Int32Array.from(events),
-    constant: Float64Array.from(kinds, (kind) => kind[0]),
-    slope: Float64Array.from(kinds, (kind) => kind[1]),
+    constant,
+    slope,
     kind: Int32Array.from(pieces, (number) => number - 1),
+    hull: upperHull(events, constant, slope),
   };
+}
+
+/** Of the running sums, all that may be highest at some m >= 1, and few others. */
+function upperHull(events: readonly number[], constant: Float64Array, slope: Float64Array): Envelope["hull"] {
+  const best = new Map<number, number>();
+  let [held, rise] = [0, 0];
+  for (const event of events) {
+    const piece = Math.abs(event) - 1;
+    held += Math.sign(event) * constant[piece]!;
+    rise += Math.sign(event) * slope[piece]!;
+    if (held > (best.get(rise) ?? -Infinity)) best.set(rise, held);
+  }
+  const hull: Envelope["hull"] = [];
+  for (const [own, start] of [...best].sort(([a], [b]) => a - b)) {
+    // whatever a steeper line is above at m = 1 already, it is above for good
+    while (hull.length && hull.at(-1)!.constant + hull.at(-1)!.slope <= start + own) hull.pop();
+    hull.push({ constant: start, slope: own });
+  }
+  return hull;
 }
 
 /** Bytes of each piece at micro-batch size `m`. */
@@ -152,7 +176,9 @@ function highest(one: Envelope, m: number): { bytes: number; event: number } {
 }
 
 export function peakBytes(one: Envelope, m: number): number {
-  return Math.max(0, highest(one, m).bytes);
+  let most = 0;
+  for (const line of one.hull) most = Math.max(most, line.constant + line.slope * m);
+  return most;
 }
 
 /** The moment at which most is held, and what is held then. */
@@ -171,19 +197,10 @@ export function peakOf(data: PlannerData, one: Envelope, m: number): Peak {
 /** The largest micro-batch size whose tensors fit; null for no limit. */
 export function largestOfTensors(one: Envelope, budget: number): number | null {
   if (peakBytes(one, 1) > budget) return 0;
-  if (!grows(one)) return null;
+  if (!one.hull.some((line) => line.slope > 0)) return null;
   let [fits, tooLarge] = [1, 2];
   while (peakBytes(one, tooLarge) <= budget) [fits, tooLarge] = [tooLarge, 2 * tooLarge];
   return halved(fits, tooLarge, (m) => peakBytes(one, m) <= budget);
-}
-
-function grows(one: Envelope): boolean {
-  let held = 0;
-  for (const number of one.events) {
-    held += number > 0 ? one.slope[number - 1]! : -one.slope[-number - 1]!;
-    if (held > 0) return true;
-  }
-  return false;
 }
 
 /** The last that fits, where `low` does and `high` does not. */

@@ -16,7 +16,12 @@ def run(tell: Tell) -> Data:
         steps.append(trace(variant))
     return {
         "models": [
-            {"name": one.name, "sequence_lengths": list(one.sequence_lengths), "precisions": list(one.precisions)}
+            {
+                "name": one.name,
+                "sequence_lengths": list(one.sequence_lengths),
+                "precisions": list(one.precisions),
+                "ranks": one.ranks,
+            }
             for one in OFFERED
         ],
         "devices": [{"name": one.name, "memory_bytes": one.memory_bytes} for one in DEVICES],

@@ -83,17 +83,20 @@ class Offered:
         name: of the model, as `anybatch plan` takes it.
         sequence_lengths: tokens of a sample.
         precisions: number formats.
+        ranks: whether for several ranks as well. A copy of a large model on each is seldom what is wanted, and that
+            they start equal takes a digest of each in pieces, of which there are hundreds of thousands.
     """
 
     name: str
     sequence_lengths: tuple[int, ...]
     precisions: tuple[PrecisionName, ...]
+    ranks: bool = True
 
     def variants(self) -> Iterator[Variant]:
         """Yield every combination."""
         optimizers: tuple[OptimizerName, ...] = ("AdamW", "fused AdamW")
         for length, precision, optimizer, checkpointing, several in itertools.product(
-            self.sequence_lengths, self.precisions, optimizers, (False, True), (False, True)
+            self.sequence_lengths, self.precisions, optimizers, (False, True), (False, True)[: 1 + self.ranks]
         ):
             yield Variant(
                 model=self.name,
@@ -108,7 +111,7 @@ class Offered:
 OFFERED = (
     Offered(name="gpt2", sequence_lengths=(256, 1024), precisions=("fp32", "bf16")),
     Offered(name="llama-3.2-1b", sequence_lengths=(2048,), precisions=("bf16",)),
-    Offered(name="llama-3.1-8b", sequence_lengths=(4096,), precisions=("bf16",)),
+    Offered(name="llama-3.1-8b", sequence_lengths=(4096,), precisions=("bf16",), ranks=False),
 )
 
 
