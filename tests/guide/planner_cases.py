@@ -40,11 +40,12 @@ def wishes(traced: list[Traced]) -> Iterator[tuple[int, Wish]]:
     devices = [one.name for one in DEVICES] + [f"{size}GiB" for size in SIZES_GIB]
     for _ in range(NUM_CASES):
         number = draw.randrange(len(traced))
+        size = draw.choice((draw.randint(1, 64), draw.randint(1, 4096), 2 ** draw.randint(0, 12)))
         yield (
             number,
             Wish(
                 device=draw.choice(devices),
-                effective_batch_size=draw.choice((draw.randint(1, 64), draw.randint(1, 4096), 2 ** draw.randint(0, 12))),
+                effective_batch_size=size,
                 world_size=draw.choice((2, 3, 4, 8, draw.randint(2, 64))) if traced[number].variant.several else 1,
                 headroom=draw.choice(HEADROOMS),
             ),

@@ -46,6 +46,9 @@ export interface Envelope {
   kind: Int32Array;
   /** What is held after an event is a line too. These are the lines of the upper hull, by rising slope: the peak. */
   hull: { constant: number; slope: number }[];
+  /** The allocator after the first events, as many as take and let go the same at every size. */
+  start: Allocator;
+  numAlike: number;
 }
 
 export interface Peak {
@@ -130,12 +133,19 @@ function envelope(data: PlannerData, pieces: number[], moves: number[]): Envelop
   const kinds = pieces.map((number) => data.kinds[number - 1]!);
   const constant = Float64Array.from(kinds, (kind) => kind[0]);
   const slope = Float64Array.from(kinds, (kind) => kind[1]);
+  const differing = events.findIndex((event) => slope[Math.abs(event) - 1] !== 0);
+  const numAlike = differing < 0 ? events.length : differing;
+  const start = new Allocator(Infinity);
+  const all = Int32Array.from(events);
+  run(start, all.subarray(0, numAlike), constant);
   return {
-    events: Int32Array.from(events),
+    events: all,
     constant,
     slope,
     kind: Int32Array.from(pieces, (number) => number - 1),
     hull: upperHull(events, constant, slope),
+    start,
+    numAlike,
   };
 }
 
@@ -215,7 +225,7 @@ function halved(low: number, high: number, fits: (m: number) => boolean): number
 
 /** The largest micro-batch size that the allocator can serve: src/anybatch/core/caching_allocator.py. */
 export function largestThatFits(one: Envelope, limit: number): number | null {
-  const fits = (m: number) => replay(one.events, sizes(one, m), limit).fits;
+  const fits = (m: number) => replay(one, m, limit).fits;
   const most = largestOfTensors(one, limit);
   if (most === null) return fits(1) ? null : 0;
   if (most === 0 || fits(most)) return most;
@@ -243,16 +253,24 @@ export interface Replay {
   fits: boolean;
 }
 
-/** What CUDA's caching allocator takes from the device for a sequence of events. */
-export function replay(events: Int32Array, own: Float64Array, limit = Infinity): Replay {
-  const allocator = new Allocator(limit);
+/** What CUDA's caching allocator takes from a device that has `limit` bytes to give. */
+export function replay(one: Envelope, m: number, limit = Infinity): Replay {
+  // where there was room for all of them, the first events went as they always go
+  const short = one.start.peak > limit;
+  const allocator = short ? new Allocator(limit) : one.start.copied(limit);
+  const fits = run(allocator, short ? one.events : one.events.subarray(one.numAlike), sizes(one, m));
+  return { reserved: allocator.peak, fits };
+}
+
+/** Take and let go; false if there is no memory for it. */
+function run(allocator: Allocator, events: Int32Array, own: Float64Array): boolean {
   for (const event of events) {
     const number = Math.abs(event) - 1;
     if (own[number]! <= 0) continue;
     if (event < 0) allocator.letGo(number);
-    else if (!allocator.take(number, own[number]!)) return { reserved: allocator.peak, fits: false };
+    else if (!allocator.take(number, own[number]!)) return false;
   }
-  return { reserved: allocator.peak, fits: true };
+  return true;
 }
 
 class Allocator {
@@ -266,6 +284,25 @@ class Allocator {
 
   constructor(limit: number) {
     this.#limit = limit;
+  }
+
+  /** The same state, for a device with another limit. */
+  copied(limit: number): Allocator {
+    const copy = new Allocator(limit);
+    const twins = new Map<Block, Block>();
+    const twin = (block: Block): Block => {
+      const found = twins.get(block) ?? { ...block };
+      twins.set(block, found);
+      return found;
+    };
+    for (const name of ["small", "large"] as const) copy.#free[name] = this.#free[name].map(twin);
+    copy.#taken = new Map([...this.#taken].map(([number, block]) => [number, twin(block)]));
+    for (const own of twins.values()) {
+      own.before &&= twin(own.before); // every neighbour is free or taken, so it has a twin
+      own.after &&= twin(own.after);
+    }
+    [copy.peak, copy.#reserved, copy.#next] = [this.peak, this.#reserved, this.#next];
+    return copy;
   }
 
   take(number: number, bytes: number): boolean {
@@ -386,7 +423,7 @@ export function plan(data: PlannerData, variant: VariantData, both: [Envelope, E
   const size = evenSize(share, Math.max(1, largest));
   const held = (m: number) => Math.max(peakBytes(steady, m), peakBytes(first, m));
   const envelopeOf = peakBytes(steady, size) >= peakBytes(first, size) ? steady : first;
-  let reserved = Math.max(...both.map((one) => replay(one.events, sizes(one, size)).reserved));
+  let reserved = Math.max(...both.map((one) => replay(one, size).reserved));
   if (largest) reserved = Math.max(held(size), Math.min(reserved, usable));
   return {
     variant,

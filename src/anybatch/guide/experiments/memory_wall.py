@@ -2,6 +2,12 @@
 
 from typing import Any
 
+from anybatch.core.memory_formulas import (
+    AUTOCAST_ADAM,
+    logits_bytes,
+    state_bytes,
+    transformer_layer_activation_bytes,
+)
 from anybatch.core.memory_timeline import ORDER
 from anybatch.core.size_choice import even_size
 from anybatch.diagnostics.plan.plan import Plan
@@ -10,6 +16,7 @@ from anybatch.engine.precision import PrecisionName
 from anybatch.guide.experiment import Data, Experiment, Tell
 from anybatch.guide.memory.courses import in_order
 from anybatch.guide.memory.planning import Traced, Variant, Wish, planned, trace
+from anybatch.recipes.known_models import KNOWN_MODELS
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Batch sizes that are offered."""
@@ -100,6 +107,25 @@ def _opening(plan: Plan) -> dict[str, Any]:
         "peak_bytes": fit.peak.num_bytes,
         "held": in_order(fit.peak.by_category),
         "words": words_of(plan).splitlines()[:7],
+        "formulas": _formulas(plan),
+    }
+
+
+def _formulas(plan: Plan) -> dict[str, float]:
+    """Return what the literature's formulas say of the same step: of the state, of layers, and of the loss."""
+    shape, size = KNOWN_MODELS[plan.name], plan.micro_batch_size
+    (length,) = {variant.sequence_length for variant in MODELS if variant.model == plan.name}
+    layer = transformer_layer_activation_bytes(
+        sequence_length=length,
+        micro_batch_size=size,
+        hidden_size=shape.width,
+        num_heads=shape.num_heads,
+        keeps="flash",
+    )
+    return {
+        "state": state_bytes(plan.num_parameters, AUTOCAST_ADAM),
+        "layers": shape.num_layers * layer,
+        "logits": logits_bytes(size * length, shape.vocabulary),
     }
 
 
