@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.guide.page import DIST, ROOT, WEB, account, digest, files, sources
+from tests.architecture.source_tree import ROOT
+from tests.guide.page import DIST, WEB, account, digest, files, sources
 
 KB = 1000
 BUDGETS = {"app.js": 55 * KB, "app.css": 14 * KB, "math.woff2": 60 * KB}
