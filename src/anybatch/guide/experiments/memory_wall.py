@@ -100,6 +100,11 @@ def _opening(plan: Plan) -> dict[str, Any]:
     fit = plan.as_it_is
     assert fit.micro_batch_size == even_size(plan.batch.num_samples, fit.largest)
     return {
+        "device": OPENING.device,
+        "effective_batch_size": OPENING.effective_batch_size,
+        "total_bytes": plan.budget.total_bytes,
+        "headroom": plan.budget.headroom,
+        "libraries_bytes": plan.budget.outside_bytes + plan.budget.workspace_bytes,
         "largest": fit.largest,
         "micro_batch_size": fit.micro_batch_size,
         "accumulation_steps": fit.accumulation_steps,
