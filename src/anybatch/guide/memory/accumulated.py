@@ -59,6 +59,7 @@ def measure_accumulated(what: SmallModel, way: Way, *, effective_batch_size: int
         micro_batch_size=micro_batch_size,
         precision=way.precision,
         measure_gradient_norm=False,
+        check_loss=False,  # which would look at the second step again, and take memory for it
     ) as engine:
         engine.step(batch)
         with record_memory(engine) as recording:
