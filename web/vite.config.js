@@ -1,3 +1,5 @@
+import { fileURLToPath } from "node:url";
+
 import { svelte } from "@sveltejs/vite-plugin-svelte";
 import { defineConfig } from "vite";
 
@@ -6,7 +8,7 @@ import { recordings, recordingElements } from "./make/recordings.js";
 /** While writing: `npm run dev` draws the page in the browser, with every recording embedded. */
 export default defineConfig({
   plugins: [
-    svelte(),
+    svelte({ configFile: fileURLToPath(new URL("svelte.config.js", import.meta.url)) }),
     {
       name: "recordings",
       apply: "serve",

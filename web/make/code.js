@@ -18,7 +18,7 @@ export const quoted = new Set();
 
 const highlighter = await createHighlighter({
   langs: ["python", "bash", "toml", "json"],
-  themes: [createCssVariablesTheme({ name: "classes", variablePrefix: "t-" })],
+  themes: [createCssVariablesTheme({ name: "classes", variablePrefix: "--t-" })],
 });
 
 /** @returns {import("svelte/compiler").PreprocessorGroup} */

@@ -1,6 +1,6 @@
 /** The one place that knows what the engine is doing. Components read it; they never speak to a transport. */
 import { recording as held } from "./recordings";
-import { Refused, transport, type Command, type Status, type Told, type Transport } from "./transport";
+import { Once, Refused, transport, type Command, type Status, type Told, type Transport } from "./transport";
 import type { From, Line, Order, Recording } from "./types";
 
 interface State {
@@ -27,6 +27,7 @@ type ResultListener = (recording: Recording) => void;
 
 const lineListeners = new Set<LineListener>();
 const resultListeners = new Set<ResultListener>();
+const once = new Once();
 let way: Transport | undefined;
 
 /** Called once, when the page has come to life. */
@@ -93,7 +94,7 @@ function take(told: Told): void {
       guide.status = told.data;
       break;
     case "lines":
-      for (const listener of lineListeners) listener(told.data.run, told.data.lines);
+      hear(told.data.run, once.unheard(told.data.run, told.data.lines));
       break;
     case "result":
       for (const listener of resultListeners) listener(told.data.recording);
@@ -105,6 +106,10 @@ function take(told: Told): void {
     case "lost":
       break;
   }
+}
+
+function hear(run: string, lines: Line[]): void {
+  if (lines.length) for (const listener of lineListeners) listener(run, lines);
 }
 
 /** An experiment as a section uses it: what it recorded, until it has been run here. */

@@ -138,6 +138,28 @@ export class StaticTransport implements Transport {
   }
 }
 
+/**
+ * Each line once. A page that comes back to a stream is told the latest run from its beginning; what it has heard
+ * already is left out, by the number that every line has within its run.
+ */
+export class Once {
+  #run = "";
+  #last = -1;
+
+  unheard(run: string, lines: Line[]): Line[] {
+    if (run !== this.#run) {
+      this.#run = run;
+      this.#last = -1;
+    }
+    return lines.filter(({ sequence }) => {
+      if (typeof sequence !== "number") return true;
+      const isNew = sequence > this.#last;
+      if (isNew) this.#last = sequence;
+      return isNew;
+    });
+  }
+}
+
 /** The transport that the page's own meta element names. */
 export function transport(): Transport {
   const word = document.querySelector<HTMLMetaElement>('meta[name="anybatch-guide"]')?.content;

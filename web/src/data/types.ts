@@ -46,7 +46,8 @@ export interface Setting {
   mistake: "" | "no_division" | "zero_each" | "clip_each" | "schedule_each" | "drop_tail" | "mean_of_means";
 }
 
-export type Order = { kind: "playground"; setting: Setting } | { kind: "experiment"; name: string };
+/** What can be asked for; begun paused, a run waits for "resume" or "micro". */
+export type Order = ({ kind: "playground"; setting: Setting } | { kind: "experiment"; name: string }) & { paused?: boolean };
 
 /** Names of the five things that fill memory, in the order they are drawn. */
 export const CATEGORIES = ["weights", "gradients", "optimizer", "activations", "temporary"] as const;

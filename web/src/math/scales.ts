@@ -60,3 +60,13 @@ export function binaryTicks([least, most]: readonly [number, number]): number[] 
   const [first, last] = [Math.ceil(Math.log2(least) - 1e-9), Math.floor(Math.log2(most) + 1e-9)];
   return Array.from({ length: Math.max(0, last - first + 1) }, (_, at) => 2 ** (first + at));
 }
+
+/** Those of the marks whose labels do not run into each other: from the left, what has `room` to its neighbour. */
+export function apart(marks: readonly number[], place: Scale, room: number): number[] {
+  const kept: number[] = [];
+  for (const mark of marks) {
+    const before = kept.at(-1);
+    if (before === undefined || place(mark) - place(before) >= room) kept.push(mark);
+  }
+  return kept;
+}
