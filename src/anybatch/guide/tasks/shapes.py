@@ -35,7 +35,9 @@ def network(norm: Norm) -> nn.Sequential:
     layers: list[nn.Module] = []
     for before, after in itertools.pairwise(WIDTHS):
         stride = 1 if before == 1 else 2
-        layers += [nn.Conv2d(before, after, 3, padding=1, stride=stride), _norm(norm, after), nn.GELU()]
+        # A norm takes a bias in front of it away again: its gradient is rounding, and AdamW would make steps of that.
+        convolution = nn.Conv2d(before, after, 3, padding=1, stride=stride, bias=norm == "none")
+        layers += [convolution, _norm(norm, after), nn.GELU()]
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(WIDTHS[-1] * 16, 4))
 
 
