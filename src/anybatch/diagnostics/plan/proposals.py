@@ -35,6 +35,8 @@ class Fit:
         reserved_bytes: what the allocator takes from the device at that size.
         envelope: memory at any other size, of the step that holds most.
         seconds: how long a step takes; None where that is not known.
+        freely_reserved_bytes: what the allocator takes at that size from a device that has more than enough; None
+            where that was not asked.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Fit:
     envelope: MemoryEnvelope
     binds: Binding | None = None
     seconds: StepSeconds | None = None
+    freely_reserved_bytes: int | None = None
 
     @property
     def fits(self) -> bool:
@@ -94,7 +97,7 @@ def fit_of(task: Task, envelopes: Envelopes, setting: Setting, *, name: str = ""
     largest = share if found is None else min(share, found)
     size = even_size(share, max(1, largest))
     envelope = max((envelopes.steady, envelopes.first), key=lambda one: one.peak_bytes(size))
-    reserved = envelopes.reserved_bytes(size)
+    reserved = freely = envelopes.reserved_bytes(size)
     if largest:  # it makes do with what there is, by giving back what it does not use
         reserved = max(envelopes.peak_bytes(size), min(reserved, usable))
     return Fit(
@@ -109,6 +112,7 @@ def fit_of(task: Task, envelopes: Envelopes, setting: Setting, *, name: str = ""
         envelope=envelope,
         binds=envelopes.binding(largest, usable, share),
         seconds=setting.seconds(envelopes.costs, size, task.world_size),
+        freely_reserved_bytes=freely,
     )
 
 

@@ -31,7 +31,7 @@ def words_of(plan: "Plan", num_samples: int | None = None) -> str:
     ]
     if plan.changes:
         lines += ["", *_table(plan)]
-    lines += ["", *(f"note: {note}" for note in plan.notes), _made(plan)]
+    lines += ["", *(f"note: {note}" for note in (*plan.budget.notes, *plan.notes)), _made(plan)]
     return "\n".join(lines)
 
 
@@ -70,7 +70,7 @@ def _fitting(plan: "Plan") -> list[str]:
     return _rows(
         fits=f"micro-batches of {fit.micro_batch_size}: {plan.batch}",
         peak=f"{in_bytes(fit.peak.num_bytes)} in tensors, {in_bytes(taken)} in all, {_moment(fit)}",
-        left=f"{100 * left:.0f}% of the device; {100 * budget.headroom:.0f}% is kept free ({_why(budget)})",
+        left=f"{100 * left:.0f}% of the device; {100 * budget.headroom:.0f}% is kept free ({budget.why})",
         largest=f"{fit.largest}{_bound(plan)}",
     )
 
@@ -111,10 +111,6 @@ def _nothing_fits(plan: "Plan") -> list[str]:
 def _moment(fit: Fit) -> str:
     place = {"setup": "before the step", "update": "in the update"}.get(fit.peak.phase, f"in the {fit.peak.phase}")
     return f"{place}, at {fit.peak.operation}" if fit.peak.operation else place
-
-
-def _why(budget: Budget) -> str:
-    return "nothing has been measured on it yet" if budget.headroom else "as asked"
 
 
 def _table(plan: "Plan") -> list[str]:
