@@ -51,11 +51,19 @@ def _time(plan: "Plan", num_samples: int | None) -> list[str]:
         row = f"{per_second(rate)} samples/s on {world_size}"
         run = None if num_samples is None else plan.bill(num_samples, world_size)
         if run is not None:
-            price = "" if run.usd is None else f", about {run.usd:,.0f} USD at list price (check yours)"
+            price = "" if run.usd is None else f", about {run.usd:,.0f} USD at {_per_hour(plan)} an hour (check yours)"
             hours = f"{duration(3600 * run.hours)}, {run.device_hours:,.1f} device-hours"
             row += f": {num_samples:,} samples in {hours}{price}"
         rows += [f"{'':{_NAME_WIDTH}}{row}"]
     return rows
+
+
+def _per_hour(plan: "Plan") -> str:
+    """Return what an hour of one device is taken to cost."""
+    device = plan.budget.device
+    assert device is not None
+    assert device.price is not None
+    return f"{device.price.usd_per_hour:.2f} USD"
 
 
 def in_seconds(seconds: float) -> str:
