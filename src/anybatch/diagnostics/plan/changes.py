@@ -20,6 +20,8 @@ from anybatch.engine.precision import OptimizerFunction
 
 CHUNK_TOKENS = 1024
 """Tokens whose logits are there at once in a loss that is computed in chunks."""
+SMALLEST_STATE = 0.25
+"""What a change leaves of the optimizer's state at the least: one byte of four."""
 _LEAST_VOCABULARY = 8192
 
 
@@ -33,6 +35,7 @@ class Change:
         task: the step with the change.
         reshape: what the change makes of the step's memory, where that is not traced.
         recost: what it makes of its costs then; None for nothing.
+        smaller_state: it makes smaller what stays from step to step.
     """
 
     name: str
@@ -40,6 +43,7 @@ class Change:
     task: Task
     reshape: Callable[[MemoryEnvelope], MemoryEnvelope] | None = None
     recost: Callable[[CostLine], CostLine] | None = None
+    smaller_state: bool = False
 
 
 def possible_changes(task: Task) -> list[Change]:
@@ -53,7 +57,7 @@ def _of_update(task: Task) -> list[Change]:
     if isinstance(task.optimizer, Optimizer):
         return []
     smaller = [
-        Change(name=one.name, how=one.how, task=dataclasses.replace(task, optimizer=one.make))
+        Change(name=one.name, how=one.how, task=dataclasses.replace(task, optimizer=one.make), smaller_state=True)
         for one in eight_bit(task.optimizer)
     ]
     fused = _fused(task.optimizer)

@@ -10,7 +10,7 @@ from anybatch.core.geometry import ceil_div
 from anybatch.core.memory_model import MemoryEnvelope, Peak, fit
 from anybatch.core.size_choice import even_size
 from anybatch.diagnostics.plan.budget import Budget
-from anybatch.diagnostics.plan.changes import Change, possible_changes
+from anybatch.diagnostics.plan.changes import SMALLEST_STATE, Change, possible_changes
 from anybatch.diagnostics.plan.envelopes import TRACED, Binding, Envelopes, find_envelopes
 from anybatch.diagnostics.plan.sharded import trace_sharded
 from anybatch.diagnostics.plan.task import Task
@@ -127,14 +127,18 @@ def propose(task: Task, envelopes: Envelopes, setting: Setting, *, fits: bool) -
             that smaller is planned.
     """
     found = []
-    stays = sum(envelopes.steady.at_peak(1).by_category[name] for name in ("weights", "gradients", "optimizer"))
-    if fits or stays < setting.budget.usable_bytes:
-        for change in possible_changes(task):
-            try:
-                changed = _changed(change, envelopes, setting)
-            except UserError:
-                continue
-            found.append(fit_of(change.task, changed, setting, name=change.name, how=change.how))
+    held, usable = envelopes.steady.at_peak(1).by_category, setting.budget.usable_bytes
+    stays = sum(held[name] for name in ("weights", "gradients", "optimizer"))
+    at_least = stays - held["optimizer"] * (1.0 - SMALLEST_STATE)
+    changes = possible_changes(task) if fits or at_least < usable else []
+    for change in changes:
+        if not fits and stays >= usable and not change.smaller_state:
+            continue
+        try:
+            changed = _changed(change, envelopes, setting)
+        except UserError:
+            continue
+        found.append(fit_of(change.task, changed, setting, name=change.name, how=change.how))
     return [*found, *_dealt(task, envelopes, setting, fits=fits)]
 
 
