@@ -44,14 +44,27 @@ def measured_of(device: str | int, name: str, precision: str, known: KnownDevice
     Raises:
         UserError: nothing is known of such a device.
     """
+    return _measured(_belongs(device), subject(name, precision), known, _versions(on_cpu=_is_cpu(device)))
+
+
+def measured_here(device: torch.device, name: str, precision: str, known: KnownDevices) -> Measured:
+    """Return what is known of a device that is here; see `measured_of`."""
+    full = full_name(device)
+    versions = _versions(on_cpu=device.type == "cpu")
+    return _measured(lambda step: step.device == full, subject(name, precision), known, versions)
+
+
+def _measured(
+    belongs: Callable[[MeasuredStep], bool], of: str, known: KnownDevices, versions: dict[str, str | None]
+) -> Measured:
+    """Return what the steps say that belong to a device."""
     steps, refused = known.steps()
-    versions = _versions(on_cpu=_is_cpu(device))
-    mine = [step for step in steps if _belongs(device)(step)]
+    mine = [step for step in steps if belongs(step)]
     fresh = [step for step in mine if step.versions == versions]
     notes = (refused,) if refused else ()
     if not fresh:
         return Measured(notes=(*notes, *(_stale(step, versions) for step in mine[-1:])))
-    same = [step for step in fresh if step.subject == subject(name, precision)]
+    same = [step for step in fresh if step.subject == of]
     excess = max(step.excess for step in same or fresh)
     headroom = measured_headroom(excess) if same else min(HEADROOM, measured_headroom(excess))
     seen = [step.outside_bytes for step in fresh if step.outside_bytes is not None]
