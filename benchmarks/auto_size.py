@@ -273,7 +273,10 @@ def main() -> None:
     if given.only_asking:
         title = 'What asking the planner costs "auto", and what it saves'
     command = f"python benchmarks/auto_size.py{' --only-asking' * given.only_asking}"
-    setting = f"1 thread, {NUM_CHOICES} choices, medians of {NUM_ROUNDS} rounds"
+    rounds_of_asking = f"medians of {NUM_CHOICES} rounds"
+    setting = f"1 thread, {NUM_CHOICES} choices, medians of {NUM_ROUNDS} rounds; of asking, {rounds_of_asking}"
+    if given.only_asking:
+        setting = f"1 thread, {rounds_of_asking}"
     report.publish(lines, title=title, command=command, setting=setting, out=given.out)
 
 

@@ -94,6 +94,14 @@ def test_auto_takes_it() -> None:
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
+def test_a_budget_does_not_count_what_is_only_planned() -> None:
+    """Under an enforced budget that the plan's own tensors would pass, if they held anything, the plan is the same."""
+    with memory_budget(2**20, BATCH) as budget:
+        assert planned(2**30) == NUM_SAMPLES
+
+    assert budget.num_refused == 0
+
+
 def test_nothing_can_be_planned() -> None:
     """Shapes that depend on the data, and a budget without room for a sample, are said; the step runs all the same."""
 

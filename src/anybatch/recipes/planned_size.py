@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 
 from anybatch.core.loss import Loss, LossFunction
 from anybatch.core.memory_model import MemoryEnvelope
@@ -90,7 +91,8 @@ def planned_largest(
         left = measured.headroom if headroom is None else headroom
         usable = _usable_bytes(place, world_size, left) if budget_bytes is None else int(budget_bytes * (1.0 - left))
         try:
-            envelopes = find_envelopes(task, usable, most_samples=num_samples)
+            with _disable_current_modes():  # an enforced budget would count the twin
+                envelopes = find_envelopes(task, usable, most_samples=num_samples)
         except PlanError:
             raise
         except UserError as error:  # the engine says it in earnest a moment later
