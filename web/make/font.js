@@ -11,7 +11,7 @@ const SIGNS = [
   [0x1d434, 0x1d467], // italic Latin, which is what <mi>x</mi> draws
   [0x1d6e2, 0x1d71b], // italic Greek
 ];
-const OTHERS = "ℎ·×÷±−∓∗∘√∞∂∇∑∏∫≈≠≡≤≥≪≫∈∉⊂⊆∪∩∀∃→←↔⇒⇐⇔↦…⋯⋮⌈⌉⌊⌋⟨⟩‖∣′″ℝℕ𝔼𝒩ℒ𝒪\u2061\u2062\u2063\u00af\u02c6\u02dc\u203e\u23de\u23df";
+const OTHERS = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻ℎ·×÷±−∓∗∘√∞∂∇∑∏∫≈≠≡≤≥≪≫∈∉⊂⊆∪∩∀∃→←↔⇒⇐⇔↦…⋯⋮⌈⌉⌊⌋⟨⟩‖∣′″ℝℕ𝔼𝒩ℒ𝒪\u2061\u2062\u2063\u00af\u02c6\u02dc\u203e\u23de\u23df";
 
 export async function mathFont() {
   const path = createRequire(import.meta.url).resolve("@fontsource/stix-two-math/files/stix-two-math-latin-400-normal.woff2");

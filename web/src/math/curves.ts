@@ -32,7 +32,10 @@ export function nearestAt(curve: Curve, place: number): number | undefined {
 
 /** A little air above and below, and zero where it is near. */
 export function spread([least, most]: readonly [number, number], log: boolean): [number, number] {
-  if (log) return [least / 1.15, most * 1.15];
+  if (log) {
+    const air = Math.max(1.15, (most / least) ** 0.05);
+    return [least / air, most * air];
+  }
   const air = (most - least) * 0.06;
   return [least >= 0 && least < (most - least) * 0.5 ? 0 : least - air, most + air];
 }
