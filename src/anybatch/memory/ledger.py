@@ -21,8 +21,12 @@ Watcher = Callable[[int, int, str], None]
 OperationWatcher = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any, Phase], None]
 """Told (operation, arguments, keyword arguments, result, phase) after each operation."""
 
+Pool = Callable[[], int]
+"""Says which of the allocator's pools memory comes from that is taken now."""
+
 _NO_TASK = -1
-_DEVICE = torch.ops.prim.device.default
+DEVICE = torch.ops.prim.device.default
+"""The question where a tensor without data is."""
 
 
 class MemoryLedger(TorchDispatchMode):
@@ -44,7 +48,7 @@ class MemoryLedger(TorchDispatchMode):
         watcher: Watcher | None = None,
         on_operation: OperationWatcher | None = None,
         device_type: str | None = None,
-        pool: Callable[[], int] | None = None,
+        pool: Pool | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.held_bytes = 0
@@ -77,19 +81,13 @@ class MemoryLedger(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 (whatever the operation returns)
         """Run an operation, and book what it returns."""
-        if func is _DEVICE and isinstance(args[0], FakeTensor):
+        if func is DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # two thirds of all calls while nothing is computed, and the slowest answer
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # a tensor made of others says it is as large as the whole; its parts come next
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if self._on_operation is not None:
-            self._on_operation(func, args, kwargs, result, self.current_phase)
-        if self.paused:
-            return result
-        for leaf in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self._book(leaf, str(func))
+        self._see(func, args, kwargs, result)
         return result
 
     @property
@@ -153,6 +151,16 @@ class MemoryLedger(TorchDispatchMode):
     def forget(self) -> None:
         """Stop following what is still held, so that letting it go is not booked any more."""
         self._live.clear()
+
+    def _see(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:  # noqa: ANN401
+        """Tell of an operation that has run, and book what it has returned."""
+        if self._on_operation is not None:
+            self._on_operation(func, args, kwargs, result, self.current_phase)
+        if self.paused:
+            return
+        for leaf in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._book(leaf, str(func))
 
     def _allocation(self, number: int, *, before: bool) -> Allocation:
         phase, operation = self._phases[number], self._operations[number]
