@@ -4,17 +4,19 @@ Replaying the allocator takes Python half a second for each plan, so what it pla
 them anew, and the page's arithmetic has to find all of them, number by number and word by word.
 """
 
+import dataclasses
 import hashlib
 import json
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from anybatch.core.devices import DEVICES
+from anybatch.diagnostics.plan.envelopes import Envelopes
 from anybatch.diagnostics.plan.plan import Plan
 from anybatch.diagnostics.plan.words import words_of
 from anybatch.guide.memory.planning import Traced, Wish, planned, read
@@ -22,7 +24,8 @@ from anybatch.guide.memory.planning import Traced, Wish, planned, read
 ROOT = Path(__file__).parents[2]
 RECORDING = ROOT / "web" / "recordings" / "memory_planner.json"
 GOLDEN = ROOT / "web" / "tests" / "planner.golden.json"
-NUM_CASES = 1000
+NUM_CASES, BATCHES = 1000, 5
+BILLION = 10**9
 SIZES_GIB = (4, 6, 8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256)
 HEADROOMS = (0.0, 0.05, 0.1, 0.15, 0.15, 0.15, 0.25)
 LEFT_OUT = ("smallest", "planned in")
@@ -34,22 +37,41 @@ def steps() -> list[Traced]:
     return list(read(json.loads(RECORDING.read_text(encoding="utf-8"))["data"]))
 
 
-def wishes(traced: list[Traced]) -> Iterator[tuple[int, Wish]]:
-    """Yield a thousand random wishes, each for one of the variants; always the same."""
+class Remembering:
+    """Envelopes that replay the allocator once for each limit: several wishes share one."""
+
+    def __init__(self, envelopes: Envelopes) -> None:
+        self._envelopes = envelopes
+        self._largest: dict[int, int | None] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._envelopes, name)
+
+    def largest_allocated(self, limit_bytes: int) -> int | None:
+        """Return what the envelopes return, and keep it."""
+        if limit_bytes not in self._largest:
+            self._largest[limit_bytes] = self._envelopes.largest_allocated(limit_bytes)
+        return self._largest[limit_bytes]
+
+
+def remembering(traced: Traced) -> Traced:
+    """Return the step with envelopes that remember."""
+    return dataclasses.replace(traced, envelopes=cast("Envelopes", Remembering(traced.envelopes)))
+
+
+def wishes(traced: Sequence[Traced]) -> Iterator[tuple[int, Wish]]:
+    """Yield a thousand random wishes, each for one of the variants: 200 variants on devices, with 5 batches each."""
     draw = random.Random(64)
     devices = [one.name for one in DEVICES] + [f"{size}GiB" for size in SIZES_GIB]
-    for _ in range(NUM_CASES):
-        number = draw.randrange(len(traced))
-        size = draw.choice((draw.randint(1, 64), draw.randint(1, 4096), 2 ** draw.randint(0, 12)))
-        yield (
-            number,
-            Wish(
-                device=draw.choice(devices),
-                effective_batch_size=size,
-                world_size=draw.choice((2, 3, 4, 8, draw.randint(2, 64))) if traced[number].variant.several else 1,
-                headroom=draw.choice(HEADROOMS),
-            ),
-        )
+    # To replay a step of a billion parameters on several ranks takes Python half a minute.
+    weights = [0.1 if one.variant.several and one.num_parameters > BILLION else 1.0 for one in traced]
+    for _ in range(NUM_CASES // BATCHES):
+        (number,) = draw.choices(range(len(traced)), weights)
+        device, headroom = draw.choice(devices), draw.choice(HEADROOMS)
+        for _ in range(BATCHES):
+            size = draw.choice((draw.randint(1, 64), draw.randint(1, 4096), 2 ** draw.randint(0, 12)))
+            ranks = draw.choice((2, 3, 4, 8, draw.randint(2, 64))) if traced[number].variant.several else 1
+            yield number, Wish(device=device, effective_batch_size=size, world_size=ranks, headroom=headroom)
 
 
 def lines_of(plan: Plan) -> list[str]:
@@ -73,7 +95,7 @@ def row_of(number: int, wish: Wish, plan: Plan) -> list[Any]:
 def main() -> None:
     """Plan all of them, and write them down."""
     torch.set_num_threads(1)
-    traced = steps()
+    traced = [remembering(one) for one in steps()]
     rows = []
     for done, (number, wish) in enumerate(wishes(traced)):
         rows.append(row_of(number, wish, planned(traced[number], wish)))
