@@ -247,12 +247,11 @@ def orphan(server: Served) -> tuple[str, str, str]:
     worker = server.worker()
     server.process.kill()
     server.process.wait()
-    has_ended = wait_for_end(worker)
-    return (
-        "kill -9 of the server",
-        "its worker ends" if has_ended else "its worker stays",
-        verdict(has_ended, wanted=True),
-    )
+    has_ended = wait_for_end(worker, seconds=30.0)
+    if not has_ended:
+        os.kill(worker, signal.SIGKILL)
+    answer = "its worker ends" if has_ended else "its worker stays"
+    return "kill -9 of the server", answer, verdict(has_ended, wanted=True)
 
 
 def told(answer: Answer) -> str:

@@ -114,6 +114,18 @@ def test_run(play: Play) -> None:
     play(scene)
 
 
+def test_warm(play: Play) -> None:
+    """What the first run would wait for is done once, before the worker says that it is ready."""
+
+    async def scene(desk: Desk) -> None:
+        for _ in range(2):
+            result = await desk.until("result", await desk.begin("warmed"))
+            await desk.until_idle()
+            assert result["recording"]["data"] == {"warmed": ["once"]}
+
+    play(scene)
+
+
 def test_ids_are_drawn(play: Play) -> None:
     """The name of a run is twelve letters and digits, and no two are the same."""
 

@@ -4,6 +4,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from anybatch.guide.experiment import Data, Experiment, Tell
@@ -33,10 +34,11 @@ def counting(tell: Tell) -> Data:
 
 
 def endless(tell: Tell) -> Data:
-    """Go on for ever, and tell so."""
+    """Go on for ever, whatever goes wrong, and tell so."""
     done = 0
     while True:
-        tell({"kind": "guide.progress", "done": done, "of": 0, "what": "endless"})
+        with suppress(Exception):
+            tell({"kind": "guide.progress", "done": done, "of": 0, "what": "endless"})
         done += 1
         time.sleep(0.001)
 
@@ -92,9 +94,13 @@ def repertoire() -> Repertoire:
     """Return all that the guide has, and what misbehaves."""
     real = everything()
     own = {run.__name__: Experiment(name=run.__name__, question="?", run=run, seconds=1.0) for run in EXPERIMENTS}
+    warmed: list[str] = []
+    own["warmed"] = Experiment(name="warmed", question="?", run=lambda _tell: {"warmed": warmed}, seconds=1.0)
     only_recorded = Experiment(name="only_recorded", question="?", run=counting, seconds=600.0, runs_here=False)
     return Repertoire(
-        experiments={**real.experiments, **own, "only_recorded": only_recorded}, playground=real.playground
+        experiments={**real.experiments, **own, "only_recorded": only_recorded},
+        playground=real.playground,
+        warm=lambda: warmed.append("once"),
     )
 
 

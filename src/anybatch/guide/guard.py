@@ -208,9 +208,8 @@ def _look_at_host(request: _Request, admission: Admission, _limits: Limits) -> A
 
 def _look_at_origin(request: _Request, _admission: Admission, _limits: Limits) -> Answer | None:
     site = request.one(b"sec-fetch-site")
-    opened = site == b"none" and request.path == "/" and request.method in _READING
-    opened &= request.one(b"sec-fetch-dest") in (None, b"document")
-    if site not in (None, b"same-origin") and not opened:
+    is_page = request.path == "/" and request.one(b"sec-fetch-dest") in (None, b"document")
+    if site not in (None, b"same-origin") and not (site == b"none" and is_page):
         message = "Another page asked for this. Open the guide by its printed address, in the address bar."
         return Answer(HTTPStatus.FORBIDDEN, "site", message)
     origin, host = request.one(b"origin"), request.one(b"host")

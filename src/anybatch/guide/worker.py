@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from queue import SimpleQueue
 from typing import Any, BinaryIO, Final, Literal
 
@@ -26,6 +27,7 @@ from anybatch.guide.experiment import Data, Experiment, Made, Tell, made_here
 from anybatch.guide.recording import as_recording, commit_here, plain
 
 NICENESS: Final = 5
+_PLAYGROUND: Final = "anybatch.guide.playground"
 _QUESTION: Final = "What does a run with this setting do?"
 Command = Mapping[str, Any]
 
@@ -62,10 +64,12 @@ class Repertoire:
     Attributes:
         experiments: by name.
         playground: function (setting, as JSON gave it) -> run; raises UserError on a setting that may not be run.
+        warm: called before the worker says that it is ready: does once what the first run would otherwise wait for.
     """
 
     experiments: Mapping[str, Experiment]
     playground: Callable[[Mapping[str, Any]], Prepared]
+    warm: Callable[[], None] = lambda: None
 
 
 class Gate:
@@ -207,21 +211,26 @@ def work(repertoire: Callable[[], Repertoire]) -> None:
     with suppress(OSError):
         os.nice(NICENESS)
     torch.set_num_threads(max(1, _num_cores() - 1))
-    torch.ones(1, requires_grad=True).sum().backward()  # starts autograd's threads
     made = replace(made_here("", commit=commit_here()), command="anybatch guide")
-    worker = Worker(repertoire(), answers, made)
+    known = repertoire()
+    worker = Worker(known, answers, made)
     threading.Thread(target=worker.read, args=(sys.stdin.buffer,), name="commands", daemon=True).start()
+    known.warm()
     worker.work()
 
 
 def everything() -> Repertoire:
-    """Return all that the guide has, warmed up: the first run of the playground begins as fast as the second."""
-    importlib.import_module("anybatch.guide.playground").warm()
-    return Repertoire(experiments=experiments(), playground=_playground)
+    """Return all that the guide has."""
+    return Repertoire(experiments=experiments(), playground=_playground, warm=_warm)
+
+
+def _warm() -> None:
+    """Do what takes seconds the first time, so that the first run of the playground begins as fast as the second."""
+    importlib.import_module(_PLAYGROUND).warm()
 
 
 def _playground(setting: Mapping[str, Any]) -> Prepared:
-    playground = importlib.import_module("anybatch.guide.playground")
+    playground = importlib.import_module(_PLAYGROUND)
     parsed = playground.parse_setting(setting)
     return Prepared(run=lambda tell: playground.run(parsed, tell), command=playground.as_command(parsed))
 
