@@ -15,7 +15,6 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from importlib.util import find_spec
 from queue import SimpleQueue
 from typing import Any, BinaryIO, Final, Literal
 
