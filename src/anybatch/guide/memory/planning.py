@@ -212,23 +212,25 @@ def as_recorded(steps: Sequence[Traced]) -> dict[str, Any]:
     }
 
 
-def read(data: Mapping[str, Any]) -> Iterator[Traced]:
-    """Yield the steps of a recording. What their operations cost is not recorded."""
+def variants_of(data: Mapping[str, Any]) -> list[Variant]:
+    """Return what a recording has, in its order."""
+    names = [one.name for one in dataclasses.fields(Variant)]
+    return [Variant(**{name: numbers[name] for name in names}) for numbers in data["variants"]]
+
+
+def read(data: Mapping[str, Any], number: int) -> Traced:
+    """Return one of the steps of a recording. What its operations cost is not recorded."""
     categories, phases, operations = (data[name] for name in ("categories", "phases", "operations"))
     kinds = [(a, b, categories[c], phases[p], operations[o]) for a, b, c, p, o in data["kinds"]]
-    names = [one.name for one in dataclasses.fields(Variant)]
-    for numbers in data["variants"]:
-        variant = Variant(**{name: numbers[name] for name in names})
-        steady, first = envelopes_of(numbers, kinds)
-        envelopes = Envelopes(
-            steady=steady,
-            first=first,
-            verdict=numbers["verdict"],
-            checked_at=max(numbers["traced"]),
-            profile="cuda",
-            costs=_NO_COSTS,
-            notes=tuple(numbers["notes"]),
-        )
-        yield Traced(
-            variant=variant, task=variant.task(), envelopes=envelopes, num_parameters=numbers["num_parameters"]
-        )
+    variant, numbers = variants_of(data)[number], data["variants"][number]
+    steady, first = envelopes_of(numbers, kinds)
+    envelopes = Envelopes(
+        steady=steady,
+        first=first,
+        verdict=numbers["verdict"],
+        checked_at=max(numbers["traced"]),
+        profile="cuda",
+        costs=_NO_COSTS,
+        notes=tuple(numbers["notes"]),
+    )
+    return Traced(variant=variant, task=variant.task(), envelopes=envelopes, num_parameters=numbers["num_parameters"])
