@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import anybatch as ab
-from anybatch.diagnostics.plan import proposals
+from anybatch.diagnostics.plan import changes, proposals
 from anybatch.diagnostics.plan.words import words_of
 from anybatch.guide.memory.exported import packed, unpacked
 from anybatch.guide.memory.planning import (
@@ -107,7 +107,7 @@ def test_a_variant_is_a_row_of_the_table_of_changes(
 ) -> None:
     """What the page plans with a change is what `anybatch plan` plans with it."""
     variant = dataclasses.replace(GPT2, **change)
-    every = proposals.possible_changes
+    every = changes.possible_changes
     monkeypatch.setattr(proposals, "possible_changes", lambda task: [one for one in every(task) if one.name == name])
     (row,) = ab.plan("gpt2", device="12GiB", effective_batch_size=300, precision="bf16", sequence_length=256).changes
     found = planned(

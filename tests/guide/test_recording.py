@@ -25,8 +25,12 @@ from anybatch.guide.recording import (
 )
 from tests.architecture.source_tree import PACKAGE, ROOT
 
+pytest.importorskip("sklearn.datasets", reason="needs the extra anybatch[guide]")
+
 RECORDINGS = ROOT / "web" / "recordings"
-SHORT_SECONDS = 10.0
+SHORT_SECONDS = 3.0
+TESTED_ELSEWHERE = ("claims_", "playground_", "walk_")
+"""Beginnings of experiments that tests of their own record again."""
 
 
 def small(data: dict[str, Any]) -> Recording:
@@ -41,7 +45,7 @@ def test_catalogue_is_the_folder() -> None:
 
     assert list(names()) == files
     assert {name: experiment.name for name, experiment in experiments().items()} == {name: name for name in files}
-    assert all(experiment.question.endswith("?") for experiment in experiments().values())
+    assert all("?" in experiment.question for experiment in experiments().values())
 
 
 def test_file_is_one_line(tmp_path: Path) -> None:
@@ -141,7 +145,14 @@ def test_commit_says_what_ran() -> None:
     assert commit is None or len(commit.removesuffix("+")) == 12
 
 
-@pytest.mark.parametrize("name", [name for name in names() if experiments()[name].seconds <= SHORT_SECONDS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name, experiment in experiments().items()
+        if experiment.seconds <= SHORT_SECONDS and not name.startswith(TESTED_ELSEWHERE)
+    ],
+)
 def test_experiment_again(name: str) -> None:
     """An experiment returns the same again, and what was recorded of it; it leaves torch's random state as it was."""
     experiment = experiments()[name]
