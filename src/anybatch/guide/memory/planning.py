@@ -166,7 +166,8 @@ def planned(traced: Traced, wish: Wish) -> Plan:
     variant, envelopes = traced.variant, traced.envelopes
     assert variant.several == (wish.world_size > 1), "it was traced for another number of ranks"
     task = dataclasses.replace(traced.task, world_size=wish.world_size)
-    budget = budget_of(wish.device, world_size=wish.world_size, headroom=wish.headroom)
+    named = None if wish.headroom == HEADROOM else wish.headroom  # as on the command line, where the default is no wish
+    budget = budget_of(wish.device, world_size=wish.world_size, headroom=named)
     setting = Setting(budget=budget, effective_batch_size=wish.effective_batch_size)
     fit = fit_of(task, envelopes, setting)
     return Plan(
