@@ -7,6 +7,8 @@ guide    open the guide in a browser; arguments are handed on: python make.py gu
 test     run the tests; arguments are handed to pytest: python make.py test -k accumulate
 check    lint, formatting, types, import layers and the tests of the architecture
 format   rewrite the sources the way `check` wants them
+web      build the guide's page from web/ into the package; this and the next need Node
+web-check  types and tests of web/; then build the page again, and compare it with the committed one, byte by byte
 clean    remove .venv, caches and build products; runs/ stays
 ```
 
@@ -19,6 +21,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -28,6 +31,8 @@ PROGRAMS = VENV / ("Scripts" if os.name == "nt" else "bin")
 STAMP = VENV / "anybatch-setup"
 CPU_CONSTRAINTS = ROOT / "constraints-cpu.txt"
 CACHES = (".hypothesis", ".import_linter_cache", ".mypy_cache", ".pytest_cache", ".ruff_cache", "build", "dist")
+WEB = ROOT / "web"
+PAGE = ROOT / "src" / "anybatch" / "guide" / "dist"
 SOURCES = ("src", "tests", "benchmarks", "examples")
 VERSIONS = "import sys, torch; print('python', sys.version.split()[0], '| torch', torch.__version__)"
 
@@ -108,6 +113,43 @@ def format_sources(arguments: Sequence[str]) -> int:
     return run([venv_program("ruff"), "format"]) or unmended
 
 
+def web(arguments: Sequence[str]) -> int:
+    """Build the guide's page into the package."""
+    refuse(arguments)
+    npm("ci")
+    return npm("run", "build", stop=False)
+
+
+def web_check(arguments: Sequence[str]) -> int:
+    """Check the sources of the page, and that they give the committed one."""
+    refuse(arguments)
+    npm("ci")
+    failed = [verb for verb in ("check", "test") if npm("run", verb, stop=False)]
+    with tempfile.TemporaryDirectory() as folder:
+        npm("run", "build", "--", folder)
+        other = files_that_differ(Path(folder), PAGE)
+    failed += [f"{name} is not what the sources give: run `make web`" for name in other]
+    print(f"web-check: failed: {', '.join(failed)}" if failed else "web-check: all well")
+    return int(bool(failed))
+
+
+def npm(*arguments: str, stop: bool = True) -> int:
+    """Run npm on web/."""
+    program = shutil.which("npm")
+    if program is None:
+        sys.exit("make.py: the page is built with Node 20 or newer, and there is no npm on the PATH.")
+    return run([program, "--prefix", str(WEB), *arguments], stop=stop)
+
+
+def files_that_differ(one: Path, other: Path) -> list[str]:
+    """Return the names of files that are not the same in two folders, or are in one of them only."""
+    here, there = (
+        {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        for folder in (one, other)
+    )
+    return sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
+
+
 def clean(arguments: Sequence[str]) -> int:
     """Go back to a fresh clone, except for the logs and checkpoints in runs/."""
     refuse(arguments)
@@ -145,6 +187,8 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "test": run_tests,
     "check": check,
     "format": format_sources,
+    "web": web,
+    "web-check": web_check,
     "clean": clean,
 }
 

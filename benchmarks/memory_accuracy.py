@@ -1,26 +1,28 @@
 """Memory as planned without data against memory as allocated: the same engine, the same step, on a CPU.
 
 Planned: two traces without data, at micro-batch sizes 2 and 3, and the envelope through them. Allocated: the real
-engine takes two steps under torch's profiler, which sees every allocation of the CPU allocator; the figure is the most
-that was allocated at once during the second step. Beside it: the most that the tensors of that same run held, as the
-ledger books them; what is allocated beyond them is taken by kernels for themselves, and given back before they return.
-Two micro-batches a step, at sizes that were not traced.
+engine takes two steps under torch's profiler, which sees every allocation of the CPU allocator in every thread; the
+figure is the most that was allocated at once during the second step. Beside it: the most that the tensors of that same
+run held, as the ledger books them; what is allocated beyond them is taken by kernels for themselves, and given back
+before they return. Two micro-batches a step, at sizes that were not traced.
 
     python benchmarks/memory_accuracy.py [--only WORD] [--out benchmarks/results/NAME.md]
 """
 
 import gc
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import report
 import torch
 from torch import nn
+from torch.autograd import profiler_legacy
 from torch.nn import functional
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
 import anybatch as ab
@@ -32,6 +34,7 @@ from anybatch.testing import RankPool
 
 MEBIBYTE = 2**20
 VOCABULARY = 4096
+SECOND_STEP = "second step"
 Batch = dict[str, torch.Tensor]
 Named = Iterable[tuple[str, nn.Parameter]]
 
@@ -274,8 +277,7 @@ def allocated(name: str, size: int) -> tuple[int, int]:
     world = ab.World.from_environment(device="cpu")
     torch.manual_seed(world.rank)
     gc.collect()
-    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    with warnings.catch_warnings(), profiler, MemoryLedger() as ledger:
+    with warnings.catch_warnings(), AllocatorEvents() as allocator, MemoryLedger() as ledger:
         warnings.simplefilter("ignore")  # DDP on the search for unused parameters
         batch = case.batch(NUM_MICRO_BATCHES * size)
         engine = ab.Engine(
@@ -290,28 +292,70 @@ def allocated(name: str, size: int) -> tuple[int, int]:
         )
         engine.step(batch)
         start = ledger.num_events
-        with record_function("second step"):
+        with record_function(SECOND_STEP):
             engine.step(batch)
         engine.close()
-    return most_allocated(profiler), ledger.trace(start).peak_bytes
+    return allocator.most_bytes(), ledger.trace(start).peak_bytes
 
 
-def most_allocated(profiler: profile) -> int:
-    """Return the largest number of bytes that were allocated at once during "second step"."""
-    events = list(profiler.profiler.kineto_results.events())  # type: ignore[union-attr]
-    (step,) = [event for event in events if event.name() == "second step"]
-    held = most = 0
-    for start, num_bytes in memory_events(events):
-        held += num_bytes
-        if step.start_ns() <= start <= step.start_ns() + step.duration_ns():
-            most = max(most, held)
-    return most
+class AllocatorEvents:
+    """What the CPU allocator hands out while this is entered, in this thread and in all that start meanwhile.
 
+    torch's profilers look at one thread each, and exact BatchNorm runs every micro-batch in a thread of its own.
+    """
 
-def memory_events(events: Iterable[Any]) -> Iterator[tuple[int, int]]:
-    """Yield (time, bytes) of what was allocated (above 0) and let go (below 0), in order of time."""
-    found = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
-    return iter(sorted(found, key=lambda row: row[0]))
+    def __init__(self) -> None:
+        self._records: list[list[Any]] = []
+        self._run = threading.Thread.run
+
+    def __enter__(self) -> Self:
+        """Begin."""
+        threading.Thread.run = self._watched_run()  # type: ignore[method-assign]
+        self._enable()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End."""
+        self._disable()
+        threading.Thread.run = self._run  # type: ignore[method-assign]
+
+    def most_bytes(self) -> int:
+        """Return the largest number of bytes that were allocated at once during the second step."""
+        events = [event for record in self._records for event in record]
+        first = events[0]
+        begins, ends = (first.cpu_elapsed_us(event) for event in self._of_second_step())
+        sizes = [(first.cpu_elapsed_us(event), event.cpu_memory_usage()) for event in events]
+        held = most = 0
+        for moment, num_bytes in sorted((row for row in sizes if row[1]), key=lambda row: row[0]):
+            held += num_bytes
+            if begins <= moment <= ends:
+                most = max(most, held)
+        return most
+
+    def _of_second_step(self) -> tuple[Any, Any]:
+        """Return the events at which the second step begins and ends: everything within it is of higher rank."""
+        main = self._records[-1]
+        place = next(number for number, event in enumerate(main) if event.name() == SECOND_STEP)
+        handle = main[place].handle()
+        end = next(event for event in main[place + 1 :] if event.kind() == "pop" and event.handle() == handle)
+        return main[place], end
+
+    def _watched_run(self) -> Callable[[threading.Thread], None]:
+        def run(thread: threading.Thread) -> None:
+            self._enable()
+            try:
+                self._run(thread)
+            finally:
+                self._disable()
+
+        return run
+
+    def _enable(self) -> None:
+        config = profiler_legacy.profile(profile_memory=True).config()
+        torch._C._autograd._enable_profiler_legacy(config)  # noqa: SLF001 (its only name)
+
+    def _disable(self) -> None:
+        self._records += torch._C._autograd._disable_profiler_legacy()  # noqa: SLF001 (its only name)
 
 
 def compare(name: str) -> Iterator[str]:
@@ -346,7 +390,7 @@ def main() -> None:
     report.publish(
         lines,
         title="Memory as planned without data, against memory as allocated",
-        command="python benchmarks/memory_accuracy.py",
+        command="python benchmarks/memory_accuracy.py" + (f" --only {options.only!r}" if options.only else ""),
         setting="float32 unless it says otherwise, 1 thread, gradients clipped by norm",
         out=options.out,
     )

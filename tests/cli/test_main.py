@@ -1,5 +1,6 @@
 """The command line as it is typed: verbs, options, words of other libraries, exit statuses."""
 
+import gc
 import re
 import socket
 import subprocess
@@ -12,6 +13,7 @@ from anybatch.cli import foreign_words, init
 from anybatch.cli.foreign_words import FOREIGN_WORDS, OWN_WORDS, explain_unknown
 from anybatch.cli.main import VERBS, main
 from anybatch.cli.plan import make_parser as make_plan_parser
+from anybatch.cli.plan import never_collected
 from anybatch.cli.status import Status
 from anybatch.cli.task import Task, short_name
 from anybatch.cli.train import make_parser, read
@@ -259,3 +261,20 @@ def test_taken_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     printed = capsys.readouterr().err
     assert "the ranks could not meet" in printed
     assert "Traceback" not in printed
+
+
+def test_what_a_plan_imports_is_never_collected() -> None:
+    """No collection runs inside and none looks at what was made there; after it, also after an error, they run."""
+    try:
+        before = gc.get_freeze_count()
+        with never_collected():
+            running = gc.isenabled()
+            kept: list[list[object]] = [[] for _ in range(1000)]
+        after, found = gc.isenabled(), gc.get_freeze_count()
+        with pytest.raises(ImportError), never_collected():
+            raise ImportError
+
+        assert (running, after, gc.isenabled()) == (False, True, True)
+        assert found - before >= len(kept)
+    finally:
+        gc.unfreeze()

@@ -1,8 +1,10 @@
 """`anybatch plan`: what fits into a device that is not here."""
 
 import argparse
+import gc
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from anybatch.cli.parser import Parser, count
@@ -18,7 +20,25 @@ def run(words: Sequence[str]) -> int:
     """Plan what a command line names; return the exit status."""
     given = vars(make_parser().parse(words))
     # It brings torch, which takes seconds, and is not needed to say that an option is wrong.
-    return int(importlib.import_module("anybatch.cli.plan_subject").plan_subject(given.pop("what"), **given))
+    with never_collected():
+        subject = importlib.import_module("anybatch.cli.plan_subject")
+    return int(subject.plan_subject(given.pop("what"), **given))
+
+
+@contextmanager
+def never_collected() -> Iterator[None]:
+    """Let the garbage collector leave alone for good what is made inside.
+
+    A million objects of torch's modules stay to the end anyway: to look through them again and again takes a second.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def make_parser() -> Parser:

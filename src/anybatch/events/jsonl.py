@@ -87,9 +87,7 @@ class JsonlLog:
     def observe(self, record: Record, /) -> None:
         """Stamp a record with its sequence and time, and write it now or with the next flush."""
         with self._lock:
-            head = {"version": SCHEMA_VERSION, "sequence": self._sequence, "time_seconds": round(self._clock(), 6)}
-            body = {field.name: _plain(getattr(record, field.name)) for field in fields(record)}
-            self._pending.append({**head, "kind": record.kind, **body})
+            self._pending.append(_line(record, self._sequence, self._clock()))
             self._sequence += 1
             if self._is_due(record):
                 self._write_pending()
@@ -187,6 +185,19 @@ def read_jsonl(path: str | os.PathLike[str]) -> JsonlLines:
         OSError: the file cannot be opened; raised by the iteration.
     """
     return JsonlLines(Path(path))
+
+
+def line_of(record: Record, *, sequence: int, time_seconds: float) -> Line:
+    """Return the line of a record as a log would give it back; waits for the devices that its numbers are on."""
+    line: Line = json.loads(_encoded(_line(record, sequence, time_seconds)))
+    return line
+
+
+def _line(record: Record, sequence: int, time_seconds: float) -> Line:
+    """Return the line of a record; numbers that are on a device stay there."""
+    body = {field.name: _plain(getattr(record, field.name)) for field in fields(record)}
+    head = {"version": SCHEMA_VERSION, "sequence": sequence, "time_seconds": round(time_seconds, 6)}
+    return {**head, "kind": record.kind, **body}
 
 
 def _open(path: Path) -> BinaryIO:

@@ -6,7 +6,6 @@ playground's setting, or pause, resume, micro and cancel; it writes `ready`, `st
 no path, no module, no expression.
 """
 
-import importlib
 import json
 import os
 import sys
@@ -15,19 +14,18 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from importlib.util import find_spec
 from queue import SimpleQueue
 from typing import Any, BinaryIO, Final, Literal
 
 import torch
 
 from anybatch.errors import AnyBatchError, UserError
+from anybatch.guide import playground
 from anybatch.guide.catalogue import experiments
 from anybatch.guide.experiment import Data, Experiment, Made, Tell, made_here
 from anybatch.guide.recording import as_recording, commit_here, plain
 
 NICENESS: Final = 5
-_PLAYGROUND: Final = "anybatch.guide.playground"
 _QUESTION: Final = "What does a run with this setting do?"
 Command = Mapping[str, Any]
 
@@ -221,18 +219,10 @@ def work(repertoire: Callable[[], Repertoire]) -> None:
 
 def everything() -> Repertoire:
     """Return all that the guide has."""
-    return Repertoire(experiments=experiments(), playground=_playground, warm=_warm)
-
-
-def _warm() -> None:
-    """Run one step: the first optimizer of a process, and the data of the task, take seconds."""
-    if find_spec(_PLAYGROUND) is not None:
-        playground = importlib.import_module(_PLAYGROUND)
-        playground.run(playground.Setting(steps=1), lambda _line: None)
+    return Repertoire(experiments=experiments(), playground=_playground, warm=playground.warm)
 
 
 def _playground(setting: Mapping[str, Any]) -> Prepared:
-    playground = importlib.import_module(_PLAYGROUND)
     parsed = playground.parse_setting(setting)
     return Prepared(run=lambda tell: playground.run(parsed, tell), command=playground.as_command(parsed))
 

@@ -13,6 +13,9 @@ from anybatch.core.memory_model import Phase
 _LOOKS_FOR_OVERFLOW = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 _READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)  # noqa: SLF001 (its only name)
 
+WATCHED = frozenset({_LOOKS_FOR_OVERFLOW, *_READS})
+"""The operations that have to be seen here each time."""
+
 
 class HostReads(TorchDispatchMode):
     """Answers `.item()`, `if tensor:` and `torch.equal` on tensors without data, which refuse that by themselves.

@@ -1,7 +1,7 @@
 """A ledger of tensor memory: every storage is booked when it is made and struck off when it is let go.
 
 It sees what operations return, on any device and on fake tensors alike. It does not see what a kernel takes for itself
-and gives back before it returns.
+and gives back before it returns, unless it is told (`memory/kernel_memory.py`).
 """
 
 import weakref
@@ -21,8 +21,18 @@ Watcher = Callable[[int, int, str], None]
 OperationWatcher = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any, Phase], None]
 """Told (operation, arguments, keyword arguments, result, phase) after each operation."""
 
+KernelWatcher = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], Iterable[int]]
+"""Told (operation, arguments, keyword arguments, result); says what its kernel held at its highest moments, in bytes,
+results included."""
+
+Pool = Callable[[], int]
+"""Says which of the allocator's pools memory comes from that is taken now."""
+
 _NO_TASK = -1
-_DEVICE = torch.ops.prim.device.default
+DEVICE = torch.ops.prim.device.default
+"""The question where a tensor without data is."""
+INSIDE = "the kernel of "
+"""What the operation is called for memory that its kernel takes and gives back before it returns."""
 
 
 class MemoryLedger(TorchDispatchMode):
@@ -36,6 +46,7 @@ class MemoryLedger(TorchDispatchMode):
         on_operation: told each operation.
         device_type: books tensors on devices of this type alone; None for all of them.
         pool: says which of the allocator's pools memory comes from that is taken now; None: all from pool 0.
+        kernels: says what an operation's kernel holds while it runs; None: what operations return is all there is.
     """
 
     def __init__(
@@ -44,7 +55,8 @@ class MemoryLedger(TorchDispatchMode):
         watcher: Watcher | None = None,
         on_operation: OperationWatcher | None = None,
         device_type: str | None = None,
-        pool: Callable[[], int] | None = None,
+        pool: Pool | None = None,
+        kernels: KernelWatcher | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.held_bytes = 0
@@ -55,6 +67,7 @@ class MemoryLedger(TorchDispatchMode):
         self._on_operation = on_operation
         self._device_type = device_type
         self._pool = pool
+        self._kernels = kernels
         self._pools: list[int] = []
         self._sizes: list[int] = []
         self._phases: list[Phase] = []
@@ -77,19 +90,13 @@ class MemoryLedger(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 (whatever the operation returns)
         """Run an operation, and book what it returns."""
-        if func is _DEVICE and isinstance(args[0], FakeTensor):
+        if func is DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # two thirds of all calls while nothing is computed, and the slowest answer
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # a tensor made of others says it is as large as the whole; its parts come next
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if self._on_operation is not None:
-            self._on_operation(func, args, kwargs, result, self.current_phase)
-        if self.paused:
-            return result
-        for leaf in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self._book(leaf, str(func))
+        self._see(func, args, kwargs, result)
         return result
 
     @property
@@ -154,6 +161,18 @@ class MemoryLedger(TorchDispatchMode):
         """Stop following what is still held, so that letting it go is not booked any more."""
         self._live.clear()
 
+    def _see(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:  # noqa: ANN401
+        """Tell of an operation that has run, and book what it has returned."""
+        if self._on_operation is not None:
+            self._on_operation(func, args, kwargs, result, self.current_phase)
+        if self.paused:
+            return
+        if self._kernels is not None:
+            self._pass_through(self._kernels(func, args, kwargs, result), f"{INSIDE}{func}")
+        for leaf in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._book(leaf, str(func))
+
     def _allocation(self, number: int, *, before: bool) -> Allocation:
         phase, operation = self._phases[number], self._operations[number]
         if before:
@@ -185,25 +204,41 @@ class MemoryLedger(TorchDispatchMode):
             self._strike(address, known[0])  # it was resized
         if not num_bytes:
             return None
+        number = self._take(num_bytes, operation)
+        self._live[address] = number, weakref.ref(storage, lambda _: self._strike(address, number))
+        if self._watcher is not None and operation:
+            self._watcher(self.held_bytes, num_bytes, operation)
+        return number
+
+    def _pass_through(self, moments: Iterable[int], operation: str) -> None:
+        """Book what a kernel holds at some moments, one after the other, and gives back."""
+        for num_bytes in moments:
+            number = self._take(num_bytes, operation)
+            self._categories[number] = "temporaries"
+            self._give_back(number)
+
+    def _take(self, num_bytes: int, operation: str) -> int:
+        """Book that so many bytes are taken now; return the number of this allocation."""
         number = len(self._sizes)
         self._sizes.append(num_bytes)
         self._phases.append(self.current_phase)
         self._operations.append(operation)
         self._pools.append(0 if self._pool is None else self._pool())
         self._events.append(number + 1)
-        self._live[address] = number, weakref.ref(storage, lambda _: self._strike(address, number))
         self.held_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-        if self._watcher is not None and operation:
-            self._watcher(self.held_bytes, num_bytes, operation)
         return number
+
+    def _give_back(self, number: int) -> None:
+        """Book that what was taken is let go."""
+        self._events.append(-(number + 1))
+        self.held_bytes -= self._sizes[number]
 
     def _strike(self, address: int, number: int) -> None:
         """Strike a storage off, unless it has been already."""
         if self._live.get(address, (None,))[0] == number:
             del self._live[address]
-            self._events.append(-(number + 1))
-            self.held_bytes -= self._sizes[number]
+            self._give_back(number)
 
 
 def _held_after(events: Iterable[int]) -> set[int]:

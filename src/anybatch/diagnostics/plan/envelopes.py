@@ -20,7 +20,9 @@ from anybatch.diagnostics.plan.rows import joint_limit
 from anybatch.diagnostics.plan.task import Task, built
 from anybatch.diagnostics.plan.tracing import StepTrace, trace_step
 from anybatch.errors import CannotPlanError, PlanError
+from anybatch.events.quantities import in_bytes
 from anybatch.memory.accelerator import Profile
+from anybatch.memory.kernel_memory import KernelMemory
 from anybatch.memory.operations import OperationRecorder
 
 TRACED = (2, 3)
@@ -92,16 +94,58 @@ class Envelopes:
 def find_envelopes(task: Task, usable_bytes: int, *, most_samples: int | None = None) -> Envelopes:
     """Trace two micro-batch sizes, and a third one, the largest that seems to fit, to see whether the two tell.
 
+    On a CPU kernels are asked what they take for themselves. If a plan fails with that, it is made without.
+
     Raises:
         CannotPlanError: the step cannot be traced, or memory does not follow from traces; says why.
     """
     ready, reason = built(task)
     notes = [] if reason is None else [f"the model was made with its memory, as it cannot be without: {reason}"]
+    kernels = ready.kernels
+    if kernels is None or ready.profile != "cpu":
+        return _found(ready, usable_bytes, most_samples=most_samples, notes=notes)
+    try:
+        found = _found(ready, usable_bytes, most_samples=most_samples, notes=notes)
+    except CannotPlanError:
+        if not kernels.num_asked:
+            raise
+        alone = dataclasses.replace(ready, kernels=None)
+        notes.append("what kernels take for themselves is not counted: it does not follow from traces")
+        return _found(alone, usable_bytes, most_samples=most_samples, notes=notes)
+    return dataclasses.replace(found, notes=(*found.notes, *_told_of(kernels)))
+
+
+def _told_of(kernels: KernelMemory) -> list[str]:
+    """Return what kernels were asked, in words."""
+    told = []
+    if kernels.num_asked:
+        threads = ", ".join(map(str, kernels.num_threads))
+        told.append(
+            f"what kernels take for themselves is counted: {kernels.num_asked} were run on this CPU, small, "
+            f"with {threads} {'thread' if threads == '1' else 'threads'}"
+        )
+    if kernels.too_large:
+        name, per_sample = kernels.too_large[0]
+        told.append(
+            f"what {len(kernels.too_large)} kernels take for themselves is not counted: asking them would take more "
+            f"than {in_bytes(kernels.most_bytes)}; {name} has {in_bytes(per_sample)} a sample"
+        )
+    if kernels.num_refused:
+        told.append(f"what {kernels.num_refused} kernels take for themselves is not counted: they would not run small")
+    return told
+
+
+def _found(ready: Task, usable_bytes: int, *, most_samples: int | None, notes: Sequence[str]) -> Envelopes:
+    """Return the envelopes of a task whose model is made.
+
+    Raises:
+        CannotPlanError: the step cannot be traced, or memory does not follow from traces; says why.
+    """
     recorders = {m: OperationRecorder() for m in TRACED}
     traces = {m: trace_step(ready, m, on_operation=recorders[m]) for m in TRACED}
     if _reads(traces[TRACED[0]]):
         _refuse_dependence(ready, traces[TRACED[0]])
-        notes.append("the step reads numbers from tensors; what it holds was seen not to depend on them")
+        notes = [*notes, "the step reads numbers from tensors; what it holds was seen not to depend on them"]
     try:
         costs = [recorders[m].trace() for m in TRACED]
         return _checked(ready, traces, costs, usable_bytes, most_samples=most_samples, notes=tuple(notes))

@@ -36,6 +36,7 @@ from anybatch.engine.precision import OptimizerFunction
 from anybatch.errors import PlanError
 from anybatch.memory.accelerator import allocating_as
 from anybatch.memory.host_reads import HostReads
+from anybatch.memory.known_results import FakeLedger
 from anybatch.memory.ledger import MemoryLedger
 from anybatch.memory.twin import fake_batch, fake_twin
 
@@ -100,7 +101,7 @@ def trace_sharded(task: Task, micro_batch_size: int, sharding: Sharding | None =
     model, loss = fake_twin((cast("nn.Module", ready.model), declared(ready.loss).function), mode)
     model.train()
     batch = partial(fake_batch, ready.sample, micro_batch_size, mode)
-    ledger = MemoryLedger(pool=_Pools())
+    ledger = FakeLedger(mode, pool=_Pools())
     reads = HostReads(lambda: ledger.current_phase)
     with imagined_ranks(task.world_size), uncollected(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # whoever trains in earnest will see them

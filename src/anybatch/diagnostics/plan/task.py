@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 from torch.optim import Optimizer
@@ -14,6 +14,7 @@ from anybatch.engine.modules import Model
 from anybatch.engine.precision import OptimizerFunction, PrecisionName
 from anybatch.engine.randomness import Rng
 from anybatch.memory.accelerator import Profile
+from anybatch.memory.kernel_memory import KernelMemory
 from anybatch.memory.twin import build
 from anybatch.norms import Policy, PolicyName
 from anybatch.parallel.strategy import Strategy
@@ -38,6 +39,8 @@ class Task:
         strategy: "single", "all_reduce", "ddp", or a function () -> strategy; "auto" goes by the number of ranks.
         world_size: number of ranks.
         profile: whose allocations are planned: those of "cuda", or those of the "cpu" the plan is made on.
+        kernels: what the kernels of this CPU take for themselves, as far as they were asked; None to ask none. Plans
+            for CUDA ask none.
     """
 
     model: Model | Callable[[], Model]
@@ -54,6 +57,7 @@ class Task:
     strategy: str | Callable[[], Strategy] = "auto"
     world_size: int = 1
     profile: Profile = "cuda"
+    kernels: KernelMemory | None = field(default_factory=KernelMemory)
 
 
 def built(task: Task) -> tuple[Task, str | None]:

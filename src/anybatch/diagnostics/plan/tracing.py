@@ -28,8 +28,9 @@ from anybatch.engine.modules import Model, collect_modules
 from anybatch.errors import CannotPlanError, UserError
 from anybatch.memory.accelerator import allocating_as, choose_foreach
 from anybatch.memory.host_reads import HostReads
-from anybatch.memory.ledger import MemoryLedger, OperationWatcher
-from anybatch.memory.twin import Mode, fake_batch, fake_twin
+from anybatch.memory.known_results import FakeLedger
+from anybatch.memory.ledger import OperationWatcher
+from anybatch.memory.twin import fake_batch, fake_twin
 from anybatch.parallel.world import World
 
 NUM_MICRO_BATCHES = 2
@@ -100,8 +101,10 @@ def trace_step(
 class _Stage:
     """The twin of a task, the engine that runs it, and the ledger that looks on. It is the engine's observer."""
 
-    def __init__(self, task: Task, mode: Mode, world: World, on_operation: OperationWatcher | None) -> None:
-        self.ledger = MemoryLedger(on_operation=self._operation)
+    def __init__(self, task: Task, mode: FakeTensorMode, world: World, on_operation: OperationWatcher | None) -> None:
+        kernels = task.kernels if task.profile == "cpu" else None
+        watch = None if kernels is None else kernels.moments
+        self.ledger = FakeLedger(mode, on_operation=self._operation, kernels=watch)
         self._on_operation = on_operation
         self._told = False
         self.computing = False

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch.optim import Optimizer
 
+from anybatch.core.memory_model import MemoryEnvelope, Polynomials
 from anybatch.core.nested import Batch, resize_samples
 from anybatch.diagnostics.memory_report import record_memory
 from anybatch.diagnostics.plan.proposals import Fit
@@ -14,6 +15,7 @@ from anybatch.diagnostics.plan.tracing import NUM_MICRO_BATCHES
 from anybatch.engine.engine import Engine
 from anybatch.errors import PlanError
 from anybatch.events.quantities import in_bytes
+from anybatch.memory.ledger import INSIDE
 from anybatch.parallel.world import World
 
 
@@ -97,12 +99,20 @@ def verify(task: Task, fit: Fit, device: str | torch.device) -> Verified:
     allocator = found.allocator
     return Verified(
         device=found.device,
-        planned_bytes=fit.peak.num_bytes,
+        planned_bytes=fit.peak.num_bytes if allocator is not None else _of_tensors(fit.envelope).peak_bytes(size),
         measured_bytes=found.timeline.peak_bytes if allocator is None else allocator.peak_bytes,
         planned_reserved_bytes=None if allocator is None else fit.reserved_bytes,
         measured_reserved_bytes=None if allocator is None else allocator.reserved_bytes,
         too_large=too_large,
     )
+
+
+def _of_tensors(envelope: MemoryEnvelope) -> MemoryEnvelope:
+    """Return the envelope without what kernels take for themselves, which a ledger does not see."""
+    inside = torch.tensor([one.operation.startswith(INSIDE) for one in envelope.trace.allocations])
+    sizes = envelope.allocated
+    parts = (part.masked_fill(inside, 0) for part in (sizes.constant, sizes.slope, sizes.curvature))
+    return envelope.with_sizes(Polynomials(*parts))
 
 
 def _repeated(sample: Batch, num_samples: int) -> Batch:

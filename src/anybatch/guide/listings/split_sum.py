@@ -1,0 +1,60 @@
+"""The sum of the parts is the whole: a gradient of 64 numbers, added up micro-batch by micro-batch.
+
+gradient of the batch = sum over its micro-batches of d/dw (sum of their losses / samples of the batch)
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+
+def spirals(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return 64 points of the plane, and for each 1 or 0: on which of two spiral arms it lies."""
+    random = torch.Generator().manual_seed(0)
+    points = torch.randn(64, 2, generator=random, dtype=torch.float64)
+    turns = torch.atan2(points[:, 1], points[:, 0]) + points.norm(dim=1)
+    return points.to(dtype), (turns.sin() > 0).to(dtype)
+
+
+def make_model(dtype: torch.dtype) -> nn.Module:
+    """Return a network of exactly 64 numbers: 32 + 16 in its first layer, 16 in its second."""
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1, bias=False))
+        for p in model[2].parameters():
+            nn.init.normal_(p)  # as large as the first layer's, so that all gradients can be seen
+        return model.to(dtype)
+
+
+def running_sums(sizes: Sequence[int], dtype: torch.dtype, *, exact: bool = True) -> Iterator[Tensor]:
+    """Yield what has been added up in `p.grad` after each micro-batch of these sizes.
+
+    Divided by the samples of the whole batch, or else, wrongly, by the micro-batch's own times their number.
+    """
+    model, (points, arms) = make_model(dtype), spirals(dtype)
+    for rows in torch.arange(64).split(list(sizes)):
+        divisor = 64 if exact else len(rows) * len(sizes)
+        logits = model(points[rows])[:, 0]
+        (binary_cross_entropy_with_logits(logits, arms[rows], reduction="sum") / divisor).backward()
+        yield torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def cut(num_parts: int, *, even: bool) -> list[int]:
+    """Return the micro-batches' sizes: all equal, or the last one with a single sample."""
+    if even:
+        return [64 // num_parts] * num_parts
+    return [63 // (num_parts - 1)] * (num_parts - 1) + [1]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for dtype in (torch.float32, torch.float64):
+        (whole,) = running_sums([64], dtype)
+        for num_parts in (2, 4, 8):
+            for even, exact in ((True, True), (False, True), (False, False)):
+                sizes = cut(num_parts, even=even)
+                *_, total = running_sums(sizes, dtype, exact=exact)
+                name = f"{dtype}  {' + '.join(map(str, sizes)):32}  {'right' if exact else 'wrong'}"
+                print(f"{name}  largest difference {(total - whole).abs().max():.2e}")

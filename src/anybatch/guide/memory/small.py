@@ -1,0 +1,123 @@
+"""Models small enough that a CPU measures a step of them in a moment, each large in another part of its memory."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from anybatch.recipes.decoder import Decoder
+from anybatch.recipes.known_models import Shape
+from anybatch.recipes.subjects import next_token_loss
+
+Batch = dict[str, Tensor]
+_NUM_CLASSES = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SmallModel:
+    """A model, and data of its kind. What a step holds depends on shapes alone, so the data is noise.
+
+    Attributes:
+        name: its name in recordings and links.
+        title: how a page calls it.
+        words: what it is, in a line.
+        make: function () -> model.
+        batch: function (samples) -> batch.
+        loss: function (model, batch) -> the mean loss of the batch.
+        checkpointed: function () -> the same model, which runs each block again in the backward; None if it has none.
+    """
+
+    name: str
+    title: str
+    words: str
+    make: Callable[[], nn.Module]
+    batch: Callable[[int], Batch]
+    loss: Callable[[nn.Module, Batch], Tensor]
+    checkpointed: Callable[[], nn.Module] | None = None
+
+
+def _decoder(num_layers: int, width: int, vocabulary: int, context: int) -> Shape:
+    return Shape(
+        num_layers=num_layers,
+        width=width,
+        num_heads=width // 32,
+        num_key_heads=width // 32,
+        hidden=4 * width,
+        vocabulary=vocabulary,
+        context=context,
+        tied=True,
+        rotary=False,
+    )
+
+
+def _language(name: str, title: str, shape: Shape) -> SmallModel:
+    def batch(num_samples: int) -> Batch:
+        tokens = torch.arange(num_samples * (shape.context + 1)).remainder(shape.vocabulary)
+        tokens = tokens.unflatten(0, (num_samples, -1))
+        return {"inputs": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+
+    return SmallModel(
+        name=name,
+        title=title,
+        words=f"GPT-2's form: {shape.num_layers} blocks of width {shape.width}, {shape.context} tokens a sample",
+        make=partial(Decoder, shape),
+        batch=batch,
+        loss=next_token_loss,
+        checkpointed=partial(Decoder, shape, checkpointed=True),
+    )
+
+
+def _convolutions() -> nn.Module:
+    layers: list[nn.Module] = []
+    for before, after, stride in ((3, 16, 1), (16, 16, 1), (16, 32, 2), (32, 32, 1), (32, 64, 2)):
+        layers += [nn.Conv2d(before, after, 3, stride, 1, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, _NUM_CLASSES))
+
+
+def _perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, _NUM_CLASSES))
+
+
+def _pictures(num_samples: int, *shape: int) -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(num_samples).remainder(_NUM_CLASSES)
+    return {"inputs": torch.randn(num_samples, *shape, generator=generator), "targets": labels}
+
+
+def _class_loss(model: nn.Module, batch: Batch) -> Tensor:
+    return functional.cross_entropy(model(batch["inputs"]), batch["targets"])
+
+
+TRANSFORMER = _language("transformer", "Small transformer", _decoder(2, 96, 256, 64))
+CONVOLUTIONS = SmallModel(
+    name="convolutions",
+    title="Small convolutional network",
+    words="5 convolutions with BatchNorm on images of 32 x 32",
+    make=_convolutions,
+    batch=lambda num_samples: _pictures(num_samples, 3, 32, 32),
+    loss=_class_loss,
+)
+PERCEPTRON = SmallModel(
+    name="perceptron",
+    title="Wide perceptron",
+    words="3 layers, 512 wide, on images of 28 x 28",
+    make=_perceptron,
+    batch=lambda num_samples: _pictures(num_samples, 784),
+    loss=_class_loss,
+)
+SMALL_MODELS: Mapping[str, SmallModel] = {one.name: one for one in (TRANSFORMER, CONVOLUTIONS, PERCEPTRON)}
+"""What is measured up to running out of memory."""
+ACCUMULATED = _language("accumulated", "Transformer", _decoder(2, 256, 512, 32))
+"""What is measured under accumulation: with many weights, so that a copy of the gradients can be seen."""
+
+
+@contextmanager
+def own_random_numbers(seed: int = 0) -> Iterator[None]:
+    """Draw from a generator that starts at `seed`, and leave the process's own as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield

@@ -1,0 +1,266 @@
+"""Which line of a program runs, in which order, and what a few of its variables hold then: traced, never guessed.
+
+A line is noted before it runs; what it changed is what is found when the next one is about to run. So the values that
+stand with a line are those after it.
+"""
+
+import ast
+import contextlib
+import gc
+import io
+import multiprocessing
+import runpy
+import sys
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+LOSSES = {"loss": ("loss", "total"), "loss_sum": ("loss_sum",)}
+"""What is shown to the names of variables that may hold it; only one number in a tensor counts as one."""
+MODELS = ("model", "ddp", "network")
+TIME_LIMIT_SECONDS = 300
+UPDATES = ("optimizer.step()", "engine.step(")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A file whose lines are watched.
+
+    Attributes:
+        path: where it is.
+        name: how the page calls it: its path in the repository.
+    """
+
+    path: Path
+    name: str
+
+    @property
+    def digest(self) -> str:
+        """Return sha256 of the file, which says whether a trace is of the file as it is."""
+        return sha256(self.path.read_bytes()).hexdigest()
+
+    @property
+    def main_line(self) -> int:
+        """Return the line of `if __name__ == "__main__"`; what the module does before it is not noted."""
+        body = ast.parse(self.path.read_text(encoding="utf-8")).body
+        found = [node.lineno for node in body if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)]
+        return found[-1] if found else 0
+
+
+@dataclass(slots=True)
+class Lines:
+    """A trace, while it is made: use it in a `with`. Of one thread, and of no file but the given ones.
+
+    Args:
+        sources: the files.
+        repeats: how often one line is noted at most; how many were left out stands with the next that is noted.
+
+    Attributes:
+        numbers: of each noted line, the number of its file in `sources` and its own.
+        skipped: how many lines ran unnoted just before it.
+        values: of each noted line, what the variables hold after it: micro_batches (backwards since the last update),
+            updates, loss, loss_sum, gradient_norm; a name is missing while there is none.
+        printed: what the program has printed after it, in characters.
+        output: all that it printed.
+    """
+
+    sources: Sequence[Source]
+    repeats: int = 6
+    numbers: list[tuple[int, int]] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
+    values: list[dict[str, float]] = field(default_factory=list)
+    printed: list[int] = field(default_factory=list)
+    output: io.StringIO = field(default_factory=io.StringIO)
+    _texts: list[list[str]] = field(default_factory=list)
+    _files: dict[str, int] = field(default_factory=dict)
+    _main: list[int] = field(default_factory=list)
+    _seen: dict[tuple[int, int], int] = field(default_factory=dict)
+    _unnoted: int = 0
+    _under_way: dict[FrameType, tuple[int, int]] = field(default_factory=dict)
+    _now: dict[str, float] = field(default_factory=lambda: {"micro_batches": 0, "updates": 0})
+    _model: "weakref.ref[nn.Module] | None" = None
+    _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    def __enter__(self) -> Self:
+        """Begin to watch the calling thread."""
+        for number, source in enumerate(self.sources):
+            self._texts.append(source.path.read_text(encoding="utf-8").splitlines())
+            self._files[str(source.path)] = number
+            self._main.append(source.main_line)
+        self._stack.enter_context(contextlib.redirect_stdout(self.output))
+        self._stack.callback(sys.settrace, sys.gettrace())
+        sys.settrace(self._called)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Stop watching; what traced before goes on."""
+        self._stack.close()
+        self._under_way.clear()
+
+    def _called(self, frame: FrameType, event: str, value: object) -> Any:  # noqa: ANN401, ARG002 (as sys.settrace has it)
+        code = frame.f_code
+        inner = code.co_name.startswith("<") and code.co_name != "<module>"  # differs from one Python to the next
+        return None if inner or code.co_filename not in self._files else self._watched
+
+    def _watched(self, frame: FrameType, event: str, value: object) -> Any:  # noqa: ANN401, ARG002 (as sys.settrace has it)
+        if event in ("line", "return"):
+            self._finish(frame)
+        if event == "line":
+            file = self._files[frame.f_code.co_filename]
+            if frame.f_code.co_name != "<module>" or frame.f_lineno > self._main[file] > 0:
+                self._note(frame, (file, frame.f_lineno))
+        return self._watched
+
+    def _note(self, frame: FrameType, place: tuple[int, int]) -> None:
+        self._under_way[frame] = place
+        self._seen[place] = self._seen.get(place, 0) + 1
+        if self._seen[place] > self.repeats:
+            self._unnoted += 1
+            return
+        self.numbers.append(place)
+        self.skipped.append(self._unnoted)
+        self.values.append({})
+        self.printed.append(0)
+        self._unnoted = 0
+
+    def _finish(self, frame: FrameType) -> None:
+        """Look at what the line before has changed."""
+        place = self._under_way.pop(frame, None)
+        if place is not None:
+            text = self._texts[place[0]][place[1] - 1]
+            if ".backward(" in text:
+                self._now["micro_batches"] += 1
+            if any(update in text for update in UPDATES):
+                self._now["updates"] += 1
+                self._now["micro_batches"] = 0
+        self._look(frame.f_locals)
+        if self.values and not self._unnoted:
+            self.values[-1] = dict(self._now)
+            self.printed[-1] = self.output.tell()
+
+    def _look(self, names: Mapping[str, Any]) -> None:
+        found = next((names[name] for name in MODELS if isinstance(names.get(name), nn.Module)), None)
+        if found is not None:
+            self._model = weakref.ref(found)  # DDP has to be gone before its process group: nobody may keep it
+        model = None if self._model is None else self._model()
+        gradients = [] if model is None else [p.grad for p in model.parameters() if p.grad is not None]
+        if gradients:
+            self._now["gradient_norm"] = float(torch.stack([g.detach().norm() for g in gradients]).norm())
+        else:
+            self._now.pop("gradient_norm", None)
+        for shown, kept in LOSSES.items():
+            loss = next((names[name] for name in kept if name in names), None)
+            if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+                self._now[shown] = float(loss.detach())
+
+
+def columns(lines: Lines) -> dict[str, Any]:
+    """Return a trace as JSON: numbers in rows, and of each variable only its changes, as [index of the line, value]."""
+    names = sorted({name for values in lines.values for name in values})
+    changes: dict[str, list[list[float | None]]] = {name: [] for name in names}
+    for index, values in enumerate(lines.values):
+        for name in names:
+            value = values.get(name)
+            rounded = None if value is None else float(f"{value:.6g}")
+            if not changes[name] or changes[name][-1][1] != rounded:
+                changes[name].append([index, rounded])
+    files = [file for file, _ in lines.numbers]
+    return {
+        "files": [
+            {"path": source.name, "sha256": source.digest, "text": source.path.read_text(encoding="utf-8")}
+            for source in lines.sources
+        ],
+        "lines": [number for _, number in lines.numbers],
+        "file_of": [] if not any(files) else files,
+        "skipped": [[index, count] for index, count in enumerate(lines.skipped) if count],
+        "values": changes,
+        "printed": _steps(lines.printed),
+        "output": lines.output.getvalue(),
+    }
+
+
+def trace_program(sources: Sequence[Source], *, repeats: int = 6) -> dict[str, Any]:
+    """Return the trace of the first of these files, run as a program in this process."""
+    threads = torch.get_num_threads()
+    try:
+        with torch.random.fork_rng(devices=()), Lines(sources, repeats) as lines:
+            runpy.run_path(str(sources[0].path), run_name="__main__")
+    finally:
+        torch.set_num_threads(threads)
+    return columns(lines)
+
+
+def trace_rank(source: Source, function: str, *, rank: int = 0, num_ranks: int = 2, repeats: int = 6) -> dict[str, Any]:
+    """Return the trace of one rank of a program, whose ranks are started by calling a function of it.
+
+    `function` is called in fresh processes with (rank, number of ranks, where to meet) if it is `run_rank`, as in the
+    ladder, and otherwise with (rank, number of ranks) once the process group is there.
+
+    Raises:
+        TimeoutError: the program does not end.
+        EOFError: the rank failed; it has said why.
+    """
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="anybatch-lines-") as folder:
+        ours, theirs = context.Pipe(duplex=False)
+        meeting = Path(folder, "ranks").as_uri()
+        ranks = [
+            context.Process(
+                target=_serve_rank,
+                args=(source, function, (number, num_ranks, meeting)),
+                kwargs={"answer": theirs if number == rank else None, "repeats": repeats},
+                daemon=True,
+            )
+            for number in range(num_ranks)
+        ]
+        for process in ranks:
+            process.start()
+        theirs.close()
+        try:
+            if not ours.poll(TIME_LIMIT_SECONDS):
+                message = f"{source.name} did not end on rank {rank} within {TIME_LIMIT_SECONDS} seconds"
+                raise TimeoutError(message)
+            found: dict[str, Any] = ours.recv()
+        finally:
+            ours.close()
+            for process in ranks:
+                process.join(10)
+                process.kill()
+                process.join()
+    return found
+
+
+def _serve_rank(
+    source: Source, function: str, place: tuple[int, int, str], *, answer: Connection | None, repeats: int
+) -> None:
+    torch.set_num_threads(1)
+    program = runpy.run_path(str(source.path), run_name="traced")
+    watched = Lines([source] if answer is not None else [], repeats)
+    with watched:
+        if function == "run_rank":
+            program[function](*place)
+        else:
+            _joined(program[function], *place)
+    if answer is not None:
+        answer.send(columns(watched))
+
+
+def _joined(function: Any, rank: int, num_ranks: int, meeting: str) -> None:  # noqa: ANN401 (a program's)
+    torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=num_ranks)
+    function(rank, num_ranks)
+    gc.collect()
+    torch.distributed.destroy_process_group()
+
+
+def _steps(numbers: Sequence[int]) -> list[list[int]]:
+    """Return only where a row of numbers changes: [index, number]."""
+    return [[i, number] for i, number in enumerate(numbers) if number != (numbers[i - 1] if i else 0)]

@@ -1,0 +1,88 @@
+"""Plans at random, for Python and for the page: `python -m tests.guide.planner_cases` writes a thousand of Python's.
+
+Replaying the allocator takes Python half a second for each plan, so what it plans is committed. A test plans some of
+them anew, and the page's arithmetic has to find all of them, number by number and word by word.
+"""
+
+import hashlib
+import json
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from anybatch.core.devices import DEVICES
+from anybatch.diagnostics.plan.plan import Plan
+from anybatch.diagnostics.plan.words import words_of
+from anybatch.guide.memory.planning import Traced, Wish, planned, read
+
+ROOT = Path(__file__).parents[2]
+RECORDING = ROOT / "web" / "recordings" / "memory_planner.json"
+GOLDEN = ROOT / "web" / "tests" / "planner.golden.json"
+NUM_CASES = 1000
+SIZES_GIB = (4, 6, 8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256)
+HEADROOMS = (0.0, 0.05, 0.1, 0.15, 0.15, 0.15, 0.25)
+LEFT_OUT = ("smallest", "planned in")
+"""Rows that depend on changes that were tried, and on the clock."""
+
+
+def steps() -> list[Traced]:
+    """Return what has been recorded."""
+    return list(read(json.loads(RECORDING.read_text(encoding="utf-8"))["data"]))
+
+
+def wishes(traced: list[Traced]) -> Iterator[tuple[int, Wish]]:
+    """Yield a thousand random wishes, each for one of the variants; always the same."""
+    draw = random.Random(64)
+    devices = [one.name for one in DEVICES] + [f"{size}GiB" for size in SIZES_GIB]
+    for _ in range(NUM_CASES):
+        number = draw.randrange(len(traced))
+        size = draw.choice((draw.randint(1, 64), draw.randint(1, 4096), 2 ** draw.randint(0, 12)))
+        yield (
+            number,
+            Wish(
+                device=draw.choice(devices),
+                effective_batch_size=size,
+                world_size=draw.choice((2, 3, 4, 8, draw.randint(2, 64))) if traced[number].variant.several else 1,
+                headroom=draw.choice(HEADROOMS),
+            ),
+        )
+
+
+def lines_of(plan: Plan) -> list[str]:
+    """Return the words of a plan, without those that depend on the clock or on changes that were tried."""
+    lines = words_of(plan).splitlines()
+    upper = lines[: lines.index("", 3)]
+    return [line for line in upper if not line.startswith(LEFT_OUT)]
+
+
+def row_of(number: int, wish: Wish, plan: Plan) -> list[Any]:
+    """Return a plan as it is compared: whole numbers, and the digest of its words."""
+    fit = plan.as_it_is
+    digest = hashlib.sha256("\n".join(lines_of(plan)).encode()).hexdigest()[:16]
+    return [
+        *(number, wish.device, plan.budget.total_bytes, wish.effective_batch_size, wish.world_size, wish.headroom),
+        *(fit.largest, fit.micro_batch_size, fit.accumulation_steps, fit.peak.num_bytes, fit.reserved_bytes),
+        *(plan.bytes_by_purpose().get("activations", 0), fit.binds, digest),
+    ]
+
+
+def main() -> None:
+    """Plan all of them, and write them down."""
+    torch.set_num_threads(1)
+    traced = steps()
+    rows = []
+    for done, (number, wish) in enumerate(wishes(traced)):
+        rows.append(row_of(number, wish, planned(traced[number], wish)))
+        if done % 50 == 0:
+            sys.stdout.write(f"{done} of {NUM_CASES}\n")
+            sys.stdout.flush()
+    text = ",\n".join(json.dumps(row) for row in rows)
+    GOLDEN.write_text(f"[\n{text}\n]\n", encoding="utf-8", newline="\n")
+
+
+if __name__ == "__main__":
+    main()

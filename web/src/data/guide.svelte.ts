@@ -1,0 +1,160 @@
+/** The one place that knows what the engine is doing. Components read it; they never speak to a transport. */
+import { recording as held } from "./recordings";
+import { Once, Refused, transport, type Command, type Status, type Told, type Transport } from "./transport";
+import type { From, Line, Order, Recording } from "./types";
+
+interface State {
+  /** False until scripts run: controls are rendered disabled, and say so. */
+  ready: boolean;
+  mode: "live" | "static";
+  status: Status;
+  /** Whether the stream stands. */
+  connected: boolean;
+  /** Why the latest order was not taken, or the latest run failed. */
+  trouble: { code: string; message: string } | null;
+}
+
+export const guide: State = $state({
+  ready: false,
+  mode: "static",
+  status: { worker: "warming", run: null, paused: false },
+  connected: false,
+  trouble: null,
+});
+
+type LineListener = (run: string, lines: Line[]) => void;
+type ResultListener = (recording: Recording) => void;
+
+const lineListeners = new Set<LineListener>();
+const resultListeners = new Set<ResultListener>();
+const once = new Once();
+let way: Transport | undefined;
+
+/** Called once, when the page has come to life. */
+export function open(): () => void {
+  way = transport();
+  guide.mode = way.mode;
+  guide.ready = true;
+  const listen = () => {
+    if (document.hidden) way?.close();
+    else way?.connect(take);
+  };
+  listen();
+  document.addEventListener("visibilitychange", listen);
+  return () => {
+    document.removeEventListener("visibilitychange", listen);
+    way?.close();
+  };
+}
+
+/** Hear every line of every run; the answer stops that. */
+export function onLines(listener: LineListener): () => void {
+  lineListeners.add(listener);
+  return () => lineListeners.delete(listener);
+}
+
+/** Hear results of experiments. */
+export function onResult(listener: ResultListener): () => void {
+  resultListeners.add(listener);
+  return () => resultListeners.delete(listener);
+}
+
+/** Start something. Null if it was refused; `guide.trouble` then says why. */
+export async function start(order: Order): Promise<string | null> {
+  return attempt(async () => (way ? await way.start(order) : null));
+}
+
+/** Pause, go on, or run one micro-batch of the run under way. */
+export async function command(word: Command): Promise<void> {
+  const run = guide.status.run;
+  if (run) await attempt(async () => await way?.command(run, word));
+}
+
+/** Stop the run under way. */
+export async function cancel(): Promise<void> {
+  const run = guide.status.run;
+  if (run) await attempt(async () => await way?.cancel(run));
+}
+
+async function attempt<Answer>(ask: () => Promise<Answer>): Promise<Answer | null> {
+  guide.trouble = null;
+  try {
+    return await ask();
+  } catch (error) {
+    if (!(error instanceof Refused)) throw error;
+    guide.trouble = { code: error.code, message: error.message };
+    return null;
+  }
+}
+
+function take(told: Told): void {
+  guide.connected = told.event !== "lost";
+  switch (told.event) {
+    case "status":
+      guide.status = told.data;
+      break;
+    case "lines":
+      hear(told.data.run, once.unheard(told.data.run, told.data.lines));
+      break;
+    case "result":
+      for (const listener of resultListeners) listener(told.data.recording);
+      break;
+    case "failed":
+      guide.trouble = { code: told.data.code, message: told.data.message };
+      break;
+    case "cancelled":
+    case "lost":
+      break;
+  }
+}
+
+function hear(run: string, lines: Line[]): void {
+  if (lines.length) for (const listener of lineListeners) listener(run, lines);
+}
+
+/** An experiment as a section uses it: what it recorded, until it has been run here. */
+export class Shown<Data> {
+  readonly name: string;
+  #recorded: Recording<Data>;
+  #live: Recording<Data> | null = $state.raw(null);
+
+  constructor(name: string) {
+    this.name = name;
+    this.#recorded = held<Data>(name);
+    if (typeof document !== "undefined") {
+      onResult((result) => {
+        if (result.name === name) this.#live = result as Recording<Data>;
+      });
+    }
+  }
+
+  get data(): Data {
+    return (this.#live ?? this.#recorded).data;
+  }
+
+  get from(): From {
+    return this.#live ? { kind: "live", name: this.name, made: this.#live.made } : { kind: "recorded", name: this.name };
+  }
+
+  get running(): boolean {
+    return guide.status.run !== null && guide.status.kind === "experiment" && guide.status.name === this.name;
+  }
+
+  async run(): Promise<void> {
+    await start({ kind: "experiment", name: this.name });
+  }
+
+  /** Back to what was recorded. */
+  forget(): void {
+    this.#live = null;
+  }
+
+  get isLive(): boolean {
+    return this.#live !== null;
+  }
+}
+
+/** What is behind a figure: `const curves = shown<Curves>("one_batch")`, then `curves.data` and `curves.from`. */
+export function shown<Data>(name: string): Shown<Data> {
+  return new Shown<Data>(name);
+}

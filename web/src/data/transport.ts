@@ -1,0 +1,167 @@
+/**
+ * Two ways to the engine. Live: orders go up by POST, events come down by one stream (SSE) per tab.
+ * Static: there is no engine, only recordings; nothing is ever asked of any server.
+ */
+import type { Line, Order, Recording, Setting } from "./types";
+
+export interface Status {
+  worker: "warming" | "idle" | "running" | "restarting";
+  run: string | null;
+  kind?: Order["kind"];
+  name?: string;
+  setting?: Setting;
+  paused: boolean;
+}
+
+/** What comes down. */
+export type Told =
+  | { event: "status"; data: Status }
+  | { event: "lines"; data: { run: string; lines: Line[] } }
+  | { event: "result"; data: { run: string; recording: Recording } }
+  | { event: "failed"; data: { run: string; code: string; message: string } }
+  | { event: "cancelled"; data: { run: string } }
+  | { event: "lost"; data: null };
+
+export type Listener = (told: Told) => void;
+export type Command = "pause" | "resume" | "micro";
+
+/** An order that was not taken. `code` is the server's word for why; "busy" comes with the run that is under way. */
+export class Refused extends Error {
+  constructor(
+    readonly code: string,
+    message: string,
+    readonly id: string | null = null,
+  ) {
+    super(message);
+  }
+}
+
+export interface Transport {
+  readonly mode: "live" | "static";
+  connect(listener: Listener): void;
+  close(): void;
+  /** Start something; the answer is the name of the run. */
+  start(order: Order): Promise<string>;
+  command(run: string, command: Command): Promise<void>;
+  cancel(run: string): Promise<void>;
+}
+
+/** What is needed of a browser; a test brings its own. */
+export interface Browser {
+  fetch: typeof fetch;
+  EventSource: new (address: string) => EventSource;
+}
+
+const EVENTS = ["status", "lines", "result", "failed", "cancelled"] as const;
+
+export class LiveTransport implements Transport {
+  readonly mode = "live";
+  #browser: Browser;
+  #stream: EventSource | undefined;
+
+  constructor(browser: Browser) {
+    this.#browser = browser;
+  }
+
+  connect(listener: Listener): void {
+    this.close();
+    const stream = new this.#browser.EventSource("api/events");
+    for (const event of EVENTS) {
+      stream.addEventListener(event, (message) => {
+        listener({ event, data: JSON.parse((message as MessageEvent<string>).data) } as Told);
+      });
+    }
+    // the server says good-bye, so that the browser does not knock for ever
+    stream.addEventListener("close", () => {
+      stream.close();
+      listener({ event: "lost", data: null });
+    });
+    stream.addEventListener("error", () => listener({ event: "lost", data: null }));
+    this.#stream = stream;
+  }
+
+  close(): void {
+    this.#stream?.close();
+    this.#stream = undefined;
+  }
+
+  async start(order: Order): Promise<string> {
+    const answer = (await this.#ask("POST", "api/runs", order)) as { id: string };
+    return answer.id;
+  }
+
+  async command(run: string, command: Command): Promise<void> {
+    await this.#ask("POST", `api/runs/${run}/${command}`, {});
+  }
+
+  async cancel(run: string): Promise<void> {
+    await this.#ask("DELETE", `api/runs/${run}`);
+  }
+
+  async #ask(method: "POST" | "DELETE", address: string, body?: object): Promise<unknown> {
+    const headers: Record<string, string> = { "X-Anybatch": "1", "Content-Type": "application/json" };
+    let answer: Response;
+    try {
+      answer = await this.#browser.fetch(address, { method, headers, ...(body ? { body: JSON.stringify(body) } : {}) });
+    } catch {
+      throw new Refused("unreachable", "The server does not answer. Is `anybatch guide` still running?");
+    }
+    const told = (await answer.json().catch(() => ({}))) as { code?: string; message?: string; id?: string };
+    if (answer.ok) return told;
+    const code = told.code ?? String(answer.status);
+    const message = told.message ?? (code === "busy" ? "Another run is under way." : `The server answered ${answer.status}.`);
+    throw new Refused(code, message, told.id ?? null);
+  }
+}
+
+export class StaticTransport implements Transport {
+  readonly mode = "static";
+
+  connect(): void {}
+
+  close(): void {}
+
+  start(): Promise<string> {
+    return this.#refuse();
+  }
+
+  command(): Promise<void> {
+    return this.#refuse();
+  }
+
+  cancel(): Promise<void> {
+    return this.#refuse();
+  }
+
+  #refuse(): Promise<never> {
+    return Promise.reject(new Refused("static", "This copy of the guide has no engine behind it. Run `anybatch guide` to try it."));
+  }
+}
+
+/**
+ * Each line once. A page that comes back to a stream is told the latest run from its beginning; what it has heard
+ * already is left out, by the number that every line has within its run.
+ */
+export class Once {
+  #run = "";
+  #last = -1;
+
+  unheard(run: string, lines: Line[]): Line[] {
+    if (run !== this.#run) {
+      this.#run = run;
+      this.#last = -1;
+    }
+    return lines.filter(({ sequence }) => {
+      if (typeof sequence !== "number") return true;
+      const isNew = sequence > this.#last;
+      if (isNew) this.#last = sequence;
+      return isNew;
+    });
+  }
+}
+
+/** The transport that the page's own meta element names. */
+export function transport(): Transport {
+  const word = document.querySelector<HTMLMetaElement>('meta[name="anybatch-guide"]')?.content;
+  return word === "live" ? new LiveTransport({ fetch: fetch.bind(globalThis), EventSource }) : new StaticTransport();
+}

@@ -1,0 +1,20 @@
+/** What is wider than its place can be reached and moved by keys, and only then. */
+import type { Attachment } from "svelte/attachments";
+
+export function scrollable(name: () => string): Attachment<HTMLElement> {
+  return (element) => {
+    const look = () => {
+      const wider = element.scrollWidth > element.clientWidth + 1;
+      if (wider) {
+        element.tabIndex = 0;
+        element.setAttribute("role", "region");
+        element.setAttribute("aria-label", `${name()}, can be moved sideways`);
+      } else {
+        for (const attribute of ["tabindex", "role", "aria-label"]) element.removeAttribute(attribute);
+      }
+    };
+    const watch = new ResizeObserver(look);
+    watch.observe(element);
+    return () => watch.disconnect();
+  };
+}

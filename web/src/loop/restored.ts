@@ -1,0 +1,18 @@
+/** The state that an address asks for, once the page has come to life; see src/data/address.ts. */
+import { onMount } from "svelte";
+
+import { parse, read, type Shape, type ValueOf } from "../data/address";
+
+export function restored<S extends Shape>(section: string, shape: S, fallback: ValueOf<S>, apply: (values: ValueOf<S>) => void): void {
+  onMount(() => {
+    const take = () => {
+      const asked = parse(location.hash);
+      if (asked.section !== section || asked.values.size === 0) return;
+      apply(read(shape, asked.values, fallback));
+      document.getElementById(section)?.scrollIntoView();
+    };
+    take();
+    addEventListener("hashchange", take);
+    return () => removeEventListener("hashchange", take);
+  });
+}

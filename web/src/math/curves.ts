@@ -1,0 +1,45 @@
+/** Curves as paths, and what is under a cursor. */
+import type { Scale } from "./scales";
+
+export interface Curve {
+  x: readonly number[];
+  y: readonly number[];
+}
+
+/** An SVG path through the points; where a number is missing or cannot be drawn, the line breaks. */
+export function path(curve: Curve, across: Scale, down: Scale): string {
+  let broken = true;
+  const parts: string[] = [];
+  curve.x.forEach((place, at) => {
+    const value = curve.y[at];
+    const drawable = value !== undefined && Number.isFinite(value) && !(down.log && value <= 0) && !(across.log && place <= 0);
+    if (drawable) parts.push(`${broken ? "M" : "L"}${tenth(across(place))} ${tenth(down(value))}`);
+    broken = !drawable;
+  });
+  return parts.join("");
+}
+
+/** All places at which some curve has a point, in order. */
+export function positions(curves: readonly Curve[]): number[] {
+  return [...new Set(curves.flatMap((curve) => curve.x))].sort((a, b) => a - b);
+}
+
+/** The number of a curve at a place, if it has one there. */
+export function nearestAt(curve: Curve, place: number): number | undefined {
+  const value = curve.y[curve.x.indexOf(place)];
+  return value !== undefined && Number.isFinite(value) ? value : undefined;
+}
+
+/** A little air above and below, and zero where it is near. */
+export function spread([least, most]: readonly [number, number], log: boolean): [number, number] {
+  if (log) {
+    const air = Math.max(1.15, (most / least) ** 0.05);
+    return [least / air, most * air];
+  }
+  const air = (most - least) * 0.06;
+  return [least >= 0 && least < (most - least) * 0.5 ? 0 : least - air, most + air];
+}
+
+function tenth(value: number): number {
+  return Math.round(value * 10) / 10;
+}

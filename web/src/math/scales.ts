@@ -1,0 +1,72 @@
+/** From numbers to places on a drawing, and where to put ticks. */
+
+export interface Scale {
+  /** The place of a number. */
+  (value: number): number;
+  readonly log: boolean;
+  readonly domain: readonly [number, number];
+}
+
+/** Places in proportion to the number, or to its logarithm. */
+export function scale(domain: readonly [number, number], range: readonly [number, number], log = false): Scale {
+  const through = log ? Math.log : (value: number) => value;
+  const [first, last] = [through(domain[0]), through(domain[1])];
+  const stretch = last === first ? 0 : (range[1] - range[0]) / (last - first);
+  const place = (value: number) => range[0] + (through(value) - first) * stretch;
+  return Object.assign(place, { log, domain });
+}
+
+/** Smallest and largest of the finite numbers; for a logarithmic axis, of the positive ones. */
+export function extent(values: Iterable<number>, log = false): [number, number] {
+  let [least, most] = [Infinity, -Infinity];
+  for (const value of values) {
+    if (!Number.isFinite(value) || (log && value <= 0)) continue;
+    least = Math.min(least, value);
+    most = Math.max(most, value);
+  }
+  if (least > most) return log ? [1, 10] : [0, 1];
+  if (least === most) return log ? [least / 2, most * 2] : [least - Math.abs(least || 1) / 2, most + Math.abs(most || 1) / 2];
+  return [least, most];
+}
+
+/** About `count` round numbers within a domain: 1, 2 or 5 times a power of ten apart. */
+export function ticks([least, most]: readonly [number, number], count: number): number[] {
+  const rough = (most - least) / Math.max(1, count);
+  if (!(rough > 0) || !Number.isFinite(rough)) return [least];
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = power * ([1, 2, 5].find((factor) => factor * power >= rough * 0.999) ?? 10);
+  const first = Math.ceil(least / step - 1e-9);
+  const last = Math.floor(most / step + 1e-9);
+  const digits = Math.max(0, -Math.floor(Math.log10(step)));
+  return Array.from({ length: last - first + 1 }, (_, at) => Number(((first + at) * step).toFixed(digits)));
+}
+
+/** Powers of ten within a domain, at most `count` of them; where there are fewer than two, also 2 and 5 times those. */
+export function logTicks([least, most]: readonly [number, number], count: number): number[] {
+  const [first, last] = [Math.floor(Math.log10(least)), Math.ceil(Math.log10(most))];
+  const inside = (value: number) => value >= least * 0.9999 && value <= most * 1.0001;
+  const powers = Array.from({ length: last - first + 1 }, (_, at) => Number(`1e${first + at}`));
+  const tens = powers.filter(inside);
+  if (tens.length >= 3) {
+    const every = Math.ceil(tens.length / Math.max(1, count));
+    return tens.filter((_, at) => at % every === 0);
+  }
+  const finer = powers.flatMap((power) => [1, 2, 5].map((factor) => Number((factor * power).toPrecision(1)))).filter(inside);
+  return finer.length >= 2 ? finer : ticks([least, most], count);
+}
+
+/** Powers of two within a domain: what sizes of batches are usually compared at. */
+export function binaryTicks([least, most]: readonly [number, number]): number[] {
+  const [first, last] = [Math.ceil(Math.log2(least) - 1e-9), Math.floor(Math.log2(most) + 1e-9)];
+  return Array.from({ length: Math.max(0, last - first + 1) }, (_, at) => 2 ** (first + at));
+}
+
+/** Those of the marks whose labels do not run into each other: from the left, what has `room` to its neighbour. */
+export function apart(marks: readonly number[], place: Scale, room: number): number[] {
+  const kept: number[] = [];
+  for (const mark of marks) {
+    const before = kept.at(-1);
+    if (before === undefined || place(mark) - place(before) >= room) kept.push(mark);
+  }
+  return kept;
+}

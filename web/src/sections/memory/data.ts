@@ -1,0 +1,162 @@
+/** What the experiments on memory return, and how the page reads it. */
+import { CATEGORIES, type Category } from "../../data/types";
+
+/** What memory_wall returns: models of a GPU's size, planned. */
+export interface Wall {
+  categories: string[];
+  sizes: number[];
+  limits_gib: number[];
+  models: WallModel[];
+  opening: Opening;
+}
+
+export interface WallModel {
+  name: string;
+  title: string;
+  sequence_length: number;
+  precision: string;
+  num_parameters: number;
+  rows: { held: number[]; reserved: number; phase: string; operation: string }[];
+  limits: { usable_bytes: number; beside_bytes: number; largest: number; why: string }[];
+}
+
+export interface Opening {
+  device: string;
+  effective_batch_size: number;
+  total_bytes: number;
+  headroom: number;
+  libraries_bytes: number;
+  largest: number;
+  micro_batch_size: number;
+  accumulation_steps: number;
+  reserved_bytes: number;
+  peak_bytes: number;
+  held: number[];
+  words: string[];
+  formulas: { state: number; layers: number; logits: number };
+}
+
+/** What memory_limit returns: small models, measured under enforced budgets. */
+export interface Limit {
+  categories: string[];
+  sizes: number[];
+  budgets_mib: number[];
+  predicted_from: number[];
+  models: LimitModel[];
+}
+
+export interface LimitModel {
+  name: string;
+  title: string;
+  words: string;
+  num_parameters: number;
+  peaks: PeakRow[];
+  predicted: number[];
+  budgets: { largest: number; one_more: Shortage | null; shortages: (Shortage | null)[] }[];
+}
+
+export interface PeakRow {
+  num_bytes: number;
+  held: number[];
+  phase: string;
+  operation: string;
+  mark: string | null;
+}
+
+export interface Shortage {
+  phase: string;
+  held: number[];
+  message: string;
+}
+
+/** What memory_accumulation returns: one effective batch, cut in ever smaller micro-batches. */
+export interface Accumulation {
+  categories: string[];
+  effective: number;
+  micro_sizes: number[];
+  model: string;
+  num_parameters: number;
+  ways: Way[];
+}
+
+export interface Way {
+  optimizer: "adamw" | "sgd";
+  precision: "fp32" | "bf16";
+  checkpointing: boolean;
+  gradient_bytes: number;
+  /** One step of the whole effective batch, in micro-batches of each size. */
+  cuts: PeakRow[];
+  /** One step of one micro-batch of each size. */
+  alone: PeakRow[];
+  courses: Record<string, Course>;
+}
+
+/** What memory_courses returns. */
+export interface Courses {
+  drawn: number[];
+  ways: Record<string, Course>[];
+}
+
+/** Memory over a step: values as a first one and changes; a single one does not change. */
+export interface Course {
+  num_moments: number;
+  moments: number[];
+  held: number[][];
+  marks: [number, string][];
+}
+
+export type Held = Partial<Record<Category, number>>;
+
+const FOLDED: Record<string, Category> = {
+  weights: "weights",
+  buffers: "weights",
+  gradients: "gradients",
+  optimizer: "optimizer",
+  inputs: "activations",
+  activations: "activations",
+  temporaries: "temporary",
+};
+
+/** Bytes in the five categories that are drawn: buffers are drawn with weights, and inputs with activations. */
+export function folded(categories: readonly string[], row: readonly number[]): Held {
+  const held: Held = {};
+  categories.forEach((name, at) => {
+    const own = FOLDED[name];
+    const bytes = row[at] ?? 0;
+    if (own && bytes) held[own] = (held[own] ?? 0) + bytes;
+  });
+  return held;
+}
+
+export function total(held: Held): number {
+  return CATEGORIES.reduce((sum, name) => sum + (held[name] ?? 0), 0);
+}
+
+/** What most of the memory is held for. */
+export function largestPart(held: Held): Category {
+  return CATEGORIES.reduce((best, name) => ((held[name] ?? 0) > (held[best] ?? 0) ? name : best), "weights");
+}
+
+/** Values from a first one and changes. */
+export function summed(changes: readonly number[], count: number): number[] {
+  let value = 0;
+  const values = changes.map((change) => (value += change));
+  return values.length === 1 ? Array<number>(count).fill(value) : values;
+}
+
+/** A course as layers to be stacked. */
+export function layersOf(categories: readonly string[], course: Course): { moments: number[]; layers: Record<Category, number[]> } {
+  const moments = summed(course.moments, course.moments.length);
+  const layers = Object.fromEntries(CATEGORIES.map((name) => [name, moments.map(() => 0)])) as Record<Category, number[]>;
+  categories.forEach((name, at) => {
+    const own = FOLDED[name];
+    if (!own) return;
+    summed(course.held[at] ?? [0], moments.length).forEach((bytes, place) => (layers[own][place]! += bytes));
+  });
+  return { moments, layers };
+}
+
+/** Words of a category in the middle of a sentence, with its verb. */
+export function said(name: Category): string {
+  return name === "optimizer" ? "the optimizer's state" : name === "temporary" ? "temporary tensors" : name;
+}

@@ -1,0 +1,77 @@
+import { readFileSync } from "node:fs";
+
+import { expect, test } from "vitest";
+
+import { parse, read, write } from "../src/data/address";
+import { addressShape, commandLine, fromAddress, Growing, inFive, nearest, program, refusal, same, toAddress, total, withTask, type Opening, type Run } from "../src/data/playground";
+import type { Line, Setting } from "../src/data/types";
+import { pieces, shape } from "../src/sections/claims/claims";
+
+const { data: opening } = JSON.parse(readFileSync(new URL("../recordings/playground_opening.json", import.meta.url), "utf-8")) as { data: Opening };
+const first = opening.runs[0] as Run;
+const usual = first.setting;
+
+test("programs and command lines are those that Python makes", () => {
+  for (const { setting, python, command } of opening.examples) {
+    expect(program(opening.programs[setting.mistake], setting)).toBe(python);
+    expect(commandLine(setting, usual)).toBe(command);
+  }
+});
+
+test("a setting is the same after a way through an address", () => {
+  const setting: Setting = { ...usual, task: "shapes", norm: "group", micro_batch_size: 24, learning_rate: 0.00001, mistake: "drop_tail" };
+  const { values } = parse(write("playground", toAddress(setting)));
+  expect(fromAddress(read(addressShape, values, toAddress(usual)))).toEqual(setting);
+});
+
+test("what the engine would refuse is refused", () => {
+  expect(refusal(usual, opening)).toBeNull();
+  for (const change of [
+    { micro_batch_size: 256, accumulation_steps: 64 },
+    { micro_batch_size: 256, accumulation_steps: 16, steps: 2000 },
+    { mistake: "zero_each", precision: "bf16" },
+    { norm: "batch" },
+    { task: "text", micro_batch_size: 256, accumulation_steps: 16, steps: 1 },
+  ] as Partial<Setting>[]) {
+    expect(refusal({ ...usual, ...change }, opening)).not.toBeNull();
+  }
+});
+
+test("the nearest run keeps what was changed last", () => {
+  const wish: Setting = { ...usual, mistake: "zero_each", micro_batch_size: 64 };
+  expect(nearest(wish, opening.runs, "mistake")?.setting.mistake).toBe("zero_each");
+  expect(nearest({ ...usual, task: "text" }, opening.runs)).toBeUndefined();
+  expect(same(nearest(usual, opening.runs)?.setting ?? wish, usual)).toBe(true);
+});
+
+test("another task begins with its own numbers", () => {
+  const shapes = withTask(usual, "shapes", opening);
+  expect([shapes.norm, shapes.learning_rate]).toEqual([opening.beginnings.shapes.norm, opening.beginnings.shapes.adamw]);
+});
+
+test("a run grows line by line", () => {
+  const growing = new Growing("a", usual);
+  const step = (number: number, time: number): Line => ({ kind: "step", step: number, num_samples: 64, loss: number === 1 ? "NaN" : 2.5, gradient_norm: 1, learning_rates: [0.1], time_seconds: time });
+  const begin = (number: number, time: number): Line => ({ kind: "micro_batch", event: "begin", step: number, position: 0, time_seconds: time });
+  growing.take([begin(0, 0), step(0, 5), begin(1, 5), step(1, 9), { kind: "guide.match", relative_difference: 0.5 }]);
+  growing.take([begin(2, 10), step(2, 12), { kind: "guide.memory", category_bytes: { weights: 2 } }, { kind: "guide.memory", category_bytes: { weights: 1 } }, { kind: "a kind from later" }]);
+  expect(growing.run.losses).toEqual([2.5, null, 2.5]);
+  expect(growing.run.relative_differences).toEqual([0.5]);
+  expect(growing.run.samples_per_second).toBe(32);
+  expect(growing.run.peak).toEqual({ weights: 2 });
+  growing.take([begin(3, 20)]);
+  growing.pause();
+  growing.take([step(3, 90), { kind: "end", status: "completed", digest: "abc" }]);
+  expect(growing.run.samples_per_second).toBe(32);
+  expect([growing.run.status, growing.run.digest]).toEqual(["completed", "abc"]);
+});
+
+test("nothing is lost between seven categories and five", () => {
+  expect(Object.values(inFive(first.peak)).reduce((sum, bytes) => sum + bytes, 0)).toBe(total(first.peak));
+});
+
+test("a claim's text is words and numbers", () => {
+  expect(pieces("from {a} to {b}.")).toEqual([{ words: "from " }, { name: "a" }, { words: " to " }, { name: "b" }, { words: "." }]);
+  expect(shape({ label: "", unit: "x", value: "Infinity" }).value).toBe(Infinity);
+  expect(shape({ label: "", unit: "bytes", value: 5 })).toEqual({ value: 5, unit: "bytes" });
+});

@@ -1,0 +1,93 @@
+import { expect, test } from "vitest";
+
+import { LiveTransport, Once, Refused, StaticTransport, type Told } from "../src/data/transport";
+
+class Stream extends EventTarget {
+  static made: Stream[] = [];
+  closed = false;
+  constructor(readonly address: string) {
+    super();
+    Stream.made.push(this);
+  }
+  close(): void {
+    this.closed = true;
+  }
+  say(event: string, data: unknown): void {
+    this.dispatchEvent(new MessageEvent(event, { data: JSON.stringify(data) }));
+  }
+}
+
+interface Asked {
+  address: string;
+  init: RequestInit;
+}
+
+function browser(status: number, answer: unknown) {
+  const asked: Asked[] = [];
+  Stream.made = [];
+  const fetch = async (address: string, init: RequestInit) => {
+    asked.push({ address, init });
+    return new Response(JSON.stringify(answer), { status });
+  };
+  return { asked, way: new LiveTransport({ fetch, EventSource: Stream } as never) };
+}
+
+test("an order goes up as JSON, with the header that a foreign page cannot send", async () => {
+  const { asked, way } = browser(202, { id: "abc" });
+  expect(await way.start({ kind: "experiment", name: "one_batch" })).toBe("abc");
+  expect(asked[0]?.address).toBe("api/runs");
+  expect(asked[0]?.init.method).toBe("POST");
+  expect(asked[0]?.init.headers).toEqual({ "X-Anybatch": "1", "Content-Type": "application/json" });
+  expect(JSON.parse(String(asked[0]?.init.body))).toEqual({ kind: "experiment", name: "one_batch" });
+});
+
+test("pausing, one micro-batch and stopping name the run", async () => {
+  const { asked, way } = browser(200, {});
+  await way.command("abc", "micro");
+  await way.cancel("abc");
+  expect(asked.map(({ address, init }) => `${init.method} ${address}`)).toEqual(["POST api/runs/abc/micro", "DELETE api/runs/abc"]);
+});
+
+test("a refusal says why, and which run is in the way", async () => {
+  const { way } = browser(409, { code: "busy", id: "abc" });
+  const refused = await way.start({ kind: "experiment", name: "one_batch" }).catch((error: unknown) => error);
+  expect(refused).toBeInstanceOf(Refused);
+  expect(refused).toMatchObject({ code: "busy", id: "abc" });
+});
+
+test("a server that is gone is a refusal too", async () => {
+  const way = new LiveTransport({ fetch: () => Promise.reject(new TypeError()), EventSource: Stream } as never);
+  await expect(way.cancel("abc")).rejects.toMatchObject({ code: "unreachable" });
+});
+
+test("what comes down is told as it came, until the server says good-bye", () => {
+  const { way } = browser(200, {});
+  const told: Told[] = [];
+  way.connect((one) => told.push(one));
+  const stream = Stream.made[0];
+  stream?.say("status", { worker: "idle", run: null, paused: false });
+  stream?.say("lines", { run: "abc", lines: [{ kind: "step", step: 0 }] });
+  stream?.dispatchEvent(new Event("close"));
+  expect(told.map((one) => one.event)).toEqual(["status", "lines", "lost"]);
+  expect(stream?.closed).toBe(true);
+});
+
+test("there is one stream at a time", () => {
+  const { way } = browser(200, {});
+  way.connect(() => undefined);
+  way.connect(() => undefined);
+  expect(Stream.made.map((stream) => stream.closed)).toEqual([true, false]);
+});
+
+test("without an engine, an order is refused and nothing is asked", async () => {
+  await expect(new StaticTransport().start()).rejects.toMatchObject({ code: "static" });
+});
+
+test("lines that are told again after the stream was lost are heard once", () => {
+  const once = new Once();
+  const lines = [0, 1, 2].map((sequence) => ({ kind: "step", sequence }));
+  expect(once.unheard("a", lines.slice(0, 2))).toHaveLength(2);
+  expect(once.unheard("a", lines)).toEqual([lines[2]]);
+  expect(once.unheard("b", lines)).toHaveLength(3);
+  expect(once.unheard("b", [{ kind: "guide.progress" }])).toHaveLength(1);
+});
