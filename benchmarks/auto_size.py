@@ -5,12 +5,16 @@ cuts the batch into 1, 2, 3, 4, 6, 8, 12, 16, ... equal parts, in turns, so that
 best size is the one with the shortest median step; the figure is the median, over rounds, of its step's time by that of
 the chosen size in the same round: 100% is as fast as the best. Seconds are those of the process, which has one thread.
 
-    python benchmarks/auto_size.py [--out benchmarks/results/NAME.md]
+A second table is about asking the planner how large a micro-batch can be (`Auto(largest=...)`), against not asking,
+with memory for everything and under an enforced budget in which 60% of the batch is planned to fit as one micro-batch.
+
+    python benchmarks/auto_size.py [--only-asking] [--out benchmarks/results/NAME.md]
 """
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import report
@@ -20,7 +24,11 @@ from torch.nn import functional
 
 import anybatch as ab
 from anybatch.core.geometry import ceil_div
+from anybatch.diagnostics.plan.envelopes import find_envelopes
+from anybatch.diagnostics.plan.task import Task
 from anybatch.engine.auto_size import Auto
+from anybatch.recipes.planned_size import planned_largest
+from anybatch.testing import memory_budget
 
 NUM_CHOICES = 3
 NUM_ROUNDS = 5
@@ -90,12 +98,12 @@ def cases() -> list[Case]:
     ]
 
 
-def engine(case: Case, size: "int | Auto") -> ab.Engine:
+def engine(case: Case, size: "int | Auto", function: Callable[[nn.Module, Batch], torch.Tensor] = loss) -> ab.Engine:
     """Return a new engine over a new model."""
     torch.manual_seed(0)
     model = case.model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
-    return ab.Engine(model, optimizer, ab.mean_over_samples(loss), micro_batch_size=size, check_loss=False)
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-5)
+    return ab.Engine(model, sgd, ab.mean_over_samples(function), micro_batch_size=size, check_loss=False)
 
 
 def choose(case: Case) -> tuple[int, float]:
@@ -153,16 +161,123 @@ def row(case: Case) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def main() -> None:
-    """Measure all models."""
-    out = report.parser(__doc__).parse_args().out
-    torch.set_num_threads(1)
+def optimizer(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """Return the optimizer of `engine`, over other parameters."""
+    return torch.optim.SGD([parameter for _, parameter in named], lr=1e-5)
+
+
+class Asked:
+    """Asks the planner, and takes the time.
+
+    Args:
+        case: what is planned.
+        num_bytes: the budget; None for all there is.
+    """
+
+    def __init__(self, case: Case, num_bytes: int | None) -> None:
+        declared = ab.mean_over_samples(loss)
+        device = torch.device("cpu")
+        self._plan = planned_largest(
+            case.model, optimizer, declared, device=device, budget_bytes=num_bytes, headroom=0.0
+        )
+        self.seconds = 0.0
+
+    def __call__(self, batch: Batch, num_samples: int) -> int | None:
+        """Return the largest size that is planned to fit."""
+        begun = CLOCK()
+        size = self._plan(batch, num_samples)
+        self.seconds = CLOCK() - begun
+        return size
+
+
+def settle(case: Case, asked: Asked | None, num_bytes: int | None) -> tuple[float, int]:
+    """Return how many seconds longer the first step took than the second one, and the largest size that was run."""
+    sizes: list[int] = []
+
+    def seen(model: nn.Module, batch: Batch) -> torch.Tensor:
+        value = loss(model, batch)
+        value.register_hook(lambda _: sizes.append(len(batch["x"])))
+        return value
+
+    made = engine(case, Auto(clock=CLOCK, largest=asked), seen)
+    seconds = []
+    budget = nullcontext() if num_bytes is None else memory_budget(num_bytes, made.model, *case.batch.values())
+    with made, budget:
+        for _ in range(2):
+            begun = CLOCK()
+            made.step(case.batch)
+            seconds.append(CLOCK() - begun)
+    return seconds[0] - seconds[1], max(sizes)
+
+
+def row_of_asking(case: Case, *, enforced: bool) -> str:
+    """Return a line of the second table."""
+    num_bytes = planned_bytes(case, 6 * case.num_samples // 10) if enforced else None
+    own = sum(tensor.nbytes for tensor in case.batch.values())  # the plan counts two micro-batches, the batch is whole
+    limit = None if num_bytes is None else num_bytes + own
+    plain, planned, planning = [], [], []
+    for _ in range(NUM_CHOICES):
+        asked = Asked(case, num_bytes)
+        plain.append(settle(case, None, limit))
+        planned.append(settle(case, asked, limit))
+        planning.append(asked.seconds)
+    ratio = statistics.median(one / other for (one, _), (other, _) in zip(planned, plain, strict=True))
+    cells = [
+        case.name,
+        "60% of the batch" if enforced else "all",
+        f"{statistics.median(seconds for seconds, _ in plain):.2f}",
+        f"{statistics.median(seconds for seconds, _ in planned):.2f}",
+        f"{statistics.median(planning):.2f}",
+        f"{ratio:.2f}",
+        ", ".join(map(str, sorted({size for _, size in plain}))),
+        ", ".join(map(str, sorted({size for _, size in planned}))),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def planned_bytes(case: Case, size: int) -> int:
+    """Return what a step in micro-batches of `size` is planned to hold."""
+    task = Task(
+        model=case.model,
+        optimizer=optimizer,
+        loss=ab.mean_over_samples(loss),
+        sample=case.batch,
+        strategy="single",
+        profile="cpu",
+    )
+    return find_envelopes(task, 2**40, most_samples=case.num_samples).peak_bytes(size)
+
+
+def table_of_choices() -> list[str]:
+    """Return the first table."""
     heads = ("model", "samples", "best by hand", "chosen: part of the best", "whole batch", "smallest", "s spent")
     lines = [f"| {' | '.join((*heads, 'in steps'))} |", f"|---|--:|{'---|' * 6}"]
-    lines += [row(case) for case in cases()]
-    title = 'What "auto" chooses, against a search by hand'
-    setting = f"1 thread, {NUM_CHOICES} choices, medians of {NUM_ROUNDS} rounds"
-    report.publish(lines, title=title, command="python benchmarks/auto_size.py", setting=setting, out=out)
+    return [*lines, *(row(case) for case in cases())]
+
+
+def table_of_asking() -> list[str]:
+    """Return the second table."""
+    heads = ("model", "memory for", "s by doubling", "s with a plan", "of them planning", "ratio")
+    lines = [f"| {' | '.join((*heads, 'largest run', 'with a plan'))} |", f"|---|---|{'--:|' * 6}"]
+    return [*lines, *(row_of_asking(case, enforced=enforced) for enforced in (False, True) for case in cases())]
+
+
+def main() -> None:
+    """Measure all models."""
+    parser = report.parser(__doc__)
+    parser.add_argument("--only-asking", action="store_true", help="only the second table")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    lines = table_of_asking() if given.only_asking else [*table_of_choices(), "", *table_of_asking()]
+    title = 'What "auto" chooses, against a search by hand, and what asking the planner costs'
+    if given.only_asking:
+        title = 'What asking the planner costs "auto", and what it saves'
+    command = f"python benchmarks/auto_size.py{' --only-asking' * given.only_asking}"
+    rounds_of_asking = f"medians of {NUM_CHOICES} rounds"
+    setting = f"1 thread, {NUM_CHOICES} choices, medians of {NUM_ROUNDS} rounds; of asking, {rounds_of_asking}"
+    if given.only_asking:
+        setting = f"1 thread, {rounds_of_asking}"
+    report.publish(lines, title=title, command=command, setting=setting, out=given.out)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from tests.architecture.source_tree import ROOT
 
 TABLE = Path(__file__).with_suffix(".toml")
 PAGE = ROOT / "docs" / "planted_faults.md"
-COPIED = ("src", "tests", "examples", "pyproject.toml")
+COPIED = ("src", "tests", "examples", "web/recordings", "web/tests", "pyproject.toml")
 TIME_LIMIT_SECONDS = 240.0
 CONSEQUENCE = "has ruined the"  # a test of ranks that were lost before it says nothing about the fault
 HEAD = """\

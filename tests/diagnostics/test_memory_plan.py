@@ -334,6 +334,20 @@ def by_size(model: Any, batch: Batch) -> Any:
     return (rows.exp() if len(rows) > 2 else rows).square().mean()
 
 
+def test_what_torch_does_not_tell_of_is_refused() -> None:
+    """What an LSTM on a CPU keeps is not in the description of its kernel, so there is no plan instead of a low one."""
+
+    def last(model: Any, batch: Batch) -> Any:
+        rows, _ = model(batch["x"])
+        return rows.square().mean()
+
+    recurrent = dataclasses.replace(
+        small(loss=ab.mean_over_samples(last)), model=lambda: nn.LSTM(3, 4), sample={"x": torch.zeros(1, 5, 3)}
+    )
+    with pytest.raises(CannotPlanError, match=r"mkldnn_rnn_layer\.default keeps"):
+        find_envelopes(recurrent, 2**20)
+
+
 @pytest.mark.parametrize(
     ("loss", "words"),
     [

@@ -23,7 +23,7 @@ from anybatch.engine.auto_size import Auto, Search
 from anybatch.engine.feeding import RankShare
 from anybatch.engine.rehearsal import Run
 from anybatch.engine.sizing import WORTH_TIMING
-from anybatch.errors import BatchSizeError, CompositionError
+from anybatch.errors import BatchSizeError, CannotPlanError, CompositionError
 from anybatch.norms import Ghost
 from tests.engine.cases import Batch, InMemory, classify, vectors
 from tests.parallel.fsdp_spike import FullyShard
@@ -176,8 +176,8 @@ class Fake:
 
 def search_of(fake: Fake, **options: Any) -> Search:
     """Return a search over what a fake runs."""
-    auto = options.pop("auto", Auto(clock=fake.clock))
-    return Search(
+    auto, planned = options.pop("auto", Auto(clock=fake.clock)), options.pop("planned", None)
+    search = Search(
         fake,  # type: ignore[arg-type]  # it does what a rehearsal does
         ab.World(),
         share=fake.num_samples,
@@ -185,6 +185,8 @@ def search_of(fake: Fake, **options: Any) -> Search:
         auto=auto,
         **options,
     )
+    search.plan(planned)
+    return search
 
 
 @given(
@@ -318,12 +320,49 @@ def test_a_plan_is_a_bound() -> None:
 
 
 def test_no_plan() -> None:
-    """A planner that cannot tell leaves it to doubling."""
+    """A planner that cannot tell leaves it to doubling, and its reason is told; one that has none says nothing."""
     model = Model(straight)
 
-    settled(model, auto=Auto(clock=model.clock, largest=lambda _batch, _num_samples: None))
+    def cannot(batch: Batch, num_samples: int) -> int:
+        del batch, num_samples
+        message = "cannot plan, will probe: a kernel of its own"
+        raise CannotPlanError(message)
 
+    _, words = settled(model, auto=Auto(clock=model.clock, largest=cannot))
     assert max(model.sizes) == NUM_SAMPLES
+    assert "sizes were doubled, for a plan could not be made (cannot plan, will probe: a kernel of its own)" in words
+
+    model = Model(straight)
+    _, words = settled(model, auto=Auto(clock=model.clock, largest=lambda _batch, _num_samples: None))
+    assert max(model.sizes) == NUM_SAMPLES
+    assert "plan" not in words
+
+
+@given(planned=st.integers(2, 300), share=st.integers(2, 300), limit=st.integers(2, 300))
+def test_a_plan_leaves_sizes_out(planned: int, share: int, limit: int) -> None:
+    """A plan that holds is tried at once, in the place of every power of two below; one that does not is no loss."""
+    fake = Fake(lambda _: 0.0, share, limit)
+
+    size = search_of(fake, planned=planned).largest("cuda:0").size
+
+    upper, tried = min(planned, share), [max(parts) for parts in fake.ran]
+    bound = upper if upper <= limit else max(2**power for power in range(9) if 2**power <= min(limit, upper))
+    assert size == even_size(share, bound)
+    assert max(tried) <= upper
+    if upper <= limit:
+        assert len(tried) <= 2
+    assert len(tried) == len(set(tried))
+
+
+def test_a_plan_is_where_timing_begins() -> None:
+    """With a plan sizes are timed from a quarter of it on, unless that is so slow that there is no time for it."""
+    fake = Fake(straight, 256, 10**9)
+    search_of(fake, planned=128).fastest()
+    assert [max(parts) for parts in fake.ran][:4] == [2, 32, 64, 128]
+
+    fake = Fake(lambda size: 0.1 * size, 256, 10**9)
+    search_of(fake, planned=128).fastest()
+    assert [max(parts) for parts in fake.ran][:3] == [2, 4, 8]
 
 
 # Nothing is left behind

@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console as Terminal
 
-from anybatch.core.records import PhaseRecord, Record, StepRecord
+from anybatch.core.records import DiagnosisRecord, PhaseRecord, Record, StepRecord
 from anybatch.events.console import Console
 from anybatch.events.moment import Level, Moment
 from anybatch.events.outlet import Outlet
@@ -253,6 +253,17 @@ def test_what_was_decided_is_said() -> None:
     lines = plain([start(500, decisions={"micro_batch_size": "16, by a\nsearch"})])
 
     assert lines[-2:] == ["decided: micro batch size: 16, by a search", "going on after step 500"]
+
+
+def test_a_size_that_was_found_is_said_once() -> None:
+    """What "auto" has found is told when it is found, and a person reads it once, among the decisions."""
+    words = "16, the fastest of 8 and 16"
+    found = DiagnosisRecord(
+        rank=0, step=0, code="micro_batch_size", level="info", message=f"micro_batch_size: {words}", remedy=None
+    )
+    lines = plain([found, start(decisions={"micro_batch_size": words})])
+
+    assert [line for line in lines if words in line] == [f"decided: micro batch size: {words}"]
 
 
 def test_a_resumed_session_begins_its_own_pace() -> None:

@@ -8,6 +8,7 @@ from torch import nn
 
 from anybatch.guide.experiments import batch_norm
 from anybatch.guide.experiments.batch_norm import WAYS, Way
+from anybatch.guide.tasks.shapes import network
 from anybatch.norms import Exact
 
 
@@ -20,7 +21,7 @@ def test_a_step_takes_the_gradient_of_plain_torch() -> None:
     """What a step of SGD at learning rate 1 takes away is the gradient of the mean over the batch."""
     rows, _ = batch_norm.pictures()
     torch.manual_seed(0)
-    model = batch_norm.network("group").double()
+    model = network("group").double()
     batch = {"inputs": rows.inputs[:64].double(), "targets": rows.targets[:64]}
     nn.functional.cross_entropy(model(batch["inputs"]), batch["targets"]).backward()
     plain = torch.cat([one.grad.flatten() for one in model.parameters() if one.grad is not None])
@@ -38,7 +39,7 @@ def test_recalibrated_statistics_are_those_of_all_pictures() -> None:
     """After recalibration the first layer's running mean is the mean over all training pictures."""
     rows, _ = batch_norm.pictures()
     torch.manual_seed(0)
-    model = batch_norm.network("batch")
+    model = network("batch")
     batch_norm.recalibrate(model, rows)
     first, norm = model[0], model[1]
     assert isinstance(norm, nn.BatchNorm2d)
@@ -50,7 +51,7 @@ def test_recalibrated_statistics_are_those_of_all_pictures() -> None:
 
 def test_no_convolution_in_front_of_a_norm_has_a_bias() -> None:
     """Its gradient would be rounding, of which AdamW makes steps, so equal weights would read pictures differently."""
-    layers = list(batch_norm.network("batch"))
+    layers = list(network("batch"))
     assert all(
         one.bias is None
         for one, after in itertools.pairwise(layers)
@@ -65,7 +66,7 @@ def test_exact_runs_agree_with_the_plain_whole_batch(size: int) -> None:
     models = []
     for way, micro_batch_size in ((Way(name="", norm="batch", policy=None), 64), (named("exact"), size)):
         torch.manual_seed(0)
-        model = batch_norm.network("batch")
+        model = network("batch")
         step = batch_norm.stepper(way, micro_batch_size, model)
         for batch in batch_norm.batches(rows, 0, 10):
             step(batch)

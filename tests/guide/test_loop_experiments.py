@@ -198,3 +198,13 @@ def test_recorded_log_is_of_the_program() -> None:
     logged = [numbers["loss"] for _, numbers in data["log"]["numbers"] if "loss" in numbers]
 
     assert logged == pytest.approx(losses[data["first_step"] :], rel=1e-6)
+
+
+def test_recorded_losses_come_again(batch_data: Any) -> None:
+    """Training the four ways again, and with each mistake, gives the recorded losses to the recorded digits."""
+    recorded = read_recording(ROOT / "web" / "recordings" / "one_batch.json").data
+
+    assert recorded["losses"] == pytest.approx(batch_data["losses"], rel=2e-6)
+    for old, new in zip(recorded["mistakes"], batch_data["mistakes"], strict=True):
+        for way, losses in old["losses"].items():
+            assert losses == pytest.approx(new["losses"][way], rel=1e-3), (old["name"], way)

@@ -1,5 +1,7 @@
 """What the guide says of memory is what tensors hold, counted another way; and its out-of-memory is a real one."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -14,7 +16,7 @@ PLAIN = Way(optimizer="adamw", precision="fp32", checkpointing=False)
 MODELS = pytest.mark.parametrize("model", SMALL_MODELS.values(), ids=lambda model: model.name)
 
 
-def num_bytes(tensors: list[torch.Tensor]) -> int:
+def num_bytes(tensors: Sequence[torch.Tensor]) -> int:
     """Return the bytes of tensors that share nothing."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 

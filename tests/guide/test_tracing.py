@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from anybatch.guide.experiments import walk_anybatch, walk_ddp, walk_plain
+from anybatch.guide.recording import read_recording
 from anybatch.guide.tracing import Lines, Source, columns, trace_program
 from tests.architecture.source_tree import ROOT
 
@@ -111,3 +112,32 @@ def test_nothing_is_noted_of_other_files(program: Source) -> None:
         statements(program.path)
 
     assert columns(lines)["lines"] == []
+
+
+def recorded_traces() -> dict[str, Any]:
+    """Return all traces that were recorded, by name."""
+    folder = ROOT / "web" / "recordings"
+    walks = {name: read_recording(folder / f"walk_{name}.json").data for name in ("plain", "ddp", "anybatch")}
+    return {**walks, **read_recording(folder / "walk_ladder.json").data["programs"]}
+
+
+@pytest.mark.parametrize("name", sorted(recorded_traces()))
+def test_recorded_lines_are_those_of_the_files(name: str) -> None:
+    """What was recorded is of the files as they are now: their text, and lines on which something runs."""
+    trace = recorded_traces()[name]
+    file_of = trace["file_of"] or [0] * len(trace["lines"])
+    paths = [ROOT / file["path"] for file in trace["files"]]
+
+    assert [Source(path, "").digest for path in paths] == [file["sha256"] for file in trace["files"]], (
+        f"record it again: anybatch guide record walk_{name if '_' not in name else 'ladder'}"
+    )
+    assert [path.read_text(encoding="utf-8") for path in paths] == [file["text"] for file in trace["files"]]
+    assert all(line in statements(paths[file]) for file, line in zip(file_of, trace["lines"], strict=True))
+
+
+def test_every_program_of_the_ladder_is_recorded() -> None:
+    """The walk-through has all nine programs."""
+    names = {path.name for path in (ROOT / "examples" / "from_scratch").glob("0*.py")}
+
+    assert names <= set(recorded_traces())
+    assert len(names) == 9

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anybatch.core.size_choice import KnownSize
-from anybatch.memory.known_sizes import MOST_LINES, KnownSizes
+from anybatch.memory.kept_lines import MOST_LINES
+from anybatch.memory.known_sizes import KnownSizes
 
 HERE = {"model": "a", "samples": [("torch.float32", 3, 8)], "share": 64, "device": "cpu", "torch": "2.13"}
 

@@ -61,10 +61,19 @@ def make_parser() -> Parser:
     add("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="number format (default: fp32)")
     add("--sequence-length", type=count, metavar="N", help="tokens of a sample (default: all the model can take)")
     add("--strategy", choices=("all_reduce", "ddp"), default="auto", help="how ranks sum (default: all_reduce)")
-    add("--headroom", type=part, metavar="X", help="part of the memory to leave free (default: 0.15)")
+    add(
+        "--headroom",
+        type=part,
+        metavar="X",
+        help="part of the memory to leave free (default: 0.1 where --verify has measured, else 0.15)",
+    )
     add("--samples", type=count, metavar="N", help="say what a run over so many samples takes, in hours and money")
     add("--no-proposals", action="store_true", help="do not plan what could be changed, which takes as long again")
-    add("--verify", action="store_true", help="run a step where the device is here, and print planned beside measured")
+    add(
+        "--verify",
+        action="store_true",
+        help="run a step where the device is here, print planned beside measured, and keep it for later plans",
+    )
     add("--figure", type=Path, metavar="FILE", help="draw memory over the step: .png, .svg or .pdf")
     return parser
 

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from anybatch.cli.status import Status
-from anybatch.core.headroom import HEADROOM
 from anybatch.diagnostics.plan.figure import draw_plan
+from anybatch.diagnostics.plan.measured import keep
 from anybatch.diagnostics.plan.verification import verify as verified
 from anybatch.diagnostics.plan.words import words_of
 from anybatch.errors import UserError
 from anybatch.memory.calibration import measure_rates
+from anybatch.memory.known_devices import KnownDevices
 from anybatch.recipes.planning import plan
 
 
@@ -33,27 +34,31 @@ def plan_subject(
     Args:
         what: as `plan` takes it.
         ranks: devices.
-        headroom: part of the device to leave free; None for the default.
+        headroom: part of the device to leave free; None for what was measured there, or else the default.
         samples: of a whole run, to say what it takes.
         no_proposals: leave out what could be changed.
-        verify: run the planned step on this machine's accelerator, or on its CPU for a budget of one.
+        verify: run the planned step on this machine's accelerator, or on its CPU for a budget of one, and keep what it
+            takes for later plans.
         figure: file for a picture.
         **choices: what else `plan` takes.
 
     Raises:
         CannotPlanError, UserError: as `plan`.
     """
+    known = KnownDevices()
     found = plan(
         what,
         world_size=ranks,
-        headroom=HEADROOM if headroom is None else headroom,
+        headroom=headroom,
+        known=known,
         proposals=not no_proposals,
         rates=measure_rates("this CPU", time.perf_counter) if choices["device"].startswith("cpu:") else None,
         **choices,
     )
     sys.stdout.write(f"{words_of(found, samples)}\n")
     if verify and found.as_it_is.fits:
-        sys.stdout.write(f"{verified(found.task, found.as_it_is, _device_of(choices['device']))}\n")
+        measured = verified(found.task, found.as_it_is, _device_of(choices["device"]))
+        sys.stdout.write(f"{measured}\n{keep(measured, found, known)}\n")
     if figure is not None:
         draw_plan(found, figure)
         sys.stdout.write(f"wrote {figure}\n")

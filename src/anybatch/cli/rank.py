@@ -15,6 +15,7 @@ from anybatch.cli.screen import Onlookers, summary
 from anybatch.cli.status import Status, status_of
 from anybatch.cli.task import DEFAULT_RECIPE, RUNS, Task, short_name
 from anybatch.errors import RankFailedError, UserError, WorldError
+from anybatch.memory.known_devices import KnownDevices
 from anybatch.memory.known_sizes import KnownSizes
 from anybatch.parallel.world import World
 from anybatch.recipes.load import load_recipe
@@ -79,6 +80,7 @@ def _train(task: Task, world: World, stop: Callable[[], bool] | None) -> Status:
             origin={"recipe": recipe, "ranks": task.ranks or "auto"},
             world=world,
             known=KnownSizes(),
+            devices=KnownDevices(),
             observer=onlookers.begin if world.rank == 0 else None,
             stop=stop,
         )

@@ -1,7 +1,7 @@
 """Chapter 16: what is known of devices that are not here: memory, rates, price. Each figure with its source.
 
-Rates are peaks of data sheets, dense, with sums in 32 bits; a program reaches 30 to 80% of them. Prices are list
-prices that have changed since: pass your own.
+Rates are peaks of data sheets, dense, with sums in 32 bits; a program reaches 30 to 80% of them. Prices are what was
+read somewhere, and have changed since: check yours.
 """
 
 import difflib
@@ -23,11 +23,11 @@ _GIGA = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """A list price.
+    """What an hour of a device was once said to cost.
 
     Attributes:
         usd_per_hour: of one device.
-        source: whose price it is, and of when. Check yours.
+        source: whose price it is, of when, and what is known of its kind. Check yours.
     """
 
     usd_per_hour: float
@@ -68,7 +68,8 @@ def _rates(fp32: float, tf32: float | None, bf16: float | None, fp16: float) -> 
     return {name: rate * _TERA for name, rate in given.items() if rate is not None}
 
 
-_RUNPOD = "RunPod, lowest on-demand list price, March 2026"
+# One comparison (deploybase.ai, March 2026) calls these spot prices; another page calls that of an H100 on demand.
+_RUNPOD = "RunPod, as listed by others in March 2026; some of them call it a spot price, which can be interrupted"
 _LAMBDA = "Lambda, on-demand list price, 2025"
 _PCIE_3, _PCIE_4, _PCIE_5 = 16 * _GIGA, 32 * _GIGA, 64 * _GIGA
 

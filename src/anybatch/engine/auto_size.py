@@ -68,9 +68,10 @@ class Auto:
     ```
 
     Args:
-        largest: function (batch, num_samples) -> the largest size that is planned to fit, or None if that cannot be
-            told. It gets the rank's share of the first effective batch, on the host, and the samples of the largest
-            share. None: sizes are doubled until memory runs out or the share is used up.
+        largest: function (batch, num_samples) -> the largest size that is planned to fit, or None if that is not told,
+            such as `anybatch.recipes.planned_size.planned_largest` makes. It gets the rank's share of the first
+            effective batch, on the host, and the samples of the largest share; a `PlanError` from it is told. Nothing
+            larger is tried, and fewer sizes are. None: sizes are doubled until memory runs out or the share is used up.
         known: remembers what was found, from one process to the next; None measures in each.
         most_seconds: how long to try. Sizes are doubled for longer only while that makes samples a tenth faster.
         clock: seconds that only go forward.
@@ -145,7 +146,6 @@ class Search:
         room: how much memory is left; None where running out of it is an error that can be caught.
         group: micro-batches hold whole groups of so many samples.
         optimizer_is_new: it has no state yet, so its first step will take more memory than is seen here.
-        planned: the largest size that is planned to fit; None for no plan.
     """
 
     def __init__(
@@ -159,7 +159,6 @@ class Search:
         room: Room | None = None,
         group: int = 1,
         optimizer_is_new: bool = False,
-        planned: int | None = None,
     ) -> None:
         self._rehearsal = rehearsal
         self._world = world
@@ -169,12 +168,25 @@ class Search:
         self._room = room
         self._group = group
         self._optimizer_is_new = optimizer_is_new
-        self._planned = planned
-        self._upper = share if planned is None else max(1, min(share, planned))
+        self._planned: int | None = None
+        self._unplanned = ""
+        self._upper = share
         self._begun = auto.clock()
         self._elapsed = 0.0
         self._error = ""
         self._line: Line | None = None
+
+    def plan(self, planned: int | None, unplanned: str = "") -> None:
+        """Try nothing larger than is planned to fit, and fewer sizes; the time begins now.
+
+        Args:
+            planned: the largest size that is planned to fit; None for no plan.
+            unplanned: why there is no plan where one was asked for; empty otherwise.
+        """
+        self._planned = planned
+        self._unplanned = unplanned
+        self._upper = self._share if planned is None else max(1, min(self._share, planned))
+        self._begun = self._auto.clock()
 
     def fits(self, size: int) -> bool:
         """Return whether two micro-batches of `size` run on every rank."""
@@ -209,17 +221,20 @@ class Search:
         return Found(size, f"{size}, {_compared(size, steps, rates)}{self._fitting(climb, max(steps))}", rates[size])
 
     def _climb(self, *, timed: bool) -> _Climb:
-        """Double the size until it does not fit, or is that of the share, or the time is up."""
+        """Double the size until it does not fit, or is that of the share, or the time is up; a plan leaves some out."""
         climb = _Climb()
         size = min(max(2, self._group), self._upper)  # one sample has no variance: BatchNorm refuses it in train mode
+        below, seed = 0, self._seed(timed=timed)
         while True:
             trial = self._try(size, 2)
             if trial.outcome == "ran":
                 climb.largest, climb.seconds[size], climb.steps[size] = size, trial.seconds, trial.step_seconds
             elif trial.outcome == "out_of_memory":
                 climb.too_large = size
-                break
-            if size == self._upper:
+                if size != seed or 2 * below >= size:
+                    break
+                size, seed = below, 0  # the plan was wrong
+            if size == self._upper or (climb.too_large is not None and 2 * size >= climb.too_large):
                 break
             if timed and climb.largest and self._is_late(climb):
                 climb.ended = f"larger ones were not tried in the {self._elapsed:.0f} s that it took"
@@ -227,10 +242,24 @@ class Search:
             if not trial.may_double:
                 climb.ended = "larger ones were not tried, for there is not enough memory left to be sure"
                 break
-            size = min(2 * size, self._upper)
+            below = size
+            size = seed if 2 * size < seed and self._soon(seed, climb, timed=timed) else min(2 * size, self._upper)
         if climb.too_large is not None:
             self._give_way(climb)
         return climb
+
+    def _seed(self, *, timed: bool) -> int:
+        """Return the size to go to at once where there is a plan: the smallest that will be compared; 0 for none."""
+        if self._planned is None:
+            return 0
+        return ceil_div(self._upper, 4 * self._group) * self._group if timed else self._upper
+
+    def _soon(self, size: int, climb: _Climb, *, timed: bool) -> bool:
+        """Return whether there is time for so large a size, going by the one that has been run."""
+        if not timed or not climb.largest:
+            return not timed
+        expected = 2 * climb.seconds[climb.largest] * size / climb.largest
+        return self._elapsed + expected <= self._auto.most_seconds / 2
 
     def _is_late(self, climb: _Climb) -> bool:
         """Return whether there is no time for twice the size: half of it is for comparing.
@@ -316,6 +345,8 @@ class Search:
             said.append(f"{climb.too_large} does not fit")
         if climb.ended:
             said.append(climb.ended)
+        if self._unplanned:
+            said.append(f"sizes were doubled, for a plan could not be made ({self._unplanned})")
         return "".join(f"; {words}" for words in said)
 
     def _unknown(self) -> Found:

@@ -21,7 +21,7 @@ from anybatch.engine.feeding import OpenBatch, open_batch
 from anybatch.engine.rehearsal import Execute, Rehearsal
 from anybatch.engine.untouched import untouched
 from anybatch.engine.watch import software_versions
-from anybatch.errors import BatchSizeError, CompositionError, DataError
+from anybatch.errors import BatchSizeError, CompositionError, DataError, PlanError
 from anybatch.memory.host import HostRoom, device_name
 from anybatch.parallel.world import World
 
@@ -193,17 +193,20 @@ class Sizing:
             room=None if self.may_run_out else HostRoom(num_sharing=self._world.size),
             group=self.group,
             optimizer_is_new=trying.optimizer_is_new,
-            planned=self._planned(first),
         )
         with untouched(trying.modules, self._world.device, as_compiled=True):
             try:
-                return search.largest(str(self._world.device)) if reason else self._fastest(search, trying, first)
+                if not reason:
+                    return self._fastest(search, trying, first)
+                search.plan(*self._planned(first))
+                return search.largest(str(self._world.device))
             finally:
                 trying.clear()
 
     def _fastest(self, search: Search, trying: Trying, first: "_FirstBatch") -> Found:
-        """Return the fastest size: as it is known, or else as it is measured, and then known."""
+        """Return the fastest size: as it is known, or else as it is planned and measured, and then known."""
         if self.auto.known is None:
+            search.plan(*self._planned(first))
             return search.fastest()
         memory, on_first = self.auto.known, self._world.rank == 0
         circumstances = self._circumstances(trying, first)
@@ -211,6 +214,7 @@ class Sizing:
         if known is not None and known.size <= first.share and (not self.may_run_out or search.fits(known.size)):
             words = f"{known.size}, as measured on {known.date} ({known.samples_per_second:,.0f} samples/s)"
             return Found(known.size, words, known.samples_per_second)
+        search.plan(*self._planned(first))
         found = search.fastest()
         if found.size is None or found.rate is None:
             return found
@@ -232,13 +236,21 @@ class Sizing:
             return "a step takes too little to be worth timing"
         return self.only_fits
 
-    def _planned(self, first: "_FirstBatch") -> int | None:
-        """Return the smallest of the sizes that are planned to fit on the ranks; None for no plan."""
+    def _planned(self, first: "_FirstBatch") -> tuple[int | None, str]:
+        """Return the smallest of the sizes that are planned to fit on the ranks, or None and why there is no plan."""
         plan = self.auto.largest
         if plan is None:
-            return None
-        plans = self._world.together(lambda: None if first.whole is None else plan(first.whole, first.share))
-        return min((size for size in plans if size is not None), default=None)
+            return None, ""
+
+        def ask() -> int | str | None:
+            try:
+                return None if first.whole is None else plan(first.whole, first.share)
+            except PlanError as error:
+                return str(error)
+
+        plans = self._world.together(ask)
+        reason = next((found for found in plans if isinstance(found, str)), "")
+        return min((found for found in plans if isinstance(found, int)), default=None), reason
 
     def _circumstances(self, trying: Trying, first: "_FirstBatch") -> dict[str, Any]:
         """Return all that is known to decide which size is the fastest."""

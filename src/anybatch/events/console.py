@@ -118,6 +118,8 @@ class Console:
             case EvaluateRecord() | CheckpointRecord():
                 self._pace.aside(now)
                 self._say(record)
+            case DiagnosisRecord(code="micro_batch_size"):
+                return  # the start, which comes next, says it among the decisions
             case DiagnosisRecord() | OutOfMemoryRecord():
                 self._say(record)
             case _:  # a kind that is not known yet

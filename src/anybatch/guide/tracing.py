@@ -116,7 +116,11 @@ class Lines:
             self._finish(frame)
         if event == "line":
             file = self._files[frame.f_code.co_filename]
-            if frame.f_code.co_name != "<module>" or frame.f_lineno > self._main[file] > 0:
+            if frame.f_code.co_name == "<module>":
+                noted = frame.f_lineno > self._main[file] > 0
+            else:  # a line before its own function is nobody's: import hooks put decorators there
+                noted = frame.f_lineno >= frame.f_code.co_firstlineno
+            if noted:
                 self._note(frame, (file, frame.f_lineno))
         return self._watched
 

@@ -52,6 +52,14 @@ def limit_of(device: torch.device) -> int | None:
     return int(total_bytes * torch.cuda.get_per_process_memory_fraction(device))
 
 
+def outside_bytes(device: torch.device) -> int | None:
+    """Return what of a CUDA device torch's allocator has not: contexts, communicators and other programs; else None."""
+    if device.type != "cuda":
+        return None
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    return int(total_bytes - free_bytes - torch.cuda.memory_reserved(device))
+
+
 def _of_cuda(device: torch.device) -> MemoryInUse | None:
     counters: dict[str, Any] = torch.cuda.memory_stats_as_nested_dict(device)
     if not counters:  # CUDA has not been begun

@@ -21,6 +21,8 @@ _PLAIN = frozenset(
 _LISTS = frozenset({list, tuple, torch.Size})
 _ELSEWHERE = frozenset({torch.Tag.data_dependent_output, torch.Tag.inplace_view})
 """Operations that look at numbers, or that change the shape of what they are given."""
+_KEEP_UNTOLD = frozenset({torch.ops.aten.mkldnn_rnn_layer.default})
+"""Operations that keep memory for their backward of which torch's description of them says nothing."""
 _META = torch.device("meta")
 # These have no other names.
 _undispatched: Any = torch._C._DisableTorchDispatch  # noqa: SLF001
@@ -64,12 +66,19 @@ class FakeLedger(MemoryLedger):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 (whatever the operation returns)
-        """Answer an operation, and book what it returns."""
+        """Answer an operation, and book what it returns.
+
+        Raises:
+            NotImplementedError: what the operation holds cannot be told without running it.
+        """
         if func is DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device  # two thirds of all calls
         for kind in types:
             if kind is not FakeTensor and is_traceable_wrapper_subclass_type(kind):
                 return NotImplemented  # its parts come next
+        if func in _KEEP_UNTOLD:
+            message = f"torch does not say what {func} keeps for its backward"
+            raise NotImplementedError(message)
         kwargs = kwargs or {}
         result = self._results(func, args, kwargs)
         self._see(func, args, kwargs, result)

@@ -1,20 +1,15 @@
 """Micro-batch sizes that were measured before, in a file: one line each, never more than a hint."""
 
-import json
-import os
-import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import platformdirs
-
 from anybatch.core.size_choice import KnownSize
+from anybatch.memory.kept_lines import KeptLines, Line, cache_file, plain
 
-MOST_LINES = 1000
 FILE_NAME = "micro_batch_sizes.jsonl"
+MOST_RATE = 1e18
 
 
 class KnownSizes:
@@ -34,8 +29,13 @@ class KnownSizes:
         *,
         today: Callable[[], str] = lambda: datetime.now(tz=UTC).date().isoformat(),
     ) -> None:
-        self.path = Path(platformdirs.user_cache_dir("anybatch", appauthor=False)) / FILE_NAME if path is None else path
+        self._lines = KeptLines(cache_file(FILE_NAME) if path is None else path)
         self._today = today
+
+    @property
+    def path(self) -> Path:
+        """Return the file."""
+        return self._lines.path
 
     def find(self, circumstances: Mapping[str, Any]) -> KnownSize | None:
         """Return what was kept last under exactly these circumstances; None for nothing.
@@ -43,8 +43,8 @@ class KnownSizes:
         Args:
             circumstances: all that the fastest size depends on; names to plain values.
         """
-        wanted = _plain(circumstances)
-        for line in reversed(self._lines()):
+        wanted = plain(circumstances)
+        for line in reversed(self._lines.read()):
             known = _known(line, wanted)
             if known is not None:
                 return known
@@ -52,61 +52,24 @@ class KnownSizes:
 
     def keep(self, circumstances: Mapping[str, Any], size: int, samples_per_second: float) -> bool:
         """Keep a size, in the place of what was kept under the same circumstances; return whether that was possible."""
-        wanted = _plain(circumstances)
+        wanted = plain(circumstances)
         line = {
             "circumstances": wanted,
             "size": size,
             "samples_per_second": samples_per_second,
             "date": self._today(),
         }
-        kept = [other for other in self._lines() if _known(other, wanted) is None][-(MOST_LINES - 1) :]
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._replace("".join(f"{text}\n" for text in (*kept, json.dumps(line, sort_keys=True))))
-        except OSError:
-            return False
-        return True
-
-    def _lines(self) -> list[str]:
-        """Return the lines that are whole; what was damaged goes when the file is written again."""
-        try:
-            text = self.path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError):
-            return []
-        return [line for line in text.splitlines() if _parsed(line) is not None]
-
-    def _replace(self, text: str) -> None:
-        """Write the file as a whole or not at all: who reads it meanwhile sees the old one or the new one."""
-        number, name = tempfile.mkstemp(dir=self.path.parent, prefix=f"{self.path.name}.")
-        try:
-            with os.fdopen(number, "w", encoding="utf-8") as file:
-                file.write(text)
-            Path(name).replace(self.path)
-        except BaseException:
-            with suppress(OSError):
-                Path(name).unlink()
-            raise
+        kept = [other for other in self._lines.read() if _known(other, wanted) is None]
+        return self._lines.write([*kept, line])
 
 
-def _plain(circumstances: Mapping[str, Any]) -> Any:  # noqa: ANN401 (what JSON makes of it)
-    """Return circumstances as they come back from a file: tuples are lists there."""
-    return json.loads(json.dumps(circumstances))
-
-
-def _parsed(line: str) -> dict[str, Any] | None:
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def _known(line: str, wanted: object) -> KnownSize | None:
+def _known(line: Line, wanted: object) -> KnownSize | None:
     """Return the size in a line about these circumstances; None if it is about others, or makes no sense."""
-    found = _parsed(line) or {}
-    size, rate, date = found.get("size"), found.get("samples_per_second"), found.get("date")
-    if found.get("circumstances") != wanted or not isinstance(size, int) or isinstance(size, bool) or size < 1:
+    size, rate, date = line.get("size"), line.get("samples_per_second"), line.get("date")
+    if line.get("circumstances") != wanted or not isinstance(size, int) or isinstance(size, bool) or size < 1:
         return None
-    if not isinstance(rate, int | float) or isinstance(rate, bool) or not isinstance(date, str):
+    if not isinstance(rate, int | float) or isinstance(rate, bool) or not 0 <= rate < MOST_RATE:
+        return None
+    if not isinstance(date, str):
         return None
     return KnownSize(size, float(rate), date)

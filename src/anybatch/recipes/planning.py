@@ -6,15 +6,16 @@ from typing import cast
 from torch import nn
 
 from anybatch.core.cost_model import Rates
-from anybatch.core.headroom import HEADROOM
 from anybatch.core.loss import Loss, LossFunction
 from anybatch.core.nested import Batch
 from anybatch.diagnostics.plan.budget import budget_of
+from anybatch.diagnostics.plan.measured import measured_of
 from anybatch.diagnostics.plan.plan import Plan, make_plan
 from anybatch.diagnostics.plan.task import Task
 from anybatch.engine.modules import Model
 from anybatch.engine.precision import OptimizerFunction, PrecisionName
 from anybatch.errors import UserError
+from anybatch.memory.known_devices import KnownDevices
 from anybatch.recipes.job import Job
 from anybatch.recipes.subjects import Subject, adamw, load_subject, subject_of_config, subject_of_job
 
@@ -31,7 +32,8 @@ def plan(
     precision: PrecisionName = "fp32",
     sequence_length: int | None = None,
     strategy: str = "auto",
-    headroom: float = HEADROOM,
+    headroom: float | None = None,
+    known: KnownDevices | None = None,
     rates: Rates | None = None,
     proposals: bool = True,
 ) -> Plan:
@@ -56,7 +58,9 @@ def plan(
         precision: number formats of forward and backward.
         sequence_length: tokens of a sample of a published language model; None for its whole context.
         strategy: as `Engine` takes it by name.
-        headroom: part of the device to leave free.
+        headroom: part of the device to leave free; None for 10% of what was measured on it, or 15% if nothing was.
+        known: remembers what steps were measured to take of devices, which counts where no headroom is named; None
+            takes every device for one on which nothing has been measured.
         rates: how fast the device is, as `anybatch.memory.calibration.measure_rates` finds out; None for what is known
             of it by name.
         proposals: also plan what could be changed, which takes as long for each change.
@@ -70,7 +74,8 @@ def plan(
     if size is None:
         message = f"effective_batch_size must be given: nothing says how many samples a step of {subject.name} has."
         raise UserError(message)
-    budget = budget_of(device, world_size=world_size, headroom=headroom)
+    measured = None if known is None or headroom is not None else measured_of(device, subject.name, precision, known)
+    budget = budget_of(device, world_size=world_size, headroom=headroom, measured=measured)
     task = Task(
         model=subject.model,
         optimizer=subject.optimizer,

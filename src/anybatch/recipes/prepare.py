@@ -14,8 +14,10 @@ from anybatch.data.batches import Batches, batches
 from anybatch.engine.auto_size import Auto, Memory
 from anybatch.engine.engine import Engine
 from anybatch.errors import AnyBatchError, DataError, UserError
+from anybatch.memory.known_devices import KnownDevices
 from anybatch.parallel.world import World
 from anybatch.recipes.job import Job
+from anybatch.recipes.planned_size import Largest, planned_for_job
 from anybatch.recipes.run_folder import Header, Origin, RunFolder, Stretch
 from anybatch.recipes.settings import LEARNED, Choices, Settings, apply, differences, settle
 from anybatch.recipes.start import Run, start
@@ -49,6 +51,7 @@ def prepare(
     place: RunFolder,
     world: World,
     known: Memory | None = None,
+    devices: KnownDevices | None = None,
     observer: Observer,
 ) -> Ready:
     """Build a run, load what there is to load, and write down what it was asked for.
@@ -61,6 +64,7 @@ def prepare(
         place: the run's folder.
         world: the ranks.
         known: remembers the fastest micro-batch sizes; None times them anew.
+        devices: remembers what steps were measured to take of devices; None takes this one for unknown.
         observer: is told what was decided.
     """
     former = None if header is None else header.stretches[-1]
@@ -70,7 +74,7 @@ def prepare(
         # The scheduler is made below: how many steps it is for is known only once a checkpoint has been read.
         dataclasses.replace(apply(settings, job), dataset=lambda: dataset, scheduler=None),
         seed=settings.seed,
-        micro_batch_size=_micro_batch_size(settings, known),
+        micro_batch_size=_micro_batch_size(settings, known, _largest(job, settings, world, devices)),
         accumulation_steps=settings.accumulation_steps,
         precision=settings.precision,
         observer=observer,
@@ -94,9 +98,16 @@ def prepare(
     return ready
 
 
-def _micro_batch_size(settings: Settings, known: Memory | None) -> int | Auto:
+def _micro_batch_size(settings: Settings, known: Memory | None, largest: Largest | None) -> int | Auto:
     size = settings.micro_batch_size
-    return size if isinstance(size, int) else Auto(known=known if size == "auto" else None)
+    return size if isinstance(size, int) else Auto(largest=largest, known=known if size == "auto" else None)
+
+
+def _largest(job: Job, settings: Settings, world: World, devices: KnownDevices | None) -> Largest | None:
+    """Return who is asked what fits; nobody on a CPU, where planning takes longer than what it saves (docs/log.md)."""
+    if world.device.type != "cuda":
+        return None
+    return planned_for_job(job, settings.learning_rate, settings.precision, world, devices)
 
 
 def on_first_rank(world: World, act: Callable[[], ResultT]) -> ResultT:

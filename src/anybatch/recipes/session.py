@@ -18,6 +18,7 @@ from anybatch.core.reports import StepReport
 from anybatch.engine.auto_size import Memory
 from anybatch.engine.engine import Engine
 from anybatch.events.jsonl import JsonlLog
+from anybatch.memory.known_devices import KnownDevices
 from anybatch.parallel.world import World
 from anybatch.recipes.job import Job
 from anybatch.recipes.prepare import Ready, on_first_rank, prepare
@@ -87,6 +88,7 @@ def train(
     origin: Origin = NO_ORIGIN,
     world: World | None = None,
     known: Memory | None = None,
+    devices: KnownDevices | None = None,
     observer: Callable[[Outlook], Observer] | None = None,
     stop: Callable[[], bool] | None = None,
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
@@ -108,6 +110,7 @@ def train(
         origin: how the run was asked for, kept in the folder for who resumes it.
         world: the ranks; None asks the environment.
         known: remembers which micro-batch sizes were the fastest, from one run to the next; None times them anew.
+        devices: remembers what steps were measured to take of devices; None takes them all for unknown.
         observer: function (outlook) -> who looks in on this rank, beside the log.
         stop: function () -> whether to stop after this step; one rank is enough. None stops on SIGINT and SIGTERM, and
             a second SIGINT ends at once.
@@ -132,7 +135,15 @@ def train(
             highest = Highest()
             relay = Relay(log, highest)
             ready = prepare(
-                job, choices or Choices(), header, origin, place=place, world=world, known=known, observer=relay
+                job,
+                choices or Choices(),
+                header,
+                origin,
+                place=place,
+                world=world,
+                known=known,
+                devices=devices,
+                observer=relay,
             )
             if observer is not None:
                 first_step = ready.run.engine.num_steps

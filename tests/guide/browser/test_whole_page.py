@@ -18,7 +18,11 @@ LOOKS: dict[str, dict[str, Any]] = {
     "phone": PHONE,
     "small": SMALL,
 }
-WORDS = "main => main.textContent.replace(/\\s+/g, ' ')"
+WORDS = """main => {
+    const copy = main.cloneNode(true);  // without the ticks of charts, which follow their size
+    for (const drawing of copy.querySelectorAll('svg[aria-hidden]')) drawing.remove();
+    return copy.textContent.replace(/\\s+/g, ' ');
+}"""
 ORPHANS = """main => {
     const walker = document.createTreeWalker(main, NodeFilter.SHOW_TEXT), found = [];
     while (walker.nextNode()) {

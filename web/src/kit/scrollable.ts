@@ -7,7 +7,7 @@ export function scrollable(name: () => string): Attachment<HTMLElement> {
       const wider = element.scrollWidth > element.clientWidth + 1;
       if (wider) {
         element.tabIndex = 0;
-        element.setAttribute("role", "region");
+        element.setAttribute("role", "group");
         element.setAttribute("aria-label", `${name()}, can be moved sideways`);
       } else {
         for (const attribute of ["tabindex", "role", "aria-label"]) element.removeAttribute(attribute);

@@ -1,6 +1,8 @@
 /** A plan in the words of `anybatch plan`: src/anybatch/diagnostics/plan/words.py, core/splitting.py, events/quantities.py. */
 import type { Budget, Plan } from "./planner";
 
+const HEADROOM = 0.15; // what is left free where nothing is known and nothing was asked: core/headroom.py
+
 const BYTE_UNITS = ["bytes", "KiB", "MiB", "GiB", "TiB", "PiB"];
 
 /** The lines that `anybatch plan` prints, up to the bar; without times, and without what a change would make of it. */
@@ -23,7 +25,7 @@ function fitting(one: Plan): [string, string][] {
   const { budget, peak } = one;
   const taken = takenBytes(one);
   const left = 1 - taken / budget.total;
-  const why = budget.headroom ? "nothing has been measured on it yet" : "as asked";
+  const why = budget.headroom === HEADROOM ? "nothing has been measured on it yet" : "as asked";
   return [
     ["fits", `micro-batches of ${one.size}: ${geometry(one.effective, one.ranks, one.size)}`],
     ["peak", `${inBytes(peak.bytes)} in tensors, ${inBytes(taken)} in all, ${moment(one)}`],

@@ -14,6 +14,24 @@ COMMUNICATOR_BYTES: Final = 688 * 10**6
 """One NCCL communicator over more than two ranks, on A100s (NCCL issue 964). Both are outside of torch's allocator."""
 WORKSPACE_BYTES: Final = 32 * 2**20
 """cuBLAS's workspace on Hopper; 8.1 MiB before. It is inside, and held for good."""
+NOT_MEASURED: Final = "nothing has been measured on it yet"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What measured steps say of a device, beside what a plan knows.
+
+    Attributes:
+        headroom: part of its memory to leave free.
+        outside_bytes: what is taken outside of torch's allocator on one rank; None if that was not seen.
+        why: why so much is left free.
+        notes: what the user should know of it.
+    """
+
+    headroom: float = HEADROOM
+    outside_bytes: int | None = None
+    why: str = NOT_MEASURED
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +44,8 @@ class Budget:
         headroom: part of it that is left free.
         outside_bytes: what is taken outside of torch's allocator, for context and communicators.
         workspace_bytes: what libraries hold inside of it.
+        why: why so much is left free.
+        notes: what the user should know of that.
     """
 
     total_bytes: int
@@ -33,6 +53,8 @@ class Budget:
     headroom: float
     outside_bytes: int
     workspace_bytes: int
+    why: str = NOT_MEASURED
+    notes: tuple[str, ...] = ()
 
     @property
     def usable_bytes(self) -> int:
@@ -45,18 +67,26 @@ class Budget:
         return size if self.device is None else f"{self.device.name} ({size})"
 
 
-def budget_of(device: str | int, *, world_size: int = 1, headroom: float = HEADROOM) -> Budget:
+def budget_of(
+    device: str | int, *, world_size: int = 1, headroom: float | None = None, measured: Measured | None = None
+) -> Budget:
     """Return the budget of a device.
 
     Args:
         device: a name such as "RTX 4090", a size such as "24GiB", or bytes; "cpu:8GiB" for a budget that is enforced by
             counting tensors, which has no context.
         world_size: number of ranks.
-        headroom: part of it to leave free.
+        headroom: part of it to leave free; None for what was measured, or else the default.
+        measured: what is known of it; left out where a headroom is named.
 
     Raises:
         UserError: nothing is known of such a device, or the headroom leaves nothing.
     """
+    if headroom is not None:
+        measured = Measured(headroom=headroom, why="as asked")
+    elif measured is None:
+        measured = Measured()
+    headroom = measured.headroom
     if isinstance(headroom, bool) or not 0.0 <= headroom < 1.0:
         message = f"{headroom=} must be a part of the memory to leave free, from 0 to below 1: 0.15 leaves 15%."
         raise UserError(message)
@@ -65,11 +95,14 @@ def budget_of(device: str | int, *, world_size: int = 1, headroom: float = HEADR
         total_bytes, known = device, None
     else:
         total_bytes, known = parse_budget(device.removeprefix("cpu:"))
+    context_bytes = CONTEXT_BYTES if measured.outside_bytes is None else measured.outside_bytes
     communicators = COMMUNICATOR_BYTES if world_size > 1 else 0
     return Budget(
         total_bytes=total_bytes,
         device=known,
         headroom=headroom,
-        outside_bytes=0 if on_cpu else CONTEXT_BYTES + communicators,
+        outside_bytes=0 if on_cpu else context_bytes + communicators,
         workspace_bytes=0 if on_cpu else WORKSPACE_BYTES,
+        why=measured.why,
+        notes=measured.notes,
     )

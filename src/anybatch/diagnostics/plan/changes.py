@@ -13,11 +13,15 @@ from anybatch.core.cost_model import CostLine, CostTrace
 from anybatch.core.memory_model import MemoryEnvelope, Polynomials
 from anybatch.core.nested import tensors_of
 from anybatch.diagnostics.plan.blocks import Blocks, Keeping, as_module, checkpoint_blocks, repeated_blocks
+from anybatch.diagnostics.plan.eight_bit import eight_bit
 from anybatch.diagnostics.plan.task import Task, built
 from anybatch.engine.modules import Model
+from anybatch.engine.precision import OptimizerFunction
 
 CHUNK_TOKENS = 1024
 """Tokens whose logits are there at once in a loss that is computed in chunks."""
+SMALLEST_STATE = 0.25
+"""What a change leaves of the optimizer's state at the least: one byte of four."""
 _LEAST_VOCABULARY = 8192
 
 
@@ -31,6 +35,7 @@ class Change:
         task: the step with the change.
         reshape: what the change makes of the step's memory, where that is not traced.
         recost: what it makes of its costs then; None for nothing.
+        smaller_state: it makes smaller what stays from step to step.
     """
 
     name: str
@@ -38,6 +43,7 @@ class Change:
     task: Task
     reshape: Callable[[MemoryEnvelope], MemoryEnvelope] | None = None
     recost: Callable[[CostLine], CostLine] | None = None
+    smaller_state: bool = False
 
 
 def possible_changes(task: Task) -> list[Change]:
@@ -47,18 +53,21 @@ def possible_changes(task: Task) -> list[Change]:
 
 
 def _of_update(task: Task) -> list[Change]:
-    """Return what the update can do: all in one kernel, without temporaries."""
-    fused = _fused(task)
-    if fused is None:
-        return []
-    how = "torch.optim.AdamW(..., fused=True)"
-    return [Change(name="fused optimizer", how=how, task=dataclasses.replace(task, optimizer=fused))]
-
-
-def _fused(task: Task) -> Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer] | None:
+    """Return what the update can do: all in one kernel, without temporaries; with states of a byte per element."""
     if isinstance(task.optimizer, Optimizer):
-        return None
-    make = task.optimizer
+        return []
+    smaller = [
+        Change(name=one.name, how=one.how, task=dataclasses.replace(task, optimizer=one.make), smaller_state=True)
+        for one in eight_bit(task.optimizer)
+    ]
+    fused = _fused(task.optimizer)
+    if fused is None:
+        return smaller
+    how = "torch.optim.AdamW(..., fused=True)"
+    return [Change(name="fused optimizer", how=how, task=dataclasses.replace(task, optimizer=fused)), *smaller]
+
+
+def _fused(make: OptimizerFunction) -> OptimizerFunction | None:
     trial = make([("weight", nn.Parameter(torch.zeros(1)))])
     if any("fused" not in group or group["fused"] for group in trial.param_groups):
         return None

@@ -10,7 +10,7 @@ from anybatch.core.geometry import ceil_div
 from anybatch.core.memory_model import MemoryEnvelope, Peak, fit
 from anybatch.core.size_choice import even_size
 from anybatch.diagnostics.plan.budget import Budget
-from anybatch.diagnostics.plan.changes import Change, possible_changes
+from anybatch.diagnostics.plan.changes import SMALLEST_STATE, Change, possible_changes
 from anybatch.diagnostics.plan.envelopes import TRACED, Binding, Envelopes, find_envelopes
 from anybatch.diagnostics.plan.sharded import trace_sharded
 from anybatch.diagnostics.plan.task import Task
@@ -35,6 +35,8 @@ class Fit:
         reserved_bytes: what the allocator takes from the device at that size.
         envelope: memory at any other size, of the step that holds most.
         seconds: how long a step takes; None where that is not known.
+        freely_reserved_bytes: what the allocator takes at that size from a device that has more than enough; None
+            where that was not asked.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Fit:
     envelope: MemoryEnvelope
     binds: Binding | None = None
     seconds: StepSeconds | None = None
+    freely_reserved_bytes: int | None = None
 
     @property
     def fits(self) -> bool:
@@ -94,7 +97,7 @@ def fit_of(task: Task, envelopes: Envelopes, setting: Setting, *, name: str = ""
     largest = share if found is None else min(share, found)
     size = even_size(share, max(1, largest))
     envelope = max((envelopes.steady, envelopes.first), key=lambda one: one.peak_bytes(size))
-    reserved = envelopes.reserved_bytes(size)
+    reserved = freely = envelopes.reserved_bytes(size)
     if largest:  # it makes do with what there is, by giving back what it does not use
         reserved = max(envelopes.peak_bytes(size), min(reserved, usable))
     return Fit(
@@ -109,6 +112,7 @@ def fit_of(task: Task, envelopes: Envelopes, setting: Setting, *, name: str = ""
         envelope=envelope,
         binds=envelopes.binding(largest, usable, share),
         seconds=setting.seconds(envelopes.costs, size, task.world_size),
+        freely_reserved_bytes=freely,
     )
 
 
@@ -123,14 +127,18 @@ def propose(task: Task, envelopes: Envelopes, setting: Setting, *, fits: bool) -
             that smaller is planned.
     """
     found = []
-    stays = sum(envelopes.steady.at_peak(1).by_category[name] for name in ("weights", "gradients", "optimizer"))
-    if fits or stays < setting.budget.usable_bytes:
-        for change in possible_changes(task):
-            try:
-                changed = _changed(change, envelopes, setting)
-            except UserError:
-                continue
-            found.append(fit_of(change.task, changed, setting, name=change.name, how=change.how))
+    held, usable = envelopes.steady.at_peak(1).by_category, setting.budget.usable_bytes
+    stays = sum(held[name] for name in ("weights", "gradients", "optimizer"))
+    at_least = stays - held["optimizer"] * (1.0 - SMALLEST_STATE)
+    changes = possible_changes(task) if fits or at_least < usable else []
+    for change in changes:
+        if not fits and stays >= usable and not change.smaller_state:
+            continue
+        try:
+            changed = _changed(change, envelopes, setting)
+        except UserError:
+            continue
+        found.append(fit_of(change.task, changed, setting, name=change.name, how=change.how))
     return [*found, *_dealt(task, envelopes, setting, fits=fits)]
 
 

@@ -15,6 +15,8 @@ from anybatch.diagnostics.plan.tracing import NUM_MICRO_BATCHES
 from anybatch.engine.engine import Engine
 from anybatch.errors import PlanError
 from anybatch.events.quantities import in_bytes
+from anybatch.memory.host import device_name
+from anybatch.memory.in_use import outside_bytes
 from anybatch.memory.ledger import INSIDE
 from anybatch.parallel.world import World
 
@@ -25,18 +27,22 @@ class Verified:
 
     Attributes:
         device: where it ran.
+        name: the device's type, and what its driver calls it.
         planned_bytes: what tensors were to hold at most.
         measured_bytes: what they held.
-        planned_reserved_bytes: what the allocator was to take; None on a CPU.
+        planned_reserved_bytes: what the allocator was to take, of a device that has more than enough; None on a CPU.
         measured_reserved_bytes: what it took; None on a CPU.
+        outside_bytes: what was taken of the device outside of the allocator; None on a CPU.
         too_large: micro-batch sizes that ran out of memory on the way.
     """
 
     device: str
+    name: str
     planned_bytes: int
     measured_bytes: int
     planned_reserved_bytes: int | None
     measured_reserved_bytes: int | None
+    outside_bytes: int | None
     too_large: tuple[int, ...]
 
     def __str__(self) -> str:
@@ -95,14 +101,17 @@ def verify(task: Task, fit: Fit, device: str | torch.device) -> Verified:
         recording = record_memory(engine)
         with recording:
             too_large += engine.step(batch).too_large
+        outside = outside_bytes(device)
     found = recording.report
     allocator = found.allocator
     return Verified(
         device=found.device,
+        name=full_name(device),
         planned_bytes=fit.peak.num_bytes if allocator is not None else _of_tensors(fit.envelope).peak_bytes(size),
         measured_bytes=found.timeline.peak_bytes if allocator is None else allocator.peak_bytes,
-        planned_reserved_bytes=None if allocator is None else fit.reserved_bytes,
+        planned_reserved_bytes=None if allocator is None else fit.freely_reserved_bytes or fit.reserved_bytes,
         measured_reserved_bytes=None if allocator is None else allocator.reserved_bytes,
+        outside_bytes=outside,
         too_large=too_large,
     )
 
@@ -113,6 +122,11 @@ def _of_tensors(envelope: MemoryEnvelope) -> MemoryEnvelope:
     sizes = envelope.allocated
     parts = (part.masked_fill(inside, 0) for part in (sizes.constant, sizes.slope, sizes.curvature))
     return envelope.with_sizes(Polynomials(*parts))
+
+
+def full_name(device: torch.device) -> str:
+    """Return a device's type, and what its driver calls it."""
+    return f"{device.type}: {device_name(device)}"
 
 
 def _repeated(sample: Batch, num_samples: int) -> Batch:

@@ -31,7 +31,7 @@ def words_of(plan: "Plan", num_samples: int | None = None) -> str:
     ]
     if plan.changes:
         lines += ["", *_table(plan)]
-    lines += ["", *(f"note: {note}" for note in plan.notes), _made(plan)]
+    lines += ["", *(f"note: {note}" for note in (*plan.budget.notes, *plan.notes)), _made(plan)]
     return "\n".join(lines)
 
 
@@ -51,11 +51,19 @@ def _time(plan: "Plan", num_samples: int | None) -> list[str]:
         row = f"{per_second(rate)} samples/s on {world_size}"
         run = None if num_samples is None else plan.bill(num_samples, world_size)
         if run is not None:
-            price = "" if run.usd is None else f", about {run.usd:,.0f} USD at list price (check yours)"
+            price = "" if run.usd is None else f", about {run.usd:,.0f} USD at {_per_hour(plan)} an hour (check yours)"
             hours = f"{duration(3600 * run.hours)}, {run.device_hours:,.1f} device-hours"
             row += f": {num_samples:,} samples in {hours}{price}"
         rows += [f"{'':{_NAME_WIDTH}}{row}"]
     return rows
+
+
+def _per_hour(plan: "Plan") -> str:
+    """Return what an hour of one device is taken to cost."""
+    device = plan.budget.device
+    assert device is not None
+    assert device.price is not None
+    return f"{device.price.usd_per_hour:.2f} USD"
 
 
 def in_seconds(seconds: float) -> str:
@@ -70,7 +78,7 @@ def _fitting(plan: "Plan") -> list[str]:
     return _rows(
         fits=f"micro-batches of {fit.micro_batch_size}: {plan.batch}",
         peak=f"{in_bytes(fit.peak.num_bytes)} in tensors, {in_bytes(taken)} in all, {_moment(fit)}",
-        left=f"{100 * left:.0f}% of the device; {100 * budget.headroom:.0f}% is kept free ({_why(budget)})",
+        left=f"{100 * left:.0f}% of the device; {100 * budget.headroom:.0f}% is kept free ({budget.why})",
         largest=f"{fit.largest}{_bound(plan)}",
     )
 
@@ -111,10 +119,6 @@ def _nothing_fits(plan: "Plan") -> list[str]:
 def _moment(fit: Fit) -> str:
     place = {"setup": "before the step", "update": "in the update"}.get(fit.peak.phase, f"in the {fit.peak.phase}")
     return f"{place}, at {fit.peak.operation}" if fit.peak.operation else place
-
-
-def _why(budget: Budget) -> str:
-    return "nothing has been measured on it yet" if budget.headroom else "as asked"
 
 
 def _table(plan: "Plan") -> list[str]:

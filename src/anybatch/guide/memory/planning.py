@@ -166,7 +166,8 @@ def planned(traced: Traced, wish: Wish) -> Plan:
     variant, envelopes = traced.variant, traced.envelopes
     assert variant.several == (wish.world_size > 1), "it was traced for another number of ranks"
     task = dataclasses.replace(traced.task, world_size=wish.world_size)
-    budget = budget_of(wish.device, world_size=wish.world_size, headroom=wish.headroom)
+    named = None if wish.headroom == HEADROOM else wish.headroom  # as on the command line, where the default is no wish
+    budget = budget_of(wish.device, world_size=wish.world_size, headroom=named)
     setting = Setting(budget=budget, effective_batch_size=wish.effective_batch_size)
     fit = fit_of(task, envelopes, setting)
     return Plan(
@@ -212,23 +213,25 @@ def as_recorded(steps: Sequence[Traced]) -> dict[str, Any]:
     }
 
 
-def read(data: Mapping[str, Any]) -> Iterator[Traced]:
-    """Yield the steps of a recording. What their operations cost is not recorded."""
+def variants_of(data: Mapping[str, Any]) -> list[Variant]:
+    """Return what a recording has, in its order."""
+    names = [one.name for one in dataclasses.fields(Variant)]
+    return [Variant(**{name: numbers[name] for name in names}) for numbers in data["variants"]]
+
+
+def read(data: Mapping[str, Any], number: int) -> Traced:
+    """Return one of the steps of a recording. What its operations cost is not recorded."""
     categories, phases, operations = (data[name] for name in ("categories", "phases", "operations"))
     kinds = [(a, b, categories[c], phases[p], operations[o]) for a, b, c, p, o in data["kinds"]]
-    names = [one.name for one in dataclasses.fields(Variant)]
-    for numbers in data["variants"]:
-        variant = Variant(**{name: numbers[name] for name in names})
-        steady, first = envelopes_of(numbers, kinds)
-        envelopes = Envelopes(
-            steady=steady,
-            first=first,
-            verdict=numbers["verdict"],
-            checked_at=max(numbers["traced"]),
-            profile="cuda",
-            costs=_NO_COSTS,
-            notes=tuple(numbers["notes"]),
-        )
-        yield Traced(
-            variant=variant, task=variant.task(), envelopes=envelopes, num_parameters=numbers["num_parameters"]
-        )
+    variant, numbers = variants_of(data)[number], data["variants"][number]
+    steady, first = envelopes_of(numbers, kinds)
+    envelopes = Envelopes(
+        steady=steady,
+        first=first,
+        verdict=numbers["verdict"],
+        checked_at=max(numbers["traced"]),
+        profile="cuda",
+        costs=_NO_COSTS,
+        notes=tuple(numbers["notes"]),
+    )
+    return Traced(variant=variant, task=variant.task(), envelopes=envelopes, num_parameters=numbers["num_parameters"])
