@@ -143,6 +143,9 @@ def test_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`record` runs what is named and writes it; a name that is none is refused before anything is run."""
     assert main(["guide", "record", "gradient_equality", "--to", str(tmp_path)]) == Status.DONE
     assert capsys.readouterr().out == f"gradient_equality ... {tmp_path / 'gradient_equality.json'}\n"
+    assert main(["guide", "record", "gradient_equality", "split_sum", "--to", str(tmp_path)]) == Status.DONE
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["gradient_equality.json", "split_sum.json"]
+    assert capsys.readouterr().out.count("\n") == 2
     assert main(["guide", "record", "gradient_equality", "nothing", "--to", str(tmp_path)]) == Status.USAGE
     assert "there is no experiment 'nothing'" in capsys.readouterr().err
     assert main(["guide", "record", "--to", str(tmp_path / "none")]) == Status.USAGE

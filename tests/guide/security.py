@@ -3,7 +3,6 @@
 `python -m tests.guide.security` prints it as a table, against the real worker of the package.
 """
 
-import importlib.util
 import json
 import os
 import signal
@@ -16,7 +15,6 @@ from typing import Any
 
 from tests.guide.served import Answer, Served, head, wait_for_end
 
-HAS_PLAYGROUND = importlib.util.find_spec("anybatch.guide.playground") is not None
 SETTING: Mapping[str, Any] = {
     "task": "digits",
     "norm": "none",
@@ -269,7 +267,7 @@ def main() -> int:
     rows: list[tuple[str, str, str]] = []
     with tempfile.TemporaryDirectory() as folder, Served(Path(folder)) as server:
         server.until_idle()
-        for attempt in (*DOORS, *FORMS, *(SETTINGS if HAS_PLAYGROUND else ())):
+        for attempt in (*DOORS, *FORMS, *SETTINGS):
             answer = attempt.send(server)
             rows.append(
                 (attempt.name, told(answer), verdict((answer.status, answer.code), (attempt.status, attempt.code)))

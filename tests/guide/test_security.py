@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from anybatch.guide.guard import HEADERS
-from tests.guide.security import DOORS, FORMS, HAS_PLAYGROUND, SETTINGS, Attempt, orphan, while_busy
+from tests.guide.security import DOORS, FORMS, SETTINGS, Attempt, orphan, while_busy
 from tests.guide.served import Served
 
 
@@ -48,7 +48,6 @@ def test_form(attempt: Attempt, server: Served) -> None:
     check(attempt, server)
 
 
-@pytest.mark.skipif(not HAS_PLAYGROUND, reason="there is no playground to be set")
 @pytest.mark.parametrize("attempt", SETTINGS, ids=lambda attempt: attempt.name)
 def test_setting(attempt: Attempt, server: Served) -> None:
     """A setting of a wrong type, or that is too much work, is refused with a word that says which."""

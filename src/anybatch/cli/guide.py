@@ -125,10 +125,12 @@ def _record(words: Sequence[str]) -> int:
         raise UserError(message)
     let_threads_sleep()
     recording = importlib.import_module("anybatch.guide.recording")
-    for name in recording.known(given.names):
+    names = recording.known(given.names)
+    for name in names:
         sys.stdout.write(f"{name} ...")
         sys.stdout.flush()
-        sys.stdout.write(f" {recording.record(name, given.to)}\n")
+        record = recording.record if len(names) == 1 else recording.record_apart
+        sys.stdout.write(f" {record(name, given.to)}\n")
     return Status.DONE
 
 

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -63,6 +64,20 @@ def record(name: str, folder: Path) -> Path:
         UserError: there is no experiment of that name.
     """
     return write_recording(recorded(experiments()[known([name])[0]]), folder)
+
+
+def record_apart(name: str, folder: Path) -> Path:
+    """Do the same in a process of its own: what was recorded before in this one changes nothing.
+
+    Raises:
+        UserError: it failed; the process has said why.
+    """
+    command = [sys.executable, "-m", "anybatch", "guide", "record", name, "--to", str(folder)]
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)  # noqa: S603 (our own program)
+    if done.returncode:
+        message = f"{name} was not recorded: its process ended with status {done.returncode}."
+        raise UserError(message)
+    return folder / f"{name}.json"
 
 
 def recorded(experiment: Experiment) -> Recording:

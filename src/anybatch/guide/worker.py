@@ -6,7 +6,6 @@ playground's setting, or pause, resume, micro and cancel; it writes `ready`, `st
 no path, no module, no expression.
 """
 
-import importlib
 import json
 import os
 import sys
@@ -21,12 +20,12 @@ from typing import Any, BinaryIO, Final, Literal
 import torch
 
 from anybatch.errors import AnyBatchError, UserError
+from anybatch.guide import playground
 from anybatch.guide.catalogue import experiments
 from anybatch.guide.experiment import Data, Experiment, Made, Tell, made_here
 from anybatch.guide.recording import as_recording, commit_here, plain
 
 NICENESS: Final = 5
-_PLAYGROUND: Final = "anybatch.guide.playground"
 _QUESTION: Final = "What does a run with this setting do?"
 Command = Mapping[str, Any]
 
@@ -220,16 +219,10 @@ def work(repertoire: Callable[[], Repertoire]) -> None:
 
 def everything() -> Repertoire:
     """Return all that the guide has."""
-    return Repertoire(experiments=experiments(), playground=_playground, warm=_warm)
-
-
-def _warm() -> None:
-    """Do what takes seconds the first time, so that the first run of the playground begins as fast as the second."""
-    importlib.import_module(_PLAYGROUND).warm()
+    return Repertoire(experiments=experiments(), playground=_playground, warm=playground.warm)
 
 
 def _playground(setting: Mapping[str, Any]) -> Prepared:
-    playground = importlib.import_module(_PLAYGROUND)
     parsed = playground.parse_setting(setting)
     return Prepared(run=lambda tell: playground.run(parsed, tell), command=playground.as_command(parsed))
 
