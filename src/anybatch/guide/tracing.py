@@ -193,14 +193,40 @@ def columns(lines: Lines) -> dict[str, Any]:
 
 
 def trace_program(sources: Sequence[Source], *, repeats: int = 6) -> dict[str, Any]:
-    """Return the trace of the first of these files, run as a program in this process."""
-    threads = torch.get_num_threads()
+    """Return the trace of the first of these files, run as a program in a process of its own.
+
+    Python 3.11 has been seen to spin for ever in a traced call of a function that ran often before the trace began.
+
+    Raises:
+        TimeoutError: the program does not end.
+        EOFError: it failed; it has said why.
+    """
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(
+        target=_serve_program, args=(tuple(sources),), kwargs={"answer": theirs, "repeats": repeats}, daemon=True
+    )
+    process.start()
+    theirs.close()
     try:
-        with torch.random.fork_rng(devices=()), Lines(sources, repeats) as lines:
-            runpy.run_path(str(sources[0].path), run_name="__main__")
+        if not ours.poll(TIME_LIMIT_SECONDS):
+            message = f"{sources[0].name} did not end within {TIME_LIMIT_SECONDS} seconds"
+            raise TimeoutError(message)
+        found: dict[str, Any] = ours.recv()
     finally:
-        torch.set_num_threads(threads)
-    return columns(lines)
+        ours.close()
+        process.join(10)
+        process.kill()
+        process.join()
+    return found
+
+
+def _serve_program(sources: Sequence[Source], *, answer: Connection, repeats: int) -> None:
+    torch.set_num_threads(1)
+    path = str(sources[0].path)
+    with Lines(sources, repeats) as lines:
+        runpy.run_path(path, run_name="__main__")
+    answer.send(columns(lines))
 
 
 def trace_rank(source: Source, function: str, *, rank: int = 0, num_ranks: int = 2, repeats: int = 6) -> dict[str, Any]:

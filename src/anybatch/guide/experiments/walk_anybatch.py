@@ -20,5 +20,4 @@ EXPERIMENT = Experiment(
     question="Which line of the engine's hot loop runs when?",
     run=run,
     seconds=10,
-    runs_here=False,  # in a process that has run others before, tracing the engine's files has been seen not to end
 )
