@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
@@ -206,19 +207,7 @@ def trace_program(sources: Sequence[Source], *, repeats: int = 6) -> dict[str, A
     process = context.Process(
         target=_serve_program, args=(tuple(sources),), kwargs={"answer": theirs, "repeats": repeats}, daemon=True
     )
-    process.start()
-    theirs.close()
-    try:
-        if not ours.poll(TIME_LIMIT_SECONDS):
-            message = f"{sources[0].name} did not end within {TIME_LIMIT_SECONDS} seconds"
-            raise TimeoutError(message)
-        found: dict[str, Any] = ours.recv()
-    finally:
-        ours.close()
-        process.join(10)
-        process.kill()
-        process.join()
-    return found
+    return _answered([process], ours, theirs, sources[0].name)
 
 
 def _serve_program(sources: Sequence[Source], *, answer: Connection, repeats: int) -> None:
@@ -252,20 +241,25 @@ def trace_rank(source: Source, function: str, *, rank: int = 0, num_ranks: int =
             )
             for number in range(num_ranks)
         ]
-        for process in ranks:
-            process.start()
-        theirs.close()
-        try:
-            if not ours.poll(TIME_LIMIT_SECONDS):
-                message = f"{source.name} did not end on rank {rank} within {TIME_LIMIT_SECONDS} seconds"
-                raise TimeoutError(message)
-            found: dict[str, Any] = ours.recv()
-        finally:
-            ours.close()
-            for process in ranks:
-                process.join(10)
-                process.kill()
-                process.join()
+        return _answered(ranks, ours, theirs, f"rank {rank} of {source.name}")
+
+
+def _answered(processes: Sequence[SpawnProcess], ours: Connection, theirs: Connection, what: str) -> dict[str, Any]:
+    """Start processes, return what comes through the pipe, and leave none of them behind."""
+    for process in processes:
+        process.start()
+    theirs.close()
+    try:
+        if not ours.poll(TIME_LIMIT_SECONDS):
+            message = f"{what} did not end within {TIME_LIMIT_SECONDS} seconds"
+            raise TimeoutError(message)
+        found: dict[str, Any] = ours.recv()
+    finally:
+        ours.close()
+        for process in processes:
+            process.join(10)
+            process.kill()
+            process.join()
     return found
 
 
