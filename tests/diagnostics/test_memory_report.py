@@ -1,8 +1,7 @@
 """What a recorded step is said to have held is what it held, and recording it changes nothing."""
 
-import gc
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from rich.console import Console
 from torch import nn
 from torch.nn import functional as F
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import anybatch as ab
@@ -21,6 +19,7 @@ from anybatch.diagnostics.memory_report import UNSEEN, MemoryRecording, MemoryRe
 from anybatch.errors import UserError
 from anybatch.memory.in_use import MemoryInUse
 from tests.engine.cases import InMemory
+from tests.memory.profiled import most_allocated
 from tests.ranks_fixture import Ranks
 
 MIB = 2**20
@@ -76,25 +75,6 @@ def recorded(engine: ab.Engine, batch: Any, **choices: Any) -> MemoryReport:
     return recording.report
 
 
-def profiled_rise(act: Callable[[], Any]) -> int:
-    """Return how far the allocator's balance rises above where it was, as torch's profiler sees it."""
-    gc.collect()
-    gc.collect()  # what an earlier profile saw being taken would be seen being let go in this one
-    gc.disable()
-    try:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
-            act()
-    finally:
-        gc.enable()
-    assert trace.profiler is not None
-    balance = highest = 0
-    for event in trace.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            balance += event.nbytes()
-            highest = max(highest, balance)
-    return highest
-
-
 def rise(course: MemoryTimeline, *, inputs: bool) -> int:
     """Return how far a timeline rises above its first moment; inputs that were there before count if asked for."""
     totals = course.totals
@@ -116,15 +96,10 @@ def test_the_peak_is_the_allocators(recomputes: bool, micro_batch_size: int) -> 
     engine = make_engine(recomputes=recomputes, micro_batch_size=micro_batch_size)
     found = rise(recorded(engine, batch).timeline, inputs=False)
     states = [number * state_bytes for number in range(5 if recomputes else 2)]
-    differences = []
-    for _ in range(3):  # the allocator serves all threads, and what another one does at this moment is in its sum
-        expected = profiled_rise(lambda: engine.step(batch))
-        differences.append(expected - found)
-        if differences[-1] in states:
-            break
+    expected = most_allocated(lambda: engine.step(batch))
 
-    assert found > 100 * state_bytes
-    assert differences[-1] in states, differences
+    assert expected > 100 * state_bytes
+    assert expected - found in states
 
 
 def test_recording_changes_nothing() -> None:

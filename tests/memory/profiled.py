@@ -2,7 +2,7 @@
 
 import gc
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
@@ -11,23 +11,36 @@ from torch.profiler import ProfilerActivity, profile
 def most_allocated(run: Callable[[], object], within: str | None = None) -> int:
     """Return the most that is allocated at once during a call.
 
+    Only what the call itself took counts as let go: the profiler also tells when a block goes that an earlier profile
+    saw being taken, which may be any cycle that an earlier test left, collected in the middle of the call.
+
     Args:
         run: the call; what was allocated before it is not counted.
         within: name of the `record_function` to look at; all that `run` allocates before it counts.
     """
-    gc.collect()  # what an earlier profile saw being taken would be seen being let go in this one
-    gc.disable()
-    try:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            run()
-    finally:
-        gc.enable()
-    events: list[Any] = list(profiler.profiler.kineto_results.events())
-    spans = [(event.start_ns(), event.start_ns() + event.duration_ns()) for event in events if event.name() == within]
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    kineto: Any = profiler.profiler
+    events = sorted(_all(kineto.kineto_results.experimental_event_tree()), key=lambda one: one.start_time_ns)
+    spans = [(event.start_time_ns, event.end_time_ns) for event in events if event.name == within]
     (start, stop) = spans[0] if within else (0, math.inf)
+    taken: dict[int, int] = {}
     held = most = 0
-    for moment, num_bytes in sorted((one.start_ns(), one.nbytes()) for one in events if one.name() == "[memory]"):
-        held += num_bytes
-        if start <= moment <= stop:
+    for event in events:
+        if event.name != "[memory]":
+            continue
+        block = event.extra_fields
+        held += max(block.alloc_size, 0) - taken.pop(block.ptr, 0)
+        if block.alloc_size > 0:
+            taken[block.ptr] = block.alloc_size
+        if start <= event.start_time_ns <= stop:
             most = max(most, held)
     return most
+
+
+def _all(events: list[Any]) -> Iterator[Any]:
+    """Yield events with all that are within them."""
+    for event in events:
+        yield event
+        yield from _all(event.children)

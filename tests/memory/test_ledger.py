@@ -65,3 +65,18 @@ def test_the_rest_is_what_nothing_was_said_of() -> None:
 
     assert [piece.category for piece in ledger.trace().allocations] == ["weights", "gradients", "activations"]
     del one, two, three
+
+
+def test_the_measure_counts_only_what_the_call_takes() -> None:
+    """A block that an earlier measured call left, and that goes in this one, makes room for nothing."""
+    kept: list[torch.Tensor] = []
+    assert most_allocated(lambda: kept.append(torch.empty(100_000, dtype=torch.uint8))) == 100_000
+
+    def call() -> None:
+        kept.clear()
+        first, second = (torch.empty(5_000, dtype=torch.uint8) for _ in range(2))
+        del first
+        torch.empty(100, dtype=torch.uint8)
+        del second
+
+    assert most_allocated(call) == 10_000
