@@ -2,55 +2,27 @@
 
 import base64
 import hashlib
-import os
 import re
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser
 
 from anybatch.errors import UserError
 from anybatch.guide.built import MAX_BYTES, Asset, read_page, recordings, with_transport
 from anybatch.guide.export import export_file, export_folder, single_file
+from tests.guide.browser.chromium import Watched, opened
 from tests.guide.served import PAGE, Served
 
-CHROMIUM = os.environ.get("ANYBATCH_CHROMIUM", "/usr/bin/chromium")
 NO_FONT = ("OTS parsing error", "Failed to decode downloaded font")  # what the small page has for a font is none
-needs_chromium = pytest.mark.skipif(not Path(CHROMIUM).exists(), reason=f"there is no browser at {CHROMIUM}")
+SAID = "#said:not(:empty)"
 
 
-@dataclass
-class Seen:
-    """What a browser did with a page: whatever it asked for, and whatever it complained about."""
-
-    asked: list[str] = field(default_factory=list)
-    said: list[str] = field(default_factory=list)
-
-    @property
-    def complaints(self) -> list[str]:
-        """What it complained about, but for the small page's font."""
-        return [text for text in self.said if not text.startswith(NO_FONT)]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    """A real browser."""
-    with sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-def watched(page: Page) -> Seen:
-    """Write down all that a page does from now on."""
-    seen = Seen()
-    page.on("request", lambda request: seen.asked.append(request.url))
-    page.on("console", lambda message: seen.said.append(message.text))
-    page.on("pageerror", lambda error: seen.said.append(str(error)))
-    return seen
+def complaints(watched: Watched) -> list[str]:
+    """Return what a browser complained about, but for the small page's font."""
+    return [text for text in watched.faults if not text.startswith(NO_FONT)]
 
 
 def test_single_file_holds_everything(tmp_path: Path) -> None:
@@ -89,51 +61,35 @@ def test_hostile_recording_stays_data() -> None:
     assert r"\u003cimg src=x onerror=alert(1)>\u003c/script>" in html
 
 
-@needs_chromium
 def test_single_file_from_a_disk(tmp_path: Path, browser: Browser) -> None:
     """Opened from a disk, the one file runs its script, finds its recordings, and asks for nothing; loopback least."""
     file = export_file(PAGE, tmp_path / "guide.html")
-    page = browser.new_page()
-    seen = watched(page)
-    page.goto(file.as_uri())
+    with opened(browser, file.as_uri(), SAID) as watched:
+        page = watched.page
 
-    assert page.inner_text("#said") == f"static rec-later rec-small {len('</script><!--<script>')}"
-    assert page.evaluate("getComputedStyle(document.body).color") == "rgb(1, 2, 3)"
-    assert [url for url in seen.asked if not url.startswith(("file:", "data:"))] == []
-    assert [url for url in seen.asked if url.startswith("file:")] == [file.as_uri()]
-    assert seen.complaints == []
-    page.close()
+        assert page.inner_text("#said") == f"static rec-later rec-small {len('</script><!--<script>')}"
+        assert page.evaluate("getComputedStyle(document.body).color") == "rgb(1, 2, 3)"
+        assert [url for url in watched.requests if not url.startswith("data:")] == [file.as_uri()]
+        assert complaints(watched) == []
 
 
-@needs_chromium
 def test_single_file_cannot_ask(tmp_path: Path, browser: Browser) -> None:
     """Even a script of the page could not reach a server: the policy forbids it, and the watch above would see it."""
     shutil.copytree(PAGE, tmp_path / "page")
     script = tmp_path / "page" / "app.js"
-    script.write_text('fetch("http://127.0.0.1:1/").catch(() => { document.title = "refused"; });')
-    page = browser.new_page()
-    seen = watched(page)
-    page.goto(export_file(tmp_path / "page", tmp_path / "guide.html").as_uri())
-
-    page.wait_for_event("console", lambda _message: True) if not seen.complaints else None
-    assert any("Content Security Policy" in text for text in seen.complaints)
-    page.close()
+    script.write_text('fetch("http://127.0.0.1:1/").catch(() => { document.body.dataset.refused = ""; });')
+    file = export_file(tmp_path / "page", tmp_path / "guide.html")
+    with opened(browser, file.as_uri(), "body[data-refused]") as watched:
+        assert any("Content Security Policy" in text for text in complaints(watched))
 
 
-@needs_chromium
 def test_served_page_in_a_browser(tmp_path: Path, browser: Browser) -> None:
     """A browser that opens the printed address gets the page and its stream, all from the server, without complaint."""
-    with Served(tmp_path) as server:
-        page = browser.new_page()
-        seen = watched(page)
-        page.goto(server.address)
-        page.locator("#said[data-status]").wait_for()
-
-        assert page.url == f"http://{server.host}/"
-        assert page.inner_text("#said").startswith("live rec-small")
-        assert {url.partition("?")[0].partition("//")[2].partition("/")[0] for url in seen.asked} == {server.host}
-        assert seen.complaints == []
-        page.close()
+    with Served(tmp_path) as server, opened(browser, server.address, "#said[data-status]") as watched:
+        assert watched.page.url == f"http://{server.host}/"
+        assert watched.page.inner_text("#said").startswith("live rec-small")
+        assert {urlsplit(url).netloc for url in watched.requests} == {server.host}
+        assert complaints(watched) == []
 
 
 def test_folder(tmp_path: Path) -> None:

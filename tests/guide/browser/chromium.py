@@ -1,9 +1,8 @@
-"""The page in a real browser: served under the policy of the guide's server, or opened from a file, and watched."""
+"""A page in a real browser, watched: whatever it asks for, and whatever goes wrong on it."""
 
 import functools
 import http.server
 import os
-import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -11,44 +10,35 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
 
-from tests.guide.page import DIST, WEB
+from tests.guide.page import WEB
 
-POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self'; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-    "require-trusted-types-for 'script'; trusted-types svelte-trusted-html"
-)
 AXE = WEB / "node_modules" / "axe-core" / "axe.min.js"
+ALIVE = "select:enabled"  # the light can be chosen once the page is alive
 DESKTOP: dict[str, Any] = {"viewport": {"width": 1280, "height": 800}}
 PHONE: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "has_touch": True}
 SMALL: dict[str, Any] = {"viewport": {"width": 320, "height": 640}}
 
+ORPHANS = """main => {
+    const walker = document.createTreeWalker(main, NodeFilter.SHOW_TEXT), found = [];
+    while (walker.nextNode()) {
+        const text = walker.currentNode, element = text.parentElement;
+        const free = element.closest('[data-from], code, pre, math, nav');
+        if (/\\d/.test(text.data) && !free) found.push(text.data.trim());
+    }
+    return found;
+}"""
 
-class Static(http.server.SimpleHTTPRequestHandler):
-    """Serves the committed page as one without an engine, with the headers of the guide's server."""
 
-    def do_GET(self) -> None:
-        """Serve the page itself with another word in it, and other files as they are."""
-        if urlsplit(self.path).path != "/":
-            return super().do_GET()
-        page = as_static((DIST / "index.html").read_text(encoding="utf-8")).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "text/html; charset=utf-8")
-        self.send_header("Content-Length", str(len(page)))
-        self.end_headers()
-        self.wfile.write(page)
-        return None
+class Files(http.server.SimpleHTTPRequestHandler):
+    """Any web server: it serves files, and knows no policy but the one that stands in the page."""
 
     def end_headers(self) -> None:
-        """Add the policy."""
-        self.send_header("Content-Security-Policy", POLICY)
-        self.send_header("X-Content-Type-Options", "nosniff")
-        self.send_header("Connection", "close")  # so that no thread waits for a browser that has gone
+        """End the connection, so that no thread waits for a browser that has gone."""
+        self.send_header("Connection", "close")
         super().end_headers()
 
     def log_message(self, *_arguments: object) -> None:
@@ -66,17 +56,10 @@ class Watched:
     requests: list[str] = field(default_factory=list)
 
 
-def as_static(html: str) -> str:
-    """Return the page as one without an engine behind it."""
-    changed, places = re.subn(r'(<meta name="anybatch-guide" content=")live(")', r"\1static\2", html)
-    assert places == 1
-    return changed
-
-
 @contextmanager
-def served() -> Iterator[str]:
-    """Serve the page; yields its address."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Static, directory=str(DIST)))
+def served(folder: Path) -> Iterator[str]:
+    """Serve a folder; yields its address."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Files, directory=str(folder)))
     server.daemon_threads = False
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -101,8 +84,15 @@ def launched() -> Iterator[Browser]:
 
 
 @contextmanager
-def opened(browser: Browser, address: str, **options: Any) -> Iterator[Watched]:
-    """Open the page and wait until it has come to life; whatever it complains of is kept."""
+def opened(browser: Browser, address: str, ready: str = ALIVE, **options: Any) -> Iterator[Watched]:
+    """Open the page and wait until it has come to life; whatever it complains of is kept.
+
+    Args:
+        browser: that opens it.
+        address: of the page.
+        ready: what is there once the page is alive; nothing is waited for without scripts.
+        options: of the browser's context.
+    """
     context = browser.new_context(**options)
     page = context.new_page()
     watched = Watched(page, context, address)
@@ -114,10 +104,19 @@ def opened(browser: Browser, address: str, **options: Any) -> Iterator[Watched]:
     )
     page.goto(address)
     if options.get("java_script_enabled", True):
-        # the light can be chosen once the page is alive
-        page.locator("select:enabled").first.wait_for()
+        page.locator(ready).first.wait_for()
         page.evaluate("document.fonts.ready.then(() => undefined)")
     try:
         yield watched
     finally:
         context.close()
+
+
+def scroll_through(page: Page) -> None:
+    """Bring every part of the page into view once."""
+    page.evaluate("""async () => {
+        for (let place = 0; place < document.body.scrollHeight; place += innerHeight) {
+            scrollTo(0, place);
+            await new Promise(requestAnimationFrame);
+        }
+    }""")

@@ -1,14 +1,12 @@
 """The page as a whole, in a real browser, in every way it may be looked at."""
 
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, expect
 
-from tests.guide.browser.chromium import AXE, DESKTOP, PHONE, SMALL, as_static, opened
-from tests.guide.page import DIST
+from tests.guide.browser.chromium import AXE, DESKTOP, ORPHANS, PHONE, SMALL, opened, scroll_through
 
 LOOKS: dict[str, dict[str, Any]] = {
     "light": {**DESKTOP, "color_scheme": "light"},
@@ -22,15 +20,6 @@ WORDS = """main => {
     const copy = main.cloneNode(true);  // without the ticks of charts, which follow their size
     for (const drawing of copy.querySelectorAll('svg[aria-hidden]')) drawing.remove();
     return copy.textContent.replace(/\\s+/g, ' ');
-}"""
-ORPHANS = """main => {
-    const walker = document.createTreeWalker(main, NodeFilter.SHOW_TEXT), found = [];
-    while (walker.nextNode()) {
-        const text = walker.currentNode, element = text.parentElement;
-        const free = element.closest('[data-from], code, pre, math, nav');
-        if (/\\d/.test(text.data) && !free) found.push(text.data.trim());
-    }
-    return found;
 }"""
 CONTROLS = "button, input, select, textarea, summary, a[href], [role=slider]"
 NAMES = f"""main => [...main.querySelectorAll('{CONTROLS}')].filter(element => {{
@@ -160,19 +149,6 @@ def test_scripts_add_no_words(browser: Browser, address: str) -> None:
         assert main.evaluate(WORDS).split() == words.split()
 
 
-def test_it_opens_from_a_disk(browser: Browser, tmp_path: Path) -> None:
-    """Copied into a folder and opened as a file, the page comes to life and asks for nothing outside of the folder."""
-    for name in ("app.js", "app.css", "math.woff2"):
-        (tmp_path / name).write_bytes((DIST / name).read_bytes())
-    file = tmp_path / "index.html"
-    file.write_text(as_static((DIST / "index.html").read_text(encoding="utf-8")), encoding="utf-8")
-    with opened(browser, file.as_uri(), **DESKTOP) as watched:
-        scroll_through(watched.page)
-
-        assert watched.faults == []
-        assert all(url.startswith((tmp_path.as_uri(), "data:")) for url in watched.requests)
-
-
 def test_a_number_that_is_touched_tells_its_origin(browser: Browser, address: str) -> None:
     """A tap on a number opens what it says of itself; Escape closes it."""
     with opened(browser, address, **PHONE) as watched:
@@ -184,13 +160,3 @@ def test_a_number_that_is_touched_tells_its_origin(browser: Browser, address: st
         expect(page.locator("[popover]:popover-open")).to_have_text(title)
         page.keyboard.press("Escape")
         expect(page.locator("[popover]:popover-open")).to_have_count(0)
-
-
-def scroll_through(page: Page) -> None:
-    """Bring every part of the page into view once."""
-    page.evaluate("""async () => {
-        for (let place = 0; place < document.body.scrollHeight; place += innerHeight) {
-            scrollTo(0, place);
-            await new Promise(requestAnimationFrame);
-        }
-    }""")

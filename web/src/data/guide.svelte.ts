@@ -8,17 +8,19 @@ interface State {
   ready: boolean;
   mode: "live" | "static";
   status: Status;
-  /** Whether the stream stands. */
-  connected: boolean;
+  /** Whether the stream stood, and does no more: the server has gone. */
+  lost: boolean;
   /** Why the latest order was not taken, or the latest run failed. */
   trouble: { code: string; message: string } | null;
 }
 
+const UNKNOWN: Status = { worker: "warming", run: null, paused: false };
+
 export const guide: State = $state({
   ready: false,
   mode: "static",
-  status: { worker: "warming", run: null, paused: false },
-  connected: false,
+  status: UNKNOWN,
+  lost: false,
   trouble: null,
 });
 
@@ -64,9 +66,8 @@ export async function start(order: Order): Promise<string | null> {
   return attempt(async () => (way ? await way.start(order) : null));
 }
 
-/** Pause, go on, or run one micro-batch of the run under way. */
-export async function command(word: Command): Promise<void> {
-  const run = guide.status.run;
+/** Pause, go on, or run one micro-batch of the run under way; one that has just begun is named: the stream may not have told it yet. */
+export async function command(word: Command, run: string | null = guide.status.run): Promise<void> {
   if (run) await attempt(async () => await way?.command(run, word));
 }
 
@@ -88,7 +89,7 @@ async function attempt<Answer>(ask: () => Promise<Answer>): Promise<Answer | nul
 }
 
 function take(told: Told): void {
-  guide.connected = told.event !== "lost";
+  guide.lost = told.event === "lost";
   switch (told.event) {
     case "status":
       guide.status = told.data;
@@ -102,8 +103,10 @@ function take(told: Told): void {
     case "failed":
       guide.trouble = { code: told.data.code, message: told.data.message };
       break;
-    case "cancelled":
     case "lost":
+      guide.status = UNKNOWN; // a stream that stands again begins with what is so then
+      break;
+    case "cancelled":
       break;
   }
 }

@@ -1,10 +1,11 @@
-"""One browser and one server for all tests of a module."""
+"""One browser for all tests of a module, and one exported page."""
 
 from collections.abc import Iterator
 
 import pytest
 from playwright.sync_api import Browser
 
+from anybatch.guide.export import DIST, export_folder
 from tests.guide.browser.chromium import launched, served
 
 
@@ -16,7 +17,7 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    """Serve the page."""
-    with served() as address:
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Export the page into a folder, and serve it."""
+    with served(export_folder(DIST, tmp_path_factory.mktemp("exported"))) as address:
         yield address
