@@ -9,10 +9,12 @@ check    lint, formatting, types, import layers and the tests of the architectur
 format   rewrite the sources the way `check` wants them
 web      build the guide's page from web/ into the package; this and the next need Node
 web-check  types and tests of web/; then build the page again, and compare it with the committed one, byte by byte
+browser  install what tests of the page need of the system: Chromium (as root, where there is apt), with npm axe-core
+release  write wheel, sources and the guide as one file into dist/, with their digests
 clean    remove .venv, caches and build products; runs/ stays
 ```
 
-`train`, `guide`, `test`, `check` and `format` set up first, which costs nothing when nothing has changed.
+`train`, `guide`, `test`, `check`, `format` and `release` set up first, which costs nothing when nothing has changed.
 """
 
 import hashlib
@@ -33,6 +35,8 @@ CPU_CONSTRAINTS = ROOT / "constraints-cpu.txt"
 CACHES = (".hypothesis", ".import_linter_cache", ".mypy_cache", ".pytest_cache", ".ruff_cache", "build", "dist")
 WEB = ROOT / "web"
 PAGE = ROOT / "src" / "anybatch" / "guide" / "dist"
+RELEASE = ROOT / "dist"
+CHROMIUM = ("chromium", "fonts-dejavu-core", "fonts-liberation")  # of Debian
 SOURCES = ("src", "tests", "benchmarks", "examples")
 VERSIONS = "import sys, torch; print('python', sys.version.split()[0], '| torch', torch.__version__)"
 
@@ -133,6 +137,38 @@ def web_check(arguments: Sequence[str]) -> int:
     return int(bool(failed))
 
 
+def browser(arguments: Sequence[str]) -> int:
+    """Install Chromium, with fonts, unless there is one, and axe-core; fail where the tests of the page cannot run."""
+    refuse(arguments)
+    if shutil.which("chromium") is None and "ANYBATCH_CHROMIUM" not in os.environ:
+        apt = shutil.which("apt-get")
+        if apt is None or os.geteuid() != 0:
+            print("browser: no Chromium, and only root can install one with apt. Install it, or name it in the")
+            print("browser: environment as ANYBATCH_CHROMIUM; without it the tests of the page are skipped.")
+            return 1
+        run([apt, "update"], stop=True)
+        run([apt, "install", "--yes", "--no-install-recommends", *CHROMIUM], stop=True)
+    if shutil.which("npm") is None:
+        print("browser: no npm, so axe-core is not installed, and the test of accessibility is skipped.")
+        return 0
+    return npm("ci", stop=False)
+
+
+def release(arguments: Sequence[str]) -> int:
+    """Write what a release consists of into dist/."""
+    refuse(arguments)
+    setup()
+    shutil.rmtree(RELEASE, ignore_errors=True)
+    run([venv_program("python"), "-m", "build", "--outdir", str(RELEASE)], stop=True)
+    run([venv_program("anybatch"), "guide", "export", "--single-file", str(RELEASE / "guide.html")], stop=True)
+    files = sorted(RELEASE.iterdir())
+    lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files]
+    (RELEASE / "SHA256SUMS").write_text("".join(lines), encoding="utf-8")
+    for path in files:
+        print(f"release: {path.relative_to(ROOT)}, {path.stat().st_size / 1e6:.2f} MB")
+    return 0
+
+
 def npm(*arguments: str, stop: bool = True) -> int:
     """Run npm on web/."""
     program = shutil.which("npm")
@@ -189,6 +225,8 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "format": format_sources,
     "web": web,
     "web-check": web_check,
+    "browser": browser,
+    "release": release,
     "clean": clean,
 }
 

@@ -82,9 +82,10 @@ def test_three_lines_change_a_loop() -> None:
 
 @pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"])
 def test_links_lead_somewhere(page: str) -> None:
-    """Every relative link of a page names a file of the repository."""
+    """Every relative link of a page names a file of the repository, or of a release, which `make release` writes."""
     targets = re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", (ROOT / page).read_text(encoding="utf-8"))
 
     missing = [target for target in targets if "://" not in target and not (ROOT / target).exists()]
+    missing = [target for target in missing if target != "../../releases/latest/download/guide.html"]
 
     assert not missing

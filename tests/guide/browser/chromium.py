@@ -71,12 +71,19 @@ def served(folder: Path) -> Iterator[str]:
         thread.join()
 
 
+def absent(message: str) -> None:
+    """Skip a test that lacks something of the system, or fail it where that has been installed on purpose."""
+    if os.environ.get("ANYBATCH_BROWSER") == "required":
+        pytest.fail(message)
+    pytest.skip(message)
+
+
 @contextmanager
 def launched() -> Iterator[Browser]:
-    """Start the system's Chromium, or skip and say what is missing."""
+    """Start the system's Chromium, or say what is missing."""
     program = os.environ.get("ANYBATCH_CHROMIUM") or shutil.which("chromium") or "/usr/bin/chromium"
     if not Path(program).exists():
-        pytest.skip(f"THE PAGE IS NOT TESTED: there is no Chromium at {program}; name one in ANYBATCH_CHROMIUM")
+        absent(f"THE PAGE IS NOT TESTED: there is no Chromium at {program}; `make browser` installs one")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         yield browser

@@ -74,7 +74,7 @@ def test_faults_are_seen(browser: Browser, address: str) -> None:
 def test_it_is_accessible(browser: Browser, address: str, look: str) -> None:
     """Axe finds nothing, with every fold open too."""
     if not AXE.exists():
-        pytest.skip(f"ACCESSIBILITY IS NOT TESTED: there is no {AXE}; `make web` installs it")
+        pytest.skip(f"ACCESSIBILITY IS NOT TESTED: there is no {AXE}; `make browser` installs it where there is npm")
     with opened(browser, address, **LOOKS[look]) as watched:
         page = watched.page
         page.evaluate("document.querySelectorAll('main details').forEach(fold => fold.open = true)")
@@ -86,7 +86,7 @@ def test_it_is_accessible(browser: Browser, address: str, look: str) -> None:
 def test_axe_can_find_something(browser: Browser, address: str) -> None:
     """A picture without words and a pale text are found: the check is one."""
     if not AXE.exists():
-        pytest.skip(f"ACCESSIBILITY IS NOT TESTED: there is no {AXE}; `make web` installs it")
+        pytest.skip(f"ACCESSIBILITY IS NOT TESTED: there is no {AXE}; `make browser` installs it where there is npm")
     with opened(browser, address, **DESKTOP) as watched:
         page = watched.page
         page.evaluate("document.querySelector('main').append(document.createElement('img'))")
