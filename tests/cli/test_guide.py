@@ -44,7 +44,7 @@ def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
         server.until_idle()
         worker = server.worker()
         with server.events() as events:
-            server.begin("gradient_equality", paused=True)
+            server.begin("mathematics", paused=True)
             next(data for event, data, _ in events if event == "status" and data["worker"] == "running")
             server.process.send_signal(signal.SIGINT)
             assert [event for event, _, _ in events][-1] == "close"
@@ -141,12 +141,12 @@ def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`record` runs what is named and writes it; a name that is none is refused before anything is run."""
-    assert main(["guide", "record", "gradient_equality", "--to", str(tmp_path)]) == Status.DONE
-    assert capsys.readouterr().out == f"gradient_equality ... {tmp_path / 'gradient_equality.json'}\n"
-    assert main(["guide", "record", "gradient_equality", "split_sum", "--to", str(tmp_path)]) == Status.DONE
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["gradient_equality.json", "split_sum.json"]
+    assert main(["guide", "record", "mathematics", "--to", str(tmp_path)]) == Status.DONE
+    assert capsys.readouterr().out == f"mathematics ... {tmp_path / 'mathematics.json'}\n"
+    assert main(["guide", "record", "mathematics", "split_sum", "--to", str(tmp_path)]) == Status.DONE
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["mathematics.json", "split_sum.json"]
     assert capsys.readouterr().out.count("\n") == 2
-    assert main(["guide", "record", "gradient_equality", "nothing", "--to", str(tmp_path)]) == Status.USAGE
+    assert main(["guide", "record", "mathematics", "nothing", "--to", str(tmp_path)]) == Status.USAGE
     assert "there is no experiment 'nothing'" in capsys.readouterr().err
     assert main(["guide", "record", "--to", str(tmp_path / "none")]) == Status.USAGE
     assert "there is no folder" in capsys.readouterr().err

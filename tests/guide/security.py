@@ -27,7 +27,7 @@ SETTING: Mapping[str, Any] = {
     "precision": "fp32",
     "mistake": "",
 }
-GOOD = json.dumps({"kind": "experiment", "name": "gradient_equality"})
+GOOD = json.dumps({"kind": "experiment", "name": "mathematics"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,9 @@ from anybatch.guide.recording import (
     recorded,
     write_recording,
 )
-from tests.architecture.source_tree import PACKAGE, ROOT
+from tests.architecture.source_tree import PACKAGE
+from tests.guide.recorded_again import RECORDINGS
 
-RECORDINGS = ROOT / "web" / "recordings"
 SHORT_SECONDS = 5.0
 TESTED_ELSEWHERE = ("claims_", "playground_", "walk_")
 """Beginnings of experiments that tests of their own record again."""
@@ -132,14 +132,14 @@ def test_tolerance_is_relative() -> None:
 
 def test_record(tmp_path: Path) -> None:
     """`record` writes what the experiment returns, with its command; a name that is none is refused."""
-    recording = read_recording(record("gradient_equality", tmp_path))
+    recording = read_recording(record("mathematics", tmp_path))
 
-    assert recording.made.command == "anybatch guide record gradient_equality"
+    assert recording.made.command == "anybatch guide record mathematics"
     assert recording.made.device.endswith("1 threads)")
     assert recording.made.commit == commit_here()
-    with pytest.raises(UserError, match="gradient_equality"):
+    with pytest.raises(UserError, match="mathematics"):
         record("nothing", tmp_path)
-    assert [file.name for file in tmp_path.iterdir()] == ["gradient_equality.json"]
+    assert [file.name for file in tmp_path.iterdir()] == ["mathematics.json"]
 
 
 def test_commit_says_what_ran() -> None:
@@ -174,16 +174,6 @@ def test_recording_is_made_again(name: str, again: Path) -> None:
 def test_experiment_leaves_no_trace() -> None:
     """An experiment that is recorded leaves torch's random state and the number of threads as they were."""
     before = torch.get_rng_state().tolist(), torch.get_num_threads()
-    recorded(experiments()["gradient_equality"])
+    recorded(experiments()["mathematics"])
 
     assert (torch.get_rng_state().tolist(), torch.get_num_threads()) == before
-
-
-def test_gradient_equality() -> None:
-    """Gradients of equal and of uneven cuts agree to rounding in both formats, and not to the bit."""
-    (data,) = [experiments()["gradient_equality"].run(lambda _line: None)]
-
-    assert [sum(cut["micro_batches"]) for cut in data["cuts"]] == [64] * 5
-    for cut in data["cuts"]:
-        assert 0.0 < cut["relative_error"]["fp32"] < 1e-6
-        assert 0.0 < cut["relative_error"]["fp64"] < 1e-14

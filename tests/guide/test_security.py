@@ -91,7 +91,7 @@ def test_body_within_its_time(server: Served) -> None:
 
 def test_no_outgoing_traffic(server: Served) -> None:
     """Neither the server nor its worker has connected to anything, or asked for a name, in all of the tests above."""
-    run = server.begin("gradient_equality")
+    run = server.begin("mathematics")
     with server.events() as events:
         result = next(data for event, data, _ in events if event == "result")
 
