@@ -8,8 +8,10 @@ from torch import nn
 
 from anybatch.guide.experiments import batch_norm
 from anybatch.guide.experiments.batch_norm import WAYS, Way
+from anybatch.guide.recording import read_recording
 from anybatch.guide.tasks.shapes import network
 from anybatch.norms import Exact
+from tests.guide.recorded_again import RECORDINGS
 
 
 def named(name: str) -> Way:
@@ -74,3 +76,22 @@ def test_exact_runs_agree_with_the_plain_whole_batch(size: int) -> None:
     plain, exact = (nn.utils.parameters_to_vector(one.parameters()) for one in models)
     assert (plain - exact).norm() <= 1e-4 * plain.norm()
     assert isinstance(named("exact").policy, Exact)
+
+
+def test_recorded_gradient_errors_come_again() -> None:
+    """In a plain loop, micro-batches of 16, 4 and 2 are off by what is recorded."""
+    recorded = read_recording(RECORDINGS / "batch_norm.json").data["gradient_errors"]
+    errors = {one["micro_batch_size"]: one["relative_error"] for one in recorded if one["way"] == "plain"}
+
+    for size in (16, 4, 2):
+        assert batch_norm.gradient_error(named("plain"), size) == pytest.approx(errors[size], rel=1e-2)
+
+
+def test_a_run_is_one_of_the_recorded() -> None:
+    """Training in a plain loop from a recorded seed ends within what was recorded over all of them."""
+    rows = read_recording(RECORDINGS / "batch_norm.json").data["rows"]
+    (row,) = (one for one in rows if (one["way"], one["micro_batch_size"]) == ("plain", 64))
+    found = batch_norm.outcome(named("plain"), 64, batch_norm.SEEDS[0], lambda _: None)
+
+    for name, value in found.items():
+        assert 0.99 * row[name]["least"] <= value <= 1.01 * row[name]["most"], name
