@@ -149,7 +149,7 @@ _CLAIMS = (
             "only_if": (
                 "It is so only if you compare with a step over a fraction of the samples: there it takes "
                 "{ratio_to_one_micro_batch} as long, for N of {accumulation_steps}. Against the same samples at once "
-                "it takes {ratio_to_same_samples} as long, since a pass through this small network has little to do."
+                "it takes {ratio_to_same_samples} as long."
             ),
             "false": "The step takes {ratio_to_same_samples} as long as the same samples at once.",
         },
