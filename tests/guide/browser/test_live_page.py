@@ -77,7 +77,7 @@ def test_a_run_is_the_librarys(guide: Watched) -> None:
 def test_pause_one_micro_batch_and_stop(guide: Watched) -> None:
     """A run that begins with one micro-batch waits after it, goes on by one at a time, by itself again, and stops."""
     part = playground(guide.page, Setting(micro_batch_size=4, accumulation_steps=3, steps=400, seed=6))
-    where, one = part.locator(".where"), button(part, "Step one micro-batch")
+    where, one = part.locator(".where"), button(part, "Run one micro-batch")
     for step, position in ((1, 1), (1, 2), (1, 3), (2, 1)):
         one.click()
         expect(where).to_have_text(f"step {step}, micro-batch {position} of 3, paused")

@@ -64,7 +64,8 @@ _CLAIMS = (
             "only_if": (
                 "For equal micro-batches the error is {even_error}, which is rounding. It is {uneven_error} where "
                 "sizes differ, {token_error} where sentences differ in length, {batch_norm_error} with BatchNorm, and "
-                "{dropout_error} with dropout. The first two are cured by weights, the last two are not."
+                "{dropout_error} with dropout. The first two are cured if each part counts by what it holds, the last "
+                "two are not."
             ),
             "false": "Even for equal micro-batches the gradients differ by {even_error}.",
         },
@@ -116,8 +117,8 @@ _CLAIMS = (
         texts={
             "true": "{changed_lines} lines change; faults that the checker finds: {findings}.",
             "only_if": (
-                "{changed_lines} lines change, and they are right only if every micro-batch and every window is full; "
-                "faults that the checker finds otherwise: {findings}. A right loop changes {changed_lines_right} lines "
+                "{changed_lines} lines change, and they are right only if every micro-batch and every window is full. "
+                "Otherwise the checker finds faults, {findings} here. A right loop changes {changed_lines_right} lines "
                 "too, with two small functions to count with, and anybatch changes {changed_lines_engine}."
             ),
             "false": "{changed_lines} lines change.",
@@ -237,7 +238,7 @@ _CLAIMS = (
             "true": (
                 "From the second micro-batch on one copy of the gradients, {extra_in_forward}, is there during the "
                 "forward, and the peak is {extra_at_peak} higher than with one micro-batch. It is one copy, however "
-                "many micro-batches there are, and of a peak of {peak_bytes}."
+                "many micro-batches there are, and the peak is {peak_bytes}."
             ),
             "only_if": "The peak is {extra_at_peak} higher, less than the weights, {weight_bytes}.",
             "false": "The peak is not higher than with one micro-batch.",
@@ -265,7 +266,7 @@ _CLAIMS = (
         texts={
             "true": (
                 "The same 64 samples take {ratio_16} as long in four parts, {ratio_4} in sixteen, and {ratio_1} one by "
-                "one. The parts are small networks' on a CPU here; where a micro-batch fills the device, the first "
+                "one. This is a small network on a CPU; where a micro-batch fills the device, the first "
                 "number comes close to one."
             ),
             "only_if": (

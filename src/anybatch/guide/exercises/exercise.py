@@ -61,14 +61,14 @@ def _of_mistake(name: str, hint: str) -> Exercise:
 EXERCISES = (
     Exercise(
         module="anybatch.guide.exercises.from_scratch",
-        hint="With plain SGD it diverges as soon as there are more micro-batches.",
+        hint="With plain SGD it diverges when there are many micro-batches.",
         why="Means of micro-batches are added and not divided: N of them give N times the gradient.",
         cure="Weigh each mean by its share of the window; if all are equal, that is one over N.",
         finding="not_divided",
         wrong="loss.backward()",
     ),
     _of_mistake("zero_each", "It learns, only worse, and the larger N is, the less of the data it uses."),
-    _of_mistake("mean_of_means", "It is right to the last bit in a test with full batches, and wrong on real text."),
+    _of_mistake("mean_of_means", "It is right in a test with full batches, and wrong on real text."),
     _of_mistake("clip_each", "It is right until gradients become long."),
     _of_mistake("schedule_each", "It stops learning long before the end."),
     Exercise(
