@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from anybatch.core.memory_timeline import ORDER, timeline
+from anybatch.core.memory_timeline import ORDER, MemoryTimeline, timeline
 from anybatch.guide.experiments import memory_limit
 from anybatch.guide.memory.accumulated import Way, measure_accumulated
 from anybatch.guide.memory.courses import drawn, in_order, peak_of
@@ -105,3 +105,21 @@ def test_the_courses_highest_moment_survives_the_drawing() -> None:
     assert int(totals.max()) == course.peak_bytes == peak_of(course)["num_bytes"]
     assert totals.tolist() == course.totals[moments].tolist()
     assert len(moments) <= 41
+
+
+def test_the_order_within_a_fall_is_not_drawn() -> None:
+    """Two courses that let the same pieces go in another order, one after the other, are drawn alike."""
+    pieces = [8, 2, 4]
+    pictures = []
+    for order in (pieces, pieces[::-1]):
+        changes = torch.tensor([*pieces, *(-size for size in order), 8, 2])
+        course = MemoryTimeline(
+            categories=("activations",),
+            held_bytes=changes.cumsum(0)[:, None],
+            phases=["forward"] * len(changes),
+            operations=[""] * len(changes),
+        )
+        pictures.append(drawn(course, 3))
+
+    assert pictures[0] == pictures[1]
+    assert torch.tensor(pictures[0]["moments"]).cumsum(0).tolist() == [0, 2, 5, 7]
