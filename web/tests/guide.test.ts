@@ -1,0 +1,56 @@
+import { beforeEach, expect, test, vi } from "vitest";
+
+class Stream extends EventTarget {
+  static latest: Stream;
+  constructor(readonly address: string) {
+    super();
+    Stream.latest = this;
+  }
+  close(): void {}
+  say(event: string, data: unknown): void {
+    this.dispatchEvent(new MessageEvent(event, { data: JSON.stringify(data) }));
+  }
+}
+
+const asked: string[] = [];
+
+async function opened() {
+  vi.resetModules();
+  asked.length = 0;
+  vi.stubGlobal("document", { hidden: false, addEventListener: () => {}, removeEventListener: () => {}, querySelector: () => ({ content: "live" }) });
+  vi.stubGlobal("EventSource", Stream);
+  vi.stubGlobal("fetch", async (address: string) => {
+    asked.push(address);
+    return new Response(JSON.stringify({ id: "abc" }), { status: 202 });
+  });
+  const module = await import("../src/data/guide.svelte");
+  module.open();
+  return module;
+}
+
+beforeEach(() => vi.unstubAllGlobals());
+
+test("a run that has just begun takes a command before the stream has told of it", async () => {
+  const { command, guide, start } = await opened();
+  const id = await start({ kind: "experiment", name: "one_batch", paused: true } as never);
+  expect(guide.status.run).toBeNull();
+  await command("micro", id);
+  expect(asked).toEqual(["api/runs", "api/runs/abc/micro"]);
+});
+
+test("without a run, no command goes up", async () => {
+  const { command } = await opened();
+  await command("pause");
+  expect(asked).toEqual([]);
+});
+
+test("a server that has gone is known, and what it was doing is not; a stream that stands again says what is so", async () => {
+  const { guide } = await opened();
+  const running = { worker: "running", run: "abc", kind: "experiment", name: "one_batch", paused: false };
+  Stream.latest.say("status", running);
+  expect(guide).toMatchObject({ lost: false, status: running });
+  Stream.latest.dispatchEvent(new Event("error"));
+  expect(guide).toMatchObject({ lost: true, status: { worker: "warming", run: null } });
+  Stream.latest.say("status", running);
+  expect(guide).toMatchObject({ lost: false, status: running });
+});
