@@ -334,18 +334,37 @@ def by_size(model: Any, batch: Batch) -> Any:
     return (rows.exp() if len(rows) > 2 else rows).square().mean()
 
 
-def test_what_torch_does_not_tell_of_is_refused() -> None:
-    """What an LSTM on a CPU keeps is not in the description of its kernel, so there is no plan instead of a low one."""
+def recurrent(layer: Callable[[], nn.Module], profile: Profile) -> Task:
+    """Return a task whose model is a recurrent layer."""
 
-    def last(model: Any, batch: Batch) -> Any:
+    def all_rows(model: Any, batch: Batch) -> Any:
         rows, _ = model(batch["x"])
         return rows.square().mean()
 
-    recurrent = dataclasses.replace(
-        small(loss=ab.mean_over_samples(last)), model=lambda: nn.LSTM(3, 4), sample={"x": torch.zeros(1, 5, 3)}
-    )
-    with pytest.raises(CannotPlanError, match=r"mkldnn_rnn_layer\.default keeps"):
-        find_envelopes(recurrent, 2**20)
+    task = small(profile, loss=ab.mean_over_samples(all_rows))
+    return dataclasses.replace(task, model=layer, sample={"x": torch.zeros(1, 5, 3)})
+
+
+@pytest.mark.parametrize(
+    ("layer", "profile", "words"),
+    [
+        (nn.LSTM, "cpu", r"mkldnn_rnn_layer\.default keeps"),
+        (nn.LSTM, "cuda", "LSTM 'model' runs in a kernel of cuDNN"),
+        (nn.GRU, "cuda", "GRU 'model' runs in a kernel of cuDNN"),
+    ],
+)
+def test_what_torch_does_not_tell_of_is_refused(layer: Any, profile: Profile, words: str) -> None:
+    """What recurrent layers keep is not in the description of their kernels: there is no plan instead of a low one."""
+    with pytest.raises(CannotPlanError, match=words):
+        find_envelopes(recurrent(lambda: layer(3, 4), profile), 2**20)
+
+
+def test_a_recurrent_layer_of_plain_operations_is_planned() -> None:
+    """On a CPU a GRU is made of operations that are seen: the plan is what the real engine holds."""
+    task = dataclasses.replace(recurrent(lambda: nn.GRU(3, 4, batch_first=True), "cpu"), kernels=None)
+    batch = {"x": torch.randn(NUM_MICRO_BATCHES * 5, 5, 3)}
+
+    assert planned(task).peak_bytes(5) == real_peak(task, batch, 5)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from anybatch.engine.engine import Engine
 from anybatch.engine.first_step import BareLoss
 from anybatch.engine.modules import Model, collect_modules
 from anybatch.errors import CannotPlanError, UserError
-from anybatch.memory.accelerator import allocating_as, choose_foreach
+from anybatch.memory.accelerator import Profile, allocating_as, choose_foreach
 from anybatch.memory.host_reads import HostReads
 from anybatch.memory.known_results import FakeLedger
 from anybatch.memory.ledger import OperationWatcher
@@ -125,6 +125,7 @@ class _Stage:
             self._loss = self._rows.in_place_of(self._loss)
         self._modules = collect_modules(self._model, self._loss)
         self._modules.train()
+        _refuse_untold(self._modules, task.profile)
         self._engine: Engine | None = None
 
     def run(self, micro_batch_size: int, num_micro_batches: int) -> int:
@@ -273,6 +274,21 @@ def uncollected() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def _refuse_untold(modules: nn.Module, profile: Profile) -> None:
+    """Refuse layers whose kernels on the device are others than a CPU's, and tell nobody what they keep.
+
+    Raises:
+        CannotPlanError: there is one.
+    """
+    for name, module in modules.named_modules():
+        if profile == "cuda" and isinstance(module, nn.RNNBase):
+            message = (
+                f"cannot plan, will probe: on a GPU, {type(module).__name__} {name or 'model'!r} runs in a kernel of cuDNN, which "
+                "keeps memory for its backward of which no description tells."
+            )
+            raise CannotPlanError(message)
 
 
 @contextmanager
