@@ -284,9 +284,10 @@ def _refuse_untold(modules: nn.Module, profile: Profile) -> None:
     """
     for name, module in modules.named_modules():
         if profile == "cuda" and isinstance(module, nn.RNNBase):
+            layer = f"{type(module).__name__} {name or 'model'!r}"
             message = (
-                f"cannot plan, will probe: on a GPU, {type(module).__name__} {name or 'model'!r} runs in a kernel of cuDNN, which "
-                "keeps memory for its backward of which no description tells."
+                f"cannot plan, will probe: on a GPU, {layer} runs in a kernel of cuDNN, which keeps memory for its "
+                "backward of which no description tells."
             )
             raise CannotPlanError(message)
 
