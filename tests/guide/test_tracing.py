@@ -53,6 +53,13 @@ def test_lines_come_as_they_ran(program: Source) -> None:
     assert found["skipped"] == []
 
 
+def test_bodies_of_classes_are_not_noted(program: Source) -> None:
+    """What runs when a file is imported, and not when the program does, is not noted: a class's fields neither."""
+    program.path.write_text("class Unused:\n    field = 1\n\n\n" + PROGRAM, encoding="utf-8")
+
+    assert trace_program([program])["lines"] == [line + 4 for line in (12, 5, 6, 7, 6, 7, 6, 7, 6, 8)]
+
+
 def test_repeats_are_left_out_and_counted(program: Source) -> None:
     """A line that ran often is noted a few times; how many were left out stands with the next that is noted."""
     found = trace_program([program], repeats=2)
@@ -73,13 +80,15 @@ def test_a_program_that_fails_is_told(program: Source) -> None:
 
 @pytest.mark.parametrize("experiment", [walk_plain, walk_anybatch], ids=["plain", "anybatch"])
 def test_walks_are_of_the_files(experiment: Any) -> None:
-    """Every line of a walk is one on which something runs, of the file as it is; three updates were made."""
+    """Every line of a walk is one on which something runs, of the file as it is, and those recorded; three updates."""
     found = experiment.run(say_nothing)
+    recorded = recorded_traces()[experiment.EXPERIMENT.name.removeprefix("walk_")]
     file_of = found["file_of"] or [0] * len(found["lines"])
 
     paths = [ROOT / file["path"] for file in found["files"]]
     assert [Source(path, "").digest for path in paths] == [file["sha256"] for file in found["files"]]
     assert all(line in statements(paths[file]) for file, line in zip(file_of, found["lines"], strict=True))
+    assert (found["lines"], found["file_of"]) == (recorded["lines"], recorded["file_of"])
     assert found["values"]["updates"][-1][1] == 3
     assert found["output"].count("\n") == 3
 

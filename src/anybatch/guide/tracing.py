@@ -7,6 +7,7 @@ stand with a line are those after it.
 import ast
 import contextlib
 import gc
+import inspect
 import io
 import multiprocessing
 import runpy
@@ -117,7 +118,7 @@ class Lines:
             self._finish(frame)
         if event == "line":
             file = self._files[frame.f_code.co_filename]
-            if frame.f_code.co_name == "<module>":
+            if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # of a module or a class: it runs when it is imported
                 noted = frame.f_lineno > self._main[file] > 0
             else:  # a line before its own function is nobody's: import hooks put decorators there
                 noted = frame.f_lineno >= frame.f_code.co_firstlineno
