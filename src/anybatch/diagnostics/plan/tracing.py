@@ -25,7 +25,7 @@ from anybatch.diagnostics.plan.task import Task, built
 from anybatch.engine.engine import Engine
 from anybatch.engine.first_step import BareLoss
 from anybatch.engine.modules import Model, collect_modules
-from anybatch.errors import CannotPlanError, UserError
+from anybatch.errors import CannotPlanError, PlanError, UserError
 from anybatch.memory.accelerator import allocating_as, choose_foreach
 from anybatch.memory.host_reads import HostReads
 from anybatch.memory.known_results import FakeLedger, fake_mode
@@ -143,18 +143,26 @@ class Tracing:
         )
 
     def go_on(self, micro_batch_size: int) -> MemoryTrace:
-        """Run one step more, at another micro-batch size, and return what is held.
+        """Run one step more, at another micro-batch size, and return what is held in a run of steps of that size.
 
-        It is what a run of that size would hold, unless something is kept that was made for the size it began with.
+        The step before was of another size, and what it has left (its last inputs, say) with it. What this step leaves
+        stands in its place.
 
         Raises:
             CannotPlanError: the step cannot run without data; says why.
+            PlanError: it leaves more than it has found, or less.
         """
         assert self._stage is not None, "it is entered"
-        start = self._stage.ledger.num_events
+        ledger = self._stage.ledger
+        start = ledger.num_events
+        found = ledger.trace(start).allocations
         with self._running():
             self._stage.step(micro_batch_size)
-        return self._stage.ledger.trace(start)
+        left, step = ledger.trace(ledger.num_events).allocations, ledger.trace(start)
+        if len(left) != len(found):
+            message = f"a step finds {len(found)} pieces of memory taken, and leaves {len(left)}: no two are alike."
+            raise PlanError(message)
+        return dataclasses.replace(step, allocations=(*left, *step.allocations[len(left) :]))
 
     @contextmanager
     def _running(self) -> Iterator[None]:
