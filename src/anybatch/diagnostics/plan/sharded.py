@@ -77,6 +77,7 @@ class ShardedTrace:
     pools: tuple[int, ...]
 
 
+@uncollected()
 def trace_sharded(task: Task, micro_batch_size: int, sharding: Sharding | None = None) -> ShardedTrace:
     """Return what an optimizer step holds on rank 0 of `task.world_size`, without ranks and without data.
 
@@ -102,7 +103,7 @@ def trace_sharded(task: Task, micro_batch_size: int, sharding: Sharding | None =
     batch = partial(fake_batch, ready.sample, micro_batch_size, mode)
     ledger = FakeLedger(mode, pool=_Pools(), answers=task.answers)
     reads = HostReads(lambda: ledger.current_phase)
-    with imagined_ranks(task.world_size), uncollected(), warnings.catch_warnings():
+    with imagined_ranks(task.world_size), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # whoever trains in earnest will see them
         mesh = init_device_mesh("cpu", (task.world_size,))
         with refusing(), mode, reads, allocating_as(task.profile):

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from anybatch.core.batch import Placement, Position
 from anybatch.core.loss import declared
-from anybatch.core.memory_model import MemoryTrace, Phase
+from anybatch.core.memory_model import Allocation, MemoryTrace, Phase
 from anybatch.core.nested import Batch, slice_samples, tensors_of
 from anybatch.core.records import MicroBatchRecord, PhaseRecord, Record
 from anybatch.diagnostics.plan.ranks import imagined_ranks
@@ -98,6 +98,7 @@ class Tracing:
         self._reads = HostReads(self._reading_phase, other=other_answers)
         self._entered = ExitStack()
         self._stage: _Stage | None = None
+        self._stays: list[bool] = []
 
     def __enter__(self) -> Self:
         """Imagine the ranks, and make the twin."""
@@ -135,8 +136,10 @@ class Tracing:
             start = ledger.num_events
             self._stage.step(micro_batch_size, recorder)
         computing: tuple[Phase, ...] = ("forward", "backward")
+        steady = ledger.trace(start)
+        self._stays = _which_stay(steady, len(ledger.trace(start, start).allocations))
         return StepTrace(
-            steady=ledger.trace(start),
+            steady=steady,
             first=ledger.trace(0, start),
             numbers_read=sum(self._reads.numbers[phase] for phase in computing),
             truths_read=sum(self._reads.truths[phase] for phase in computing),
@@ -150,7 +153,7 @@ class Tracing:
 
         Raises:
             CannotPlanError: the step cannot run without data; says why.
-            PlanError: it leaves more than it has found, or less.
+            PlanError: it leaves other pieces than it has found.
         """
         assert self._stage is not None, "it is entered"
         ledger = self._stage.ledger
@@ -158,11 +161,12 @@ class Tracing:
         found = ledger.trace(start).allocations
         with self._running():
             self._stage.step(micro_batch_size)
-        left, step = ledger.trace(ledger.num_events).allocations, ledger.trace(start)
-        if len(left) != len(found):
+        left = ledger.trace(ledger.num_events).allocations
+        own = _which_stay(ledger.trace(start), len(found))
+        if not len(found) == len(left) == len(self._stays) or sum(own) != sum(self._stays):
             message = f"a step finds {len(found)} pieces of memory taken, and leaves {len(left)}: no two are alike."
             raise PlanError(message)
-        return dataclasses.replace(step, allocations=(*left, *step.allocations[len(left) :]))
+        return _as_in_a_run(ledger.trace(start), left, own, self._stays)
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -344,6 +348,38 @@ class _TracedBatch:
         first = units[0].start
         for unit in units:
             yield slice_samples(whole, unit.start - first, unit.stop - first)
+
+
+def _which_stay(step: MemoryTrace, num_found: int) -> list[bool]:
+    """Return of each piece that a step finds whether the step leaves it there."""
+    gone = {-event for event in step.events if event < 0}
+    return [number not in gone for number in range(1, num_found + 1)]
+
+
+def _as_in_a_run(
+    step: MemoryTrace, left: Sequence[Allocation], own: Sequence[bool], stays: Sequence[bool]
+) -> MemoryTrace:
+    """Return a step with what it leaves in the place of what it found, numbered as where `stays` is from.
+
+    Pieces are numbered as they were taken, and a first step takes some (a momentum) before what later ones find anew.
+
+    Args:
+        step: the trace of the step.
+        left: what was held after it.
+        own: of each piece that it has found whether it has left it.
+        stays: the same of another step, and its pieces: equally many, of which equally many stay.
+    """
+    num_found = len(stays)
+    # What stays was taken before what is new, so it comes first in what is left.
+    places, own_places = (sorted(range(num_found), key=lambda place: not those[place]) for those in (stays, own))
+    renumbered = {old + 1: new + 1 for old, new in zip(own_places, places, strict=True)}
+    found = [piece for _, piece in sorted(zip(places, left, strict=True), key=lambda pair: pair[0])]
+    rest = (renumbered.get(abs(event), abs(event)) * (1 if event > 0 else -1) for event in step.events[num_found:])
+    return dataclasses.replace(
+        step,
+        allocations=(*found, *step.allocations[num_found:]),
+        events=(*step.events[:num_found], *rest),
+    )
 
 
 def _tensors(tree: object) -> list[torch.Tensor]:
