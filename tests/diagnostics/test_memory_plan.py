@@ -13,12 +13,12 @@ from torch.nn import functional
 from torch.profiler import record_function
 
 import anybatch as ab
-from anybatch.core.memory_model import MemoryEnvelope, fit
+from anybatch.core.memory_model import MemoryEnvelope, fit, in_order
 from anybatch.diagnostics.plan.budget import Budget
 from anybatch.diagnostics.plan.envelopes import Envelopes, find_envelopes
 from anybatch.diagnostics.plan.proposals import Fit, Setting, fit_of
 from anybatch.diagnostics.plan.task import Task
-from anybatch.diagnostics.plan.tracing import NUM_MICRO_BATCHES, trace_step
+from anybatch.diagnostics.plan.tracing import NUM_MICRO_BATCHES, Tracing, trace_step
 from anybatch.errors import CannotPlanError, PlanError
 from anybatch.memory.accelerator import Profile
 from anybatch.memory.ledger import MemoryLedger
@@ -161,6 +161,47 @@ def test_the_plan_is_what_the_allocator_hands_out(name: str) -> None:
     most = most_allocated(lambda: run(task, batch(NUM_MICRO_BATCHES * 7), 7), within="second step")
 
     assert most - envelope.peak_bytes(7) in (0, torch.get_rng_state().nbytes, 2 * torch.get_rng_state().nbytes)
+
+
+@pytest.mark.parametrize("profile", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    "options", [{}, {"strategy": "ddp", "world_size": 2}, {"optimizer": adamw}], ids=["single", "ddp", "adamw"]
+)
+def test_one_step_more_is_a_step_of_that_size(profile: Profile, options: dict[str, Any]) -> None:
+    """After steps of another size, a step is what it is in a run of its own size, event by event."""
+    task = small(profile, **{"optimizer": momentum, "clip": 1.0, **options})
+    expected = trace_step(task, 7).steady
+
+    with Tracing(task) as tracing:
+        tracing.begin(3)
+        found = tracing.go_on(7)
+
+    assert in_order(found) == in_order(expected)
+
+
+class Keeping(nn.Module):
+    """Keeps something that is as large as the first batch it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.kept: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kept is None:
+            self.kept = torch.ones(len(x), 16)
+        rows: torch.Tensor = self.layer(x)
+        return rows
+
+
+def test_what_was_made_for_the_first_batch_is_planned() -> None:
+    """Where one step more is none of its size, a trace from the beginning says whether memory follows a line."""
+    task = small(model=Keeping)
+
+    found = find_envelopes(task, 2**20)
+
+    assert found.verdict == "exact"
+    assert found.steady.peak_bytes(50) == real_peak(task, numbers(100), 50)
 
 
 def test_categories_are_what_things_are() -> None:

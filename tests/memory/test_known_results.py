@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from anybatch.core.memory_model import MemoryTrace, in_order
 from anybatch.memory.host_reads import HostReads
-from anybatch.memory.known_results import FakeLedger, KnownResults, home, told
+from anybatch.memory.known_results import Answers, FakeLedger, KnownResults, fake_mode, home, told
 from anybatch.memory.ledger import MemoryLedger
 
 aten = torch.ops.aten
@@ -87,6 +87,44 @@ def test_what_is_known_is_not_run_again() -> None:
             row.exp()
 
     assert [name for name in ran if not name.startswith("prim")] == ["aten.exp.default"] * 2
+
+
+def test_answers_serve_other_traces() -> None:
+    """What one ledger has asked another one knows, and what it makes belongs to its own mode; conjugates, too."""
+    answers = Answers()
+    ran: list[list[str]] = []
+    made: list[object] = []
+    for mode in (fake_mode(), fake_mode()):
+        names: list[str] = []
+        below = MemoryLedger(on_operation=lambda func, *_, names=names: names.append(str(func)))
+        with mode, below, FakeLedger(mode, answers=answers):
+            x = torch.empty(3, dtype=torch.complex64)
+            result = x.conj().imag
+        ran.append([name for name in names if not name.startswith("prim")])
+        assert isinstance(result, FakeTensor)
+        assert result.fake_mode is mode
+        made.append([*told(result)[:-1], result.is_neg()])
+
+    assert len(ran[0]) > 2
+    assert ran[1] == []
+    assert made[0] == made[1]
+
+
+def test_a_written_number_is_read_without_asking() -> None:
+    """A number that the program itself has written is read from where it was written, and counts as no read."""
+    mode = FakeTensorMode()
+    reads = HostReads(lambda: "forward")
+    below = MemoryLedger(on_operation=lambda func, *_: ran.append(str(func)))
+    ran: list[str] = []
+    with mode, reads, below, FakeLedger(mode):
+        five = torch.tensor(2) + torch.tensor(3)
+        answers = [five.item(), bool(five > 4)]
+        five += torch.empty((), dtype=torch.long)
+        answers.append(five.item())
+
+    assert answers == [5, True, 1]
+    assert reads.numbers["forward"] == 1
+    assert ran.count("aten._local_scalar_dense.default") == 1
 
 
 def test_equal_numbers_of_other_types_are_other_questions() -> None:

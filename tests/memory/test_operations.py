@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from anybatch.core.cost_model import CostTrace, Operation
 from anybatch.core.memory_model import Phase
+from anybatch.memory.known_results import FakeLedger
 from anybatch.memory.ledger import MemoryLedger
 from anybatch.memory.operations import OperationRecorder
 
@@ -148,3 +149,21 @@ def test_fake_tensors_cost_the_same() -> None:
         fake = recorded(Run())
 
     assert fake == real
+
+
+def test_costs_are_worked_out_once() -> None:
+    """Where the ledger knows an operation again, its cost is that of the first time, in each phase and micro-batch."""
+    expected = recorded(Run(3))
+    mode, recorder = FakeTensorMode(), OperationRecorder()
+    ledger = FakeLedger(mode, on_operation=recorder)
+    recorder.answered = ledger.answered
+    with mode:
+        run = Run(3)
+        with ledger:
+            run(ledger)
+    ledger.forget()
+
+    found = recorder.trace()
+
+    assert found == expected
+    assert len(set(map(id, found.operations))) < len(found.operations)

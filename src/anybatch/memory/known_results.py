@@ -5,7 +5,7 @@ to compute it. What was answered once is made again from what is remembered of i
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,12 +23,15 @@ _ELSEWHERE = frozenset({torch.Tag.data_dependent_output, torch.Tag.inplace_view}
 """Operations that look at numbers, or that change the shape of what they are given."""
 _KEEP_UNTOLD = frozenset({torch.ops.aten.mkldnn_rnn_layer.default})
 """Operations that keep memory for their backward of which torch's description of them says nothing."""
+_READ = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001 (its only name)
 _META = torch.device("meta")
 # These have no other names.
 _undispatched: Any = torch._C._DisableTorchDispatch  # noqa: SLF001
 _subclass_of: Any = torch.Tensor._make_subclass  # noqa: SLF001
 _warn_of_data: Any = torch._C._set_warn_deprecated_on_mutable_data_ptr  # noqa: SLF001
 _keys_of: Any = torch._C._dispatch_keys  # noqa: SLF001
+_set_conjugate: Any = torch._C._set_conj  # noqa: SLF001
+_set_negative: Any = torch._C._set_neg  # noqa: SLF001
 
 
 class FakeLedger(MemoryLedger):
@@ -41,6 +44,7 @@ class FakeLedger(MemoryLedger):
         on_operation: is told each operation.
         pool: says which of the allocator's pools memory comes from that is taken now; None: all from pool 0.
         kernels: says what an operation's kernel takes for itself.
+        answers: what is known already, of other traces too.
     """
 
     def __init__(
@@ -50,9 +54,14 @@ class FakeLedger(MemoryLedger):
         on_operation: OperationWatcher | None = None,
         pool: Pool | None = None,
         kernels: KernelWatcher | None = None,
+        answers: "Answers | None" = None,
     ) -> None:
         super().__init__(on_operation=on_operation, pool=pool, kernels=kernels)
-        self._results = KnownResults(mode)
+        self._results = KnownResults(mode, answers)
+
+    def answered(self) -> object | None:
+        """Return what stands for the last operation and all it was given; None where it was run as it came."""
+        return self._results.answer
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -72,17 +81,24 @@ class FakeLedger(MemoryLedger):
             NotImplementedError: what the operation holds cannot be told without running it.
         """
         if func is DEVICE and type(args[0]) is FakeTensor:
-            return args[0].fake_device  # two thirds of all calls
+            return args[0]._fake_device  # noqa: SLF001 (two thirds of all calls; its other name takes twice as long)
         for kind in types:
             if kind is not FakeTensor and is_traceable_wrapper_subclass_type(kind):
                 return NotImplemented  # its parts come next
-        if func in _KEEP_UNTOLD:
-            message = f"torch does not say what {func} keeps for its backward"
-            raise NotImplementedError(message)
         kwargs = kwargs or {}
         result = self._results(func, args, kwargs)
         self._see(func, args, kwargs, result)
         return result
+
+
+def fake_mode() -> FakeTensorMode:
+    """Return a mode for tensors without data that may meet others.
+
+    It remembers nothing itself: what it would is asked only when it is new, and hashing it takes as long as computing.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.cache_enabled = False
+    return mode
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +112,8 @@ class _Tensor:
         offset: where it begins in its memory.
         dtype: its type.
         device: that it says it is on.
+        is_conjugate: whether its numbers are those of its memory, conjugated.
+        is_negative: the same of negation.
         notes: what torch notes at it in Python.
     """
 
@@ -105,6 +123,8 @@ class _Tensor:
     offset: int
     dtype: torch.dtype
     device: torch.device
+    is_conjugate: bool
+    is_negative: bool
     notes: Mapping[str, object]
 
 
@@ -119,7 +139,7 @@ class _Given:
     number: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Answer:
     """What an operation returned.
 
@@ -132,6 +152,40 @@ class _Answer:
     parts: tuple[_Tensor | _Given | int | None, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Operation:
+    """An operation, and what it returned.
+
+    Attributes:
+        is_known: whether its results depend on shapes, types and numbers alone.
+        answers: by question; None where the first result cannot be made again.
+    """
+
+    is_known: bool
+    answers: dict[tuple[object, ...], _Answer | None] = field(default_factory=dict)
+
+
+class Answers:
+    """What operations have returned. A question holds all that its answer depends on, so they serve many traces."""
+
+    def __init__(self) -> None:
+        self._operations: dict[Any, _Operation] = {}
+
+    def of(self, func: Any) -> _Operation:  # noqa: ANN401 (torch's type has no name in public)
+        """Return what is known of an operation.
+
+        Raises:
+            NotImplementedError: what it holds cannot be told without running it.
+        """
+        found = self._operations.get(func)
+        if found is None:
+            if func in _KEEP_UNTOLD:
+                message = f"torch does not say what {func} keeps for its backward"
+                raise NotImplementedError(message)
+            found = self._operations[func] = _Operation(_depends_on_shapes(func))
+        return found
+
+
 class KnownResults:
     """Runs an operation on tensors without data once for each set of shapes, types and numbers it is given.
 
@@ -140,31 +194,51 @@ class KnownResults:
 
     Args:
         mode: the mode the tensors live in.
+        answers: what is known already; None for nothing.
+
+    Attributes:
+        answer: what the last result was made from; None if it was run.
     """
 
-    def __init__(self, mode: FakeTensorMode) -> None:
+    def __init__(self, mode: FakeTensorMode, answers: Answers | None = None) -> None:
         self._mode = mode
-        self._answers: dict[tuple[object, ...], _Answer | None] = {}
-        self._is_known: dict[object, bool] = {}
+        self._answers = Answers() if answers is None else answers
+        self.answer: object | None = None
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401 (as torch)
-        """Return what `func(*args, **kwargs)` would return."""
-        is_known = self._is_known.get(func)
-        if is_known is None:
-            is_known = self._is_known[func] = _depends_on_shapes(func)
-        words: list[object] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled(), *kwargs]
+        """Return what `func(*args, **kwargs)` would return.
+
+        Raises:
+            NotImplementedError: what the operation holds cannot be told without running it.
+        """
+        operation = self._answers.of(func)
+        self.answer = None
+        if func is _READ and self._is_constant(args[0]):
+            with _undispatched():
+                return func(args[0].constant)
+        words: list[object] = [torch.get_default_dtype(), torch.is_inference_mode_enabled(), *kwargs]
         given: list[FakeTensor] = []
-        if not is_known or not self._describe(args, words, given) or not self._describe(kwargs.values(), words, given):
+        if (
+            not operation.is_known
+            or not self._describe(args, words, given)
+            or (kwargs and not self._describe(kwargs.values(), words, given))
+        ):
             return func(*args, **kwargs)
         question = tuple(words)
-        answer = self._answers.get(question)
+        answer = operation.answers.get(question)
         if answer is not None:
-            parts = [self._part(part, given) for part in answer.parts]
-            return parts[0] if answer.kind is None else answer.kind(parts)
+            self.answer = answer
+            if answer.kind is None:
+                return self._part(answer.parts[0], given)
+            return answer.kind([self._part(part, given) for part in answer.parts])
         result = func(*args, **kwargs)
-        if question not in self._answers:
-            self._answers[question] = self._learn(result, given)
+        if question not in operation.answers:
+            operation.answers[question] = self._learn(result, given)
         return result
+
+    def _is_constant(self, tensor: Any) -> bool:  # noqa: ANN401 (any argument)
+        """Return whether the program itself has written the numbers of a tensor of this mode."""
+        return type(tensor) is FakeTensor and tensor.constant is not None and tensor.fake_mode is self._mode
 
     def _describe(self, values: Iterable[Any], words: list[object], given: list[FakeTensor]) -> bool:
         """Append all that results depend on, and the tensors; return whether that is possible."""
@@ -174,7 +248,7 @@ class KnownResults:
                 if value.constant is not None or value.fake_mode is not self._mode:
                     return False  # its numbers are known, and torch computes with them
                 given.append(value)
-                words += (value.shape, value.stride(), value.dtype, value.storage_offset(), value.fake_device)
+                words += (value.shape, value.stride(), value.dtype, value.storage_offset(), value._fake_device)  # noqa: SLF001 (faster)
                 words += (value.layout, value.requires_grad, value.is_conj(), value.is_neg())
             elif kind in _PLAIN:
                 words += (kind, value)  # 1 and 1.0 are equal, and give other types
@@ -201,6 +275,10 @@ class KnownResults:
                 empty.set_(given[part.home].untyped_storage(), part.offset, part.size, part.stride)
             options = {"dispatch_device": True, "device_for_backend_keys": part.device}
             tensor: FakeTensor = _subclass_of(FakeTensor, empty, False, **options)  # noqa: FBT003 (takes no keyword)
+            if part.is_conjugate:
+                _set_conjugate(tensor, True)  # noqa: FBT003 (takes no keyword)
+            if part.is_negative:
+                _set_negative(tensor, True)  # noqa: FBT003 (the same)
         _warn_of_data(tensor)
         vars(tensor).update(part.notes, fake_mode=self._mode)
         return tensor
@@ -244,6 +322,8 @@ class KnownResults:
             offset=int(tensor.storage_offset()),
             dtype=tensor.dtype,
             device=tensor.fake_device,
+            is_conjugate=tensor.is_conj(),
+            is_negative=tensor.is_neg(),
             notes=notes,
         )
         return part if told(self._made(part, given)) == told(tensor) else None

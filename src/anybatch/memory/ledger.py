@@ -6,6 +6,7 @@ and gives back before it returns, unless it is told (`memory/kernel_memory.py`).
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any, Self
 
 import torch
@@ -171,7 +172,7 @@ class MemoryLedger(TorchDispatchMode):
             self._pass_through(self._kernels(func, args, kwargs, result), f"{INSIDE}{func}")
         for leaf in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
-                self._book(leaf, str(func))
+                self._book(leaf, _name_of(func))
 
     def _allocation(self, number: int, *, before: bool) -> Allocation:
         phase, operation = self._phases[number], self._operations[number]
@@ -239,6 +240,11 @@ class MemoryLedger(TorchDispatchMode):
         if self._live.get(address, (None,))[0] == number:
             del self._live[address]
             self._give_back(number)
+
+
+@cache
+def _name_of(func: Any) -> str:  # noqa: ANN401 (torch's type has no name in public)
+    return str(func)
 
 
 def _held_after(events: Iterable[int]) -> set[int]:

@@ -18,7 +18,7 @@ from anybatch.core.memory_model import (
 )
 from anybatch.diagnostics.plan.rows import joint_limit
 from anybatch.diagnostics.plan.task import Task, built
-from anybatch.diagnostics.plan.tracing import StepTrace, trace_step
+from anybatch.diagnostics.plan.tracing import StepTrace, Tracing, trace_step, uncollected
 from anybatch.errors import CannotPlanError, PlanError
 from anybatch.events.quantities import in_bytes
 from anybatch.memory.accelerator import Profile
@@ -91,6 +91,7 @@ class Envelopes:
         return max(replay(one.trace.events, one.sizes(m)).peak_reserved_bytes for one in (self.steady, self.first))
 
 
+@uncollected()
 def find_envelopes(task: Task, usable_bytes: int, *, most_samples: int | None = None) -> Envelopes:
     """Trace two micro-batch sizes, and a third one, the largest that seems to fit, to see whether the two tell.
 
@@ -141,14 +142,24 @@ def _found(ready: Task, usable_bytes: int, *, most_samples: int | None, notes: S
     Raises:
         CannotPlanError: the step cannot be traced, or memory does not follow from traces; says why.
     """
+    low, high = TRACED
     recorders = {m: OperationRecorder() for m in TRACED}
-    traces = {m: trace_step(ready, m, on_operation=recorders[m]) for m in TRACED}
-    if _reads(traces[TRACED[0]]):
-        _refuse_dependence(ready, traces[TRACED[0]])
+    traces = {low: trace_step(ready, low, recorder=recorders[low])}
+    if _reads(traces[low]):
+        _refuse_dependence(ready, traces[low])
         notes = [*notes, "the step reads numbers from tensors; what it holds was seen not to depend on them"]
     try:
-        costs = [recorders[m].trace() for m in TRACED]
-        return _checked(ready, traces, costs, usable_bytes, most_samples=most_samples, notes=tuple(notes))
+        with Tracing(ready) as tracing:
+            traces[high] = tracing.begin(high, recorders[high])
+            found = _fitted(ready, traces, [recorders[m].trace() for m in TRACED], tuple(notes))
+            if found.steady.peak_bytes(1) > usable_bytes:
+                # Nothing fits, and a further trace of what is likely to be large would say how much more exactly.
+                return dataclasses.replace(found, checked_at=high)
+            most_samples = _smaller(most_samples, joint_limit(ready))
+            size = _further(_smaller(found.largest(usable_bytes), most_samples), TRACED)
+            if _goes_on_as_predicted(tracing, size, found.steady):
+                return dataclasses.replace(found, checked_at=size)
+        return _checked(ready, traces, found, usable_bytes, most_samples=most_samples)
     except CannotPlanError:
         raise
     except PlanError as error:
@@ -156,27 +167,46 @@ def _found(ready: Task, usable_bytes: int, *, most_samples: int | None, notes: S
         raise CannotPlanError(message) from error
 
 
-def _checked(
-    task: Task,
-    traces: dict[int, StepTrace],
-    costs: Sequence[CostTrace],
-    usable_bytes: int,
-    *,
-    most_samples: int | None,
-    notes: tuple[str, ...],
-) -> Envelopes:
+def _fitted(task: Task, traces: dict[int, StepTrace], costs: Sequence[CostTrace], notes: tuple[str, ...]) -> Envelopes:
+    """Return the envelopes through the first two traces.
+
+    Raises:
+        PlanError: the two did not do the same.
+    """
     low, high = TRACED
-    steady = fit(traces[low].steady, low, traces[high].steady, high)
-    first = fit(traces[low].first, low, traces[high].first, high)
-    line = fit_costs(costs[0], low, costs[1], high)
-    found = Envelopes(
-        steady=steady, first=first, verdict="exact", checked_at=0, profile=task.profile, costs=line, notes=notes
+    return Envelopes(
+        steady=fit(traces[low].steady, low, traces[high].steady, high),
+        first=fit(traces[low].first, low, traces[high].first, high),
+        verdict="exact",
+        checked_at=0,
+        profile=task.profile,
+        costs=fit_costs(costs[0], low, costs[1], high),
+        notes=notes,
     )
-    if found.steady.peak_bytes(1) > usable_bytes:
-        # Nothing fits, and a further trace of what is likely to be large would say how much more exactly.
-        return dataclasses.replace(found, checked_at=high)
+
+
+def _goes_on_as_predicted(tracing: Tracing, size: int, envelope: MemoryEnvelope) -> bool:
+    """Return whether one step more, at another size, holds what an envelope says, allocation by allocation.
+
+    Half of a trace from the beginning, and where it is otherwise that is still to be made.
+    """
+    try:
+        return check(envelope, tracing.go_on(size), size).verdict == "exact"
+    except PlanError:
+        return False
+
+
+def _checked(
+    task: Task, traces: dict[int, StepTrace], found: Envelopes, usable_bytes: int, *, most_samples: int | None
+) -> Envelopes:
+    """Return envelopes that a trace from the beginning has not contradicted: quadratics, where lines are not enough.
+
+    Raises:
+        PlanError: what is held is neither.
+    """
+    low, high = TRACED
     for _ in range(3):  # affine, quadratic, and once more at what the quadratic says
-        size = _further(_smaller(found.largest(usable_bytes), most_samples, joint_limit(task)), found.steady.traced)
+        size = _further(_smaller(found.largest(usable_bytes), most_samples), found.steady.traced)
         traces[size] = trace_step(task, size)
         seen = check(found.steady, traces[size].steady, size)
         if seen.verdict == "exact":

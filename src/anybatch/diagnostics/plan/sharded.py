@@ -18,7 +18,6 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -36,7 +35,7 @@ from anybatch.engine.precision import OptimizerFunction
 from anybatch.errors import PlanError
 from anybatch.memory.accelerator import allocating_as
 from anybatch.memory.host_reads import HostReads
-from anybatch.memory.known_results import FakeLedger
+from anybatch.memory.known_results import FakeLedger, fake_mode
 from anybatch.memory.ledger import MemoryLedger
 from anybatch.memory.twin import fake_batch, fake_twin
 
@@ -78,6 +77,7 @@ class ShardedTrace:
     pools: tuple[int, ...]
 
 
+@uncollected()
 def trace_sharded(task: Task, micro_batch_size: int, sharding: Sharding | None = None) -> ShardedTrace:
     """Return what an optimizer step holds on rank 0 of `task.world_size`, without ranks and without data.
 
@@ -97,13 +97,13 @@ def trace_sharded(task: Task, micro_batch_size: int, sharding: Sharding | None =
     sharding = sharding or Sharding()
     ready, _ = built(task)
     refuse_what_cannot_be_sharded(ready)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = fake_mode()
     model, loss = fake_twin((cast("nn.Module", ready.model), declared(ready.loss).function), mode)
     model.train()
     batch = partial(fake_batch, ready.sample, micro_batch_size, mode)
-    ledger = FakeLedger(mode, pool=_Pools())
+    ledger = FakeLedger(mode, pool=_Pools(), answers=task.answers)
     reads = HostReads(lambda: ledger.current_phase)
-    with imagined_ranks(task.world_size), uncollected(), warnings.catch_warnings():
+    with imagined_ranks(task.world_size), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # whoever trains in earnest will see them
         mesh = init_device_mesh("cpu", (task.world_size,))
         with refusing(), mode, reads, allocating_as(task.profile):

@@ -15,6 +15,7 @@ from anybatch.engine.precision import OptimizerFunction, PrecisionName
 from anybatch.engine.randomness import Rng
 from anybatch.memory.accelerator import Profile
 from anybatch.memory.kernel_memory import KernelMemory
+from anybatch.memory.known_results import Answers
 from anybatch.memory.twin import build
 from anybatch.norms import Policy, PolicyName
 from anybatch.parallel.strategy import Strategy
@@ -41,6 +42,7 @@ class Task:
         profile: whose allocations are planned: those of "cuda", or those of the "cpu" the plan is made on.
         kernels: what the kernels of this CPU take for themselves, as far as they were asked; None to ask none. Plans
             for CUDA ask none.
+        answers: what operations on tensors without data have returned, in all traces of this task and of its variants.
     """
 
     model: Model | Callable[[], Model]
@@ -58,6 +60,7 @@ class Task:
     world_size: int = 1
     profile: Profile = "cuda"
     kernels: KernelMemory | None = field(default_factory=KernelMemory)
+    answers: Answers = field(default_factory=Answers)
 
 
 def built(task: Task) -> tuple[Task, str | None]:

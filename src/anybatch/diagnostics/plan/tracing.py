@@ -4,9 +4,9 @@ import dataclasses
 import gc
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from anybatch.core.batch import Placement, Position
 from anybatch.core.loss import declared
-from anybatch.core.memory_model import MemoryTrace, Phase
+from anybatch.core.memory_model import Allocation, MemoryTrace, Phase
 from anybatch.core.nested import Batch, slice_samples, tensors_of
 from anybatch.core.records import MicroBatchRecord, PhaseRecord, Record
 from anybatch.diagnostics.plan.ranks import imagined_ranks
@@ -25,11 +25,11 @@ from anybatch.diagnostics.plan.task import Task, built
 from anybatch.engine.engine import Engine
 from anybatch.engine.first_step import BareLoss
 from anybatch.engine.modules import Model, collect_modules
-from anybatch.errors import CannotPlanError, UserError
+from anybatch.errors import CannotPlanError, PlanError, UserError
 from anybatch.memory.accelerator import Profile, allocating_as, choose_foreach
 from anybatch.memory.host_reads import HostReads
-from anybatch.memory.known_results import FakeLedger
-from anybatch.memory.ledger import OperationWatcher
+from anybatch.memory.known_results import FakeLedger, fake_mode
+from anybatch.memory.operations import OperationRecorder
 from anybatch.memory.twin import fake_batch, fake_twin
 from anybatch.parallel.world import World
 
@@ -61,7 +61,7 @@ def trace_step(
     *,
     num_micro_batches: int = NUM_MICRO_BATCHES,
     other_answers: bool = False,
-    on_operation: OperationWatcher | None = None,
+    recorder: OperationRecorder | None = None,
 ) -> StepTrace:
     """Run `Engine.step` twice on a fake twin, and return what is held.
 
@@ -72,41 +72,127 @@ def trace_step(
         micro_batch_size: samples of each micro-batch.
         num_micro_batches: micro-batches per rank and step.
         other_answers: answer what the program reads from tensors otherwise; see `HostReads`.
-        on_operation: is told each operation of the second step.
+        recorder: notes the operations of the second step.
 
     Raises:
         CannotPlanError: the step cannot run without data; says why.
         UserError: the engine refuses what it is asked to run.
     """
-    ready, _ = built(task)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with imagined_ranks(task.world_size) as world, warnings.catch_warnings(), uncollected():
-        warnings.simplefilter("ignore")  # whoever trains in earnest will see them
-        stage = _Stage(ready, mode, world, on_operation)
-        reads = HostReads(lambda: stage.reading_phase, other=other_answers)
-        try:
-            with refusing(), mode, reads, allocating_as(task.profile), stage.ledger:
-                start = stage.run(micro_batch_size, num_micro_batches)
-        finally:
-            stage.ledger.forget()
+    with Tracing(task, num_micro_batches=num_micro_batches, other_answers=other_answers) as tracing:
+        return tracing.begin(micro_batch_size, recorder)
+
+
+class Tracing:
+    """A run of the engine on a fake twin, step by step. A context: ranks are imagined while it is entered.
+
+    Args:
+        task: what to run.
+        num_micro_batches: micro-batches per rank and step.
+        other_answers: answer what the program reads from tensors otherwise; see `HostReads`.
+    """
+
+    def __init__(self, task: Task, *, num_micro_batches: int = NUM_MICRO_BATCHES, other_answers: bool = False) -> None:
+        self._task, _ = built(task)
+        self._num_micro_batches = num_micro_batches
+        self._mode = fake_mode()
+        self._reads = HostReads(self._reading_phase, other=other_answers)
+        self._entered = ExitStack()
+        self._stage: _Stage | None = None
+        self._stays: list[bool] = []
+
+    def __enter__(self) -> Self:
+        """Imagine the ranks, and make the twin."""
+        with ExitStack() as stack:
+            world = stack.enter_context(imagined_ranks(self._task.world_size))
+            stack.enter_context(warnings.catch_warnings())
+            stack.enter_context(uncollected())
+            warnings.simplefilter("ignore")  # whoever trains in earnest will see them
+            self._stage = _Stage(self._task, self._mode, world, self._num_micro_batches)
+            stack.callback(self._stage.ledger.forget)
+            self._entered = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Let go of everything."""
+        self._entered.close()
+
+    def begin(self, micro_batch_size: int, recorder: OperationRecorder | None = None) -> StepTrace:
+        """Make the engine and run two steps; return what is held.
+
+        Args:
+            micro_batch_size: samples of each micro-batch.
+            recorder: notes the operations of the second step.
+
+        Raises:
+            CannotPlanError: the step cannot run without data; says why.
+            UserError: the engine refuses what it is asked to run.
+        """
+        assert self._stage is not None, "it is entered"
+        ledger = self._stage.ledger
+        self._entered.callback(self._close)
+        with self._running():
+            self._stage.make_engine()
+            self._stage.step(micro_batch_size)
+            start = ledger.num_events
+            self._stage.step(micro_batch_size, recorder)
         computing: tuple[Phase, ...] = ("forward", "backward")
+        steady = ledger.trace(start)
+        self._stays = _which_stay(steady, len(ledger.trace(start, start).allocations))
         return StepTrace(
-            steady=stage.ledger.trace(start),
-            first=stage.ledger.trace(0, start),
-            numbers_read=sum(reads.numbers[phase] for phase in computing),
-            truths_read=sum(reads.truths[phase] for phase in computing),
+            steady=steady,
+            first=ledger.trace(0, start),
+            numbers_read=sum(self._reads.numbers[phase] for phase in computing),
+            truths_read=sum(self._reads.truths[phase] for phase in computing),
         )
+
+    def go_on(self, micro_batch_size: int) -> MemoryTrace:
+        """Run one step more, at another micro-batch size, and return what is held in a run of steps of that size.
+
+        The step before was of another size, and what it has left (its last inputs, say) with it. What this step leaves
+        stands in its place.
+
+        Raises:
+            CannotPlanError: the step cannot run without data; says why.
+            PlanError: it leaves other pieces than it has found.
+        """
+        assert self._stage is not None, "it is entered"
+        ledger = self._stage.ledger
+        start = ledger.num_events
+        found = ledger.trace(start).allocations
+        with self._running():
+            self._stage.step(micro_batch_size)
+        left = ledger.trace(ledger.num_events).allocations
+        own = _which_stay(ledger.trace(start), len(found))
+        if not len(found) == len(left) == len(self._stays) or sum(own) != sum(self._stays):
+            message = f"a step finds {len(found)} pieces of memory taken, and leaves {len(left)}: no two are alike."
+            raise PlanError(message)
+        return _as_in_a_run(ledger.trace(start), left, own, self._stays)
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        assert self._stage is not None, "it is entered"
+        with refusing(), self._mode, self._reads, allocating_as(self._task.profile), self._stage.ledger:
+            yield
+
+    def _close(self) -> None:
+        assert self._stage is not None, "it is entered"
+        with self._running():
+            self._stage.close()
+
+    def _reading_phase(self) -> Phase:
+        assert self._stage is not None, "it is entered"
+        return self._stage.reading_phase
 
 
 class _Stage:
     """The twin of a task, the engine that runs it, and the ledger that looks on. It is the engine's observer."""
 
-    def __init__(self, task: Task, mode: FakeTensorMode, world: World, on_operation: OperationWatcher | None) -> None:
+    def __init__(self, task: Task, mode: FakeTensorMode, world: World, num_micro_batches: int) -> None:
         kernels = task.kernels if task.profile == "cpu" else None
         watch = None if kernels is None else kernels.moments
-        self.ledger = FakeLedger(mode, on_operation=self._operation, kernels=watch)
-        self._on_operation = on_operation
-        self._told = False
+        self.ledger = FakeLedger(mode, on_operation=self._operation, kernels=watch, answers=task.answers)
+        self._recorder: OperationRecorder | None = None
+        self._num_micro_batches = num_micro_batches
         self.computing = False
         self._task = task
         self._mode = mode
@@ -128,30 +214,36 @@ class _Stage:
         _refuse_untold(self._modules, task.profile)
         self._engine: Engine | None = None
 
-    def run(self, micro_batch_size: int, num_micro_batches: int) -> int:
-        """Run two steps; return how many events there were before the second."""
+    def make_engine(self) -> None:
+        """Make the engine, and book what there is before its first step."""
         task, ledger = self._task, self.ledger
         ledger.phase = "setup"
         ledger.hold("weights", self._modules.parameters())
         ledger.hold("buffers", self._modules.buffers())
-        engine = self._engine = self._make_engine(micro_batch_size)
+        engine = self._engine = self._made_engine()
         choose_foreach(engine.optimizer, task.profile)
         self._hold_gradients()
         ledger.hold_rest("gradients")  # what strategies make before a run is where gradients add up
-        batch = _TracedBatch(self, micro_batch_size, micro_batch_size * num_micro_batches * self._world.size)
-        try:
-            ledger.phase = None
-            engine.step(batch)
-            self._hold_states()
-            ledger.hold_rest("gradients" if self._world.size > 1 else "buffers")
-            start = ledger.num_events
-            self._told = True
-            engine.step(batch)
-            self._told = False
-            self._hold_states()
-        finally:
-            engine.close()
-        return start
+        ledger.phase = None
+
+    def close(self) -> None:
+        """Let go of the model."""
+        if self._engine is not None:
+            self._engine.close()
+
+    def step(self, micro_batch_size: int, recorder: OperationRecorder | None = None) -> None:
+        """Run a step."""
+        engine = self._engine
+        assert engine is not None, "it is made"
+        is_first = not engine.num_steps
+        self._recorder = recorder
+        if recorder is not None:
+            recorder.answered = self.ledger.answered
+        engine.step(_TracedBatch(self, micro_batch_size * self._num_micro_batches * self._world.size))
+        self._recorder = None
+        self._hold_states()
+        if is_first:
+            self.ledger.hold_rest("gradients" if self._world.size > 1 else "buffers")
 
     def observe(self, record: Record, /) -> None:
         """Follow the engine: which phase it is in, and which gradients there are after each micro-batch."""
@@ -190,13 +282,13 @@ class _Stage:
         """Whether micro-batches come to the device one by one; on a CPU the whole batch is there."""
         return self._task.profile != "cpu"
 
-    def _make_engine(self, micro_batch_size: int) -> Engine:
+    def _made_engine(self) -> Engine:
         task = self._task
         return Engine(
             self._model,
             self._optimizer,
             self._loss,
-            micro_batch_size=micro_batch_size,
+            accumulation_steps=self._num_micro_batches,
             strategy=task.strategy if isinstance(task.strategy, str) else task.strategy(),
             precision=task.precision,
             clip=task.clip,
@@ -210,8 +302,8 @@ class _Stage:
         )
 
     def _operation(self, *seen: Any) -> None:  # noqa: ANN401 (handed on)
-        if self._told and self._on_operation is not None:
-            self._on_operation(*seen)
+        if self._recorder is not None:
+            self._recorder(*seen)
 
     def _hold_gradients(self) -> None:
         updated = [p for group in self._engine.optimizer.param_groups for p in group["params"]] if self._engine else []
@@ -233,7 +325,6 @@ class _TracedBatch:
     """An effective batch of fake samples; see `EffectiveBatch`."""
 
     stage: _Stage
-    micro_batch_size: int
     num_samples: int
     seed: int = 0
 
@@ -260,13 +351,48 @@ class _TracedBatch:
             yield slice_samples(whole, unit.start - first, unit.stop - first)
 
 
+def _which_stay(step: MemoryTrace, num_found: int) -> list[bool]:
+    """Return of each piece that a step finds whether the step leaves it there."""
+    gone = {-event for event in step.events if event < 0}
+    return [number not in gone for number in range(1, num_found + 1)]
+
+
+def _as_in_a_run(
+    step: MemoryTrace, left: Sequence[Allocation], own: Sequence[bool], stays: Sequence[bool]
+) -> MemoryTrace:
+    """Return a step with what it leaves in the place of what it found, numbered as where `stays` is from.
+
+    Pieces are numbered as they were taken, and a first step takes some (a momentum) before what later ones find anew.
+
+    Args:
+        step: the trace of the step.
+        left: what was held after it.
+        own: of each piece that it has found whether it has left it.
+        stays: the same of another step, and its pieces: equally many, of which equally many stay.
+    """
+    num_found = len(stays)
+    # What stays was taken before what is new, so it comes first in what is left.
+    places, own_places = (sorted(range(num_found), key=lambda place: not those[place]) for those in (stays, own))
+    renumbered = {old + 1: new + 1 for old, new in zip(own_places, places, strict=True)}
+    found = [piece for _, piece in sorted(zip(places, left, strict=True), key=lambda pair: pair[0])]
+    rest = (renumbered.get(abs(event), abs(event)) * (1 if event > 0 else -1) for event in step.events[num_found:])
+    return dataclasses.replace(
+        step,
+        allocations=(*found, *step.allocations[num_found:]),
+        events=(*step.events[:num_found], *rest),
+    )
+
+
 def _tensors(tree: object) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Let no garbage collection decide when memory is let go: it would come at another moment in each run."""
+    """Let no garbage collection decide when memory is let go: it would come at another moment in each run.
+
+    Nor look through all of torch's modules each time some thousand objects have been made.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
