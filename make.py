@@ -4,7 +4,7 @@
 setup    make .venv and install the package into it, editable, with all that tests and checks need
 train    train the digits recipe at effective batch size 256; arguments are handed on: python make.py train text
 guide    open the guide in a browser; arguments are handed on: python make.py guide --no-browser
-test     run the tests; arguments are handed to pytest: python make.py test -k accumulate
+test     run all tests, up to four files at a time; arguments are for pytest, in one process: make.py test -k accumulate
 check    lint, formatting, types, import layers and the tests of the architecture
 format   rewrite the sources the way `check` wants them
 web      build the guide's page from web/ into the package; this and the next need Node
@@ -35,6 +35,7 @@ CPU_CONSTRAINTS = ROOT / "constraints-cpu.txt"
 CACHES = (".hypothesis", ".import_linter_cache", ".mypy_cache", ".pytest_cache", ".ruff_cache", "build", "dist")
 WEB = ROOT / "web"
 PAGE = ROOT / "src" / "anybatch" / "guide" / "dist"
+MOST_WORKERS = 4  # many tests start ranks of their own
 RELEASE = ROOT / "dist"
 CHROMIUM = ("chromium", "fonts-dejavu-core", "fonts-liberation")  # of Debian
 SOURCES = ("src", "tests", "benchmarks", "examples")
@@ -88,9 +89,10 @@ def guide(arguments: Sequence[str]) -> int:
 
 
 def run_tests(arguments: Sequence[str]) -> int:
-    """Run the tests; arguments are pytest's."""
+    """Run the tests: all of them in several processes, file by file, or those that arguments for pytest name in one."""
     setup()
-    return run([venv_program("python"), "-m", "pytest", *arguments])
+    everything = ["-n", str(min(MOST_WORKERS, os.cpu_count() or 1)), "--dist", "loadfile"]
+    return run([venv_program("python"), "-m", "pytest", *(arguments or everything)])
 
 
 def check(arguments: Sequence[str]) -> int:
