@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import Browser, Locator, Page, expect
+from playwright.sync_api import APIResponse, Browser, Locator, Page, Route, expect
 
 from anybatch.guide.playground import Setting, run
 from tests.guide.browser.chromium import DESKTOP, ORPHANS, Watched, opened
@@ -106,6 +106,24 @@ def test_a_mistake_beside_a_pinned_run(guide: Watched) -> None:
     expect(part.get_by_text("pin 1: digits").first).to_be_visible()
     part.get_by_text("Take it along").click()
     expect(part.locator("pre[aria-label='command line']")).to_contain_text("mistake=zero_each")
+
+
+def test_an_answer_that_comes_late_changes_nothing(guide: Watched) -> None:
+    """A run that has begun and ended before the answer to its order is there stays on the page as it was."""
+    page = guide.page
+    part = playground(page, Setting(micro_batch_size=8, accumulation_steps=2, steps=11, seed=8))
+    held: list[tuple[Route, APIResponse]] = []
+    page.route("**/api/runs", lambda route: held.append((route, route.fetch())))
+    button(part, "Train").click()
+    expect(steps(part)).to_have_text("11")
+    expect(button(part, "Train")).to_be_enabled()
+    ((route, answer),) = held
+    with page.expect_response("**/api/runs"):
+        route.fulfill(response=answer)
+    page.evaluate("new Promise(requestAnimationFrame)")
+
+    expect(steps(part)).to_have_text("11")
+    expect(part.locator(".note.good")).to_contain_text("the same, up to rounding")
 
 
 def test_a_figure_is_run_here(guide: Watched) -> None:
