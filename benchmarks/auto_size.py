@@ -24,10 +24,10 @@ from torch.nn import functional
 
 import anybatch as ab
 from anybatch.core.geometry import ceil_div
-from anybatch.diagnostics.plan.envelopes import find_envelopes
-from anybatch.diagnostics.plan.task import Task
-from anybatch.engine.auto_size import Auto
-from anybatch.recipes.planned_size import planned_largest
+from anybatch.engine.micro_batch_size.search import Auto
+from anybatch.planner.envelopes import find_envelopes
+from anybatch.planner.trace.step_spec import Task
+from anybatch.recipes.planning.size_limit import planned_largest
 from anybatch.testing import memory_budget
 
 NUM_CHOICES = 3

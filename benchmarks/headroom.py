@@ -33,7 +33,7 @@ from torch.nn import functional
 
 import anybatch as ab
 from anybatch.core.batch import Placement, Position
-from anybatch.memory.in_use import begin_peak, memory_in_use
+from anybatch.memory.device_memory import begin_peak, memory_in_use
 from anybatch.memory.ledger import MemoryLedger
 
 FILLS = (0.60, 0.70, 0.80, 0.85, 0.90, 0.95, 0.97, 0.99)

@@ -19,8 +19,8 @@ import torch
 from memory_accuracy import CASES, Case
 
 import anybatch as ab
-from anybatch.diagnostics.plan.envelopes import find_envelopes
 from anybatch.errors import MemoryExhaustedError
+from anybatch.planner.envelopes import find_envelopes
 from anybatch.testing import memory_budget
 
 NAMES = (

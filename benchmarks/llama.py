@@ -16,7 +16,7 @@ from torch.optim import AdamW
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from anybatch.core.loss import mean_over_samples
-from anybatch.diagnostics.plan.task import Task
+from anybatch.planner.trace.step_spec import Task
 
 Tokens = tuple[torch.Tensor, torch.Tensor]
 """Inputs and targets, both (samples, tokens)."""

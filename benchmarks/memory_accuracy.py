@@ -26,10 +26,10 @@ from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
 import anybatch as ab
-from anybatch.core.memory_model import MemoryEnvelope, fit
-from anybatch.diagnostics.plan.task import Task
-from anybatch.diagnostics.plan.tracing import NUM_MICRO_BATCHES, trace_step
 from anybatch.memory.ledger import MemoryLedger
+from anybatch.memory.trace import MemoryEnvelope, fit
+from anybatch.planner.trace.step_spec import Task
+from anybatch.planner.trace.step_trace import NUM_MICRO_BATCHES, trace_step
 from anybatch.testing import RankPool
 
 MEBIBYTE = 2**20

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the model and
 
 import anybatch as ab
 from anybatch.testing import RankPool, out_of_memory_at
-from tests.engine.shortages import LARGE, End, Fault, Run, same, train
+from tests.engine.out_of_memory_cases import LARGE, End, Fault, Run, same, train
 
 HALF, QUARTER = {"micro_batch_size": LARGE // 2}, {"micro_batch_size": LARGE // 4}
 RUNS: Mapping[str, tuple[int, Run, int]] = {

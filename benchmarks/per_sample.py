@@ -19,8 +19,8 @@ from torch.nn import functional
 import anybatch as ab
 from anybatch.core.randomness import BatchKey
 from anybatch.core.splitting import Unit
-from anybatch.engine.accumulate import Work
-from anybatch.engine.per_sample import PerSample, SampleRandomness
+from anybatch.engine.accumulation.accumulate import Work
+from anybatch.engine.rng.per_sample_dropout import PerSample, SampleRandomness
 from anybatch.parallel.strategy import Turn
 
 SHAPES = ((4, 64), (16, 512), (16, 128, 256), (16, 4, 256, 256))

@@ -21,10 +21,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
-from anybatch.core.caching_allocator import replay
-from anybatch.diagnostics.plan.sharded import ShardedLoop, Sharding, shard, trace_sharded
-from anybatch.diagnostics.plan.worlds import smallest_world
 from anybatch.memory.ledger import MemoryLedger
+from anybatch.planner.cost.caching_allocator import replay
+from anybatch.planner.proposals.more_ranks import smallest_world
+from anybatch.planner.trace.fsdp_trace import ShardedLoop, Sharding, shard, trace_sharded
 from anybatch.testing import RankPool
 
 GIBIBYTE = 1 << 30

@@ -42,7 +42,7 @@ def on_one_device(name: str) -> str:
     import llama  # noqa: PLC0415 (the parent process needs no torch)
 
     from anybatch.core.headroom import HEADROOM  # noqa: PLC0415
-    from anybatch.diagnostics.plan.envelopes import find_envelopes  # noqa: PLC0415
+    from anybatch.planner.envelopes import find_envelopes  # noqa: PLC0415
 
     usable = int(DEVICE_BYTES * (1.0 - HEADROOM))
     envelopes = find_envelopes(llama.task(getattr(llama, name), precision="bf16"), usable)
@@ -53,8 +53,8 @@ def sharded(name: str, checkpointing: str, world_size: int, micro_batch_size: in
     """Plan one micro-batch size under FSDP2; return what is held."""
     import llama  # noqa: PLC0415
 
-    from anybatch.core.caching_allocator import replay  # noqa: PLC0415
-    from anybatch.diagnostics.plan.sharded import trace_sharded  # noqa: PLC0415
+    from anybatch.planner.cost.caching_allocator import replay  # noqa: PLC0415
+    from anybatch.planner.trace.fsdp_trace import trace_sharded  # noqa: PLC0415
 
     shape = replace(getattr(llama, name), checkpointing=checkpointing)
     trace = trace_sharded(llama.task(shape, world_size=world_size), micro_batch_size)

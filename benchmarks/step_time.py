@@ -24,10 +24,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from anybatch.core.cost_model import CostLine, CostTrace, Rates, fit_costs, step_seconds
-from anybatch.memory.calibration import measure_rates
 from anybatch.memory.ledger import MemoryLedger
-from anybatch.memory.operations import OperationRecorder
+from anybatch.planner.cost.calibration import measure_rates
+from anybatch.planner.cost.operations import OperationRecorder
+from anybatch.planner.cost.step_time import CostLine, CostTrace, Rates, fit_costs, step_seconds
 
 TRACED = (2, 3)
 NUM_STEPS = 9

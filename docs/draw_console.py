@@ -11,11 +11,11 @@ from rich.terminal_theme import TerminalTheme
 
 from anybatch.cli.screen import Screen, place_of, summary
 from anybatch.events.console import Console
-from anybatch.events.moment import Level, Moment
+from anybatch.events.screen import Level, Moment
 from anybatch.events.terminal_screen import Frame, TerminalScreen
 from anybatch.recipes.digits import digits
-from anybatch.recipes.session import Outlook, train
-from anybatch.recipes.settings import Choices
+from anybatch.recipes.run.session import Outlook, train
+from anybatch.recipes.run.settings import Choices
 
 OUT = Path(__file__).with_name("console.svg")
 WIDTH = 104

@@ -2,6 +2,6 @@
 
 from pathlib import Path
 
-from anybatch.core.composition import as_markdown
+from anybatch.core.compatibility import as_markdown
 
 Path(__file__).with_name("composition.md").write_text(as_markdown() + "\n", encoding="utf-8")

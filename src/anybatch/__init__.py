@@ -30,7 +30,7 @@ if typing.TYPE_CHECKING:
     from anybatch.events.jsonl import JsonlLog
     from anybatch.parallel.world import World
     from anybatch.recipes.job import Defaults, Evaluation, Job
-    from anybatch.recipes.planning import plan
+    from anybatch.recipes.planning.plan import plan
 
 __all__ = [
     "BatchPlan",
@@ -76,7 +76,7 @@ _HOMES: collections.abc.Mapping[str, str] = types.MappingProxyType(
         "mean_over": "anybatch.core.loss",
         "mean_over_samples": "anybatch.core.loss",
         "mean_over_tokens": "anybatch.core.loss",
-        "plan": "anybatch.recipes.planning",
+        "plan": "anybatch.recipes.planning.plan",
         "samples": "anybatch.core.loss",
         "shares": "anybatch.engine.shares",
         "sum_of": "anybatch.core.loss",

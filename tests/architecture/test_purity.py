@@ -96,11 +96,11 @@ def test_environment_is_read_in_one_file() -> None:
 
 
 def test_the_engine_reads_a_clock_in_one_file() -> None:
-    """Only engine/auto_size.py has a clock, as a default that can be replaced; it decides one thing, and says so.
+    """Only engine/micro_batch_size/search.py has a clock: a default that can be replaced.
 
     No other decision of the engine can depend on speed; observers take the time of records.
     """
-    known = PACKAGE / "engine" / "auto_size.py"
+    known = PACKAGE / "engine" / "micro_batch_size" / "search.py"
     found = findings(reads_clock, [path for path in python_files(PACKAGE / "engine") if path != known])
 
     assert not found, "\n".join(map(str, found))

@@ -20,9 +20,9 @@ import anybatch as ab
 from anybatch.checkpoints import list_checkpoints, load
 from anybatch.events.jsonl import read_jsonl
 from anybatch.parallel.world import World
-from anybatch.recipes.run_folder import RunFolder
-from anybatch.recipes.session import Outcome, train
-from anybatch.recipes.settings import Choices
+from anybatch.recipes.run.folder import RunFolder
+from anybatch.recipes.run.session import Outcome, train
+from anybatch.recipes.run.settings import Choices
 
 NUM_SAMPLES = 50
 BATCH_SIZE = 8

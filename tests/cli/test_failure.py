@@ -12,7 +12,7 @@ from anybatch.cli.failure import explain
 from anybatch.cli.launch import number_of_ranks, warn_of_unused
 from anybatch.cli.local_ranks import judge, threads_per_rank
 from anybatch.cli.status import Status, status_of
-from anybatch.cli.task import Task
+from anybatch.cli.train_request import Task
 from anybatch.errors import (
     AnyBatchError,
     DataError,
@@ -23,7 +23,7 @@ from anybatch.errors import (
     TruncatedCheckpointError,
 )
 from anybatch.parallel.world import World
-from anybatch.recipes.session import train
+from anybatch.recipes.run.session import train
 from tests.cli import small
 
 KILLED = -signal.SIGKILL

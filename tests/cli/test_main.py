@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from anybatch.cli import foreign_words, init
-from anybatch.cli.foreign_words import FOREIGN_WORDS, OWN_WORDS, explain_unknown
+from anybatch.cli import init, option_hints
 from anybatch.cli.main import VERBS, main
+from anybatch.cli.option_hints import FOREIGN_WORDS, OWN_WORDS, explain_unknown
 from anybatch.cli.plan import make_parser as make_plan_parser
 from anybatch.cli.plan import never_collected
 from anybatch.cli.status import Status
-from anybatch.cli.task import Task, short_name
 from anybatch.cli.train import make_parser, read
+from anybatch.cli.train_request import Task, short_name
 from tests.architecture.source_tree import ROOT
 from tests.cli.small import SPEC, told
 
@@ -167,7 +167,7 @@ def test_table_of_foreign_words_is_sound() -> None:
     names = [name for foreign in FOREIGN_WORDS for name in foreign.names]
     assert len(names) == len(set(names))
     assert not set(names) & set(OWN_WORDS)
-    assert all(name == foreign_words.plain(name) for name in names)
+    assert all(name == option_hints.plain(name) for name in names)
     pointed = {word for foreign in FOREIGN_WORDS for word in re.findall(r"--([a-z-]+)", foreign.ours)}
     assert pointed <= set(OWN_WORDS)
 

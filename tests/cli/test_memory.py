@@ -13,8 +13,8 @@ from anybatch.cli.memory import make_parser
 from anybatch.cli.parser import size
 from anybatch.cli.screen import summary
 from anybatch.cli.status import Status
-from anybatch.recipes.run_folder import RunFolder
-from anybatch.recipes.session import Highest, Outcome
+from anybatch.recipes.run.folder import RunFolder
+from anybatch.recipes.run.session import Highest, Outcome
 from tests.architecture.source_tree import ROOT
 from tests.cli.small import SPEC, step_bytes
 from tests.events.recorded_run import memory, step

@@ -12,8 +12,8 @@ from anybatch.cli.status import Status
 from anybatch.core.records import PhaseRecord
 from anybatch.errors import UserError
 from anybatch.events.console import Console
-from anybatch.recipes.run_folder import RunFolder
-from anybatch.recipes.session import Outlook
+from anybatch.recipes.run.folder import RunFolder
+from anybatch.recipes.run.session import Outlook
 from tests.cli.small import SPEC
 
 PLOT = "pip install 'anybatch[plot]'"

@@ -17,9 +17,9 @@ from anybatch.checkpoints import list_checkpoints
 from anybatch.core.records import Record
 from anybatch.errors import CheckpointError, DataError, MissingCheckpointError, UserError
 from anybatch.parallel.world import World
-from anybatch.recipes.run_folder import RunFolder
-from anybatch.recipes.session import Outlook, train
-from anybatch.recipes.settings import Choices
+from anybatch.recipes.run.folder import RunFolder
+from anybatch.recipes.run.session import Outlook, train
+from anybatch.recipes.run.settings import Choices
 from anybatch.testing import relative_error
 from tests.cli import small
 from tests.cli.small import BATCH_SIZE, NUM_SAMPLES, NUM_STEPS, STEPS_PER_EPOCH, header, parameters, run, told

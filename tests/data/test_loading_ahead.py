@@ -15,7 +15,7 @@ import torch
 import anybatch.data as ab
 from anybatch.core.batch import Placement
 from anybatch.core.splitting import Cut
-from anybatch.data.ahead import Ahead
+from anybatch.data.prefetch import Ahead
 
 PAIRS = Placement(Cut(micro_batch_size=2), 1, 0)
 THREES = Placement(Cut(micro_batch_size=3), 1, 0)

@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from anybatch.cli.main import main
 from anybatch.cli.status import Status
 from anybatch.diagnostics import check_loop
-from anybatch.diagnostics.loops import sentences
-from anybatch.diagnostics.loops.report import Verdict, fraction, ranges
-from anybatch.diagnostics.loops.stage import RowModel, make_data
+from anybatch.diagnostics.loop_check import sentences
+from anybatch.diagnostics.loop_check.report import Verdict, fraction, ranges
+from anybatch.diagnostics.loop_check.stage import RowModel, make_data
 from anybatch.errors import UserError
 from tests.architecture.source_tree import ROOT
 from tests.diagnostics import loops

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.core.memory_model import Allocation, MemoryTrace, Phase
-from anybatch.core.memory_timeline import MemoryTimeline, timeline
-from anybatch.diagnostics.memory_drawing import highest_moments, make_figure, stretches
-from anybatch.diagnostics.memory_figure import MemoryPicture, draw_memory
+from anybatch.diagnostics.memory.drawing import highest_moments, make_figure, stretches
+from anybatch.diagnostics.memory.figure import MemoryPicture, draw_memory
 from anybatch.errors import UserError
+from anybatch.memory.timeline import MemoryTimeline, timeline
+from anybatch.memory.trace import Allocation, MemoryTrace, Phase
 
 MIB = 2**20
 PICTURE = MemoryPicture(title="the title", below="the line below", limit_bytes=40 * MIB, headroom=0.15)
@@ -102,7 +102,7 @@ def test_an_ending_that_cannot_be_drawn(tmp_path: Path) -> None:
 
 def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without matplotlib the message has the line that installs it, and no folder is made."""
-    monkeypatch.delitem(sys.modules, "anybatch.diagnostics.memory_drawing", raising=False)
+    monkeypatch.delitem(sys.modules, "anybatch.diagnostics.memory.drawing", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UserError, match=r"pip install 'anybatch\[plot\]'"):
         draw_memory(course(), PICTURE, tmp_path / "folder" / "memory.png")

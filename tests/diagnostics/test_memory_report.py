@@ -13,13 +13,13 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import anybatch as ab
-from anybatch.core.memory_timeline import MemoryTimeline
 from anybatch.diagnostics import record_memory
-from anybatch.diagnostics.memory_report import UNSEEN, MemoryRecording, MemoryReport
+from anybatch.diagnostics.memory.report import UNSEEN, MemoryRecording, MemoryReport
 from anybatch.errors import UserError
-from anybatch.memory.in_use import MemoryInUse
+from anybatch.memory.device_memory import MemoryInUse
+from anybatch.memory.timeline import MemoryTimeline
 from tests.engine.cases import InMemory
-from tests.memory.profiled import most_allocated
+from tests.planner.profiled import most_allocated
 from tests.ranks_fixture import Ranks
 
 MIB = 2**20

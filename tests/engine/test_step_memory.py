@@ -11,9 +11,9 @@ from torch import nn
 
 import anybatch as ab
 from anybatch.core.records import DiagnosisRecord, MemoryRecord, Observer, Record, StepRecord
-from anybatch.engine import step_memory
-from anybatch.engine.held import num_bytes_of
-from anybatch.memory.in_use import MemoryInUse
+from anybatch.engine.telemetry import step_memory
+from anybatch.engine.update.resident_tensors import num_bytes_of
+from anybatch.memory.device_memory import MemoryInUse
 from tests.engine.cases import InMemory, vectors
 from tests.ranks_fixture import Ranks
 

@@ -12,9 +12,9 @@ from rich.console import Console as Terminal
 
 from anybatch.core.records import DiagnosisRecord, PhaseRecord, Record, StepRecord
 from anybatch.events.console import Console
-from anybatch.events.moment import Level, Moment
-from anybatch.events.outlet import Outlet
 from anybatch.events.plain_screen import PlainScreen
+from anybatch.events.safe_stream import Outlet
+from anybatch.events.screen import Level, Moment
 from anybatch.events.terminal_screen import Frame, TerminalScreen, is_capable
 from tests.events.recorded_run import (
     Clock,

@@ -16,11 +16,11 @@ from typing import Any, cast
 
 import torch
 
-from anybatch.core.devices import DEVICES
-from anybatch.diagnostics.plan.envelopes import Envelopes
-from anybatch.diagnostics.plan.plan import Plan
-from anybatch.diagnostics.plan.words import words_of
 from anybatch.guide.memory.planning import Traced, Variant, Wish, planned, read, variants_of
+from anybatch.planner.cost.devices import DEVICES
+from anybatch.planner.envelopes import Envelopes
+from anybatch.planner.plan import Plan
+from anybatch.planner.report import words_of
 
 ROOT = Path(__file__).parents[2]
 RECORDING = ROOT / "web" / "recordings" / "memory_planner.json"

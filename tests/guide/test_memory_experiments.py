@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from anybatch.core.memory_timeline import ORDER, MemoryTimeline, timeline
 from anybatch.guide.experiments import memory_limit
 from anybatch.guide.memory.accumulated import Way, measure_accumulated
 from anybatch.guide.memory.courses import drawn, in_order, peak_of
 from anybatch.guide.memory.native import trace_native, try_native
 from anybatch.guide.memory.small import ACCUMULATED, SMALL_MODELS, TRANSFORMER, SmallModel
+from anybatch.memory.timeline import ORDER, MemoryTimeline, timeline
 
 PLAIN = Way(optimizer="adamw", precision="fp32", checkpointing=False)
 MODELS = pytest.mark.parametrize("model", SMALL_MODELS.values(), ids=lambda model: model.name)

@@ -13,8 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import anybatch as ab
-from anybatch.diagnostics.plan import changes, proposals
-from anybatch.diagnostics.plan.words import words_of
 from anybatch.guide.memory.exported import packed, unpacked
 from anybatch.guide.memory.planning import (
     OFFERED,
@@ -27,6 +25,8 @@ from anybatch.guide.memory.planning import (
     trace,
     variants_of,
 )
+from anybatch.planner.proposals import changes, rank
+from anybatch.planner.report import words_of
 from tests.guide.planner_cases import GOLDEN, NUM_CASES, lines_of, recorded, row_of, wishes
 
 GPT2 = Variant(
@@ -108,7 +108,7 @@ def test_a_variant_is_a_row_of_the_table_of_changes(
     """What the page plans with a change is what `anybatch plan` plans with it."""
     variant = dataclasses.replace(GPT2, **change)
     every = changes.possible_changes
-    monkeypatch.setattr(proposals, "possible_changes", lambda task: [one for one in every(task) if one.name == name])
+    monkeypatch.setattr(rank, "possible_changes", lambda task: [one for one in every(task) if one.name == name])
     (row,) = ab.plan("gpt2", device="12GiB", effective_batch_size=300, precision="bf16", sequence_length=256).changes
     found = planned(
         read(data, variants_of(data).index(variant)), Wish(device="12GiB", effective_batch_size=300)

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from anybatch.core.memory_timeline import timeline
 from anybatch.guide.mistakes.windows import items, share, windows
 from anybatch.guide.setting import SAMPLE_BYTES
 from anybatch.guide.tasks.spirals import surface
 from anybatch.guide.tasks.task import IGNORED, MicroBatches, Task, TaskName, cross_entropy, load
 from anybatch.guide.tasks.text import encoded, in_words, sentences
 from anybatch.memory.ledger import MemoryLedger
+from anybatch.memory.timeline import timeline
 
 pytest.importorskip("sklearn.datasets", reason="needs the extra anybatch[guide]")
 

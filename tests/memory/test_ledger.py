@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from anybatch.memory.ledger import MemoryLedger
-from tests.memory.profiled import most_allocated
+from tests.planner.profiled import most_allocated
 
 
 def train(num_steps: int) -> None:

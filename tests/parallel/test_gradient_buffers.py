@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from anybatch.parallel.gradients import GradientBuffers, accumulation_dtype
+from anybatch.parallel.gradient_buckets import GradientBuffers, accumulation_dtype
 
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
 

@@ -13,7 +13,7 @@ from anybatch.core.batch import Placement
 from anybatch.core.splitting import Cut
 from anybatch.errors import LossError
 from anybatch.recipes.contrastive import Encoders, contrastive, encode, loss, retrieval
-from anybatch.recipes.start import start
+from anybatch.recipes.run.start import start
 from anybatch.testing.gradients import assert_same_gradients
 
 pytest.importorskip("sklearn.datasets", reason="needs the extra anybatch[recipes]")

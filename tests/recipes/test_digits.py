@@ -14,7 +14,7 @@ import anybatch as ab
 from anybatch.core.batch import Placement
 from anybatch.core.splitting import Cut
 from anybatch.recipes.digits import Digits, Network, accuracy, digits, loss
-from anybatch.recipes.start import start
+from anybatch.recipes.run.start import start
 from anybatch.testing.gradients import assert_same_gradients
 
 datasets = pytest.importorskip("sklearn.datasets", reason="needs the extra anybatch[recipes]")

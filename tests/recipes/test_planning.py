@@ -7,8 +7,8 @@ import transformers
 from torch import nn
 
 import anybatch as ab
-from anybatch.core.cost_model import Rates
 from anybatch.errors import UserError
+from anybatch.planner.cost.step_time import Rates
 from anybatch.recipes.demonstration import run as demonstration
 
 RATES = Rates(

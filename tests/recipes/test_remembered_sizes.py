@@ -10,9 +10,9 @@ from torch import nn
 
 import anybatch as ab
 from anybatch.events.jsonl import read_jsonl
-from anybatch.memory.known_sizes import KnownSizes
-from anybatch.recipes.session import train
-from anybatch.recipes.settings import Choices
+from anybatch.planner.cache.measured_sizes import KnownSizes
+from anybatch.recipes.run.session import train
+from anybatch.recipes.run.settings import Choices
 
 
 def job() -> ab.Job:

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import anybatch as ab
 from anybatch.errors import DataError, UserError
-from anybatch.recipes.start import Run, make_model, start
+from anybatch.recipes.run.start import Run, make_model, start
 
 
 def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:

@@ -11,9 +11,9 @@ import transformers
 from torch import nn
 
 from anybatch.errors import UserError
-from anybatch.recipes.decoder import Block, Decoder
-from anybatch.recipes.known_models import KNOWN_MODELS, Shape
-from anybatch.recipes.subjects import Subject, load_subject, subject_of_config
+from anybatch.recipes.planning.decoder import Block, Decoder
+from anybatch.recipes.planning.known_models import KNOWN_MODELS, Shape
+from anybatch.recipes.planning.subjects import Subject, load_subject, subject_of_config
 
 pytest.importorskip("sklearn.datasets", reason="needs the extra anybatch[recipes]")
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from anybatch.errors import DataError, UserError
-from anybatch.recipes.start import start
+from anybatch.recipes.run.start import start
 from anybatch.recipes.text import (
     Block,
     Transformer,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from anybatch.cli.parser import Parser, add_recipe, count, whole
 from anybatch.cli.status import Status
-from anybatch.cli.task import DEFAULT_RECIPE
+from anybatch.cli.train_request import DEFAULT_RECIPE
 
 _DESCRIPTION = (
     "Say whether micro-batches give the gradient of the un-split batch. A recipe's model and loss are run on a few of "

@@ -6,14 +6,14 @@ from pathlib import Path
 
 from anybatch.cli.status import Status
 from anybatch.core.batch import Placement
-from anybatch.core.nested import Batch
 from anybatch.core.splitting import Cut
+from anybatch.core.tree import Batch
 from anybatch.data.batches import batches
 from anybatch.diagnostics.check import check
 from anybatch.diagnostics.figure import draw_errors
 from anybatch.recipes.job import Job
 from anybatch.recipes.load import load_recipe
-from anybatch.recipes.start import make_model
+from anybatch.recipes.run.start import make_model
 
 
 def check_recipe(

@@ -15,11 +15,11 @@ from anybatch.checkpoints import list_checkpoints
 from anybatch.cli.rank import join, new_folder, run_rank
 from anybatch.cli.screen import resume_command
 from anybatch.cli.status import Status
-from anybatch.cli.task import Task
+from anybatch.cli.train_request import Task
 from anybatch.errors import CheckpointError
 from anybatch.parallel.world import has_launcher
-from anybatch.recipes.run_folder import RunFolder
-from anybatch.recipes.stop_request import StopRequest
+from anybatch.recipes.run.folder import RunFolder
+from anybatch.recipes.run.stop import StopRequest
 
 _CAN_GO_ON = frozenset({Status.UNEXPECTED, Status.NOT_FINITE, Status.RANKS, Status.OUT_OF_MEMORY, Status.INTERRUPTED})
 

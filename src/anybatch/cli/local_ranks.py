@@ -23,8 +23,8 @@ from anybatch.cli.fork_server import START_METHOD, start_fork_server
 from anybatch.cli.launch import say_stopping
 from anybatch.cli.rank import join, run_rank
 from anybatch.cli.status import Status, status_of
-from anybatch.cli.task import Task
-from anybatch.recipes.stop_request import SIGNALS
+from anybatch.cli.train_request import Task
+from anybatch.recipes.run.stop import SIGNALS
 
 _UNKNOWN = -1
 _MOST_BYTES = 2000

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from anybatch.cli.parser import Parser, add_recipe, count, count_or_auto, size, whole
-from anybatch.cli.task import DEFAULT_RECIPE
+from anybatch.cli.train_request import DEFAULT_RECIPE
 
 _DESCRIPTION = (
     "Run the first steps of a recipe on one rank, and say of the last of them what it held in memory: for what, when "

@@ -7,9 +7,9 @@ from typing import Any
 from rich.console import Console
 
 from anybatch.cli.status import Status
-from anybatch.diagnostics.memory_report import MemoryReport, record_memory
+from anybatch.diagnostics.memory.report import MemoryReport, record_memory
 from anybatch.recipes.load import load_recipe
-from anybatch.recipes.start import start
+from anybatch.recipes.run.start import start
 
 MOST_STEPS = 3
 """The first step makes the optimizer's state and checks the loss; it is not like those that follow."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NoReturn
 
 from anybatch.cli.status import Status
-from anybatch.core.devices import parse_bytes
+from anybatch.core.units import parse_bytes
 from anybatch.errors import UserError
 
 Explain = Callable[[Sequence[str]], str]

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from anybatch.cli.status import Status
-from anybatch.diagnostics.plan.figure import draw_plan
-from anybatch.diagnostics.plan.measured import keep
-from anybatch.diagnostics.plan.verification import verify as verified
-from anybatch.diagnostics.plan.words import words_of
 from anybatch.errors import UserError
-from anybatch.memory.calibration import measure_rates
-from anybatch.memory.known_devices import KnownDevices
-from anybatch.recipes.planning import plan
+from anybatch.planner.cache.measured_devices import KnownDevices
+from anybatch.planner.cost.calibration import measure_rates
+from anybatch.planner.figure import draw_plan
+from anybatch.planner.measured import keep
+from anybatch.planner.report import words_of
+from anybatch.planner.verification import verify as verified
+from anybatch.recipes.planning.plan import plan
 
 
 def plan_subject(

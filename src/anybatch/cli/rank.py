@@ -13,15 +13,15 @@ import torch.distributed as dist
 from anybatch.cli.failure import explain
 from anybatch.cli.screen import Onlookers, summary
 from anybatch.cli.status import Status, status_of
-from anybatch.cli.task import DEFAULT_RECIPE, RUNS, Task, short_name
+from anybatch.cli.train_request import DEFAULT_RECIPE, RUNS, Task, short_name
 from anybatch.errors import RankFailedError, UserError, WorldError
-from anybatch.memory.known_devices import KnownDevices
-from anybatch.memory.known_sizes import KnownSizes
 from anybatch.parallel.world import World
+from anybatch.planner.cache.measured_devices import KnownDevices
+from anybatch.planner.cache.measured_sizes import KnownSizes
 from anybatch.recipes.load import load_recipe
-from anybatch.recipes.prepare import on_first_rank
-from anybatch.recipes.session import train
-from anybatch.recipes.settings import Choices
+from anybatch.recipes.run.prepare import on_first_rank
+from anybatch.recipes.run.session import train
+from anybatch.recipes.run.settings import Choices
 
 
 def join() -> World:

@@ -8,16 +8,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from anybatch.core.headroom import Reserve
+from anybatch.core.headroom import Reserve, about_reserve
 from anybatch.core.records import CheckpointRecord, DiagnosisRecord, EndRecord, Observer, Record, StartRecord
+from anybatch.core.units import duration, in_bytes, per_second, three_digits
 from anybatch.errors import UserError
 from anybatch.events.console import Console
 from anybatch.events.plot import plot_losses
-from anybatch.events.quantities import duration, in_bytes, per_second, three_digits
-from anybatch.events.sentences import about_reserve
 from anybatch.events.tensorboard import TensorBoardLog
-from anybatch.recipes.run_folder import RunFolder
-from anybatch.recipes.session import Outcome, Outlook
+from anybatch.recipes.run.folder import RunFolder
+from anybatch.recipes.run.session import Outcome, Outlook
 
 _NAME_WIDTH: Final = 13
 

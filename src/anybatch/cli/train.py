@@ -4,11 +4,11 @@ import importlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from anybatch.cli.foreign_words import explain_unknown
 from anybatch.cli.fork_server import start_fork_server
+from anybatch.cli.option_hints import explain_unknown
 from anybatch.cli.parser import Parser, add_recipe, count, count_or_auto, micro_batch_size, rate, whole
-from anybatch.cli.task import DEFAULT_RECIPE, RUNS, Task
 from anybatch.cli.threads import let_threads_sleep
+from anybatch.cli.train_request import DEFAULT_RECIPE, RUNS, Task
 
 _DESCRIPTION = (
     "Train a recipe at the effective batch size you name: the samples of one optimizer step, over all ranks. "

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from anybatch.cli.parser import Parser, add_recipe, count, whole
-from anybatch.cli.task import DEFAULT_RECIPE
 from anybatch.cli.threads import let_threads_sleep
+from anybatch.cli.train_request import DEFAULT_RECIPE
 
 _DESCRIPTION = (
     "Make whole steps of a recipe at many micro-batch sizes, in turns, and print samples per second and memory of "

@@ -8,9 +8,9 @@ from anybatch.cli.status import Status
 from anybatch.data.batches import Batches, batches
 from anybatch.diagnostics.figure import draw_tuning
 from anybatch.diagnostics.tune import LOADED_STEPS, tune
-from anybatch.engine.precision import PrecisionName
+from anybatch.engine.update.precision import PrecisionName
 from anybatch.recipes.load import load_recipe
-from anybatch.recipes.start import make_model
+from anybatch.recipes.run.start import make_model
 
 WORKERS = (0, 1, 2)
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from anybatch.core.nested import Batch
 from anybatch.core.splitting import BatchPlan, Cut, plan_batch
+from anybatch.core.tree import Batch
 
 
 @dataclass(frozen=True, slots=True, order=True)

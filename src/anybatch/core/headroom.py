@@ -1,7 +1,9 @@
-"""Chapter 19: how much of a device's memory is kept free, and whether it is."""
+"""Chapter 15: how much of a device's memory is kept free, and whether it is."""
 
 import math
 from dataclasses import dataclass
+
+from anybatch.core.units import in_bytes
 
 HEADROOM = 0.15
 """Share of the memory that is kept free. A margin for what is not foreseen, such as fragments, not a speed-up."""
@@ -44,3 +46,15 @@ class Reserve:
     def kept(self) -> bool:
         """Whether the headroom was kept free: `peak <= floor((1 - headroom) * limit)`."""
         return self.peak_bytes <= math.floor((1.0 - self.headroom) * self.limit_bytes)
+
+
+def about_reserve(reserve: Reserve) -> str:
+    """Return what was held of a memory and what that leaves: `peak 10.2 of 24.0 GiB, 57% left: headroom of 15% kept`.
+
+    A share is rounded towards what is worse, so that what is said to be left was left.
+    """
+    of = f"peak {in_bytes(reserve.peak_bytes, reserve.limit_bytes)}"
+    if reserve.left < 0:
+        return f"{of}: more than there is"
+    state = "kept" if reserve.kept else "used up"
+    return f"{of}, {math.floor(100 * reserve.left)}% left: headroom of {100 * reserve.headroom:g}% {state}"

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Num
 from torch import Tensor
 
-from anybatch.core.nested import Batch
+from anybatch.core.tree import Batch
 from anybatch.errors import LossError
 
 LossFunction = Callable[[Any, Batch], Any]

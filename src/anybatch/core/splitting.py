@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from anybatch.core.composition import Feature, refuse_compositions
+from anybatch.core.compatibility import Feature, refuse_compositions
 from anybatch.core.geometry import ceil_div
 from anybatch.errors import BatchSizeError
 

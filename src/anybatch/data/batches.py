@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from anybatch.core.batch import Position
 from anybatch.data.effective_batch import DatasetBatches
 from anybatch.data.indexed import IndexedSource
-from anybatch.data.request import Request, end_epoch_of, pins
+from anybatch.data.options import Request, end_epoch_of, pins
 from anybatch.data.shards import Shards, check_readable
 from anybatch.data.streams import StreamSource
 from anybatch.errors import DataError

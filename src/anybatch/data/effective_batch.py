@@ -4,7 +4,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from anybatch.core.batch import Placement, Position
-from anybatch.core.nested import Batch
+from anybatch.core.tree import Batch
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

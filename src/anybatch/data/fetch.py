@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from anybatch.core.nested import Batch, map_tensors
 from anybatch.core.randomness import sample_seed
+from anybatch.core.tree import Batch, map_tensors
 
 Collate = Callable[[list[Any]], Batch]
 _NUMPY: ModuleType | None = importlib.import_module("numpy") if importlib.util.find_spec("numpy") else None

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from anybatch.core.batch import Placement, Position
-from anybatch.core.nested import Batch
 from anybatch.core.splitting import Unit
-from anybatch.data.ahead import Ahead
+from anybatch.core.tree import Batch
 from anybatch.data.effective_batch import DatasetBatch, DatasetBatches
 from anybatch.data.fetch import UnitKey, UnitLoader, callers_randomness, pinned
+from anybatch.data.options import Request
 from anybatch.data.order import Schedule, sample_order
-from anybatch.data.request import Request
+from anybatch.data.prefetch import Ahead
 from anybatch.errors import DataError
 
 

@@ -11,7 +11,7 @@ from torch.utils.data import _utils, get_worker_info
 
 from anybatch.core.randomness import order_seed, sample_seed
 from anybatch.data.fetch import seed_generators
-from anybatch.data.transport import packed
+from anybatch.data.serialization import packed
 from anybatch.errors import DataError
 
 StreamSample = tuple[int, Any]

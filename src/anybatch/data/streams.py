@@ -9,14 +9,14 @@ from typing import Any
 
 from anybatch.core.batch import Placement, Position
 from anybatch.core.geometry import ceil_div
-from anybatch.core.nested import Batch
-from anybatch.data.ahead import Ahead
+from anybatch.core.tree import Batch
 from anybatch.data.effective_batch import DatasetBatch, DatasetBatches
 from anybatch.data.fetch import Collate, callers_randomness, collate_unit, pinned
+from anybatch.data.options import Request
 from anybatch.data.order import Schedule
-from anybatch.data.request import Request
+from anybatch.data.prefetch import Ahead
+from anybatch.data.serialization import unpacked
 from anybatch.data.shards import ChunkKey, LaneReader, Shards, StreamSample, hide_worker, read_rounds
-from anybatch.data.transport import unpacked
 from anybatch.errors import DataError
 
 

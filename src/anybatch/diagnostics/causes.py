@@ -6,10 +6,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from anybatch.core.comparison import relative_error
-from anybatch.diagnostics.report import Finding
-from anybatch.diagnostics.trial import Trial
-from anybatch.engine.broken_loss import broken, explained
-from anybatch.engine.stand_in import UndecidedError
+from anybatch.diagnostics.check_report import Finding
+from anybatch.diagnostics.gradient_runs import Trial
+from anybatch.engine.loss_check.messages import broken, explained
+from anybatch.engine.loss_check.recorded_model import UndecidedError
 
 
 def find_causes(trial: Trial, micro_batch_size: int, couples: Sequence[str], tolerance: float) -> Iterator[Finding]:

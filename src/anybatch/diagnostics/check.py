@@ -7,11 +7,11 @@ import torch
 
 from anybatch.core.comparison import errors_by_parameter, relative_error
 from anybatch.core.loss import Loss, LossFunction, declared, mean_over_samples
-from anybatch.core.nested import Batch, count_samples
+from anybatch.core.tree import Batch, count_samples
 from anybatch.diagnostics.causes import find_causes
-from anybatch.diagnostics.report import CheckReport, Finding, SplitResult, in_words, verdict_of
-from anybatch.diagnostics.trial import Trial, copied
-from anybatch.engine.modules import Model
+from anybatch.diagnostics.check_report import CheckReport, Finding, SplitResult, in_words, verdict_of
+from anybatch.diagnostics.gradient_runs import Trial, copied
+from anybatch.engine.inputs import Model
 from anybatch.errors import BatchSizeError
 from anybatch.norms import Policy, PolicyName
 

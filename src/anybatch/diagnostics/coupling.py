@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from anybatch.core.nested import tensors_of
+from anybatch.core.tree import tensors_of
 from anybatch.norms.probe import tried_couplings
 
 

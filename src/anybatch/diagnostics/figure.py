@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from anybatch.diagnostics.report import EXACT, CheckReport
+from anybatch.diagnostics.check_report import EXACT, CheckReport
 from anybatch.diagnostics.tuning import TuneReport
 from anybatch.errors import UserError
 

@@ -11,15 +11,15 @@ import torch
 from anybatch.core.batch import EffectiveBatch, Placement, Position
 from anybatch.core.geometry import ceil_div
 from anybatch.core.loss import Loss, LossFunction
-from anybatch.core.nested import Batch
 from anybatch.core.splitting import Cut
+from anybatch.core.tree import Batch
 from anybatch.diagnostics.tuning import LoadingResult, SizeResult, TuneReport, default_sizes
 from anybatch.engine.engine import Engine
-from anybatch.engine.modules import Model
-from anybatch.engine.precision import OptimizerFunction, PrecisionName
-from anybatch.engine.randomness import Rng
+from anybatch.engine.inputs import Model
+from anybatch.engine.rng.generators import Rng
+from anybatch.engine.update.precision import OptimizerFunction, PrecisionName
 from anybatch.errors import BatchSizeError, MemoryExhaustedError
-from anybatch.memory.host import device_name
+from anybatch.memory.host_memory import device_name
 from anybatch.memory.ledger import MemoryLedger
 from anybatch.norms import Policy, PolicyName
 from anybatch.parallel.world import World

@@ -13,33 +13,23 @@ import torch
 from torch.optim import Optimizer
 
 from anybatch.core.batch import Placement, Position
-from anybatch.core.composition import remarks
+from anybatch.core.compatibility import remarks
 from anybatch.core.geometry import Sizes
 from anybatch.core.loss import Loss, LossFunction, declared
 from anybatch.core.records import Observer
 from anybatch.core.reports import StepReport
 from anybatch.core.splitting import Deal
-from anybatch.engine.accumulate import Machine
-from anybatch.engine.averaging import WeightAverage
-from anybatch.engine.clipping import ClipArgument, ClipByNorm, clip_gradients, clip_policy, refuse_groups, total_norm
-from anybatch.engine.decisions import first_decisions
-from anybatch.engine.evaluation import MetricFunction, evaluate
-from anybatch.engine.executors import choose_executor
-from anybatch.engine.failing import told
-from anybatch.engine.features import features_of_choices, features_of_training, refuse_features
-from anybatch.engine.feeding import OpenBatch, Workload, make_workload, open_batch, refuse_disagreement
-from anybatch.engine.finite import FiniteCheck
-from anybatch.engine.first_step import DeclarationCheck
-from anybatch.engine.held import held_tensors
-from anybatch.engine.holdings import Holdings
-from anybatch.engine.modules import Model, choose_strategy, collect_modules, move_modules, world_of
-from anybatch.engine.norms import Normalisation, policy_features, policy_for
-from anybatch.engine.precision import LossScaler, OptimizerFunction, PrecisionName, autocast, make_target
-from anybatch.engine.randomness import Rng, choose_randomness
-from anybatch.engine.recovery import Recovery, why_not_anew
-from anybatch.engine.resizing import Resizing
-from anybatch.engine.sizing import MicroBatchSize, Sizing, Trying
-from anybatch.engine.state import (
+from anybatch.engine.accumulation.accumulate import Machine
+from anybatch.engine.accumulation.planned_batch import (
+    OpenBatch,
+    Workload,
+    make_workload,
+    open_batch,
+    refuse_disagreement,
+)
+from anybatch.engine.accumulation.sums import divide_late, number_type
+from anybatch.engine.batch_norm.runner import Normalisation, policy_features, policy_for
+from anybatch.engine.checkpoint_state import (
     Parts,
     Progress,
     Scheduler,
@@ -48,9 +38,32 @@ from anybatch.engine.state import (
     restore_state,
     save_on_first_rank,
 )
-from anybatch.engine.sums import divide_late, number_type
-from anybatch.engine.update_memory import UpdateMemory
-from anybatch.engine.watch import Watch, start_record
+from anybatch.engine.compatibility import features_of_choices, features_of_training, refuse_features
+from anybatch.engine.evaluation import MetricFunction, evaluate
+from anybatch.engine.executors import choose_executor
+from anybatch.engine.failure import told
+from anybatch.engine.holdings import Holdings
+from anybatch.engine.inputs import Model, choose_strategy, collect_modules, move_modules, world_of
+from anybatch.engine.loss_check.check import DeclarationCheck
+from anybatch.engine.micro_batch_size.backoff import Resizing
+from anybatch.engine.micro_batch_size.oom_retry import Recovery, why_not_anew
+from anybatch.engine.micro_batch_size.sizes import MicroBatchSize, Sizing, Trying
+from anybatch.engine.rng.generators import Rng, choose_randomness
+from anybatch.engine.telemetry.decisions import first_decisions
+from anybatch.engine.telemetry.notifier import Watch, start_record
+from anybatch.engine.update.clipping import (
+    ClipArgument,
+    ClipByNorm,
+    clip_gradients,
+    clip_policy,
+    refuse_groups,
+    total_norm,
+)
+from anybatch.engine.update.finite_check import FiniteCheck
+from anybatch.engine.update.optimizer_state import UpdateMemory
+from anybatch.engine.update.precision import LossScaler, OptimizerFunction, PrecisionName, autocast, make_target
+from anybatch.engine.update.resident_tensors import held_tensors
+from anybatch.engine.update.weight_average import WeightAverage
 from anybatch.errors import UserError
 from anybatch.norms import Policy, PolicyName
 from anybatch.parallel.strategy import Strategy
@@ -78,7 +91,8 @@ class Engine:
             mean over samples, one loss per item or `ab.LossSum`. A module trains its parameters too.
         effective_batch_size: samples of one step over all ranks; checked against the batches. None: as they come.
         micro_batch_size: most samples of one forward and backward. "auto" tries a few sizes on the first batch and
-            takes the fastest; an `anybatch.engine.auto_size.Auto` does it with what it is told. docs/auto_size.md.
+            takes the fastest; an `Auto` of `anybatch.engine.micro_batch_size.search` knows more beforehand.
+            See docs/auto_size.md.
         accumulation_steps: micro-batches per rank and step, of nearly equal size, instead of a micro-batch size.
         deal: "balanced" gives ranks the same number of samples up to one; "fixed" keeps micro-batches whole, so that
             the cut does not depend on the number of ranks.

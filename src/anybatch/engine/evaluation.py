@@ -9,13 +9,13 @@ import torch
 
 from anybatch.core.batch import Placement, Position
 from anybatch.core.loss import Loss, LossSum, unit_counts
-from anybatch.core.nested import Batch, slice_samples
 from anybatch.core.randomness import BatchKey
 from anybatch.core.splitting import Unit
-from anybatch.engine.accumulate import Machine, Work
-from anybatch.engine.feeding import OpenBatch, open_batch, to_device
-from anybatch.engine.halving import Halving
-from anybatch.engine.joint import (
+from anybatch.core.tree import Batch, slice_samples
+from anybatch.engine.accumulation.accumulate import Machine, Work
+from anybatch.engine.accumulation.planned_batch import OpenBatch, open_batch, to_device
+from anybatch.engine.accumulation.sums import number_type
+from anybatch.engine.accumulation.two_pass import (
     Outputs,
     call_on_whole,
     encode_all,
@@ -23,7 +23,7 @@ from anybatch.engine.joint import (
     gather_outputs,
     one_number,
 )
-from anybatch.engine.sums import number_type
+from anybatch.engine.micro_batch_size.oom_halving import Halving
 from anybatch.errors import LossError
 from anybatch.parallel.strategy import Turn
 from anybatch.parallel.world import World

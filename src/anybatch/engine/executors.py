@@ -5,18 +5,18 @@ from typing import Protocol
 
 from torch import nn
 
-from anybatch.engine.accumulate import Machine
-from anybatch.engine.feeding import Workload
-from anybatch.engine.joint import (
+from anybatch.engine.accumulation.accumulate import Machine
+from anybatch.engine.accumulation.planned_batch import Workload
+from anybatch.engine.accumulation.sums import Sums
+from anybatch.engine.accumulation.two_pass import (
     Meeting,
     accumulate_joint,
     first_rank_with_samples,
     gather_outputs,
     give_up_gathering,
 )
-from anybatch.engine.norms import Normalisation
-from anybatch.engine.sums import Sums
-from anybatch.engine.watch import Watch
+from anybatch.engine.batch_norm.runner import Normalisation
+from anybatch.engine.telemetry.notifier import Watch
 from anybatch.parallel.world import World
 
 

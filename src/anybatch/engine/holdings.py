@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from anybatch.engine.held import Held, num_bytes_of
-from anybatch.engine.precision import Target
-from anybatch.events.quantities import in_bytes
-from anybatch.parallel.gradients import gradient_bytes
+from anybatch.core.units import in_bytes
+from anybatch.engine.update.precision import Target
+from anybatch.engine.update.resident_tensors import Held, num_bytes_of
+from anybatch.parallel.gradient_buckets import gradient_bytes
 
 
 @dataclass(frozen=True, slots=True)

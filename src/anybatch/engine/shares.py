@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from torch.utils.data import DistributedSampler
 
-from anybatch.engine.feeding import RankShare
+from anybatch.engine.accumulation.planned_batch import RankShare
 from anybatch.parallel.world import World
 
 

@@ -23,14 +23,14 @@ from anybatch.core.records import (
     StartRecord,
     StepRecord,
 )
-from anybatch.events.moment import CELL_WIDTH, Cell, Moment, Screen
-from anybatch.events.outlet import Outlet
-from anybatch.events.pace import Pace
+from anybatch.core.units import duration, in_bytes, per_second, shortened, three_digits
+from anybatch.events.messages import about, lines_of_start, skipped_line
 from anybatch.events.plain_screen import PlainScreen
-from anybatch.events.quantities import duration, in_bytes, per_second, shortened, three_digits
 from anybatch.events.readings import read_number
-from anybatch.events.sentences import about, lines_of_start, skipped_line
+from anybatch.events.safe_stream import Outlet
+from anybatch.events.screen import CELL_WIDTH, Cell, Moment, Screen
 from anybatch.events.terminal_screen import is_capable, make_terminal_screen
+from anybatch.events.throughput import Pace
 
 _LABEL_WIDTH = CELL_WIDTH - len(" -1.23e-100")
 

@@ -14,8 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
+from anybatch.core.units import three_digits
 from anybatch.events.curves import Curves, smoothed
-from anybatch.events.quantities import three_digits
 
 # Shades of Okabe and Ito's blue and vermilion: colour-blind readers tell them apart, and in grey they are light, dark
 # and between.

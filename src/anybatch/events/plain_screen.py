@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from anybatch.events.moment import Cell, Level, Moment
-from anybatch.events.outlet import Outlet
+from anybatch.events.safe_stream import Outlet
+from anybatch.events.screen import Cell, Level, Moment
 
 
 class PlainScreen:

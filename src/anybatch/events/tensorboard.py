@@ -23,9 +23,9 @@ from anybatch.core.records import (
     StepRecord,
 )
 from anybatch.errors import UserError
-from anybatch.events.pace import Pace
+from anybatch.events.messages import about, lines_of_start
 from anybatch.events.readings import read_number
-from anybatch.events.sentences import about, lines_of_start
+from anybatch.events.throughput import Pace
 
 Point = tuple[str, Scalar | Flag]
 

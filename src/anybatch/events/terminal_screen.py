@@ -13,8 +13,8 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from anybatch.events.moment import CELL_WIDTH, Cell, Level, Moment
-from anybatch.events.outlet import Outlet
+from anybatch.events.safe_stream import Outlet
+from anybatch.events.screen import CELL_WIDTH, Cell, Level, Moment
 
 _GAP = "   "
 _INDENT, _BAR_STYLE = "    ", "cyan"

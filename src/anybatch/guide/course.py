@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from anybatch.core.memory_timeline import MemoryTimeline
 from anybatch.core.records import EndRecord, MicroBatchRecord, Record, StepRecord
 from anybatch.errors import NonFiniteError
 from anybatch.guide.experiment import Data
@@ -17,6 +16,7 @@ from anybatch.guide.lines import Lines, finite
 from anybatch.guide.setting import Setting
 from anybatch.guide.tasks.spirals import surface
 from anybatch.guide.tasks.task import Task
+from anybatch.memory.timeline import MemoryTimeline
 
 if TYPE_CHECKING:
     from anybatch.guide.playground import Native

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from anybatch.engine.watch import software_versions
+from anybatch.engine.telemetry.notifier import software_versions
 
 Data = Mapping[str, Any]
 """What JSON can hold, by name."""

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from anybatch.core.memory_timeline import timeline
 from anybatch.core.records import EndRecord, MicroBatchRecord, SpanEvent, StartRecord, StepRecord
 from anybatch.errors import NonFiniteError
 from anybatch.guide.course import Course
@@ -16,6 +15,7 @@ from anybatch.guide.mistakes.windows import items
 from anybatch.guide.setting import Setting
 from anybatch.guide.tasks.task import cross_entropy
 from anybatch.memory.ledger import MemoryLedger
+from anybatch.memory.timeline import timeline
 
 
 class _Enough(Exception):  # noqa: N818 (nothing went wrong)

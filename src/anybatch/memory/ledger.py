@@ -1,7 +1,7 @@
 """A ledger of tensor memory: every storage is booked when it is made and struck off when it is let go.
 
 It sees what operations return, on any device and on fake tensors alike. It does not see what a kernel takes for itself
-and gives back before it returns, unless it is told (`memory/kernel_memory.py`).
+and gives back before it returns, unless it is told (`planner/trace/cpu_workspaces.py`).
 """
 
 import weakref
@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
-from anybatch.core.memory_model import Allocation, Category, MemoryTrace, Phase
+from anybatch.memory.trace import Allocation, Category, MemoryTrace, Phase
 
 Watcher = Callable[[int, int, str], None]
 """Told (bytes held with the new allocation, bytes of it, operation) at each allocation; may raise."""

@@ -11,7 +11,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils.hooks import RemovableHandle
 
 from anybatch.core.buffers import BufferValues
-from anybatch.core.nested import Batch, count_samples, map_tensors, tensors_of
+from anybatch.core.tree import Batch, count_samples, map_tensors, tensors_of
 from anybatch.errors import DataError
 from anybatch.norms.layers import refuse_unfit_layers
 

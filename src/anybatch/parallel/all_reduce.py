@@ -16,9 +16,9 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from anybatch.parallel.closing import AbandonedError, Closing
-from anybatch.parallel.gradients import GradientBuffers
+from anybatch.parallel.gradient_buckets import GradientBuffers
 from anybatch.parallel.replicas import Initial, align_replicas
+from anybatch.parallel.step_agreement import AbandonedError, Closing
 from anybatch.parallel.strategy import Capabilities, Prepared, ReductionObserver, Turn, trainable
 from anybatch.parallel.world import World
 

@@ -14,10 +14,10 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from anybatch.core.loss import LossFunction
-from anybatch.core.nested import Batch
+from anybatch.core.tree import Batch
 from anybatch.errors import CannotRedoError
-from anybatch.parallel.closing import AbandonedError, Closing
 from anybatch.parallel.replicas import Initial, align_replicas
+from anybatch.parallel.step_agreement import AbandonedError, Closing
 from anybatch.parallel.strategy import Capabilities, Prepared, ReductionObserver, Turn, trainable
 from anybatch.parallel.world import World
 

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from anybatch.parallel.gradients import GradientBuffers, is_low_precision
+from anybatch.parallel.gradient_buckets import GradientBuffers, is_low_precision
 from anybatch.parallel.strategy import Capabilities, Prepared, ReductionObserver, Turn, trainable
 from anybatch.parallel.world import World
 

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from anybatch.core.loss import LossFunction
-from anybatch.core.nested import Batch
+from anybatch.core.tree import Batch
 from anybatch.parallel.world import World
 
 ReductionObserver = Callable[[int, int, torch.dtype], None]

@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 
 from anybatch.core.learning_rate import Rule
 from anybatch.core.loss import Loss, LossFunction
-from anybatch.engine.clipping import ClipArgument, clip_policy
+from anybatch.engine.checkpoint_state import Scheduler
 from anybatch.engine.evaluation import MetricFunction
-from anybatch.engine.modules import Model
-from anybatch.engine.randomness import Rng
-from anybatch.engine.state import Scheduler
+from anybatch.engine.inputs import Model
+from anybatch.engine.rng.generators import Rng
+from anybatch.engine.update.clipping import ClipArgument, clip_policy
 from anybatch.errors import BatchSizeError, DataError, LossError, ParameterError, UserError
 from anybatch.norms import Policy, PolicyName
 

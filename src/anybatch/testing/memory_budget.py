@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from anybatch.core.memory_model import Phase
 from anybatch.memory.ledger import MemoryLedger, Watcher
+from anybatch.memory.trace import Phase
 
 Holder = nn.Module | Optimizer | torch.Tensor
 """Something that holds memory from before: parameters, buffers and gradients; an optimizer's state; a tensor."""

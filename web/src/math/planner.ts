@@ -36,7 +36,7 @@ export interface VariantData {
   moves: number[];
 }
 
-/** What a step holds: src/anybatch/core/memory_model.py, MemoryEnvelope. */
+/** What a step holds: src/anybatch/memory/trace.py, MemoryEnvelope. */
 export interface Envelope {
   /** `n` where piece number `n - 1` is taken, `-n` where it is let go. */
   events: Int32Array;
@@ -223,7 +223,7 @@ function halved(low: number, high: number, fits: (m: number) => boolean): number
   return low;
 }
 
-/** The largest micro-batch size that the allocator can serve: src/anybatch/core/caching_allocator.py. */
+/** The largest micro-batch size that the allocator can serve: src/anybatch/planner/cost/caching_allocator.py. */
 export function largestThatFits(one: Envelope, limit: number): number | null {
   const fits = (m: number) => replay(one, m, limit).fits;
   const most = largestOfTensors(one, limit);
@@ -401,7 +401,7 @@ function split(block: Block, size: number): Block {
   return rest;
 }
 
-/** The memory that a step may take: src/anybatch/diagnostics/plan/budget.py. */
+/** The memory that a step may take: src/anybatch/planner/budget.py. */
 export function budgetOf(data: PlannerData, name: string, total: number, ranks: number, headroom: number): Budget {
   const outside = data.context_bytes + (ranks > 1 ? data.communicator_bytes : 0);
   const workspace = data.workspace_bytes;
@@ -413,7 +413,7 @@ export function evenSize(share: number, limit: number): number {
   return Math.ceil(share / Math.ceil(share / Math.max(1, limit)));
 }
 
-/** What fits: src/anybatch/diagnostics/plan/proposals.py, fit_of. */
+/** What fits: src/anybatch/planner/proposals/rank.py, fit_of. */
 export function plan(data: PlannerData, variant: VariantData, both: [Envelope, Envelope], wish: Wish): Plan {
   const [steady, first] = both;
   const { usable } = wish.budget;

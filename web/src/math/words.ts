@@ -1,4 +1,4 @@
-/** A plan in the words of `anybatch plan`: src/anybatch/diagnostics/plan/words.py, core/splitting.py, events/quantities.py. */
+/** A plan in the words of `anybatch plan`: src/anybatch/planner/report.py, core/splitting.py, core/units.py. */
 import type { Budget, Plan } from "./planner";
 
 const HEADROOM = 0.15; // what is left free where nothing is known and nothing was asked: core/headroom.py
@@ -63,7 +63,7 @@ function because(one: Plan, usable: number): string {
   return `no part alone is too large; ${sorted.slice(0, 3).map(({ name, bytes }) => `${name} ${inBytes(bytes)}`).join(", ")}`;
 }
 
-/** As core/memory_model.py lists them; a test compares this with the recording. */
+/** As memory/trace.py lists them; a test compares this with the recording. */
 export const CATEGORIES = ["weights", "buffers", "inputs", "gradients", "optimizer", "activations", "temporaries"];
 
 function moment({ peak }: Plan): string {

@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from anybatch.diagnostics.loops.check import Pool, check_loop
+from anybatch.diagnostics.loop_check.check import Pool, check_loop
 from anybatch.guide.experiment import Data
 from anybatch.guide.mistakes.mistake import MISTAKES, wrong_lines
 

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from anybatch.core.memory_timeline import ORDER
 from anybatch.guide.experiment import Data, Experiment, Tell
 from anybatch.guide.memory.accumulated import Way, all_ways, measure_accumulated
 from anybatch.guide.memory.courses import drawn, peak_of
 from anybatch.guide.memory.small import ACCUMULATED
+from anybatch.memory.timeline import ORDER
 
 EFFECTIVE = 64
 MICRO_SIZES = (64, 32, 16, 8, 4, 2, 1)

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from anybatch.core.memory_model import fit
-from anybatch.core.memory_timeline import ORDER, MemoryTimeline, timeline
 from anybatch.guide.experiment import Data, Experiment, Tell
 from anybatch.guide.memory.courses import in_order, peak_of
 from anybatch.guide.memory.native import Shortage, trace_native, try_native
 from anybatch.guide.memory.small import SMALL_MODELS, SmallModel
+from anybatch.memory.timeline import ORDER, MemoryTimeline, timeline
+from anybatch.memory.trace import fit
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Batch sizes that are measured."""

@@ -1,10 +1,10 @@
 """Steps of published models, traced without data: what the page's planner computes with."""
 
-from anybatch.core.devices import DEVICES
 from anybatch.core.headroom import HEADROOM
-from anybatch.diagnostics.plan.budget import COMMUNICATOR_BYTES, CONTEXT_BYTES, WORKSPACE_BYTES
 from anybatch.guide.experiment import Data, Experiment, Tell
 from anybatch.guide.memory.planning import OFFERED, as_recorded, trace
+from anybatch.planner.budget import COMMUNICATOR_BYTES, CONTEXT_BYTES, WORKSPACE_BYTES
+from anybatch.planner.cost.devices import DEVICES
 
 
 def run(tell: Tell) -> Data:

@@ -2,21 +2,21 @@
 
 from typing import Any
 
-from anybatch.core.memory_formulas import (
+from anybatch.core.size_choice import even_size
+from anybatch.engine.update.precision import PrecisionName
+from anybatch.guide.experiment import Data, Experiment, Tell
+from anybatch.guide.memory.courses import in_order
+from anybatch.guide.memory.formulas import (
     AUTOCAST_ADAM,
     logits_bytes,
     state_bytes,
     transformer_layer_activation_bytes,
 )
-from anybatch.core.memory_timeline import ORDER
-from anybatch.core.size_choice import even_size
-from anybatch.diagnostics.plan.plan import Plan
-from anybatch.diagnostics.plan.words import words_of
-from anybatch.engine.precision import PrecisionName
-from anybatch.guide.experiment import Data, Experiment, Tell
-from anybatch.guide.memory.courses import in_order
 from anybatch.guide.memory.planning import Traced, Variant, Wish, planned, trace
-from anybatch.recipes.known_models import KNOWN_MODELS
+from anybatch.memory.timeline import ORDER
+from anybatch.planner.plan import Plan
+from anybatch.planner.report import words_of
+from anybatch.recipes.planning.known_models import KNOWN_MODELS
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Batch sizes that are offered."""

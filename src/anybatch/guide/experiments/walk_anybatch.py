@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from anybatch.engine import accumulate
+from anybatch.engine.accumulation import accumulate
 from anybatch.guide.experiment import Data, Experiment, Tell
 from anybatch.guide.listings import listing
 from anybatch.guide.tracing import Source, trace_program
@@ -11,7 +11,7 @@ from anybatch.guide.tracing import Source, trace_program
 def run(tell: Tell) -> Data:
     """Return the trace of the program."""
     tell({"kind": "guide.progress", "done": 0, "of": 1, "what": "lines"})
-    hot_loop = Source(Path(accumulate.__file__), "src/anybatch/engine/accumulate.py")
+    hot_loop = Source(Path(accumulate.__file__), "src/anybatch/engine/accumulation/accumulate.py")
     return trace_program([listing("with_anybatch.py"), hot_loop], repeats=100)
 
 

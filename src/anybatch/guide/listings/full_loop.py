@@ -16,8 +16,8 @@ from torch.nn.functional import cross_entropy
 import anybatch as ab
 from anybatch.core.records import Observer
 from anybatch.events.jsonl import read_jsonl
-from anybatch.recipes.decoder import Decoder
-from anybatch.recipes.known_models import Shape
+from anybatch.recipes.planning.decoder import Decoder
+from anybatch.recipes.planning.known_models import Shape
 
 SHAPE = Shape(
     num_layers=2,

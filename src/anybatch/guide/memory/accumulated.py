@@ -6,11 +6,11 @@ from typing import Literal
 import torch
 
 import anybatch as ab
-from anybatch.core.memory_timeline import MemoryTimeline
-from anybatch.diagnostics.memory_report import record_memory
-from anybatch.engine.precision import PrecisionName
+from anybatch.diagnostics.memory.report import record_memory
+from anybatch.engine.update.precision import PrecisionName
 from anybatch.guide.memory.small import SmallModel, own_random_numbers
-from anybatch.parallel.gradients import gradient_bytes
+from anybatch.memory.timeline import MemoryTimeline
+from anybatch.parallel.gradient_buckets import gradient_bytes
 
 OptimizerName = Literal["adamw", "sgd"]
 _OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}

@@ -4,8 +4,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from anybatch.core.memory_model import Category
-from anybatch.core.memory_timeline import ORDER, MemoryTimeline
+from anybatch.memory.timeline import ORDER, MemoryTimeline
+from anybatch.memory.trace import Category
 
 
 def peak_of(course: MemoryTimeline) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 
-from anybatch.core.memory_model import Allocation, Category, MemoryEnvelope, MemoryTrace, Phase, Polynomials
+from anybatch.memory.trace import Allocation, Category, MemoryEnvelope, MemoryTrace, Phase, Polynomials
 
 Kind = tuple[int, int, Category, Phase, str]
 """Bytes of a piece of memory as constant and slope, what it is held for, when it is taken, and by what."""

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch.optim import Optimizer
 
-from anybatch.core.memory_model import MemoryTrace, Phase
-from anybatch.core.memory_timeline import timeline
 from anybatch.guide.memory.small import Batch, SmallModel, own_random_numbers
 from anybatch.memory.ledger import MemoryLedger
+from anybatch.memory.timeline import timeline
+from anybatch.memory.trace import MemoryTrace, Phase
 from anybatch.testing import memory_budget
 
 

@@ -9,21 +9,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
-from anybatch.core.cost_model import CostLine, CostTrace
 from anybatch.core.headroom import HEADROOM
-from anybatch.core.memory_model import Category, Phase
 from anybatch.core.splitting import Cut, plan_batch
-from anybatch.diagnostics.plan.blocks import as_module
-from anybatch.diagnostics.plan.budget import budget_of
-from anybatch.diagnostics.plan.changes import possible_changes
-from anybatch.diagnostics.plan.envelopes import Envelopes, find_envelopes
-from anybatch.diagnostics.plan.plan import Plan
-from anybatch.diagnostics.plan.proposals import Setting, fit_of
-from anybatch.diagnostics.plan.task import Task, built
-from anybatch.engine.modules import Model
-from anybatch.engine.precision import PrecisionName
+from anybatch.engine.inputs import Model
+from anybatch.engine.update.precision import PrecisionName
 from anybatch.guide.memory.exported import Kind, as_numbers, envelopes_of
-from anybatch.recipes.subjects import load_subject
+from anybatch.memory.trace import Category, Phase
+from anybatch.planner.budget import budget_of
+from anybatch.planner.cost.step_time import CostLine, CostTrace
+from anybatch.planner.envelopes import Envelopes, find_envelopes
+from anybatch.planner.plan import Plan
+from anybatch.planner.proposals.changes import possible_changes
+from anybatch.planner.proposals.rank import Setting, fit_of
+from anybatch.planner.trace.blocks import as_module
+from anybatch.planner.trace.step_spec import Task, built
+from anybatch.recipes.planning.subjects import load_subject
 
 OptimizerName = Literal["AdamW", "fused AdamW"]
 _PLENTY_BYTES = 1 << 50

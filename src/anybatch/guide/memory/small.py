@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from anybatch.recipes.decoder import Decoder
-from anybatch.recipes.known_models import Shape
-from anybatch.recipes.subjects import next_token_loss
+from anybatch.recipes.planning.decoder import Decoder
+from anybatch.recipes.planning.known_models import Shape
+from anybatch.recipes.planning.subjects import next_token_loss
 
 Batch = dict[str, Tensor]
 _NUM_CLASSES = 10

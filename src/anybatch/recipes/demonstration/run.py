@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import anybatch as ab
-from anybatch.events.quantities import in_bytes
+from anybatch.core.units import in_bytes
 from anybatch.recipes.demonstration import plain, three_lines
 from anybatch.recipes.text import Transformer, loss, text
 from anybatch.testing import memory_budget, relative_error

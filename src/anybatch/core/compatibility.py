@@ -1,0 +1,420 @@
+"""Chapter 10: what composes with what. A table, feature by feature, that is checked before anything is changed.
+
+A cell says what happens when two features meet; a feature by itself is the cell of the diagonal. Cells are stated only
+where there is something to say: any other pair of two values of one axis excludes itself, and any other pair is as
+good as the worse of its two features is by itself. So a new row begins as one untested feature, and its author states
+what he has seen.
+"""
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from anybatch.errors import CompositionError
+
+
+class Verdict(Enum):
+    """What becomes of two features together, from good to bad; the value is the mark in the printed table.
+
+    EXACT: the gradient is that of the un-split batch: to 1e-12 in float64, in bf16 and fp16 up to their rounding.
+    SAME_CUT: the gradient is that of the same micro-batches, run by whatever ranks; another cut draws other numbers.
+    DIFFERS: it runs, but equality with the un-split batch cannot be had; the reason says why.
+    UNTESTED: it runs, and nobody has compared it.
+    EXCLUSIVE: the two never meet: values of one axis, or one follows from the absence of the other.
+    REFUSED: an error before the model is touched; for what shows only in a backward, before the first update.
+    """
+
+    EXACT = "="
+    SAME_CUT = "c"
+    DIFFERS = "~"
+    UNTESTED = "?"
+    EXCLUSIVE = "."
+    REFUSED = "x"
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One question about a run, with the features as its answers.
+
+    Attributes:
+        name: the question in a word or two.
+        known: when the engine can tell: "built" (with the engine), "first batch", or "running" (not before).
+        exclusive: a run has exactly one of the features; otherwise it may have any number of them.
+    """
+
+    name: str
+    known: str = "built"
+    exclusive: bool = True
+
+
+_STRATEGY = Axis("strategy")
+_RANKS = Axis("ranks")
+_PRECISION = Axis("precision")
+_PARAMETERS = Axis("parameters")
+_UPDATE = Axis("update")
+_DEAL = Axis("deal")
+_CUT = Axis("cut")
+_BATCH = Axis("batch", known="first batch")
+_LOSS = Axis("loss")
+_LOSS_MODULE = Axis("loss module", exclusive=False)
+_GRADIENTS = Axis("gradients")
+_ROLES = Axis("roles of parameters", exclusive=False)
+_IDLE = Axis("idle parameters", known="running", exclusive=False)
+_CLIP = Axis("clip")
+_COMPILATION = Axis("compilation", exclusive=False)
+_CHECKPOINTING = Axis("checkpointing", known="running")
+_BATCH_NORM = Axis("normalization", exclusive=False)
+_DROPOUT = Axis("dropout")
+_NORMS = Axis("norms")
+
+
+class Feature(Enum):
+    """A row and column of the table: a value of an axis, and how a sentence calls it."""
+
+    SINGLE = (_STRATEGY, "strategy='single'")
+    ALL_REDUCE = (_STRATEGY, "strategy='all_reduce'")
+    DDP = (_STRATEGY, "strategy='ddp'")
+    ALONE = (_RANKS, "one rank without torch.distributed")
+    ONE_RANK = (_RANKS, "one rank under torch.distributed")
+    SEVERAL_RANKS = (_RANKS, "several ranks")
+    FP32 = (_PRECISION, "precision='fp32'")
+    BF16 = (_PRECISION, "precision='bf16'")
+    FP16 = (_PRECISION, "precision='fp16'")
+    WIDE_PARAMETERS = (_PARAMETERS, "float32 or float64 parameters")
+    LOW_PARAMETERS = (_PARAMETERS, "bf16 or fp16 parameters")
+    DIRECT = (_UPDATE, "an update of the parameters themselves")
+    MASTER_WEIGHTS = (_UPDATE, "float32 master weights (an optimizer given as a function)")
+    CAST = (_UPDATE, "gradients cast to bf16 or fp16 (an optimizer instance over such parameters)")
+    BALANCED = (_DEAL, "deal='balanced'")
+    FIXED = (_DEAL, "deal='fixed'")
+    MICRO_BATCH_SIZE = (_CUT, "a named micro_batch_size")
+    ACCUMULATION_STEPS = (_CUT, "named accumulation_steps")
+    AUTO_SIZE = (_CUT, "micro_batch_size='auto'")
+    DEALT = (_BATCH, "batches of ab.batches")
+    RANK_SHARES = (_BATCH, "rank shares from one's own loader")
+    COUNT_BEFORE = (_LOSS, "a loss with its count known before the forward")
+    COUNT_LATE = (_LOSS, "a loss that brings its count along")
+    SEVERAL_TERMS = (_LOSS, "a loss of several terms (ab.sum_of)")
+    JOINT = (_LOSS, "a loss across samples (ab.joint)")
+    LOSS_PARAMETERS = (_LOSS_MODULE, "a loss module with parameters")
+    DENSE = (_GRADIENTS, "dense gradients")
+    SPARSE = (_GRADIENTS, "sparse gradients")
+    TIED = (_ROLES, "tied parameters")
+    FROZEN = (_ROLES, "frozen parameters")
+    UNUSED = (_IDLE, "parameters that some micro-batches or all of them leave unused")
+    CLIP_NORM = (_CLIP, "clipping by norm")
+    CLIP_VALUE = (_CLIP, "clipping by value")
+    CLIP_GROUPS = (_CLIP, "clipping by parameter group")
+    COMPILED = (_COMPILATION, "a model under torch.compile")
+    NON_REENTRANT = (_CHECKPOINTING, "activation checkpointing with use_reentrant=False")
+    REENTRANT = (_CHECKPOINTING, "activation checkpointing with use_reentrant=True")
+    BATCH_NORM = (_BATCH_NORM, "BatchNorm in train mode")
+    DROPOUT_KEYED = (_DROPOUT, "dropout with rng='micro_batch'")
+    DROPOUT_PER_SAMPLE = (_DROPOUT, "dropout with rng='per_sample'")
+    DROPOUT_UNKEYED = (_DROPOUT, "dropout with rng=None")
+    NORMS_SYNC = (_NORMS, "norms='sync'")
+    NORMS_FREEZE = (_NORMS, "norms='freeze'")
+    NORMS_GHOST = (_NORMS, "norms=Ghost(group_size)")
+    NORMS_EXACT = (_NORMS, "norms='exact'")
+    NORMS_CHECKPOINT = (_NORMS, "norms=Exact(method='checkpoint')")
+
+    def __init__(self, axis: Axis, says: str) -> None:
+        self.axis = axis
+        self.says = says
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What the table says of two features, or of one by itself.
+
+    Attributes:
+        verdict: what becomes of them.
+        reason: why it is not exact; a clause.
+        instead: what to use; a sentence.
+    """
+
+    verdict: Verdict
+    reason: str = ""
+    instead: str = ""
+
+
+_EXACT = Cell(Verdict.EXACT)
+_ONE_AXIS = Cell(Verdict.EXCLUSIVE, "they are two answers to one question")
+_NO_MASTERS = Cell(Verdict.EXCLUSIVE, "only bf16 and fp16 parameters get master weights or cast gradients")
+_NOT_STARTED = Cell(
+    Verdict.REFUSED,
+    "it reduces over torch.distributed, which has not been started",
+    "Start with torchrun (one rank is enough), or use strategy='auto', which takes 'single' on one rank.",
+)
+_DENSE_BUCKETS = Cell(
+    Verdict.REFUSED,
+    "strategies for several ranks sum gradients in dense buckets",
+    "Build the module with sparse=False, or run on one rank with strategy='auto'.",
+)
+_NARROW_DDP = Cell(
+    Verdict.REFUSED,
+    "DDP takes no float32 gradient for such parameters, and their sum in the low precision stalls",
+    "Use strategy='all_reduce', or float32 parameters with precision='bf16'.",
+)
+
+_OWN_NORMALISATION = Cell(
+    Verdict.REFUSED,
+    "compiled code normalises by itself, so that nothing can take the place of BatchNorm",
+    "Leave the model uncompiled, or use norms='keep' or 'freeze'.",
+)
+_JOINS_RANKS = Cell(
+    Verdict.DIFFERS,
+    "it normalises the k-th micro-batches of all ranks together, so the gradient still depends on the cut",
+    "Use norms='exact', or norms=Ghost(group_size=...) for the same function at any cut.",
+)
+
+_ONE_CUT = "Use deal='fixed' with a named micro_batch_size, so that the cut does not depend on the number of ranks."
+
+_BY_ITSELF: Mapping[Feature, Cell] = {
+    Feature.REENTRANT: Cell(
+        Verdict.REFUSED,
+        "torch cannot run it in a backward that is limited to the engine's own parameters",
+        "Use checkpoint(..., use_reentrant=False), which gives the same gradients for the same memory.",
+    ),
+    Feature.BATCH_NORM: Cell(
+        Verdict.DIFFERS,
+        "it normalises each micro-batch by that micro-batch's own statistics, so the gradient depends on the cut",
+        "Use norms='exact', norms=Ghost(group_size=...), norms='freeze', or another layer (anybatch.norms.replaced).",
+    ),
+    Feature.DROPOUT_KEYED: Cell(
+        Verdict.SAME_CUT,
+        "its random numbers belong to micro-batches: another cut draws others from the same distribution",
+        _ONE_CUT,
+    ),
+    Feature.DROPOUT_UNKEYED: Cell(
+        Verdict.DIFFERS,
+        "its random numbers come from the caller's generators, in the order in which each rank happens to draw",
+        "Use rng='micro_batch'.",
+    ),
+    Feature.NORMS_SYNC: _JOINS_RANKS,
+}
+_TOGETHER: Mapping[frozenset[Feature], Cell] = {
+    frozenset((Feature.SINGLE, Feature.SEVERAL_RANKS)): Cell(
+        Verdict.REFUSED, "every rank would train a model of its own", "Use strategy='auto' (all_reduce) or 'ddp'."
+    ),
+    frozenset((Feature.ALL_REDUCE, Feature.ALONE)): _NOT_STARTED,
+    frozenset((Feature.DDP, Feature.ALONE)): _NOT_STARTED,
+    frozenset((Feature.ALL_REDUCE, Feature.SPARSE)): _DENSE_BUCKETS,
+    frozenset((Feature.DDP, Feature.SPARSE)): _DENSE_BUCKETS,
+    frozenset((Feature.SEVERAL_RANKS, Feature.SPARSE)): _DENSE_BUCKETS,
+    frozenset((Feature.DDP, Feature.LOW_PARAMETERS)): _NARROW_DDP,
+    frozenset((Feature.DDP, Feature.MASTER_WEIGHTS)): _NARROW_DDP,
+    frozenset((Feature.DDP, Feature.CAST)): _NARROW_DDP,
+    frozenset((Feature.FP16, Feature.CAST)): Cell(
+        Verdict.REFUSED,
+        "gradients would be unscaled in their low precision",
+        "Pass the optimizer as a function (lambda named: AdamW(named, ...)), which gets float32 master weights, or "
+        "keep the parameters in float32.",
+    ),
+    frozenset((Feature.FIXED, Feature.RANK_SHARES)): Cell(
+        Verdict.REFUSED,
+        "keeping units whole across world sizes needs a batch that can be dealt freely",
+        "Feed the engine from ab.batches, or use deal='balanced'.",
+    ),
+    frozenset((Feature.JOINT, Feature.DROPOUT_UNKEYED)): Cell(
+        Verdict.REFUSED,
+        "micro-batches are run twice, and have to draw the same random numbers both times",
+        "Use rng='micro_batch'.",
+    ),
+    **{
+        frozenset((Feature.JOINT, policy)): Cell(
+            Verdict.REFUSED,
+            "its micro-batches are run twice, and the policy sets up what is run once",
+            "Use norms='keep' or 'freeze', or a layer that normalises each sample by itself (anybatch.norms.replaced).",
+        )
+        for policy in (Feature.NORMS_SYNC, Feature.NORMS_GHOST, Feature.NORMS_EXACT, Feature.NORMS_CHECKPOINT)
+    },
+    frozenset((Feature.COMPILED, Feature.DROPOUT_KEYED)): Cell(
+        Verdict.SAME_CUT,
+        "random numbers belong to micro-batches: another cut draws others, and so does compiled code, from equal seeds",
+        _ONE_CUT,
+    ),
+    **{
+        frozenset((Feature.BATCH_NORM, cure)): _EXACT
+        for cure in (Feature.NORMS_FREEZE, Feature.NORMS_GHOST, Feature.NORMS_EXACT, Feature.NORMS_CHECKPOINT)
+    },
+    frozenset((Feature.BATCH_NORM, Feature.NORMS_SYNC)): _JOINS_RANKS,
+    **{
+        frozenset((Feature.COMPILED, policy)): _OWN_NORMALISATION
+        for policy in (Feature.NORMS_SYNC, Feature.NORMS_GHOST, Feature.NORMS_EXACT, Feature.NORMS_CHECKPOINT)
+    },
+    frozenset((Feature.DROPOUT_PER_SAMPLE, Feature.NORMS_EXACT)): Cell(
+        Verdict.REFUSED,
+        "micro-batches take turns in the middle of their forwards, and masks are counted within one forward at a time",
+        "Use norms=Exact(method='checkpoint'), or rng='micro_batch'.",
+    ),
+    frozenset((Feature.NON_REENTRANT, Feature.NORMS_EXACT)): Cell(
+        Verdict.REFUSED,
+        "a block that is run again in the backward would wait there for all other micro-batches",
+        "Leave checkpointing to norms=Exact(method='checkpoint'), or checkpoint blocks without BatchNorm only.",
+    ),
+    frozenset((Feature.COMPILED, Feature.DROPOUT_PER_SAMPLE)): Cell(
+        Verdict.REFUSED,
+        "compiled code draws by itself, where masks cannot be given by sample",
+        "Leave torch.compile out, or use rng='micro_batch'.",
+    ),
+    frozenset((Feature.COMPILED, Feature.REENTRANT)): _EXACT,  # torch.compile replaces the checkpoint by its own
+    frozenset((Feature.WIDE_PARAMETERS, Feature.MASTER_WEIGHTS)): _NO_MASTERS,
+    frozenset((Feature.WIDE_PARAMETERS, Feature.CAST)): _NO_MASTERS,
+    frozenset((Feature.LOW_PARAMETERS, Feature.DIRECT)): _NO_MASTERS,
+}
+_GOOD_TO_BAD = tuple(Verdict)
+
+
+def cell(one: Feature, other: Feature) -> Cell:
+    """Return what the table says of two features, in either order; of one feature by itself if both are the same."""
+    if one is other:
+        return _BY_ITSELF.get(one, _EXACT)
+    stated = _TOGETHER.get(frozenset((one, other)))
+    if stated is not None:
+        return stated
+    if one.axis is other.axis and one.axis.exclusive:
+        return _ONE_AXIS
+    owns = [cell(feature, feature) for feature in Feature if feature in (one, other)]
+    return max(owns, key=lambda own: _GOOD_TO_BAD.index(own.verdict))
+
+
+def pairs(features: Iterable[Feature]) -> list[tuple[Feature, Feature]]:
+    """Return every feature with itself, then every two of them, in the order of the table."""
+    ordered = [feature for feature in Feature if feature in set(features)]
+    return [(feature, feature) for feature in ordered] + list(itertools.combinations(ordered, 2))
+
+
+def refuse_compositions(present: Mapping[Feature, str]) -> None:
+    """Refuse features that do not compose.
+
+    Args:
+        present: the features of a run, each with what showed it (`"'head.weight' is torch.bfloat16"`), or "".
+
+    Raises:
+        CompositionError: with every reason there is, each once, and what to use instead.
+    """
+    sentences: dict[Cell, str] = {}
+    for one, other in meetings(present):
+        found = cell(one, other)
+        if found.verdict is Verdict.REFUSED:
+            sentences.setdefault(found, refusal(one, other, present))
+    if sentences:
+        raise CompositionError("\n".join(sentences.values()))
+
+
+def refusal(one: Feature, other: Feature, evidence: Mapping[Feature, str]) -> str:
+    """Return the message for two features that do not compose: both of them, why, and what to use."""
+    found = cell(one, other)
+    first, second = _named(one, evidence), _named(other, evidence)
+    what = f"{first} is not supported" if one is other else f"{first} does not compose with {second}"
+    return f"{what}: {found.reason}. {found.instead}"
+
+
+def remarks(present: Iterable[Feature]) -> tuple[str, ...]:
+    """Return a sentence for everything in a run that keeps it from equality with the un-split batch."""
+    telling = (Verdict.SAME_CUT, Verdict.DIFFERS, Verdict.UNTESTED)
+    said = [(one, other, cell(one, other)) for one, other in meetings(present)]
+    return tuple(
+        f"{one.says if one is other else f'{one.says} with {other.says}'}: {found.reason or 'nobody has compared it'}. "
+        f"{found.instead}".rstrip()
+        for one, other, found in said
+        if found.verdict in telling
+    )
+
+
+def meetings(present: Iterable[Feature]) -> list[tuple[Feature, Feature]]:
+    """Return what has a say about a run: its features by themselves, and its pairs that are stated.
+
+    A stated pair speaks for its features, so that one that is no good by itself can be cured by another.
+    """
+    found = [pair for pair in pairs(present) if pair[0] is not pair[1] and frozenset(pair) in _TOGETHER]
+    spoken_for = {feature for pair in found for feature in pair}
+    return [(f, f) for f in Feature if f in _BY_ITSELF and f in set(present) and f not in spoken_for] + found
+
+
+def _named(feature: Feature, evidence: Mapping[Feature, str]) -> str:
+    shown = evidence.get(feature, "")
+    return f"{feature.says} ({shown})" if shown else feature.says
+
+
+def as_markdown() -> str:
+    """Return the table as a page of the documentation."""
+    parts = [
+        _INTRODUCTION,
+        _legend(),
+        "## Features",
+        _features(),
+        "## Table",
+        _matrix(),
+        *(_section(title, verdict) for title, verdict in _SECTIONS.items()),
+    ]
+    return "\n\n".join(parts)
+
+
+_INTRODUCTION = """# What composes with what
+
+The engine checks this table before it touches the model, and a test runs every cell on one rank and on two, on CPUs,
+with torch.compile's backends `aot_eager` and `eager`.
+A feature stands for a value that an engine is given, or for something that its model, loss or batch has.
+A pair that nothing is said of is as good as the worse of its two features by itself.
+
+This page is written from `src/anybatch/core/compatibility.py` by `python docs/write_composition.py`."""
+_MEANINGS: Mapping[Verdict, str] = {
+    Verdict.EXACT: "exact: the gradient is that of the un-split batch, to 1e-12 in float64; where bf16 or fp16 takes "
+    "part, up to their rounding, because each micro-batch's gradient is rounded once",
+    Verdict.SAME_CUT: "exact for the same cut: the gradient is that of the same micro-batches on whatever ranks",
+    Verdict.DIFFERS: "differs: it runs, but equality with the un-split batch cannot be had",
+    Verdict.UNTESTED: "untested: it runs, and nobody has compared it",
+    Verdict.EXCLUSIVE: "exclusive: the two never meet",
+    Verdict.REFUSED: "refused: a `CompositionError` before the model is touched; what shows only while a model runs is "
+    "refused in its first backward, before the update",
+}
+_SECTIONS: Mapping[str, Verdict] = {
+    "Refused": Verdict.REFUSED,
+    "Differs": Verdict.DIFFERS,
+    "Exact for the same cut": Verdict.SAME_CUT,
+    "Untested": Verdict.UNTESTED,
+    "Exclusive across axes": Verdict.EXCLUSIVE,
+}
+_KNOWN: Mapping[str, str] = {
+    "built": "when the engine is built",
+    "first batch": "at the first batch",
+    "running": "only while it runs",
+}
+
+
+def _legend() -> str:
+    rows = [f"| `{verdict.value}` | {_MEANINGS[verdict]} |" for verdict in Verdict]
+    return "\n".join(["| mark | meaning |", "|---|---|", *rows])
+
+
+def _features() -> str:
+    rows = [
+        f"| {number} | `{feature.name.lower()}` | {feature.axis.name} | {feature.says} | {_KNOWN[feature.axis.known]} |"
+        for number, feature in enumerate(Feature, 1)
+    ]
+    return "\n".join(["| | feature | axis | means | known |", "|---|---|---|---|---|", *rows])
+
+
+def _matrix() -> str:
+    ordered = list(Feature)
+    width = max(len(feature.name) for feature in ordered)
+    lines = [" " * (width + 4) + "".join(f"{number:>3}" for number in range(1, len(ordered) + 1))]
+    for number, row in enumerate(ordered, 1):
+        marks = "".join(f"{cell(row, column).verdict.value:>3}" for column in ordered[:number])
+        lines.append(f"{number:>2} {row.name.lower():<{width}} {marks}")
+    return "\n".join(["The diagonal is a feature by itself.", "", "```text", *lines, "```"])
+
+
+def _section(title: str, verdict: Verdict) -> str:
+    grouped: dict[Cell, list[str]] = {}
+    for one, other in pairs(Feature):
+        found = cell(one, other)
+        is_stated = one is other or frozenset((one, other)) in _TOGETHER
+        if is_stated and found.verdict is verdict:
+            names = (one,) if one is other else (one, other)
+            grouped.setdefault(found, []).append(" with ".join(f"`{name.name.lower()}`" for name in names))
+    items = [f"- {', '.join(names)}: {said.reason}. {said.instead}".rstrip() for said, names in grouped.items()]
+    return "\n\n".join([f"## {title}", "\n".join(items) or "Nothing at present."])

@@ -1,0 +1,99 @@
+"""Chapter 14: numbers the way people read and write them: three significant digits, and a unit."""
+
+import math
+import re
+from collections.abc import Mapping
+
+from anybatch.errors import UserError
+
+_SMALLEST_PLAIN, _LARGEST_PLAIN = 1e-3, 1e6
+_BYTE_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
+_MINUTE, _HOUR, _DAY = 60, 3_600, 86_400
+
+
+def three_digits(value: float | None) -> str:
+    """Return a number with three significant digits: `0.0123`, `12.3`, `12,300`, `1.23e-05`, `NaN`; `-` for None."""
+    if value is None:
+        return "-"
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    if value == 0:
+        return "0"
+    rounded = float(f"{value:.2e}")
+    if not _SMALLEST_PLAIN <= abs(rounded) < _LARGEST_PLAIN:
+        return f"{value:.2e}"
+    return f"{rounded:,.{max(0, 2 - math.floor(math.log10(abs(rounded))))}f}"
+
+
+def per_second(value: float | None) -> str:
+    """Return a rate with three significant digits and in full: `0.0123`, `1,230,000`; `-` for None."""
+    if value is None or abs(value) < _LARGEST_PLAIN or not math.isfinite(value):
+        return three_digits(value)
+    return f"{float(f'{value:.2e}'):,.0f}"
+
+
+def in_bytes(num_bytes: float, limit_bytes: float | None = None) -> str:
+    """Return a number of bytes, `1.23 GiB`, or what is used of a limit in the limit's unit, `1.23 of 79.2 GiB`."""
+    largest, power = num_bytes if limit_bytes is None else limit_bytes, 0
+    while float(f"{largest:.2e}") >= 1_000 and power < len(_BYTE_UNITS) - 1:  # noqa: PLR2004 (the three digits are full)
+        largest, power = largest / 1024, power + 1
+    used = f"{num_bytes:.0f}" if power == 0 else three_digits(num_bytes / 1024**power)
+    of = "" if limit_bytes is None else f" of {three_digits(largest)}"
+    return f"{used}{of} {_BYTE_UNITS[power]}"
+
+
+def duration(seconds: float | None) -> str:
+    """Return a time in its two largest units: `4.2 s`, `42 s`, `3 min 05 s`, `2 h 03 min`, `3 d 04 h`; `-` for None."""
+    if seconds is None or not math.isfinite(seconds):
+        return "-"
+    if seconds < 9.95:  # noqa: PLR2004 (from here on it would be shown as 10.0)
+        return f"{max(0.0, seconds):.1f} s"
+    whole = round(seconds)
+    if whole < _MINUTE:
+        return f"{whole} s"
+    if whole < _HOUR:
+        return f"{whole // _MINUTE} min {whole % _MINUTE:02d} s"
+    if whole < _DAY:
+        return f"{whole // _HOUR} h {whole % _HOUR // _MINUTE:02d} min"
+    return f"{whole // _DAY} d {whole % _DAY // _HOUR:02d} h"
+
+
+def shortened(name: str, width: int) -> str:
+    """Return a name in at most `width` characters, with `..` where its middle was left out."""
+    if len(name) <= width:
+        return name
+    kept = max(0, width - 2)
+    return f"{name[: kept - kept // 2]}..{name[len(name) - kept // 2 :]}"[:width]
+
+
+UNITS: Mapping[str, int] = {
+    "B": 1,
+    **{f"{prefix}B": 1000 ** (power + 1) for power, prefix in enumerate("KMGT")},
+    **{f"{prefix}iB": 1024 ** (power + 1) for power, prefix in enumerate("KMGT")},
+}
+"""Bytes of each unit: GB are thousands of thousands of thousands, GiB are powers of two."""
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes that `"24GiB"`, `"80 GB"` or `"512MiB"` stand for, rounded down.
+
+    Raises:
+        UserError: there is no number, or no unit that says what is meant.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", text)
+    if match is None:
+        message = f"{text!r} is no size of memory. Write a number and a unit, such as 24GiB or 80GB."
+        raise UserError(message)
+    number, unit = match.groups()
+    known = {one.lower(): factor for one, factor in UNITS.items()}
+    if unit.lower() not in known:
+        prefix = unit[:1].upper()
+        meant = f" Is it {number}{prefix}iB or {number}{prefix}B?" if f"{prefix}iB" in UNITS else ""
+        what = f"the unit {unit!r} of {text!r} is not known" if unit else f"{text!r} has no unit"
+        message = f"{what}.{meant} Units are {', '.join(UNITS)}."
+        raise UserError(message)
+    num_bytes = math.floor(float(number) * known[unit.lower()])
+    if num_bytes < 1:
+        message = f"{text!r} is not even one byte. Give a size of memory such as 24GiB."
+        raise UserError(message)
+    return num_bytes

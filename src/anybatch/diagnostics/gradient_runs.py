@@ -1,0 +1,172 @@
+"""A copy of what the user trains, on which gradients can be taken again and again without a trace."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from anybatch.core.comparison import Gradients, relative_error
+from anybatch.core.loss import Loss, returned_count, scaled, shares_of, unit_counts
+from anybatch.core.tree import Batch, count_samples, map_tensors
+from anybatch.diagnostics.coupling import Seen, look
+from anybatch.engine.engine import Engine
+from anybatch.engine.inputs import Model, collect_modules
+from anybatch.engine.loss_check.additivity import Finding, findings, subject_of
+from anybatch.engine.side_effects import Draws, untouched
+from anybatch.norms import Policy, PolicyName
+from anybatch.parallel.strategy import trainable
+from anybatch.parallel.world import World
+
+
+@dataclass(slots=True)
+class Trial:
+    """A model, a loss and a batch of one number type, on the CPU.
+
+    Attributes:
+        model: what the loss function is called with; a copy of the user's.
+        loss: the declared loss.
+        batch: the whole batch.
+        seed: of whatever is drawn.
+        norms: what is done about BatchNorm, as the engine takes it.
+        resting: modules that are in evaluation mode for now, because their behaviour in training was set aside.
+    """
+
+    model: Model
+    loss: Loss
+    batch: Batch
+    seed: int = 0
+    norms: Policy | PolicyName = "keep"
+    resting: set[nn.Module] = field(default_factory=set)
+
+    @property
+    def modules(self) -> nn.Module:
+        """All that trains, as one module."""
+        return collect_modules(self.model, self.loss)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating-point type of the parameters."""
+        return next(iter(trainable(self.modules).values())).dtype
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in the batch."""
+        return count_samples(self.batch)
+
+    def whole(self, *, seed: int | None = None) -> Gradients:
+        """Return the gradient of the un-split batch: one forward, one backward, no engine.
+
+        A policy about BatchNorm makes another function of the model, which only the engine can run un-split.
+        """
+        if self.norms != "keep":
+            return self.split(self.num_samples, seed=seed)
+        with self._untouched(self.seed if seed is None else seed):
+            return self._backward(self._value(self.loss, self.batch))
+
+    def split(self, micro_batch_size: int, *, seed: int | None = None) -> Gradients:
+        """Return the gradient that the engine adds up over micro-batches."""
+        with self._untouched(self.seed):
+            engine = Engine(
+                self.model,
+                lambda named: torch.optim.SGD(named, lr=0.0),
+                self.loss,
+                micro_batch_size=micro_batch_size,
+                norms=self.norms,
+                check_loss=False,
+                seed=self.seed if seed is None else seed,
+                world=World(),
+            )
+            try:
+                return engine.gradients(self.batch)
+            finally:
+                engine.close()
+
+    def findings(self) -> dict[str, Finding]:
+        """Return what the engine's first step would find of the loss's declaration, by term.
+
+        Raises:
+            UndecidedError: nothing can be said.
+        """
+        with self._untouched(self.seed) as draws:
+            subject, _ = subject_of(self.loss, self.model, self.batch, autocast=nullcontext, is_low=False, draws=draws)
+            return findings(subject)
+
+    def look(self) -> Seen:
+        """Look at every module in one forward of the whole batch."""
+        with self._untouched(self.seed):
+            return look(self.modules, lambda: self._output(self.batch), self.num_samples)
+
+    def returns_a_number(self) -> bool:
+        """Whether the loss function returns one number, and neither a sum with its count nor one loss per item."""
+        with self._untouched(self.seed), torch.no_grad():
+            output = self._output(self.batch)
+        return isinstance(output, torch.Tensor) and not output.dim()
+
+    def changed_by_forward(self, tolerance: float) -> list[str]:
+        """Return the buffers that a forward changes, if the gradient of a second forward differs because of them."""
+        with self._untouched(self.seed) as draws:
+            first = self._backward(self._value(self.loss, self.batch))
+            before = {name: buffer.clone() for name, buffer in self.modules.named_buffers()}
+            draws.seed(self.seed)
+            self._value(self.loss, self.batch)
+            draws.seed(self.seed)
+            again = self._backward(self._value(self.loss, self.batch))
+            changed = [name for name, value in self.modules.named_buffers() if not torch.equal(value, before[name])]
+        return changed if relative_error(again, first) > tolerance else []
+
+    @contextmanager
+    def rest(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        """Put these modules, not their children, into evaluation mode meanwhile."""
+        before = set(self.resting)
+        self.resting |= set(modules)
+        try:
+            yield
+        finally:
+            self.resting = before
+
+    @contextmanager
+    def _untouched(self, seed: int) -> Iterator[Draws]:
+        """Seed, let modules rest, and put buffers, modes and random numbers back."""
+        with untouched(self.modules, torch.device("cpu")) as draws:
+            draws.seed(seed)
+            for module in self.resting:
+                module.training = False
+            yield draws
+
+    def _output(self, batch: Batch) -> Any:  # noqa: ANN401 (whatever the user's loss function returns)
+        """Return what the loss function returns for a batch as a whole."""
+        encode = self.loss.encode
+        return self.loss.function(self.model, batch if encode is None else encode(self.model, batch))
+
+    def _value(self, loss: Loss, batch: Batch) -> torch.Tensor:
+        """Return the loss of the whole batch, as declared."""
+        counts = unit_counts(loss, batch, self.num_samples)
+        output = self._output(batch)
+        terms = scaled(loss, output, shares_of(loss, counts, counts, 1.0))
+        value = torch.stack(terms).sum()
+        return value * (self.num_samples / returned_count(output)) if loss.terms is None else value
+
+    def _backward(self, value: torch.Tensor) -> Gradients:
+        own = trainable(self.modules)
+        found = torch.autograd.grad(value, list(own.values()), allow_unused=True)
+        return dict(zip(own, found, strict=True))
+
+
+def copied(
+    model: Model, loss: Loss, batch: Batch, dtype: torch.dtype | None, *, seed: int, norms: Policy | PolicyName
+) -> Trial:
+    """Return a trial on copies of everything, on the CPU, floating-point numbers as `dtype`; None leaves their type."""
+    model, loss = copy.deepcopy((model, loss))
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None)
+
+    for module in [model] if isinstance(model, nn.Module) else model.values():
+        module.to("cpu", dtype).train()
+    if isinstance(loss.function, nn.Module):
+        loss.function.to("cpu", dtype)
+    return Trial(model, loss, map_tensors(batch, convert), seed, norms)

@@ -1,0 +1,351 @@
+"""From windows to findings: what is wrong with a loop, said once for each thing that is."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from anybatch.diagnostics.loop_check import sentences
+from anybatch.diagnostics.loop_check.report import Finding, Window, fraction
+from anybatch.diagnostics.loop_check.trace import Rows, Trace
+from anybatch.diagnostics.loop_check.units import Units
+from anybatch.diagnostics.loop_check.windows import (
+    Part,
+    StepParts,
+    is_close,
+    is_combination,
+    near,
+    rescaled_lines,
+    weights,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """All that was recorded of a loop.
+
+    Attributes:
+        traces: one per rank, with gradients that no clipping touches.
+        parts: the forwards of each rank, with their epochs.
+        steps: the optimizer steps.
+        loud: a trace with gradients that every clipping touches; None on several ranks.
+        units: the samples' unit gradients.
+        ids: all samples of an epoch.
+        accumulation_steps: what the loop was told, or what it seems to use.
+        is_told: whether it was told.
+        micro_batch_size: samples of one batch of the loader.
+        file: the loop's file.
+    """
+
+    traces: Sequence[Trace]
+    parts: Sequence[Sequence[Part]]
+    steps: Sequence[StepParts]
+    loud: Trace | None
+    units: Units
+    ids: Sequence[int]
+    accumulation_steps: int
+    is_told: bool
+    micro_batch_size: int
+    file: str | None
+
+    def where(self, *lines: int | None) -> str:
+        """Return lines of the loop's file in words."""
+        name = "the loop" if self.file is None else Path(self.file).name
+        known = sorted({line for line in lines if line is not None})
+        return f"{name}:{', '.join(map(str, known[:4]))}" if known else name
+
+    @property
+    def has_targets(self) -> bool:
+        """Whether samples have different numbers of targets."""
+        return self.units.data.kind == "tokens"
+
+    @property
+    def cuts_batches(self) -> bool:
+        """Whether the loop makes micro-batches itself, by cutting what the loader yields."""
+        sizes = {len(part.ids) for parts in self.parts for part in parts}
+        expected = min(self.micro_batch_size, len(self.ids))
+        return max(sizes) < expected and all(set(step.ids.values()) <= {1} for step in self.steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """A clean window with its weights."""
+
+    step: StepParts
+    found: Mapping[int, float]
+
+    @property
+    def total(self) -> float:
+        """What the weights add up to: one, for a mean."""
+        return sum(self.found.get(sample, 0.0) for sample in self.step.ids)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether each sample weighs as much as it occurs."""
+        shares = [self.found.get(sample, 0.0) / times for sample, times in self.step.ids.items()]
+        return near(max(shares), min(shares))
+
+    def is_even_in(self, part: Part) -> bool:
+        """Whether the samples of a micro-batch weigh the same."""
+        return _all_near([self.found.get(sample, 0.0) / self.step.ids[sample] for sample in part.ids])
+
+    def weight_of(self, part: Part) -> float:
+        """Return the weight of a sample of a micro-batch."""
+        once = [self.found.get(s, 0.0) for s in part.ids if self.step.ids[s] == 1]
+        return once[0] if once else self.found.get(part.ids[0], 0.0) / self.step.ids[part.ids[0]]
+
+
+def judge(evidence: Evidence) -> tuple[tuple[Window, ...], tuple[Finding, ...]]:
+    """Return the steps of a loop, and what is wrong with them."""
+    if not evidence.steps:
+        return (), (sentences.never_steps(evidence.where()), *_about_end(evidence))
+    windows = tuple(_window(step, evidence.units, _clean_units(step, evidence)) for step in evidence.steps)
+    findings = [*_about_end(evidence), *_about_steps(evidence)]
+    if "steps_every_micro_batch" not in {finding.code for finding in findings}:
+        findings += [*_about_clearing(evidence), *_about_tails(evidence), *_about_rates(evidence)]
+        findings += _about_weights(evidence, findings)
+    findings += [*_about_samples(evidence, findings), *_about_reductions(evidence), *_about_clipping(evidence)]
+    if not any(finding.in_gradient for finding in findings):
+        findings += _about_the_rest(evidence)
+    return windows, tuple(sorted(findings, key=lambda finding: not finding.in_gradient))
+
+
+def _clean_units(step: StepParts, evidence: Evidence) -> Rows | None:
+    return evidence.units.of(tuple(step.ids)) if step.is_clean and step.ids else None
+
+
+def _window(step: StepParts, units: Units, own: Rows | None) -> Window:
+    """Return a step as the report shows it; samples of other windows are measured by units of their own."""
+    every = units.of(range(len(step.gradient)))
+    used = own if own is not None else every
+    expected = {sample: times / step.ids.total() for sample, times in step.ids.items()}
+    found = {} if used is None else weights(step.gradient, used)
+    return Window(step=step.number + 1, micro_batches=tuple(p.ids for p in step.parts), found=found, expected=expected)
+
+
+def _about_end(evidence: Evidence) -> Iterator[Finding]:
+    """Yield whether the loop had to be ended."""
+    if not all(trace.ended for trace in evidence.traces):
+        lines = [step.line for step in evidence.steps[-1:]]
+        yield sentences.does_not_end(len(evidence.traces[0].forwards), evidence.where(*lines))
+
+
+def _about_steps(evidence: Evidence) -> Iterator[Finding]:
+    """Yield what is wrong with when the loop steps."""
+    steps, told = evidence.steps, evidence.accumulation_steps
+    if evidence.cuts_batches or not evidence.is_told:
+        return
+    sizes = [step.num_micro_batches for step in steps]
+    if told > 1 and max(sizes) == 1 and len(steps) > 1:
+        yield sentences.steps_every_micro_batch(told, evidence.where(steps[0].line))
+        return
+    last = {(part.rank, part.epoch): part for parts in evidence.parts for part in parts}
+    ends = set(last.values())
+    odd = [
+        step
+        for step in steps
+        if step.parts
+        and step.num_micro_batches != told
+        and len(step.epochs) == 1
+        and not (step.num_micro_batches < told and ends & set(step.parts))
+    ]
+    if odd:
+        yield sentences.window_size(odd[0].number + 1, odd[0].num_micro_batches, told, evidence.where(odd[0].line))
+
+
+def _about_clearing(evidence: Evidence) -> Iterator[Finding]:
+    """Yield what is wrong with when gradients are cleared."""
+    stale = [step for step in evidence.steps if step.is_stale]
+    if stale:
+        found = [step.number + 1 for step in stale]
+        yield sentences.zero_grad_missing(found[0], len(found), evidence.where(stale[0].line))
+    lost = [line for step in evidence.steps for line in step.lost]
+    if lost:
+        backward, step = evidence.traces[0].backwards[0], evidence.steps[0]
+        yield sentences.zero_grad_inside_window(evidence.accumulation_steps, evidence.where(backward.line, step.line))
+    cleared = [step for step in evidence.steps if step.is_cleared]
+    if cleared:
+        line = evidence.traces[0].backwards[0].line
+        yield sentences.zero_grad_before_step(len(cleared), evidence.where(line, cleared[0].line))
+
+
+def _about_tails(evidence: Evidence) -> Iterator[Finding]:
+    """Yield what happens to the micro-batches at the end of an epoch that do not fill a window."""
+    told, steps = evidence.accumulation_steps, evidence.steps
+    carried = [step for step in steps if len(step.epochs) > 1 and step.num_micro_batches != told]
+    dropped = [step for step in steps if step.lost_tail]
+    done = [trace.steps[-1].num_forwards for trace in evidence.traces]
+    left = [part for parts, start in zip(evidence.parts, done, strict=True) for part in parts[start:]]
+    if not all(trace.ended for trace in evidence.traces):
+        left = []
+    if carried:
+        step = carried[0]
+        yield sentences.tail_carried(step.number + 1, step.num_micro_batches, told, evidence.where(step.line))
+    elif dropped or left:
+        parts = dropped[0].lost_tail if dropped else left
+        number = sum(len(part.ids) for part in parts)
+        yield sentences.tail_dropped(number, bool(dropped), evidence.where(steps[-1].line))
+
+
+def _judged(evidence: Evidence) -> tuple[list[Judged], list[StepParts]]:
+    """Return the clean windows with their weights, and those that are no weighted sum of their samples."""
+    judged, others = [], []
+    for step in evidence.steps:
+        units = _clean_units(step, evidence)
+        if units is None:
+            continue
+        if is_combination(step.gradient, units):
+            judged.append(Judged(step=step, found=weights(step.gradient, units)))
+        else:
+            others.append(step)
+    if judged and not evidence.units.scale_is_known:
+        factor = judged[0].total
+        judged = [Judged(step=each.step, found={s: w / factor for s, w in each.found.items()}) for each in judged]
+    return judged, others
+
+
+def _about_weights(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Finding]:
+    """Yield what is wrong with what the loop divides by."""
+    judged, others = _judged(evidence)
+    if others:
+        yield sentences.not_a_weighted_sum(others[0].number + 1, evidence.where(others[0].line))
+    carried = any(finding.code == "tail_carried" for finding in findings)
+    judged = [each for each in judged if not carried or len(each.step.epochs) == 1]
+    # Samples with different numbers of targets have different shares in the loss: weights add up to 1 if even.
+    yield from _about_totals(evidence, [each for each in judged if each.is_even or not evidence.has_targets])
+    yield from _about_evenness(evidence, judged)
+
+
+def _about_totals(evidence: Evidence, judged: Sequence[Judged]) -> Iterator[Finding]:
+    """Yield what is wrong with what weights of a step add up to."""
+    wrong = [each for each in judged if not near(each.total, 1.0)]
+    if not wrong:
+        return
+    shown = wrong[0]
+    number, total, where = shown.step.number + 1, shown.total, evidence.where(shown.step.line)
+    per_micro_batch = [each.total / each.step.num_micro_batches for each in judged]
+    is_constant = all(near(each, per_micro_batch[0]) for each in per_micro_batch)
+    if is_constant and near(per_micro_batch[0], 1.0):
+        yield sentences.not_divided(number, total, where)
+    elif is_constant and len({each.step.num_micro_batches for each in judged}) > 1:
+        divisor, size = 1.0 / per_micro_batch[0], shown.step.num_micro_batches
+        yield sentences.constant_divisor(number, size, divisor, total, where)
+    elif all(near(each.total, judged[0].total) for each in judged):
+        yield sentences.constant_factor(total, where)
+    else:
+        yield sentences.wrong_total(number, total, where)
+
+
+def _about_evenness(evidence: Evidence, judged: Sequence[Judged]) -> Iterator[Finding]:
+    """Yield why samples of one step weigh differently."""
+    codes = set()
+    for each in judged:
+        if each.is_even:
+            continue
+        by_rank: dict[int, list[Part]] = defaultdict(list)
+        for part in each.step.parts:
+            by_rank[part.rank].append(part)
+        inside = any(not _all_near([each.weight_of(part) for part in parts]) for parts in by_rank.values())
+        means = [[each.weight_of(part) * len(part.ids) for part in parts] for parts in by_rank.values()]
+        if inside:
+            by_size = all(map(_all_near, means))
+            by_targets = evidence.has_targets and all(map(each.is_even_in, each.step.parts))
+            code = "mean_of_means" if by_size else "mean_of_token_means" if by_targets else "uneven_weights"
+        else:
+            code = "uneven_ranks"
+        if code in codes:
+            continue
+        codes.add(code)
+        low, high = (
+            choose(each.step.parts, key=lambda part: (each.weight_of(part), -len(part.ids))) for choose in (min, max)
+        )
+        pairs = tuple((len(part.ids), fraction(each.weight_of(part))) for part in (low, high))
+        expected = fraction(each.total / each.step.ids.total())
+        yield sentences.uneven(code, each.step.number + 1, pairs, expected, evidence.where(each.step.line))
+
+
+def _all_near(values: Sequence[float]) -> bool:
+    return near(max(values), min(values))
+
+
+def _about_samples(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Finding]:
+    """Yield which samples come twice in an epoch, and which never."""
+    if not all(trace.ended for trace in evidence.traces):
+        return
+    every = [part for parts in evidence.parts for part in parts]
+    seen = Counter((part.epoch, sample) for part in every for sample in part.ids)
+    where = evidence.where(evidence.traces[0].forwards[0].line)
+    ranks: dict[int, set[int]] = defaultdict(set)
+    for part in every:
+        for sample in part.ids:
+            ranks[sample].add(part.rank)
+    shared = [sample for sample, on in ranks.items() if len(on) > 1]
+    twice = sorted({sample for (_, sample), times in seen.items() if times > 1})
+    if len(evidence.traces) > 1 and len(shared) * 2 >= len(ranks):
+        yield sentences.ranks_share_samples(len(shared), len(evidence.ids), where)
+    elif twice:
+        yield sentences.samples_duplicated(twice, len(evidence.traces) > 1, where)
+    missing = sorted(set(evidence.ids) - ranks.keys())
+    if missing and "tail_dropped" not in {finding.code for finding in findings}:
+        yield sentences.samples_missing(missing, where)
+
+
+def _about_rates(evidence: Evidence) -> Iterator[Finding]:
+    """Yield whether the learning rate changes inside a window."""
+    trace = evidence.traces[0]
+    for step in evidence.steps:
+        rates = [trace.forwards[part.number].rates for part in step.parts if part.rank == 0]
+        changed = [(a, b) for a, b in pairwise(rates) if len(a) == len(b) and a != b]
+        if changed:
+            line = trace.forwards[step.parts[0].number].line
+            yield sentences.schedules_every_micro_batch(
+                changed[0][0][0], changed[0][1][0], evidence.where(line, step.line)
+            )
+            return
+
+
+def _about_clipping(evidence: Evidence) -> Iterator[Finding]:
+    """Yield whether gradients are clipped before they are complete."""
+    if evidence.loud is None:
+        return
+    lines = rescaled_lines(evidence.loud)
+    if lines and not rescaled_lines(evidence.traces[0]):
+        yield sentences.clips_every_micro_batch(evidence.where(*lines))
+
+
+def _about_reductions(evidence: Evidence) -> Iterator[Finding]:
+    """Yield how often gradients are reduced."""
+    if len(evidence.traces) == 1:
+        return
+    apart = [step for step in evidence.steps if not step.agree]
+    if apart:
+        tail = all(step.num_micro_batches < evidence.accumulation_steps for step in apart)
+        yield sentences.not_reduced(apart[0].number + 1, tail, evidence.where(apart[0].line))
+    often = [step for step in evidence.steps if step.num_backwards > 1 and (step.num_reductions or 0) > 1]
+    if often:
+        trace, step = evidence.traces[0], often[0]
+        pairs = [(trace.forwards[each.forwards[0]].synced, each.synced) for each in trace.backwards if each.forwards]
+        code = "no_sync_around_backward_only" if (True, False) in pairs else "reduces_every_micro_batch"
+        yield sentences.reduces(
+            code, step.number + 1, step.num_reductions or 0, evidence.where(trace.backwards[0].line)
+        )
+
+
+def _about_the_rest(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the first step whose gradient is not that of its un-split batch, for a reason that nothing above names."""
+    units = evidence.units
+    for step in evidence.steps if units.scale_is_known else ():
+        rows = units.of(tuple(step.ids)) if step.ids else None
+        expected = step.gradient * 0 if rows is None else _mean(step, rows)
+        if not is_close(step.gradient, expected):
+            yield sentences.unexplained(step.number + 1, evidence.where(step.line))
+            return
+
+
+def _mean(step: StepParts, rows: Rows) -> Rows:
+    """Return the gradient of the un-split batch."""
+    total = rows * 0
+    for sample, times in step.ids.items():
+        total[sample] = rows[sample] * times / step.ids.total()
+    return total

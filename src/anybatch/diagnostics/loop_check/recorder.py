@@ -1,0 +1,189 @@
+"""Watches a loop while it runs, by torch's own hooks: nothing of the loop, of torch or of the user is replaced."""
+
+import ctypes
+import inspect
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from anybatch.diagnostics.loop_check.trace import Backward, Forward, Step, Trace
+
+MAX_FORWARDS = 200
+"""A loop that makes more forwards than this on 31 samples does not end."""
+
+
+class LoopStopped(BaseException):
+    """Ends a loop that does not end by itself; no Exception, so that a loop that catches those ends too."""
+
+
+class Recorder:
+    """Records what happens to one table of parameters between `watch` and the end of the context.
+
+    Args:
+        file: the user's file, whose lines are named.
+        gain: what gradients are divided by.
+        time_limit_seconds: after so long the loop is ended.
+    """
+
+    def __init__(self, file: str | None, gain: float, time_limit_seconds: float) -> None:
+        self.trace = Trace()
+        self._file, self._gain = file, gain
+        self._limit = _TimeLimit(time_limit_seconds)
+        self._handles: list[Any] = []
+        self._optimizers: list[Optimizer] = []
+        self._pending: dict[int, None] = {}
+        self._incoming: Tensor | None = None
+        self._wrapper: DistributedDataParallel | None = None
+
+    def watch(self, table: nn.Parameter, optimizers: Sequence[Optimizer]) -> None:
+        """Begin with this table; optimizers that the loop makes itself are found at their first step."""
+        self._table = table
+        self._optimizers = list(optimizers)
+        self._handles += [
+            table.register_hook(self._receive),
+            table.register_post_accumulate_grad_hook(self._backward),
+            register_optimizer_step_pre_hook(self._step),
+            register_module_forward_pre_hook(self._meet),
+        ]
+
+    def forward(self, ids: Sequence[int], outputs: Tensor) -> None:
+        """Take note of a forward, and of the gradient that its outputs get."""
+        if len(self.trace.forwards) >= MAX_FORWARDS:
+            raise LoopStopped
+        self._limit.check()
+        number = len(self.trace.forwards)
+        rates = tuple(float(group["lr"]) for each in self._optimizers for group in each.param_groups)
+        self.trace.forwards.append(Forward(tuple(ids), rates, self._synced(), self._line()))
+
+        def received(gradient: Tensor) -> None:
+            self._pending[number] = None
+            for row, sample in enumerate(ids):
+                rows = gradient[row].detach().double().cpu()
+                self.trace.by_sample.setdefault(sample, rows if rows.dim() > 1 else rows.unsqueeze(0))
+
+        outputs.register_hook(received)
+
+    def end_call(self) -> None:
+        """Take note that the function returned."""
+        self.trace.calls.append(len(self.trace.forwards))
+
+    def __enter__(self) -> Self:
+        self._limit.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self._limit.cancel()
+        for handle in self._handles:
+            handle.remove()
+        if self._table is not None:
+            self.trace.left = self._gradient()
+        self.trace.ended = kind is not LoopStopped
+        return kind is LoopStopped
+
+    _table: nn.Parameter | None = None
+
+    def _receive(self, gradient: Tensor) -> None:
+        self._incoming = self._wide(gradient)
+
+    def _backward(self, table: Tensor) -> None:
+        """Take note of a backward; the gradient holds it already, and has not been reduced yet."""
+        assert self._incoming is not None
+        forwards, self._pending = tuple(self._pending), {}
+        before = self._gradient() - self._incoming
+        before[before.abs() <= 1e-12 * self._incoming.abs().max()] = 0.0  # what rounding left of nothing
+        self.trace.backwards.append(Backward(forwards, self._incoming, before, self._synced(), self._line()))
+        assert table is self._table
+
+    def _step(self, optimizer: Optimizer, *_: object) -> None:
+        if not any(each is self._table for group in optimizer.param_groups for each in group["params"]):
+            return
+        self._limit.check()
+        if optimizer not in self._optimizers:
+            self._optimizers.append(optimizer)
+        counts = len(self.trace.forwards), len(self.trace.backwards), self.trace.reductions or 0
+        self.trace.steps.append(Step(*counts, self._gradient(), self._line()))
+
+    def _meet(self, module: nn.Module, *_: object) -> None:
+        """Take note of the wrapper that reduces, the first time it is called, and count its reductions."""
+        if self._wrapper is not None or not isinstance(module, DistributedDataParallel):
+            return
+        if not any(each is self._table for each in module.parameters()):
+            return
+        self._wrapper, self.trace.reductions = module, 0
+        wrapper = module
+
+        def reduce(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+            if bucket.is_last():
+                self.trace.reductions = (self.trace.reductions or 0) + 1
+            return allreduce_hook(wrapper.process_group, bucket)
+
+        module.register_comm_hook(None, reduce)
+
+    def _synced(self) -> bool | None:
+        return None if self._wrapper is None else bool(self._wrapper.require_backward_grad_sync)
+
+    def _gradient(self) -> Tensor:
+        assert self._table is not None
+        gradient = self._table.grad
+        return torch.zeros_like(self._table, dtype=torch.float64).cpu() if gradient is None else self._wide(gradient)
+
+    def _wide(self, gradient: Tensor) -> Tensor:
+        return gradient.detach().to_dense().to("cpu", torch.float64, copy=True) / self._gain
+
+    def _line(self) -> int | None:
+        frame = inspect.currentframe()
+        while frame is not None and frame.f_code.co_filename != self._file:
+            frame = frame.f_back
+        return None if frame is None else frame.f_lineno
+
+
+class _TimeLimit:
+    """Ends the thread's work when its time is over, also inside a loop that calls nothing of ours."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._end = float("inf")
+        self._lock = threading.Lock()
+        self._running = False
+        self._thread = threading.get_ident()
+        self._timer = threading.Timer(seconds, self._interrupt)
+
+    def start(self) -> None:
+        self._end = time.monotonic() + self._seconds
+        self._running = True
+        self._timer.daemon = True
+        self._timer.start()
+
+    def check(self) -> None:
+        if time.monotonic() > self._end:
+            raise LoopStopped
+
+    def cancel(self) -> None:
+        self._timer.cancel()
+        with self._lock:
+            self._running = False
+        self._timer.join()
+        self._raise_in_thread(None)  # an interruption that came too late must not hit what follows
+
+    def _interrupt(self) -> None:
+        with self._lock:
+            if self._running:
+                self._raise_in_thread(ctypes.py_object(LoopStopped))
+
+    def _raise_in_thread(self, error: object) -> None:
+        if sys.implementation.name == "cpython":
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), error)

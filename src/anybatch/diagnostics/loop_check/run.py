@@ -1,0 +1,152 @@
+"""Runs a user's loop on the stage, as a user would call it, and puts everything back as it was."""
+
+import io
+import random
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+from torch.nn.parallel import DistributedDataParallel
+
+from anybatch.diagnostics.loop_check.recorder import Recorder
+from anybatch.diagnostics.loop_check.roles import Needs
+from anybatch.diagnostics.loop_check.stage import Data, RowModel, RowSet, make_loader
+from anybatch.diagnostics.loop_check.trace import Trace, numbers_in
+from anybatch.errors import UserError
+
+LearningLoop = Callable[..., Any]
+QUIET_GAIN, LOUD_GAIN = 2.0**-20, 2.0**20
+"""Gradients that no clipping would touch, and gradients that every clipping would."""
+
+
+class LoopFailedError(UserError):
+    """The loop itself raised; the message has its traceback."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """One run of a loop.
+
+    Attributes:
+        data: the samples.
+        ids: those that the loader or data set holds, on this rank where the loop gets a loader.
+        micro_batch_size: samples of one batch of the loader.
+        accumulation_steps: what the loop is told.
+        num_epochs: how often it goes through them, in one call or in several.
+        gain: size of the gradients.
+        time_limit_seconds: after so long it is ended.
+    """
+
+    data: Data
+    ids: Sequence[int]
+    micro_batch_size: int
+    accumulation_steps: int
+    num_epochs: int
+    gain: float = QUIET_GAIN
+    time_limit_seconds: float = 20.0
+
+
+def run_loop(function: LearningLoop, needs: Needs, scene: Scene) -> Trace:
+    """Return what a loop did.
+
+    A function that knows no number of epochs is called once for each, with the same model and optimizer.
+
+    Raises:
+        LoopFailedError: the loop raised.
+    """
+    code = getattr(function, "__code__", None)
+    recorder = Recorder(None if code is None else code.co_filename, scene.gain, scene.time_limit_seconds)
+    num_calls = 1 if "epochs" in needs or "max_steps" in needs else scene.num_epochs
+    with state_kept(), redirect_stdout(io.StringIO()):
+        torch.manual_seed(0)
+        model = RowModel(scene.data, scene.gain, recorder)
+        table = model.table
+        things = _things(model, scene, wrapped=needs.wrapped)
+        with recorder:
+            recorder.watch(table, [things["optimizer"]] if "optimizer" in needs else [])
+            for call in range(num_calls):
+                bound = needs.bind(function, {**things, "epoch": call})
+                value = _call(function, bound.args, bound.kwargs)
+                recorder.end_call()
+                recorder.trace.returned = numbers_in(value)
+    return recorder.trace
+
+
+def _things(model: nn.Module, scene: Scene, *, wrapped: bool) -> dict[str, Any]:
+    """Return what each role is filled with."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = make_loader(scene.data, scene.ids, scene.micro_batch_size)
+    num_windows = -(-len(loader) // scene.accumulation_steps)
+    grouped = dist.is_initialized()
+    return {
+        "model": DistributedDataParallel(model) if wrapped else model,
+        "loader": loader,
+        "dataset": RowSet(scene.data, scene.ids),
+        "optimizer": optimizer,
+        "accumulation_steps": scene.accumulation_steps,
+        "criterion": nn.MSELoss() if scene.data.kind == "values" else nn.CrossEntropyLoss(),
+        "scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step)),
+        "scaler": torch.amp.GradScaler("cpu", enabled=False),
+        "device": torch.device("cpu"),
+        "epochs": scene.num_epochs,
+        "max_steps": num_windows * scene.num_epochs,
+        "micro_batch_size": scene.micro_batch_size,
+        "max_norm": 1.0,
+        "rank": dist.get_rank() if grouped else 0,
+        "world_size": dist.get_world_size() if grouped else 1,
+    }
+
+
+def _call(function: LearningLoop, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 (the user's)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the user's loop may warn of what is told better in the report
+            return function(*args, **kwargs)
+    except Exception as error:  # noqa: BLE001 (whatever it is, it is the loop's own, and is shown)
+        trace = error.__traceback__
+        lines = traceback.format_exception(type(error), error, None if trace is None else trace.tb_next)
+        raise LoopFailedError("".join(lines).rstrip()) from None
+
+
+@contextmanager
+def group_of_one() -> Iterator[None]:
+    """Be the only rank of a process group, so that a loop for several ranks can be run alone.
+
+    Raises:
+        UserError: this process is a rank already.
+    """
+    if dist.is_initialized():
+        message = "check_loop starts ranks of its own: call it in a process that has not joined a process group."
+        raise UserError(message)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def state_kept() -> Iterator[None]:
+    """Put back the random states and settings of torch and Python that a loop may change."""
+    python, default = random.getstate(), torch.get_rng_state()
+    numpy = sys.modules.get("numpy")
+    numbers = None if numpy is None else numpy.random.get_state()
+    gradients, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        random.setstate(python)
+        torch.set_rng_state(default)
+        if numpy is not None and numbers is not None:
+            numpy.random.set_state(numbers)
+        torch.set_grad_enabled(gradients)
+        torch.set_default_dtype(dtype)

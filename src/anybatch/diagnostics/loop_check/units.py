@@ -1,0 +1,121 @@
+"""What a sample's weight of one is: the loop's own gradient of an un-split batch, measured without splitting it.
+
+The loss is the user's and unknown. So the loop itself is run on one batch, with accumulation steps of one: whatever it
+computes there is its un-split gradient, and a split one has to equal it. Where that cannot be had, the scale is taken
+from a list of usual losses whose gradient has the same direction; where that fails too, it stays unknown.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from anybatch.diagnostics.loop_check.stage import NUM_ROWS, Data, Kind
+from anybatch.diagnostics.loop_check.trace import Rows, Trace
+from anybatch.diagnostics.loop_check.windows import is_close
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+
+def _next_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return _cross_entropy(outputs[:, :-1], targets[:, 1:])
+
+
+def _values(loss: Loss) -> Loss:
+    return lambda outputs, targets: loss(outputs.squeeze(1), targets)
+
+
+USUAL_LOSSES: Mapping[Kind, tuple[Loss, ...]] = MappingProxyType(
+    {
+        "classes": (_cross_entropy,),
+        "tokens": (_cross_entropy, _next_cross_entropy),
+        "values": (
+            _values(F.mse_loss),
+            _values(F.l1_loss),
+            _values(F.smooth_l1_loss),
+            _values(F.binary_cross_entropy_with_logits),
+        ),
+    }
+)
+"""Means over their targets."""
+
+
+@dataclass(slots=True)
+class Units:
+    """Unit gradients of samples: what a weight of one in a gradient looks like.
+
+    Attributes:
+        data: the samples.
+        unsplit: returns the gradient of some samples as one batch, and whether its size is to be trusted, and not only
+            its direction; None if the loop does not tell.
+    """
+
+    data: Data
+    unsplit: Callable[[tuple[int, ...]], tuple[Rows, bool] | None]
+    _found: dict[tuple[int, ...], Rows | None] = field(default_factory=dict)
+    scale_is_known: bool = True
+
+    def of(self, ids: Sequence[int]) -> Rows | None:
+        """Return one row per sample, such that the un-split mean of these samples is the mean of their rows."""
+        key = tuple(sorted(set(ids)))
+        if key not in self._found:
+            self._found[key] = self._measure(key)
+        return self._found[key]
+
+    def _measure(self, ids: tuple[int, ...]) -> Rows | None:
+        told = self.unsplit(ids)
+        if told is None or not bool(told[0][list(ids)].flatten(1).any(1).all()):
+            return None
+        gradient, has_scale = told
+        if not has_scale:
+            scaled = self._usual(gradient, ids)
+            self.scale_is_known = self.scale_is_known and scaled is not None
+            gradient = gradient if scaled is None else scaled
+        return gradient * len(ids)
+
+    def _usual(self, gradient: Rows, ids: tuple[int, ...]) -> Rows | None:
+        """Return the gradient of the usual loss that has this direction."""
+        for loss in USUAL_LOSSES[self.data.kind]:
+            outputs = self.data.outputs[list(ids)].clone().requires_grad_()
+            (rows,) = torch.autograd.grad(loss(outputs, self.data.targets[list(ids)]), outputs)
+            usual = torch.zeros_like(gradient)
+            usual[list(ids)] = rows
+            ratio = float((gradient * usual).sum() / usual.square().sum())
+            if ratio > 0 and is_close(ratio * usual, gradient):
+                return usual
+        return None
+
+
+def gradient_of(trace: Trace, ids: Sequence[int], shape: torch.Size) -> Rows | None:
+    """Return the gradient of a run on one batch: what its optimizer met, else what its outputs received."""
+    if trace.steps:
+        gradient = trace.steps[0].gradient
+        if bool(gradient[list(ids)].flatten(1).any(1).all()):
+            return gradient
+    return received(trace, ids, shape, by_size=False)
+
+
+def received(trace: Trace, ids: Sequence[int], shape: torch.Size, *, by_size: bool) -> Rows | None:
+    """Return what the samples' outputs received, times the size of their micro-batch if asked for."""
+    if not set(ids) <= trace.by_sample.keys():
+        return None
+    size_of = {sample: len(forward.ids) for forward in reversed(trace.forwards) for sample in forward.ids}
+    rows = torch.zeros(shape, dtype=torch.float64)
+    for sample in ids:
+        rows[sample] = trace.by_sample[sample] * (size_of[sample] if by_size else 1)
+    return rows
+
+
+def rows_by_size(trace: Trace, shape: torch.Size) -> Rows:
+    """Return what every sample's output received, times the size of its micro-batch; zeros where none came."""
+    ids = [sample for sample in range(NUM_ROWS) if sample in trace.by_sample]
+    rows = received(trace, ids, shape, by_size=True)
+    assert rows is not None
+    return rows

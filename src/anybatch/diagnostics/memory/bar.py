@@ -1,0 +1,144 @@
+"""What a memory is held for, as one stacked bar with its legend, on a terminal and in a pipe."""
+
+import string
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
+from anybatch.core.units import in_bytes, shortened
+from anybatch.diagnostics.memory_colours import colours_of
+
+_WIDTH = 80
+_FREE, _FREE_COLOUR = ".", "bright_black"
+_GAP = "   "
+_NAME_WIDTH = 18
+_LEAST_WIDTH = 12
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A piece of the bar: its letter, name, bytes, share of the whole, cells and colour."""
+
+    letter: str
+    name: str
+    num_bytes: int
+    share: float
+    num_cells: int
+    colour: str
+
+    def words(self, name_width: int) -> str:
+        """Return name, bytes and percent, in columns."""
+        percent = "<0.1" if 0 < self.share < 0.001 else f"{100 * self.share:.1f}"  # noqa: PLR2004 (rounds to 0.0)
+        return f"{shortened(self.name, name_width):<{name_width}} {in_bytes(self.num_bytes):>9} {percent:>5}%"
+
+
+class MemoryBar:
+    """A stacked bar; `print` it, or give it to a console of rich.
+
+    Printed, it is letters, which every pipe can carry: each piece is drawn in the letter that stands before its name.
+    A terminal with colours gets blocks of them.
+
+    Args:
+        num_bytes: bytes by what they are held for, in the order of the bar.
+        total_bytes: what there is; None for what is held. Where more is held than there is, an arrow below the bar
+            shows what there is.
+    """
+
+    def __init__(self, num_bytes: Mapping[str, int], total_bytes: int | None = None) -> None:
+        self._num_bytes = {name: size for name, size in num_bytes.items() if size > 0}
+        self._total_bytes = total_bytes
+
+    def __str__(self) -> str:
+        """Return the bar in letters, 80 columns wide."""
+        return "\n".join(text.plain.rstrip() for text in self._drawn(_WIDTH, blocks=False))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the bar in the width at hand."""
+        in_colour = console.color_system is not None and not console.no_color
+        yield from self._drawn(options.max_width, blocks=in_colour and not options.ascii_only)
+
+    def _drawn(self, width: int, *, blocks: bool) -> Iterator[Text]:
+        """Yield the bar, the arrow if there is one, and the legend, as lines."""
+        width = max(width, _LEAST_WIDTH)
+        parts = self._parts(width - 2)
+        left, right = ("▕", "▏") if blocks else ("[", "]")
+        pieces = [(_glyph(part, blocks=blocks) * part.num_cells, part.colour) for part in parts]
+        yield _line(left, *pieces, right)
+        held = sum(self._num_bytes.values())
+        if self._total_bytes is not None and held > self._total_bytes:
+            place = 1 + round((width - 2) * self._total_bytes / held)
+            note = f"{in_bytes(self._total_bytes)} is what there is"
+            before = place + len(note) + 2 > width
+            yield _line(f"{note} ^".rjust(place + 1) if before else f"{'':{place}}^ {note}")
+        yield from _legend(parts, width, blocks=blocks)
+
+    def _parts(self, num_cells: int) -> list[_Part]:
+        held = sum(self._num_bytes.values())
+        whole = max(held, self._total_bytes or 0)
+        sizes = dict(self._num_bytes)
+        letters = _letters(sizes)
+        colours = colours_of(sizes)
+        if whole > held:
+            sizes["free"] = whole - held
+            letters.append(_FREE)
+            colours["free"] = _FREE_COLOUR
+        cells = cells_of(list(sizes.values()), num_cells)
+        return [
+            _Part(letter, name, size, size / whole, num, colours[name])
+            for letter, (name, size), num in zip(letters, sizes.items(), cells, strict=True)
+        ]
+
+
+def cells_of(sizes: Sequence[int], num_cells: int) -> list[int]:
+    """Return how many of `num_cells` cells each size gets: in proportion, at least one, all of them together.
+
+    Largest remainders first; what was too small for a cell takes it from whoever has most.
+    """
+    whole = sum(sizes)
+    if not whole:
+        return [0] * len(sizes)
+    cells = [num_cells * size // whole for size in sizes]
+    remainders = sorted(range(len(sizes)), key=lambda number: -(num_cells * sizes[number] % whole))
+    for number in remainders[: num_cells - sum(cells)]:
+        cells[number] += 1
+    for number, size in enumerate(sizes):
+        if size and not cells[number] and max(cells) > 1:
+            cells[cells.index(max(cells))] -= 1
+            cells[number] = 1
+    return cells
+
+
+def _legend(parts: Sequence[_Part], width: int, *, blocks: bool) -> Iterator[Text]:
+    """Yield the legend, in as many columns as there is room for, filled from top to bottom."""
+    if not parts:
+        return
+    name_width = min(_NAME_WIDTH, max(len(part.name) for part in parts), max(4, width - 20))
+    entries = [
+        Text.assemble(" ", (_glyph(part, blocks=blocks), part.colour), " ", part.words(name_width)) for part in parts
+    ]
+    entry_width = entries[0].cell_len
+    num_columns = max(1, (width + len(_GAP)) // (entry_width + len(_GAP)))
+    num_rows = -(-len(entries) // num_columns)
+    for row in range(num_rows):
+        yield _line(*[piece for entry in entries[row::num_rows] for piece in (entry, _GAP)][:-1])
+
+
+def _glyph(part: _Part, *, blocks: bool) -> str:
+    if not blocks:
+        return part.letter
+    return "░" if part.letter == _FREE else "█"
+
+
+def _letters(names: Iterable[str]) -> list[str]:
+    """Return a letter for each name: one of its own, if one is left."""
+    found: list[str] = []
+    for name in names:
+        candidates = (*name.lower(), *string.ascii_lowercase, *string.digits)
+        found.append(next((one for one in candidates if one.isascii() and one.isalnum() and one not in found), "?"))
+    return found
+
+
+def _line(*pieces: str | tuple[str, str] | Text) -> Text:
+    return Text.assemble(*pieces, no_wrap=True, overflow="crop")

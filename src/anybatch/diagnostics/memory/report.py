@@ -1,0 +1,339 @@
+"""What a step held in memory, measured while it ran: when, for what, and how much was left."""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
+from anybatch.core.headroom import HEADROOM, Reserve, about_reserve
+from anybatch.core.records import MicroBatchRecord, PhaseRecord, Record, StepRecord
+from anybatch.core.tree import tensors_of
+from anybatch.core.units import in_bytes
+from anybatch.diagnostics.memory.bar import MemoryBar
+from anybatch.diagnostics.memory.figure import MemoryPicture, draw_memory
+from anybatch.engine.engine import Engine
+from anybatch.errors import UserError
+from anybatch.memory.device_memory import MemoryInUse, begin_peak, limit_of, memory_in_use
+from anybatch.memory.ledger import MemoryLedger
+from anybatch.memory.timeline import MemoryTimeline, timeline
+
+UNSEEN = "not in tensors"
+"""What the allocator has handed out beyond the tensors that were seen: workspaces of kernels, and rounding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocatorReport:
+    """What torch's CUDA allocator says of the recording.
+
+    Attributes:
+        peak_bytes: most that it had handed out at once, to kernels too.
+        allocated_bytes: what it had handed out at the moment when tensors held most.
+        reserved_bytes: what it had taken from the device by then.
+        num_retries: how often it let go of its cache to find room, during the recording.
+        summary: `torch.cuda.memory_summary()` at the end; empty if it was not asked for.
+    """
+
+    peak_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    num_retries: int
+    summary: str = ""
+
+    @property
+    def fragmentation(self) -> float:
+        """Share of what is reserved that was not handed out at the peak: `1 - allocated / reserved`."""
+        return 1.0 - self.allocated_bytes / self.reserved_bytes if self.reserved_bytes else 0.0
+
+    def __str__(self) -> str:
+        """Return it in a line, with the summary below."""
+        retries = f"{self.num_retries:,} retr{'y' if self.num_retries == 1 else 'ies'}"
+        line = f"allocator: {in_bytes(self.reserved_bytes)} reserved at the peak"
+        line += f", {100 * self.fragmentation:.1f}% of it not handed out; {retries}"
+        return f"{line}\n{self.summary}" if self.summary else line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MemoryReport:
+    """The memory of the steps that were recorded. `print(report)` shows all of it.
+
+    Attributes:
+        timeline: what tensors held at each moment, with marks where micro-batches begin.
+        device: type and number of the device.
+        num_steps: optimizer steps that were recorded.
+        num_samples: samples of the last of them, over all ranks.
+        num_micro_batches: micro-batches that this rank ran for it.
+        limit_bytes: what there is; None if that is not known.
+        headroom: share of it that is to be kept free.
+        allocator: what torch's allocator says; None on a CPU.
+    """
+
+    timeline: MemoryTimeline
+    device: str
+    num_steps: int
+    num_samples: int
+    num_micro_batches: int
+    limit_bytes: int | None
+    headroom: float
+    allocator: AllocatorReport | None
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most that was held at once: what the allocator had handed out, where there is one, else what tensors held."""
+        seen = self.timeline.peak_bytes
+        return seen if self.allocator is None else max(seen, self.allocator.peak_bytes)
+
+    @property
+    def at_peak(self) -> Mapping[str, int]:
+        """What the memory was held for at the peak, in bytes."""
+        unseen = self.peak_bytes - self.timeline.peak_bytes
+        return {**self.timeline.at(self.timeline.peak_moment), **({UNSEEN: unseen} if unseen else {})}
+
+    @property
+    def reserve(self) -> Reserve | None:
+        """What the peak leaves of the limit; None where there is no limit."""
+        return None if self.limit_bytes is None else Reserve(self.peak_bytes, self.limit_bytes, self.headroom)
+
+    @property
+    def bar(self) -> MemoryBar:
+        """The peak as a stacked bar."""
+        return MemoryBar(self.at_peak, self.limit_bytes)
+
+    def draw(self, path: str | Path) -> None:
+        """Draw memory over time.
+
+        Raises:
+            UserError: matplotlib is not installed, or the picture has another ending than .png, .svg or .pdf.
+            OSError: it cannot be written.
+        """
+        left = "" if self.reserve is None else f"; {about_reserve(self.reserve)}"
+        picture = MemoryPicture(
+            title=self._where, below=f"{self._what}{left}", limit_bytes=self.limit_bytes, headroom=self.headroom
+        )
+        draw_memory(self.timeline, picture, Path(path))
+
+    def __str__(self) -> str:
+        """Return the peak, its bar, and what is left."""
+        return "\n".join([self._what, self._where_from, str(self.bar), *self._words_below()])
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the same for a terminal, with the bar in colours."""
+        words = partial(Text, overflow="fold")
+        yield from map(words, (self._what, self._where_from))
+        yield self.bar
+        yield from map(words, self._words_below())
+
+    @property
+    def _what(self) -> str:
+        steps = "one step" if self.num_steps == 1 else f"{self.num_steps:,} steps"
+        cut = f"{self.num_micro_batches:,} micro-batch{'es' * (self.num_micro_batches != 1)} on this rank"
+        return f"{steps} of {self.num_samples:,} samples, {cut}, {self.device}"
+
+    @property
+    def _where(self) -> str:
+        course = self.timeline
+        moment = course.peak_moment
+        place = [course.mark_before(moment), course.phases[moment]]
+        named = ", ".join(dict.fromkeys(word for word in place if word))
+        return f"peak {in_bytes(self.peak_bytes)} in {named}"
+
+    @property
+    def _where_from(self) -> str:
+        operation = self.timeline.operations[self.timeline.peak_moment]
+        return f"{self._where}{f', by {operation}' if operation else ''}"
+
+    def _words_below(self) -> list[str]:
+        lines = [] if self.allocator is None else [str(self.allocator)]
+        reserve = self.reserve
+        if reserve is not None:
+            lines.append(f"{'' if reserve.kept else 'warning: '}{about_reserve(reserve)}")
+        return lines
+
+
+class MemoryRecording:
+    """Records what an engine's steps hold while it is entered; see `record_memory`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        limit_bytes: int | None,
+        headroom: float,
+        summary: bool,
+        allocator: Callable[[], MemoryInUse | None] | None,
+    ) -> None:
+        self._engine = engine
+        self._device = engine.world.device
+        self._limit_bytes = limit_of(self._device) if limit_bytes is None else limit_bytes
+        self._headroom = headroom
+        self._wants_summary = summary
+        self._allocator = allocator
+        self._ledger = MemoryLedger(watcher=self._watch, device_type=self._device.type)
+        self._seen_bytes = 0
+        self._at_peak: MemoryInUse | None = None
+        self._retries_before = 0
+        self._handed_out_bytes = 0
+        self._loading = 0
+        self._last_mark = ""
+        self._steps: list[StepRecord] = []
+        self._report: MemoryReport | None = None
+        self._stack = ExitStack()
+
+    @property
+    def report(self) -> MemoryReport:
+        """What was recorded.
+
+        Raises:
+            UserError: the block is not over, or no step was made in it.
+        """
+        if self._report is None:
+            message = (
+                "there is nothing to report: record_memory reports once its block is over, and an engine.step must "
+                "have been made in it."
+            )
+            raise UserError(message)
+        return self._report
+
+    def __enter__(self) -> Self:
+        """Book what the engine holds already, and begin."""
+        self._ledger.phase = "setup"
+        self._hold()
+        if self._allocator is not None:
+            begin_peak(self._device)
+            now = self._allocator()
+            self._retries_before = 0 if now is None else now.num_retries
+        with ExitStack() as stack:
+            stack.enter_context(self._engine.observed_by(self, self._hold_inputs))
+            stack.enter_context(self._ledger)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Stop looking, and put the report together."""
+        self._stack.close()
+        if error is None and self._steps:
+            self._report = self._make_report()
+        self._ledger.forget()
+
+    def observe(self, record: Record, /) -> None:
+        """Follow the step: where it stands, and what has come to stay."""
+        match record:
+            case MicroBatchRecord(event="begin"):
+                self._mark(f"micro-batch {record.position + 1}")
+            case PhaseRecord():
+                self._follow(record)
+            case StepRecord():
+                self._steps.append(record)
+                now = None if self._allocator is None else self._allocator()
+                self._handed_out_bytes = max(self._handed_out_bytes, 0 if now is None else now.peak_bytes)
+            case _:
+                return
+
+    def _follow(self, record: PhaseRecord) -> None:
+        """Take over the phase; between two of them the former goes on. The ledger tells forward from backward."""
+        begins = record.event == "begin"
+        if record.name == "load":
+            self._ledger.phase, self._ledger.paused = "setup" if begins else None, begins
+            self._loading = record.position or 0
+            return
+        if record.name == "forward_backward":
+            self._ledger.phase = None if begins else "reduce"
+        elif begins:
+            self._ledger.phase = record.name
+            if record.name == "clip":
+                self._mark("update")
+        if not begins:
+            self._hold()
+
+    def _hold(self) -> None:
+        """Book what the engine keeps; what was made within a phase is known at its end, and was that from the start."""
+        for category, tensors in self._engine.held().items():
+            self._ledger.hold(category, tensors)
+
+    def _hold_inputs(self, batch: Any) -> None:  # noqa: ANN401 (any nested batch)
+        """Book a micro-batch, which is loaded now. What a data set holds, and what it takes to load, is not counted."""
+        self._mark(f"micro-batch {self._loading + 1}")
+        self._ledger.phase = "setup"
+        self._ledger.hold("inputs", tensors_of(batch))
+        self._ledger.phase = None
+
+    def _mark(self, name: str) -> None:
+        """Mark that something begins, unless it has. A loss across samples runs each micro-batch twice."""
+        if name != self._last_mark:
+            self._ledger.mark(name)
+            self._last_mark = name
+
+    def _watch(self, held_bytes: int, _num_bytes: int, _operation: str) -> None:
+        """Ask the allocator whenever tensors hold more than ever before."""
+        if self._allocator is not None and held_bytes > self._seen_bytes:
+            self._seen_bytes = held_bytes
+            self._at_peak = self._allocator()
+
+    def _make_report(self) -> MemoryReport:
+        last = self._steps[-1]
+        return MemoryReport(
+            timeline=timeline(self._ledger.trace()),
+            device=str(self._device),
+            num_steps=len(self._steps),
+            num_samples=last.num_samples,
+            num_micro_batches=last.num_micro_batches,
+            limit_bytes=self._limit_bytes,
+            headroom=self._headroom,
+            allocator=self._allocator_report(),
+        )
+
+    def _allocator_report(self) -> AllocatorReport | None:
+        at_peak, now = self._at_peak, None if self._allocator is None else self._allocator()
+        if at_peak is None or at_peak.reserved_bytes is None or now is None:
+            return None
+        return AllocatorReport(
+            peak_bytes=self._handed_out_bytes,
+            allocated_bytes=at_peak.allocated_bytes,
+            reserved_bytes=at_peak.reserved_bytes,
+            num_retries=now.num_retries - self._retries_before,
+            summary=torch.cuda.memory_summary(self._device) if self._wants_summary else "",
+        )
+
+
+def record_memory(
+    engine: Engine,
+    *,
+    limit_bytes: int | None = None,
+    headroom: float = HEADROOM,
+    summary: bool = False,
+) -> MemoryRecording:
+    """Record what the steps of a block hold in memory, tensor by tensor.
+
+    ```python
+    with record_memory(engine) as recording:
+        engine.step(batch)
+    print(recording.report)
+    recording.report.draw("memory.png")
+    ```
+
+    The step is a real one, with the same result to the bit, but slower: every operation is looked at. What a kernel
+    takes for itself and gives back before it returns is seen on a CUDA device only, as `not in tensors`. The first
+    step of an engine is not like the others: it checks the loss, and makes the optimizer's state. Record a later one.
+
+    Args:
+        engine: whose steps are recorded. Its own observer goes on looking in.
+        limit_bytes: what there is; None for what this process may allocate on the device, on a CPU no limit.
+        headroom: share of the limit that is to be kept free.
+        summary: keep `torch.cuda.memory_summary()` as well.
+    """
+    device = engine.world.device
+    return MemoryRecording(
+        engine,
+        limit_bytes=limit_bytes,
+        headroom=headroom,
+        summary=summary,
+        allocator=partial(memory_in_use, device) if device.type == "cuda" else None,
+    )

@@ -1,0 +1,278 @@
+"""From a batch of any kind to micro-batches that are ready to run."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from anybatch.core.batch import Placement, Position
+from anybatch.core.loss import Loss, Share, shares_of, unit_counts
+from anybatch.core.randomness import BatchKey, joint_seed, unit_seed
+from anybatch.core.splitting import BatchPlan, Unit, plan_shares
+from anybatch.core.tree import Batch, count_samples, map_tensors, slice_samples, tensors_of
+from anybatch.engine.accumulation.accumulate import Work
+from anybatch.errors import BatchSizeError, DataError, LossError
+from anybatch.parallel.replicas import digest
+from anybatch.parallel.strategy import Turn
+from anybatch.parallel.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class RankShare:
+    """What one rank brings to an effective batch from its own loader; None when its loader has run dry."""
+
+    batch: Batch | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenBatch:
+    """An effective batch that has been planned: who runs what, and this rank's micro-batches, not loaded yet."""
+
+    plan: BatchPlan
+    units: tuple[Unit, ...]
+    sample_ids: Sequence[int]
+    seed: int
+    end: Position
+    micro_batches: Iterator[Batch]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """An effective batch whose divisors are known: `divisors[j]` is the count of loss term j over all ranks.
+
+    `replay` yields the data of `work` a second time, from the host, for a loss across samples; nothing for others.
+    `seed` is for what such a loss draws for the effective batch as a whole.
+    """
+
+    opened: OpenBatch
+    divisors: tuple[float, ...]
+    work: Iterator[tuple[Work, Batch]]
+    replay: Iterator[Batch]
+    seed: int
+
+
+def open_batch(batch: Any, placement: Placement, world: World, start: Position) -> OpenBatch:  # noqa: ANN401
+    """Plan an effective batch, or what every rank brought as its share of one.
+
+    Args:
+        batch: an `EffectiveBatch`, a `RankShare`, or any nested batch, which is then this rank's share.
+        placement: how to cut and deal.
+        world: the ranks.
+        start: where the data stands before this step.
+    """
+    if isinstance(batch, RankShare) or not _is_effective_batch(batch):
+        return _open_share(batch if isinstance(batch, RankShare) else RankShare(batch), placement, world, start)
+    plan = placement.plan(len(batch.sample_ids))
+    return OpenBatch(
+        plan=plan,
+        units=plan.shares[placement.rank],
+        sample_ids=batch.sample_ids,
+        seed=batch.seed,
+        end=batch.end,
+        micro_batches=batch.feed(placement),
+    )
+
+
+def make_workload(
+    opened: OpenBatch, loss: Loss, world: World, *, step: int, lockstep: bool, every_unit: bool = False
+) -> Workload:
+    """Count the terms of the loss, agree on the counts over ranks, and line the micro-batches up.
+
+    Where counts need the data, all of this rank's micro-batches are loaded (on the host) before the first is run,
+    since the divisor has to be known before the first forward. `every_unit` also runs units that count nothing.
+
+    Raises:
+        LossError: the whole effective batch has nothing to count, so its loss is not defined.
+        DataError: a rank has nothing to count, and the strategy keeps ranks in lockstep.
+    """
+    micro_batches = opened.micro_batches
+    if loss.needs_data_to_count:
+        loaded = list(micro_batches)
+        counts = [unit_counts(loss, batch, unit.num_samples) for batch, unit in zip(loaded, opened.units, strict=True)]
+        own = [sum(c[j] for c, u in zip(counts, opened.units, strict=True) if u.weight) for j in range(len(loss.names))]
+        rows = world.gather_numbers([*own, float(any(map(any, counts)))])
+        divisors = tuple(sum(column) for column in zip(*rows, strict=True))[:-1]
+        if lockstep and any(divisors):
+            _refuse_idle_rank([int(row[-1]) for row in rows], "no item that the loss counts (all targets masked?)")
+            opened, loaded, counts = _run_along(opened, loaded, counts)
+        micro_batches = iter(loaded)
+    else:
+        counts = [(float(unit.num_samples),) * len(loss.names) for unit in opened.units]
+        divisors = (float(opened.plan.num_samples),) * len(loss.names)
+    if not any(divisors):
+        message = (
+            f"nothing to learn from: every loss term ({', '.join(loss.names)}) counts 0 over all "
+            f"{opened.plan.num_samples} samples of the effective batch (all targets masked?). The loss would be 0 / 0. "
+            "Filter such batches out, or use a larger effective batch."
+        )
+        raise LossError(message)
+    replay: Iterator[Batch] = iter(())
+    if loss.encode is not None:
+        micro_batches, replay = itertools.tee(micro_batches)  # keeps them on the host, until they have gone by twice
+    return Workload(
+        opened=opened,
+        divisors=divisors,
+        replay=to_device(replay, world.device),
+        seed=0 if loss.encode is None else joint_seed(opened.seed, step),
+        work=_line_up(
+            opened,
+            to_device(micro_batches, world.device),
+            loss,
+            counts,
+            divisors=divisors,
+            step=step,
+            every_unit=every_unit or lockstep,
+        ),
+    )
+
+
+def _run_along(
+    opened: OpenBatch, loaded: Sequence[Batch], counts: Sequence[tuple[float, ...]]
+) -> tuple[OpenBatch, list[Batch], list[tuple[float, ...]]]:
+    """Under lockstep every unit has to run; one that counts nothing runs another's samples with weight 0 instead."""
+    busy = next(number for number, count in enumerate(counts) if any(count))
+    chosen = [number if any(count) else busy for number, count in enumerate(counts)]
+    units = tuple(
+        unit if any(count) else dataclasses.replace(opened.units[busy], number=unit.number, weight=0.0)
+        for unit, count in zip(opened.units, counts, strict=True)
+    )
+    return (
+        dataclasses.replace(opened, units=units),
+        [loaded[number] for number in chosen],
+        [counts[number] for number in chosen],
+    )
+
+
+def _refuse_idle_rank(busy: Sequence[int], lacks: str) -> None:
+    """Refuse, on every rank, a batch in which some rank has nothing that it could run along with the others.
+
+    Raises:
+        DataError: with the rank.
+    """
+    if all(busy):
+        return
+    message = (
+        f"rank {busy.index(0)} has {lacks} in its share of the batch, but the strategy or norms policy keeps ranks "
+        "in lockstep: each runs in every step. Use a larger effective batch, or strategy='all_reduce' and norms='keep'."
+    )
+    raise DataError(message)
+
+
+def _line_up(
+    opened: OpenBatch,
+    micro_batches: Iterator[Batch],
+    loss: Loss,
+    counts: Sequence[tuple[float, ...]],
+    *,
+    divisors: tuple[float, ...],
+    step: int,
+    every_unit: bool,
+) -> Iterator[tuple[Work, Batch]]:
+    """Pair the units that have something to add with their data.
+
+    A mean over nothing is NaN, so units without a count are left out. Everything but the data is made beforehand, in
+    one go: between two backwards the same lines would run from cold caches, several times as long.
+    """
+    running = [number for number, count in enumerate(counts) if any(count) or every_unit]
+    first, last = (running[0], running[-1]) if running else (-1, -1)
+    known: dict[tuple[tuple[float, ...], float], tuple[Share, ...]] = {}  # most units count alike
+    batch_key = BatchKey(opened.seed, step, opened.sample_ids)
+    work = []
+    for number in running:
+        unit = opened.units[number]
+        key = (counts[number], unit.weight)
+        if key not in known:
+            known[key] = shares_of(loss, counts[number], divisors, unit.weight)
+        seed = unit_seed(opened.seed, step, opened.sample_ids[unit.start])
+        work.append(Work(unit, known[key], Turn(first=number == first, last=number == last), seed, batch_key))
+    if len(running) < len(counts):
+        wanted = set(running)
+        micro_batches = (batch for number, batch in enumerate(micro_batches) if number in wanted)
+    return zip(work, micro_batches, strict=True)
+
+
+def to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+    """Return the batches on the device. On CUDA copies run in a stream of their own, beside what computes."""
+    if device.type == "cpu":
+        return batches
+    if device.type != "cuda":
+        return (map_tensors(batch, lambda tensor: tensor.to(device)) for batch in batches)
+    return _copied_beside(batches, device)
+
+
+def _copied_beside(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+    copies = torch.cuda.Stream(device)
+    for batch in batches:
+        with torch.cuda.stream(copies):
+            moved = map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
+        computing = torch.cuda.current_stream(device)
+        computing.wait_stream(copies)
+        for tensor in tensors_of(moved):
+            tensor.record_stream(computing)  # the allocator must not hand its memory to the next copy too early
+        yield moved
+
+
+def refuse_disagreement(batch: Any, opened: OpenBatch, world: World) -> None:  # noqa: ANN401 (any nested batch)
+    """Refuse a first step in which ranks do not mean the same effective batch.
+
+    Raises:
+        DataError: on every rank: two ranks bring byte for byte the same samples as their shares, or ranks were given
+            different effective batches.
+    """
+    if world.size == 1:
+        return
+    if _is_effective_batch(batch):
+        word = (opened.seed, str(opened.plan), hash(tuple(int(sample) for sample in opened.sample_ids)))
+        for rank, other in enumerate(world.gather_objects(word)):
+            if other != word:
+                message = (
+                    f"rank {world.rank} was given another effective batch than rank {rank}: {word[1]} with seed "
+                    f"{word[0]} against {other[1]} with seed {other[0]}, or other samples. Build ab.batches with the "
+                    "same data set, size and seed, and the engine with the same sizes, on every rank."
+                )
+                raise DataError(message)
+        return
+    digests = world.gather_objects(_digest(batch.batch if isinstance(batch, RankShare) else batch))
+    for rank, found in enumerate(digests):
+        if found is not None and found in digests[:rank]:
+            message = (
+                f"ranks {digests.index(found)} and {rank} brought the same samples to the first step, so every sample "
+                f"would count {digests.count(found)} times. Give each rank its own (a DistributedSampler, or "
+                "ab.batches)."
+            )
+            raise DataError(message)
+
+
+def _digest(batch: Batch | None) -> tuple[int, ...] | None:
+    """Return a fingerprint of every tensor of a batch; None for an empty one."""
+    if batch is None or not count_samples(batch):
+        return None
+    return tuple(digest(tensor) for tensor in tensors_of(batch))
+
+
+def _is_effective_batch(batch: object) -> bool:
+    return hasattr(batch, "feed") and hasattr(batch, "sample_ids")
+
+
+def _open_share(share: RankShare, placement: Placement, world: World, start: Position) -> OpenBatch:
+    size = 0 if share.batch is None else count_samples(share.batch)
+    sizes = [int(row[0]) for row in world.gather_numbers([float(size)])]
+    if not sum(sizes):
+        message = "the effective batch is empty: no rank brought a sample. End the loop before, as ab.shares does."
+        raise BatchSizeError(message)
+    if placement.cut.lockstep:
+        _refuse_idle_rank(sizes, "no sample")
+    plan = plan_shares(sizes, placement.cut)
+    first = sum(sizes[: placement.rank])
+    units = plan.shares[placement.rank]
+    return OpenBatch(
+        plan=plan,
+        units=units,
+        sample_ids=range(start.sample_offset, start.sample_offset + sum(sizes)),
+        seed=0,
+        end=Position(start.epoch, start.sample_offset + sum(sizes)),
+        micro_batches=iter([slice_samples(share.batch, unit.start - first, unit.stop - first) for unit in units]),
+    )

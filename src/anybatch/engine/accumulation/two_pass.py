@@ -1,0 +1,364 @@
+"""Losses across samples: two passes, and in between the loss of the whole effective batch."""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from anybatch.core.buffers import BufferValues
+from anybatch.core.loss import Loss, LossFunction, Share
+from anybatch.core.splitting import BatchPlan
+from anybatch.core.tree import Batch, take_apart
+from anybatch.engine.accumulation.accumulate import Machine, Work, accumulate
+from anybatch.engine.accumulation.sums import Sums
+from anybatch.errors import CannotRedoError, LossError
+from anybatch.parallel.all_gather import Rows, gather_rows, room_for_rows
+from anybatch.parallel.step_agreement import AbandonedError
+from anybatch.parallel.strategy import Turn
+from anybatch.parallel.world import World
+
+Told = Callable[[int], AbstractContextManager[object]]
+"""Context of the collective that brings outputs together, given the bytes that this rank hands over."""
+
+Record = Callable[[Work], AbstractContextManager[object]]
+"""Context of the forward in which running statistics see a micro-batch; the second pass is not seen."""
+
+_NOT_LAST = Turn(first=False, last=False)
+
+
+def _not_recorded(item: Work) -> AbstractContextManager[object]:
+    del item
+    return nullcontext()
+
+
+@dataclass(slots=True)
+class Outputs:
+    """What this rank's micro-batches were encoded to.
+
+    Attributes:
+        pieces: per micro-batch that counts a copy of its tensors, in the order of the nested structure.
+        kinds: what the rows of these tensors look like; None on a rank that ran nothing.
+        differentiable: which of them take a gradient.
+        put_together: makes the nested structure of such tensors.
+        graph: the last micro-batch's tensors as its forward returned them, so that it need not run again.
+    """
+
+    pieces: list[list[torch.Tensor]] = field(default_factory=list)
+    kinds: tuple[Rows, ...] | None = None
+    differentiable: tuple[bool, ...] = ()
+    put_together: Callable[[Iterable[torch.Tensor]], Batch] | None = None
+    graph: list[torch.Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """How the outputs of micro-batches become those of the whole effective batch.
+
+    Attributes:
+        meet: returns the tensors of all samples in global order, and which take a gradient.
+        num_samples: of the effective batch.
+        tells: this rank reports the loss, and the gradients of what the loss function itself uses: one rank does.
+        seed: for what the loss function draws.
+    """
+
+    meet: Callable[[Outputs], tuple[list[torch.Tensor], tuple[bool, ...]]]
+    num_samples: int
+    tells: bool
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slope:
+    """The loss of the whole effective batch, and its gradient where the second pass begins.
+
+    Attributes:
+        value: the loss, detached.
+        of_outputs: per tensor the gradient (samples of the effective batch, ...); None where there is none.
+        parameters: those that the loss function itself uses.
+        of_parameters: their gradients; zeros on all ranks but the one that tells, since ranks are summed.
+    """
+
+    value: torch.Tensor
+    of_outputs: tuple[torch.Tensor | None, ...]
+    parameters: tuple[torch.Tensor, ...]
+    of_parameters: tuple[torch.Tensor, ...]
+
+
+def accumulate_joint(
+    machine: Machine,
+    modules: nn.Module,
+    work: Iterable[tuple[Work, Batch]],
+    replay: Iterable[Batch],
+    meeting: Meeting,
+    *,
+    record: Record = _not_recorded,
+) -> Sums:
+    """Add up the gradient of one effective batch under a loss that looks across its samples, exactly.
+
+    Equal to one backward of `function(model, outputs)` with the outputs of all samples of all ranks in one graph. The
+    second pass draws the same random numbers as the first, and buffers are as if there had been one pass only.
+
+    Source: Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021, section 3.
+    """
+    buffers = BufferValues(modules)
+    sums = Sums()
+
+    # 1. Encode every micro-batch; the graph of the last one is kept.
+    items, outputs = encode_all(machine, machine.loss, work, record)
+    # 2. Bring the outputs of all ranks together; the loss, and its gradient with respect to them.
+    slope = _find_slope(machine, outputs, meeting)
+    if slope is None:
+        return sums
+    if meeting.tells:
+        sums.contributions.append(((Share(1.0, 1.0, float(meeting.num_samples)),), [slope.value]))
+    # 3. Pass its rows of that gradient on to each micro-batch: first to the kept graph, so that it can go.
+    turns = [item.turn for item in items]
+    if outputs.graph:
+        _backward_kept(machine, items[-1], turns[0], outputs, slope)
+        items = items[:-1]
+    if items:
+        after = BufferValues(modules)
+        buffers.restore()
+        _replay(machine, items, turns[-len(items) :], replay, slope)
+        after.restore()
+    return sums
+
+
+def rehearse(machine: Machine, modules: nn.Module, work: Sequence[tuple[Work, Batch]], num_samples: int) -> None:
+    """Run micro-batches, on this rank alone, for the memory that they take in an effective batch of `num_samples`.
+
+    A loss across samples gets as many rows as it will get then, over and over the same.
+    """
+    if machine.loss.encode is None:
+        accumulate(machine, work)
+        return
+
+    def meet(outputs: Outputs) -> tuple[list[torch.Tensor], tuple[bool, ...]]:
+        columns = [torch.cat(column) for column in zip(*outputs.pieces, strict=True)]
+        rows = torch.arange(num_samples) % len(columns[0])
+        return [column[rows.to(column.device)] for column in columns], outputs.differentiable
+
+    meeting = Meeting(meet=meet, num_samples=num_samples, tells=True, seed=0)
+    accumulate_joint(machine, modules, work, [batch for _, batch in work], meeting)
+
+
+def encode_all(
+    machine: Machine,
+    loss: Loss,
+    work: Iterable[tuple[Work, Batch]],
+    record: Record = _not_recorded,
+    outputs: Outputs | None = None,
+) -> tuple[list[Work], Outputs]:
+    """Encode this rank's micro-batches, with the activations of one at a time; go on from `outputs` if it is given.
+
+    Gradients are on although only the last graph is used: models that ask `is_grad_enabled`, and compiled code, may
+    take another way without them, and draw other random numbers.
+
+    Raises:
+        LossError: `encode` returned no tensors, or tensors whose first axis is not the samples.
+    """
+    items, outputs = [], outputs or Outputs()
+    for item, batch in work:
+        outputs.graph = []  # the graph of the one before goes first
+        drawing = machine.randomness.micro_batch(item)
+        with drawing, machine.strategy.micro_batch(_NOT_LAST), record(item), machine.autocast():
+            outputs.graph, outputs.put_together = take_apart(machine.prepared.call(_encode(loss), batch))
+        _note(outputs, item)
+        items.append(item)
+    not_in_turn = len(items) == 1 and machine.strategy.capabilities.prepares_in_forward
+    if not_in_turn or machine.randomness.covers_backward:
+        outputs.graph = []  # its backward cannot be run by itself
+    return items, outputs
+
+
+def gather_outputs(
+    outputs: Outputs, plan: BatchPlan, world: World, told: Told, note_met: Callable[[], None] = lambda: None
+) -> tuple[list[torch.Tensor], tuple[bool, ...]]:
+    """Return the tensors of all samples of all ranks in global order, and which of them take a gradient.
+
+    Args:
+        outputs: this rank's.
+        plan: whose samples they are.
+        world: the ranks.
+        told: context of the collective.
+        note_met: called when every rank is known to be there, before anything is gathered.
+
+    Raises:
+        LossError: ranks have encoded to tensors of other shapes or types; on every rank.
+        AbandonedError: a rank has run out of memory before.
+    """
+    # Shares are consecutive, so that rank by rank is in global order.
+    sizes = [sum(unit.num_samples for unit in share if unit.weight) for share in plan.shares]
+    # Whoever says that it is there has room for what comes: behind that nobody may stay away from the collective.
+    room = None if outputs.kinds is None else room_for_rows(outputs.kinds, sizes, world)
+    told_by_all = world.gather_objects((outputs.kinds, outputs.differentiable))
+    if None in told_by_all:
+        raise AbandonedError
+    note_met()
+    found = [one for one in told_by_all if one[0] is not None]
+    kinds = found[0][0]
+    for other, _ in found:
+        _refuse_other_kinds(kinds, other, "on one rank and on another")
+    if room is None and world.size > 1:  # a rank that ran nothing has learnt only now what is going to come
+        try:
+            room = room_for_rows(kinds, sizes, world)
+        except torch.OutOfMemoryError as error:
+            message = "there is no room for the outputs of all ranks, which these are sending already"
+            raise CannotRedoError(message) from error
+    tensors = gather_rows(outputs.pieces, kinds, sizes, world, told, room=room)
+    return tensors, tuple(map(any, zip(*(flags for _, flags in found), strict=True)))
+
+
+def give_up_gathering(world: World) -> None:
+    """Take part in what `gather_outputs` does first, to tell the other ranks that this one has run out of memory."""
+    world.gather_objects(None)
+
+
+def first_rank_with_samples(plan: BatchPlan) -> int:
+    """Return the first rank that has samples in its share."""
+    return next(rank for rank, share in enumerate(plan.shares) if any(unit.weight for unit in share))
+
+
+def call_on_whole(machine: Machine, loss: Loss, outputs: Batch, seed: int) -> object:
+    """Return what the loss function makes of the outputs of a whole effective batch."""
+    machine.randomness.whole(seed)
+    with machine.strategy.micro_batch(_NOT_LAST), machine.autocast():
+        return machine.prepared.call(loss.function, outputs)
+
+
+def one_number(value: object) -> torch.Tensor:
+    """Return the value of a loss across samples, after a look at it.
+
+    Raises:
+        LossError: it is not one number.
+    """
+    if isinstance(value, torch.Tensor) and not value.dim():
+        return value
+    what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+    message = (
+        f"the function of ab.joint returned {what}; it must return the loss of the whole effective batch, one number "
+        "without an axis. Return its mean, or declare a loss of single samples with ab.mean_over_samples."
+    )
+    raise LossError(message)
+
+
+def _encode(loss: Loss) -> LossFunction:
+    assert loss.encode is not None, "this is no loss across samples"
+    return loss.encode
+
+
+def _note(outputs: Outputs, item: Work) -> None:
+    """Copy the tensors of a micro-batch that has just been encoded, after a look at them."""
+    tensors, num_samples = outputs.graph, item.unit.num_samples
+    if not tensors:
+        message = (
+            "the encode function of ab.joint returned no tensor. Return a tensor, or a dict, tuple or dataclass of "
+            "tensors, whose first axis is the samples."
+        )
+        raise LossError(message)
+    for tensor in tensors:
+        if not tensor.dim() or len(tensor) != num_samples:
+            message = (
+                f"the encode function of ab.joint returned a tensor of shape {tuple(tensor.shape)} for a micro-batch "
+                f"of {num_samples} samples. The first axis of every tensor must be the samples."
+            )
+            raise LossError(message)
+    kinds = tuple(Rows(tuple(tensor.shape[1:]), tensor.dtype) for tensor in tensors)
+    _refuse_other_kinds(outputs.kinds or kinds, kinds, "for one micro-batch and for another")
+    before = outputs.differentiable or (False,) * len(tensors)
+    outputs.kinds = kinds
+    outputs.differentiable = tuple(one or tensor.requires_grad for one, tensor in zip(before, tensors, strict=True))
+    if item.unit.weight:  # copies, because a view would keep alive what it is a view of
+        outputs.pieces.append([tensor.detach().clone() for tensor in tensors])
+
+
+def _refuse_other_kinds(one: tuple[Rows, ...], other: tuple[Rows, ...], where: str) -> None:
+    if one == other:
+        return
+    said = [", ".join(f"{('samples', *kind.shape)} of {kind.dtype}" for kind in kinds) for kinds in (one, other)]
+    message = (
+        f"the encode function of ab.joint returned {said[0]} and {said[1]} {where}. All micro-batches must give the "
+        "same tensors but for the number of samples: pool over time, or pad to one length."
+    )
+    raise LossError(message)
+
+
+def _find_slope(machine: Machine, outputs: Outputs, meeting: Meeting) -> Slope | None:
+    """Return the gradient of the loss of the whole effective batch; None on a rank that has run nothing."""
+    tensors, differentiable = meeting.meet(outputs)
+    if outputs.put_together is None:
+        return None
+    leaves = [tensor.requires_grad_(flag) for tensor, flag in zip(tensors, differentiable, strict=True)]
+    value = one_number(call_on_whole(machine, machine.loss, outputs.put_together(leaves), meeting.seed))
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    parameters = list(machine.prepared.parameters.values())
+    found: Sequence[torch.Tensor | None] = []
+    if value.requires_grad:
+        found = torch.autograd.grad(machine.scaler.scale(value), [*wanted, *parameters], allow_unused=True)
+    if all(gradient is None for gradient in found[: len(wanted)]):
+        message = (
+            "the value of the function of ab.joint does not depend on any output of encode that takes a gradient, so "
+            "the encoder would not be trained. Use the outputs it is given, and detach neither them nor the encoder's."
+        )
+        raise LossError(message)
+    remaining = iter(found[: len(wanted)])
+    used = [(p, g) for p, g in zip(parameters, found[len(wanted) :], strict=True) if g is not None]
+    return Slope(
+        value.detach(),
+        tuple(next(remaining) if leaf.requires_grad else None for leaf in leaves),
+        tuple(parameter for parameter, _ in used),
+        tuple(gradient if meeting.tells else torch.zeros_like(gradient) for _, gradient in used),
+    )
+
+
+def _backward_kept(machine: Machine, item: Work, turn: Turn, outputs: Outputs, slope: Slope) -> None:
+    """Run the backward of the micro-batch whose graph was kept, and let it go."""
+    machine.before(item)
+    with machine.strategy.micro_batch(turn):
+        roots = [root for root, slopes in zip(outputs.graph, slope.of_outputs, strict=True) if slopes is not None]
+        outputs.graph = []
+        _backward(machine, item, [*roots, *(slope.parameters if turn.last else ())], slope)
+    machine.after(item, ())
+
+
+def _replay(
+    machine: Machine, items: Sequence[Work], turns: Sequence[Turn], replay: Iterable[Batch], slope: Slope
+) -> None:
+    """Encode micro-batches again, and pass the gradient on at once."""
+    encode = _encode(machine.loss)
+    # A strategy whose forward has to meet what the backward will reach, as DDP's, meets only what a forward returns.
+    in_forward = machine.strategy.capabilities.prepares_in_forward
+
+    def run(model: object, batch: Batch) -> list[torch.Tensor]:
+        tensors, _ = take_apart(encode(model, batch))
+        return [tensor for tensor, slopes in zip(tensors, slope.of_outputs, strict=True) if slopes is not None]
+
+    def run_last(model: object, batch: Batch) -> list[torch.Tensor]:
+        return [*run(model, batch), *(parameter.view_as(parameter) for parameter in slope.parameters)]
+
+    for item, turn, batch in zip(items, turns, replay, strict=False):
+        machine.before(item)
+        with machine.randomness.micro_batch(item), machine.strategy.micro_batch(turn):
+            with machine.autocast():
+                roots = machine.prepared.call(run_last if turn.last and in_forward else run, batch)
+            if turn.last and not in_forward:
+                roots = [*roots, *slope.parameters]
+            _backward(machine, item, roots, slope)
+            del roots  # or it would live through the next forward
+        machine.after(item, ())
+
+
+def _backward(machine: Machine, item: Work, roots: Sequence[torch.Tensor], slope: Slope) -> None:
+    """Run one backward from the outputs of a micro-batch and, in the last one, the loss function's own parameters."""
+    unit = item.unit
+    rows = [gradient[unit.start : unit.stop] for gradient in slope.of_outputs if gradient is not None]
+    if not unit.weight:  # it only keeps ranks in lockstep
+        rows = [torch.zeros_like(row) for row in rows]
+    if len(roots) > len(rows):
+        rows += slope.of_parameters
+    pairs = [(root, row) for root, row in zip(roots, rows, strict=True) if root.requires_grad]
+    torch.autograd.backward(
+        [root for root, _ in pairs], [row for _, row in pairs], inputs=machine.prepared.backward_inputs
+    )

@@ -1,0 +1,1 @@
+"""Runs effective batches under a policy about BatchNorm."""

@@ -1,0 +1,162 @@
+"""The executor of exact normalisation: micro-batches take turns, meet in every BatchNorm, and share one backward."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from anybatch.core.compatibility import Feature, refusal
+from anybatch.core.tree import Batch
+from anybatch.engine.accumulation.accumulate import Machine, Work, forward_of
+from anybatch.engine.accumulation.sums import Sums
+from anybatch.errors import BatchSizeError, CompositionError
+from anybatch.norms.batch_norm_override import Call, Interceptor
+from anybatch.norms.cooperative import Meet, Rendezvous
+from anybatch.norms.host_store import HostStore
+from anybatch.norms.layers import Ranks
+from anybatch.norms.merged_statistics import Chunk, Joint, chunk_of, merged, normalised
+from anybatch.norms.running_statistics import RunningStatistics
+from anybatch.parallel.strategy import Turn
+
+Terms = list[Tensor]
+_Bring = tuple[Chunk, Tensor | None]
+
+
+def accumulate_together(
+    machine: Machine,
+    work: Iterable[tuple[Work, Batch]],
+    *,
+    interceptor: Interceptor,
+    statistics: RunningStatistics,
+    ranks: Ranks,
+    offload: bool | None,
+) -> Sums:
+    """Add up the gradient of one effective batch whose BatchNorm layers normalise all of it together, exactly.
+
+    Equal to one forward and backward over all samples of all ranks: each micro-batch runs its forward until it comes
+    to a BatchNorm layer and waits there; when the last one has come, their statistics are merged, over ranks too, and
+    they go on. Merging is differentiable, so that all forwards are one graph, and one backward goes through it.
+
+    Args:
+        machine: as for `accumulate`.
+        work: the same; all of it is loaded before the first forward.
+        interceptor: lets us normalise in the model's layers.
+        statistics: takes the statistics of the effective batch.
+        ranks: the other ranks; all of them must run at least one unit.
+        offload: keep saved activations on the host; None: if micro-batches run on an accelerator.
+    """
+    items = _worth_running(list(work))
+    device = statistics.device
+    store = None
+    if device.type != "cpu" if offload is None else offload:
+        store = HostStore(machine.prepared.parameters.values())
+    sums = [Sums() for _ in items]
+    merging = _Merging(statistics, ranks, device)
+    here = _ThisThread(device)
+
+    def party(number: int) -> Callable[[Meet[_Bring, Joint]], Terms]:
+        item, batch = items[number]
+
+        def run(meet: Meet[_Bring, Joint]) -> Terms:
+            machine.before(item)
+            together = interceptor.in_this_thread(lambda call: _normalise(call, meet, counts=item.unit.weight > 0))
+            forward = forward_of(machine.loss, item.shares, sums[number])
+            with machine.randomness.micro_batch(item), here.again(), together, _hooks(store), machine.autocast():
+                terms: Terms = machine.prepared.call(forward, batch)
+            contributions = [term.detach() for term in terms]
+            sums[number].contributions.append((item.shares, contributions))
+            machine.after(item, contributions)
+            return terms
+
+        return run
+
+    # Gradients travel after the backward, not within it, where the sums of the layers do.
+    with machine.strategy.micro_batch(Turn(first=True, last=False)):
+        with statistics.forward(counts=any(item.unit.weight for item, _ in items)):
+            rendezvous: Rendezvous[_Bring, Joint, Terms] = Rendezvous(merging, machine.randomness.parked)
+            found = rendezvous.run([party(number) for number in range(len(items))])
+        terms = [term for terms in found for term in terms]
+        total = torch.stack([*terms, *merging.last_token(like=terms)]).sum()
+        torch.autograd.backward(machine.scaler.scale(total), inputs=machine.prepared.backward_inputs)
+    return _joined(sums)
+
+
+class _Merging:
+    """Merges what micro-batches bring to a layer, and takes down what running statistics need."""
+
+    def __init__(self, statistics: RunningStatistics, ranks: Ranks, device: torch.device) -> None:
+        self._statistics = statistics
+        self._ranks = ranks
+        self._token = torch.zeros((), device=device, requires_grad=True)
+
+    def __call__(self, layer: str, brought: Sequence[_Bring]) -> Joint:
+        """Return the statistics of the whole effective batch."""
+        chunks, running_mean = [chunk for chunk, _ in brought], brought[0][1]
+        total = sum(chunk.count for chunk in chunks)
+        if self._ranks.size == 1 and total == 1:
+            message = (
+                f"the effective batch has 1 value per channel at the BatchNorm layer with {layer}: one value has no "
+                "variance. Use a larger effective batch."
+            )
+            raise BatchSizeError(message)
+        if running_mean is not None:
+            self._statistics.add_chunks(running_mean, [chunk for chunk in chunks if chunk.count])
+        joint, self._token = merged(chunks, self._ranks, self._token)
+        return joint
+
+    def last_token(self, *, like: Sequence[Tensor]) -> list[Tensor]:
+        """Return what makes a backward run the sums of all layers over ranks, in order, though it adds nothing."""
+        if self._ranks.size == 1:
+            return []
+        token = self._token * 0
+        return [token.to(like[0].dtype) if like else token]
+
+
+def _normalise(call: Call, meet: Meet[_Bring, Joint], *, counts: bool) -> Tensor:
+    """Bring a micro-batch's statistics to the others, and normalise by what comes of all."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003, SLF001 (as checkpointing asks)
+    if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
+        raise CompositionError(refusal(Feature.NON_REENTRANT, Feature.NORMS_EXACT, {}))
+    chunk = chunk_of(call.values)
+    if not counts:
+        chunk = Chunk(0, chunk.mean, chunk.squares)
+    joint = meet(f"{call.values.shape[1]} channels, eps={call.eps:g}", (chunk, call.running_mean))
+    return normalised(call.values, joint, call.weight, call.bias, call.eps)
+
+
+def _worth_running(items: list[tuple[Work, Batch]]) -> list[tuple[Work, Batch]]:
+    """Leave out what only fills ranks up, but for one item of a rank that has nothing else: it must be there."""
+    return [item for item in items if item[0].unit.weight] or items[:1]
+
+
+def _joined(sums: Sequence[Sums]) -> Sums:
+    joined = Sums()
+    for one in sums:
+        joined.contributions += one.contributions
+        joined.late_counts += one.late_counts
+    return joined
+
+
+def _hooks(store: HostStore | None) -> AbstractContextManager[object]:
+    return nullcontext() if store is None else store.hooks()
+
+
+class _ThisThread:
+    """What torch keeps per thread, as it is here: gradient mode, modes that see operations, on CUDA the stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._gradients = torch.is_grad_enabled()
+        self._modes = _get_current_dispatch_mode_stack()
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Have the same in another thread."""
+        stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        with ExitStack() as stack:
+            for mode in self._modes:
+                stack.enter_context(mode)
+            with torch.set_grad_enabled(self._gradients), stream:
+                yield

@@ -1,0 +1,190 @@
+"""What a run needs to go on as if it had never stopped."""
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from anybatch.checkpoints import Loaded, Saved, load, load_latest, save
+from anybatch.core.batch import Position
+from anybatch.core.geometry import Sizes
+from anybatch.engine.update.precision import LossScaler, Target
+from anybatch.engine.update.weight_average import WeightAverage
+from anybatch.errors import CheckpointError
+from anybatch.parallel.world import World
+
+
+class Scheduler(Protocol):
+    """Anything with the `step` of a torch learning-rate scheduler; stepped once per optimizer step."""
+
+    def step(self) -> None:
+        """Set the next step's learning rates."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The parts of an engine that change while it trains.
+
+    Random numbers are not among them: they are keyed by (seed, step, sample), so the seed and the step say it all.
+    """
+
+    modules: nn.Module
+    target: Target
+    scaler: LossScaler
+    scheduler: Any
+    average: WeightAverage | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a run has come, and what it was cut like.
+
+    Attributes:
+        num_steps: effective batches run.
+        position: where the data stands.
+        seed: first word of random keys; None for the data's.
+        sizes: the sizes named by the user or found by a search.
+        resized: how they were changed since, for want of memory; None if they were not.
+        decisions: what was decided and why.
+    """
+
+    num_steps: int
+    position: Position
+    seed: int | None
+    sizes: Sizes
+    resized: Mapping[str, Any] | None
+    decisions: Mapping[str, str]
+
+
+def collect_state(parts: Parts, progress: Progress) -> dict[str, Any]:
+    """Return everything that changes, as nested dicts of tensors and plain values; tensors are not copied."""
+    target, scaler = parts.target, parts.scaler
+    return {
+        "num_steps": progress.num_steps,
+        "position": {"epoch": progress.position.epoch, "sample_offset": progress.position.sample_offset},
+        "seed": progress.seed,
+        "sizes": dataclasses.asdict(progress.sizes),
+        "resized": progress.resized,
+        "decisions": dict(progress.decisions),
+        "model": dict(parts.modules.state_dict()),
+        "optimizer": target.optimizer.state_dict(),
+        "master_weights": [weight.detach() for weight in target.updated] if target.update == "master_weights" else None,
+        "scheduler": None if parts.scheduler is None else parts.scheduler.state_dict(),
+        "scaler": scaler.scaler.state_dict() if scaler.enabled else None,
+        "average": None if parts.average is None else dict(parts.average.weights),
+    }
+
+
+def restore_state(parts: Parts, state: Mapping[str, Any]) -> None:
+    """Put a collected state into the parts of an engine; nothing is changed unless all of it fits.
+
+    Raises:
+        CheckpointError: the state is of another model, optimizer or precision; names what differs, with both values.
+    """
+    _check_model(parts.modules.state_dict(), state["model"])
+    _check_optimizer(parts.target, state["optimizer"])
+    for name, own in (
+        ("master_weights", parts.target.update == "master_weights"),
+        ("scheduler", parts.scheduler is not None),
+        ("scaler", parts.scaler.enabled),
+        ("average", parts.average is not None),
+    ):
+        if own != (state[name] is not None):
+            message = (
+                f"the checkpoint {'lacks' if own else 'has'} {name!r} and this engine {'has' if own else 'lacks'} it. "
+                "Build the engine as the run was built (precision, scheduler, average_decay, optimizer)."
+            )
+            raise CheckpointError(message)
+    parts.modules.load_state_dict(state["model"])
+    # A copy, because an optimizer keeps tensors of what it loads and changes them in place.
+    parts.target.optimizer.load_state_dict(copy.deepcopy(dict(state["optimizer"])))
+    if state["master_weights"] is not None:
+        with torch.no_grad():
+            for weight, saved in zip(parts.target.updated, state["master_weights"], strict=True):
+                weight.copy_(saved)
+    if parts.scheduler is not None:
+        parts.scheduler.load_state_dict(dict(state["scheduler"]))
+    if parts.scaler.enabled:
+        parts.scaler.scaler.load_state_dict(dict(state["scaler"]))
+    if parts.average is not None:
+        parts.average.load(state["average"])
+
+
+def _check_model(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    missing, foreign = sorted(set(own) - set(saved)), sorted(set(saved) - set(own))
+    shapes = [
+        f"{name}: {tuple(saved[name].shape)} saved, {tuple(value.shape)} here"
+        for name, value in own.items()
+        if name in saved and isinstance(value, torch.Tensor) and value.shape != saved[name].shape
+    ]
+    if missing or foreign or shapes:
+        reasons = [
+            f"{len(missing)} tensors are not in the checkpoint ({', '.join(missing[:3])}, ...)" * bool(missing),
+            f"{len(foreign)} of its tensors are not in the model ({', '.join(foreign[:3])}, ...)" * bool(foreign),
+            f"{len(shapes)} have another shape ({'; '.join(shapes[:3])})" * bool(shapes),
+        ]
+        message = (
+            f"the checkpoint is of another model: {'; '.join(filter(None, reasons))}. Build the model as it was when "
+            "the checkpoint was saved, or start in another folder."
+        )
+        raise CheckpointError(message)
+
+
+def _check_optimizer(target: Target, saved: Mapping[str, Any]) -> None:
+    own = [len(group["params"]) for group in target.optimizer.param_groups]
+    theirs = [len(group["params"]) for group in saved["param_groups"]]
+    if own != theirs:
+        message = (
+            f"the checkpoint's optimizer has parameter groups of {theirs} parameters, this one of {own}. Build the "
+            "optimizer as it was when the checkpoint was saved."
+        )
+        raise CheckpointError(message)
+
+
+def save_on_first_rank(folder: Path, step: int, state: Mapping[str, Any], world: World, *, keep_last: int) -> Saved:
+    """Write a checkpoint on rank 0 while the others wait; return what was saved on every rank.
+
+    Raises:
+        CheckpointError: on rank 0, which could not write it; a RankFailedError carries it on the others.
+    """
+
+    def write() -> Saved:
+        return save(folder, step, state, keep_last=keep_last)
+
+    saved: Saved = world.together(write if world.rank == 0 else None)[0]
+    return saved
+
+
+def load_on_all_ranks(path: Path, world: World) -> Loaded:
+    """Read the newest intact checkpoint, the same one on every rank.
+
+    Args:
+        path: one checkpoint, or a folder of checkpoints.
+        world: the ranks; each reads for itself.
+
+    Raises:
+        CheckpointError: there is none, none is intact, or ranks do not see the same one.
+    """
+    loaded: Loaded | None = None
+
+    def read() -> int:
+        nonlocal loaded
+        is_one = (path / "digests.json").exists()
+        loaded = Loaded(path=path, state=load(path), skipped=()) if is_one else load_latest(path)
+        return int(loaded.state["num_steps"])
+
+    steps = world.together(read)
+    if len(set(steps)) > 1:
+        message = (
+            f"ranks see checkpoints of different steps in {path}: {steps}. "
+            "Put it on a file system that all ranks share."
+        )
+        raise CheckpointError(message)
+    assert loaded is not None
+    return loaded

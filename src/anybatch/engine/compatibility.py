@@ -1,0 +1,187 @@
+"""What was passed to the engine, as features of the composition table."""
+
+import traceback
+from collections.abc import Mapping
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.optim import Optimizer
+from torch.utils.checkpoint import CheckpointFunction
+
+from anybatch.core.compatibility import Feature, refusal, refuse_compositions
+from anybatch.core.geometry import Sizes
+from anybatch.core.loss import Loss
+from anybatch.engine.rng.generators import Rng
+from anybatch.engine.rng.per_sample_dropout import PerSample
+from anybatch.engine.update.clipping import ClipByNorm, ClipByValue, ClipPolicy
+from anybatch.engine.update.precision import OptimizerFunction, PrecisionName
+from anybatch.errors import CompositionError, UserError
+from anybatch.parallel.gradient_buckets import is_low_precision
+from anybatch.parallel.strategy import Capabilities, trainable
+from anybatch.parallel.world import World
+
+Features = Mapping[Feature, str]
+"""The features of a run, each with what showed it, or an empty string."""
+
+_STRATEGIES = {"single": Feature.SINGLE, "all_reduce": Feature.ALL_REDUCE, "ddp": Feature.DDP}
+_PRECISIONS = {"fp32": Feature.FP32, "bf16": Feature.BF16, "fp16": Feature.FP16}
+_DEALS = {"balanced": Feature.BALANCED, "fixed": Feature.FIXED}
+_CLIPS = {ClipByNorm: Feature.CLIP_NORM, ClipByValue: Feature.CLIP_VALUE}
+_DROPOUTS = {
+    "micro_batch": Feature.DROPOUT_KEYED,
+    "per_sample": Feature.DROPOUT_PER_SAMPLE,
+    None: Feature.DROPOUT_UNKEYED,
+}
+
+
+def features_of_choices(
+    *, precision: PrecisionName, deal: str, sizes: Sizes, clip: ClipPolicy | None
+) -> dict[Feature, str]:
+    """Return the features that are arguments of the engine.
+
+    Raises:
+        UserError: an unknown value of `deal`.
+    """
+    if deal not in _DEALS:
+        message = f"{deal=} must be one of {', '.join(map(repr, _DEALS))}."
+        raise UserError(message)
+    found = {_PRECISIONS[precision]: "", _DEALS[deal]: ""}
+    if sizes.micro_batch_size is not None:
+        found[Feature.MICRO_BATCH_SIZE] = str(sizes.micro_batch_size)
+    elif sizes.accumulation_steps is not None:
+        found[Feature.ACCUMULATION_STEPS] = str(sizes.accumulation_steps)
+    else:
+        found[Feature.AUTO_SIZE] = ""
+    if clip is not None:
+        found[_CLIPS.get(type(clip), Feature.CLIP_GROUPS)] = ""
+    return found
+
+
+def features_of_training(
+    modules: nn.Module, loss: Loss, optimizer: Optimizer | OptimizerFunction, *, rng: Rng
+) -> dict[Feature, str]:
+    """Return the features of what is trained, and of the loss and the optimizer that train it.
+
+    What shows only while a model runs is not among them: parameters that stay unused, activation checkpointing,
+    functions such as `F.dropout`.
+    """
+    dropout = Feature.DROPOUT_PER_SAMPLE if isinstance(rng, PerSample) else _DROPOUTS[rng]
+    layers = {
+        Feature.BATCH_NORM: lambda module: isinstance(module, _BatchNorm) and module.training,
+        dropout: lambda module: isinstance(module, _DropoutNd) and module.training and module.p > 0,
+        Feature.COMPILED: is_compiled,
+    }
+    found = {**_features_of_parameters(modules, optimizer), **_features_of_loss(loss)}
+    if rng is None and Feature.JOINT in found:  # functions such as F.dropout cannot be seen
+        found[Feature.DROPOUT_UNKEYED] = "or whatever else may draw"
+    for feature, shows in layers.items():
+        first = next((name for name, module in modules.named_modules() if shows(module)), None)
+        if first is not None:
+            found[feature] = f"module {first!r}" if first else "the model itself"
+    if dropout is Feature.DROPOUT_PER_SAMPLE:
+        found.setdefault(dropout, "")  # it is refused where F.dropout, which is not seen here, would not be keyed
+    return found
+
+
+def features_of_ranks(capabilities: Capabilities, world: World) -> dict[Feature, str]:
+    """Return strategy and ranks, or nothing for a strategy that is not in the table: that one answers for itself."""
+    strategy = _STRATEGIES.get(capabilities.name)
+    if strategy is None:
+        return {}
+    if not world.connected:
+        return {strategy: "", Feature.ALONE: ""}
+    return {strategy: "", Feature.ONE_RANK if world.size == 1 else Feature.SEVERAL_RANKS: f"{world.size} of them"}
+
+
+def refuse_features(
+    features: Features, optimizer: Optimizer | OptimizerFunction, needs: Capabilities, world: World
+) -> None:
+    """Refuse what does not compose, and what a strategy that is not in the table says it cannot do.
+
+    Raises:
+        CompositionError: with the reasons and what to use instead.
+    """
+    refuse_compositions({**features_of_ranks(needs, world), **features})
+    if needs.replaces_parameters and isinstance(optimizer, Optimizer):
+        message = (
+            f"strategy {needs.name!r} makes new parameter objects, and this {type(optimizer).__name__} was built over "
+            "the old ones: it would step without error and change nothing. Pass a function instead: "
+            f"optimizer=lambda named: torch.optim.{type(optimizer).__name__}(named, lr=...)."
+        )
+        raise CompositionError(message)
+    if needs.replaces_parameters and {Feature.JOINT, Feature.LOSS_PARAMETERS} <= features.keys():
+        message = (
+            f"strategy {needs.name!r} shards parameters, and {features[Feature.LOSS_PARAMETERS]} has some of its own, "
+            "which ab.joint uses outside of any micro-batch. Use strategy='all_reduce', or a loss without parameters."
+        )
+        raise CompositionError(message)
+    for able, feature, instead in (
+        (needs.sparse_gradients, Feature.SPARSE, "Build the module with sparse=False"),
+        (needs.float32_accumulation, Feature.LOW_PARAMETERS, "Use float32 parameters with precision='bf16'"),
+    ):
+        if not able and feature in features:
+            message = (
+                f"strategy {needs.name!r} says that it cannot take {feature.says} ({features[feature]}). {instead}, "
+                "or another strategy."
+            )
+            raise CompositionError(message)
+
+
+def refused_in_backward(error: BaseException) -> CompositionError | None:
+    """Return what to raise for an error out of a backward that the table knows, or None.
+
+    Whether checkpointing is reentrant cannot be seen before, so it is recognised by where the error was raised.
+    """
+    last = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        last = frame
+    if last is None or last.f_code is not CheckpointFunction.backward.__code__:
+        return None
+    return CompositionError(refusal(Feature.REENTRANT, Feature.REENTRANT, {}))
+
+
+def _features_of_parameters(modules: nn.Module, optimizer: Optimizer | OptimizerFunction) -> dict[Feature, str]:
+    own = trainable(modules)
+    low = next((name for name, parameter in own.items() if is_low_precision(parameter)), None)
+    frozen = [name for name, parameter in modules.named_parameters() if not parameter.requires_grad]
+    tied = [name for name, _ in modules.named_parameters(remove_duplicate=False)]
+    sparse = next((name for name, module in modules.named_modules() if _has_sparse_gradients(module)), None)
+    found: dict[Feature, str] = {}
+    if low is None:
+        found |= {Feature.WIDE_PARAMETERS: "", Feature.DIRECT: ""}
+    else:
+        found[Feature.LOW_PARAMETERS] = f"{low!r} is {own[low].dtype}"
+        found[Feature.CAST if isinstance(optimizer, Optimizer) else Feature.MASTER_WEIGHTS] = ""
+    if sparse is None:
+        found[Feature.DENSE] = ""
+    else:
+        found[Feature.SPARSE] = f"module {sparse!r} has sparse=True"
+    if frozen:
+        found[Feature.FROZEN] = f"{len(frozen)} of them, first {frozen[0]!r}"
+    if len(tied) > len(own) + len(frozen):
+        found[Feature.TIED] = ""
+    return found
+
+
+def _features_of_loss(loss: Loss) -> dict[Feature, str]:
+    kind = Feature.COUNT_BEFORE
+    if loss.encode is not None:
+        kind = Feature.JOINT
+    elif loss.terms is None:
+        kind = Feature.COUNT_LATE
+    elif len(loss.terms) > 1:
+        kind = Feature.SEVERAL_TERMS
+    modules = [function for function in (loss.function, loss.encode) if isinstance(function, nn.Module)]
+    training = [type(module).__name__ for module in modules if any(p.requires_grad for p in module.parameters())]
+    return {kind: "", **({Feature.LOSS_PARAMETERS: ", ".join(training)} if training else {})}
+
+
+def _has_sparse_gradients(module: nn.Module) -> bool:
+    trains = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+    return trains and getattr(module, "sparse", False) is True
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile(module)` or `module.compile()` was called. torch has no public question for it (2.13)."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None

@@ -1,0 +1,40 @@
+"""What happens behind an error: nothing stays half-done, and the other ranks learn the reason."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from anybatch.engine.compatibility import refused_in_backward
+from anybatch.errors import MemoryExhaustedError, RankFailedError
+from anybatch.parallel.world import World
+
+
+@contextmanager
+def told(world: World, step: Callable[[], int], *undo: Callable[[], None]) -> Iterator[None]:
+    """Leave nothing half-done behind an error, and tell the other ranks why this one stopped.
+
+    Args:
+        world: the ranks.
+        step: returns the number of the step.
+        undo: each is called behind an error.
+
+    Raises:
+        RankFailedError: what broke was a collective that another rank has left.
+        CompositionError: what broke is known not to compose.
+    """
+    try:
+        yield
+    except BaseException as error:
+        for function in undo:
+            function()
+        if (refused := refused_in_backward(error)) is not None:
+            world.publish_failure(refused, step())
+            raise refused from error
+        broken = isinstance(error, RuntimeError) and not isinstance(
+            error, (RankFailedError, MemoryExhaustedError, torch.OutOfMemoryError)
+        )
+        if broken and world.published_failure():  # a collective inside a backward, most likely
+            raise world.first_failure(error) from error
+        world.publish_failure(error, step())
+        raise

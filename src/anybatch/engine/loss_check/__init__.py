@@ -1,0 +1,1 @@
+"""The first step's check: is the loss what it was declared to be?"""

@@ -1,0 +1,272 @@
+"""Whether a loss is what it was declared to be, seen from a few samples: the gradients of its pieces have to add up.
+
+The loss is looked at, not the network. The model runs once, and the loss function then runs on all samples and on
+pieces of them with a stand-in that answers with rows of what the model has returned. For a right declaration
+
+    gradient(whole) = sum over pieces of share x gradient(piece)
+
+holds to rounding, the gradients being those with respect to what the model has returned; dropout and BatchNorm have no
+part in it. Comparing values instead fails both ways: a mean over tokens that is declared over samples differs by 5e-5
+in an untrained model, where no token is likelier than another.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from torch import nn
+
+from anybatch.core.loss import Loss
+from anybatch.core.tree import Batch, count_samples
+from anybatch.engine.loss_check.recorded_model import UndecidedError
+from anybatch.engine.loss_check.replay import CannotRunError, Pass, Subject, Trial, open_trial, relative_difference
+from anybatch.engine.loss_check.sample_choice import candidates, sample_counts, telling_samples
+from anybatch.engine.side_effects import Draws
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How far pieces may be from the whole, relatively.
+
+    Attributes:
+        rounding: up to here it is rounding: right losses differ by 1e-6 in float32, and by 1e-2 in bf16.
+        beyond_doubt: from here on a difference needs no other declaration that explains it.
+    """
+
+    rounding: float
+    beyond_doubt: float
+
+
+WIDE = Tolerance(rounding=1e-4, beyond_doubt=2e-2)
+LOW = Tolerance(rounding=2e-2, beyond_doubt=1e-1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What was found of one term.
+
+    Attributes:
+        error: relative difference between the whole's gradient and the pieces'.
+        whole: norm of the whole's gradient.
+        pieces: norm of the pieces' gradients, added up as declared.
+        rounding: the largest difference that would be rounding.
+        sizes: samples of the pieces.
+        adds_up: whether the function returned a sum (`LossSum`, or one loss per item) and not a mean.
+        is_scalar: whether it returned one number.
+        explanation: what explains a difference that is no rounding: a candidate of the subject, "sum", "other" counts,
+            several "terms", or "joint". Empty where the declaration holds.
+        share: the first piece's part of the whole, as found and as declared.
+    """
+
+    error: float
+    whole: float
+    pieces: float
+    rounding: float
+    sizes: tuple[int, ...]
+    adds_up: bool
+    is_scalar: bool
+    explanation: str = ""
+    share: tuple[float, float] = (0.0, 0.0)
+
+
+def subject_of(
+    loss: Loss,
+    model: nn.Module | Mapping[str, nn.Module],
+    batch: Batch,
+    *,
+    autocast: Callable[[], AbstractContextManager[object]],
+    is_low: bool,
+    draws: Draws,
+) -> tuple[Subject, dict[str, str]]:
+    """Return the samples of a batch that tell most about a loss; and by term why they cannot tell, if they cannot.
+
+    Args:
+        loss: the declaration.
+        model: what the loss function is called with.
+        batch: at least two samples, on the model's device.
+        autocast: makes the context of a forward.
+        is_low: whether bf16 or fp16 takes part.
+        draws: the generators.
+    """
+    chosen, number, doubtful = telling_samples(loss, batch, count_samples(batch))
+    subject = Subject(
+        loss=loss,
+        model=model,
+        batch=chosen,
+        num_samples=number,
+        counts=sample_counts(loss, chosen, number),
+        candidates=candidates(chosen, number),
+        autocast=autocast,
+        is_low=is_low,
+        draws=draws,
+    )
+    return subject, doubtful
+
+
+def findings(subject: Subject) -> dict[str, Finding]:
+    """Return what is found of every term; a finding with an explanation is one of a broken declaration.
+
+    A declaration is found broken only after the axes of samples have been made sure of, by a second recording.
+
+    Raises:
+        UndecidedError: nothing can be said.
+    """
+    if not subject.is_low:
+        return _findings(subject, WIDE)
+    try:
+        return _findings(subject, WIDE)
+    except CannotRunError:  # float32 answers do not go with bf16 parameters in the loss, say
+        return _findings(subject, LOW)
+
+
+def _findings(subject: Subject, tolerance: Tolerance) -> dict[str, Finding]:
+    try:
+        found = _in_some_layout(subject, tolerance, exact=False)
+    except UndecidedError:
+        found = {}
+    if found and not _is_broken(found):
+        return found
+    return _in_some_layout(subject, tolerance, exact=True)
+
+
+def _in_some_layout(subject: Subject, tolerance: Tolerance, *, exact: bool) -> dict[str, Finding]:
+    """Return findings; where a sample has several entries along an axis, of the layout in which the loss holds."""
+    found: dict[str, Finding] = {}
+    for interleaved in (False, True):
+        trial = open_trial(subject, wide=tolerance is WIDE, exact=exact, interleaved=interleaved)
+        found = _judged(trial, tolerance)
+        if not _is_broken(found) or not trial.has_two_layouts:
+            break
+    return found
+
+
+def _is_broken(found: dict[str, Finding]) -> bool:
+    return any(one.explanation for one in found.values())
+
+
+def _judged(trial: Trial, tolerance: Tolerance) -> dict[str, Finding]:
+    """Compare whole and pieces, term by term."""
+    cuts, spare = _cuts(trial.subject.num_samples)
+    tried = [passes for cut in cuts if (passes := trial.pieces(cut)) is not None]
+    tried = tried or [passes for cut in spare if (passes := trial.pieces(cut)) is not None]
+    if not tried:
+        message = "it is not defined on fewer samples"
+        raise UndecidedError(message)
+    _refuse_meetings(trial, tried, tolerance)
+    found: dict[str, Finding] = {}
+    undecided = []
+    for name in trial.subject.loss.names:
+        try:
+            found[name] = _judged_term(trial, name, tried, tolerance)
+        except UndecidedError as error:
+            undecided.append(error)
+    if undecided and not _is_broken(found):
+        raise undecided[0]
+    return found
+
+
+def _judged_term(trial: Trial, name: str, tried: Sequence[Sequence[Pass]], tolerance: Tolerance) -> Finding:
+    if not trial.count(trial.whole, name):
+        message = "these samples count nothing"
+        raise UndecidedError(message)
+    if not trial.whole.is_finite(name):
+        message = "its gradient is not finite"
+        raise UndecidedError(message)
+    compared = [trial.difference(name, passes, _declared(trial, name, passes)) for passes in tried]
+    worst = max(range(len(tried)), key=lambda number: compared[number][0])
+    error, whole, pieces = compared[worst]
+    if not whole and not pieces:
+        message = "it does not depend on what the model returned"
+        raise UndecidedError(message)
+    reading = trial.whole.readings[name]
+    finding = Finding(
+        error=error,
+        whole=whole,
+        pieces=pieces,
+        rounding=tolerance.rounding,
+        sizes=tuple(one.stop - one.start for one in tried[worst]),
+        adds_up=reading.adds_up,
+        is_scalar=reading.is_scalar,
+    )
+    if error <= tolerance.rounding:
+        return finding
+    first = tried[worst][0]
+    return dataclasses.replace(
+        finding,
+        explanation=_explanation(trial, name, tried, error, tolerance),
+        share=(trial.fitted_share(name, first), _declared(trial, name, tried[worst])[0]),
+    )
+
+
+def _declared(trial: Trial, name: str, passes: Sequence[Pass]) -> list[float]:
+    """Return what each piece's gradient is multiplied with, if the whole's is taken as it is."""
+    counts = [trial.count(one, name) for one in passes]
+    total = sum(counts) or 1.0
+    if trial.whole.readings[name].adds_up:
+        return [trial.count(trial.whole, name) / total if count else 0.0 for count in counts]
+    return [count / total for count in counts]
+
+
+def _explanation(trial: Trial, name: str, tried: Sequence[Sequence[Pass]], error: float, tolerance: Tolerance) -> str:
+    """Return what explains a difference that is no rounding.
+
+    Raises:
+        UndecidedError: the loss draws random numbers, or the difference is small and nothing explains it.
+    """
+    again = trial.run(0, trial.subject.num_samples, seed=1)
+    if trial.difference(name, [again], [1.0])[0] > tolerance.rounding:
+        message = "it draws random numbers of its own"
+        raise UndecidedError(message)
+    for candidate, counts in {"sum": (), **trial.subject.candidates}.items():
+        if all(_explains(trial, name, passes, counts) <= tolerance.rounding for passes in tried):
+            return candidate
+    if error < tolerance.beyond_doubt:
+        message = f"its pieces are {error:.1e} off, which is more than rounding (a small term across samples?)"
+        raise UndecidedError(message)
+    if trial.coupling(name, max(1, trial.subject.num_samples // 2)) > tolerance.rounding:
+        return "joint"
+    fitted = [trial.difference(name, p, [trial.fitted_share(name, one) for one in p])[0] for p in tried]
+    return "other" if max(fitted) <= tolerance.rounding else "terms"
+
+
+def _explains(trial: Trial, name: str, passes: Sequence[Pass], counts: Sequence[float]) -> float:
+    """Return how far the pieces are from the whole if samples counted like this, or if they added up (no counts)."""
+    parts = [sum(counts[one.start : one.stop]) for one in passes]
+    shares = [part / (sum(parts) or 1.0) for part in parts] if counts else [1.0] * len(passes)
+    return trial.difference(name, passes, shares)[0]
+
+
+def _refuse_meetings(trial: Trial, tried: Sequence[Sequence[Pass]], tolerance: Tolerance) -> None:
+    """Refuse to judge where samples meet on the way from one call of the model to the next.
+
+    Raises:
+        UndecidedError: what a later call is given for some samples is not what it is given for them among all.
+    """
+    if not any(_meet(trial.whole, one, tolerance) for passes in tried for one in passes):
+        return
+    again = trial.run(0, trial.subject.num_samples, seed=1)
+    if not _meet(trial.whole, again, tolerance):  # otherwise it is drawn at random: dropout between two calls
+        message = "samples meet between two calls of the model"
+        raise UndecidedError(message)
+
+
+def _meet(whole: Pass, piece: Pass, tolerance: Tolerance) -> bool:
+    """Whether a piece's later calls of the model are given something else than those of the whole."""
+    for ones, others in zip(whole.inputs, piece.inputs, strict=True):
+        for one, other in zip(ones, others, strict=False):
+            is_whole = one.dim() > 0 and one.shape[0] == whole.stop - whole.start
+            if is_whole and other.shape == (piece.stop - piece.start, *one.shape[1:]):
+                gap = relative_difference([one[piece.start : piece.stop]], [other])[0]
+                if gap > tolerance.rounding:
+                    return True
+    return False
+
+
+def _cuts(num_samples: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Return uneven cuts of so many samples, and others for losses that are not defined for one sample."""
+    if num_samples == 2:  # noqa: PLR2004
+        return [(0, 1, 2)], []
+    if num_samples == 3:  # noqa: PLR2004
+        return [(0, 1, 3), (0, 1, 2, 3)], []
+    return [(0, 1, num_samples), (0, 2, num_samples - 1, num_samples)], [(0, 2, num_samples)]

@@ -1,0 +1,65 @@
+"""A loss that is not what it was declared to be, in words: what was seen, and how to declare what it is."""
+
+from anybatch.core.loss import Loss
+from anybatch.engine.loss_check.additivity import Finding
+
+_UNITS = {"samples": "samples", "tokens": "unmasked targets", "counted": "what its count says"}
+
+
+def broken(loss: Loss, name: str, found: Finding) -> str:
+    """Return what was declared of a term, and how far its gradients are from that."""
+    what = f"term {name!r} of the loss" if loss.named else "the loss"
+    unit = "samples" if loss.terms is None else _UNITS[loss.terms[name].unit]
+    verb = "declared" if loss.terms is not None else "taken"
+    kind = "a sum with its count" if loss.terms is None and found.adds_up else f"a mean over {unit}"
+    sizes = " + ".join(map(str, found.sizes))
+    return (
+        f"{what} was {verb} as {kind}, but it is not: the gradients of {sizes} samples, with respect to what the "
+        f"model returned, add up to a norm of {found.pieces:.4g}, that of all {sum(found.sizes)} at once has "
+        f"{found.whole:.4g}, and they differ by {found.error:.2g}, where rounding is below {found.rounding:g}."
+    )
+
+
+def explained(name: str, found: Finding, *, named: bool) -> str:
+    """Return what a broken term is, and how to declare that."""
+    if found.explanation == "joint":
+        return (
+            "The gradient of a sample's output depends on the other samples' outputs, so no count can mend it: declare "
+            "ab.joint(encode, loss), whose loss gets the outputs of the whole effective batch."
+        )
+    if found.explanation == "terms":
+        return (
+            "No single count makes the pieces add up, though samples do not depend on each other: there seem to be "
+            "several terms with divisors of their own. Return them by name, and declare ab.sum_of(loss, one=..., "
+            "other=...)."
+        )
+    if found.explanation == "sum":
+        return (
+            "Its sums add up, but the counts beside them do not: return how many items were added."
+            if found.adds_up
+            else "It adds up over samples and does not average (reduction='sum', or divided by a constant?): return "
+            "the mean, or ab.LossSum(total, count)."
+        )
+    over, declaration = _mean_over(name, found, named=named)
+    if found.adds_up:
+        return f"What it gives as a sum is a mean over {over}: return the sum over the items, not their mean."
+    return f"It is a mean over {over}: declare {declaration}."
+
+
+def _mean_over(name: str, found: Finding, *, named: bool) -> tuple[str, str]:
+    """Return what a term is a mean over, and its declaration."""
+    if found.explanation == "samples":
+        return "samples", f"{name}=ab.samples()" if named else "ab.mean_over_samples(loss)"
+    if found.explanation == "other":
+        first, total = found.sizes[0], sum(found.sizes)
+        count = "count=lambda batch: class_weights[batch['label']].sum()"
+        return (
+            f"something else (class weights?), of which the first {first} of these {total} samples make up "  # noqa: ISC004
+            f"{found.share[0]:.4g} and not {found.share[1]:.4g}",
+            f"{name}=ab.counted({count})" if named else f"ab.mean_over(loss, {count}), with what it is divided by",
+        )
+    if found.explanation.startswith("count="):
+        call = f"{name}=ab.counted({found.explanation})" if named else f"ab.mean_over(loss, {found.explanation})"
+        return "what a mask marks", call
+    declared = f"{name}=ab.tokens({found.explanation})" if named else f"ab.mean_over_tokens(loss, {found.explanation})"
+    return f"the targets that are not -100 ({found.explanation})", declared

@@ -1,0 +1,314 @@
+"""How large micro-batches are, for as long as an engine lives: named, found by trying, or taken again on resume."""
+
+import dataclasses
+import hashlib
+import itertools
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from anybatch.core.batch import Placement, Position
+from anybatch.core.geometry import resolve_sizes
+from anybatch.core.splitting import Cut, Deal
+from anybatch.core.tree import Batch, count_samples, slice_samples, tensors_of
+from anybatch.engine.accumulation.accumulate import Machine
+from anybatch.engine.accumulation.planned_batch import OpenBatch, open_batch
+from anybatch.engine.compatibility import is_compiled
+from anybatch.engine.micro_batch_size.search import Auto, Found, Search
+from anybatch.engine.micro_batch_size.trial_run import Execute, Rehearsal
+from anybatch.engine.side_effects import untouched
+from anybatch.engine.telemetry.notifier import software_versions
+from anybatch.errors import BatchSizeError, CompositionError, DataError, PlanError
+from anybatch.memory.host_memory import HostRoom, device_name
+from anybatch.parallel.world import World
+
+MicroBatchSize = int | Literal["auto"] | Auto | None
+"""What `Engine(micro_batch_size=...)` takes."""
+WORTH_TIMING = 1_000_000
+"""Parameters times samples of a rank share from which on sizes are timed: below, a step is a matter of milliseconds."""
+Tell = Callable[[str, str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trying:
+    """What it takes to run micro-batches of the first batch.
+
+    Attributes:
+        machine: what the loop uses.
+        modules: the model.
+        execute: runs micro-batches on this rank alone.
+        clear: forgets gradients.
+        optimizer_is_new: the optimizer has no state yet.
+        precision: name of the precision, for sizes to be known by.
+    """
+
+    machine: Machine
+    modules: nn.Module
+    execute: Execute
+    clear: Callable[[], None]
+    optimizer_is_new: bool
+    precision: str
+
+
+class Sizing:
+    """The sizes of a run on one world, and whether the micro-batch size is still to be found.
+
+    Args:
+        world: the ranks.
+        effective_batch_size: see `Engine`; so are the others.
+        micro_batch_size: "auto", or an `Auto`, is settled on the first batch.
+        accumulation_steps: micro-batches per rank and step.
+        deal: "balanced" or "fixed".
+
+    Attributes:
+        sizes: the sizes, as far as they are settled.
+        searches: whether a size is still to be found.
+        is_auto: whether the micro-batch size is left to the engine.
+        may_run_out: whether a size has to be found even where it is not timed, since memory is short.
+        group: micro-batches hold whole groups of so many samples.
+        only_fits: why the largest size that fits is taken, whatever is faster; empty if the fastest is.
+
+    Raises:
+        BatchSizeError: a size below 1, or three that contradict.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        *,
+        effective_batch_size: int | None,
+        micro_batch_size: MicroBatchSize,
+        accumulation_steps: int | None,
+        deal: Deal,
+    ) -> None:
+        self.is_auto = micro_batch_size == "auto" or isinstance(micro_batch_size, Auto)
+        self.auto = micro_batch_size if isinstance(micro_batch_size, Auto) else Auto()
+        self.sizes = resolve_sizes(
+            world_size=world.size,
+            effective_batch_size=effective_batch_size,
+            micro_batch_size=None if self.is_auto else micro_batch_size,  # type: ignore[arg-type]  # it is no Auto
+            accumulation_steps=accumulation_steps,
+        )
+        self.searches = self.is_auto and accumulation_steps is None
+        self.only_fits = ""
+        self.may_run_out = world.device.type != "cpu"
+        self.group = 1
+        self.deal = deal
+        self._world = world
+
+    def placement(self, *, lockstep: bool) -> Placement:
+        """Return how batches are cut and dealt, and which rank this one is."""
+        cut = Cut(
+            micro_batch_size=self.sizes.micro_batch_size,
+            accumulation_steps=self.sizes.accumulation_steps if self.sizes.micro_batch_size is None else None,
+            deal=self.deal,
+            lockstep=lockstep,
+        )
+        return Placement(cut, self._world.size, self._world.rank)
+
+    def refuse_larger(self, num_samples: int) -> None:
+        """Refuse a batch that holds more than the effective batch size that was named.
+
+        Raises:
+            BatchSizeError: with both sizes.
+        """
+        limit = self.sizes.effective_batch_size
+        if limit is not None and num_samples > limit:
+            message = (
+                f"the batch holds {num_samples} samples over all ranks, but effective_batch_size={limit}"
+                f"{self.sizes.product}. Name the same number in both places."
+            )
+            raise BatchSizeError(message)
+
+    def settle(
+        self,
+        batch: Any,  # noqa: ANN401 (any nested batch)
+        trying: Trying,
+        position: Position,
+        *,
+        decisions: MutableMapping[str, str],
+        tell: Tell,
+    ) -> None:
+        """Settle what "auto" is, once, on the first batch, and write it down; everything else is left as it was.
+
+        Raises:
+            BatchSizeError: not even one sample fits, or the batch is larger than the effective batch size.
+            CompositionError: ranks run in lockstep on accelerators, where one may not run out of memory alone.
+        """
+        self.searches = False
+        found = self._found(batch, trying, position)
+        self.sizes = dataclasses.replace(self.sizes, micro_batch_size=found.size)
+        decisions["micro_batch_size"] = found.words
+        if found.rate is not None:
+            tell("micro_batch_size", f"micro_batch_size: {found.words}")
+
+    def take(self, saved: Mapping[str, int | None], decisions: Mapping[str, str]) -> str | None:
+        """Take what "auto" was before a resume; return that decision in words, if there was any."""
+        if not self.searches or "micro_batch_size" not in decisions:
+            return None
+        self.searches = False
+        size = saved["micro_batch_size"]
+        self.sizes = dataclasses.replace(self.sizes, micro_batch_size=size)
+        return "the whole rank share, as in the checkpoint" if size is None else f"{size}, as in the checkpoint"
+
+    def changes(self, saved: Mapping[str, int | None]) -> str:
+        """Return what is not as it was saved: `"micro_batch_size 16 -> 8"`."""
+        own = dataclasses.asdict(self.sizes)
+        return ", ".join(f"{name} {saved[name]} -> {value}" for name, value in own.items() if saved[name] != value)
+
+    def _found(self, batch: Any, trying: Trying, position: Position) -> Found:  # noqa: ANN401
+        """Return the size that is to be taken: the whole share, the largest that fits, or the fastest."""
+        first = _FirstBatch(batch, self._world, position)
+        self.refuse_larger(first.num_in_batch)
+        reason = self._why_not_timed(trying, first.share)
+        if (reason and not self.may_run_out) or first.share < 2:  # noqa: PLR2004 (one sample cannot be cut)
+            return Found(None, f"the whole rank share, as {reason or 'there is only one sample'}")
+        if trying.machine.strategy.capabilities.lockstep:
+            message = (
+                f"micro_batch_size='auto' cannot search under strategy {trying.machine.strategy.capabilities.name!r}: "
+                "a rank that runs out of memory would leave the others waiting. Name a micro_batch_size."
+            )
+            raise CompositionError(message)
+        self._world.together(first.load)
+        rehearsal = Rehearsal(
+            trying.machine,
+            trying.modules,
+            first.pieces,
+            first.num_samples,
+            num_in_batch=first.num_in_batch,
+            execute=trying.execute,
+            clear=trying.clear,
+            device=self._world.device,
+            clock=self.auto.clock,
+        )
+        search = Search(
+            rehearsal,
+            self._world,
+            share=first.share,
+            num_in_batch=first.num_in_batch,
+            auto=self.auto,
+            room=None if self.may_run_out else HostRoom(num_sharing=self._world.size),
+            group=self.group,
+            optimizer_is_new=trying.optimizer_is_new,
+        )
+        with untouched(trying.modules, self._world.device, as_compiled=True):
+            try:
+                if not reason:
+                    return self._fastest(search, trying, first)
+                search.plan(*self._planned(first))
+                return search.largest(str(self._world.device))
+            finally:
+                trying.clear()
+
+    def _fastest(self, search: Search, trying: Trying, first: "_FirstBatch") -> Found:
+        """Return the fastest size: as it is known, or else as it is planned and measured, and then known."""
+        if self.auto.known is None:
+            search.plan(*self._planned(first))
+            return search.fastest()
+        memory, on_first = self.auto.known, self._world.rank == 0
+        circumstances = self._circumstances(trying, first)
+        known = self._world.gather_objects(memory.find(circumstances) if on_first else None)[0]
+        if known is not None and known.size <= first.share and (not self.may_run_out or search.fits(known.size)):
+            words = f"{known.size}, as measured on {known.date} ({known.samples_per_second:,.0f} samples/s)"
+            return Found(known.size, words, known.samples_per_second)
+        search.plan(*self._planned(first))
+        found = search.fastest()
+        if found.size is None or found.rate is None:
+            return found
+        kept = self._world.gather_objects(on_first and memory.keep(circumstances, found.size, found.rate))[0]
+        return found if kept else dataclasses.replace(found, words=f"{found.words}; it could not be kept for later")
+
+    def _why_not_timed(self, trying: Trying, share: int) -> str:
+        """Return why speed is not to decide; nothing if it is. The same on all ranks, and at any time."""
+        if trying.machine.loss.encode is not None:
+            return "a loss across samples runs forwards twice once it is cut"
+        if any(map(is_compiled, trying.modules.modules())):
+            return "the model would be compiled anew for each size"
+        if torch.are_deterministic_algorithms_enabled():
+            return "torch.use_deterministic_algorithms is on, and clocks are not deterministic"
+        if trying.machine.strategy.capabilities.lockstep:
+            return "ranks run in lockstep"
+        num_parameters = sum(p.numel() for p in trying.machine.prepared.parameters.values())
+        if share * num_parameters < WORTH_TIMING:
+            return "a step takes too little to be worth timing"
+        return self.only_fits
+
+    def _planned(self, first: "_FirstBatch") -> tuple[int | None, str]:
+        """Return the smallest of the sizes that are planned to fit on the ranks, or None and why there is no plan."""
+        plan = self.auto.largest
+        if plan is None:
+            return None, ""
+
+        def ask() -> int | str | None:
+            try:
+                return None if first.whole is None else plan(first.whole, first.share)
+            except PlanError as error:
+                return str(error)
+
+        plans = self._world.together(ask)
+        reason = next((found for found in plans if isinstance(found, str)), "")
+        return min((found for found in plans if isinstance(found, int)), default=None), reason
+
+    def _circumstances(self, trying: Trying, first: "_FirstBatch") -> dict[str, Any]:
+        """Return all that is known to decide which size is the fastest."""
+        machine = trying.machine
+        parameters = [
+            (name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in trying.modules.named_parameters()
+        ]
+        loss = getattr(machine.loss.function, "__qualname__", type(machine.loss.function).__qualname__)
+        structure = f"{trying.modules}{parameters}{loss}{type(machine.randomness).__name__}{self.group}{self.deal}"
+        return {
+            "model": hashlib.sha256(structure.encode()).hexdigest(),
+            "samples": [(str(t.dtype), *t.shape[1:]) for t in tensors_of(first.whole)],
+            "share": first.share,
+            "device": device_name(self._world.device),
+            "precision": trying.precision,
+            "strategy": machine.strategy.capabilities.name,
+            "world_size": self._world.size,
+            **software_versions(),
+        }
+
+
+class _FirstBatch:
+    """The first effective batch, opened uncut: how many samples each rank has, and this rank's, once they are loaded.
+
+    Args:
+        batch: the batch.
+        world: the ranks.
+        position: where the data stands.
+    """
+
+    def __init__(self, batch: Any, world: World, position: Position) -> None:  # noqa: ANN401 (any nested batch)
+        self._batch = batch
+        self._world = world
+        self._position = position
+        opened = self._open(None)
+        self._loading = opened.micro_batches
+        self._is_cut_when_fed = hasattr(batch, "feed")
+        self._can_be_sliced = True
+        self.num_in_batch = opened.plan.num_samples
+        self.num_samples = opened.units[0].num_samples if opened.units else 0
+        self.share = max(sum(unit.num_samples for unit in units) for units in opened.plan.shares)
+        self.whole: Batch | None = None
+
+    def _open(self, size: int | None) -> OpenBatch:
+        placement = Placement(Cut(micro_batch_size=size), self._world.size, self._world.rank)
+        return open_batch(self._batch, placement, self._world, self._position)
+
+    def load(self) -> None:
+        """Load this rank's share."""
+        self.whole = next(self._loading, None)
+        try:
+            self._can_be_sliced = self.whole is None or count_samples(self.whole) == self.num_samples
+        except DataError:  # a collate function may make of samples whatever it likes
+            self._can_be_sliced = False
+
+    def pieces(self, size: int, most: int) -> Iterable[Batch]:
+        """Return the first micro-batches of `size`: cut from the loaded share, or loaded one by one where it cannot."""
+        if self._can_be_sliced or not self._is_cut_when_fed:
+            starts = range(0, self.num_samples, size)[:most]
+            return [slice_samples(self.whole, start, start + size) for start in starts]
+        return itertools.islice(self._open(size).micro_batches, most)

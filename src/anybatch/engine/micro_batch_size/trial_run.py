@@ -1,0 +1,124 @@
+"""Running micro-batches of the first effective batch to see whether they fit, and how long they take."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from anybatch.core.loss import shares_of, unit_counts
+from anybatch.core.randomness import BatchKey
+from anybatch.core.splitting import Unit
+from anybatch.core.tree import Batch
+from anybatch.engine.accumulation.accumulate import Machine, Work
+from anybatch.engine.accumulation.planned_batch import to_device
+from anybatch.engine.accumulation.sums import Sums
+from anybatch.engine.accumulation.two_pass import rehearse
+from anybatch.parallel.strategy import Turn
+
+Execute = Callable[[Machine, Iterable[tuple[Work, Batch]]], Sums]
+"""Adds up the gradient of micro-batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What came of some micro-batches.
+
+    Attributes:
+        outcome: "failed" is any error but a lack of memory.
+        seconds: of each micro-batch, forward and backward.
+        error: what it failed of.
+    """
+
+    outcome: Literal["ran", "out_of_memory", "failed"]
+    seconds: tuple[float, ...] = ()
+    error: str = ""
+
+
+class Rehearsal:
+    """Runs the beginning of this rank's share in micro-batches of any size. Nothing is reduced, nothing is updated.
+
+    Gradients are cleared before and after; buffers, attributes and random numbers are for the caller to put back.
+
+    Args:
+        machine: what the loop uses.
+        modules: the model.
+        pieces: function (size, most) -> the first micro-batches of this rank's share, on the host, at most so many.
+        num_samples: samples of that share.
+        num_in_batch: samples of the effective batch, over all ranks.
+        execute: runs micro-batches as a step would, but for one thing: it must not wait for other ranks.
+        clear: forgets gradients.
+        device: where the model is.
+        clock: seconds that only go forward.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        modules: nn.Module,
+        pieces: Callable[[int, int], Iterable[Batch]],
+        num_samples: int,
+        *,
+        num_in_batch: int,
+        execute: Execute,
+        clear: Callable[[], None],
+        device: torch.device,
+        clock: Callable[[], float],
+    ) -> None:
+        self._marks: list[float] = []
+        self._machine = dataclasses.replace(
+            machine, before=lambda _: self._mark(), after=lambda _item, _terms: self._mark()
+        )
+        self._modules = modules
+        self._pieces = pieces
+        self.num_samples = num_samples
+        self._num_in_batch = num_in_batch
+        self._execute = execute
+        self.clear = clear
+        self._device = device
+        self.clock = clock
+
+    def run(self, size: int, most: int) -> Run:
+        """Run the first micro-batches of `size`, at most so many; a share without samples runs none."""
+        self.clear()
+        self._marks.clear()
+        outcome: Literal["out_of_memory", "failed"]
+        error = ""
+        try:
+            self._run(size, most)
+            return Run(
+                "ran", tuple(end - start for start, end in zip(self._marks[::2], self._marks[1::2], strict=True))
+            )
+        except torch.OutOfMemoryError:
+            outcome = "out_of_memory"
+        except Exception as caught:  # noqa: BLE001 (what is wrong is told when the step is made in earnest)
+            outcome, error = "failed", f"{type(caught).__name__}: {caught}"
+        # Outside of the handlers, so that the failed frames and their tensors are gone before anything is tried again.
+        self.clear()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        return Run(outcome, (), error)
+
+    def _run(self, size: int, most: int) -> None:
+        work = []
+        pieces = to_device(iter(self._pieces(size, most)), self._device)
+        for start, piece in zip(range(0, self.num_samples, size), pieces, strict=False):
+            stop = min(start + size, self.num_samples)
+            counts = unit_counts(self._machine.loss, piece, stop - start)
+            shares = shares_of(self._machine.loss, counts, counts, 1.0)
+            if any(counts):
+                key = BatchKey(0, 0, range(stop))
+                work.append((Work(Unit(0, start, stop), shares, Turn(first=False, last=False), 0, key), piece))
+        with self._machine.randomness:
+            if self._machine.loss.encode is None:
+                self._execute(self._machine, work)
+            else:
+                rehearse(self._machine, self._modules, work, self._num_in_batch)
+
+    def _mark(self) -> None:
+        """Take the time, once the device has done all that it was given."""
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+        self._marks.append(self.clock())

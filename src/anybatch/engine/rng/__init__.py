@@ -1,0 +1,1 @@
+"""Where micro-batches take their random numbers from."""

@@ -1,0 +1,116 @@
+"""Random numbers inside a step: keyed per micro-batch or per sample, and the caller's own are as before."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import TracebackType
+from typing import Literal, Self
+
+import torch
+from torch import nn
+
+from anybatch.engine.accumulation.accumulate import Randomness, Work
+from anybatch.engine.rng.per_sample_dropout import PerSample, SampleRandomness, device_generators
+from anybatch.errors import UserError
+
+Rng = Literal["micro_batch", "per_sample"] | PerSample | None
+_NOTHING = nullcontext()
+
+
+def choose_randomness(rng: Rng, modules: nn.Module, device: torch.device) -> Randomness:
+    """Return where micro-batches take their random numbers from.
+
+    Raises:
+        UserError: an unknown value of `rng`, or a module that there is not.
+        CompositionError: numbers that cannot be keyed by sample.
+    """
+    if rng not in ("micro_batch", "per_sample", None) and not isinstance(rng, PerSample):
+        message = f"{rng=} must be 'micro_batch', 'per_sample', a PerSample or None."
+        raise UserError(message)
+    if rng is None:
+        return CallersRandomness(device)
+    if rng == "micro_batch":
+        return UnitRandomness(device)
+    return SampleRandomness(rng if isinstance(rng, PerSample) else PerSample(), modules, device)
+
+
+class UnitRandomness:
+    """Seeds torch's generators per micro-batch, and puts the caller's state back at the end.
+
+    Only torch's own generators (CPU and the rank's device) are keyed: a model that draws from Python or numpy is not
+    reproducible here.
+    """
+
+    covers_backward = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._generators = [torch.default_generator, *device_generators(device)]
+        self._states: list[torch.Tensor] = []
+
+    def __enter__(self) -> Self:
+        self._states = [generator.get_state() for generator in self._generators]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for generator, state in zip(self._generators, self._states, strict=True):
+            generator.set_state(state)
+
+    def micro_batch(self, work: Work) -> AbstractContextManager[object]:
+        """Start the random numbers of one micro-batch. `torch.manual_seed` would be a hundred times slower."""
+        for generator in self._generators:
+            generator.manual_seed(work.seed)
+        return _NOTHING
+
+    def whole(self, seed: int) -> None:
+        """Seed what is drawn once for the effective batch."""
+        for generator in self._generators:
+            generator.manual_seed(seed)
+
+    def rewind(self) -> None:
+        """Leaving has put them back already."""
+
+    @contextmanager
+    def parked(self) -> Iterator[None]:
+        """Let others draw for a while; afterwards the numbers go on as if nobody had."""
+        states = [generator.get_state() for generator in self._generators]
+        try:
+            yield
+        finally:
+            for generator, state in zip(self._generators, states, strict=True):
+                generator.set_state(state)
+
+
+class CallersRandomness:
+    """Leaves random numbers as they come, which is `rng=None`. They go back only where a step is begun anew."""
+
+    covers_backward = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._generators = [torch.default_generator, *device_generators(device)]
+        self._states: list[torch.Tensor] = []
+
+    def __enter__(self) -> Self:
+        self._states = [generator.get_state() for generator in self._generators]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        return
+
+    def micro_batch(self, work: Work) -> AbstractContextManager[object]:  # noqa: ARG002 (the protocol's)
+        """Nothing is seeded."""
+        return _NOTHING
+
+    def whole(self, seed: int) -> None:
+        """Nothing is seeded."""
+
+    def rewind(self) -> None:
+        """Go back to what was there before the step."""
+        for generator, state in zip(self._generators, self._states, strict=True):
+            generator.set_state(state)
+
+    def parked(self) -> AbstractContextManager[None]:
+        """Others draw from the same numbers."""
+        return nullcontext()

@@ -1,0 +1,84 @@
+"""Running a model once more than the user asked for, and leaving no trace of it."""
+
+import random
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from anybatch.core.buffers import BufferValues
+from anybatch.engine.rng.generators import UnitRandomness
+
+_PLAIN_TYPES = (bool, int, float, str, type(None), torch.Tensor)
+
+
+@contextmanager
+def untouched(modules: nn.Module, device: torch.device, *, as_compiled: bool = False) -> Iterator["Draws"]:
+    """Put buffers, attributes of modules, modes and random numbers back as they were, also behind an error.
+
+    Warnings are not shown: the same code is run in earnest a moment later. What a module keeps in lists and dicts of
+    its own is not put back.
+
+    Args:
+        modules: what is run.
+        device: where.
+        as_compiled: run compiled modules as they are; otherwise they run as they were written.
+    """
+    buffers = BufferValues(modules)
+    attributes = [(module, type(module), dict(vars(module))) for module in modules.modules()]
+    draws = Draws(device)
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings(action="ignore"))
+        if (
+            not as_compiled and "torch._dynamo" in sys.modules
+        ):  # nothing is compiled without it, and importing it takes seconds
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(draws)
+        try:
+            yield draws
+        finally:
+            for module, kind, before in attributes:
+                _restore_attributes(module, kind, before)
+            buffers.restore()
+
+
+def _restore_attributes(module: nn.Module, kind: type, before: dict[str, Any]) -> None:
+    if type(module) is not kind:  # a lazy module has found its shape, and keeps it
+        return
+    now = vars(module)
+    for name in [name for name in now if name not in before]:
+        del now[name]
+    for name, value in before.items():
+        if isinstance(value, _PLAIN_TYPES) and now.get(name, module) is not value:
+            now[name] = value
+
+
+class Draws:
+    """All generators that a model or a loss may draw from: seeded at will, as before at the end."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._torch = UnitRandomness(device)
+        self._python = random.getstate()
+        self._numpy = sys.modules.get("numpy")
+        self._numpy_state = self._numpy.random.get_state() if self._numpy is not None else None
+
+    def seed(self, seed: int) -> None:
+        """Start all random numbers."""
+        self._torch.whole(seed)
+        random.seed(seed)
+        if self._numpy is not None:
+            self._numpy.random.seed(seed)
+
+    def __enter__(self) -> Self:
+        self._torch.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._torch.__exit__(None, None, None)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            self._numpy.random.set_state(self._numpy_state)

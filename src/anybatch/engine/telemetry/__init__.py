@@ -1,0 +1,1 @@
+"""What an engine says of its run: records for observers, and what it decided."""

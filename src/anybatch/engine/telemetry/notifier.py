@@ -1,0 +1,316 @@
+"""From happenings inside the engine to records for an observer; next to free when nobody observes."""
+
+import itertools
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from anybatch.core.loss import Loss
+from anybatch.core.records import (
+    CheckpointRecord,
+    DiagnosisRecord,
+    EndRecord,
+    EvaluateRecord,
+    MicroBatchRecord,
+    Observer,
+    Observers,
+    OutOfMemoryRecord,
+    PhaseName,
+    PhaseRecord,
+    Record,
+    ReductionRecord,
+    SpanEvent,
+    StartRecord,
+    StepRecord,
+)
+from anybatch.core.reports import StepReport
+from anybatch.core.tree import Batch
+from anybatch.engine.accumulation.accumulate import Work
+from anybatch.engine.accumulation.planned_batch import OpenBatch, Workload
+from anybatch.engine.telemetry.step_memory import StepMemory
+from anybatch.engine.update.clipping import ClipByNorm, ClipPolicy
+from anybatch.engine.update.resident_tensors import Held
+from anybatch.parallel.gradient_buckets import gradient_bytes
+from anybatch.parallel.world import World
+
+_NOTHING = nullcontext()
+
+
+class Watch:
+    """Tells an observer what the engine does. Every method returns at once when there is none."""
+
+    def __init__(self, observer: Observer | None, rank: int, loss: Loss, clip: ClipPolicy | None) -> None:
+        self._observer = observer
+        self._rank = rank
+        self._loss = loss
+        self._clip = clip
+        self._step = 0
+        self._workload: Workload | None = None
+        self._position = 0
+        self._num_begun = 0
+        self._reductions: list[tuple[int, int, torch.dtype]] = []
+        self._memory: StepMemory | None = None
+        self._gradient_bytes = 0
+        self._on_batch: Callable[[Batch], None] | None = None
+
+    def measure_memory(self, world: World, parameters: Sequence[torch.Tensor], held: Callable[[], Held]) -> None:
+        """Tell from now on what each step holds of the rank's device."""
+        self._memory = StepMemory(world.device, world.rank, held)
+        self._gradient_bytes = gradient_bytes(parameters)
+
+    @contextmanager
+    def also(self, observer: Observer, on_batch: Callable[[Batch], None]) -> Iterator[None]:
+        """Let one more observer look in, and `on_batch` see each micro-batch when it is loaded."""
+        before = self._observer, self._on_batch
+        self._observer = observer if self._observer is None else Observers(self._observer, observer)
+        self._on_batch = on_batch
+        try:
+            yield
+        finally:
+            self._observer, self._on_batch = before
+
+    @property
+    def watching(self) -> bool:
+        """Whether anybody observes."""
+        return self._observer is not None
+
+    def start(self, record: StartRecord) -> None:
+        """Tell that the run starts."""
+        self._tell(record)
+
+    def begin_step(self, step: int, workload: Workload) -> None:
+        """Remember what the records of this step refer to."""
+        self._step, self._workload, self._position, self._num_begun = step, workload, 0, 0
+        if self._observer is not None and self._memory is not None:
+            self._memory.begin()
+
+    def work(self, workload: Workload) -> Iterator[tuple[Work, Batch]]:
+        """Return the work of a step, telling how long each micro-batch takes to load."""
+        return workload.work if self._observer is None else self._watched(workload.work)
+
+    def _watched(self, items: Iterator[tuple[Work, Batch]]) -> Iterator[tuple[Work, Batch]]:
+        for position in itertools.count():
+            with self.phase("load", position):
+                item = next(items, None)
+            if item is None:
+                return
+            if self._on_batch is not None:
+                self._on_batch(item[1])
+            yield item
+
+    def before(self, item: Work) -> None:
+        """Tell that a micro-batch begins."""
+        if self._observer is not None:
+            self._tell(self._micro_batch(item, "begin", self._num_begun, {}, {}))
+            self._num_begun += 1
+
+    def after(self, item: Work, contributions: Sequence[torch.Tensor]) -> None:
+        """Tell that a micro-batch is over."""
+        if self._observer is None or self._workload is None:
+            return
+        counts, sums = {}, {}
+        values = iter(contributions)
+        factors = zip(self._loss.weights.items(), item.shares, self._workload.divisors, strict=True)
+        for (name, weight), share, divisor in factors:
+            counts[name] = share.count
+            if share.count and contributions:  # a loss across samples has none of a micro-batch
+                contribution = next(values)
+                sums[name] = contribution * (divisor / weight) if weight else contribution
+        self._tell(self._micro_batch(item, "end", self._position, counts, sums))
+        self._position += 1
+
+    def reduction(self, bucket: int, num_bytes: int, dtype: torch.dtype) -> None:
+        """Tell that a gradient bucket was handed to a collective."""
+        if self._observer is not None:
+            self._reductions.append((bucket, num_bytes, dtype))
+            self._tell(self._reduction("begin", bucket, num_bytes, dtype))
+
+    def reduced(self) -> None:
+        """Tell that all buckets have arrived."""
+        for bucket in self._reductions:
+            self._tell(self._reduction("end", *bucket))
+        self._reductions.clear()
+
+    @contextmanager
+    def gathering(self, num_bytes: int) -> Iterator[None]:
+        """Tell that the outputs of all ranks are brought together, for a loss across samples."""
+        if self._observer is not None:
+            self._tell(self._reduction("begin", 0, num_bytes, torch.uint8, collective="all_gather"))
+        yield
+        if self._observer is not None:
+            self._tell(self._reduction("end", 0, num_bytes, torch.uint8, collective="all_gather"))
+
+    def phase(self, name: PhaseName, position: int | None = None) -> AbstractContextManager[None]:
+        """Tell when a phase begins and ends."""
+        return _NOTHING if self._observer is None else self._told_phase(name, position)
+
+    @contextmanager
+    def _told_phase(self, name: PhaseName, position: int | None) -> Iterator[None]:
+        self._tell(PhaseRecord(rank=self._rank, event="begin", step=self._step, name=name, position=position))
+        yield
+        self._tell(PhaseRecord(rank=self._rank, event="end", step=self._step, name=name, position=position))
+
+    def step(self, report: StepReport) -> None:
+        """Tell what a step did."""
+        if self._observer is None:
+            return
+        if self._memory is not None:
+            updated = not report.skipped
+            for record in self._memory.end(report.step, gradient_bytes=self._gradient_bytes, updated=updated):
+                self._tell(record)
+        means = zip(report.weights.items(), report.contributions.unbind(), strict=True)
+        norm = report.gradient_norm
+        by_norm = self._clip.max_norm if isinstance(self._clip, ClipByNorm) else None
+        self._tell(
+            StepRecord(
+                rank=self._rank,
+                step=report.step,
+                epoch=report.position.epoch,
+                sample_offset=report.position.sample_offset,
+                num_samples=report.num_samples,
+                num_micro_batches=len(report.plan.shares[self._rank]),
+                loss=report.contributions.sum(),
+                losses={name: value / weight if weight else value for (name, weight), value in means},
+                counts=dict(zip(report.weights, report.counts.unbind(), strict=True)),
+                gradient_norm=norm,
+                clipped=None if by_norm is None or norm is None else norm > by_norm,
+                learning_rates=report.learning_rates,
+                skipped=report.skipped,
+            )
+        )
+
+    def out_of_memory(self, phase: PhaseName | None, message: str | None, before: int, after: int | None) -> None:
+        """Tell that a step ran out of memory, and let go of what was remembered of it."""
+        self._workload = None
+        self._reductions.clear()
+        self._tell(
+            OutOfMemoryRecord(
+                rank=self._rank,
+                step=self._step,
+                phase=phase,
+                micro_batch_size_before=before,
+                micro_batch_size_after=after,
+                message=message,
+            )
+        )
+
+    def halved(self, before: int, after: int) -> None:
+        """Tell that a micro-batch of an evaluation did not fit."""
+        message = f"out of memory in an evaluation: micro-batch {before:,} -> {after:,} samples on rank {self._rank}"
+        self.diagnosis("out_of_memory_in_evaluation", message, "warning")
+
+    def diagnosis(self, code: str, message: str, level: Literal["info", "warning", "error"] = "info") -> None:
+        """Tell something the user should know."""
+        self._tell(DiagnosisRecord(rank=self._rank, step=None, code=code, level=level, message=message, remedy=None))
+
+    def checkpoint(
+        self,
+        event: Literal["saved", "loaded", "fell_back"],
+        step: int,
+        path: Path,
+        num_bytes: int | None,
+        message: str | None = None,
+    ) -> None:
+        """Tell that a checkpoint was written, read or passed over."""
+        self._tell(
+            CheckpointRecord(
+                rank=self._rank, event=event, step=step, path=str(path), num_bytes=num_bytes, message=message
+            )
+        )
+
+    def evaluate(self, step: int, num_samples: int, metrics: Mapping[str, float]) -> None:
+        """Tell the result of an evaluation."""
+        self._tell(EvaluateRecord(rank=self._rank, step=step, num_samples=num_samples, metrics=dict(metrics)))
+
+    def end(self, num_steps: int, error: BaseException | None) -> None:
+        """Tell that the run is over."""
+        status: Literal["completed", "stopped", "failed"] = "completed"
+        if error is not None:
+            status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+        message = None if error is None else f"{type(error).__name__}: {error}"
+        self._tell(EndRecord(rank=self._rank, status=status, num_steps=num_steps, message=message, digest=None))
+
+    def _tell(self, record: Record) -> None:
+        if self._observer is not None:
+            self._observer.observe(record)
+
+    def _micro_batch(
+        self,
+        item: Work,
+        event: SpanEvent,
+        position: int,
+        counts: Mapping[str, float],
+        loss_sums: Mapping[str, torch.Tensor],
+    ) -> MicroBatchRecord:
+        assert self._workload is not None
+        return MicroBatchRecord(
+            rank=self._rank,
+            event=event,
+            step=self._step,
+            unit_number=item.unit.number,
+            position=position,
+            num_micro_batches=len(self._workload.opened.units),
+            num_samples=item.unit.num_samples,
+            first_sample_id=int(self._workload.opened.sample_ids[item.unit.start]),
+            weight=item.unit.weight,
+            counts=counts,
+            loss_sums=loss_sums,
+        )
+
+    def _reduction(
+        self, event: SpanEvent, bucket: int, num_bytes: int, dtype: torch.dtype, *, collective: str = "all_reduce"
+    ) -> ReductionRecord:
+        return ReductionRecord(
+            rank=self._rank,
+            event=event,
+            step=self._step,
+            bucket=bucket,
+            collective=collective,
+            payload="gradients" if collective == "all_reduce" else "other",
+            num_bytes=num_bytes,
+            dtype=str(dtype).removeprefix("torch."),
+        )
+
+
+def start_record(
+    *,
+    world: World,
+    opened: OpenBatch,
+    parameters: Sequence[torch.Tensor],
+    strategy: str,
+    precision: str,
+    first_step: int,
+    decisions: Mapping[str, str],
+) -> StartRecord:
+    """Return the header of a run, told when its first batch has been planned."""
+    return StartRecord(
+        rank=world.rank,
+        world_size=world.size,
+        first_step=first_step,
+        geometry=str(opened.plan),
+        effective_batch_size=opened.plan.num_samples,
+        micro_batch_size=opened.plan.cut.micro_batch_size,
+        strategy=strategy,
+        precision=precision,
+        device=str(world.device),
+        dtype=str(parameters[0].dtype).removeprefix("torch."),
+        seed=opened.seed,
+        num_parameters=sum(parameter.numel() for parameter in parameters),
+        gradient_bytes=gradient_bytes(parameters),
+        versions=software_versions(),
+        decisions=dict(decisions),
+    )
+
+
+def software_versions() -> dict[str, str]:
+    """Return the versions a reader of a log needs to make sense of it."""
+    try:
+        own = version("anybatch")
+    except PackageNotFoundError:  # run from its source tree
+        own = "unknown"
+    return {"anybatch": own, "torch": str(torch.__version__), "python": platform.python_version()}

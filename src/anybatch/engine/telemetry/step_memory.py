@@ -1,0 +1,75 @@
+"""What a rank's device holds at the end of a step, as a record; and a word when the headroom is used up."""
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+
+from anybatch.core.headroom import Reserve, about_reserve
+from anybatch.core.records import DiagnosisRecord, MemoryRecord
+from anybatch.engine.update.resident_tensors import Held, num_bytes_of
+from anybatch.memory.device_memory import begin_peak, memory_in_use
+
+
+class StepMemory:
+    """Asks once per step what the device holds; nobody waits for the device.
+
+    Args:
+        device: of this rank.
+        rank: this rank.
+        held: function () -> what the engine keeps from step to step.
+    """
+
+    def __init__(self, device: torch.device, rank: int, held: Callable[[], Held]) -> None:
+        self._device = device
+        self._rank = rank
+        self._held = held
+        self._category_bytes: Mapping[str, int] = {}
+        self._optimizer_is_known = False
+        self._has_warned = False
+
+    def begin(self) -> None:
+        """Let the peak of a step begin."""
+        begin_peak(self._device)
+
+    def end(self, step: int, *, gradient_bytes: int, updated: bool) -> Iterator[MemoryRecord | DiagnosisRecord]:
+        """Return what there is to tell of a step; nothing where the system does not tell.
+
+        Args:
+            step: number of the step, from 0 on.
+            gradient_bytes: bytes of one copy of the gradients, which are let go before the step is over.
+            updated: whether the optimizer has made its step, and so its state.
+        """
+        found = memory_in_use(self._device)
+        if found is None:
+            return
+        if not self._optimizer_is_known:
+            self._optimizer_is_known = updated
+            sizes: dict[str, int] = {category: num_bytes_of(tensors) for category, tensors in self._held().items()}
+            self._category_bytes = {**sizes, "gradients": max(sizes["gradients"], gradient_bytes)}
+        yield MemoryRecord(
+            rank=self._rank,
+            step=step,
+            allocated_bytes=found.allocated_bytes,
+            reserved_bytes=found.reserved_bytes,
+            peak_bytes=found.peak_bytes,
+            limit_bytes=found.limit_bytes,
+            category_bytes=self._category_bytes,
+        )
+        if found.limit_bytes is None or self._has_warned:
+            return
+        reserve = Reserve(found.peak_bytes, found.limit_bytes)
+        if not reserve.kept:
+            self._has_warned = True
+            yield headroom_used_up(self._rank, step, reserve)
+
+
+def headroom_used_up(rank: int, step: int, reserve: Reserve) -> DiagnosisRecord:
+    """Return the warning that a step came nearer to the limit than it should."""
+    return DiagnosisRecord(
+        rank=rank,
+        step=step,
+        code="headroom_used_up",
+        level="warning",
+        message=f"memory: {about_reserve(reserve)}",
+        remedy="A smaller micro_batch_size gives the same result with less memory.",
+    )

@@ -1,0 +1,156 @@
+"""The memory of an update is taken before the first step, because an update that fails half-way cannot be undone."""
+
+import inspect
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from anybatch.engine.holdings import Holdings
+from anybatch.engine.update.precision import Target
+from anybatch.errors import DoesNotFitError
+from anybatch.memory.ledger import MemoryLedger
+from anybatch.parallel.world import World
+
+
+class UpdateMemory:
+    """Makes the optimizer's state and room for its step, once, before the first micro-batch.
+
+    Otherwise the state appears in the first update, and a micro-batch that fitted in the first step does not in the
+    second. What is made is bit for bit what the optimizer would make itself.
+
+    Args:
+        target: the optimizer and what it updates.
+        world: the ranks, which fail together.
+        holdings: what is held, for the error.
+    """
+
+    def __init__(self, target: Target, world: World, holdings: Holdings) -> None:
+        self._target = target
+        self._world = world
+        self._holdings = holdings
+        self._is_secured = False
+        self._made: list[nn.Parameter] = []
+
+    def secure(self) -> None:
+        """Make state and room, unless that has been done.
+
+        Raises:
+            DoesNotFitError: on a rank without room; nothing has been changed.
+            RankFailedError: on the others.
+        """
+        if not self._is_secured:
+            self._world.together(self._secure)
+            self._is_secured = True
+
+    def drop_unused(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Take back the state of parameters that the first step has no gradient for, as the optimizer makes none."""
+        if self._made:
+            made = set(self._made)
+            for parameter, gradient in zip(self._target.updated, gradients, strict=True):
+                if gradient is None and parameter in made:
+                    del self._target.optimizer.state[parameter]
+            self._made = []
+
+    def undo(self) -> None:
+        """Take back what was made, if no update has used it yet: the first step has failed."""
+        for parameter in self._made:
+            del self._target.optimizer.state[parameter]
+            self._is_secured = False
+        self._made = []
+
+    def _secure(self) -> None:
+        try:
+            self._made = make_state(self._target.optimizer)
+            if self._world.device.type != "cpu":  # a CPU's system lends what is not written to, and proves nothing
+                reserve(temporary_bytes(self._target.optimizer), self._target.updated)
+        except torch.OutOfMemoryError as error:
+            message = (
+                "out of memory before the first step, when the optimizer's state and the room for its update were "
+                f"made; nothing has been changed. {self._holdings.remedy()} torch says: {error}"
+            )
+            raise DoesNotFitError(message) from error
+
+
+def make_state(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Make the state that the optimizer would make in its first step; return the parameters it was made for.
+
+    Only torch's own optimizers are known to make it in one place (`_init_group`), and to leave everything else alone
+    there. SGD makes its momentum of the first gradient, so there is nothing to make; others are left to themselves.
+    """
+    make = getattr(optimizer, "_init_group", None)
+    if make is None or not type(optimizer).__module__.startswith("torch.optim"):
+        return []
+    num_lists = len(inspect.signature(make).parameters) - 1
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    before, gradients = set(optimizer.state), [parameter.grad for parameter in parameters]
+    try:
+        for parameter in parameters:
+            if parameter.grad is None and parameter.requires_grad:
+                parameter.grad = parameter.detach().new_zeros(()).expand_as(parameter)  # of the shape, without memory
+        for group in optimizer.param_groups:
+            make(group, *([] for _ in range(num_lists)))
+    except BaseException:
+        for parameter in set(optimizer.state) - before:
+            del optimizer.state[parameter]
+        raise
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+    found = set(optimizer.state) - before
+    for parameter in found:
+        if not optimizer.state[parameter]:  # it was only looked up
+            del optimizer.state[parameter]
+    return [parameter for parameter in parameters if parameter in found and parameter in optimizer.state]
+
+
+def temporary_bytes(optimizer: Optimizer) -> int:
+    """Return what the optimizer's step takes and gives back, from a step on parameters without data.
+
+    An optimizer that cannot be run like that is taken to need a copy of its parameters, as most do.
+    """
+    if any(group.get("fused") for group in optimizer.param_groups):
+        return 0
+    groups = [
+        {
+            **group,
+            "foreach": group.get("foreach") is not False,  # what None means on an accelerator
+            "params": [_without_data(p) for p in group["params"] if p.requires_grad],
+        }
+        for group in optimizer.param_groups
+    ]
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    try:
+        twin = type(optimizer)(groups)  # type: ignore[call-arg]
+        twin.step()  # makes the state
+        ledger = MemoryLedger()
+        ledger.hold("optimizer", [v for s in twin.state.values() for v in s.values() if isinstance(v, torch.Tensor)])
+        ledger.hold("weights", [*parameters, *(p.grad for p in parameters if p.grad is not None)])
+        before = ledger.held_bytes
+        with ledger:
+            twin.step()
+        return ledger.peak_bytes - before
+    except (RuntimeError, TypeError, ValueError, AssertionError):
+        return sum(parameter.numel() * parameter.itemsize for parameter in parameters)
+
+
+def reserve(num_bytes: int, like: Sequence[torch.Tensor]) -> None:
+    """Take so much memory, in pieces such as an update takes, and give it back to torch's allocator.
+
+    Raises:
+        torch.OutOfMemoryError: there is not so much.
+    """
+    pieces: list[torch.Tensor] = []
+    while num_bytes > 0 and like:
+        for tensor in like:
+            pieces.append(torch.empty_like(tensor, requires_grad=False))
+            num_bytes -= tensor.numel() * tensor.itemsize
+            if num_bytes <= 0:
+                break
+
+
+def _without_data(parameter: nn.Parameter) -> nn.Parameter:
+    twin = nn.Parameter(torch.empty_like(parameter, device="meta"))
+    twin.grad = torch.empty_like(twin)
+    return twin

@@ -1,0 +1,110 @@
+"""Memory over the course of a step, by what it is held for: a trace, added up."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from anybatch.memory.trace import Category, MemoryTrace, Phase
+
+ORDER: tuple[Category, ...] = ("weights", "buffers", "optimizer", "gradients", "inputs", "activations", "temporaries")
+"""Categories as they are stacked: what stays from step to step first, what comes and goes last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MemoryTimeline:
+    """What was held at each moment, by what it was held for. A moment is after one piece was taken or let go.
+
+    Attributes:
+        categories: what memory is held for, in the order of the columns, those that nothing was held for left out.
+        held_bytes: what was held at each moment.
+        phases: what was going on.
+        operations: what took memory; empty at moments when some was let go.
+        marks: (number of moments before it, name) of what happened between two moments.
+    """
+
+    categories: tuple[str, ...]
+    held_bytes: Int[Tensor, "moment category"]
+    phases: Sequence[Phase]
+    operations: Sequence[str]
+    marks: Sequence[tuple[int, str]] = ()
+
+    @property
+    def totals(self) -> Int[Tensor, " moment"]:
+        """What was held altogether at each moment."""
+        return self.held_bytes.sum(1)
+
+    @property
+    def peak_moment(self) -> int:
+        """The first moment at which most was held."""
+        return int(self.totals.argmax())
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most that was held at once."""
+        return int(self.totals.max())
+
+    def at(self, moment: int) -> Mapping[str, int]:
+        """Return what was held at a moment by category."""
+        return dict(zip(self.categories, self.held_bytes[moment].tolist(), strict=True))
+
+    def mark_before(self, moment: int) -> str | None:
+        """Return the name of the last mark before a moment; None if there is none."""
+        return next((name for place, name in reversed(self.marks) if place <= moment), None)
+
+
+def timeline(trace: MemoryTrace) -> MemoryTimeline:
+    """Add a trace up: the running sum of what is taken and let go, category by category.
+
+    Equal to walking over the events with one counter for each category. What was there before the first operation
+    counts as there at the first moment. A release belongs to the phase of the last piece that was taken.
+
+    Raises:
+        ValueError: nothing was booked.
+    """
+    if not trace.events:
+        message = "the trace holds no events."
+        raise ValueError(message)
+    pieces = trace.allocations
+    codes = torch.tensor([get_args(Category).index(piece.category) for piece in pieces])
+    sizes = torch.tensor([piece.num_bytes for piece in pieces], dtype=torch.int64)
+    events = torch.tensor(trace.events)
+    numbers = events.abs() - 1
+    changes = torch.zeros(len(events), len(get_args(Category)), dtype=torch.int64)
+    changes[torch.arange(len(events)), codes[numbers]] = torch.where(events > 0, sizes[numbers], -sizes[numbers])
+    held = changes.cumsum(0)
+    first = _num_there_before(trace) - 1
+    kept = [name for name in ORDER if held[:, get_args(Category).index(name)].any()]
+    phases, operations = _course(trace)
+    return MemoryTimeline(
+        categories=tuple(kept),
+        held_bytes=held[first:][:, [get_args(Category).index(name) for name in kept]],
+        phases=phases[first:],
+        operations=operations[first:],
+        marks=tuple((max(0, place - first), name) for place, name in trace.marks),
+    )
+
+
+def _num_there_before(trace: MemoryTrace) -> int:
+    """Return how many events at the beginning book what was there before, but at least one."""
+    for number, event in enumerate(trace.events):
+        if event < 0 or trace.allocations[event - 1].operation:
+            return max(1, number)
+    return len(trace.events)
+
+
+def _course(trace: MemoryTrace) -> tuple[list[Phase], list[str]]:
+    """Return the phase and the operation of each event."""
+    phases: list[Phase] = []
+    operations: list[str] = []
+    phase = trace.allocations[0].phase
+    for event in trace.events:
+        piece = trace.allocations[abs(event) - 1]
+        if event > 0:
+            phase = piece.phase
+        phases.append(phase)
+        operations.append(piece.operation if event > 0 else "")
+    return phases, operations

@@ -1,0 +1,369 @@
+"""What a training step holds in memory, allocation by allocation, at every micro-batch size.
+
+The size of an allocation is `a + b m` in the micro-batch size `m`. Two traces therefore give every size, and the sum of
+what is held after event `t` is a line too, `A_t + B_t m`. The peak is their envelope:
+
+    peak(m) = max over t of (A_t + B_t m)
+
+which is exact, and is not a line: at small `m` the optimizer step is the highest moment, at large `m` the loss or a
+layer's backward. A line through two peaks therefore misses by up to 91%. What a loss over all pairs of samples holds
+is quadratic, `a + b m + c m (m - 1) / 2`, and takes a third trace.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Int64
+
+from anybatch.errors import PlanError
+
+Category = Literal["weights", "buffers", "inputs", "gradients", "optimizer", "activations", "temporaries"]
+"""What memory is held for. Activations are made in a forward and kept for its backward; temporaries are the rest."""
+
+Phase = Literal["setup", "forward", "backward", "reduce", "clip", "update"]
+"""When memory was taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """One piece of memory, from when it was taken to when it was let go.
+
+    Attributes:
+        num_bytes: its size.
+        category: what it is held for.
+        phase: when it was taken.
+        operation: what took it, such as `aten.addmm.default`; empty for what was there before.
+    """
+
+    num_bytes: int
+    category: Category
+    phase: Phase
+    operation: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryTrace:
+    """All memory that one run of a program took and let go, in order.
+
+    Attributes:
+        allocations: every piece, in the order they were taken.
+        events: `n` where allocation number `n - 1` is taken, `-n` where it is let go.
+        marks: (number of events before it, name) of what happened between two events, in order.
+    """
+
+    allocations: tuple[Allocation, ...]
+    events: tuple[int, ...]
+    marks: tuple[tuple[int, str], ...] = ()
+
+    @property
+    def peak_bytes(self) -> int:
+        """Return the most that was held at once."""
+        held = peak = 0
+        for event in self.events:
+            num_bytes = self.allocations[abs(event) - 1].num_bytes
+            held += num_bytes if event > 0 else -num_bytes
+            peak = max(peak, held)
+        return peak
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The moment at which most is held.
+
+    Attributes:
+        num_bytes: what is held then.
+        by_category: the same by what it is held for; every category is there.
+        phase: when the last piece was taken.
+        operation: what took it.
+        event_index: which event that was.
+        mark: the last mark before it; empty before the first.
+    """
+
+    num_bytes: int
+    by_category: Mapping[Category, int]
+    phase: Phase
+    operation: str
+    event_index: int
+    mark: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Polynomials:
+    """Many functions `constant + slope m + curvature m (m - 1) / 2`, one per entry.
+
+    In this basis every polynomial with whole values has whole coefficients, so that nothing is ever rounded.
+    """
+
+    constant: Int64[torch.Tensor, " entry"]
+    slope: Int64[torch.Tensor, " entry"]
+    curvature: Int64[torch.Tensor, " entry"]
+
+    def at(self, m: int) -> Int64[torch.Tensor, " entry"]:
+        """Return every function's value."""
+        return self.constant + self.slope * m + self.curvature * (m * (m - 1) // 2)
+
+    def running_sums(self, signs: Int64[torch.Tensor, " event"], which: Int64[torch.Tensor, " event"]) -> "Polynomials":
+        """Return, after each event, the sum of the functions that have come (sign 1) and not gone (sign -1)."""
+        parts = (self.constant, self.slope, self.curvature)
+        return Polynomials(*((signs * part[which]).cumsum(0) for part in parts))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MemoryEnvelope:
+    """What a step holds at any micro-batch size. Made by `fit` and `fit_quadratic`.
+
+    Attributes:
+        trace: the first trace; only its sizes belong to one micro-batch size.
+        allocated: the size of each allocation.
+        held: what is held after each event.
+        traced: the micro-batch sizes it was made from.
+    """
+
+    trace: MemoryTrace
+    allocated: Polynomials
+    held: Polynomials
+    traced: tuple[int, ...]
+
+    @property
+    def is_affine(self) -> bool:
+        """Return whether every size is `a + b m`."""
+        return not bool(self.allocated.curvature.any())
+
+    def sizes(self, m: int) -> tuple[int, ...]:
+        """Return the bytes of each allocation at micro-batch size `m`."""
+        return tuple(self.allocated.at(m).tolist())
+
+    def with_sizes(self, sizes: Polynomials) -> "MemoryEnvelope":
+        """Return the envelope of the same events with other sizes: what a change would make of it."""
+        return _envelope(self.trace, sizes, self.traced)
+
+    def peak_bytes(self, m: int) -> int:
+        """Return the most that is held at once at micro-batch size `m`: the maximum over all moments."""
+        held = self.held.at(m)
+        return max(0, int(held.max())) if len(held) else 0
+
+    def largest(self, budget_bytes: int) -> int | None:
+        """Return the largest micro-batch size up to which every size holds at most `budget_bytes`.
+
+        0 if not even one sample fits, None if memory does not grow with the micro-batch size. Each moment is a convex
+        function of `m`, so the sizes that fit are an interval: it is doubled until one does not fit, then halved.
+        """
+        if self.peak_bytes(1) > budget_bytes:
+            return 0
+        if not bool(((self.held.slope > 0) | (self.held.curvature > 0)).any()):
+            return None
+        fits, too_large = 1, 2
+        while self.peak_bytes(too_large) <= budget_bytes:
+            fits, too_large = too_large, 2 * too_large
+        while too_large - fits > 1:
+            middle = (fits + too_large) // 2
+            if self.peak_bytes(middle) <= budget_bytes:
+                fits = middle
+            else:
+                too_large = middle
+        return fits
+
+    def at_peak(self, m: int) -> Peak:
+        """Return the first moment at which most is held at micro-batch size `m`, and what is held then."""
+        if not self.trace.events:
+            message = "the trace is empty: nothing was allocated while the ledger was entered."
+            raise PlanError(message)
+        held = self.held.at(m)
+        index = int(held.argmax())
+        last = self.trace.allocations[abs(self.trace.events[index]) - 1]
+        sizes = self.sizes(m)
+        by_category = dict.fromkeys(get_args(Category), 0)
+        for event in self.trace.events[: index + 1]:
+            number = abs(event) - 1
+            by_category[self.trace.allocations[number].category] += sizes[number] if event > 0 else -sizes[number]
+        before = [name for position, name in self.trace.marks if position <= index]
+        mark = before[-1] if before else ""
+        return Peak(int(held[index]), by_category, last.phase, last.operation, index, mark)
+
+    def at(self, m: int) -> MemoryTrace:
+        """Return the trace as it is at micro-batch size `m`."""
+        rows = zip(self.trace.allocations, self.sizes(m), strict=True)
+        resized = tuple(Allocation(size, one.category, one.phase, one.operation) for one, size in rows)
+        return MemoryTrace(resized, self.trace.events, self.trace.marks)
+
+
+def fit(trace_a: MemoryTrace, m_a: int, trace_b: MemoryTrace, m_b: int) -> MemoryEnvelope:
+    """Return the envelope through two traces of the same program, at micro-batch sizes `m_a` and `m_b`.
+
+    Size 1 is better avoided: programs treat a single sample differently (squeezed axes, broadcasting).
+
+    Raises:
+        PlanError: the two did not do the same, or a size does not grow by whole bytes.
+    """
+    _check_different((m_a, m_b))
+    first, second = in_order(trace_a), in_order(trace_b)
+    check_same_structure(first, m_a, second, m_b)
+    s_a, s_b = _sizes(first), _sizes(second)
+    slope = _divided(s_b - s_a, m_b - m_a, first, (m_a, m_b))
+    sizes = Polynomials(s_a - slope * m_a, slope, torch.zeros_like(slope))
+    return _envelope(first, sizes, (m_a, m_b))
+
+
+def fit_quadratic(traces: Sequence[tuple[MemoryTrace, int]]) -> MemoryEnvelope:
+    """Return the envelope through three traces, each given with its micro-batch size: sizes may be quadratic.
+
+    Three points always lie on a quadratic: only a fourth trace can tell whether it is the right one.
+
+    Raises:
+        PlanError: the three did not do the same, or what is held is not a quadratic that grows.
+    """
+    sizes_m = tuple(m for _, m in traces)
+    _check_different(sizes_m)
+    (first, m_a), (second, m_b), (third, m_c) = ((in_order(trace), m) for trace, m in traces)
+    check_same_structure(first, m_a, second, m_b)
+    check_same_structure(first, m_a, third, m_c)
+    s_a, s_b, s_c = _sizes(first), _sizes(second), _sizes(third)
+    # The second divided difference, times two: the curvature in the basis 1, m, m (m - 1) / 2.
+    rise = (s_c - s_b) * (m_b - m_a) - (s_b - s_a) * (m_c - m_b)
+    curvature = _divided(2 * rise, (m_c - m_b) * (m_b - m_a) * (m_c - m_a), first, sizes_m)
+    pairs_a, pairs_b = (m * (m - 1) // 2 for m in (m_a, m_b))
+    slope = _divided((s_b - s_a) - curvature * (pairs_b - pairs_a), m_b - m_a, first, sizes_m)
+    found = _envelope(first, Polynomials(s_a - slope * m_a - curvature * pairs_a, slope, curvature), sizes_m)
+    if bool((found.held.curvature < 0).any()):
+        message = (
+            f"what is held grows ever more slowly with the micro-batch size (traced at {_listed(sizes_m)}): "
+            "no polynomial says what it is at others. Let the sizes be tried instead of planned."
+        )
+        raise PlanError(message)
+    return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checked:
+    """What one more trace said of an envelope.
+
+    Attributes:
+        verdict: "exact" if every size was as predicted; "quadratic" if sizes had to be fitted anew, as quadratics.
+        envelope: the envelope to use from now on.
+        predicted_bytes: the peak the envelope had predicted.
+        found_bytes: the peak of the trace.
+    """
+
+    verdict: Literal["exact", "quadratic"]
+    envelope: MemoryEnvelope
+    predicted_bytes: int
+    found_bytes: int
+
+
+def check(envelope: MemoryEnvelope, trace: MemoryTrace, m: int) -> Checked:
+    """Compare an envelope with a trace at a micro-batch size it was not made from.
+
+    Where sizes differ from an affine envelope, a quadratic is put through all three; check that one again, elsewhere.
+
+    Raises:
+        PlanError: the trace did something else, or its sizes are not those of the quadratic either.
+    """
+    found = in_order(trace)
+    predicted = envelope.peak_bytes(m)
+    check_same_structure(envelope.trace, envelope.traced[0], found, m)
+    sizes = envelope.sizes(m)
+    differing = [number for number, one in enumerate(found.allocations) if one.num_bytes != sizes[number]]
+    if not differing:
+        return Checked("exact", envelope, predicted, found.peak_bytes)
+    if len(envelope.traced) > 2:  # noqa: PLR2004 (it is a quadratic already)
+        one = found.allocations[differing[0]]
+        message = (
+            f"{len(differing)} of {len(sizes)} sizes at micro-batch size {m} are no quadratics in it, first that of "
+            f"{one.operation or 'what was there before'} ({one.phase}): {sizes[differing[0]]:,} bytes were expected, "
+            f"it took {one.num_bytes:,}. Let the sizes be tried instead of planned."
+        )
+        raise PlanError(message)
+    earlier = [(envelope.at(traced), traced) for traced in envelope.traced]
+    return Checked("quadratic", fit_quadratic([*earlier, (trace, m)]), predicted, found.peak_bytes)
+
+
+def in_order(trace: MemoryTrace) -> MemoryTrace:
+    """Return the trace with what is let go in one go, between two allocations or marks, in order of its number.
+
+    Caches are emptied in the order of pointers, which differs from run to run; no peak depends on it.
+    """
+    ends = {position for position, _ in trace.marks}
+    events: list[int] = []
+    freed: list[int] = []
+    for position, event in enumerate(trace.events):
+        if event > 0 or position in ends:
+            events += sorted(freed, reverse=True)
+            freed = []
+        (events if event > 0 else freed).append(event)
+    return MemoryTrace(trace.allocations, (*events, *sorted(freed, reverse=True)), trace.marks)
+
+
+def check_same_structure(trace_a: MemoryTrace, m_a: int, trace_b: MemoryTrace, m_b: int) -> None:
+    """Refuse two traces that differ in more than sizes.
+
+    Raises:
+        PlanError: an operation is another, or memory is let go at another time.
+    """
+    for position, (event_a, event_b) in enumerate(zip(trace_a.events, trace_b.events, strict=False)):
+        what_a, what_b = _told(trace_a, event_a), _told(trace_b, event_b)
+        if event_a != event_b or what_a != what_b:
+            message = (
+                f"a step at micro-batch size {m_a} and one at {m_b} do different things, so memory at other sizes "
+                f"does not follow from them: event {position} is {what_a} in one and {what_b} in the other. "
+                "Let the sizes be tried instead of planned, or fix what depends on the data."
+            )
+            raise PlanError(message)
+    if len(trace_a.events) != len(trace_b.events):
+        shorter = min(len(trace_a.events), len(trace_b.events))
+        longer = trace_a if len(trace_a.events) > shorter else trace_b
+        message = (
+            f"a step at micro-batch size {m_a} has {len(trace_a.events)} events, one at {m_b} has "
+            f"{len(trace_b.events)}; the first that only one of them has is {_told(longer, longer.events[shorter])}. "
+            "Let the sizes be tried instead of planned."
+        )
+        raise PlanError(message)
+
+
+def _told(trace: MemoryTrace, event: int) -> str:
+    one = trace.allocations[abs(event) - 1]
+    what = one.operation or f"what was there before ({one.category})"
+    return f"{what} in {one.phase}" if event > 0 else f"the end of what {what} took in {one.phase}"
+
+
+def _envelope(trace: MemoryTrace, sizes: Polynomials, traced: tuple[int, ...]) -> MemoryEnvelope:
+    return MemoryEnvelope(trace, sizes, sizes.running_sums(*_signs_and_numbers(trace.events)), traced)
+
+
+def _signs_and_numbers(
+    events: tuple[int, ...],
+) -> tuple[Int64[torch.Tensor, " event"], Int64[torch.Tensor, " event"]]:
+    """Return whether each event takes (1) or lets go (-1), and which allocation."""
+    all_events = torch.tensor(events, dtype=torch.int64)
+    return all_events.sign(), all_events.abs() - 1
+
+
+def _sizes(trace: MemoryTrace) -> Int64[torch.Tensor, " allocation"]:
+    return torch.tensor([one.num_bytes for one in trace.allocations], dtype=torch.int64)
+
+
+def _divided(
+    numerators: Int64[torch.Tensor, " allocation"], denominator: int, trace: MemoryTrace, traced: Sequence[int]
+) -> Int64[torch.Tensor, " allocation"]:
+    """Return the quotients, which have to be whole."""
+    remainders = numerators % denominator
+    if bool(remainders.any()):
+        one = trace.allocations[int(remainders.ne(0).nonzero()[0])]
+        message = (
+            f"the size of {one.operation or 'what was there before'} ({one.phase}) does not grow by whole bytes "
+            f"with the micro-batch size (traced at {_listed(traced)}), so it is rounded up somewhere, or depends on "
+            "the data. Let the sizes be tried instead of planned."
+        )
+        raise PlanError(message)
+    return numerators.div(denominator, rounding_mode="floor")
+
+
+def _check_different(sizes: tuple[int, ...]) -> None:
+    if len(set(sizes)) < len(sizes) or min(sizes) < 1:
+        message = f"traces are needed at different micro-batch sizes of at least 1, not at {_listed(sizes)}."
+        raise PlanError(message)
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    return ", ".join(map(str, sizes))

@@ -1,0 +1,229 @@
+"""Running statistics of the effective batch: added up over micro-batches and ranks, and updated once.
+
+Shapes stand in words here: torch.compile traces through what a layer's hook calls, and not through a checker of shapes.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from anybatch.norms.layers import Ranks, Tracking
+from anybatch.norms.merged_statistics import Chunk
+
+
+class RunningStatistics:
+    """Adds the statistics of micro-batches up, and updates the layers' buffers once per effective batch.
+
+    Equal to one forward over the whole effective batch: buffers move once, by the mean and the unbiased variance over
+    all samples of all ranks, and `num_batches_tracked` counts effective batches. A layer that is called several times
+    in a forward is updated as often, in that order.
+
+    Sums are taken around the running mean from before, in float64. So they may be added in any grouping, and over
+    ranks in one message; a mean that is d standard deviations away from it costs a factor d squared in precision.
+
+    Source: with c any constant, sum (x - mean)^2 = sum (x - c)^2 - n (mean - c)^2; the parts that are added are those
+    of Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
+    """
+
+    def __init__(self, layers: Mapping[str, Tracking], device: torch.device) -> None:
+        self.layers = list(layers.values())
+        self.device = device
+        self.recording = False
+        self.calls = [0] * len(self.layers)
+        self._dtype = torch.float32 if device.type == "mps" else torch.float64
+        self._sizes = [layer.num_features for layer in self.layers]
+        numbers = torch.arange(len(self.layers), device=device)
+        repeats = torch.tensor(self._sizes, dtype=torch.int64, device=device)
+        self._owner = numbers.repeat_interleave(repeats, output_size=sum(self._sizes))
+        self._single = [isinstance(layer, _InstanceNorm) for layer in self.layers]
+        self._is_single = torch.tensor(self._single, dtype=torch.bool, device=device)
+        self._centre = torch.zeros(sum(self._sizes), dtype=self._dtype, device=device)
+        self._variances = torch.zeros_like(self._centre)
+        self.centres = self._centre.split(self._sizes)
+        self.rounds = [self._round()]
+        self._counters: list[Tensor] = []
+        self._num_updates = torch.zeros(len(self.layers), dtype=self._dtype, device=device)
+        self._index = {id(layer.running_mean): number for number, layer in enumerate(self.layers)}
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Remember the buffers and forget all sums."""
+        if not self.layers:
+            return
+        torch.cat([layer.running_mean.to(self._dtype) for layer in self.layers], out=self._centre)  # type: ignore[union-attr]
+        torch.cat([layer.running_var.to(self._dtype) for layer in self.layers], out=self._variances)  # type: ignore[union-attr]
+        self._counters = [counter.clone() for counter in self._counting()]
+        torch.stack([counter.to(self._dtype) for counter in self._counters], out=self._num_updates)
+        for one in self.rounds:
+            torch._foreach_zero_(one.all)
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Undo what forwards have done to the buffers; the sums stay."""
+        if not self.layers:
+            return
+        self._write(self._centre, self._variances)
+        torch._foreach_copy_(self._counting(), self._counters)
+
+    @contextmanager
+    def forward(self, *, counts: bool) -> Iterator[None]:
+        """Record what layers see in this forward, if it counts; what a backward runs again is not recorded."""
+        self.calls[:] = [0] * len(self.calls)
+        self.recording = counts
+        try:
+            yield
+        finally:
+            self.recording = False
+
+    def next_call(self, number: int) -> int:
+        """Return which call of a layer within the forward this is, and count it; 0 for every one of InstanceNorm."""
+        if self._single[number]:
+            return 0
+        call = self.calls[number]
+        self.calls[number] = call + 1
+        while len(self.rounds) <= call:
+            self.rounds.append(self._round())
+        return call
+
+    @torch.no_grad()
+    def add_chunks(self, running_mean: Tensor, chunks: Sequence[Chunk]) -> None:
+        """Add what one call of the layer with this buffer has seen, chunk by chunk."""
+        number = self._index[id(running_mean)]
+        call = self.next_call(number)
+        for chunk in chunks:
+            self.add(number, call, chunk.count, chunk.mean, chunk.squares)
+
+    def add(
+        self,
+        number: int,
+        call: int,
+        count: float,
+        mean: Tensor,
+        squares: Tensor,
+    ) -> None:
+        """Add the statistics of some values that one call of a layer has seen.
+
+        Args:
+            number: which layer.
+            call: which of its calls within one forward.
+            count: values per channel; for InstanceNorm samples.
+            mean: their mean per channel, shape (channels,).
+            squares: sum of their squared differences from the mean, shape (channels,); for InstanceNorm the sum of the
+                samples' variances.
+        """
+        one = self.rounds[call]
+        shift = mean.detach() - self.centres[number]
+        one.counts[number].add_(count)
+        one.shifts[number].add_(shift, alpha=count)
+        one.squares[number].add_(squares.detach())
+        if not self._single[number]:
+            one.squares[number].addcmul_(shift, shift, value=count)
+
+    @torch.no_grad()
+    def update(self, ranks: Ranks) -> None:
+        """Update the buffers once, from the sums of all ranks."""
+        if not self.layers:
+            return
+        num_rounds = ranks.most(len(self.rounds)) if ranks.size > 1 else len(self.rounds)
+        self.rounds += [self._round() for _ in range(num_rounds - len(self.rounds))]
+        message = torch.stack([torch.cat(one.all) for one in self.rounds])
+        if ranks.size > 1:
+            message = ranks.sum(message)
+        momentum = self._momentum().to(message.device)
+        means, variances, num_updates = self._centre.clone(), self._variances.clone(), self._num_updates.clone()
+        for row in message:
+            layer_counts, shifts, squares = row.split([len(self.layers), len(means), len(means)])
+            active = layer_counts > 0
+            num_updates += active & ~self._is_single  # torch's InstanceNorm does not count
+            rates = torch.where(momentum < 0, 1 / num_updates.clamp(min=1), momentum)[self._owner]
+            counts = layer_counts[self._owner].clamp(min=1)
+            shift = shifts / counts
+            unbiased = (squares - shifts * shift) / (counts - 1).clamp(min=1)
+            found = torch.where(self._is_single[self._owner], squares / counts, unbiased)
+            rates = torch.where(active[self._owner], rates, 0)
+            means.lerp_(self._centre + shift, rates)
+            variances.lerp_(found, rates)
+        self._write(means, variances)
+        moved = (num_updates - self._num_updates).long().unbind()
+        torch._foreach_add_(self._counting(), list(moved))
+
+    def _momentum(self) -> Tensor:
+        """Return the layers' momentum, -1 for a cumulative mean; InstanceNorm has none, and stays as it is then."""
+        replacing_none = [0.0 if single else -1.0 for single in self._single]
+        found = [
+            n if layer.momentum is None else layer.momentum
+            for layer, n in zip(self.layers, replacing_none, strict=True)
+        ]
+        return torch.tensor(found, dtype=self._dtype)
+
+    def _round(self) -> "_Round":
+        return _Round(self._sizes, self._centre)
+
+    def _counting(self) -> list[Tensor]:
+        found = [layer.num_batches_tracked for layer in self.layers]
+        return [counter for counter in found if counter is not None]
+
+    def _write(self, means: Tensor, variances: Tensor) -> None:
+        buffers = [layer.running_mean for layer in self.layers] + [layer.running_var for layer in self.layers]
+        values = [*means.split(self._sizes), *variances.split(self._sizes)]
+        torch._foreach_copy_([b for b in buffers if b is not None], values)
+
+
+class _Round:
+    """The sums of every layer's first call within a forward, or of every layer's second one, and so on.
+
+    Each is a tensor of its own: compiled code loses what is written to several views of one tensor (torch 2.13).
+    """
+
+    def __init__(self, sizes: list[int], like: Tensor) -> None:
+        self.counts = [like.new_zeros(1) for _ in sizes]
+        self.shifts = [like.new_zeros(size) for size in sizes]
+        self.squares = [like.new_zeros(size) for size in sizes]
+
+    @property
+    def all(self) -> list[Tensor]:
+        """All sums: a count for each layer, then shifts, then squares."""
+        return [*self.counts, *self.shifts, *self.squares]
+
+
+class BufferReader:
+    """A forward hook that reads a layer's statistics from its buffers, where a momentum of 1 has left them."""
+
+    def __init__(self, statistics: RunningStatistics, number: int) -> None:
+        self._statistics = statistics
+        self._number = number
+
+    def __call__(self, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        """Add what the layer has just seen."""
+        del output
+        statistics = self._statistics
+        if not statistics.recording or not layer.training:
+            return
+        values, mean, variance = args[0], layer.running_mean, layer.running_var
+        assert isinstance(mean, Tensor)
+        assert isinstance(variance, Tensor)
+        call = statistics.next_call(self._number)
+        with torch.no_grad():
+            if isinstance(layer, _InstanceNorm):
+                batched = values.dim() > layer._get_no_batch_dim()  # noqa: SLF001 (torch asks itself like this)
+                count = values.shape[0] if batched else 1
+                statistics.add(self._number, call, count, mean, variance * count)
+            else:
+                count = values.numel() // values.shape[1]
+                statistics.add(self._number, call, count, mean, variance * (count - 1))
+
+
+@contextmanager
+def momentum_of_one(layers: list[Tracking]) -> Iterator[None]:
+    """Let layers write the statistics of each forward into their buffers, undiluted."""
+    before = [layer.momentum for layer in layers]
+    for layer in layers:
+        layer.momentum = 1.0
+    try:
+        yield
+    finally:
+        for layer, momentum in zip(layers, before, strict=True):
+            layer.momentum = momentum

@@ -1,0 +1,108 @@
+"""The memory that a training step may take of a device."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from anybatch.core.headroom import HEADROOM
+from anybatch.core.units import in_bytes
+from anybatch.errors import UserError
+from anybatch.planner.cost.devices import Device, parse_budget
+
+CONTEXT_BYTES: Final = 500 * 2**20
+"""A CUDA context with its kernels: 287 MB with lazy loading and 667 MB without were reported (pytorch issue 86509)."""
+COMMUNICATOR_BYTES: Final = 688 * 10**6
+"""One NCCL communicator over more than two ranks, on A100s (NCCL issue 964). Both are outside of torch's allocator."""
+WORKSPACE_BYTES: Final = 32 * 2**20
+"""cuBLAS's workspace on Hopper; 8.1 MiB before. It is inside, and held for good."""
+NOT_MEASURED: Final = "nothing has been measured on it yet"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What measured steps say of a device, beside what a plan knows.
+
+    Attributes:
+        headroom: part of its memory to leave free.
+        outside_bytes: what is taken outside of torch's allocator on one rank; None if that was not seen.
+        why: why so much is left free.
+        notes: what the user should know of it.
+    """
+
+    headroom: float = HEADROOM
+    outside_bytes: int | None = None
+    why: str = NOT_MEASURED
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """A device's memory, and what of it tensors can have.
+
+    Attributes:
+        total_bytes: what there is.
+        device: the device, if it is known by name.
+        headroom: part of it that is left free.
+        outside_bytes: what is taken outside of torch's allocator, for context and communicators.
+        workspace_bytes: what libraries hold inside of it.
+        why: why so much is left free.
+        notes: what the user should know of that.
+    """
+
+    total_bytes: int
+    device: Device | None
+    headroom: float
+    outside_bytes: int
+    workspace_bytes: int
+    why: str = NOT_MEASURED
+    notes: tuple[str, ...] = ()
+
+    @property
+    def usable_bytes(self) -> int:
+        """Return what is left for tensors; it may be negative."""
+        return int(self.total_bytes * (1.0 - self.headroom)) - self.outside_bytes - self.workspace_bytes
+
+    def __str__(self) -> str:
+        """Return the device's name and memory."""
+        size = in_bytes(self.total_bytes)
+        return size if self.device is None else f"{self.device.name} ({size})"
+
+
+def budget_of(
+    device: str | int, *, world_size: int = 1, headroom: float | None = None, measured: Measured | None = None
+) -> Budget:
+    """Return the budget of a device.
+
+    Args:
+        device: a name such as "RTX 4090", a size such as "24GiB", or bytes; "cpu:8GiB" for a budget that is enforced by
+            counting tensors, which has no context.
+        world_size: number of ranks.
+        headroom: part of it to leave free; None for what was measured, or else the default.
+        measured: what is known of it; left out where a headroom is named.
+
+    Raises:
+        UserError: nothing is known of such a device, or the headroom leaves nothing.
+    """
+    if headroom is not None:
+        measured = Measured(headroom=headroom, why="as asked")
+    elif measured is None:
+        measured = Measured()
+    headroom = measured.headroom
+    if isinstance(headroom, bool) or not 0.0 <= headroom < 1.0:
+        message = f"{headroom=} must be a part of the memory to leave free, from 0 to below 1: 0.15 leaves 15%."
+        raise UserError(message)
+    on_cpu = isinstance(device, str) and device.startswith("cpu:")
+    if isinstance(device, int):
+        total_bytes, known = device, None
+    else:
+        total_bytes, known = parse_budget(device.removeprefix("cpu:"))
+    context_bytes = CONTEXT_BYTES if measured.outside_bytes is None else measured.outside_bytes
+    communicators = COMMUNICATOR_BYTES if world_size > 1 else 0
+    return Budget(
+        total_bytes=total_bytes,
+        device=known,
+        headroom=headroom,
+        outside_bytes=0 if on_cpu else context_bytes + communicators,
+        workspace_bytes=0 if on_cpu else WORKSPACE_BYTES,
+        why=measured.why,
+        notes=measured.notes,
+    )

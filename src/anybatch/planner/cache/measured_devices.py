@@ -1,0 +1,140 @@
+"""What planned steps were measured to take of devices, in a file: one line each, never more than a hint."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from anybatch.planner.cache.cache_file import KeptLines, Line, cache_file
+
+FILE_NAME = "measured_devices.jsonl"
+LEAST_OUTSIDE_BYTES, MOST_OUTSIDE_BYTES = 64 * 2**20, 2 * 2**30
+"""What a context can take. What is more belongs to other programs, which may be gone when the plan is used."""
+MOST_EXCESS = 1.0
+"""A step that takes more than twice what was planned says that the plan is wrong, not by how much others are."""
+_MOST_BYTES = 1 << 50
+MOST_LETTERS = 300
+_NVIDIA = Path("/proc/driver/nvidia/version")
+_AMD = Path("/sys/module/amdgpu/version")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredStep:
+    """A step that was planned, and then run on the device.
+
+    Attributes:
+        device: its type, and what its driver calls it.
+        budget_bytes: what was taken for its memory in the plan.
+        subject: what was trained: model, optimizer, precision.
+        planned_bytes: what its memory was planned to hold: tensors and the allocator's rounding, and workspaces.
+        measured_bytes: what it held.
+        outside_bytes: what was taken outside of torch's allocator; None on a CPU, or where it cannot be told.
+        versions: of torch, anybatch and the driver.
+        date: when, as 2030-12-31.
+    """
+
+    device: str
+    budget_bytes: int
+    subject: str
+    planned_bytes: int
+    measured_bytes: int
+    outside_bytes: int | None
+    versions: Mapping[str, str | None]
+    date: str
+
+    @property
+    def excess(self) -> float:
+        """Return by what share more was held than was planned; 0 if it was less."""
+        return max(0.0, self.measured_bytes / self.planned_bytes - 1.0)
+
+
+class KnownDevices:
+    """Remembers what planned steps took of devices, from one process to the next.
+
+    Whatever is wrong with the file (it is damaged, of a later version, may not be read or not be written) makes a
+    device unknown, and nothing else; what was passed over is said.
+
+    Args:
+        path: the file; None for one in the user's cache folder.
+        today: returns the date, as 2030-12-31.
+    """
+
+    def __init__(
+        self,
+        path: Path | None = None,
+        *,
+        today: Callable[[], str] = lambda: datetime.now(tz=UTC).date().isoformat(),
+    ) -> None:
+        self._lines = KeptLines(cache_file(FILE_NAME) if path is None else path)
+        self.today = today
+
+    @property
+    def path(self) -> Path:
+        """Return the file."""
+        return self._lines.path
+
+    def steps(self) -> tuple[tuple[MeasuredStep, ...], str]:
+        """Return all steps that were kept, the oldest first, and what of the file was passed over, as a sentence."""
+        lines = self._lines.read()
+        read = [_step(line) for line in lines]
+        found = tuple(step for step in read if step is not None)
+        reasons = [self._lines.refused] if self._lines.refused else []
+        if len(found) < len(lines):
+            reasons.append(f"{len(lines) - len(found)} of its records make no sense")
+        if not reasons:
+            return found, ""
+        return found, f"{self.path} was passed over, in whole or in part: {'; '.join(reasons)}. It can be deleted"
+
+    def keep(self, step: MeasuredStep) -> bool:
+        """Keep a step, in the place of one of the same subject on the same device; return whether that was possible."""
+        others = [one for one in self.steps()[0] if (one.device, one.subject) != (step.device, step.subject)]
+        return self._lines.write(dataclasses.asdict(one) for one in (*others, step))
+
+
+def driver_version() -> str | None:
+    """Return the version of the accelerator's driver, without touching the accelerator; None if there is none."""
+    for path in (_NVIDIA, _AMD):
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue
+        match = re.search(r"\d+\.[\d.]*\d", text)
+        if match is not None:
+            return match.group()
+    if torch.version.cuda is None or not hasattr(torch._C, "_cuda_getDriverVersion"):  # noqa: SLF001 (its only name)
+        return None
+    number = torch._C._cuda_getDriverVersion()  # noqa: SLF001
+    return f"CUDA {number // 1000}.{number % 1000 // 10}" if number else None
+
+
+def _step(line: Line) -> MeasuredStep | None:
+    """Return the step of a line; None if it is of another kind, or says what cannot be."""
+    texts = [line.get(name) for name in ("device", "subject")]
+    sizes = [line.get(name) for name in ("budget_bytes", "planned_bytes", "measured_bytes")]
+    outside, date, versions = line.get("outside_bytes"), line.get("date"), line.get("versions")
+    plausible = (
+        line.keys() == {one.name for one in dataclasses.fields(MeasuredStep)}
+        and all(map(_is_text, texts))
+        and all(_is_size(size, 1, _MOST_BYTES) for size in sizes)
+        and (outside is None or _is_size(outside, LEAST_OUTSIDE_BYTES, MOST_OUTSIDE_BYTES))
+        and isinstance(date, str)
+        and re.fullmatch(r"[0-9]{4}-[0-9]{2}-[0-9]{2}", date) is not None
+        and isinstance(versions, dict)
+        and all(value is None or _is_text(value) for value in versions.values())
+    )
+    step = MeasuredStep(**line) if plausible else None
+    return None if step is None or step.excess > MOST_EXCESS else step
+
+
+def _is_text(value: Any) -> bool:  # noqa: ANN401 (what JSON may hold)
+    """Return whether it can be printed: a terminal obeys other characters."""
+    return isinstance(value, str) and value.isprintable() and 0 < len(value) <= MOST_LETTERS
+
+
+def _is_size(value: Any, least: int, most: int) -> bool:  # noqa: ANN401 (what JSON may hold)
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most

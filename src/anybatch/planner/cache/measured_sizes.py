@@ -1,0 +1,75 @@
+"""Micro-batch sizes that were measured before, in a file: one line each, never more than a hint."""
+
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from anybatch.core.size_choice import KnownSize
+from anybatch.planner.cache.cache_file import KeptLines, Line, cache_file, plain
+
+FILE_NAME = "micro_batch_sizes.jsonl"
+MOST_RATE = 1e18
+
+
+class KnownSizes:
+    """Remembers which micro-batch size was the fastest under which circumstances, from one process to the next.
+
+    A size is found again only where all circumstances are the same. Whatever is wrong with the file (it is damaged, of
+    a later version, may not be read or not be written) makes a size unknown, and nothing else.
+
+    Args:
+        path: the file; None for one in the user's cache folder.
+        today: returns the date, as 2030-12-31.
+    """
+
+    def __init__(
+        self,
+        path: Path | None = None,
+        *,
+        today: Callable[[], str] = lambda: datetime.now(tz=UTC).date().isoformat(),
+    ) -> None:
+        self._lines = KeptLines(cache_file(FILE_NAME) if path is None else path)
+        self._today = today
+
+    @property
+    def path(self) -> Path:
+        """Return the file."""
+        return self._lines.path
+
+    def find(self, circumstances: Mapping[str, Any]) -> KnownSize | None:
+        """Return what was kept last under exactly these circumstances; None for nothing.
+
+        Args:
+            circumstances: all that the fastest size depends on; names to plain values.
+        """
+        wanted = plain(circumstances)
+        for line in reversed(self._lines.read()):
+            known = _known(line, wanted)
+            if known is not None:
+                return known
+        return None
+
+    def keep(self, circumstances: Mapping[str, Any], size: int, samples_per_second: float) -> bool:
+        """Keep a size, in the place of what was kept under the same circumstances; return whether that was possible."""
+        wanted = plain(circumstances)
+        line = {
+            "circumstances": wanted,
+            "size": size,
+            "samples_per_second": samples_per_second,
+            "date": self._today(),
+        }
+        kept = [other for other in self._lines.read() if _known(other, wanted) is None]
+        return self._lines.write([*kept, line])
+
+
+def _known(line: Line, wanted: object) -> KnownSize | None:
+    """Return the size in a line about these circumstances; None if it is about others, or makes no sense."""
+    size, rate, date = line.get("size"), line.get("samples_per_second"), line.get("date")
+    if line.get("circumstances") != wanted or not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        return None
+    if not isinstance(rate, int | float) or isinstance(rate, bool) or not 0 <= rate < MOST_RATE:
+        return None
+    if not isinstance(date, str):
+        return None
+    return KnownSize(size, float(rate), date)

@@ -1,0 +1,1 @@
+"""What a traced step costs on a device: its allocator, the time of its operations."""

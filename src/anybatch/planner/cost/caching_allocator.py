@@ -1,0 +1,353 @@
+"""What CUDA's caching allocator takes from the device for what tensors ask of it.
+
+A device runs out of *reserved* memory, not of tensors. The allocator rounds sizes, takes segments from the device and
+keeps them, hands out the smallest free block that is large enough, splits what is left off, and never moves anything;
+so holes remain. Where the device has no more to give, it hands back the segments that are wholly free, and tries again.
+
+Source: PyTorch, c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h of version 2.13, default settings.
+Limits: new segments are assumed to lie above older ones; memory used by several streams, which is free only once all of
+them have passed, and graphs' private pools are not modelled.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from anybatch.core.geometry import ceil_div
+from anybatch.memory.trace import MemoryEnvelope
+
+MEBIBYTE = 1 << 20
+
+ROUNDING_BYTES = 512
+"""kMinBlockSize: sizes are whole multiples of it."""
+LARGEST_SMALL_BYTES = MEBIBYTE
+"""kSmallSize: up to here an allocation comes from the pool of small ones; in the other, no rest up to here is split."""
+SMALL_SEGMENT_BYTES = 2 * MEBIBYTE
+"""kSmallBuffer: a segment of the pool of small ones."""
+LARGE_SEGMENT_BYTES = 20 * MEBIBYTE
+"""kLargeBuffer, which `large_segment_size_mb` may change: a segment for allocations below `OWN_SEGMENT_FROM_BYTES`."""
+OWN_SEGMENT_FROM_BYTES = 10 * MEBIBYTE
+"""kMinLargeAlloc: from here on an allocation that finds no block gets a segment of its own."""
+SEGMENT_ROUNDING_BYTES = 2 * MEBIBYTE
+"""kRoundLarge: such segments are whole multiples of it."""
+
+_ENDLESS = 1 << 60
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What the allocator did with a trace.
+
+    Attributes:
+        peak_reserved_bytes: the most it held of the device, as `torch.cuda.max_memory_reserved`.
+        peak_allocated_bytes: the most it had handed out, as `torch.cuda.max_memory_allocated`.
+        num_retries: how often it handed free segments back because the device had no more, as `num_alloc_retries`.
+        full_at: the event at which memory ran out all the same; None if it did not. The replay ends there.
+    """
+
+    peak_reserved_bytes: int
+    peak_allocated_bytes: int
+    num_retries: int
+    full_at: int | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Return whether the trace went through."""
+        return self.full_at is None
+
+
+def replay(
+    events: Sequence[int],
+    sizes: Sequence[int],
+    *,
+    limit_bytes: int | None = None,
+    expandable: bool = False,
+    pools: Sequence[int] | None = None,
+) -> Replay:
+    """Return what the allocator does with a trace.
+
+    Args:
+        events: `n` where allocation number `n - 1` is taken, `-n` where it is let go, as in a `MemoryTrace`.
+        sizes: bytes of each allocation; what has none is passed over.
+        limit_bytes: what the device has to give; None for no end of it.
+        expandable: `expandable_segments:True`: one segment per pool that grows and shrinks by pages.
+        pools: the number of the stream of each allocation; None for one stream. Streams share nothing.
+    """
+    allocator = _Allocator(limit_bytes=limit_bytes, expandable=expandable)
+    full_at = None
+    for position, event in enumerate(events):
+        number = abs(event) - 1
+        if sizes[number] <= 0:
+            continue
+        if event < 0:
+            allocator.let_go(number)
+        elif not allocator.take(number, sizes[number], 0 if pools is None else pools[number]):
+            full_at = position
+            break
+    return Replay(allocator.peak_reserved, allocator.peak_allocated, allocator.num_retries, full_at)
+
+
+def largest_that_fits(
+    envelope: MemoryEnvelope, limit_bytes: int, *, expandable: bool = False, pools: Sequence[int] | None = None
+) -> int | None:
+    """Return the largest micro-batch size found to fit in `limit_bytes` of reserved memory.
+
+    0 if not even one sample fits, None if memory does not grow. Starts from what tensors would allow and halves the
+    interval where the allocator does not. Holes come and go with sizes, so a larger size might fit by luck; what is
+    returned has been replayed and does fit.
+    """
+
+    def fits(m: int) -> bool:
+        sizes = envelope.sizes(m)
+        return replay(envelope.trace.events, sizes, limit_bytes=limit_bytes, expandable=expandable, pools=pools).fits
+
+    most = envelope.largest(limit_bytes)
+    if most is None:
+        return None if fits(1) else 0
+    if most == 0 or fits(most):
+        return most
+    low, high = 0, most
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def rounded_bytes(num_bytes: int) -> int:
+    """Return the size of the block that an allocation asks for."""
+    return ceil_div(max(num_bytes, 1), ROUNDING_BYTES) * ROUNDING_BYTES
+
+
+def segment_bytes(block_bytes: int) -> int:
+    """Return the size of the segment that is taken from the device where no block is free."""
+    if block_bytes <= LARGEST_SMALL_BYTES:
+        return SMALL_SEGMENT_BYTES
+    if block_bytes < OWN_SEGMENT_FROM_BYTES:
+        return LARGE_SEGMENT_BYTES
+    return ceil_div(block_bytes, SEGMENT_ROUNDING_BYTES) * SEGMENT_ROUNDING_BYTES
+
+
+@dataclass(slots=True, eq=False)
+class _Pool:
+    """Blocks of one stream, small or large ones."""
+
+    is_small: bool
+    free: list[tuple[int, int]] = field(default_factory=list)  # (size, address), sorted
+    blocks: dict[int, "_Block"] = field(default_factory=dict)  # those that are not handed out, by address
+    unmapped: list[int] = field(default_factory=list)  # addresses, sorted; of an expandable segment only
+
+    @property
+    def page_bytes(self) -> int:
+        return SMALL_SEGMENT_BYTES if self.is_small else LARGE_SEGMENT_BYTES
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    """A piece of a segment, in a chain with its neighbours."""
+
+    pool: _Pool
+    address: int
+    size: int
+    is_taken: bool = False
+    is_mapped: bool = True
+    before: "_Block | None" = None
+    after: "_Block | None" = None
+
+
+class _Allocator:
+    """The allocator's state. A block is handed out, or in its pool's `free`, or unmapped."""
+
+    def __init__(self, *, limit_bytes: int | None, expandable: bool) -> None:
+        self.peak_reserved = self.peak_allocated = self.num_retries = 0
+        self._reserved = self._allocated = 0
+        self._limit = _ENDLESS if limit_bytes is None else limit_bytes
+        self._expandable = expandable
+        self._pools: dict[tuple[int, bool], _Pool] = {}
+        self._taken: dict[int, _Block] = {}
+        self._next_address = 0
+
+    def take(self, number: int, num_bytes: int, stream: int) -> bool:
+        """Hand out a block; return False if there is no memory for it."""
+        size = rounded_bytes(num_bytes)
+        pool = self._pool(stream, is_small=size <= LARGEST_SMALL_BYTES)
+        grow = self._expand if self._expandable else self._add_segment
+        block = self._best_fit(pool, size) or grow(pool, size)
+        if block is None:
+            self.num_retries += 1
+            self._hand_back()
+            block = grow(pool, size)
+        if block is None:
+            return False
+        rest = block.size - size
+        if rest >= ROUNDING_BYTES if pool.is_small or self._expandable else rest > LARGEST_SMALL_BYTES:
+            self._put(self._split(block, size))
+        block.is_taken = True
+        self._taken[number] = block
+        self._allocated += block.size
+        self.peak_allocated = max(self.peak_allocated, self._allocated)
+        return True
+
+    def let_go(self, number: int) -> None:
+        """Take a block back, and join it with free neighbours."""
+        block = self._taken.pop(number)
+        self._allocated -= block.size
+        block.is_taken = False
+        self._put(self._joined(block))
+
+    def _pool(self, stream: int, *, is_small: bool) -> _Pool:
+        pool = self._pools.get((stream, is_small))
+        if pool is None:
+            pool = self._pools[stream, is_small] = _Pool(is_small)
+            if self._expandable:
+                self._put(_Block(pool, 0, _ENDLESS, is_mapped=False))
+        return pool
+
+    def _best_fit(self, pool: _Pool, size: int) -> _Block | None:
+        """Take the smallest free block that is large enough out of the pool, the lowest of several."""
+        at = bisect_left(pool.free, (size, -1))
+        if at == len(pool.free):
+            return None
+        if self._expandable:
+            # A block that can still grow counts as what it can grow to, so that it is used last.
+            while at + 1 < len(pool.free) and self._room(pool, at + 1) < self._room(pool, at):
+                at += 1
+        return pool.blocks.pop(pool.free.pop(at)[1])
+
+    @staticmethod
+    def _room(pool: _Pool, at: int) -> int:
+        size, address = pool.free[at]
+        after = pool.blocks[address].after
+        return size + (after.size if after is not None and not after.is_mapped else 0)
+
+    def _add_segment(self, pool: _Pool, size: int) -> _Block | None:
+        """Take a new segment from the device; None if it has not that much left."""
+        num_bytes = segment_bytes(size)
+        if not self._reserve(num_bytes):
+            return None
+        block = _Block(pool, self._next_address, num_bytes)
+        self._next_address += num_bytes
+        return block
+
+    def _expand(self, pool: _Pool, size: int) -> _Block | None:
+        """Map pages from the lowest address on where there is room; None if the device has not that many left."""
+        block = next(start for address in pool.unmapped if (start := _room_around(pool.blocks[address], size)))
+        if not block.is_mapped:
+            mapped = self._map(block, min(block.size, size))
+            if mapped is None:
+                return None
+            block = mapped
+        while block.size < size:
+            assert block.after is not None
+            mapped = self._map(block.after, min(block.after.size, size - block.size))
+            if mapped is None:
+                return None
+            block = mapped
+        self._remove(block)
+        return block
+
+    def _map(self, block: _Block, size: int) -> _Block | None:
+        num_bytes = ceil_div(size, block.pool.page_bytes) * block.pool.page_bytes
+        if not self._reserve(num_bytes):
+            return None
+        self._remove(block)
+        if num_bytes < block.size:
+            self._put(self._split(block, num_bytes))
+        block.is_mapped = True
+        block = self._joined(block)
+        self._put(block)
+        return block
+
+    def _hand_back(self) -> None:
+        """Give the device all free segments; of an expandable one, all whole pages that are free."""
+        for pool in self._pools.values():
+            for _, address in list(pool.free):
+                block = pool.blocks[address]
+                if self._expandable:
+                    self._unmap(block)
+                elif block.before is None and block.after is None:
+                    self._remove(block)
+                    self._reserved -= block.size
+
+    def _unmap(self, block: _Block) -> None:
+        page = block.pool.page_bytes
+        start, stop = ceil_div(block.address, page) * page, (block.address + block.size) // page * page
+        if start >= stop:
+            return
+        self._remove(block)
+        if stop < block.address + block.size:
+            self._put(self._split(block, stop - block.address))
+        if start > block.address:
+            whole = self._split(block, start - block.address)
+            self._put(block)
+            block = whole
+        block.is_mapped = False
+        self._reserved -= block.size
+        self._put(self._joined(block))
+
+    def _reserve(self, num_bytes: int) -> bool:
+        if self._reserved + num_bytes > self._limit:
+            return False
+        self._reserved += num_bytes
+        self.peak_reserved = max(self.peak_reserved, self._reserved)
+        return True
+
+    @staticmethod
+    def _split(block: _Block, size: int) -> _Block:
+        """Cut a block that is in no list down to `size`; return the rest, which lies above it."""
+        rest = _Block(block.pool, block.address + size, block.size - size, is_mapped=block.is_mapped)
+        rest.before, rest.after = block, block.after
+        if block.after is not None:
+            block.after.before = rest
+        block.after, block.size = rest, size
+        return rest
+
+    def _joined(self, block: _Block) -> _Block:
+        """Join a block that is in no list with its neighbours in the same state."""
+        for lower, upper in ((block.before, block), (block, block.after)):
+            if lower is None or upper is None:
+                continue
+            other = lower if upper is block else upper
+            if other.is_taken or other.is_mapped != block.is_mapped:
+                continue
+            self._remove(other)
+            block.address, block.size = lower.address, lower.size + upper.size
+            block.before, block.after = lower.before, upper.after
+            if block.before is not None:
+                block.before.after = block
+            if block.after is not None:
+                block.after.before = block
+        return block
+
+    @staticmethod
+    def _put(block: _Block) -> None:
+        pool = block.pool
+        pool.blocks[block.address] = block
+        if block.is_mapped:
+            insort(pool.free, (block.size, block.address))
+        else:
+            insort(pool.unmapped, block.address)
+
+    @staticmethod
+    def _remove(block: _Block) -> None:
+        pool = block.pool
+        del pool.blocks[block.address]
+        if block.is_mapped:
+            del pool.free[bisect_left(pool.free, (block.size, block.address))]
+        else:
+            del pool.unmapped[bisect_left(pool.unmapped, block.address)]
+
+
+def _room_around(block: _Block, size: int) -> _Block | None:
+    """Return where to begin if an unmapped block, with what is free before it and after it, has room; else None."""
+    start = block
+    if block.before is not None and not block.before.is_taken:
+        start = block.before
+    room = 0
+    piece: _Block | None = start
+    while room < size and piece is not None and not piece.is_taken:
+        room += piece.size
+        piece = piece.after
+    return start if room >= size else None

@@ -1,0 +1,164 @@
+"""Measures how fast the device at hand is: small programs, operation by operation, in a few seconds.
+
+The programs are layers as every network has them, at sizes of their own. Nothing of the user's is run.
+"""
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from anybatch.memory.trace import Phase
+from anybatch.planner.cost.calibration_programs import Program, programs, small_program
+from anybatch.planner.cost.operations import operation_of
+from anybatch.planner.cost.step_time import Operation, Rates, calibrated
+
+Clock = Callable[[], float]
+"""Seconds since whenever. For an accelerator it has to wait until the device is done."""
+
+_NO_TASK = -1
+_NUM_SMALL_STEPS = 15
+_MANY_BYTES = 1 << 18
+_LEAST_SECONDS = 1e-7
+_LONG_SECONDS = 0.05  # what takes so long is measured once: it is less disturbed
+_COMPUTING: tuple[Phase, ...] = ("forward", "backward")
+
+
+def measure_rates(name: str, clock: Clock, *, device: str = "cpu", num_rounds: int = 3) -> Rates:
+    """Return the rates of a device, corrected by what its operations were measured to take.
+
+    Args:
+        name: of the device.
+        clock: what to read; `time.thread_time` for one thread of a CPU that others use too.
+        device: where to run, as torch calls it.
+        num_rounds: how often each program is measured, after one round that is not; medians are taken.
+    """
+    with torch.random.fork_rng(enabled=device == "cpu"), torch.device(device):
+        torch.manual_seed(0)
+        small = small_program()
+        watching = _seconds_of_watching(small, clock)
+        measured = [_measure(make(), clock, num_rounds, watching) for make in programs()]
+        rates = calibrated(_plain_rates(name, [row for rows in measured for row in rows]), measured)
+        return _with_host_seconds(rates, small, clock, watching)
+
+
+def _plain_rates(name: str, measured: list[tuple[Operation, float]]) -> Rates:
+    """Return rates that only the best operations reach; what others fall short by is in the corrections."""
+    types = {one.stored_as for one, _ in measured if one.flops}
+    peaks = {
+        stored_as: _high(one.flops / seconds for one, seconds in measured if one.flops and one.stored_as == stored_as)
+        for stored_as in types
+    }
+    moving = [row for row in measured if row[0].kind == "other"]
+    return Rates(
+        name=name,
+        flops_per_second=peaks,
+        bytes_per_second=_high(one.num_bytes / seconds for one, seconds in moving if one.num_bytes > _MANY_BYTES),
+        launch_seconds=min(seconds for _, seconds in moving),
+        band=(1.0, 1.0),
+    )
+
+
+def _high(values: Iterable[float]) -> float:
+    """Return the value that nine of ten do not reach."""
+    return statistics.quantiles(values, n=10)[-1]
+
+
+class _Timing(TorchDispatchMode):
+    """Times each operation where it is run, and notes what it is if asked to."""
+
+    def __init__(self, clock: Clock, *, notes: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations: list[Operation] = []
+        self.seconds: list[float] = []
+        self.phase: Phase | None = None
+        self._clock = clock
+        self._notes = notes
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # noqa: ANN401 (torch's type has no name in public)
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 (whatever the operation returns)
+        """Run an operation between two looks at the clock."""
+        del types
+        kwargs = kwargs or {}
+        begin = self._clock()
+        result = func(*args, **kwargs)
+        self.seconds.append(self._clock() - begin)
+        if self._notes:
+            is_forward = torch._C._current_graph_task_id() == _NO_TASK  # noqa: SLF001 (the ledger asks the same)
+            phase = self.phase or ("forward" if is_forward else "backward")
+            self.operations.append(operation_of(func, args, kwargs, result, phase=phase))
+        return result
+
+
+def _measure(program: Program, clock: Clock, num_rounds: int, watching: float) -> list[tuple[Operation, float]]:
+    """Return the operations of a program and the median seconds of each; those that are alike count once."""
+    operations = _noted(program)
+    rounds = [_timed(program, clock)]
+    if sum(rounds[0]) < _LONG_SECONDS:
+        rounds += [_timed(program, clock) for _ in range(num_rounds - 1)]
+    alike: dict[tuple[object, ...], tuple[Operation, list[float]]] = {}
+    for one, found in zip(operations, zip(*rounds, strict=True), strict=True):
+        alike.setdefault((one.name, one.features, one.stored_as), (one, []))[1].append(statistics.median(found))
+    return [(one, max(_LEAST_SECONDS, statistics.median(found) - watching)) for one, found in alike.values()]
+
+
+def _seconds_of_watching(program: Program, clock: Clock) -> float:
+    """Return what it costs to time an operation: how much longer those of a small program take one by one."""
+    num_computing = sum(one.phase in _COMPUTING for one in _noted(program))
+    rounds = [_timed(program, clock)[:num_computing] for _ in range(_NUM_SMALL_STEPS)]
+    watched = statistics.median(map(sum, rounds))
+    return max(0.0, watched - statistics.median(_unwatched(program, clock)[0])) / num_computing
+
+
+def _unwatched(program: Program, clock: Clock) -> tuple[list[float], list[float]]:
+    """Return how long forward and backward take, and the update, some times over."""
+    computing, updating = [], []
+    for _ in range(_NUM_SMALL_STEPS):
+        begin = clock()
+        program.compute()
+        middle = clock()
+        program.update()
+        updating.append(clock() - middle)
+        computing.append(middle - begin)
+        program.clear()
+    return computing, updating
+
+
+def _with_host_seconds(rates: Rates, program: Program, clock: Clock, watching: float) -> Rates:
+    """Return the rates with what a small program takes beyond its operations, spread over them by phase."""
+    rows = list(zip(_noted(program), _timed(program, clock), strict=True))
+    phases: dict[Phase, float] = {}
+    update: tuple[Phase, ...] = ("update",)
+    for names, taken in zip((_COMPUTING, update), _unwatched(program, clock), strict=True):
+        part = [max(_LEAST_SECONDS, seconds - watching) for one, seconds in rows if one.phase in names]
+        phases |= dict.fromkeys(names, max(0.0, statistics.median(taken) - sum(part)) / max(1, len(part)))
+    phases["clip"] = phases["reduce"] = phases["update"]
+    return replace(rates, host_seconds=phases)
+
+
+def _noted(program: Program) -> list[Operation]:
+    """Run a program twice, and return the operations of the second step: the first makes what optimizers keep."""
+    _run(program, _Timing(lambda: 0.0, notes=False))
+    return _run(program, _Timing(lambda: 0.0, notes=True)).operations
+
+
+def _timed(program: Program, clock: Clock) -> list[float]:
+    """Run a program once, and return the seconds of each operation."""
+    return _run(program, _Timing(clock, notes=False)).seconds
+
+
+def _run(program: Program, timing: _Timing) -> _Timing:
+    with timing:
+        program.compute()
+        timing.phase = "update"
+        program.update()
+        program.clear()
+    return timing

@@ -1,0 +1,202 @@
+"""What each operation of a step costs: arithmetic, and bytes read and written. Told by the ledger, one by one.
+
+Works on tensors without data as well: only shapes are looked at.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from anybatch.memory.trace import Phase
+from anybatch.planner.cost.step_time import CostTrace, Kind, Operation, StorageType
+
+_PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2), "mv": (0, 1), "addmv": (1, 2)}
+"""Which arguments are multiplied."""
+_CONVOLUTIONS = ("convolution", "convolution_overrideable", "cudnn_convolution", "mkldnn_convolution")
+_LOOK_UPS = ("embedding", "index_select", "gather", "index", "nll_loss_forward", "nll_loss2d_forward", "take")
+"""These read as much of their first tensor as they write, not all of it."""
+_STORAGE_TYPES: Mapping[torch.dtype, StorageType] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5
+"""Matrix products of attention: scores and output; in backward the scores again, and four gradients."""
+
+
+class OperationRecorder:
+    """Notes every operation; an `OperationWatcher` for the ledger.
+
+    Micro-batches are told apart by their backward: what comes after one belongs to the next.
+
+    Attributes:
+        answered: says what stands for the operation and all it is given, where that is known: the same object each
+            time, so that its costs are worked out once.
+    """
+
+    def __init__(self) -> None:
+        self.answered: Callable[[], object | None] = lambda: None
+        self._operations: list[Operation] = []
+        self._known: dict[tuple[object, Phase, int], Operation] = {}
+        self._micro_batch = 0
+        self._after_backward = False
+
+    def __call__(
+        self,
+        func: Any,  # noqa: ANN401 (torch's type has no name in public)
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        result: Any,  # noqa: ANN401 (whatever the operation returned)
+        phase: Phase,
+    ) -> None:
+        """Note an operation."""
+        if func.namespace == "prim":  # questions about a tensor, which only those without data ask
+            return
+        if phase == "backward":
+            self._after_backward = True
+        elif phase == "forward" and self._after_backward:
+            self._micro_batch += 1
+            self._after_backward = False
+        question = self.answered(), phase, self._micro_batch
+        one = self._known.get(question)
+        if one is None:
+            one = operation_of(func, args, kwargs, result, phase=phase, micro_batch=self._micro_batch)
+            if question[0] is not None:
+                self._known[question] = one
+        self._operations.append(one)
+
+    def trace(self) -> CostTrace:
+        """Return what was noted."""
+        return CostTrace(tuple(self._operations))
+
+
+def operation_of(
+    func: Any,  # noqa: ANN401 (torch's type has no name in public)
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    result: Any,  # noqa: ANN401 (whatever the operation returned)
+    *,
+    phase: Phase,
+    micro_batch: int = 0,
+) -> Operation:
+    """Return what an operation costs, by its arguments and its result."""
+    given = _tensors((args, kwargs))
+    made = _tensors(result)
+    changed = _changed(func, args, kwargs)
+    name = func.overloadpacket.__name__
+    kind = _kind(name)
+    homes = {home for tensor in given if (home := _home(tensor)) is not None}
+    fresh = [tensor for tensor in made if _home(tensor) not in homes]
+    if kind == "other" and not fresh and not changed:
+        kind = "view"
+    read, written = _bytes_moved(name, given, [*fresh, *changed])
+    return Operation(
+        name=name,
+        kind=kind,
+        phase=phase,
+        micro_batch=micro_batch,
+        stored_as=_STORAGE_TYPES.get(given[0].dtype, "fp32") if given else "fp32",
+        flops=_flops(func, kind, args, kwargs, result),
+        bytes_read=0 if kind == "view" else read,
+        bytes_written=0 if kind == "view" else written,
+        num_tensors=_num_tensors(args) if kind == "foreach" else 1,
+        dims=_dims(name, kind, args),
+    )
+
+
+def _kind(name: str) -> Kind:
+    if name in _PRODUCTS:
+        return "product"
+    if name in _CONVOLUTIONS:
+        return "convolution"
+    if name == "convolution_backward":
+        return "convolution backward"
+    if "scaled_dot_product" in name or name.startswith(("_flash_attention", "_efficient_attention")):
+        return "attention backward" if "backward" in name else "attention"
+    return "foreach" if name.startswith(("_foreach", "_fused", "_amp_foreach")) else "other"
+
+
+def _num_tensors(args: tuple[Any, ...]) -> int:
+    """Return how many tensors a foreach operation works on: the length of its first list."""
+    return max(1, len(args[0])) if args and isinstance(args[0], list | tuple) else 1
+
+
+def _tensors(values: object) -> list[torch.Tensor]:
+    """Return the tensors among arguments or results, which hold lists of them at most."""
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if isinstance(values, list | tuple):
+        return [tensor for value in values for tensor in _tensors(value)]
+    if isinstance(values, Mapping):
+        return [tensor for value in values.values() for tensor in _tensors(value)]
+    return []
+
+
+def _changed(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:  # noqa: ANN401
+    """Return the arguments that the operation writes to, as its schema says."""
+    if not func._schema.is_mutable:  # noqa: SLF001 (torch has no other name for a schema)
+        return []
+    values: list[object] = []
+    for number, argument in enumerate(func._schema.arguments):  # noqa: SLF001 (the same)
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            values.append(kwargs.get(argument.name, args[number] if number < len(args) else None))
+    return _tensors(values)
+
+
+def _home(tensor: torch.Tensor) -> int | None:
+    try:
+        return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 (torch has no other name for a storage)
+    except (NotImplementedError, RuntimeError):  # sparse tensors and wrappers without a storage of their own
+        return None
+
+
+def _bytes_moved(name: str, given: list[torch.Tensor], written_to: list[torch.Tensor]) -> tuple[int, int]:
+    """Return the bytes read and written; of what is expanded, those that are there."""
+    written = sum(_num_bytes(tensor) for tensor in written_to)
+    reads = [_num_bytes(tensor) for tensor in given]
+    if name in _LOOK_UPS and reads:
+        reads[0] = min(reads[0], written)
+    return sum(reads), written
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    there = math.prod(length for length, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return there * tensor.element_size()
+
+
+def _flops(func: Any, kind: Kind, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object) -> int:  # noqa: ANN401
+    """Return floating-point operations, a multiplication and an addition counting as two.
+
+    Of attention under a causal mask half: kernels skip what is masked. Others as torch's own counter has them.
+    """
+    if kind in {"attention", "attention backward"}:
+        batch, queries, keys, width = _attention_dims(kind, args)
+        num_products = _FORWARD_PRODUCTS if kind == "attention" else _BACKWARD_PRODUCTS
+        is_causal = any(one is True for one in (*args, kwargs.get("is_causal")))
+        return 2 * num_products * batch * queries * keys * width // (2 if is_causal else 1)
+    formula = flop_registry.get(func.overloadpacket)
+    if formula is not None:
+        return int(formula(*args, **kwargs, out_val=result))
+    if func.overloadpacket.__name__ in {"mv", "addmv"}:
+        return 2 * math.prod(_dims(func.overloadpacket.__name__, kind, args))
+    return 0
+
+
+def _dims(name: str, kind: Kind, args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Return the lengths that decide how well the arithmetic units are used."""
+    if kind == "product":
+        left, right = (args[at].shape for at in _PRODUCTS[name])
+        batch = math.prod(left[:-2])
+        return batch, left[-2], right[-1] if len(right) > 1 else 1, left[-1]
+    if kind == "convolution":
+        image, kernel = args[0].shape, args[1].shape
+        return image[0], kernel[1], kernel[0], math.prod(kernel[2:]), math.prod(image[2:])
+    if kind == "convolution backward":
+        image, kernel = args[1].shape, args[2].shape
+        return image[0], kernel[1], kernel[0], math.prod(kernel[2:]), math.prod(image[2:])
+    return _attention_dims(kind, args) if kind in {"attention", "attention backward"} else ()
+
+
+def _attention_dims(kind: Kind, args: tuple[Any, ...]) -> tuple[int, int, int, int]:
+    """Return (batch and heads, queries, keys, width of a head)."""
+    query, key = args[:2] if kind == "attention" else args[1:3]
+    return math.prod(query.shape[:-2]), query.shape[-2], key.shape[-2], query.shape[-1]

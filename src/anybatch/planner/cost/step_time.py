@@ -1,0 +1,446 @@
+"""How long a step takes, predicted from its operations.
+
+An operation takes as long as its arithmetic or its memory traffic, whichever is longer (a roofline), and something to
+start it:
+
+    seconds = launch + max(flops / peak, bytes / bandwidth)
+
+No device reaches its peaks, and how far it falls short depends on the operation and on its shape. Where a device has
+been measured, each operation is corrected by what operations like it, at shapes like its own, took there. Where it has
+not, an efficiency per kind of operation stands in, and the band around the prediction is wide.
+
+Source of the roofline: Williams, Waterman and Patterson 2009.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from anybatch.core.geometry import ceil_div
+from anybatch.errors import PlanError
+from anybatch.memory.trace import Phase
+from anybatch.planner.cost.devices import Arithmetic, Device
+
+Kind = Literal[
+    "view", "product", "convolution", "convolution backward", "attention", "attention backward", "foreach", "other"
+]
+"""What sort of work an operation is. A view touches no data; "other" moves bytes and computes little."""
+
+StorageType = Literal["fp32", "bf16", "fp16"]
+"""What the numbers are stored in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One operation of a step.
+
+    Attributes:
+        name: such as `addmm`.
+        kind: what sort of work it is.
+        phase: when it runs.
+        micro_batch: which micro-batch of the traced step it belongs to, counted by backwards.
+        stored_as: what its first tensor is stored in.
+        flops: floating-point operations; 0 where the kind does not count them.
+        bytes_read: of its arguments.
+        bytes_written: of its results and of what it changes.
+        num_tensors: how many tensors it works on one after the other, of a foreach operation.
+        dims: the lengths that decide how well arithmetic units are used: (batch, rows, columns, inner) of a product,
+            (images, channels in, channels out, kernel, positions) of a convolution, (batch and heads, queries, keys,
+            width) of attention; empty for others.
+    """
+
+    name: str
+    kind: Kind
+    phase: Phase
+    micro_batch: int = 0
+    stored_as: StorageType = "fp32"
+    flops: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    num_tensors: int = 1
+    dims: tuple[int, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes it moves."""
+        return self.bytes_read + self.bytes_written
+
+    @property
+    def features(self) -> tuple[float, ...]:
+        """Return where it lies among operations of its name, in powers of two."""
+        lengths = self.dims or (max(1, self.num_bytes // self.num_tensors),)
+        return tuple(math.log2(max(1, length)) for length in lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """How much longer than its roofline an operation took on a device.
+
+    Attributes:
+        name: the operation's name.
+        kind: its kind.
+        stored_as: what its first tensor was stored in.
+        features: where it lies among operations of its name.
+        ratio: measured seconds by those of the roofline.
+    """
+
+    name: str
+    kind: Kind
+    stored_as: StorageType
+    features: tuple[float, ...]
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """How fast a device is.
+
+    Attributes:
+        name: of the device.
+        flops_per_second: peak, by what numbers are stored in.
+        bytes_per_second: bandwidth of its memory.
+        launch_seconds: for any operation, at the least.
+        host_seconds: what the host takes on top of an operation, by phase: Python, autograd, the optimizer's loops.
+        overlaps: the host runs ahead of the device, so that a step takes the longer of the two, not the sum.
+        efficiency: what share of the roofline a kind of operation reaches where nothing has been measured.
+        samples: what has been measured.
+        band: the least and the greatest that measured / predicted is expected to be.
+    """
+
+    name: str
+    flops_per_second: Mapping[StorageType, float]
+    bytes_per_second: float
+    launch_seconds: float
+    host_seconds: Mapping[Phase, float] = field(default_factory=dict)
+    overlaps: bool = False
+    efficiency: Mapping[Kind, float] = field(default_factory=dict)
+    samples: tuple[Sample, ...] = ()
+    band: tuple[float, float]
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Return whether anything has been measured."""
+        return bool(self.samples)
+
+    def roofline_seconds(self, operation: Operation) -> float:
+        """Return the time of an operation at the device's peaks, and to start it."""
+        peak = self.flops_per_second.get(operation.stored_as, self.flops_per_second["fp32"])
+        work = max(operation.flops / peak, operation.num_bytes / self.bytes_per_second)
+        return self.launch_seconds * operation.num_tensors + work
+
+
+UNMEASURED_EFFICIENCY: Mapping[Kind, float] = {
+    "product": 0.65,
+    "convolution": 0.45,
+    "convolution backward": 0.4,
+    "attention": 0.5,
+    "attention backward": 0.4,
+    "foreach": 0.8,
+    "other": 0.75,
+}
+"""Shares of the roofline that kernels of vendors' libraries reach at sizes that fill a device. Rules of thumb."""
+UNMEASURED_BAND = (0.6, 2.0)
+"""A device that was never measured: between 40% faster than predicted and twice as long. A rule of thumb, too."""
+UNMEASURED_LAUNCH_SECONDS = 2e-6
+UNMEASURED_HOST_SECONDS = 8e-6
+"""Python, dispatcher and autograd take that long per operation on the host of an accelerator."""
+_NUM_NEIGHBOURS = 4
+_SAME_SHAPE = 0.05
+_FOUR_OF_FIVE = 4
+
+
+def rates_of(device: Device, *, tf32: bool = False) -> Rates:
+    """Return the rates of a device that is known from the table only.
+
+    Args:
+        device: which.
+        tf32: products of numbers in 32 bits are computed in TF32 (`torch.set_float32_matmul_precision("high")`).
+    """
+    single: Arithmetic = "tf32" if tf32 else "fp32"
+    return Rates(
+        name=device.name,
+        flops_per_second={"fp32": device.peak(single), "bf16": device.peak("bf16"), "fp16": device.peak("fp16")},
+        bytes_per_second=device.bytes_per_second,
+        launch_seconds=UNMEASURED_LAUNCH_SECONDS,
+        host_seconds=dict.fromkeys(("forward", "backward", "reduce", "clip", "update"), UNMEASURED_HOST_SECONDS),
+        overlaps=True,
+        efficiency=UNMEASURED_EFFICIENCY,
+        band=UNMEASURED_BAND,
+    )
+
+
+def calibrated(rates: Rates, measured: Sequence[Sequence[tuple[Operation, float]]]) -> Rates:
+    """Return rates that are corrected by measured operations, each given with its seconds, program by program.
+
+    The band is what the programs say of it themselves: each is left out in turn and predicted from the others, and
+    four of five are off by less.
+    """
+    samples = [
+        [
+            Sample(one.name, one.kind, one.stored_as, one.features, taken / rates.roofline_seconds(one))
+            for one, taken in program
+        ]
+        for program in measured
+    ]
+    errors = []
+    for number, program in enumerate(measured):
+        others = tuple(sample for part in (*samples[:number], *samples[number + 1 :]) for sample in part)
+        if others and program:
+            predicted = operation_seconds([one for one, _ in program], replace(rates, samples=others, host_seconds={}))
+            errors.append(abs(math.log(predicted / sum(taken for _, taken in program))))
+    spread = math.exp(sorted(errors)[_FOUR_OF_FIVE * len(errors) // 5]) if errors else UNMEASURED_BAND[1]
+    return replace(rates, samples=tuple(sample for part in samples for sample in part), band=(1 / spread, spread))
+
+
+def operation_seconds(operations: Iterable[Operation], rates: Rates) -> float:
+    """Return how long operations take one after the other, the host's part included."""
+    corrections: dict[tuple[object, ...], float] = {}
+    device = host = 0.0
+    for one in operations:
+        host += rates.host_seconds.get(one.phase, 0.0) * one.num_tensors
+        if one.kind == "view" and rates.overlaps:
+            continue
+        key = (one.name, one.stored_as, one.features)
+        correction = corrections.get(key)
+        if correction is None:
+            found = _correction(rates.samples, one)
+            correction = 1 / rates.efficiency.get(one.kind, 1.0) if found is None else found
+            corrections[key] = correction
+        device += rates.roofline_seconds(one) * correction
+    return max(device, host) if rates.overlaps else device + host
+
+
+def _correction(samples: Sequence[Sample], one: Operation | Sample) -> float | None:
+    """Return the ratio of the nearest samples: of the same name, else of the same kind; None where there is neither.
+
+    The mean of their logarithms, each weighted by the inverse square of its distance in powers of two.
+    """
+    of_kind = [sample for sample in samples if sample.kind == one.kind and sample.stored_as == one.stored_as]
+    like = [sample for sample in of_kind if sample.name == one.name] or of_kind
+    distances = sorted((math.dist(sample.features, one.features), sample.ratio) for sample in like)
+    nearest = [(1 / (_SAME_SHAPE + distance * distance), ratio) for distance, ratio in distances[:_NUM_NEIGHBOURS]]
+    if not nearest:
+        return None
+    return math.exp(sum(weight * math.log(ratio) for weight, ratio in nearest) / sum(weight for weight, _ in nearest))
+
+
+@dataclass(frozen=True, slots=True)
+class CostTrace:
+    """The operations of one traced step, in order."""
+
+    operations: tuple[Operation, ...]
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Return how many micro-batches were run: as many as had a backward."""
+        return len({one.micro_batch for one in self.operations if one.phase == "backward"})
+
+    def micro_batch(self, number: int) -> tuple[Operation, ...]:
+        """Return the forward and backward of one micro-batch."""
+        found = (one for one in self.operations if one.micro_batch == number)
+        return tuple(one for one in found if one.phase in {"forward", "backward"})
+
+    @property
+    def once(self) -> tuple[Operation, ...]:
+        """Return what runs once per step: reducing, clipping, updating, and what follows the last backward."""
+        last = self.num_micro_batches
+        return tuple(
+            one for one in self.operations if one.phase not in {"forward", "backward"} or one.micro_batch >= last
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CostLine:
+    """The operations of a step at any micro-batch size: everything about each is affine in it. Made by `fit_costs`."""
+
+    traces: tuple[CostTrace, CostTrace]
+    traced: tuple[int, int]
+
+    def at(self, m: int) -> CostTrace:
+        """Return the operations at micro-batch size `m`."""
+        m_a, m_b = self.traced
+        part = (m - m_a) / (m_b - m_a)
+        pairs = zip(*(trace.operations for trace in self.traces), strict=True)
+        return CostTrace(tuple(_between(one, other, part) for one, other in pairs))
+
+
+def fit_costs(trace_a: CostTrace, m_a: int, trace_b: CostTrace, m_b: int) -> CostLine:
+    """Return the costs through two traces of the same program, at micro-batch sizes `m_a` and `m_b`.
+
+    Limits: the traffic of a loss over all pairs of samples is quadratic; trace at the size of interest instead.
+
+    Raises:
+        PlanError: the two did not do the same.
+    """
+    for number, (one, other) in enumerate(zip(trace_a.operations, trace_b.operations, strict=False)):
+        if (one.name, one.phase, len(one.dims)) != (other.name, other.phase, len(other.dims)):
+            message = (
+                f"operation {number} is {one.name} in {one.phase} at micro-batch size {m_a}, and {other.name} in "
+                f"{other.phase} at {m_b}: times at other sizes do not follow. Let the sizes be tried instead."
+            )
+            raise PlanError(message)
+    lengths = len(trace_a.operations), len(trace_b.operations)
+    if lengths[0] != lengths[1] or m_a == m_b:
+        message = (
+            f"costs need two micro-batch sizes and the same operations at both: {lengths[0]} operations at {m_a}, "
+            f"{lengths[1]} at {m_b}. Let the sizes be tried instead."
+        )
+        raise PlanError(message)
+    return CostLine((trace_a, trace_b), (m_a, m_b))
+
+
+def _between(one: Operation, other: Operation, part: float) -> Operation:
+    if one is other or (one.num_bytes == other.num_bytes and one.dims == other.dims and one.flops == other.flops):
+        return one
+
+    def value(a: int, b: int) -> int:
+        return max(0, round(a + (b - a) * part))
+
+    return replace(
+        one,
+        flops=value(one.flops, other.flops),
+        bytes_read=value(one.bytes_read, other.bytes_read),
+        bytes_written=value(one.bytes_written, other.bytes_written),
+        dims=tuple(value(a, b) for a, b in zip(one.dims, other.dims, strict=True)),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reduction:
+    """What ranks exchange once per step.
+
+    Attributes:
+        num_bytes: of all gradients.
+        world_size: number of ranks.
+        link_bytes_per_second: of the slowest link between two of them, in one direction.
+        bucket_bytes: how much travels at a time, while backward goes on.
+    """
+
+    num_bytes: int
+    world_size: int
+    link_bytes_per_second: float
+    bucket_bytes: int = 25 << 20
+
+    @property
+    def seconds(self) -> float:
+        """Return the time of a ring all-reduce: each rank sends 2 (N - 1) / N of the bytes.
+
+        Source: Patarasuk and Yuan 2009. Limits: bandwidth only; latency matters for gradients below a megabyte.
+        """
+        return 2 * (self.world_size - 1) / self.world_size * self.num_bytes / self.link_bytes_per_second
+
+    def exposed_seconds(self, last_backward_seconds: float) -> float:
+        """Return what the reduction adds to a step: what the last backward does not hide, at least its last bucket."""
+        num_buckets = max(1, ceil_div(self.num_bytes, self.bucket_bytes))
+        return max(self.seconds - last_backward_seconds, self.seconds / num_buckets)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSeconds:
+    """How long a step takes on one rank.
+
+    Attributes:
+        micro_batches: forward and backward of all micro-batches.
+        once: what runs once: clipping, updating.
+        reduction: what of the exchange between ranks is not hidden.
+        band: the least and the greatest that measured / predicted is expected to be.
+        is_calibrated: whether the device has been measured.
+    """
+
+    micro_batches: float
+    once: float
+    reduction: float
+    band: tuple[float, float]
+    is_calibrated: bool
+
+    @property
+    def total(self) -> float:
+        """Return all of it."""
+        return self.micro_batches + self.once + self.reduction
+
+    @property
+    def least(self) -> float:
+        """Return the lower end of the band."""
+        return self.total * self.band[0]
+
+    @property
+    def greatest(self) -> float:
+        """Return the upper end of the band."""
+        return self.total * self.band[1]
+
+
+def step_seconds(
+    costs: CostLine, rates: Rates, sizes: Sequence[int], *, reduction: Reduction | None = None
+) -> StepSeconds:
+    """Return how long a step takes on a rank that runs micro-batches of the given sizes, ragged as they may be.
+
+    The first micro-batch makes the gradients, later ones add to them. Where the first of a trace computes more than
+    later ones (a loss across samples runs all forwards first), each counts as the mean of all that were traced.
+
+    Args:
+        costs: what was traced, of at least one micro-batch; two show what adding costs.
+        rates: of the device.
+        sizes: samples of each micro-batch, as a plan has them: `[unit.num_samples for unit in plan.shares[rank]]`.
+        reduction: what ranks exchange; None for one rank.
+    """
+    seconds = {m: _micro_batch_seconds(costs.at(m), rates) for m in set(sizes)}
+    all_of_them = sum(seconds[m][0 if number == 0 else 1] for number, m in enumerate(sizes))
+    once = operation_seconds(costs.traces[0].once, rates)
+    exposed = 0.0
+    if reduction is not None and reduction.world_size > 1:
+        last = costs.at(sizes[-1]) if sizes else costs.traces[0]
+        backward = [one for one in last.micro_batch(last.num_micro_batches - 1) if one.phase == "backward"]
+        exposed = reduction.exposed_seconds(operation_seconds(backward, rates))
+    return StepSeconds(
+        micro_batches=all_of_them,
+        once=once,
+        reduction=exposed,
+        band=rates.band,
+        is_calibrated=rates.is_calibrated,
+    )
+
+
+def _micro_batch_seconds(trace: CostTrace, rates: Rates) -> tuple[float, float]:
+    """Return how long the first micro-batch takes, and each later one."""
+    parts = [trace.micro_batch(number) for number in range(trace.num_micro_batches)]
+    if not parts:
+        return 0.0, 0.0
+    first, later = (sum(one.flops for one in part) for part in (parts[0], parts[-1]))
+    seconds = [operation_seconds(part, rates) for part in parts]
+    if first > 1.05 * later:
+        mean = sum(seconds) / len(seconds)
+        return mean, mean
+    return seconds[0], seconds[-1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bill:
+    """What training on a number of samples takes.
+
+    Attributes:
+        num_steps: optimizer steps, the last one possibly smaller.
+        hours: from beginning to end.
+        device_hours: of all ranks together.
+        usd: their price; None where no price is known.
+    """
+
+    num_steps: int
+    hours: float
+    device_hours: float
+    usd: float | None
+
+
+def bill(
+    seconds: float, *, num_samples: int, effective_batch_size: int, world_size: int, usd_per_hour: float | None
+) -> Bill:
+    """Return what `num_samples` samples take at `seconds` per step of `effective_batch_size` on `world_size` ranks."""
+    num_steps = ceil_div(num_samples, effective_batch_size)
+    hours = num_steps * seconds / 3600
+    device_hours = hours * world_size
+    return Bill(
+        num_steps=num_steps,
+        hours=hours,
+        device_hours=device_hours,
+        usd=None if usd_per_hour is None else device_hours * usd_per_hour,
+    )

@@ -1,0 +1,256 @@
+"""What a step holds at any micro-batch size, from traces of a few."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from anybatch.core.units import in_bytes
+from anybatch.errors import CannotPlanError, PlanError
+from anybatch.memory.trace import (
+    MemoryEnvelope,
+    Peak,
+    check,
+    check_same_structure,
+    fit,
+    fit_quadratic,
+    in_order,
+)
+from anybatch.planner.cost.caching_allocator import largest_that_fits, replay
+from anybatch.planner.cost.operations import OperationRecorder
+from anybatch.planner.cost.step_time import CostLine, CostTrace, fit_costs
+from anybatch.planner.trace.cpu_workspaces import KernelMemory
+from anybatch.planner.trace.cuda_emulation import Profile
+from anybatch.planner.trace.joint_rows import joint_limit
+from anybatch.planner.trace.step_spec import Task, built
+from anybatch.planner.trace.step_trace import StepTrace, Tracing, trace_step, uncollected
+
+TRACED = (2, 3)
+"""Micro-batch sizes that are traced. A single sample is special: axes are squeezed, and BatchNorm refuses it."""
+_FURTHER = 5
+Binding = Literal["tensors", "allocator", "optimizer step", "batch"]
+"""What keeps a micro-batch from being larger; "batch" if all of the rank's samples fit at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Envelopes:
+    """What a step holds at any micro-batch size.
+
+    Attributes:
+        steady: every step but the first.
+        first: the first step.
+        verdict: "exact" if a further trace was as predicted; "quadratic" if sizes had to be fitted as quadratics.
+        checked_at: the micro-batch size of that trace; the larger of the first two if nothing fits.
+        profile: whose allocations these are.
+        costs: what the operations of the step cost, at any micro-batch size.
+        notes: what the user should know of how this was found.
+    """
+
+    steady: MemoryEnvelope
+    first: MemoryEnvelope
+    verdict: Literal["exact", "quadratic"]
+    checked_at: int
+    profile: Profile
+    costs: CostLine
+    notes: tuple[str, ...]
+
+    def peak_bytes(self, m: int) -> int:
+        """Return the most that tensors hold at once, in any step."""
+        return max(self.steady.peak_bytes(m), self.first.peak_bytes(m))
+
+    def largest(self, budget_bytes: int) -> int | None:
+        """Return the largest micro-batch size whose tensors fit in every step; None for no limit."""
+        return _smaller(self.steady.largest(budget_bytes), self.first.largest(budget_bytes))
+
+    def largest_allocated(self, limit_bytes: int) -> int | None:
+        """Return the largest micro-batch size that the allocator can serve from that much; None for no limit.
+
+        On a CPU, whose allocator keeps nothing back, it is the largest whose tensors fit.
+        """
+        if self.profile == "cpu":
+            return self.largest(limit_bytes)
+        return _smaller(largest_that_fits(self.steady, limit_bytes), largest_that_fits(self.first, limit_bytes))
+
+    def binding(self, size: int, usable_bytes: int, most_samples: int) -> Binding:
+        """Return what the next larger micro-batch size would not fit for."""
+        if size >= most_samples:
+            return "batch"
+        if self.peak_bytes(size + 1) <= usable_bytes:
+            return "allocator"
+        return "optimizer step" if self.at_peak(size + 1).phase == "update" else "tensors"
+
+    def at_peak(self, m: int) -> Peak:
+        """Return the moment at which tensors hold most, in any step."""
+        later = self.steady.peak_bytes(m) >= self.first.peak_bytes(m)
+        return (self.steady if later else self.first).at_peak(m)
+
+    def reserved_bytes(self, m: int) -> int:
+        """Return what the allocator takes from a device that has enough."""
+        if self.profile == "cpu":
+            return self.peak_bytes(m)
+        return max(replay(one.trace.events, one.sizes(m)).peak_reserved_bytes for one in (self.steady, self.first))
+
+
+@uncollected()
+def find_envelopes(task: Task, usable_bytes: int, *, most_samples: int | None = None) -> Envelopes:
+    """Trace two micro-batch sizes, and a third one, the largest that seems to fit, to see whether the two tell.
+
+    On a CPU kernels are asked what they take for themselves. If a plan fails with that, it is made without.
+
+    Raises:
+        CannotPlanError: the step cannot be traced, or memory does not follow from traces; says why.
+    """
+    ready, reason = built(task)
+    notes = [] if reason is None else [f"the model was made with its memory, as it cannot be without: {reason}"]
+    kernels = ready.kernels
+    if kernels is None or ready.profile != "cpu":
+        return _found(ready, usable_bytes, most_samples=most_samples, notes=notes)
+    try:
+        found = _found(ready, usable_bytes, most_samples=most_samples, notes=notes)
+    except CannotPlanError:
+        if not kernels.num_asked:
+            raise
+        alone = dataclasses.replace(ready, kernels=None)
+        notes.append("what kernels take for themselves is not counted: it does not follow from traces")
+        return _found(alone, usable_bytes, most_samples=most_samples, notes=notes)
+    return dataclasses.replace(found, notes=(*found.notes, *_told_of(kernels)))
+
+
+def _told_of(kernels: KernelMemory) -> list[str]:
+    """Return what kernels were asked, in words."""
+    told = []
+    if kernels.num_asked:
+        threads = ", ".join(map(str, kernels.num_threads))
+        told.append(
+            f"what kernels take for themselves is counted: {kernels.num_asked} were run on this CPU, small, "
+            f"with {threads} {'thread' if threads == '1' else 'threads'}"
+        )
+    if kernels.too_large:
+        name, per_sample = kernels.too_large[0]
+        told.append(
+            f"what {len(kernels.too_large)} kernels take for themselves is not counted: asking them would take more "
+            f"than {in_bytes(kernels.most_bytes)}; {name} has {in_bytes(per_sample)} a sample"
+        )
+    if kernels.num_refused:
+        told.append(f"what {kernels.num_refused} kernels take for themselves is not counted: they would not run small")
+    return told
+
+
+def _found(ready: Task, usable_bytes: int, *, most_samples: int | None, notes: Sequence[str]) -> Envelopes:
+    """Return the envelopes of a task whose model is made.
+
+    Raises:
+        CannotPlanError: the step cannot be traced, or memory does not follow from traces; says why.
+    """
+    low, high = TRACED
+    recorders = {m: OperationRecorder() for m in TRACED}
+    traces = {low: trace_step(ready, low, recorder=recorders[low])}
+    if _reads(traces[low]):
+        _refuse_dependence(ready, traces[low])
+        notes = [*notes, "the step reads numbers from tensors; what it holds was seen not to depend on them"]
+    try:
+        with Tracing(ready) as tracing:
+            traces[high] = tracing.begin(high, recorders[high])
+            found = _fitted(ready, traces, [recorders[m].trace() for m in TRACED], tuple(notes))
+            if found.steady.peak_bytes(1) > usable_bytes:
+                # Nothing fits, and a further trace of what is likely to be large would say how much more exactly.
+                return dataclasses.replace(found, checked_at=high)
+            most_samples = _smaller(most_samples, joint_limit(ready))
+            size = _further(_smaller(found.largest(usable_bytes), most_samples), TRACED)
+            if _goes_on_as_predicted(tracing, size, found.steady):
+                return dataclasses.replace(found, checked_at=size)
+        return _checked(ready, traces, found, usable_bytes, most_samples=most_samples)
+    except CannotPlanError:
+        raise
+    except PlanError as error:
+        message = f"cannot plan, will probe: {error}"
+        raise CannotPlanError(message) from error
+
+
+def _fitted(task: Task, traces: dict[int, StepTrace], costs: Sequence[CostTrace], notes: tuple[str, ...]) -> Envelopes:
+    """Return the envelopes through the first two traces.
+
+    Raises:
+        PlanError: the two did not do the same.
+    """
+    low, high = TRACED
+    return Envelopes(
+        steady=fit(traces[low].steady, low, traces[high].steady, high),
+        first=fit(traces[low].first, low, traces[high].first, high),
+        verdict="exact",
+        checked_at=0,
+        profile=task.profile,
+        costs=fit_costs(costs[0], low, costs[1], high),
+        notes=notes,
+    )
+
+
+def _goes_on_as_predicted(tracing: Tracing, size: int, envelope: MemoryEnvelope) -> bool:
+    """Return whether one step more, at another size, holds what an envelope says, allocation by allocation.
+
+    Half of a trace from the beginning, and where it is otherwise that is still to be made.
+    """
+    try:
+        return check(envelope, tracing.go_on(size), size).verdict == "exact"
+    except PlanError:
+        return False
+
+
+def _checked(
+    task: Task, traces: dict[int, StepTrace], found: Envelopes, usable_bytes: int, *, most_samples: int | None
+) -> Envelopes:
+    """Return envelopes that a trace from the beginning has not contradicted: quadratics, where lines are not enough.
+
+    Raises:
+        PlanError: what is held is neither.
+    """
+    low, high = TRACED
+    for _ in range(3):  # affine, quadratic, and once more at what the quadratic says
+        size = _further(_smaller(found.largest(usable_bytes), most_samples), found.steady.traced)
+        traces[size] = trace_step(task, size)
+        seen = check(found.steady, traces[size].steady, size)
+        if seen.verdict == "exact":
+            check(found.first, traces[size].first, size)
+            return dataclasses.replace(found, checked_at=size)
+        firsts = [(traces[m].first, m) for m in (low, high, size)]
+        found = dataclasses.replace(found, steady=seen.envelope, first=fit_quadratic(firsts), verdict="quadratic")
+    message = f"what is held at micro-batch sizes {sorted(traces)} follows no line and no quadratic."
+    raise PlanError(message)
+
+
+def _further(size: int | None, traced: tuple[int, ...]) -> int:
+    """Return the size to look at: the one that will be run, unless it has been traced, or a small other one."""
+    if size is not None and size > max(TRACED) and size not in traced:
+        return size
+    return next(other for other in range(_FURTHER, _FURTHER + len(traced) + 1) if other not in traced)
+
+
+def _reads(trace: StepTrace) -> bool:
+    return bool(trace.numbers_read or trace.truths_read)
+
+
+def _refuse_dependence(task: Task, trace: StepTrace) -> None:
+    """Refuse a step that does something else when the numbers it reads from tensors are others.
+
+    Raises:
+        CannotPlanError: with what differs.
+    """
+    m = TRACED[0]
+    what = (
+        f"cannot plan, will probe: the step reads {trace.numbers_read} numbers and {trace.truths_read} truth values "
+        "from tensors while it computes, and what it holds depends on them"
+    )
+    first, second = in_order(trace.steady), in_order(trace_step(task, m, other_answers=True).steady)
+    try:
+        check_same_structure(first, m, second, m)
+    except PlanError as error:
+        message = f"{what}: {error}"
+        raise CannotPlanError(message) from error
+    if [one.num_bytes for one in first.allocations] != [one.num_bytes for one in second.allocations]:
+        message = f"{what}: tensors have other sizes."
+        raise CannotPlanError(message)
+
+
+def _smaller(*sizes: int | None) -> int | None:
+    """Return the smallest; None stands for no limit."""
+    return min((size for size in sizes if size is not None), default=None)

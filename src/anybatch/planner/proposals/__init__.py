@@ -1,0 +1,1 @@
+"""What would make more fit, or the same faster: changes of a run, planned and ranked."""

@@ -1,0 +1,166 @@
+"""What can be changed so that more fits, or runs faster: each a function of the task, to be planned anew."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from anybatch.core.tree import tensors_of
+from anybatch.engine.inputs import Model
+from anybatch.engine.update.precision import OptimizerFunction
+from anybatch.memory.trace import MemoryEnvelope, Polynomials
+from anybatch.planner.cost.step_time import CostLine, CostTrace
+from anybatch.planner.proposals.eight_bit import eight_bit
+from anybatch.planner.trace.blocks import Blocks, Keeping, as_module, checkpoint_blocks, repeated_blocks
+from anybatch.planner.trace.step_spec import Task, built
+
+CHUNK_TOKENS = 1024
+"""Tokens whose logits are there at once in a loss that is computed in chunks."""
+SMALLEST_STATE = 0.25
+"""What a change leaves of the optimizer's state at the least: one byte of four."""
+_LEAST_VOCABULARY = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Change:
+    """A change of a training step.
+
+    Attributes:
+        name: a few words.
+        how: what to write.
+        task: the step with the change.
+        reshape: what the change makes of the step's memory, where that is not traced.
+        recost: what it makes of its costs then; None for nothing.
+        smaller_state: it makes smaller what stays from step to step.
+    """
+
+    name: str
+    how: str
+    task: Task
+    reshape: Callable[[MemoryEnvelope], MemoryEnvelope] | None = None
+    recost: Callable[[CostLine], CostLine] | None = None
+    smaller_state: bool = False
+
+
+def possible_changes(task: Task) -> list[Change]:
+    """Return the changes that this task has not made yet, one by one."""
+    ready, _ = built(task)
+    return [*_of_update(ready), *_of_precision(ready), *_of_blocks(task, ready), *_of_head(ready)]
+
+
+def _of_update(task: Task) -> list[Change]:
+    """Return what the update can do: all in one kernel, without temporaries; with states of a byte per element."""
+    if isinstance(task.optimizer, Optimizer):
+        return []
+    smaller = [
+        Change(name=one.name, how=one.how, task=dataclasses.replace(task, optimizer=one.make), smaller_state=True)
+        for one in eight_bit(task.optimizer)
+    ]
+    fused = _fused(task.optimizer)
+    if fused is None:
+        return smaller
+    how = "torch.optim.AdamW(..., fused=True)"
+    return [Change(name="fused optimizer", how=how, task=dataclasses.replace(task, optimizer=fused)), *smaller]
+
+
+def _fused(make: OptimizerFunction) -> OptimizerFunction | None:
+    trial = make([("weight", nn.Parameter(torch.zeros(1)))])
+    if any("fused" not in group or group["fused"] for group in trial.param_groups):
+        return None
+
+    def fused(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+        optimizer = make(named)
+        for group in optimizer.param_groups:
+            group["fused"], group["foreach"] = True, False
+        return optimizer
+
+    return fused
+
+
+def _of_precision(task: Task) -> list[Change]:
+    if task.precision != "fp32" or task.profile == "cpu":
+        return []
+    how = 'ab.Engine(..., precision="bf16")'
+    return [Change(name="bf16 autocast", how=how, task=dataclasses.replace(task, precision="bf16"))]
+
+
+def _of_blocks(task: Task, ready: Task) -> list[Change]:
+    """Return what can be run again in the backward instead of being kept."""
+    rows = repeated_blocks(cast("Model", ready.model))
+    if not rows or not callable(task.model) or isinstance(task.model, nn.Module):
+        return []
+    ways: tuple[tuple[str, Keeping, int], ...] = (
+        ("checkpointing", "inputs", 1),
+        ("checkpointing every 2nd block", "inputs", 2),
+        ("checkpointing all but products", "products", 1),
+    )
+    return [_checkpointing(task, rows, *way) for way in ways]
+
+
+def _checkpointing(task: Task, rows: tuple[Blocks, ...], name: str, keeping: Keeping, every: int) -> Change:
+    make = cast("Callable[[], Model]", task.model)
+    policy = ", context_fn=..." if keeping == "products" else ""
+    return Change(
+        name=name,
+        how=f"torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False{policy}) for {', '.join(map(str, rows))}",
+        task=dataclasses.replace(task, model=lambda: checkpoint_blocks(make(), keeping, every=every)),
+    )
+
+
+def _of_head(task: Task) -> list[Change]:
+    """Return a loss over a large vocabulary in chunks."""
+    heads = [one.out_features for one in as_module(cast("Model", task.model)).modules() if isinstance(one, nn.Linear)]
+    vocabulary = max(heads, default=0)
+    labels = [tensor for tensor in tensors_of(task.sample) if not tensor.is_floating_point() and tensor.dim() > 1]
+    if vocabulary < _LEAST_VOCABULARY or not labels:
+        return []
+    num_tokens = max(tensor[0].numel() for tensor in labels)
+    if num_tokens <= CHUNK_TOKENS // 2:
+        return []
+    return [
+        Change(
+            name=f"loss in chunks of {CHUNK_TOKENS} tokens",
+            how="F.linear_cross_entropy(x, head.weight, targets, options=nn.LinearCrossEntropyOptions())",
+            task=task,
+            reshape=lambda envelope: chunked(envelope, vocabulary, num_tokens),
+            recost=lambda costs: with_head_again(costs, vocabulary),
+        )
+    ]
+
+
+def chunked(envelope: MemoryEnvelope, vocabulary: int, num_tokens: int) -> MemoryEnvelope:
+    """Return the envelope of a step whose logits are there for one chunk of tokens at a time.
+
+    Everything that grows by `num_tokens` x `vocabulary` values per sample (one token less, where labels are shifted)
+    is taken to be logits, their logarithms or their gradient, and holds a chunk instead. The rest stays.
+    """
+    widths = {tokens * vocabulary * width: width for tokens in (num_tokens, num_tokens - 1) for width in (2, 4)}
+    allocated = envelope.allocated
+    chunk = torch.tensor(
+        [CHUNK_TOKENS * vocabulary * widths.get(slope, 0) for slope in allocated.slope.tolist()], dtype=torch.int64
+    )
+    return envelope.with_sizes(
+        Polynomials(
+            torch.where(chunk > 0, chunk, allocated.constant),
+            torch.where(chunk > 0, 0, allocated.slope),
+            allocated.curvature,
+        )
+    )
+
+
+def with_head_again(costs: CostLine, vocabulary: int) -> CostLine:
+    """Return the costs of a step that makes its logits a second time, in the backward."""
+
+    def twice(trace: CostTrace) -> CostTrace:
+        again = (
+            one
+            for one in trace.operations
+            if one.kind == "product" and one.phase == "forward" and vocabulary in one.dims
+        )
+        return CostTrace((*trace.operations, *again))
+
+    return CostLine((twice(costs.traces[0]), twice(costs.traces[1])), costs.traced)

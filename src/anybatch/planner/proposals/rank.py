@@ -1,0 +1,228 @@
+"""What would fit more, run faster, or run at all: every possible change planned anew."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from anybatch.core.geometry import ceil_div
+from anybatch.core.size_choice import even_size
+from anybatch.errors import UserError
+from anybatch.memory.trace import MemoryEnvelope, Peak, fit
+from anybatch.planner.budget import Budget
+from anybatch.planner.cost.caching_allocator import largest_that_fits, replay
+from anybatch.planner.cost.step_time import CostLine, Rates, Reduction, StepSeconds, step_seconds
+from anybatch.planner.envelopes import TRACED, Binding, Envelopes, find_envelopes
+from anybatch.planner.proposals.changes import SMALLEST_STATE, Change, possible_changes
+from anybatch.planner.proposals.more_ranks import smallest_world, zero1
+from anybatch.planner.trace.fsdp_trace import trace_sharded
+from anybatch.planner.trace.step_spec import Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Fit:
+    """What fits, as it is or with a change.
+
+    Attributes:
+        name: the change; empty for none.
+        how: what to write for it.
+        world_size: number of ranks.
+        largest: the largest micro-batch size that keeps the headroom; 0 if not even one sample fits.
+        micro_batch_size: the size to take: the share in even parts no larger than that; that of one sample, if
+            nothing fits.
+        accumulation_steps: micro-batches per rank and step.
+        binds: what keeps the largest size from being larger; None where that is not known.
+        peak: the moment at which most is held, at that size.
+        reserved_bytes: what the allocator takes from the device at that size.
+        envelope: memory at any other size, of the step that holds most.
+        seconds: how long a step takes; None where that is not known.
+        freely_reserved_bytes: what the allocator takes at that size from a device that has more than enough; None
+            where that was not asked.
+    """
+
+    name: str
+    how: str
+    world_size: int
+    largest: int
+    micro_batch_size: int
+    accumulation_steps: int
+    peak: Peak
+    reserved_bytes: int
+    envelope: MemoryEnvelope
+    binds: Binding | None = None
+    seconds: StepSeconds | None = None
+    freely_reserved_bytes: int | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Return whether at least one sample fits."""
+        return self.largest > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Setting:
+    """What a step is planned for.
+
+    Attributes:
+        budget: the device's memory.
+        effective_batch_size: samples of one step, over all ranks.
+        rates: of the device; None if they are not known.
+        gradient_bytes: what ranks exchange.
+    """
+
+    budget: Budget
+    effective_batch_size: int
+    rates: Rates | None = None
+    gradient_bytes: int = 0
+
+    def share(self, world_size: int) -> int:
+        """Return the samples of the largest rank share."""
+        return ceil_div(self.effective_batch_size, world_size)
+
+    def seconds(self, costs: CostLine, size: int, world_size: int) -> StepSeconds | None:
+        """Return how long a step takes on `world_size` ranks in micro-batches of `size` at most."""
+        if self.rates is None:
+            return None
+        share, reduction, device = self.share(world_size), None, self.budget.device
+        sizes = [size] * (share // size) + [share % size] * (share % size > 0)
+        if world_size > 1 and device is not None:
+            link = device.link_bytes_per_second
+            reduction = Reduction(num_bytes=self.gradient_bytes, world_size=world_size, link_bytes_per_second=link)
+        return step_seconds(costs, self.rates, sizes, reduction=reduction)
+
+
+def fit_of(task: Task, envelopes: Envelopes, setting: Setting, *, name: str = "", how: str = "") -> Fit:
+    """Return what fits of a rank share."""
+    usable, share = setting.budget.usable_bytes, setting.share(task.world_size)
+    found = envelopes.largest_allocated(usable) if usable > 0 else 0
+    largest = share if found is None else min(share, found)
+    size = even_size(share, max(1, largest))
+    envelope = max((envelopes.steady, envelopes.first), key=lambda one: one.peak_bytes(size))
+    reserved = freely = envelopes.reserved_bytes(size)
+    if largest:  # it makes do with what there is, by giving back what it does not use
+        reserved = max(envelopes.peak_bytes(size), min(reserved, usable))
+    return Fit(
+        name=name,
+        how=how,
+        world_size=task.world_size,
+        largest=largest,
+        micro_batch_size=size,
+        accumulation_steps=ceil_div(share, size),
+        peak=envelope.at_peak(size),
+        reserved_bytes=reserved,
+        envelope=envelope,
+        binds=envelopes.binding(largest, usable, share),
+        seconds=setting.seconds(envelopes.costs, size, task.world_size),
+        freely_reserved_bytes=freely,
+    )
+
+
+def propose(task: Task, envelopes: Envelopes, setting: Setting, *, fits: bool) -> list[Fit]:
+    """Return what would fit with each possible change; changes that cannot be planned are left out.
+
+    Args:
+        task: the step as it is.
+        envelopes: its memory.
+        setting: what it is planned for.
+        fits: whether anything fits as it is. Where what stays from step to step is too large already, only what makes
+            that smaller is planned.
+    """
+    found = []
+    held, usable = envelopes.steady.at_peak(1).by_category, setting.budget.usable_bytes
+    stays = sum(held[name] for name in ("weights", "gradients", "optimizer"))
+    at_least = stays - held["optimizer"] * (1.0 - SMALLEST_STATE)
+    changes = possible_changes(task) if fits or at_least < usable else []
+    for change in changes:
+        if not fits and stays >= usable and not change.smaller_state:
+            continue
+        try:
+            changed = _changed(change, envelopes, setting)
+        except UserError:
+            continue
+        found.append(fit_of(change.task, changed, setting, name=change.name, how=change.how))
+    return [*found, *_dealt(task, envelopes, setting, fits=fits)]
+
+
+def _changed(change: Change, envelopes: Envelopes, setting: Setting) -> Envelopes:
+    if change.reshape is None:
+        share = setting.share(change.task.world_size)
+        return find_envelopes(change.task, setting.budget.usable_bytes, most_samples=share)
+    steady, first = change.reshape(envelopes.steady), change.reshape(envelopes.first)
+    costs = envelopes.costs if change.recost is None else change.recost(envelopes.costs)
+    return dataclasses.replace(envelopes, steady=steady, first=first, costs=costs)
+
+
+def _dealt(task: Task, envelopes: Envelopes, setting: Setting, *, fits: bool) -> list[Fit]:
+    """Return what fits where weights, gradients or the optimizer's state are dealt to ranks."""
+    found = []
+    try:
+        if task.world_size > 1:
+            found.append(_zero1(task, envelopes, setting))
+            found.append(_fsdp(task, setting))
+        if not fits and not any(one.fits for one in found):
+            found += _smallest_world(task, setting)
+    except UserError:  # a model, a loss or an optimizer that cannot be dealt
+        pass
+    return found
+
+
+def _smallest_world(task: Task, setting: Setting) -> list[Fit]:
+    """Return what fits with FSDP over the fewest devices, its blocks checkpointed where it has blocks."""
+    checkpointed = next((one for one in possible_changes(task) if one.name == "checkpointing"), None)
+    task = task if checkpointed is None else checkpointed.task
+    smallest = smallest_world(task, max(1, setting.budget.usable_bytes)).world_size
+    if smallest is None:
+        return []
+    fit = _fsdp(dataclasses.replace(task, world_size=smallest), setting)
+    if checkpointed is None:
+        return [fit]
+    how = f"{fit.how}; {checkpointed.how}"
+    return [dataclasses.replace(fit, name=f"{fit.name}, checkpointing", how=how)]
+
+
+def _zero1(task: Task, envelopes: Envelopes, setting: Setting) -> Fit:
+    low, high = TRACED
+
+    def dealt_state(one: MemoryEnvelope) -> MemoryEnvelope:
+        return fit(zero1(one.at(low), task.world_size), low, zero1(one.at(high), task.world_size), high)
+
+    dealt = dataclasses.replace(envelopes, steady=dealt_state(envelopes.steady), first=dealt_state(envelopes.first))
+    how = "torch.distributed.optim.ZeroRedundancyOptimizer"
+    return fit_of(task, dealt, setting, name=f"ZeRO-1 over {task.world_size} ranks", how=how)
+
+
+def _fsdp(task: Task, setting: Setting) -> Fit:
+    """Return what fits with FSDP2: weights gathered in bf16 block by block, gradients reduced in float32."""
+    low, high = TRACED
+    traces = [trace_sharded(task, m) for m in (low, high)]
+    envelope = fit(traces[0].memory, low, traces[1].memory, high)
+    return _fit_in_pools(envelope, traces[0].pools, task.world_size, setting)
+
+
+def _fit_in_pools(envelope: MemoryEnvelope, pools: Sequence[int], world_size: int, setting: Setting) -> Fit:
+    usable, share = setting.budget.usable_bytes, setting.share(world_size)
+    found = largest_that_fits(envelope, usable, pools=pools)
+    largest = share if found is None else min(share, found)
+    size = even_size(share, max(1, largest))
+    limit = usable if largest else None
+    taken = replay(envelope.trace.events, envelope.sizes(size), limit_bytes=limit, pools=pools)
+    return Fit(
+        name=f"FSDP over {world_size} ranks",
+        how="torch.distributed.fsdp.fully_shard on each block, and on the model",
+        world_size=world_size,
+        largest=largest,
+        micro_batch_size=size,
+        accumulation_steps=ceil_div(share, size),
+        peak=envelope.at_peak(size),
+        reserved_bytes=taken.peak_reserved_bytes,
+        envelope=envelope,
+    )
+
+
+def best_first(fits: Iterable[Fit]) -> list[Fit]:
+    """Return the fits by predicted time; where that is not known, those with fewer and larger micro-batches first."""
+
+    def place(one: Fit) -> tuple[bool, float, int, int, int]:
+        seconds = float("inf") if one.seconds is None else one.seconds.total
+        return not one.fits, seconds, one.accumulation_steps, -one.largest, one.reserved_bytes
+
+    return sorted(fits, key=place)

@@ -1,0 +1,92 @@
+"""A loss across samples, shown as many samples as an effective batch has, though two micro-batches are traced."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+from anybatch.core.geometry import ceil_div
+from anybatch.core.loss import Loss
+from anybatch.core.tree import Batch, map_tensors, take_apart
+from anybatch.errors import PlanError
+from anybatch.planner.trace.step_spec import Task
+
+
+def joint_limit(task: Task) -> int | None:
+    """Return the largest micro-batch of which there are more than two in a step, for a loss across samples."""
+    across = isinstance(task.loss, Loss) and task.loss.encode is not None and task.effective_batch_size is not None
+    return (ceil_div(task.effective_batch_size or 1, task.world_size) - 1) // 2 if across else None
+
+
+class AllRows(nn.Module):
+    """Stands in for the function of `ab.joint`: repeats its rows until there are those of a whole effective batch.
+
+    What the engine keeps of micro-batches that are not traced, their outputs and the gradients of these, is taken too,
+    and let go when the step ends. Plans a few rows too much, never too little: outputs of the traced micro-batches are
+    there beside their repetition.
+
+    Args:
+        loss: a loss across samples.
+        effective_batch_size: rows of all ranks.
+        world_size: number of ranks.
+
+    Raises:
+        PlanError: the effective batch size is not known.
+    """
+
+    def __init__(self, loss: Loss, effective_batch_size: int | None, world_size: int) -> None:
+        super().__init__()
+        if effective_batch_size is None:
+            message = (
+                "what a loss across samples (ab.joint) holds depends on how many samples it sees: name the "
+                "effective_batch_size."
+            )
+            raise PlanError(message)
+        self._num_rows = effective_batch_size
+        self._own_rows = ceil_div(effective_batch_size, world_size)
+        self._function = loss.function
+        self._encode = loss.encode
+        self._kept: list[torch.Tensor] = []
+        self._num_encoded = 0
+        self._differentiable: list[torch.Tensor] = []
+        self._num_missing = 0
+
+    def in_place_of(self, loss: Loss) -> Loss:
+        """Return the loss with this in the place of its functions."""
+        return dataclasses.replace(loss, function=self, encode=self.encode)
+
+    def encode(self, model: Any, batch: Batch) -> Batch:  # noqa: ANN401 (the user's model)
+        """Return the outputs of a micro-batch; with the first, take what the outputs of the others hold."""
+        assert self._encode is not None
+        outputs = self._encode(model, batch)
+        if not self._num_encoded:
+            own, _ = take_apart(outputs)
+            self._keep(own, self._own_rows - 2 * len(own[0]) if own else 0)
+        self._num_encoded += 1
+        return outputs
+
+    def forward(self, model: Any, outputs: Batch) -> Any:  # noqa: ANN401 (the user's model, and what the loss returns)
+        """Return what the function makes of all rows."""
+        own, _ = take_apart(outputs)
+        self._differentiable = [tensor.detach()[:1] for tensor in own if tensor.requires_grad]
+        self._num_missing = self._num_rows - len(own[0])
+        if self._num_missing <= 0:
+            return self._function(model, outputs)
+        rows = torch.arange(self._num_rows) % len(own[0])
+        return self._function(model, map_tensors(outputs, lambda tensor: tensor[rows]))
+
+    def begin_second_pass(self) -> None:
+        """Take what the gradients of the outputs of the others hold, which are there from now on."""
+        if self._differentiable:
+            self._keep(self._differentiable, self._num_missing)
+            self._differentiable = []
+
+    def let_go(self) -> None:
+        """Let go of what was kept in this step."""
+        self._kept.clear()
+        self._num_encoded = 0
+
+    def _keep(self, tensors: list[torch.Tensor], num_rows: int) -> None:
+        if num_rows > 0:
+            self._kept += [tensor.new_empty((num_rows, *tensor.shape[1:])) for tensor in tensors]

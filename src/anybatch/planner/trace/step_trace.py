@@ -1,0 +1,439 @@
+"""One step of the engine, run without data, and every byte it takes."""
+
+import dataclasses
+import gc
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from anybatch.core.batch import Placement, Position
+from anybatch.core.loss import declared
+from anybatch.core.records import MicroBatchRecord, PhaseRecord, Record
+from anybatch.core.tree import Batch, slice_samples, tensors_of
+from anybatch.engine.engine import Engine
+from anybatch.engine.inputs import Model, collect_modules
+from anybatch.engine.loss_check.check import BareLoss
+from anybatch.errors import CannotPlanError, PlanError, UserError
+from anybatch.memory.trace import Allocation, MemoryTrace, Phase
+from anybatch.parallel.world import World
+from anybatch.planner.cost.operations import OperationRecorder
+from anybatch.planner.trace.cuda_emulation import Profile, allocating_as, choose_foreach
+from anybatch.planner.trace.data_reads import HostReads
+from anybatch.planner.trace.fake_model import fake_batch, fake_twin
+from anybatch.planner.trace.fake_ranks import imagined_ranks
+from anybatch.planner.trace.fake_tensor_cache import FakeLedger, fake_mode
+from anybatch.planner.trace.joint_rows import AllRows
+from anybatch.planner.trace.step_spec import Task, built
+
+NUM_MICRO_BATCHES = 2
+"""The second one runs with gradients there, as all later ones do."""
+_PHASES: Mapping[str, Phase] = {"reduce": "reduce", "clip": "clip", "update": "update"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTrace:
+    """What one rank holds in a step.
+
+    Attributes:
+        steady: a step like all but the first: what the optimizer keeps is there from the beginning.
+        first: the first step, with everything the engine makes before it.
+        numbers_read: how many numbers the program has read from tensors while computing gradients, none of them known.
+        truths_read: the same for truth values.
+    """
+
+    steady: MemoryTrace
+    first: MemoryTrace
+    numbers_read: int
+    truths_read: int
+
+
+def trace_step(
+    task: Task,
+    micro_batch_size: int,
+    *,
+    num_micro_batches: int = NUM_MICRO_BATCHES,
+    other_answers: bool = False,
+    recorder: OperationRecorder | None = None,
+) -> StepTrace:
+    """Run `Engine.step` twice on a fake twin, and return what is held.
+
+    Nothing of the task is changed, no data is read, and next to no memory is taken.
+
+    Args:
+        task: what to run.
+        micro_batch_size: samples of each micro-batch.
+        num_micro_batches: micro-batches per rank and step.
+        other_answers: answer what the program reads from tensors otherwise; see `HostReads`.
+        recorder: notes the operations of the second step.
+
+    Raises:
+        CannotPlanError: the step cannot run without data; says why.
+        UserError: the engine refuses what it is asked to run.
+    """
+    with Tracing(task, num_micro_batches=num_micro_batches, other_answers=other_answers) as tracing:
+        return tracing.begin(micro_batch_size, recorder)
+
+
+class Tracing:
+    """A run of the engine on a fake twin, step by step. A context: ranks are imagined while it is entered.
+
+    Args:
+        task: what to run.
+        num_micro_batches: micro-batches per rank and step.
+        other_answers: answer what the program reads from tensors otherwise; see `HostReads`.
+    """
+
+    def __init__(self, task: Task, *, num_micro_batches: int = NUM_MICRO_BATCHES, other_answers: bool = False) -> None:
+        self._task, _ = built(task)
+        self._num_micro_batches = num_micro_batches
+        self._mode = fake_mode()
+        self._reads = HostReads(self._reading_phase, other=other_answers)
+        self._entered = ExitStack()
+        self._stage: _Stage | None = None
+        self._stays: list[bool] = []
+
+    def __enter__(self) -> Self:
+        """Imagine the ranks, and make the twin."""
+        with ExitStack() as stack:
+            world = stack.enter_context(imagined_ranks(self._task.world_size))
+            stack.enter_context(warnings.catch_warnings())
+            stack.enter_context(uncollected())
+            warnings.simplefilter("ignore")  # whoever trains in earnest will see them
+            self._stage = _Stage(self._task, self._mode, world, self._num_micro_batches)
+            stack.callback(self._stage.ledger.forget)
+            self._entered = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Let go of everything."""
+        self._entered.close()
+
+    def begin(self, micro_batch_size: int, recorder: OperationRecorder | None = None) -> StepTrace:
+        """Make the engine and run two steps; return what is held.
+
+        Args:
+            micro_batch_size: samples of each micro-batch.
+            recorder: notes the operations of the second step.
+
+        Raises:
+            CannotPlanError: the step cannot run without data; says why.
+            UserError: the engine refuses what it is asked to run.
+        """
+        assert self._stage is not None, "it is entered"
+        ledger = self._stage.ledger
+        self._entered.callback(self._close)
+        with self._running():
+            self._stage.make_engine()
+            self._stage.step(micro_batch_size)
+            start = ledger.num_events
+            self._stage.step(micro_batch_size, recorder)
+        computing: tuple[Phase, ...] = ("forward", "backward")
+        steady = ledger.trace(start)
+        self._stays = _which_stay(steady, len(ledger.trace(start, start).allocations))
+        return StepTrace(
+            steady=steady,
+            first=ledger.trace(0, start),
+            numbers_read=sum(self._reads.numbers[phase] for phase in computing),
+            truths_read=sum(self._reads.truths[phase] for phase in computing),
+        )
+
+    def go_on(self, micro_batch_size: int) -> MemoryTrace:
+        """Run one step more, at another micro-batch size, and return what is held in a run of steps of that size.
+
+        The step before was of another size, and what it has left (its last inputs, say) with it. What this step leaves
+        stands in its place.
+
+        Raises:
+            CannotPlanError: the step cannot run without data; says why.
+            PlanError: it leaves other pieces than it has found.
+        """
+        assert self._stage is not None, "it is entered"
+        ledger = self._stage.ledger
+        start = ledger.num_events
+        found = ledger.trace(start).allocations
+        with self._running():
+            self._stage.step(micro_batch_size)
+        left = ledger.trace(ledger.num_events).allocations
+        own = _which_stay(ledger.trace(start), len(found))
+        if not len(found) == len(left) == len(self._stays) or sum(own) != sum(self._stays):
+            message = f"a step finds {len(found)} pieces of memory taken, and leaves {len(left)}: no two are alike."
+            raise PlanError(message)
+        return _as_in_a_run(ledger.trace(start), left, own, self._stays)
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        assert self._stage is not None, "it is entered"
+        with refusing(), self._mode, self._reads, allocating_as(self._task.profile), self._stage.ledger:
+            yield
+
+    def _close(self) -> None:
+        assert self._stage is not None, "it is entered"
+        with self._running():
+            self._stage.close()
+
+    def _reading_phase(self) -> Phase:
+        assert self._stage is not None, "it is entered"
+        return self._stage.reading_phase
+
+
+class _Stage:
+    """The twin of a task, the engine that runs it, and the ledger that looks on. It is the engine's observer."""
+
+    def __init__(self, task: Task, mode: FakeTensorMode, world: World, num_micro_batches: int) -> None:
+        kernels = task.kernels if task.profile == "cpu" else None
+        watch = None if kernels is None else kernels.moments
+        self.ledger = FakeLedger(mode, on_operation=self._operation, kernels=watch, answers=task.answers)
+        self._recorder: OperationRecorder | None = None
+        self._num_micro_batches = num_micro_batches
+        self.computing = False
+        self._task = task
+        self._mode = mode
+        self._world = world
+        loss = declared(task.loss)
+        instance = task.optimizer if isinstance(task.optimizer, Optimizer) else None
+        assert isinstance(task.model, (nn.Module, Mapping)), "it has been built"
+        model: Model = task.model
+        self._model, optimizer, self._loss = fake_twin((model, instance, loss), mode)
+        self._optimizer = task.optimizer if optimizer is None else optimizer
+        if self._loss.terms is None:
+            self._loss = dataclasses.replace(self._loss, function=BareLoss(self._loss.function, is_mean=True))
+        self._rows: AllRows | None = None
+        if self._loss.encode is not None:
+            self._rows = AllRows(self._loss, task.effective_batch_size, world.size)
+            self._loss = self._rows.in_place_of(self._loss)
+        self._modules = collect_modules(self._model, self._loss)
+        self._modules.train()
+        _refuse_untold(self._modules, task.profile)
+        self._engine: Engine | None = None
+
+    def make_engine(self) -> None:
+        """Make the engine, and book what there is before its first step."""
+        task, ledger = self._task, self.ledger
+        ledger.phase = "setup"
+        ledger.hold("weights", self._modules.parameters())
+        ledger.hold("buffers", self._modules.buffers())
+        engine = self._engine = self._made_engine()
+        choose_foreach(engine.optimizer, task.profile)
+        self._hold_gradients()
+        ledger.hold_rest("gradients")  # what strategies make before a run is where gradients add up
+        ledger.phase = None
+
+    def close(self) -> None:
+        """Let go of the model."""
+        if self._engine is not None:
+            self._engine.close()
+
+    def step(self, micro_batch_size: int, recorder: OperationRecorder | None = None) -> None:
+        """Run a step."""
+        engine = self._engine
+        assert engine is not None, "it is made"
+        is_first = not engine.num_steps
+        self._recorder = recorder
+        if recorder is not None:
+            recorder.answered = self.ledger.answered
+        engine.step(_TracedBatch(self, micro_batch_size * self._num_micro_batches * self._world.size))
+        self._recorder = None
+        self._hold_states()
+        if is_first:
+            self.ledger.hold_rest("gradients" if self._world.size > 1 else "buffers")
+
+    def observe(self, record: Record, /) -> None:
+        """Follow the engine: which phase it is in, and which gradients there are after each micro-batch."""
+        ledger = self.ledger
+        if isinstance(record, PhaseRecord):
+            if self._rows is not None and record.name == "reduce":
+                self._rows.let_go()
+            if record.name in _PHASES:
+                ledger.phase = _PHASES[record.name] if record.event == "begin" else None
+                self._hold_gradients()
+            ledger.mark(f"{record.name} {record.event}s")
+        elif isinstance(record, MicroBatchRecord):
+            if record.event == "end":
+                self._hold_gradients()
+            elif self._rows is not None:
+                self._rows.begin_second_pass()
+            self.computing = record.event == "begin"
+            ledger.mark(f"micro-batch {record.position} {record.event}s")
+
+    @property
+    def reading_phase(self) -> Phase:
+        """When a number is read: what the engine itself reads between micro-batches changes nothing in them."""
+        return self.ledger.current_phase if self.computing else "setup"
+
+    def loaded(self, batch: Batch) -> Batch:
+        """Book a micro-batch as input, and return it."""
+        self.ledger.hold("inputs", tensors_of(batch))
+        return batch
+
+    def sample(self, num_samples: int) -> Batch:
+        """Return a batch of that many samples without data."""
+        return fake_batch(self._task.sample, num_samples, self._mode)
+
+    @property
+    def loads_as_it_goes(self) -> bool:
+        """Whether micro-batches come to the device one by one; on a CPU the whole batch is there."""
+        return self._task.profile != "cpu"
+
+    def _made_engine(self) -> Engine:
+        task = self._task
+        return Engine(
+            self._model,
+            self._optimizer,
+            self._loss,
+            accumulation_steps=self._num_micro_batches,
+            strategy=task.strategy if isinstance(task.strategy, str) else task.strategy(),
+            precision=task.precision,
+            clip=task.clip,
+            measure_gradient_norm=task.measure_gradient_norm,
+            average_decay=task.average_decay,
+            norms=task.norms,
+            rng=task.rng,
+            check_loss=False,  # it compares numbers, and there are none
+            observer=self,
+            world=self._world,
+        )
+
+    def _operation(self, *seen: Any) -> None:  # noqa: ANN401 (handed on)
+        if self._recorder is not None:
+            self._recorder(*seen)
+
+    def _hold_gradients(self) -> None:
+        updated = [p for group in self._engine.optimizer.param_groups for p in group["params"]] if self._engine else []
+        held = [parameter.grad for parameter in (*self._modules.parameters(), *updated)]
+        self.ledger.hold("gradients", (gradient for gradient in held if gradient is not None))
+
+    def _hold_states(self) -> None:
+        """Book what lives as long as the engine: master weights, the optimizer's state, averaged weights."""
+        engine = self._engine
+        assert engine is not None
+        self.ledger.hold("weights", (p for group in engine.optimizer.param_groups for p in group["params"]))
+        self.ledger.hold("optimizer", _tensors(list(engine.optimizer.state.values())))
+        if engine.average is not None:
+            self.ledger.hold("optimizer", engine.average.weights.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _TracedBatch:
+    """An effective batch of fake samples; see `EffectiveBatch`."""
+
+    stage: _Stage
+    num_samples: int
+    seed: int = 0
+
+    @property
+    def end(self) -> Position:
+        """Any position."""
+        return Position()
+
+    @property
+    def sample_ids(self) -> Sequence[int]:
+        """Any numbers."""
+        return range(self.num_samples)
+
+    def feed(self, placement: Placement) -> Iterator[Batch]:
+        """Yield this rank's micro-batches: each made when it is asked for, or all of them cut from what is there."""
+        units = placement.plan(self.num_samples).shares[placement.rank]
+        if self.stage.loads_as_it_goes:
+            for unit in units:
+                yield self.stage.loaded(self.stage.sample(unit.num_samples))
+            return
+        whole = self.stage.loaded(self.stage.sample(sum(unit.num_samples for unit in units)))
+        first = units[0].start
+        for unit in units:
+            yield slice_samples(whole, unit.start - first, unit.stop - first)
+
+
+def _which_stay(step: MemoryTrace, num_found: int) -> list[bool]:
+    """Return of each piece that a step finds whether the step leaves it there."""
+    gone = {-event for event in step.events if event < 0}
+    return [number not in gone for number in range(1, num_found + 1)]
+
+
+def _as_in_a_run(
+    step: MemoryTrace, left: Sequence[Allocation], own: Sequence[bool], stays: Sequence[bool]
+) -> MemoryTrace:
+    """Return a step with what it leaves in the place of what it found, numbered as where `stays` is from.
+
+    Pieces are numbered as they were taken, and a first step takes some (a momentum) before what later ones find anew.
+
+    Args:
+        step: the trace of the step.
+        left: what was held after it.
+        own: of each piece that it has found whether it has left it.
+        stays: the same of another step, and its pieces: equally many, of which equally many stay.
+    """
+    num_found = len(stays)
+    # What stays was taken before what is new, so it comes first in what is left.
+    places, own_places = (sorted(range(num_found), key=lambda place: not those[place]) for those in (stays, own))
+    renumbered = {old + 1: new + 1 for old, new in zip(own_places, places, strict=True)}
+    found = [piece for _, piece in sorted(zip(places, left, strict=True), key=lambda pair: pair[0])]
+    rest = (renumbered.get(abs(event), abs(event)) * (1 if event > 0 else -1) for event in step.events[num_found:])
+    return dataclasses.replace(
+        step,
+        allocations=(*found, *step.allocations[num_found:]),
+        events=(*step.events[:num_found], *rest),
+    )
+
+
+def _tensors(tree: object) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Let no garbage collection decide when memory is let go: it would come at another moment in each run.
+
+    Nor look through all of torch's modules each time some thousand objects have been made.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _refuse_untold(modules: nn.Module, profile: Profile) -> None:
+    """Refuse layers whose kernels on the device are others than a CPU's, and tell nobody what they keep.
+
+    Raises:
+        CannotPlanError: there is one.
+    """
+    for name, module in modules.named_modules():
+        if profile == "cuda" and isinstance(module, nn.RNNBase):
+            layer = f"{type(module).__name__} {name or 'model'!r}"
+            message = (
+                f"cannot plan, will probe: on a GPU, {layer} runs in a kernel of cuDNN, which keeps memory for its "
+                "backward of which no description tells."
+            )
+            raise CannotPlanError(message)
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Say of a step that does not run without data that it cannot be planned.
+
+    Raises:
+        CannotPlanError: with why.
+    """
+    try:
+        yield
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        first = next(iter(str(error).splitlines()), "")
+        message = (
+            "cannot plan, will probe: the step does not run on tensors without data "
+            f"({type(error).__name__}: {first}). "
+            "What depends on the data, or on a kernel that torch has no description of, has to be run."
+        )
+        raise CannotPlanError(message) from error

@@ -1,0 +1,140 @@
+"""A plan against the device, where it is there: two micro-steps of the real engine, measured."""
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch.optim import Optimizer
+
+from anybatch.core.tree import Batch, resize_samples
+from anybatch.core.units import in_bytes
+from anybatch.diagnostics.memory.report import record_memory
+from anybatch.engine.engine import Engine
+from anybatch.errors import PlanError
+from anybatch.memory.device_memory import outside_bytes
+from anybatch.memory.host_memory import device_name
+from anybatch.memory.ledger import INSIDE
+from anybatch.memory.trace import MemoryEnvelope, Polynomials
+from anybatch.parallel.world import World
+from anybatch.planner.proposals.rank import Fit
+from anybatch.planner.trace.step_spec import Task
+from anybatch.planner.trace.step_trace import NUM_MICRO_BATCHES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """What a step was predicted to take, and what it took.
+
+    Attributes:
+        device: where it ran.
+        name: the device's type, and what its driver calls it.
+        planned_bytes: what tensors were to hold at most.
+        measured_bytes: what they held.
+        planned_reserved_bytes: what the allocator was to take, of a device that has more than enough; None on a CPU.
+        measured_reserved_bytes: what it took; None on a CPU.
+        outside_bytes: what was taken of the device outside of the allocator; None on a CPU.
+        too_large: micro-batch sizes that ran out of memory on the way.
+    """
+
+    device: str
+    name: str
+    planned_bytes: int
+    measured_bytes: int
+    planned_reserved_bytes: int | None
+    measured_reserved_bytes: int | None
+    outside_bytes: int | None
+    too_large: tuple[int, ...]
+
+    def __str__(self) -> str:
+        """Return predicted beside measured."""
+        pairs = [("tensors", self.planned_bytes, self.measured_bytes)]
+        if self.planned_reserved_bytes is not None and self.measured_reserved_bytes is not None:
+            pairs.append(("allocator", self.planned_reserved_bytes, self.measured_reserved_bytes))
+        lines = [
+            f"{name:<11}{in_bytes(planned)} planned, {in_bytes(found)} measured: {100 * (planned / found - 1):+.2f}%"
+            for name, planned, found in pairs
+        ]
+        if self.too_large:
+            lines.append(f"ran out of memory at {', '.join(map(str, self.too_large))}")
+        return "\n".join([f"verified on {self.device}, in a step of {NUM_MICRO_BATCHES} micro-batches", *lines])
+
+
+def verify(task: Task, fit: Fit, device: str | torch.device) -> Verified:
+    """Run the planned step on a device, and compare.
+
+    A new model is made there, and nothing is kept. Samples are the planned one, over and over.
+
+    Args:
+        task: what was planned, on one rank; its model and optimizer must be functions.
+        fit: what fits of it.
+        device: where.
+
+    Raises:
+        PlanError: the task is for several ranks, or its model or optimizer is made already.
+    """
+    if task.world_size > 1 or not callable(task.model) or isinstance(task.model, torch.nn.Module):
+        message = "a plan is verified on one rank, with a function that makes the model: plan it so."
+        raise PlanError(message)
+    if isinstance(task.optimizer, Optimizer):
+        message = "a plan is verified with a function that makes the optimizer: plan it so."
+        raise PlanError(message)
+    device = torch.device(device)
+    size = fit.micro_batch_size
+    engine = Engine(
+        task.model(),
+        task.optimizer,
+        task.loss,
+        micro_batch_size=size,
+        precision=task.precision,
+        clip=task.clip,
+        measure_gradient_norm=task.measure_gradient_norm,
+        average_decay=task.average_decay,
+        norms=task.norms,
+        rng=task.rng,
+        check_loss=False,
+        world=World(device=device),
+    )
+    with engine, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # whoever trains in earnest will see them
+        batch = _repeated(task.sample, NUM_MICRO_BATCHES * size)
+        too_large = engine.step(batch).too_large
+        recording = record_memory(engine)
+        with recording:
+            too_large += engine.step(batch).too_large
+        outside = outside_bytes(device)
+    found = recording.report
+    allocator = found.allocator
+    return Verified(
+        device=found.device,
+        name=full_name(device),
+        planned_bytes=fit.peak.num_bytes if allocator is not None else _of_tensors(fit.envelope).peak_bytes(size),
+        measured_bytes=found.timeline.peak_bytes if allocator is None else allocator.peak_bytes,
+        planned_reserved_bytes=None if allocator is None else fit.freely_reserved_bytes or fit.reserved_bytes,
+        measured_reserved_bytes=None if allocator is None else allocator.reserved_bytes,
+        outside_bytes=outside,
+        too_large=too_large,
+    )
+
+
+def _of_tensors(envelope: MemoryEnvelope) -> MemoryEnvelope:
+    """Return the envelope without what kernels take for themselves, which a ledger does not see."""
+    inside = torch.tensor([one.operation.startswith(INSIDE) for one in envelope.trace.allocations])
+    sizes = envelope.allocated
+    parts = (part.masked_fill(inside, 0) for part in (sizes.constant, sizes.slope, sizes.curvature))
+    return envelope.with_sizes(Polynomials(*parts))
+
+
+def full_name(device: torch.device) -> str:
+    """Return a device's type, and what its driver calls it."""
+    return f"{device.type}: {device_name(device)}"
+
+
+def _repeated(sample: Batch, num_samples: int) -> Batch:
+    """Return a batch of the first samples of another one, over and over."""
+
+    def repeat(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.dim():
+            return tensor
+        return tensor[torch.arange(num_samples) % len(tensor)].contiguous()
+
+    return resize_samples(sample, num_samples, repeat)

@@ -1,0 +1,1 @@
+"""Plans of recipes, published models and modules of your own."""

@@ -1,0 +1,83 @@
+"""A decoder-only transformer in the two forms that published language models have: GPT-2's and Llama's."""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from anybatch.recipes.planning.known_models import Shape
+from anybatch.recipes.text import rotate
+
+
+class Decoder(nn.Module):
+    """Tokens in; out, for each of them, the logits of the token that follows.
+
+    Args:
+        shape: of what size, and of which form.
+        checkpointed: run each block's forward again in the backward instead of keeping its activations.
+    """
+
+    def __init__(self, shape: Shape, *, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
+        self.positions = None if shape.rotary else nn.Embedding(shape.context, shape.width)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
+        self.norm = _norm(shape)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        if shape.tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, inputs: Int[Tensor, "batch time"]) -> Float[Tensor, "batch time token"]:
+        """Return the logits; those at position t depend on the tokens up to and with t."""
+        x = self.embedding(inputs)
+        if self.positions is not None:
+            x = x + self.positions(torch.arange(inputs.shape[1], device=inputs.device))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        logits: Float[Tensor, "batch time token"] = self.head(self.norm(x))
+        return logits
+
+
+class Block(nn.Module):
+    """Attention over time, then two or three matrices at each time; each sees a normed copy and adds to the rest."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.rotary = shape.rotary
+        self.num_heads, self.num_key_heads = shape.num_heads, shape.num_key_heads
+        self.head_width = shape.width // shape.num_heads
+        key_width = self.num_key_heads * self.head_width
+        biased = not shape.rotary
+        self.attention_norm = _norm(shape)
+        self.query = nn.Linear(shape.width, shape.width, bias=biased or shape.query_bias)
+        self.key_value = nn.Linear(shape.width, 2 * key_width, bias=biased or shape.query_bias)
+        self.merge = nn.Linear(shape.width, shape.width, bias=biased)
+        self.hidden_norm = _norm(shape)
+        self.gate = nn.Linear(shape.width, shape.hidden, bias=False) if shape.rotary else None
+        self.up = nn.Linear(shape.width, shape.hidden, bias=biased)
+        self.down = nn.Linear(shape.hidden, shape.width, bias=biased)
+
+    def forward(self, x: Float[Tensor, "batch time width"]) -> Float[Tensor, "batch time width"]:
+        """Return x with what both layers add to it."""
+        normed = self.attention_norm(x)
+        query = self.query(normed).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        both = self.key_value(normed).unflatten(-1, (2, self.num_key_heads, -1))
+        key, value = both[:, :, 0].transpose(1, 2), both[:, :, 1].transpose(1, 2)
+        if self.rotary:
+            query, key = rotate(query), rotate(key)
+        grouped = self.num_key_heads != self.num_heads
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+        x = x + self.merge(mixed.transpose(1, 2).flatten(-2))
+        return x + self._hidden_layers(self.hidden_norm(x))
+
+    def _hidden_layers(self, normed: Float[Tensor, "batch time width"]) -> Float[Tensor, "batch time width"]:
+        up = self.up(normed)
+        hidden = F.gelu(up, approximate="tanh") if self.gate is None else F.silu(self.gate(normed)) * up
+        added: Float[Tensor, "batch time width"] = self.down(hidden)
+        return added
+
+
+def _norm(shape: Shape) -> nn.Module:
+    return nn.RMSNorm(shape.width, eps=1e-5) if shape.rotary else nn.LayerNorm(shape.width)

@@ -1,0 +1,1 @@
+"""Runs a recipe: settings, folder, session, stop."""

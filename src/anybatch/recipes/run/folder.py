@@ -1,0 +1,181 @@
+"""The folder of a run: what is where, who may write into it, and what the run was asked for.
+
+```text
+runs/digits-20300131-120000/
+├── run.json             what was asked for, and from which step on; read by whoever resumes
+├── events.jsonl         rank 0's log; events-rank-1.jsonl is rank 1's
+├── losses.png           drawn at the end of a session, where matplotlib is installed; losses.svg is the same
+├── tensorboard/         what TensorBoard shows, where it is installed
+└── checkpoints/
+    └── step-00000120
+```
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from anybatch.errors import CheckpointAccessError, CheckpointError, MissingCheckpointError, UserError
+from anybatch.recipes.run.settings import Settings
+
+_VERSION = 1
+Origin = Mapping[str, str | int]
+NO_ORIGIN: Origin = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Part of a run with the same settings.
+
+    Attributes:
+        first_step: number of its first step.
+        settings: what it is run with.
+        schedule_steps: steps that the learning-rate schedule was made for; None if that is not known.
+    """
+
+    first_step: int
+    settings: Settings
+    schedule_steps: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a run was asked for.
+
+    Attributes:
+        origin: how it was asked for, in the words of whoever asked: the recipe, the number of ranks.
+        stretches: its parts, in the order of their first steps; at least one.
+    """
+
+    origin: Origin
+    stretches: tuple[Stretch, ...]
+
+    def before(self, step: int) -> Stretch:
+        """Return the part whose settings a checkpoint of `step` was made under: a change at `step` comes after it."""
+        earlier = [stretch for stretch in self.stretches if stretch.first_step < step]
+        return earlier[-1] if earlier else self.stretches[0]
+
+    def with_change(self, change: Stretch) -> "Header":
+        """Return this header with another last part."""
+        return Header(self.origin, (*[each for each in self.stretches if each.first_step < change.first_step], change))
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """The folder of one run."""
+
+    path: Path
+
+    @property
+    def header(self) -> Path:
+        """The file with what the run was asked for."""
+        return self.path / "run.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of its checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def plots(self) -> tuple[Path, Path]:
+        """The pictures of its losses."""
+        return self.path / "losses.png", self.path / "losses.svg"
+
+    @property
+    def tensorboard(self) -> Path:
+        """The folder of what TensorBoard shows."""
+        return self.path / "tensorboard"
+
+    def log(self, rank: int) -> Path:
+        """Return the file with what a rank has told."""
+        return self.path / (f"events-rank-{rank}.jsonl" if rank else "events.jsonl")
+
+    def refuse_used(self) -> None:
+        """Refuse to begin a run where something else is.
+
+        Raises:
+            UserError: there is something.
+            CheckpointAccessError: nobody may look.
+        """
+        try:
+            used = self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir()))
+        except PermissionError as error:
+            raise _no_access(self.path, error) from error
+        if not used:
+            return
+        kind = "a folder that is not empty" if self.path.is_dir() else "a file"
+        cure = (
+            "To go on with the run in it, add --resume; for a new run name another folder."
+            if self.header.exists()
+            else "Name another folder."
+        )
+        message = f"{self.path} is {kind}. {cure}"
+        raise UserError(message)
+
+    def read(self) -> Header:
+        """Return what the run was asked for.
+
+        Raises:
+            MissingCheckpointError: no run was begun here.
+            CheckpointError: the file is not what was written.
+        """
+        try:
+            text = self.header.read_text(encoding="utf-8")
+        except (FileNotFoundError, NotADirectoryError):
+            message = (
+                f"there is no run to go on with in {self.path}: {self.header.name} is missing. "
+                "Name the folder of a run, or begin one without --resume."
+            )
+            raise MissingCheckpointError(message) from None
+        except PermissionError as error:
+            raise _no_access(self.header, error) from error
+        try:
+            found = json.loads(text)
+            stretches = [
+                Stretch(each["first_step"], Settings(**each["settings"]), each["schedule_steps"])
+                for each in found["stretches"]
+            ]
+            return Header(found["origin"], (stretches[0], *stretches[1:]))
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            message = (
+                f"{self.header} is not what this version of anybatch writes ({error!r}). "
+                "Begin a new run, or use the version that began this one."
+            )
+            raise CheckpointError(message) from error
+
+    def write(self, header: Header) -> None:
+        """Write down what the run is asked for, so that it is there as a whole or not at all."""
+        content: dict[str, Any] = {
+            "version": _VERSION,
+            "origin": dict(header.origin),
+            "stretches": [asdict(stretch) for stretch in header.stretches],
+        }
+        partial = self.header.with_name(f"{self.header.name}.saving")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with partial.open("w", encoding="utf-8") as file:
+                file.write(json.dumps(content, indent=2) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(self.header)
+        except PermissionError as error:
+            raise _no_access(self.path, error) from error
+
+    def clear(self, rank: int) -> None:
+        """Remove what a rank has written of a run that made no step, and the folder if nothing else is in it."""
+        with suppress(OSError):
+            self.log(rank).unlink(missing_ok=True)
+            if rank == 0:
+                self.header.unlink(missing_ok=True)
+                shutil.rmtree(self.tensorboard, ignore_errors=True)
+            self.path.rmdir()
+
+
+def _no_access(path: Path, error: OSError) -> CheckpointAccessError:
+    return CheckpointAccessError(f"{path} cannot be used: {error.strerror}. Name another folder, or change its rights.")

@@ -1,0 +1,233 @@
+"""Getting a run ready: built anew, or built and put where its newest checkpoint stands."""
+
+import copy
+import dataclasses
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar, cast
+
+from anybatch.checkpoints import list_checkpoints
+from anybatch.core.records import DiagnosisRecord, Observer
+from anybatch.data.batches import Batches, batches
+from anybatch.engine.engine import Engine
+from anybatch.engine.micro_batch_size.search import Auto, Memory
+from anybatch.errors import AnyBatchError, DataError, UserError
+from anybatch.parallel.world import World
+from anybatch.planner.cache.measured_devices import KnownDevices
+from anybatch.recipes.job import Job
+from anybatch.recipes.planning.size_limit import Largest, planned_for_job
+from anybatch.recipes.run.folder import Header, Origin, RunFolder, Stretch
+from anybatch.recipes.run.settings import LEARNED, Choices, Settings, apply, differences, settle
+from anybatch.recipes.run.start import Run, start
+
+ResultT = TypeVar("ResultT")
+Hyperparameters = dict[str, Any]
+_FOLLOW_THE_BATCH_SIZE = ("lr", "betas", "alpha", "eps")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ready:
+    """A run that can be stepped from where it stands.
+
+    Attributes:
+        run: the model and its engine.
+        rest: the effective batches from here to the end; None if nothing is left.
+        num_steps: steps of the whole run; None if the data does not tell.
+    """
+
+    run: Run
+    rest: Batches | None
+    num_steps: int | None
+
+
+def prepare(
+    job: Job,
+    choices: Choices,
+    header: Header | None,
+    origin: Origin,
+    *,
+    place: RunFolder,
+    world: World,
+    known: Memory | None = None,
+    devices: KnownDevices | None = None,
+    observer: Observer,
+) -> Ready:
+    """Build a run, load what there is to load, and write down what it was asked for.
+
+    Args:
+        job: what to learn.
+        choices: what is asked for.
+        header: what the run in `place` was asked for before; None begins one.
+        origin: how it is asked for, now.
+        place: the run's folder.
+        world: the ranks.
+        known: remembers the fastest micro-batch sizes; None times them anew.
+        devices: remembers what steps were measured to take of devices; None takes this one for unknown.
+        observer: is told what was decided.
+    """
+    former = None if header is None else header.stretches[-1]
+    settings = settle(job, choices, None if former is None else former.settings, world_size=world.size)
+    dataset = job.dataset()
+    run = start(
+        # The scheduler is made below: how many steps it is for is known only once a checkpoint has been read.
+        dataclasses.replace(apply(settings, job), dataset=lambda: dataset, scheduler=None),
+        seed=settings.seed,
+        micro_batch_size=_micro_batch_size(settings, known, _largest(job, settings, world, devices)),
+        accumulation_steps=settings.accumulation_steps,
+        precision=settings.precision,
+        observer=observer,
+        world=world,
+    )
+    run.engine.decisions["learning_rate"] = "; ".join(dict.fromkeys(map(str, run.rates)))
+    if header is None:
+        num_steps = num_steps_of(run.batches)
+        make_scheduler(job, run.engine, num_steps)
+        header, ready = Header(origin, (Stretch(0, settings, num_steps),)), Ready(run, run.batches, num_steps)
+    else:
+        fresh = _hyperparameters(run.engine)
+        make_scheduler(job, run.engine, header.stretches[-1].schedule_steps)
+        _load(run.engine, place, observer)
+        rest = _rest(settings, dataset, job, run.engine)
+        left = 0 if rest is None else num_steps_of(rest)
+        ready = Ready(run, rest, None if left is None else run.engine.num_steps + left)
+        header = _follow_changes(job, header, settings, ready=ready, fresh=fresh, observer=observer)
+    header = dataclasses.replace(header, origin={**header.origin, **origin})
+    on_first_rank(world, partial(place.write, header))
+    return ready
+
+
+def _micro_batch_size(settings: Settings, known: Memory | None, largest: Largest | None) -> int | Auto:
+    size = settings.micro_batch_size
+    return size if isinstance(size, int) else Auto(largest=largest, known=known if size == "auto" else None)
+
+
+def _largest(job: Job, settings: Settings, world: World, devices: KnownDevices | None) -> Largest | None:
+    """Return who is asked what fits; nobody on a CPU, where planning takes longer than what it saves (docs/log.md)."""
+    if world.device.type != "cuda":
+        return None
+    return planned_for_job(job, settings.learning_rate, settings.precision, world, devices)
+
+
+def on_first_rank(world: World, act: Callable[[], ResultT]) -> ResultT:
+    """Return on every rank what `act()` returns on rank 0; what it raises there is raised on every rank."""
+    outcome: tuple[ResultT | None, Exception | None] = (None, None)
+    if world.rank == 0:
+        try:
+            outcome = (act(), None)
+        except (AnyBatchError, OSError) as error:
+            outcome = (None, error)
+    result, failure = world.gather_objects(outcome)[0]
+    if failure is not None:
+        raise failure
+    return cast("ResultT", result)
+
+
+def num_steps_of(data: Batches) -> int | None:
+    """Return the number of steps to the end of some batches; None if their data does not tell."""
+    try:
+        return len(data)
+    except TypeError:
+        return None
+
+
+def make_scheduler(job: Job, engine: Engine, num_steps: int | None) -> None:
+    """Give the engine the job's scheduler, at its beginning.
+
+    Raises:
+        DataError: the job has one, and the number of steps is not known.
+    """
+    if job.scheduler is None:
+        return
+    if num_steps is None:
+        message = (
+            "the job's scheduler needs the number of steps, and the length of the data set is not known. "
+            "Say how many steps to make (--steps, or steps= in Defaults), or leave the scheduler out."
+        )
+        raise DataError(message)
+    engine.scheduler = job.scheduler(engine.optimizer, num_steps)
+
+
+def tell(observer: Observer, engine: Engine, code: str, message: str, *, is_warning: bool = False) -> None:
+    """Tell an observer what the user should know before the first step of a session."""
+    observer.observe(
+        DiagnosisRecord(
+            rank=engine.world.rank,
+            step=engine.num_steps,
+            code=code,
+            level="warning" if is_warning else "info",
+            message=message,
+            remedy=None,
+        )
+    )
+
+
+def _load(engine: Engine, place: RunFolder, observer: Observer) -> None:
+    """Go on from the newest intact checkpoint; a run that was ended before its first one begins again."""
+    there = bool(list_checkpoints(place.checkpoints))
+    if not any(engine.world.gather_objects(there)):
+        message = "there is no checkpoint yet: the run begins again at its first step"
+        tell(observer, engine, "no_checkpoint", message, is_warning=True)
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # each of them is a record, too, and observers are told
+        engine.load(place.checkpoints)
+
+
+def _rest(settings: Settings, dataset: Any, job: Job, engine: Engine) -> Batches | None:  # noqa: ANN401 (any data set)
+    """Return what is left of the data; None if nothing is."""
+    left = None if settings.steps is None else settings.steps - engine.num_steps
+    if left is not None and left < 0:
+        message = (
+            f"steps={settings.steps} counts from the very beginning, and the run has made {engine.num_steps} steps. "
+            "Give more, or begin a new run."
+        )
+        raise UserError(message)
+    if left == 0:
+        return None
+    return batches(
+        dataset,
+        effective_batch_size=settings.effective_batch_size,
+        epochs=settings.epochs,
+        steps=left,
+        shuffle=job.shuffle,
+        seed=settings.seed,
+        collate=job.collate,
+        start=engine.position,
+    )
+
+
+def _hyperparameters(engine: Engine) -> list[Hyperparameters]:
+    """Return what belongs to the batch size in each parameter group."""
+    return [
+        {name: copy.deepcopy(group[name]) for name in _FOLLOW_THE_BATCH_SIZE if name in group}
+        for group in engine.optimizer.param_groups
+    ]
+
+
+def _follow_changes(
+    job: Job, header: Header, settings: Settings, *, ready: Ready, fresh: list[Hyperparameters], observer: Observer
+) -> Header:
+    """Set the learning rates anew if the checkpoint was made under other settings; return the header that says so."""
+    engine, last = ready.run.engine, header.stretches[-1]
+    before = header.before(engine.num_steps)
+    changes = differences(before.settings, settings, LEARNED)
+    if not changes and before.schedule_steps == last.schedule_steps:
+        unchanged = settings == last.settings
+        return header if unchanged else header.with_change(Stretch(engine.num_steps, settings, last.schedule_steps))
+    made = getattr(engine.scheduler, "last_epoch", 0)  # fewer than steps where fp16 has skipped some
+    for group, values in zip(engine.optimizer.param_groups, fresh, strict=True):
+        group.pop("initial_lr", None)
+        group.update(values)
+    make_scheduler(job, engine, ready.num_steps)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of a scheduler that is stepped before its optimizer
+        for _ in range(made):
+            cast("Any", engine.scheduler).step()
+    asked = ", ".join(changes) or "the settings of this one"
+    message = (
+        f"from step {engine.num_steps} on learning rates are those of a run of {ready.num_steps} steps with {asked}"
+    )
+    tell(observer, engine, "learning_rates_follow", message)
+    return header.with_change(Stretch(engine.num_steps, settings, ready.num_steps))

@@ -1,0 +1,313 @@
+"""A training session: from a job to parameters in a folder, in one go or in several.
+
+A session steps, evaluates, saves, and stops when it is asked to. What it is for is that nothing of this shows in the
+result: a run that was stopped, or killed, and resumed on as many ranks ends with the same bits.
+"""
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from anybatch.checkpoints import list_checkpoints
+from anybatch.core.geometry import ceil_div
+from anybatch.core.records import MemoryRecord, Observer, Record
+from anybatch.core.reports import StepReport
+from anybatch.engine.engine import Engine
+from anybatch.engine.micro_batch_size.search import Memory
+from anybatch.events.jsonl import JsonlLog
+from anybatch.parallel.world import World
+from anybatch.planner.cache.measured_devices import KnownDevices
+from anybatch.recipes.job import Job
+from anybatch.recipes.run.folder import NO_ORIGIN, Origin, RunFolder
+from anybatch.recipes.run.prepare import Ready, on_first_rank, prepare
+from anybatch.recipes.run.settings import Choices
+from anybatch.recipes.run.stop import StopRequest
+
+CHECKPOINT_SECONDS = 600.0
+NUM_EVALUATIONS = 4
+"""Evaluations of a run that is shorter than an epoch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook:
+    """What is known before the first step of a session.
+
+    Attributes:
+        folder: where the run's files are.
+        first_step: number of the first step of this session.
+        num_steps: steps of the whole run, those before this session included; None if the data does not tell.
+    """
+
+    folder: RunFolder
+    first_step: int
+    num_steps: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a session ended.
+
+    Attributes:
+        folder: where the run's files are.
+        stopped: it was asked to stop before the end of the run.
+        num_steps: steps of the whole run so far.
+        num_session_steps: steps of this session.
+        num_session_samples: samples of those, over all ranks.
+        session_seconds: from its beginning to its end.
+        stepping_seconds: the part of them that was neither start, evaluation nor saving.
+        peak_bytes: most that this rank held in a step, as `MemoryRecord` has it; None where the system does not tell.
+        limit_bytes: what there is; None if that is not said.
+        loss: of the last step; None if there was none.
+        metrics: of the last evaluation; empty if there was none.
+        checkpoint: the newest one; None if there is none.
+    """
+
+    folder: RunFolder
+    stopped: bool
+    num_steps: int
+    num_session_steps: int
+    num_session_samples: int
+    session_seconds: float
+    stepping_seconds: float
+    peak_bytes: int | None
+    limit_bytes: int | None
+    loss: float | None
+    metrics: Mapping[str, float]
+    checkpoint: Path | None
+
+
+def train(
+    job: Job,
+    folder: str | Path,
+    choices: Choices | None = None,
+    *,
+    resume: bool = False,
+    origin: Origin = NO_ORIGIN,
+    world: World | None = None,
+    known: Memory | None = None,
+    devices: KnownDevices | None = None,
+    observer: Callable[[Outlook], Observer] | None = None,
+    stop: Callable[[], bool] | None = None,
+    checkpoint_seconds: float = CHECKPOINT_SECONDS,
+    clock: Callable[[], float] = time.monotonic,
+) -> Outcome:
+    """Train a job in a folder, or go on with it. Call it on every rank.
+
+    Evaluates and saves at the end of every epoch and of the run, saves every `checkpoint_seconds`, and when asked to
+    stop. Resumed, it goes on from the newest intact checkpoint, and at the very beginning if there is none yet.
+
+    Where a resumed run is given another batch size, learning rate or length, its learning rates are from then on those
+    that a new run with these settings would have at that step.
+
+    Args:
+        job: what to learn.
+        folder: for the log and the checkpoints; must be empty, or not there, unless `resume`.
+        choices: what is not as the job says; when resumed, what is not as before. Whatever is None stays.
+        resume: go on with the run in `folder`.
+        origin: how the run was asked for, kept in the folder for who resumes it.
+        world: the ranks; None asks the environment.
+        known: remembers which micro-batch sizes were the fastest, from one run to the next; None times them anew.
+        devices: remembers what steps were measured to take of devices; None takes them all for unknown.
+        observer: function (outlook) -> who looks in on this rank, beside the log.
+        stop: function () -> whether to stop after this step; one rank is enough. None stops on SIGINT and SIGTERM, and
+            a second SIGINT ends at once.
+        checkpoint_seconds: most time between two checkpoints, looked at after each step.
+        clock: seconds that only go forward.
+
+    Raises:
+        UserError: the folder is used, or a choice cannot be run.
+        CheckpointError: the folder holds no run that can be resumed, or a checkpoint cannot be written.
+        NonFiniteError, RankFailedError: as `Engine.step`.
+    """
+    begun = clock()
+    world = World.from_environment() if world is None else world
+    place = RunFolder(Path(folder))
+    header = on_first_rank(world, place.read if resume else place.refuse_used)
+    ready: Ready | None = None
+    try:
+        with (
+            contextlib.nullcontext(stop) if stop is not None else StopRequest() as asked,
+            JsonlLog(place.log(world.rank)) as log,
+        ):
+            highest = Highest()
+            relay = Relay(log, highest)
+            ready = prepare(
+                job,
+                choices or Choices(),
+                header,
+                origin,
+                place=place,
+                world=world,
+                known=known,
+                devices=devices,
+                observer=relay,
+            )
+            if observer is not None:
+                first_step = ready.run.engine.num_steps
+                relay.begin(observer(Outlook(folder=place, first_step=first_step, num_steps=ready.num_steps)))
+            pace = _Pace(asked, checkpoint_seconds, clock, begun)
+            return _run(_Session(ready, place, pace, highest), ready.run.engine)
+    except BaseException:
+        if header is None and (ready is None or ready.run.engine.num_steps == 0):
+            place.clear(world.rank)  # so that the same command runs once the reason is gone
+        raise
+
+
+def _run(session: "_Session", engine: Engine) -> Outcome:
+    """Step a session to its end, and let go of the engine however that comes."""
+    try:
+        outcome = session.run()
+    except BaseException as error:
+        engine.close(error)
+        raise
+    engine.close(Stopped("as asked") if outcome.stopped else None)
+    return outcome
+
+
+class Stopped(KeyboardInterrupt):
+    """What a run's log gives as the reason for its end when it was asked to stop. Nobody raises it."""
+
+
+class Relay:
+    """Passes records on to observers; one that comes late is first told what it has missed."""
+
+    def __init__(self, *observers: Observer) -> None:
+        self._observers = [*observers]
+        self._missed: list[Record] | None = []
+
+    def observe(self, record: Record, /) -> None:
+        """Tell every observer."""
+        if self._missed is not None:
+            self._missed.append(record)
+        for observer in self._observers:
+            observer.observe(record)
+
+    def begin(self, *observers: Observer) -> None:
+        """Let the last observers in. From here on records are not kept."""
+        missed, self._missed = self._missed or [], None
+        for observer, record in itertools.product(observers, missed):
+            observer.observe(record)
+        self._observers += observers
+
+
+class Highest:
+    """An observer that keeps the memory record of the highest peak."""
+
+    def __init__(self) -> None:
+        self.record: MemoryRecord | None = None
+
+    def observe(self, record: Record, /) -> None:
+        """Keep a record, if it is of a higher peak."""
+        if isinstance(record, MemoryRecord) and (self.record is None or record.peak_bytes > self.record.peak_bytes):
+            self.record = record
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pace:
+    """When to stop, when to save, and what time it is."""
+
+    asked: Callable[[], bool]
+    checkpoint_seconds: float
+    clock: Callable[[], float]
+    begun: float
+
+
+class _Session:
+    """The loop of one session, and what it remembers between two steps."""
+
+    def __init__(self, ready: Ready, place: RunFolder, pace: _Pace, highest: Highest) -> None:
+        self._run, self._engine = ready.run, ready.run.engine
+        self._rest = ready.rest
+        self._num_steps = ready.num_steps
+        self._place, self._pace, self._highest = place, pace, highest
+        self._first_step = self._engine.num_steps
+        self._evaluated = self._saved = -1
+        self._saved_at = pace.clock()
+        self._report: StepReport | None = None
+        self._num_samples = 0
+        self._aside_seconds = 0.0
+        self._metrics: Mapping[str, float] = {}
+
+    def run(self) -> Outcome:
+        """Step until the data ends or somebody asks to stop."""
+        begun = self._pace.clock()
+        stopped = self._step_to_the_end()
+        return self._outcome(stopped=stopped, loop_seconds=self._pace.clock() - begun)
+
+    def _step_to_the_end(self) -> bool:
+        """Return whether it was stopped."""
+        often = self._steps_per_evaluation()
+        for batch in self._rest or ():
+            self._report = report = self._engine.step(batch)
+            self._num_samples += report.num_samples
+            stopping, due = self._agree()
+            if stopping and self._engine.num_steps != self._num_steps:
+                self._save()
+                return True
+            ends_epoch = report.position.sample_offset == 0
+            if ends_epoch or (often and self._engine.num_steps % often == 0):
+                self._evaluate()
+            if ends_epoch or due:
+                self._save()
+        self._evaluate()
+        if self._report is not None:
+            self._save()
+        return False
+
+    def _outcome(self, *, stopped: bool, loop_seconds: float) -> Outcome:
+        """Return how it ended."""
+        found = list_checkpoints(self._place.checkpoints)
+        memory = self._highest.record
+        return Outcome(
+            folder=self._place,
+            stopped=stopped,
+            num_steps=self._engine.num_steps,
+            num_session_steps=self._engine.num_steps - self._first_step,
+            num_session_samples=self._num_samples,
+            session_seconds=self._pace.clock() - self._pace.begun,
+            stepping_seconds=loop_seconds - self._aside_seconds,
+            peak_bytes=None if memory is None else memory.peak_bytes,
+            limit_bytes=None if memory is None else memory.limit_bytes,
+            loss=None if self._report is None else self._report.loss,
+            metrics=self._metrics,
+            checkpoint=found[-1] if found else None,
+        )
+
+    def _agree(self) -> tuple[bool, bool]:
+        """Return whether to stop, which any rank may ask for, and whether to save, which is up to rank 0's clock."""
+        is_due = self._pace.clock() - self._saved_at >= self._pace.checkpoint_seconds
+        votes = self._engine.world.gather_numbers([self._pace.asked(), is_due])
+        return any(asked for asked, _ in votes), bool(votes[0][1])
+
+    def _steps_per_evaluation(self) -> int | None:
+        """Return after how many steps to evaluate a run that is shorter than an epoch; None for at its epochs' ends."""
+        if self._rest is None or self._num_steps is None:
+            return None
+        try:
+            epoch = self._rest.steps_per_epoch
+        except TypeError:
+            epoch = self._num_steps + 1
+        return max(1, ceil_div(self._num_steps, NUM_EVALUATIONS)) if self._num_steps < epoch else None
+
+    def _evaluate(self) -> None:
+        if self._evaluated != self._engine.num_steps:
+            with self._aside():
+                self._metrics = self._run.evaluate()
+            self._evaluated = self._engine.num_steps
+
+    def _save(self) -> None:
+        if self._saved != self._engine.num_steps:
+            with self._aside():
+                self._engine.save(self._place.checkpoints)
+            self._saved = self._engine.num_steps
+            self._saved_at = self._pace.clock()
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Count the time of what is no step."""
+        begun = self._pace.clock()
+        yield
+        self._aside_seconds += self._pace.clock() - begun

@@ -1,0 +1,151 @@
+"""What a run is asked for, and what it is run with: choices, defaults, and what an earlier part of the run had."""
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from anybatch.core.geometry import resolve_sizes
+from anybatch.core.learning_rate import Rule
+from anybatch.engine.update.precision import PrecisionName
+from anybatch.errors import UserError
+from anybatch.recipes.job import Job
+
+MicroBatchSize = int | Literal["auto", "anew"]
+
+LEARNED = ("effective_batch_size", "learning_rate", "base_batch_size", "learning_rate_rule", "epochs", "steps")
+"""The settings that the learning rate of a step depends on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """What is asked for; whatever is None is left to the run that is resumed, or to the job's defaults.
+
+    Args:
+        effective_batch_size: samples of one optimizer step, over all ranks.
+        learning_rate: at the base batch size.
+        base_batch_size: samples per step that the learning rate belongs to.
+        learning_rate_rule: how it follows the effective batch size: "linear", "sqrt" or "none".
+        epochs: passes over the data set, from the very beginning.
+        steps: optimizer steps from the very beginning, instead of epochs.
+        seed: of the initial parameters, the order, the augmentation and the model's random numbers.
+        micro_batch_size: most samples of one forward and backward, or "auto"; "anew" is "auto" without what was
+            measured in earlier runs.
+        accumulation_steps: micro-batches per rank and step, instead of a micro-batch size.
+        precision: "fp32", "bf16" or "fp16".
+    """
+
+    effective_batch_size: int | None = None
+    learning_rate: float | None = None
+    base_batch_size: int | None = None
+    learning_rate_rule: Rule | None = None
+    epochs: int | None = None
+    steps: int | None = None
+    seed: int | None = None
+    micro_batch_size: MicroBatchSize | None = None
+    accumulation_steps: int | None = None
+    precision: PrecisionName | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What a run is run with; the fields are those of `Choices`, decided.
+
+    `epochs` or `steps` is None, and so is `accumulation_steps` unless it takes the place of a micro-batch size.
+    """
+
+    effective_batch_size: int
+    learning_rate: float
+    base_batch_size: int
+    learning_rate_rule: Rule | None
+    epochs: int | None
+    steps: int | None
+    seed: int
+    micro_batch_size: MicroBatchSize
+    accumulation_steps: int | None
+    precision: PrecisionName
+
+
+def settle(job: Job, choices: Choices, former: Settings | None, *, world_size: int) -> Settings:
+    """Decide what a run is run with: what is chosen, else what it had before, else what the job says.
+
+    The micro-batch size times the accumulation steps times the ranks is the effective batch size of a new run for
+    which both are chosen and it is not.
+
+    Raises:
+        BatchSizeError: the three sizes contradict each other on so many ranks.
+        UserError: both epochs and steps, or another seed than that of the run that is resumed.
+    """
+    given = {name: value for name, value in dataclasses.asdict(choices).items() if value is not None}
+    if choices.epochs is not None and choices.steps is not None:
+        message = f"epochs={choices.epochs} and steps={choices.steps} both say where to stop. Give one of them."
+        raise UserError(message)
+    if former is not None and choices.seed not in (None, former.seed):
+        message = (
+            f"seed={choices.seed}, and the run that is resumed has seed {former.seed}: another seed is another order "
+            "of the samples, in which some of this epoch would come twice. Leave it out, or begin a new run."
+        )
+        raise UserError(message)
+    base = _defaults(job) if former is None else former
+    if "epochs" in given or "steps" in given:
+        base = dataclasses.replace(base, epochs=None, steps=None)
+    if "micro_batch_size" in given or "accumulation_steps" in given:
+        base = dataclasses.replace(base, micro_batch_size="auto", accumulation_steps=None)
+    settings = dataclasses.replace(base, **given)
+    micro_batch_size = None if isinstance(settings.micro_batch_size, str) else settings.micro_batch_size
+    is_product = former is None and choices.effective_batch_size is None and choices.accumulation_steps is not None
+    sizes = resolve_sizes(
+        world_size=world_size,
+        effective_batch_size=None if is_product and micro_batch_size is not None else settings.effective_batch_size,
+        micro_batch_size=micro_batch_size,
+        accumulation_steps=settings.accumulation_steps,
+    )
+    assert sizes.effective_batch_size is not None
+    return dataclasses.replace(
+        settings,
+        effective_batch_size=sizes.effective_batch_size,
+        accumulation_steps=settings.accumulation_steps if micro_batch_size is None else None,
+    )
+
+
+def apply(settings: Settings, job: Job) -> Job:
+    """Return the job with these settings as its defaults.
+
+    Raises:
+        BatchSizeError, UserError: a number that cannot be used.
+    """
+    defaults = dataclasses.replace(
+        job.defaults,
+        effective_batch_size=settings.effective_batch_size,
+        learning_rate=settings.learning_rate,
+        base_batch_size=settings.base_batch_size,
+        learning_rate_rule=settings.learning_rate_rule,
+        epochs=settings.epochs,
+        steps=settings.steps,
+    )
+    return dataclasses.replace(job, defaults=defaults)
+
+
+def differences(before: Settings, after: Settings, names: Iterable[str]) -> tuple[str, ...]:
+    """Return "name before -> after" for each of the settings that is not as it was."""
+    return tuple(
+        f"{name} {getattr(before, name)} -> {getattr(after, name)}"
+        for name in names
+        if getattr(before, name) != getattr(after, name)
+    )
+
+
+def _defaults(job: Job) -> Settings:
+    defaults = job.defaults
+    return Settings(
+        effective_batch_size=defaults.effective_batch_size,
+        learning_rate=defaults.learning_rate,
+        base_batch_size=defaults.base_batch_size or defaults.effective_batch_size,
+        learning_rate_rule=defaults.learning_rate_rule,
+        epochs=1 if defaults.epochs is None and defaults.steps is None else defaults.epochs,
+        steps=defaults.steps,
+        seed=0,
+        micro_batch_size="auto",
+        accumulation_steps=None,
+        precision="fp32",
+    )

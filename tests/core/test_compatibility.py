@@ -1,0 +1,171 @@
+"""The composition table is whole, says why, and is checked the way it is printed."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from anybatch.core.compatibility import (
+    Axis,
+    Cell,
+    Feature,
+    Verdict,
+    as_markdown,
+    cell,
+    meetings,
+    pairs,
+    refusal,
+    refuse_compositions,
+    remarks,
+)
+from anybatch.errors import CompositionError
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "composition.md"
+ALL_PAIRS = pairs(Feature)
+AXES = dict.fromkeys(feature.axis for feature in Feature)
+
+
+def refused(*features: Feature) -> str:
+    """Return the message that these features are refused with, or an empty string."""
+    try:
+        refuse_compositions(dict.fromkeys(features, ""))
+    except CompositionError as error:
+        return str(error)
+    return ""
+
+
+def test_page_is_current() -> None:
+    """docs/composition.md is what `python docs/write_composition.py` writes."""
+    assert PAGE.read_text(encoding="utf-8") == as_markdown() + "\n"
+
+
+def test_every_pair_has_a_cell_and_order_does_not_matter() -> None:
+    """Each feature meets itself and each other once, and the table is symmetric."""
+    assert len(ALL_PAIRS) == len(set(map(frozenset, ALL_PAIRS))) == len(Feature) * (len(Feature) + 1) // 2
+    assert all(cell(one, other) is cell(other, one) for one, other in ALL_PAIRS)
+
+
+def test_whatever_is_not_exact_says_why() -> None:
+    """A cell that is refused or not exact has a reason and a remedy; an exclusive one has a reason."""
+    for one, other in ALL_PAIRS:
+        found = cell(one, other)
+        said = bool(found.reason), bool(found.instead)
+        assert said == {Verdict.EXACT: (False, False), Verdict.EXCLUSIVE: (True, False)}.get(
+            found.verdict, (True, True)
+        )
+        assert not found.reason.endswith(".")
+        assert not found.instead or found.instead.endswith(".")
+
+
+def test_values_of_one_axis_exclude_each_other() -> None:
+    """Two answers to one question never meet, and every exclusive axis has at least two answers or is not one."""
+    for one, other in itertools.combinations(Feature, 2):
+        if one.axis is other.axis and one.axis.exclusive:
+            assert cell(one, other).verdict is Verdict.EXCLUSIVE
+    for axis in AXES:
+        assert not axis.exclusive or sum(feature.axis is axis for feature in Feature) > 1
+
+
+def test_features_have_names_of_their_own() -> None:
+    """No two features are called alike in a sentence: an enum would make one the alias of the other."""
+    assert len({feature.says for feature in Feature}) == len(Feature) == len(Feature.__members__)
+    assert {axis.known for axis in AXES} <= {"built", "first batch", "running"}
+    assert len({axis.name for axis in AXES}) == len(AXES)
+
+
+def test_a_pair_that_is_not_stated_is_as_good_as_its_worse_feature() -> None:
+    """What nothing is said of inherits: the verdict of a feature by itself goes for everything it meets."""
+    good_to_bad = list(Verdict)
+    for one, other in ALL_PAIRS:
+        found, own = cell(one, other), {cell(one, one), cell(other, other)}
+        if (one, other) in meetings((one, other)) or found.verdict is Verdict.EXCLUSIVE:
+            continue
+        assert found in own
+        assert all(good_to_bad.index(found.verdict) >= good_to_bad.index(each.verdict) for each in own)
+
+
+def test_exactly_the_refused_cells_are_refused() -> None:
+    """The check raises for a pair if and only if its cell is refused, with the cell's reason and remedy."""
+    num_refused = 0
+    for one, other in ALL_PAIRS:
+        found = cell(one, other)
+        if found.verdict is Verdict.EXCLUSIVE:
+            continue  # never checked, since nobody can ask for both
+        message = refused(one, other)
+        assert bool(message) is (found.verdict is Verdict.REFUSED)
+        assert found.verdict is not Verdict.REFUSED or (found.reason in message and found.instead in message)
+        num_refused += bool(message)
+    assert num_refused == sum(cell(*pair).verdict is Verdict.REFUSED for pair in ALL_PAIRS) > 0
+
+
+def test_a_message_says_what_shows_it_why_and_what_to_do() -> None:
+    """A refusal names both features, what showed them, the reason and the remedy."""
+    shown = {Feature.DDP: "", Feature.LOW_PARAMETERS: "'head.weight' is torch.bfloat16"}
+
+    with pytest.raises(CompositionError) as caught:
+        refuse_compositions(shown)
+    found = cell(Feature.DDP, Feature.LOW_PARAMETERS)
+    assert str(caught.value) == (
+        "strategy='ddp' does not compose with bf16 or fp16 parameters ('head.weight' is torch.bfloat16): "
+        f"{found.reason}. {found.instead}"
+    )
+    assert refusal(Feature.REENTRANT, Feature.REENTRANT, {}).startswith(f"{Feature.REENTRANT.says} is not supported: ")
+
+
+def test_every_reason_is_given_once() -> None:
+    """Several refused pairs give one message with each reason once: ddp, low parameters and their cast are one."""
+    lines = refused(Feature.DDP, Feature.LOW_PARAMETERS, Feature.CAST, Feature.FP16, Feature.ALONE).splitlines()
+
+    assert len(lines) == 3
+    assert len({line.partition(": ")[2] for line in lines}) == 3
+
+
+def test_a_stated_pair_speaks_for_its_features() -> None:
+    """A feature that is no good by itself is cured by one with which it is stated to be exact, and by no other."""
+    assert cell(Feature.REENTRANT, Feature.COMPILED) == Cell(Verdict.EXACT)
+    assert not refused(Feature.REENTRANT, Feature.COMPILED, Feature.DDP)
+    assert refused(Feature.REENTRANT, Feature.DDP)
+
+
+def test_remarks_say_what_keeps_a_run_from_equality() -> None:
+    """Remarks are about what differs or depends on the cut, once each; a run without such features has none."""
+    exact = {f for f in Feature if cell(f, f).verdict is Verdict.EXACT}
+    common = {f for f in exact if f.axis.name != "norms"} - {Feature.COMPILED}
+    assert remarks({*common, Feature.COMPILED}) == ()
+
+    said = remarks({*common, Feature.BATCH_NORM, Feature.DROPOUT_KEYED})
+    assert [line.partition(":")[0] for line in said] == [Feature.BATCH_NORM.says, Feature.DROPOUT_KEYED.says]
+    assert cell(Feature.BATCH_NORM, Feature.BATCH_NORM).instead in said[0]
+
+    for cure in exact - common - {Feature.COMPILED}:
+        assert remarks({*common, Feature.BATCH_NORM, cure}) == ()
+
+    (said_of_both,) = remarks({*common, Feature.COMPILED, Feature.DROPOUT_KEYED})
+    assert said_of_both.startswith(f"{Feature.COMPILED.says} with {Feature.DROPOUT_KEYED.says}: ")
+
+
+def test_what_follows_from_low_parameters_is_refused_with_them() -> None:
+    """Master weights and cast gradients come with bf16 and fp16 parameters, so what refuses those refuses these."""
+    for feature in Feature:
+        if cell(feature, Feature.LOW_PARAMETERS).verdict is Verdict.REFUSED:
+            assert cell(feature, Feature.MASTER_WEIGHTS).verdict is Verdict.REFUSED
+            assert cell(feature, Feature.CAST).verdict is Verdict.REFUSED
+
+
+def test_page_has_every_feature_and_every_reason() -> None:
+    """The printed page numbers every feature, marks every cell, and gives every stated reason under its heading."""
+    page = as_markdown()
+    rows = page.partition("```text\n")[2].partition("\n```")[0].splitlines()[1:]
+
+    assert [row.split()[1] for row in rows] == [feature.name.lower() for feature in Feature]
+    for number, row in enumerate(rows):
+        one = list(Feature)[number]
+        assert row.split()[2:] == [cell(one, other).verdict.value for other in list(Feature)[: number + 1]]
+    for pair in ALL_PAIRS:
+        if cell(*pair).verdict is not Verdict.EXCLUSIVE:
+            assert cell(*pair).reason in page
+
+
+def test_an_axis_is_a_value() -> None:
+    """Axes compare by what they say, so that a feature can be asked which question it answers."""
+    assert Feature.SINGLE.axis == Axis("strategy")

@@ -1,0 +1,226 @@
+"""Batches of any shape: counted, cut and put together again."""
+
+from collections import OrderedDict, UserDict, defaultdict
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import default_collate
+
+from anybatch.core.tree import count_samples, map_tensors, slice_samples, take_apart, tensors_of
+from anybatch.errors import DataError
+
+
+class Pair(NamedTuple):
+    """A named tuple."""
+
+    one: Any
+    other: Any
+
+
+@dataclass(frozen=True)
+class Example:
+    """A dataclass with a field that follows from another."""
+
+    words: torch.Tensor
+    mask: Any
+    name: str = "train"
+    total: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "total", int(self.words.sum()))
+
+
+class Encoding(UserDict[str, Any]):
+    """A mapping that is no dict, as tokenizers return."""
+
+
+def concatenated(parts: list[Any]) -> Any:  # noqa: PLR0911 (one line per container)
+    """Put slices of a batch together again: the inverse, written down independently, container by container."""
+    first = parts[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(parts) if first.dim() else first
+    if isinstance(first, np.ndarray):
+        return np.concatenate(parts) if first.ndim else first
+    if isinstance(first, (dict, UserDict)):
+        return type(first)({key: concatenated([part[key] for part in parts]) for key in first})
+    if isinstance(first, Example):
+        return Example(
+            concatenated([part.words for part in parts]), concatenated([part.mask for part in parts]), first.name
+        )
+    if isinstance(first, Pair):
+        return Pair(*(concatenated([part[number] for part in parts]) for number in range(2)))
+    if isinstance(first, (list, tuple)) and any(isinstance(item, (torch.Tensor, dict)) for item in first):
+        return type(first)(concatenated([part[number] for part in parts]) for number in range(len(first)))
+    if isinstance(first, list):
+        return [item for part in parts for item in part]
+    if isinstance(first, tuple) and first and all(isinstance(item, str) for item in first):
+        return tuple(item for part in parts for item in part)
+    return first
+
+
+def same(one: Any, other: Any) -> bool:  # noqa: PLR0911 (one line per container)
+    """Whether two trees are equal in types and values."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return bool(np.array_equal(one, other))
+    if isinstance(one, (dict, UserDict)):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, Example):
+        return (
+            same(one.words, other.words)
+            and same(one.mask, other.mask)
+            and (one.name, one.total)
+            == (
+                other.name,
+                other.total,
+            )
+        )
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(same(*pair) for pair in zip(one, other, strict=True))
+    return bool(one == other)
+
+
+def leaves(number: int) -> st.SearchStrategy[Any]:
+    """Return leaves with that many samples, and leaves that belong to every sample."""
+    numbers = torch.arange(number * 3).reshape(number, 3)
+    carrying = [
+        numbers,
+        numbers[:, 0].double(),
+        numbers.to(torch.float16)[:, :0],
+        np.arange(number * 2).reshape(number, 2),
+        [f"sample {index}" for index in range(number)],
+        list(range(number)),
+    ]
+    if number:
+        carrying.append(tuple(f"sample {index}" for index in range(number)))
+    constant = [3, 0.5, None, "all", torch.tensor(2.0), True]
+    return st.sampled_from([*carrying, *constant])
+
+
+def trees(number: int) -> st.SearchStrategy[Any]:
+    """Return nested batches of that many samples."""
+
+    def grow(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        keys = st.sampled_from(["x", "y", "z"])
+        mappings = st.dictionaries(keys, children, min_size=1, max_size=3)
+        return st.one_of(
+            mappings,
+            mappings.map(OrderedDict),
+            mappings.map(Encoding),
+            st.tuples(children, children).map(lambda pair: Pair(*pair)),
+            children.map(lambda child: Example(torch.arange(number), child)),
+            children.map(lambda child: (torch.ones(number), child)),
+            children.map(lambda child: [torch.ones(number, 2), child]),
+        )
+
+    return st.recursive(leaves(number), grow, max_leaves=8).map(lambda tree: {"x": torch.arange(number), "rest": tree})
+
+
+@given(data=st.data(), number=st.integers(1, 7))
+def test_slices_put_together_are_the_batch(data: st.DataObject, number: int) -> None:
+    """Cutting a batch anywhere and concatenating the pieces gives the batch back, whatever it is made of."""
+    batch = data.draw(trees(number))
+    cuts = sorted(data.draw(st.sets(st.integers(1, number), max_size=3)) | {number})
+    bounds = list(zip([0, *cuts[:-1]], cuts, strict=True))
+    pieces = [slice_samples(batch, start, stop) for start, stop in bounds]
+
+    assert count_samples(batch) == number
+    assert [count_samples(piece) for piece in pieces] == [stop - start for start, stop in bounds]
+    assert same(concatenated(pieces), batch)
+
+
+@given(data=st.data(), number=st.integers(0, 4))
+def test_mapping_tensors_keeps_the_tree(data: st.DataObject, number: int) -> None:
+    """Mapping the identity over tensors gives an equal tree of the same types; every tensor is seen once."""
+    batch = data.draw(trees(number))
+    seen: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(tensor)
+        return tensor
+
+    assert same(map_tensors(batch, note), batch)
+    assert [id(tensor) for tensor in seen] == [id(tensor) for tensor in tensors_of(batch)]
+
+
+def test_slices_are_views() -> None:
+    """A slice shares the batch's memory: cutting copies nothing."""
+    batch = {"x": torch.zeros(6, 2)}
+    slice_samples(batch, 2, 4)["x"].fill_(1.0)
+    assert batch["x"].sum(1).tolist() == [0, 0, 2, 2, 0, 0]
+
+
+def test_batch_encodings_keep_their_type() -> None:
+    """What a tokenizer of transformers returns is cut into the same kind of thing."""
+    transformers = pytest.importorskip("transformers")
+    batch = transformers.BatchEncoding({"input_ids": torch.arange(12).reshape(4, 3), "labels": torch.arange(4)})
+    piece = slice_samples(batch, 1, 3)
+
+    assert type(piece) is transformers.BatchEncoding
+    assert count_samples(batch) == 4
+    assert piece.input_ids.tolist() == [[3, 4, 5], [6, 7, 8]]
+    assert piece["labels"].tolist() == [1, 2]
+
+
+def test_a_mapping_that_cannot_be_rebuilt_becomes_a_dict() -> None:
+    """A defaultdict takes its factory first, so its slice is a plain dict with the same content."""
+    batch = defaultdict(torch.Tensor, {"x": torch.arange(3)})
+    piece = slice_samples(batch, 0, 2)
+    assert type(piece) is dict
+    assert piece["x"].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        [(torch.zeros(2), "a"), (torch.ones(2), "b"), (torch.ones(2), "c")],
+        [{"x": torch.zeros(2), "y": "a"}, {"x": torch.ones(2), "y": "b"}, {"x": torch.ones(2), "y": "c"}],
+    ],
+    ids=["tuples", "dicts"],
+)
+def test_strings_belong_to_their_samples(samples: list[Any]) -> None:
+    """Strings that torch's default collate hands on, as a tuple or as a list, are cut with their samples."""
+    batch = default_collate(samples)
+    piece = slice_samples(batch, 1, 3)
+    words = piece["y"] if isinstance(piece, dict) else piece[1]
+
+    assert count_samples(batch) == 3
+    assert list(words) == ["b", "c"]
+
+
+@pytest.mark.parametrize("batch", [1.0, None, "text", {}, {"scale": 2}, torch.tensor(1.0), ("a", torch.tensor(1.0))])
+def test_a_batch_without_samples_is_refused(batch: Any) -> None:
+    """Where no leaf has a first axis, nothing can be counted."""
+    with pytest.raises(DataError, match="cannot be counted"):
+        count_samples(batch)
+
+
+def test_the_message_names_both_leaves() -> None:
+    """Leaves that disagree are named by their place in the tree, with both lengths."""
+    batch = {"x": torch.zeros(3, 2), "meta": Pair([torch.zeros(3)], Example(torch.zeros(4), None))}
+    with pytest.raises(DataError, match=r"batch\['x'\] has 3 samples, batch\['meta'\]\[1\]\.words has 4"):
+        count_samples(batch)
+
+
+def test_taken_apart_and_put_together() -> None:
+    """The tensors of a batch go back where they were, others take their places, and the form keeps none of them."""
+    words, mask = torch.arange(6.0).reshape(3, 2), torch.ones(3)
+    batch = {"pair": Pair(Example(words, [mask, 4]), torch.tensor(2.0)), "name": "train"}
+    tensors, put_together = take_apart(batch)
+
+    assert [tensor is one for tensor, one in zip(tensors, (words, mask), strict=False)] == [True, True]
+    again, other = put_together(tensors), put_together(2 * tensor for tensor in tensors)
+    assert again["pair"].one.words is words
+    assert again["pair"].one.mask[0] is mask
+    assert again["pair"].one.mask[1:] == [4]
+    assert (again["pair"].one.total, other["pair"].one.total) == (15, 30)
+    assert float(other["pair"].other) == 4.0
+    assert other["name"] == "train"

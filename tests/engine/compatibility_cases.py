@@ -1,0 +1,523 @@
+"""A run built from features of the composition table, and the same gradient in plain torch.
+
+The plain computation is one forward over all samples and one backward, with nothing of anybatch. Dropout alone cannot
+be had in one forward: there the micro-batches run one after the other under the seeds that belong to them, and their
+sums go through one backward.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import anybatch as ab
+from anybatch.core.compatibility import Feature, Verdict, cell, meetings
+from anybatch.core.randomness import BatchKey, unit_seed
+from anybatch.engine.update.clipping import ClipByNorm, ClipByValue
+from anybatch.errors import CompositionError
+from anybatch.norms import Exact, Ghost
+from anybatch.testing import relative_error
+from tests.engine.masks_by_hand import mask
+
+Features = frozenset[Feature]
+Batch = dict[str, torch.Tensor]
+Sums = dict[str, tuple[torch.Tensor, torch.Tensor]]
+Named = dict[str, torch.Tensor | None]
+
+NUM_SAMPLES, NUM_POSITIONS, NUM_WORDS, WIDTH = 11, 4, 6, 6
+RARE_WORD, SEED = 5, 7
+TERM_WEIGHTS = {"words": 1.0, "size": 0.3}
+LEARNING_RATE = 8.0  # so that an update stands out from the rounding of bf16 parameters
+MAX_NORM, MAX_NORM_OF_FIRST, MAX_VALUE = 0.1, 0.01, 0.01
+DEFAULTS = (
+    *(Feature.FP32, Feature.WIDE_PARAMETERS, Feature.DIRECT, Feature.BALANCED, Feature.MICRO_BATCH_SIZE),
+    *(Feature.DEALT, Feature.COUNT_BEFORE, Feature.DENSE),
+)
+IMPLIED = {
+    Feature.MASTER_WEIGHTS: Feature.LOW_PARAMETERS,
+    Feature.CAST: Feature.LOW_PARAMETERS,
+    Feature.LOW_PARAMETERS: Feature.MASTER_WEIGHTS,
+    **dict.fromkeys([feature for feature in Feature if feature.axis.name == "norms"], Feature.BATCH_NORM),
+}
+GROUP_SIZE = 3
+STRATEGIES = {Feature.SINGLE: "single", Feature.ALL_REDUCE: "all_reduce", Feature.DDP: "ddp"}
+SETTINGS = [(strategy, ranks) for ranks in (Feature.ALONE, Feature.SEVERAL_RANKS) for strategy in STRATEGIES]
+ON_ONE_RANK = [(strategy, Feature.ONE_RANK) for strategy in STRATEGIES]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What came of a run.
+
+    Attributes:
+        error: largest relative error of what the engine computed, in units of the tolerance.
+        refusal: the message of a CompositionError.
+        changed: what a refusal has changed all the same.
+    """
+
+    error: float = 0.0
+    refusal: str = ""
+    changed: tuple[str, ...] = ()
+
+
+def complete(features: Iterable[Feature]) -> Features:
+    """Return the features of a whole run: those given, what they imply, and the defaults of the other axes."""
+    found = set(features)
+    for feature in (*[IMPLIED[f] for f in Feature if f in found and f in IMPLIED], *DEFAULTS):
+        if not any(other.axis is feature.axis for other in found):
+            found.add(feature)
+    return frozenset(found)
+
+
+def runs_of(one: Feature, other: Feature) -> list[Features]:
+    """Return the runs that show what two features do together, with nothing else in them that is refused.
+
+    Several ranks with both strategies, and one rank; one rank under torch.distributed where that is one of the two.
+    """
+    if cell(one, other).verdict is Verdict.EXCLUSIVE:
+        return []
+    settings = ON_ONE_RANK if Feature.ONE_RANK in (one, other) else SETTINGS
+    if Feature.COMPILED in (one, other) and Feature.DDP not in (one, other):  # to compile takes a third of a second
+        settings = [setting for setting in settings if Feature.DDP not in setting]
+    runs = [
+        complete({one, other, *setting})
+        for setting in settings
+        if all(feature in setting for feature in (one, other) if feature.axis in [s.axis for s in setting])
+    ]
+    bad = (Verdict.REFUSED, Verdict.EXCLUSIVE)
+    return [run for run in runs if all(met is cell(one, other) for met in cells(run) if met.verdict in bad)]
+
+
+def cells(features: Features) -> list[Any]:
+    """Return everything that the table says of a run."""
+    return [cell(*pair) for pair in meetings(features)]
+
+
+# The model, the data, the loss and the optimizer
+
+
+class Network(nn.Module):
+    """Scores the words of a sentence position by position, with the layers that the features ask for."""
+
+    def __init__(self, features: Features) -> None:
+        super().__init__()
+        self.words = nn.Embedding(NUM_WORDS, WIDTH, sparse=Feature.SPARSE in features)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH) if Feature.BATCH_NORM in features else nn.Identity()
+        drops = features & {Feature.DROPOUT_KEYED, Feature.DROPOUT_PER_SAMPLE, Feature.DROPOUT_UNKEYED}
+        self.dropout: nn.Module = nn.Dropout(0.5) if drops else nn.Identity()
+        self.out = nn.Linear(WIDTH, NUM_WORDS)
+        leaves_some = Feature.UNUSED in features
+        self.rare = nn.Linear(WIDTH, WIDTH) if leaves_some else None  # used by one sample
+        self.idle = nn.Linear(2, 2) if leaves_some else None  # used by none
+        if Feature.TIED in features:
+            self.second.weight = self.first.weight
+        if Feature.FROZEN in features:
+            self.first.bias.requires_grad_(False)
+            self.out.weight.requires_grad_(False)
+        self.reentrant = next((way for f, way in CHECKPOINTING.items() if f in features), None)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        hidden = self.words(words)
+        if self.rare is not None:
+            chosen = (words == RARE_WORD).any(1)
+            if chosen.any():
+                hidden = hidden + self.rare(hidden) * chosen[:, None, None]
+        if self.reentrant is None:
+            hidden = self.inside(hidden)
+        else:
+            hidden = checkpoint(self.inside, hidden, use_reentrant=self.reentrant)
+        logits: torch.Tensor = self.out(hidden)
+        return logits
+
+    def inside(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(hidden))
+        hidden = self.norm(hidden.flatten(0, 1)).view_as(hidden)
+        dropped: torch.Tensor = self.dropout(torch.tanh(self.second(hidden)))
+        return dropped
+
+
+class InGroups(nn.BatchNorm1d):
+    """BatchNorm that sees one group of samples after the other; 11 samples are three groups of 3 and one of 2."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.cat(list(map(super().forward, rows.split(GROUP_SIZE * NUM_POSITIONS))))
+
+
+class Masks(nn.Module):
+    """Dropout of the whole batch with the masks that its micro-batches draw, each under its own seed."""
+
+    def __init__(self, units: Sequence[tuple[int, int, int | None]]) -> None:
+        super().__init__()
+        self.units = units
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        masks = []
+        for start, stop, seed in self.units:
+            assert seed is not None
+            torch.default_generator.manual_seed(seed)
+            masks.append(F.dropout(torch.ones_like(hidden[start:stop]), 0.5))
+        return hidden * torch.cat(masks)
+
+
+CHECKPOINTING = {Feature.NON_REENTRANT: False, Feature.REENTRANT: True}
+
+
+class Objective(nn.Module):
+    """A cross-entropy over the targets that are not masked, and a penalty over the samples."""
+
+    def __init__(self, features: Features) -> None:
+        super().__init__()
+        self.joint = Feature.JOINT in features
+        self.several = Feature.SEVERAL_TERMS in features
+        self.late = Feature.COUNT_LATE in features
+        scale = torch.linspace(0.5, 1.5, NUM_WORDS)
+        self.scale = nn.Parameter(scale) if Feature.LOSS_PARAMETERS in features else None
+
+    def encode(self, model: nn.Module, batch: Batch) -> Batch:
+        """Return what the loss across samples needs of each: its vector, and a class."""
+        logits = model(batch["words"])
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return {"vector": wide.mean(1), "class": batch["words"][:, 0] % 3}
+
+    def across(self, outputs: Batch) -> torch.Tensor:
+        """Return the mean cross-entropy of finding samples of one's own class by their vectors."""
+        vectors = outputs["vector"] if self.scale is None else outputs["vector"] * self.scale
+        itself = torch.eye(len(vectors), dtype=torch.bool)
+        alike = (vectors[:, None] * vectors).sum(2)  # no matrix product: autocast would round it
+        logs = (4 * alike).masked_fill(itself, -torch.inf).log_softmax(1)
+        same = (outputs["class"][:, None] == outputs["class"]) & ~itself
+        return -logs[same].mean()
+
+    def sums(self, model: nn.Module, batch: Batch) -> Sums:
+        """Return (sum, count) of each term over the samples given."""
+        logits = model(batch["words"])
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # a mean in bf16 would be off by itself
+        if self.scale is not None:
+            logits = logits * self.scale
+        words = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+        sums = {"words": (words, (batch["labels"] != -100).sum())}
+        if self.several:
+            sums["size"] = (logits.square().mean((1, 2)).sum(), torch.tensor(len(logits)))
+        return sums
+
+    def forward(self, model: nn.Module, batch: Batch) -> Any:
+        """Return what the declaration asks for."""
+        if self.joint:
+            return self.across(batch)
+        sums = self.sums(model, batch)
+        if self.late:
+            return ab.LossSum(*sums["words"])
+        means = {name: total / count for name, (total, count) in sums.items()}
+        return means if self.several else means["words"]
+
+    def declared(self) -> Any:
+        """Return what the engine is given."""
+        function: Callable[[nn.Module, Batch], Any] = self
+        if self.scale is None:
+            function = self.forward
+        if self.joint:
+            return ab.joint(self.encode, function)
+        if self.late:
+            return function
+        if self.several:
+            terms = {"words": ab.tokens(shift=False), "size": ab.samples(weight=TERM_WEIGHTS["size"])}
+            return ab.sum_of(function, **terms)
+        return ab.mean_over_tokens(function, shift=False)
+
+
+class Keeping(torch.optim.SGD):
+    """Plain SGD that keeps the gradients it was given."""
+
+    def step(self, closure: Any = None) -> Any:
+        held = [parameter for group in self.param_groups for parameter in group["params"]]
+        self.kept = [None if p.grad is None else p.grad.detach().clone() for p in held]
+        return super().step(closure)
+
+
+def keeping(parameters: Mapping[str, nn.Parameter], features: Features) -> Keeping:
+    """Return the optimizer, with the embedding in a group of its own where clipping is by group."""
+    first = 1 if Feature.CLIP_GROUPS in features else 0
+    groups = [values for values in (list(parameters.values())[:first], list(parameters.values())[first:]) if values]
+    return Keeping([{"params": values} for values in groups], lr=LEARNING_RATE)
+
+
+class Sentences(torch.utils.data.Dataset[Batch]):
+    """Sentences of which a third of the targets are masked, unevenly; one alone has the rare word."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(3)
+        shape = NUM_SAMPLES, NUM_POSITIONS
+        self.words = torch.randint(0, RARE_WORD, shape, generator=generator)
+        self.words[6, 2] = RARE_WORD
+        masked = torch.arange(NUM_POSITIONS) >= torch.randint(
+            1, NUM_POSITIONS + 1, (NUM_SAMPLES, 1), generator=generator
+        )
+        self.labels = torch.randint(0, NUM_WORDS, shape, generator=generator).masked_fill(masked, -100)
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> Batch:
+        return self.of([index])
+
+    def of(self, indices: Sequence[int]) -> Batch:
+        """Return some sentences as a batch."""
+        return {"words": self.words[list(indices)], "labels": self.labels[list(indices)]}
+
+
+def join(samples: Sequence[Batch]) -> Batch:
+    """Collate."""
+    return {name: torch.cat([sample[name] for sample in samples]) for name in samples[0]}
+
+
+# The run, and the plain computation
+
+
+def run(features: Features, world: ab.World) -> Found:
+    """Run on every rank: compare the engine with the plain computation."""
+    network, objective = build(features)
+    parameters = trainable(network, objective)
+    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    model = compiled(network, features) if Feature.COMPILED in features else network
+    optimizer = keeping(parameters, features)
+    instance = not features & {Feature.MASTER_WEIGHTS}
+    made: list[Keeping] = [optimizer]
+
+    def make(named: Iterable[tuple[str, nn.Parameter]]) -> Keeping:
+        made[0] = keeping(dict(named), features)
+        return made[0]
+
+    batch, sample_ids, seed = arrive(features, world)
+    engine = None
+    try:
+        engine = ab.Engine(
+            model, optimizer if instance else make, objective.declared(), world=world, **arguments(features)
+        )
+        computed = dense(dict(zip(parameters, engine.gradients(batch).values(), strict=True)))
+        report = engine.step(batch)
+        units = [(unit.start, unit.stop, seed_of(features, seed, sample_ids[unit.start])) for unit in report.plan.units]
+    except CompositionError as error:
+        if engine is not None:
+            engine.close(error)
+        return Found(refusal=str(error), changed=changes(parameters, before, network, built=engine is not None))
+    finally:
+        if engine is not None:
+            engine.close()
+    assert not report.skipped
+    expected = plain_gradients(features, sample_ids, units, seed)
+    kept = dense(dict(zip(parameters, made[0].kept, strict=True)))
+    moved: Named = {name: parameter - before[name] for name, parameter in parameters.items()}
+    errors = (
+        relative_error(computed, expected),
+        relative_error(kept, clipped(features, expected)),
+        relative_error(moved, {name: updated(before[name], kept[name]) - before[name] for name in kept}),
+    )
+    return Found(error=max(errors) / tolerance(features))
+
+
+def compiled(network: Network, features: Features) -> nn.Module:
+    """Return the network under torch.compile.
+
+    Its backward is one node of autograd ("aot_eager"), as by default, but without the minutes of generating code. On
+    several ranks other features are seen with the forward alone, which takes half the time.
+    """
+    alone = features == complete({f for f in features if f.axis.name in ("strategy", "ranks", "compilation")})
+    model: Any = torch.compile(
+        network, backend="aot_eager" if alone or Feature.SEVERAL_RANKS not in features else "eager"
+    )
+    return model  # type: ignore[no-any-return]
+
+
+def arguments(features: Features) -> dict[str, Any]:
+    """Return what the engine is given besides model, optimizer and loss."""
+    chosen: Mapping[Feature, dict[str, Any]] = {
+        Feature.BF16: {"precision": "bf16"},
+        Feature.FP16: {"precision": "fp16"},
+        Feature.FIXED: {"deal": "fixed"},
+        Feature.MICRO_BATCH_SIZE: {"micro_batch_size": 3},
+        Feature.ACCUMULATION_STEPS: {"accumulation_steps": 2},
+        Feature.CLIP_NORM: {"clip": ClipByNorm(MAX_NORM)},
+        Feature.CLIP_VALUE: {"clip": ClipByValue(MAX_VALUE)},
+        Feature.CLIP_GROUPS: {"clip": [ClipByNorm(MAX_NORM_OF_FIRST), ClipByValue(MAX_VALUE)]},
+        Feature.DROPOUT_PER_SAMPLE: {"rng": "per_sample"},
+        Feature.DROPOUT_UNKEYED: {"rng": None},
+        Feature.NORMS_SYNC: {"norms": "sync"},
+        Feature.NORMS_FREEZE: {"norms": "freeze"},
+        Feature.NORMS_GHOST: {"norms": Ghost(GROUP_SIZE)},
+        Feature.NORMS_EXACT: {"norms": "exact"},
+        Feature.NORMS_CHECKPOINT: {"norms": Exact(method="checkpoint")},
+        **{feature: {"strategy": name} for feature, name in STRATEGIES.items()},
+    }
+    return {name: value for f, given in chosen.items() if f in features for name, value in given.items()}
+
+
+def build(features: Features) -> tuple[Network, Objective]:
+    """Return the network and the loss, the same ones each time."""
+    torch.default_generator.manual_seed(1)
+    dtype = torch.float64 if is_wide(features) else torch.float32
+    if Feature.LOW_PARAMETERS in features:
+        dtype = torch.bfloat16
+    return Network(features).to(dtype), Objective(features).to(dtype)
+
+
+def trainable(network: nn.Module, objective: nn.Module) -> dict[str, nn.Parameter]:
+    """Return what trains, in the engine's order."""
+    both = nn.ModuleDict({"model": network, "loss": objective})
+    return {name: parameter for name, parameter in both.named_parameters() if parameter.requires_grad}
+
+
+def arrive(features: Features, world: ab.World) -> tuple[Any, Sequence[int], int]:
+    """Return the batch as this rank gets it, the ids of all samples in their order, and the seed of the data."""
+    data = Sentences()
+    if Feature.DEALT in features:
+        (batch,) = ab.batches(data, effective_batch_size=NUM_SAMPLES, seed=SEED, collate=join)
+        return batch, [int(sample) for sample in batch.sample_ids], SEED
+    ends = [NUM_SAMPLES * 2 * rank // (world.size + 1) // GROUP_SIZE * GROUP_SIZE for rank in range(world.size)]
+    ends.append(NUM_SAMPLES)
+    ids = range(NUM_SAMPLES)
+    (share,) = ab.shares([data.of(ids[ends[world.rank] : ends[world.rank + 1]])], world=world)
+    return share, ids, 0
+
+
+def seed_of(features: Features, seed: int, first_sample: int) -> int | None:
+    """Return the seed of a micro-batch, or None where nothing draws from it."""
+    return unit_seed(seed, 0, first_sample) if Feature.DROPOUT_KEYED in features else None
+
+
+class Masked(nn.Module):
+    """Keeps what a mask says, at a rate of a half."""
+
+    def __init__(self, kept: torch.Tensor) -> None:
+        super().__init__()
+        self.kept = kept
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * self.kept * 2.0
+
+
+def as_one_forward(
+    network: Network,
+    features: Features,
+    sample_ids: Sequence[int],
+    units: Sequence[tuple[int, int, int | None]],
+    seed_of_data: int,
+) -> None:
+    """Give a network masks and statistics that do in one forward what the engine does in micro-batches."""
+    if Feature.DROPOUT_PER_SAMPLE in features:
+        network.dropout = Masked(mask(BatchKey(seed_of_data, 0, sample_ids), 0, (NUM_POSITIONS, WIDTH), 0.5))
+    if Feature.DROPOUT_KEYED in features and Feature.BATCH_NORM in features:
+        network.dropout = Masks(units)
+    if Feature.NORMS_FREEZE in features:
+        network.norm.eval()
+    if Feature.NORMS_GHOST in features:
+        network.norm = InGroups(WIDTH).to(network.out.weight.dtype)
+
+
+def plain_gradients(
+    features: Features, sample_ids: Sequence[int], units: Sequence[tuple[int, int, int | None]], seed_of_data: int = 0
+) -> Named:
+    """Return the gradient of the un-split batch."""
+    network, objective = build(features)
+    as_one_forward(network, features, sample_ids, units, seed_of_data)
+    in_units = Feature.DROPOUT_KEYED in features and Feature.BATCH_NORM not in features
+    whole = units if in_units else [(0, len(sample_ids), None)]
+    totals: Sums = {}
+    outputs: list[Batch] = []
+    for start, stop, seed in whole:
+        if seed is not None:
+            torch.default_generator.manual_seed(seed)
+        with autocast(features):
+            if Feature.JOINT in features:
+                outputs.append(objective.encode(network, Sentences().of(sample_ids[start:stop])))
+                continue
+            found = objective.sums(network, Sentences().of(sample_ids[start:stop]))
+        for name, (total, count) in found.items():
+            before = totals.get(name, (torch.zeros(()), torch.zeros(())))
+            totals[name] = before[0] + total, before[1] + count
+    if outputs:
+        totals = {"words": (objective.across(join(outputs)), torch.ones(()))}
+    loss = torch.stack([TERM_WEIGHTS[name] * total / count for name, (total, count) in totals.items()]).sum()
+    scale = 2.0**16 if Feature.FP16 in features else 1.0  # or small gradients would vanish in fp16
+    (scale * loss).backward()
+    parameters = trainable(network, objective)
+    return dense({name: None if p.grad is None else p.grad / scale for name, p in parameters.items()})
+
+
+def dense(gradients: Named) -> Named:
+    """Return the gradients, none of them sparse."""
+    return {name: None if gradient is None else gradient.to_dense() for name, gradient in gradients.items()}
+
+
+def autocast(features: Features) -> AbstractContextManager[Any]:
+    """Return the context of a forward in the run's precision."""
+    dtypes = {Feature.BF16: torch.bfloat16, Feature.FP16: torch.float16}
+    return next((torch.autocast("cpu", dtype) for f, dtype in dtypes.items() if f in features), nullcontext())
+
+
+def clipped(features: Features, gradients: Named) -> Named:
+    """Return the gradients as the optimizer should get them."""
+    if Feature.CLIP_NORM in features:
+        return clipped_by_norm(gradients, MAX_NORM)
+    if Feature.CLIP_VALUE in features:
+        return clipped_by_value(gradients)
+    if Feature.CLIP_GROUPS in features:
+        first, *others = gradients.items()
+        return clipped_by_norm(dict([first]), MAX_NORM_OF_FIRST) | clipped_by_value(dict(others))
+    return gradients
+
+
+def clipped_by_norm(gradients: Named, max_norm: float) -> Named:
+    """Return the gradients scaled down together."""
+    present = [gradient.double() for gradient in gradients.values() if gradient is not None]
+    norm = torch.stack([gradient.square().sum() for gradient in present]).sum().sqrt()
+    assert norm > 2 * max_norm, "nothing would be clipped"
+    return {name: None if g is None else g * (max_norm / (norm + 1e-6)) for name, g in gradients.items()}
+
+
+def clipped_by_value(gradients: Named) -> Named:
+    """Return the gradients with limited elements."""
+    assert max(g.abs().max() for g in gradients.values() if g is not None) > 2 * MAX_VALUE, "nothing would be clipped"
+    return {name: None if g is None else g.clamp(-MAX_VALUE, MAX_VALUE) for name, g in gradients.items()}
+
+
+def updated(parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
+    """Return what SGD makes of a parameter, computed in the gradient's type and rounded once to the parameter's."""
+    if gradient is None:
+        return parameter
+    return torch.sub(parameter.to(gradient.dtype), gradient, alpha=LEARNING_RATE).to(parameter.dtype)
+
+
+def is_wide(features: Features) -> bool:
+    """Whether everything can be in float64: autocast leaves float64 alone, so that it would not be seen."""
+    return Feature.FP32 in features and Feature.LOW_PARAMETERS not in features
+
+
+def tolerance(features: Features) -> float:
+    """Return how far the gradients may be apart.
+
+    In bf16 every number is rounded to 2**-9 of itself, in fp16 to 2**-12, and un-split sums are rounded elsewhere than
+    those of micro-batches; six such roundings are a bit more than twice what is found.
+    """
+    if is_wide(features):
+        return 1e-12
+    return 6 * 2.0**-9 if features & {Feature.BF16, Feature.LOW_PARAMETERS} else 6 * 2.0**-12
+
+
+def changes(
+    parameters: Mapping[str, nn.Parameter], before: Mapping[str, torch.Tensor], network: nn.Module, *, built: bool
+) -> tuple[str, ...]:
+    """Return what a refusal has left behind. An engine that was built may have had gradients to clear."""
+    found = [f"value of {name}" for name, parameter in parameters.items() if not torch.equal(parameter, before[name])]
+    for name, parameter in parameters.items():
+        if parameter.grad is not None and (not built or parameter.grad.any()):
+            found.append(f"gradient of {name}")
+        if parameter._post_accumulate_grad_hooks or parameter._backward_hooks:  # noqa: SLF001 (torch has no question)
+            found.append(f"hook on {name}")
+    found += [f"hook on {name}" for name, module in network.named_modules() if module._forward_hooks]  # noqa: SLF001
+    return tuple(found)

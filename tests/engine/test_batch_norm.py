@@ -1,0 +1,560 @@
+"""Policies about BatchNorm: which gradients they give, and what becomes of running statistics."""
+
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import anybatch as ab
+from anybatch.errors import BatchSizeError, CompositionError, DataError, ParameterError
+from anybatch.norms import Exact, Ghost, Policy, PolicyName
+from anybatch.testing import relative_error
+from tests.engine.cases import Batch, Split, arrive, vectors
+from tests.engine.compatibility_cases import Keeping
+from tests.norms.residual import buffers_of, classify, images, largest_difference, native, network
+from tests.ranks_fixture import Ranks
+
+TOLERANCE = 1e-12
+SPLITS: Mapping[str, Split] = {
+    "1": Split(micro_batch_size=1),
+    "4": Split(micro_batch_size=4),
+    "3 steps": Split(accumulation_steps=3),
+    "all": Split(),
+    "5, fixed": Split(micro_batch_size=5, deal="fixed"),
+    "2, uneven shares": Split(micro_batch_size=2, brought=lambda size: list(range(size, 0, -1))),
+}
+EXACT: Mapping[str, Policy | PolicyName] = {
+    "rendezvous": "exact",
+    "rendezvous, offloaded": Exact(offload=True),
+    "checkpoint": Exact(method="checkpoint"),
+}
+Errors = dict[tuple[str, ...], "tuple[float, float] | str"]
+
+
+def trained(
+    batch: Batch, split: Split, world: ab.World, model: nn.Module | None = None, **options: Any
+) -> tuple[dict[str, torch.Tensor | None], dict[str, torch.Tensor]]:
+    """Return the gradient that the optimizer got in one step, and the buffers after it."""
+    model = model or network()
+    optimizer = Keeping(model.parameters(), lr=0.1)
+    loss = options.pop("loss", ab.mean_over_samples(classify))
+    given: dict[str, Any] = {"micro_batch_size": split.micro_batch_size, "accumulation_steps": split.accumulation_steps}
+    with ab.Engine(model, optimizer, loss, deal=split.deal, world=world, **given, **options) as engine:
+        engine.step(arrive(batch, split, world))
+    names = [name for name, _ in model.named_parameters()]
+    return dict(zip(names, optimizer.kept, strict=True)), buffers_of(model)
+
+
+def exact_errors() -> Errors:
+    """Run on every rank: the errors of gradient and buffers of every exact policy, however the batch is cut."""
+    world = ab.World.from_environment()
+    errors: Errors = {}
+    expected, buffers = native(network(), images())
+    for policy, norms in EXACT.items():
+        for split in SPLITS:
+            for strategy in ("auto", "ddp") if split == "4" else ("auto",):
+                try:
+                    found, own = trained(images(), SPLITS[split], world, norms=norms, strategy=strategy)
+                    errors[policy, split, strategy] = relative_error(found, expected), largest_difference(own, buffers)
+                except Exception:  # noqa: BLE001 (told by the test)
+                    errors[policy, split, strategy] = traceback.format_exc()
+    return errors
+
+
+def test_exact_is_the_unsplit_batch(ranks: Ranks) -> None:
+    """On 1, 2 and 3 ranks, for every cut, gradients and buffers are those of one forward and backward over the batch.
+
+    Buffers are updated once: running means and variances, and the counter, which stands at 1.
+    """
+    for errors in ranks.run(exact_errors):
+        assert len(errors) == len(EXACT) * (len(SPLITS) + 1)
+        wrong = {key: e for key, e in errors.items() if isinstance(e, str) or not max(e) <= TOLERANCE}
+        assert not wrong, "\n".join(f"{key}: {error}" for key, error in wrong.items())
+
+
+def test_keep_and_sync_are_not() -> None:
+    """The counter-example: with micro-batches' own statistics the gradient is off by more than a tenth."""
+    expected, _ = native(network(), images())
+    for norms in ("keep", "sync"):
+        found, _ = trained(images(), Split(micro_batch_size=4), ab.World(), norms=norms)
+        assert relative_error(found, expected) > 0.1
+
+
+def errors_of_sync() -> tuple[float, float]:
+    """Run on every rank: how far sync is from the batch with one micro-batch per rank, and with several."""
+    world = ab.World.from_environment()
+    expected, _ = native(network(), images())
+    whole, _ = trained(images(), Split(), world, norms="sync")
+    several, _ = trained(images(), Split(micro_batch_size=2), world, norms="sync")
+    return relative_error(whole, expected), relative_error(several, expected)
+
+
+def test_sync_joins_ranks_but_not_micro_batches(two_ranks: Ranks) -> None:
+    """With one micro-batch per rank sync is exact, with several it is not; keep is not even with one."""
+    for whole, several in two_ranks.run(errors_of_sync):
+        assert whole <= TOLERANCE
+        assert several > 0.1
+
+
+# Ghost groups
+
+
+class InGroups(nn.BatchNorm2d):
+    """BatchNorm that sees one group of samples after the other."""
+
+    sizes: list[int]
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.cat(list(map(super().forward, values.split(self.sizes))))
+
+
+def grouped(sizes: list[int]) -> dict[str, torch.Tensor | None]:
+    """Return the gradient of the un-split network whose layers normalise group by group."""
+    model = network()
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.BatchNorm2d):
+            outer, _, own = name.rpartition(".")
+            layer = InGroups(module.num_features).double()
+            layer.sizes = sizes
+            layer.load_state_dict(module.state_dict())
+            setattr(model.get_submodule(outer), own, layer)
+    return native(model, images())[0]
+
+
+GHOST_SPLITS = {name: split for name, split in SPLITS.items() if split.brought is None and name != "1"}
+
+
+def ghosts(group_size: int) -> list[Any]:
+    """Run on every rank: what ghost groups of this size give, however the batch is cut."""
+    world = ab.World.from_environment()
+    return [trained(images(), split, world, norms=Ghost(group_size)) for split in GHOST_SPLITS.values()]
+
+
+@pytest.mark.parametrize(("group_size", "sizes"), [(4, [4, 4, 5]), (3, [3, 3, 3, 4]), (2, [2, 2, 2, 2, 2, 3])])
+def test_ghost_groups_are_one_function(group_size: int, sizes: list[int], ranks: Ranks) -> None:
+    """At any micro-batch and world size the gradient is that of the declared groups, and the buffers are equal.
+
+    13 samples leave a rest of one in all three cases, which joins the group before it.
+    """
+    expected = grouped(sizes)
+    buffers = trained(images(), Split(), ab.World(), norms=Ghost(group_size))[1]
+    assert relative_error(expected, native(network(), images())[0]) > 0.1
+    for found in ranks.run(ghosts, group_size):
+        for gradients, own in found:
+            assert relative_error(gradients, expected) <= TOLERANCE
+            assert largest_difference(own, buffers) <= TOLERANCE
+
+
+def test_ghost_needs_samples_in_front() -> None:
+    """Rows that are no multiple of the samples cannot be grouped: refused, and nothing is half-done."""
+    model = network()
+    before = buffers_of(model)
+
+    def doubled(net: nn.Module, batch: Batch) -> torch.Tensor:
+        return F.cross_entropy(net(torch.cat([batch["x"], batch["x"][:1]]))[:-1], batch["y"])
+
+    with (
+        ab.Engine(model, Keeping(model.parameters(), lr=0.1), ab.mean_over_samples(doubled), norms=Ghost(4)) as engine,
+        pytest.raises(CompositionError, match="14 rows for 13 samples"),
+    ):
+        engine.step(images())
+    assert largest_difference(buffers_of(model), before) == 0.0
+
+
+# Running statistics under keep
+
+
+def pooled_by_hand(values: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return running mean and variance after one update from 0 and 1 by all values together."""
+    together = torch.cat(values).transpose(0, 1).flatten(1)
+    return 0.1 * together.mean(1), 0.9 + 0.1 * together.var(1)
+
+
+def keep_statistics() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Run on every rank: the buffers after one step, and the first layer's as they should be."""
+    world = ab.World.from_environment()
+    model = network()
+    first = model.get_submodule("stem")(images()["x"]).detach()
+    mean, variance = pooled_by_hand([first])
+    split = Split(micro_batch_size=3, brought=lambda size: list(range(size, 0, -1)))
+    _, buffers = trained(images(), split, world, model)
+    return buffers, {"norm.running_mean": mean, "norm.running_var": variance}
+
+
+def test_running_statistics_are_those_of_the_effective_batch(ranks: Ranks) -> None:
+    """Under keep they move once per effective batch, by its pooled mean and variance, and are equal on all ranks.
+
+    The first layer's inputs do not depend on other layers, so that its statistics are those of the un-split batch.
+    """
+    found = ranks.run(keep_statistics)
+    for buffers, expected in found:
+        assert largest_difference({name: buffers[name] for name in expected}, expected) <= TOLERANCE
+        assert largest_difference(buffers, found[0][0]) == 0.0
+        assert all(int(value) == 1 for name, value in buffers.items() if name.endswith("tracked"))
+
+
+def two_updates(
+    *, micro_batch_size: int | None, wrap: Callable[[nn.Module], Any] = lambda model: model
+) -> dict[str, torch.Tensor]:
+    """Return the buffers of a small model after two steps."""
+    model = several_norms()
+    with ab.Engine(
+        wrap(model),
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        ab.mean_over_samples(on_vectors),
+        micro_batch_size=micro_batch_size,
+    ) as engine:
+        for number in (13, 12):
+            engine.step(vectors(number))
+    return buffers_of(model)
+
+
+class SeveralNorms(nn.Module):
+    """Layers whose inputs depend on no other: cumulative, called twice, untracked, and InstanceNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cumulative = nn.BatchNorm1d(5, momentum=None)
+        self.twice = nn.BatchNorm1d(5, momentum=0.3)
+        self.untracked = nn.BatchNorm1d(5, track_running_stats=False)
+        self.instance = nn.InstanceNorm1d(5, track_running_stats=True)
+        self.out = nn.Linear(5, 4)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        rows = values[:, :, None] * torch.linspace(1.0, 2.0, 3, dtype=values.dtype)
+        both = self.twice(values) + self.twice(3 * values + 1)
+        inside = self.cumulative(values) + both + self.untracked(values) + self.instance(rows).sum(2)
+        logits: torch.Tensor = self.out(inside)
+        return logits
+
+
+def several_norms() -> nn.Module:
+    """Return these layers, the same ones each time."""
+    torch.manual_seed(4)
+    return SeveralNorms().double()
+
+
+def on_vectors(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the mean cross-entropy of vectors."""
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+@pytest.mark.parametrize("size", [5, 7, None])
+def test_all_kinds_of_layers_are_updated_as_unsplit(size: int | None) -> None:
+    """A cumulative mean, a layer that is called twice and InstanceNorm end as two un-split forwards leave them."""
+    model = several_norms()
+    for number in (13, 12):
+        on_vectors(model, vectors(number))
+    found = two_updates(micro_batch_size=size)
+
+    assert largest_difference(found, buffers_of(model)) <= TOLERANCE
+    assert int(found["cumulative.num_batches_tracked"]) == 2
+    assert int(found["twice.num_batches_tracked"]) == 4
+
+
+@pytest.mark.parametrize("norms", ["keep", "sync", "exact", Ghost(4), "freeze"])
+def test_looking_at_gradients_changes_no_statistics(norms: Any) -> None:
+    """`engine.gradients` leaves buffers and momentum as they are, under every policy; `close` leaves no hook."""
+    model = network()
+    before = buffers_of(model)
+    with ab.Engine(
+        model, Keeping(model.parameters(), lr=0.1), ab.mean_over_samples(classify), micro_batch_size=4, norms=norms
+    ) as engine:
+        engine.gradients(images())
+        assert engine.decisions["norms"].startswith(f"{norms if isinstance(norms, str) else 'ghost'} (7 BatchNorm")
+    assert largest_difference(buffers_of(model), before) == 0.0
+    for module in model.modules():
+        assert not module._forward_hooks and not module._forward_pre_hooks  # noqa: PT018, SLF001 (one claim)
+        assert getattr(module, "momentum", 0.1) == 0.1
+        assert module.training
+
+
+def test_frozen_layers_train_weight_and_bias_only() -> None:
+    """Freeze is the network in evaluation mode, cut or not, whatever train() says; statistics stay."""
+    model = network().eval()
+    expected, before = native(model, images())
+    found, buffers = trained(images(), Split(micro_batch_size=4), ab.World(), norms="freeze")
+
+    assert relative_error(found, expected) <= TOLERANCE
+    assert float(found["norm.weight"].abs().max()) > 0.0  # type: ignore[union-attr]
+    assert largest_difference(buffers, before) == 0.0
+    untracked = several_norms()
+    with pytest.raises(CompositionError, match="layer 'untracked' tracks none"):
+        ab.Engine(untracked, Keeping(untracked.parameters()), ab.mean_over_samples(on_vectors), norms="freeze")
+
+
+# What else meets in exact normalisation
+
+
+class DroppedOut(nn.Module):
+    """Multiplies by the masks that micro-batches draw, each under its own seed."""
+
+    def __init__(self, units: list[tuple[int, int, int]]) -> None:
+        super().__init__()
+        self.units = units
+
+    def forward(self, inside: torch.Tensor) -> torch.Tensor:
+        masks = []
+        for start, stop, seed in self.units:
+            torch.default_generator.manual_seed(seed)
+            masks.append(F.dropout(torch.ones_like(inside[start:stop]), 0.5))
+        return inside * torch.cat(masks)
+
+
+def test_random_numbers_belong_to_micro_batches() -> None:
+    """With dropout before and after the meetings each micro-batch draws under its own seed, as anywhere else."""
+    from anybatch.core.randomness import unit_seed  # noqa: PLC0415 (the only test that needs keys)
+
+    reference = network()
+    units = [(start, min(start + 4, 13), unit_seed(0, 0, start)) for start in range(0, 13, 4)]
+    reference.dropout = DroppedOut(units)
+    expected, buffers = native(reference, images())
+    found, own = trained(images(), Split(micro_batch_size=4), ab.World(), network(dropout=0.5), norms="exact")
+
+    assert relative_error(found, expected) <= TOLERANCE
+    assert largest_difference(own, buffers) <= TOLERANCE
+
+    class TwoDraws(nn.Module):
+        """Noise before the layer and after it: a micro-batch goes on drawing where it stopped to wait."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.out = nn.BatchNorm1d(5), nn.Linear(5, 4)
+            self.drawn: list[torch.Tensor] = []
+
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            before = torch.rand(3)
+            inside = self.norm(values)
+            self.drawn.append(torch.cat([before, torch.rand(3)]))
+            logits: torch.Tensor = self.out(inside)
+            return logits
+
+    model = TwoDraws().double()
+    options = {"norms": "exact", "loss": ab.mean_over_samples(on_vectors), "check_loss": False}
+    trained(vectors(9), Split(micro_batch_size=3), ab.World(), model, **options)
+    for start, drawn in zip((0, 3, 6), model.drawn, strict=True):
+        torch.manual_seed(unit_seed(0, 0, start))
+        assert torch.equal(drawn, torch.rand(6))
+
+
+def masked(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the mean cross-entropy of the images that have a label."""
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def masked_images() -> Batch:
+    """Return images of which the first eight have no label, so that whole micro-batches and ranks count nothing."""
+    batch = images()
+    batch["y"] = torch.where(torch.arange(13) < 8, -100, batch["y"])
+    return batch
+
+
+def masked_errors() -> tuple[float, float]:
+    """Run on every rank: errors with images that count nothing."""
+    world = ab.World.from_environment()
+    expected, buffers = native(network(), masked_images(), masked)
+    loss = ab.mean_over(masked, lambda batch: float((batch["y"] >= 0).sum()))
+    found, own = trained(masked_images(), Split(micro_batch_size=3), world, norms="exact", loss=loss)
+    return relative_error(found, expected), largest_difference(own, buffers)
+
+
+def test_samples_that_count_nothing_are_normalised_all_the_same(one_rank: Ranks, two_ranks: Ranks) -> None:
+    """A micro-batch or a whole rank without a label adds no loss, but its samples are part of the statistics."""
+    for pool in (one_rank, two_ranks):
+        for errors in pool.run(masked_errors):
+            assert max(errors) <= TOLERANCE
+
+
+def few_samples() -> tuple[float, float]:
+    """Run on every rank: errors with fewer samples than ranks."""
+    world = ab.World.from_environment()
+    expected, buffers = native(network(), images(2))
+    found, own = trained(images(2), Split(micro_batch_size=1), world, norms="exact")
+    return relative_error(found, expected), largest_difference(own, buffers)
+
+
+def no_share(norms: str) -> str:
+    """Run on every rank: the error for a rank whose own loader has nothing."""
+    world = ab.World.from_environment()
+    try:
+        trained(images(), Split(micro_batch_size=4, brought=lambda size: [1] + [0] * (size - 1)), world, norms=norms)
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+def test_every_rank_takes_part(three_ranks: Ranks) -> None:
+    """With fewer samples than ranks it is exact; a rank that brings nothing of its own is refused, on all ranks."""
+    for errors in three_ranks.run(few_samples):
+        assert max(errors) <= TOLERANCE
+    for norms in ("exact", "sync"):
+        assert all("rank 1 has no sample" in said for said in three_ranks.run(no_share, norms))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_autocast_holds_in_every_micro_batch(precision: Any) -> None:
+    """Autocast is set per thread: each micro-batch has it, and the gradient is right up to its rounding."""
+    seen: list[torch.dtype] = []
+
+    def watched(model: nn.Module, batch: Batch) -> torch.Tensor:
+        logits = model(batch["x"])
+        seen.append(logits.dtype)
+        return F.cross_entropy(logits.float(), batch["y"])
+
+    batch = images()
+    batch["x"] = batch["x"].float()
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    expected, _ = native(network().float(), batch)
+    expected = {name: None if g is None else g.clone() for name, g in expected.items()}
+    model = network().float()
+    with ab.Engine(
+        model,
+        Keeping(model.parameters(), lr=0.1),
+        ab.mean_over_samples(watched),
+        micro_batch_size=4,
+        norms="exact",
+        precision=precision,
+        check_loss=False,  # it would be seen here too
+    ) as engine:
+        found = engine.gradients(batch)
+    assert seen == [dtype] * 4
+    assert relative_error(found, expected) < 0.05
+
+
+def test_an_error_leaves_nothing_half_done() -> None:
+    """What one micro-batch raises is raised by the step; gradients and buffers are as before; no thread lives on."""
+    model = network()
+    before = buffers_of(model)
+
+    def failing(net: nn.Module, batch: Batch) -> torch.Tensor:
+        if len(batch["y"]) == 1:
+            message = "this one"
+            raise ZeroDivisionError(message)
+        return classify(net, batch)
+
+    with ab.Engine(
+        model, Keeping(model.parameters(), lr=0.1), ab.mean_over_samples(failing), micro_batch_size=4, norms="exact"
+    ) as engine:
+        with pytest.raises(ZeroDivisionError, match="this one"):
+            engine.step(images())
+        assert largest_difference(buffers_of(model), before) == 0.0
+        assert all(parameter.grad is None for parameter in model.parameters())
+        engine.step(images(12))
+        assert engine.num_steps == 1
+
+
+class Wayward(nn.Module):
+    """Leaves a layer out where the first number of a micro-batch is negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.out = nn.BatchNorm1d(5), nn.BatchNorm1d(5), nn.Linear(5, 4)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        inside = self.first(values)
+        if values[0, 0] > 0:
+            inside = self.second(inside)
+        logits: torch.Tensor = self.out(inside)
+        return logits
+
+
+class Checkpointed(nn.Module):
+    """A layer within a checkpoint of the user's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.out = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5)), nn.Linear(5, 4)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.out(checkpoint(self.inside, values, use_reentrant=False))
+        return logits
+
+
+@pytest.mark.parametrize(
+    ("model", "number", "size", "kind", "said"),
+    [
+        (Wayward, 9, 3, CompositionError, "do not come to the same BatchNorm layers"),
+        (Checkpointed, 9, 3, CompositionError, "a block that is run again in the backward would wait there"),
+        (Wayward, 1, 1, BatchSizeError, "1 value per channel"),
+    ],
+)
+def test_what_cannot_meet_is_refused(
+    model: Callable[[], nn.Module], number: int, size: int, kind: type[Exception], said: str
+) -> None:
+    """Micro-batches on different ways, checkpoints of the user's own around a layer, and a batch of one value."""
+    batch = vectors(number)
+    batch["x"][:, 0] = batch["x"][:, 0].abs() * torch.tensor([1.0] * 3 + [-1.0] * 6)[:number]
+    made = model().double()
+    with (
+        ab.Engine(
+            made, Keeping(made.parameters()), ab.mean_over_samples(on_vectors), micro_batch_size=size, norms="exact"
+        ) as engine,
+        pytest.raises(kind, match=said),
+    ):
+        engine.step(batch)
+
+
+def test_a_layer_with_its_activation_inside_stays_whole() -> None:
+    """A subclass that does more than normalise does it still: only the normalisation is ours."""
+
+    class WithActivation(nn.BatchNorm1d):
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(super().forward(values))
+
+    def built() -> nn.Module:
+        torch.manual_seed(5)
+        return nn.Sequential(nn.Linear(5, 5), WithActivation(5), nn.Linear(5, 4)).double()
+
+    expected, _ = native(built(), vectors(13), on_vectors)
+    loss = ab.mean_over_samples(on_vectors)
+    found, _ = trained(vectors(13), Split(micro_batch_size=3), ab.World(), built(), norms="exact", loss=loss)
+    assert relative_error(found, expected) <= TOLERANCE
+
+
+def test_a_mean_far_from_zero_costs_little() -> None:
+    """Statistics are merged by counts, means and squares: a mean of a thousand deviations leaves nine digits."""
+    batch = vectors(13)
+    batch["x"] = batch["x"] + 1000.0
+
+    def built() -> nn.Module:
+        torch.manual_seed(5)
+        return nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 4)).double()
+
+    expected, _ = native(built(), batch, on_vectors)
+    loss = ab.mean_over_samples(on_vectors)
+    found, _ = trained(batch, Split(micro_batch_size=3), ab.World(), built(), norms="exact", loss=loss)
+    assert relative_error(found, expected) <= 1e-9
+
+
+def test_checkpointed_blocks_can_be_named() -> None:
+    """Blocks are the outermost modules with a layer of their own, or those named; an unknown one is refused."""
+    model = network()
+    loss = ab.mean_over_samples(classify)
+    for blocks, said in ((None, "2 blocks, blocks.0, blocks.1"), (("blocks",), "1 blocks, blocks")):
+        with ab.Engine(
+            model, Keeping(model.parameters()), loss, norms=Exact(method="checkpoint", blocks=blocks)
+        ) as engine:
+            assert said in engine.decisions["norms"]
+    with pytest.raises(ParameterError, match="names 'block'"):
+        ab.Engine(model, Keeping(model.parameters()), loss, norms=Exact(method="checkpoint", blocks=("block",)))
+    assert not any(module._forward_hooks for module in model.modules())  # noqa: SLF001 (torch has no question)
+
+
+def compiled_updates(size: int | None) -> dict[str, torch.Tensor]:
+    """Run on a rank, because torch's compiler leaves a thread behind: the buffers of the compiled model."""
+    torch.compiler.reset()
+    found = two_updates(micro_batch_size=size, wrap=lambda model: torch.compile(model, backend="aot_eager"))
+    torch.compiler.reset()
+    return found
+
+
+@pytest.mark.parametrize("size", [5, 7, None])
+def test_compiled_layers_are_updated_as_others(size: int | None, one_rank: Ranks) -> None:
+    """Under torch.compile the buffers end as without it; a layer's statistics are read within the compiled code."""
+    (found,) = one_rank.run(compiled_updates, size)
+    assert largest_difference(found, two_updates(micro_batch_size=size)) <= TOLERANCE

@@ -1,0 +1,251 @@
+"""Every cell of the composition table is run: what is exact is compared, what is refused is seen to be refused."""
+
+import re
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo import config as dynamo_config
+
+import anybatch as ab
+from anybatch.core.compatibility import Feature, Verdict, cell, pairs
+from anybatch.core.geometry import resolve_sizes
+from anybatch.core.loss import declared
+from anybatch.engine.batch_norm.runner import policy_features
+from anybatch.engine.compatibility import features_of_choices, features_of_ranks, features_of_training
+from anybatch.engine.inputs import collect_modules
+from anybatch.engine.update.clipping import clip_policy
+from anybatch.errors import CompositionError, UserError
+from anybatch.norms import policy_of
+from anybatch.parallel.all_reduce import AllReduce
+from anybatch.parallel.ddp import DDP
+from anybatch.parallel.single import Single
+from anybatch.parallel.strategy import Capabilities, Strategy
+from anybatch.testing import relative_error
+from tests.engine.compatibility_cases import (
+    NUM_SAMPLES,
+    Features,
+    Found,
+    Keeping,
+    Sentences,
+    arguments,
+    build,
+    changes,
+    compiled,
+    complete,
+    plain_gradients,
+    run,
+    runs_of,
+    tolerance,
+)
+from tests.ranks_fixture import Ranks, selected
+
+Outcomes = Mapping[Features, Sequence["Found | str"]]
+Pair = tuple[Feature, Feature]
+
+
+def run_all(runs: Sequence[Features]) -> list["Found | str"]:
+    """Run on every rank: return what came of each run, or its traceback."""
+    connected = ab.World.from_environment()
+    found: list[Found | str] = []
+    # Without these torch would give up compiling after eight networks and run the others as they are.
+    compiling = dynamo_config.patch(recompile_limit=256, fail_on_recompile_limit_hit=True)
+    with torch.random.fork_rng(), compiling:
+        for features in runs:
+            world = ab.World() if Feature.ALONE in features else connected
+            try:
+                found.append(run(features, world))
+            except Exception:  # noqa: BLE001 (told by the test of the cell)
+                found.append(f"{sorted(f.name for f in features)}:\n{traceback.format_exc()}")
+    torch.compiler.reset()
+    return found
+
+
+@pytest.fixture(scope="module")
+def outcomes(one_rank: Ranks, two_ranks: Ranks, request: pytest.FixtureRequest) -> Outcomes:
+    """Return what came of every run of every cell, rank by rank. Many cells are the same run: it is done once."""
+    runs = dict.fromkeys(features for pair in selected(request, "pair") for features in runs_of(*pair))
+    found: dict[Features, Sequence[Found | str]] = {}
+    for pool, several in ((one_rank, False), (two_ranks, True)):
+        own = [features for features in runs if (Feature.SEVERAL_RANKS in features) is several]
+        found |= dict(zip(own, zip(*pool.run(run_all, own), strict=True), strict=True))
+    return found
+
+
+def pairs_with(*verdicts: Verdict) -> pytest.MarkDecorator:
+    """Parametrize a test over the cells with these verdicts."""
+    chosen = [pair for pair in pairs(Feature) if cell(*pair).verdict in verdicts]
+    return pytest.mark.parametrize("pair", chosen, ids=["-".join(f.name.lower() for f in pair) for pair in chosen])
+
+
+def found_for(pair: Pair, outcomes: Outcomes) -> list[Found]:
+    """Return what came of all runs of a cell on all ranks; fails if there is none, or if one has failed."""
+    found = [outcome for features in runs_of(*pair) for outcome in outcomes[features]]
+    failed = [outcome for outcome in found if isinstance(outcome, str)]
+    assert not failed, "\n".join(failed)
+    assert found, "no run shows this cell"
+    return [outcome for outcome in found if isinstance(outcome, Found)]
+
+
+@pairs_with(Verdict.EXACT, Verdict.SAME_CUT)
+def test_exact(pair: Pair, outcomes: Outcomes) -> None:
+    """The gradient is that of plain torch: as computed, as the optimizer gets it, and as the parameters move."""
+    for found in found_for(pair, outcomes):
+        assert not found.refusal
+        assert found.error <= 1.0
+
+
+@pairs_with(Verdict.DIFFERS)
+def test_differs(pair: Pair, outcomes: Outcomes) -> None:
+    """It runs everywhere, and somewhere the gradient is not that of the un-split batch: the verdict is needed.
+
+    One cell differs on accelerators only: on a CPU "auto" takes one micro-batch per rank, and that sync joins exactly.
+    """
+    found = found_for(pair, outcomes)
+    assert not any(one.refusal for one in found)
+    largest = max(one.error for one in found)
+    assert largest <= 1.0 if pair == (Feature.AUTO_SIZE, Feature.NORMS_SYNC) else largest > 3.0
+
+
+@pairs_with(Verdict.REFUSED)
+def test_refused(pair: Pair, outcomes: Outcomes) -> None:
+    """A CompositionError with the cell's reason and remedy, and no parameter, gradient or hook is another."""
+    for found in found_for(pair, outcomes):
+        assert cell(*pair).reason in found.refusal
+        assert cell(*pair).instead in found.refusal
+        assert not found.changed
+
+
+@pairs_with(Verdict.EXCLUSIVE)
+def test_exclusive(pair: Pair) -> None:
+    """No run has both: whatever else is in it."""
+    together = [features for other in Feature for features in runs_of(pair[0], other) if pair[1] in features]
+    assert not together
+
+
+@pytest.mark.parametrize("feature", [Feature.FP32, Feature.BF16, Feature.FP16, Feature.LOW_PARAMETERS])
+def test_one_lost_sample_would_be_seen(feature: Feature) -> None:
+    """The tolerances are sharp: a gradient without one of the samples is out of them, in every precision."""
+    features, ids = complete({feature}), range(NUM_SAMPLES)
+    whole = plain_gradients(features, ids, [])
+    for lost in ids:
+        rest = plain_gradients(features, [sample for sample in ids if sample != lost], [])
+        assert relative_error(rest, whole) > 3 * tolerance(features)
+
+
+IN_ARGUMENTS = [f for f in Feature if f.axis.known == "built" and f.axis.name not in ("strategy", "ranks")]
+
+
+@pytest.mark.parametrize("feature", IN_ARGUMENTS, ids=lambda feature: feature.name.lower())
+def test_features_are_recognised(feature: Feature) -> None:
+    """What the engine sees in its arguments is what they were built from: nothing is missed, nothing made up."""
+    features = complete({feature})
+    given = arguments(features)
+    network, objective = build(features)
+    loss = declared(objective.declared())
+    modules = collect_modules(compiled(network, features) if Feature.COMPILED in features else network, loss)
+    optimizer = Keeping if Feature.MASTER_WEIGHTS in features else Keeping(network.parameters())
+    sizes = resolve_sizes(
+        world_size=1,
+        micro_batch_size=given.get("micro_batch_size"),
+        accumulation_steps=given.get("accumulation_steps"),
+    )
+    seen = features_of_training(modules, loss, optimizer, rng=given.get("rng", "micro_batch"))
+    seen |= features_of_choices(
+        precision=given.get("precision", "fp32"),
+        deal=given.get("deal", "balanced"),
+        sizes=sizes,
+        clip=clip_policy(given.get("clip")),
+    )
+    seen |= policy_features(policy_of(given.get("norms", "keep")))
+
+    assert set(seen) == features & set(IN_ARGUMENTS)
+
+
+def test_ranks_are_recognised(one_rank: Ranks, two_ranks: Ranks) -> None:
+    """Strategy and ranks are seen, and nothing of a strategy that the table does not know."""
+    alone = features_of_ranks(Single.capabilities, ab.World())
+    assert set(alone) == {Feature.SINGLE, Feature.ALONE}
+    assert one_rank.run(names_of_ranks, "all_reduce") == [["all_reduce", "one_rank"]]
+    assert two_ranks.run(names_of_ranks, "ddp") == [["ddp", "several_ranks"]] * 2
+    assert features_of_ranks(Capabilities(name="mine"), ab.World()) == {}
+
+
+def names_of_ranks(strategy: str) -> list[str]:
+    """Run on every rank: return the names of the features of that strategy on these ranks."""
+    found = features_of_ranks(Capabilities(name=strategy), ab.World.from_environment())
+    return [feature.name.lower() for feature in found]
+
+
+@pytest.mark.parametrize("strategy", [Single(), AllReduce(), DDP()], ids=lambda strategy: strategy.capabilities.name)
+def test_table_says_what_strategies_say(strategy: Strategy) -> None:
+    """The table refuses low-precision parameters and sparse gradients where the strategy's own record does."""
+    own = Feature[strategy.capabilities.name.upper()]
+
+    refused = {f: cell(own, f).verdict is Verdict.REFUSED for f in (Feature.LOW_PARAMETERS, Feature.SPARSE)}
+    assert refused[Feature.LOW_PARAMETERS] is not strategy.capabilities.float32_accumulation
+    assert refused[Feature.SPARSE] is not strategy.capabilities.sparse_gradients
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "feature", "expected"),
+    [
+        (Capabilities(name="mine"), Feature.SPARSE, "cannot take sparse gradients (module 'words' has sparse=True)"),
+        (Capabilities(name="mine", float32_accumulation=False), Feature.CAST, "'words.weight' is torch.bfloat16"),
+        (
+            Capabilities(name="mine", replaces_parameters=True),
+            Feature.DIRECT,
+            "lambda named: torch.optim.Keeping(named",
+        ),
+    ],
+)
+def test_other_strategies_answer_for_themselves(capabilities: Capabilities, feature: Feature, expected: str) -> None:
+    """A strategy that is not in the table is refused what its own record says it cannot do, and nothing changes."""
+    network, objective = build(complete({feature}))
+
+    with pytest.raises(CompositionError, match=re.escape(expected)):
+        ab.Engine(network, Keeping(network.parameters()), objective.declared(), strategy=Mine(capabilities))
+    parameters = dict(network.named_parameters())
+    assert not changes(parameters, {name: p.detach().clone() for name, p in parameters.items()}, network, built=False)
+
+
+class Mine(Single):
+    """One rank, under another name and record."""
+
+    def __init__(self, capabilities: Capabilities) -> None:
+        super().__init__()
+        self.capabilities = capabilities
+
+
+def test_a_strategy_of_ones_own_is_not_refused_what_others_are() -> None:
+    """What the table says of strategies for several ranks does not bind a strategy that it does not know."""
+    features = complete({Feature.SPARSE})
+    network, objective = build(features)
+    mine = Mine(Capabilities(name="mine", sparse_gradients=True))
+
+    with ab.Engine(network, Keeping(network.parameters()), objective.declared(), strategy=mine) as engine:
+        assert engine.step(Sentences().of(range(NUM_SAMPLES))).update == "direct"
+
+
+def test_engine_says_what_keeps_it_from_equality() -> None:
+    """An engine with BatchNorm says so among its decisions, with the remedy; one without has nothing to say."""
+    said: dict[Feature, str] = {}
+    for feature in (Feature.BATCH_NORM, Feature.FP32):
+        network, objective = build(complete({feature}))
+        with ab.Engine(network, Keeping(network.parameters()), objective.declared()) as engine:
+            said[feature] = engine.decisions.get("equality", "")
+
+    assert not said[Feature.FP32]
+    assert cell(Feature.BATCH_NORM, Feature.BATCH_NORM).instead in said[Feature.BATCH_NORM]
+
+
+@pytest.mark.parametrize(("name", "value"), [("deal", "even"), ("rng", "per_rank")])
+def test_unknown_values_are_refused(name: str, value: str) -> None:
+    """A value that no axis has is refused with those it has."""
+    network, objective = build(complete(()))
+    given: dict[str, Any] = {name: value}
+
+    with pytest.raises(UserError, match=f"{name}='{value}' must be"):
+        ab.Engine(network, Keeping(network.parameters()), objective.declared(), **given)

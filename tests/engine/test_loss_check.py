@@ -1,0 +1,488 @@
+"""The declaration of a loss is checked on the first step: wrong ones are caught, right ones not, nothing is touched.
+
+Two of the tests reach into the engine for its modules, since a check has to leave everything in them as it was.
+"""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+import anybatch as ab
+from anybatch.engine.accumulation.planned_batch import RankShare
+from anybatch.errors import AnyBatchError, LossError
+from tests.engine.cases import CLASS_WEIGHTS, NUM_WORDS, Batch, cut, sentences, share_bounds, vectors
+from tests.engine.loss_declarations import (
+    RIGHT,
+    WRONG,
+    Classifier,
+    Declared,
+    Diagnoses,
+    Tagger,
+    batch_of,
+    engine_for,
+    from_inside_of_vectors,
+    of_pairs,
+    of_samples,
+    of_words,
+    with_noise,
+)
+from tests.ranks_fixture import Ranks
+
+HOLDS = "it holds"
+DTYPES = {"float64": torch.float64, "float32": torch.float32}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_declarations_are_caught(name: str, dtype: str) -> None:
+    """The error names the likely right declaration, both gradients and how far apart they are; nothing has changed."""
+    case = WRONG[name]
+    with engine_for(case, DTYPES[dtype]) as engine:
+        before = {key: value.clone() for key, value in engine._modules.state_dict().items()}  # noqa: SLF001
+        with pytest.raises(LossError) as caught:
+            engine.step(batch_of(case, DTYPES[dtype]))
+        after = engine._modules.state_dict()  # noqa: SLF001
+    message = str(caught.value)
+
+    assert [word for word in case.words if word not in message] == [], message
+    assert "add up to a norm of" in message
+    assert "they differ by" in message
+    assert "check_loss=False" in message
+    assert all(torch.equal(value, after[key]) for key, value in before.items())
+    assert engine.num_steps == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_declarations_are_silent(name: str, dtype: str) -> None:
+    """A right declaration is found to hold on the first batch, with dropout and BatchNorm in place."""
+    case, heard = RIGHT[name], Diagnoses()
+    with engine_for(case, DTYPES[dtype], observer=heard) as engine:
+        engine.step(batch_of(case, DTYPES[dtype]))
+
+    is_taken = name == "one number, undeclared"
+    assert heard.codes == ["loss_taken_as_mean_over_samples"] * is_taken
+    assert ("it is one" if is_taken else HOLDS) in engine.decisions["loss"]
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_run_is_the_same_with_and_without_the_check(name: str) -> None:
+    """Two steps end bit for bit where they end without the check, random numbers and running statistics included."""
+    case = RIGHT[name]
+    if name == "one number, undeclared":
+        case = Declared(case.model, case.batch, lambda: ab.mean_over_samples(of_samples))
+    ends = []
+    for check_loss in (True, False):
+        with engine_for(case, check_loss=check_loss, rng=None) as engine:
+            torch.manual_seed(3)
+            for _ in range(2):
+                engine.step(batch_of(case))
+            ends.append([*engine._modules.state_dict().values(), torch.get_rng_state()])  # noqa: SLF001
+
+    assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    "name",
+    ["tokens as samples", "shifted tokens as they are", "a sum as a mean, inside", "contrastive as samples"],
+)
+def test_wrong_declarations_are_caught_in_low_precision(name: str, precision: Any) -> None:
+    """Under autocast, and with bf16 parameters, the same is found."""
+    dtype = torch.float32 if precision == "bf16" else torch.bfloat16
+    with engine_for(WRONG[name], dtype, precision=precision) as engine, pytest.raises(LossError) as caught:
+        engine.step(batch_of(WRONG[name], dtype))
+
+    assert [word for word in WRONG[name].words if word not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    "name", ["samples", "tokens", "a loss with parameters", "two terms", "tokens, computed inside"]
+)
+def test_right_declarations_hold_in_low_precision(name: str, precision: Any) -> None:
+    """Under autocast, and with bf16 parameters, right declarations hold."""
+    dtype = torch.float32 if precision == "bf16" else torch.bfloat16
+    case = RIGHT[name]
+    with engine_for(case, dtype, precision=precision) as engine:
+        engine.step(batch_of(case, dtype))
+
+    assert HOLDS in engine.decisions["loss"]
+
+
+def said_on_ranks(name: str, strategy: str, idle: bool) -> tuple[str, str]:
+    """Run on every rank: make a step with a wrong declaration; return the error's class and message."""
+    world = ab.World.from_environment()
+    case = WRONG[name]
+    batch = batch_of(case)
+    weights = [1, 0] if idle else [2, 1]
+    start, stop = share_bounds(len(next(iter(batch.values()))), weights)[world.rank]
+    share = RankShare(cut(batch, start, stop) if stop > start else None)
+    with engine_for(case, world=world, strategy=strategy) as engine:
+        try:
+            engine.step(share)
+        except AnyBatchError as error:
+            return type(error).__name__, str(error)
+    return "", engine.decisions["loss"]
+
+
+@pytest.mark.parametrize("idle", [False, True], ids=["uneven", "one-idle"])
+@pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
+@pytest.mark.parametrize(
+    "name", ["tokens as samples", "contrastive as samples", "a sum as a mean", "weights forgotten, inside"]
+)
+def test_ranks_agree(name: str, strategy: str, idle: bool, two_ranks: Ranks) -> None:
+    """Both ranks raise the same error, also where one of them has no sample to look at."""
+    one, other = two_ranks.run(said_on_ranks, name, strategy, idle)
+
+    assert one == other
+    assert one[0] == "LossError"
+    assert [word for word in WRONG[name].words if word not in one[1]] == []
+
+
+def steps_on_ranks(strategy: str) -> tuple[str, list[torch.Tensor], str, list[torch.Tensor]]:
+    """Run on every rank: make steps with and without the check; return what was decided and where they ended."""
+    world = ab.World.from_environment()
+    found: list[Any] = []
+    for check_loss in (True, False):
+        case = RIGHT["tokens"]
+        batch = batch_of(case)
+        start, stop = share_bounds(len(batch["words"]), [2, 1])[world.rank]
+        with engine_for(case, world=world, strategy=strategy, check_loss=check_loss) as engine:
+            for _ in range(2):
+                engine.step(cut(batch, start, stop))
+            found += [engine.decisions.get("loss", ""), list(engine._modules.state_dict().values())]  # noqa: SLF001
+    return tuple(found)
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
+def test_strategies_do_not_notice(strategy: str, two_ranks: Ranks) -> None:
+    """On ranks a run ends bit for bit where it ends without the check: no hook fires, no gradient is left."""
+    for said, checked, _, unchecked in two_ranks.run(steps_on_ranks, strategy):
+        assert HOLDS in said
+        assert all(torch.equal(one, other) for one, other in zip(checked, unchecked, strict=True))
+
+
+# What cannot be told
+
+
+def unmasked(number: int) -> Batch:
+    """Return sentences in which all targets are there, so that samples and targets count alike."""
+    return {**(batch := sentences(number)), "labels": batch["words"].clone()}
+
+
+def test_what_no_batch_could_tell_is_settled_by_a_later_one() -> None:
+    """A mean over tokens declared over samples passes while all samples have equally many targets, said once."""
+    case, heard = WRONG["tokens as samples"], Diagnoses()
+    with engine_for(case, observer=heard) as engine:
+        engine.step(unmasked(14))
+        engine.step(unmasked(14))
+        assert engine.decisions["loss"] == "as declared, unchecked: all of its samples have equally many targets"
+        assert heard.codes == ["loss_not_checked"]
+        with pytest.raises(LossError, match=r"ab\.mean_over_tokens"):
+            engine.step(sentences())
+    assert engine.num_steps == 2
+
+
+def test_a_right_declaration_is_settled_by_a_later_batch() -> None:
+    """Samples that all have one label say nothing about class weights; others do, and then the check is over."""
+    case, heard = RIGHT["samples"], Diagnoses()
+    alike = {**vectors(23), "y": torch.ones(23, dtype=torch.long)}
+    with engine_for(case, observer=heard) as engine:
+        engine.step(alike)
+        assert "the same label" in engine.decisions["loss"]
+        engine.step(vectors(23))
+        assert HOLDS in engine.decisions["loss"]
+        engine.step(alike)
+        assert HOLDS in engine.decisions["loss"]
+    assert heard.codes == ["loss_not_checked"]
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "reason"),
+    [
+        (with_noise, {}, "draws random numbers"),
+        (lambda _, batch: batch["x"].mean() * torch.ones((), requires_grad=True), {}, "does not depend"),
+        (lambda model, batch: F.cross_entropy(model(batch["x"]) * 0.0, batch["y"]).abs() * 0, {}, "does not depend"),
+        (lambda model, batch: sum(model.head(model.body[0](x)).sum() for x in batch["x"]), {}, "another way"),
+        (lambda model, batch: model.head((z := model.encode(batch["x"])) - z.mean(0)).square().mean(), {}, "meet"),
+    ],
+)
+def test_what_cannot_be_looked_at_is_said(loss: Callable[..., Any], options: dict[str, Any], reason: str) -> None:
+    """Where the stand-in says nothing about a loss, that is a decision and a diagnosis, and no error."""
+    case, heard = Declared(Classifier, lambda: vectors(23), lambda: ab.mean_over_samples(loss)), Diagnoses()
+    with engine_for(case, observer=heard, **options) as engine:
+        try:
+            engine.step(vectors(23))
+        except RuntimeError:  # a loss without a gradient
+            assert "does not depend" in reason
+    assert reason in engine.decisions["loss"]
+    assert heard.codes == ["loss_not_checked"]
+
+
+def test_one_sample_at_a_time_is_judged_from_three() -> None:
+    """Micro-batches of one sample are put together; those that cannot be are not judged."""
+    case = WRONG["tokens as samples"]
+    with engine_for(case, micro_batch_size=1) as engine, pytest.raises(LossError, match=r"of 1 \+ "):
+        engine.step(sentences())
+    with engine_for(RIGHT["tokens"], micro_batch_size=1) as engine:
+        engine.step(cut(sentences(), 0, 1))
+    assert "one sample only" in engine.decisions["loss"]
+
+
+def test_running_out_of_memory_is_no_error() -> None:
+    """A check that does not fit says so, and the step is made."""
+
+    class Full(Classifier):
+        def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> Any:
+            if not torch.is_grad_enabled():
+                message = "full"
+                raise torch.OutOfMemoryError(message)
+            return super().forward(x, y)
+
+    with engine_for(Declared(Full, lambda: vectors(23), RIGHT["samples"].loss)) as engine:
+        engine.step(vectors(23))
+    assert "ran out of memory" in engine.decisions["loss"]
+
+
+def test_it_gives_up_after_eight_steps_and_costs_nothing_then() -> None:
+    """Eight batches that cannot tell are enough; from then on the model is called once per micro-batch."""
+    called: list[int] = []
+
+    def counting(model: nn.Module, batch: Batch) -> torch.Tensor:
+        called.append(1)
+        return of_samples(model, batch)
+
+    alike = {**vectors(23), "y": torch.ones(23, dtype=torch.long)}
+    calls = []
+    with engine_for(Declared(Classifier, lambda: alike, lambda: ab.mean_over_samples(counting))) as engine:
+        for _ in range(10):
+            called.clear()
+            engine.step(alike)
+            calls.append(len(called))
+    assert all(number > 3 for number in calls[:8])
+    assert calls[8:] == [3, 3]
+
+
+def test_the_check_can_be_left_out() -> None:
+    """With check_loss=False a wrong declaration is taken at its word."""
+    with engine_for(WRONG["tokens as samples"], check_loss=False) as engine:
+        engine.step(sentences())
+    assert "loss" not in engine.decisions
+
+
+# Functions that are not declared
+
+
+def test_an_undeclared_mean_over_samples_is_one() -> None:
+    """A bare function that returns one number trains as if it had been declared a mean over samples."""
+    found = []
+    for case in (RIGHT["one number, undeclared"], RIGHT["samples"]):
+        with engine_for(case) as engine:
+            reports = [engine.step(batch_of(case)) for _ in range(2)]
+            trained = [*engine._modules.parameters()]  # noqa: SLF001
+            found.append(([float(one.loss) for one in reports], engine.evaluate([vectors(9)]), trained))
+    (losses, metrics, trained), (expected, expected_metrics, references) = found
+
+    assert losses == pytest.approx(expected, rel=1e-12)
+    assert metrics == pytest.approx(expected_metrics, rel=1e-12)
+    for one, other in zip(trained, references, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+def test_a_resumed_run_remembers_what_its_loss_is(tmp_path: Path) -> None:
+    """What was found before a checkpoint holds after it, though the first batch then could not tell."""
+    case = RIGHT["one number, undeclared"]
+    with engine_for(case) as engine:
+        engine.step(vectors(23))
+        saved = engine.save(tmp_path)
+    with engine_for(case) as engine:
+        engine.load(saved)
+        engine.step({**vectors(23), "y": torch.ones(23, dtype=torch.long)})
+    assert engine.num_steps == 2
+
+
+# Nothing is touched
+
+
+def watched_state(engine: ab.Engine, hooked: list[str]) -> list[Any]:
+    """Return everything that a check must leave as it was."""
+    modules: nn.Module = engine._modules  # noqa: SLF001
+    plain = [
+        {key: value for key, value in vars(module).items() if isinstance(value, (bool, int, float, str, type(None)))}
+        for module in modules.modules()
+    ]
+    hooks = [[*vars(module)["_forward_hooks"]] for module in modules.modules()]
+    tensors = [(id(one), one.clone()) for one in [*modules.parameters(), *modules.buffers()]]
+    grads = [parameter.grad for parameter in modules.parameters()]
+    rng = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
+    return [plain, hooks, tensors, grads, rng, [*hooked]]
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two nested values are equal, tensors bit by bit."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(same(*pair) for pair in zip(one, other, strict=True))
+    return bool(one == other)
+
+
+@pytest.mark.parametrize("kind", ["holds", "broken", "fails", "interrupted"])
+def test_nothing_is_touched(kind: str) -> None:
+    """Parameters, buffers, attributes, modes, hooks, gradients and random numbers are as before, behind errors too."""
+    seen: list[list[Any]] = []
+    hooked: list[str] = []
+    calls: list[int] = []
+
+    def loss(model: Any, batch: Batch) -> torch.Tensor:
+        calls.append(1)
+        batch["x"].mul_(2.0)
+        random.random()
+        np.random.rand()
+        value = from_inside_of_vectors(model, {"x": batch["x"], "y": batch["y"]})
+        if kind == "fails" or (kind == "interrupted" and len(calls) == 4):
+            raise {"fails": ZeroDivisionError, "interrupted": KeyboardInterrupt}[kind]
+        return value * len(batch["x"]) if kind == "broken" else value
+
+    case = Declared(Classifier, lambda: vectors(23), lambda: ab.mean_over_samples(loss))
+    with engine_for(case, rng=None) as engine:
+        engine._modules.get_submodule("body.3").eval()  # noqa: SLF001
+        engine._modules.get_parameter("head.weight").register_hook(lambda _: hooked.append("head"))  # noqa: SLF001
+        batch = vectors(23)
+        seen.append([*watched_state(engine, hooked), *(value.clone() for value in batch.values())])
+        look = engine._check.look  # noqa: SLF001
+
+        def looking(*args: Any) -> Any:
+            try:
+                return look(*args)
+            finally:
+                seen.append([*watched_state(engine, hooked), *(value.clone() for value in batch.values())])
+
+        engine._check.look = looking  # type: ignore[assignment, method-assign]  # noqa: SLF001
+        try:
+            engine.step(batch)
+        except (LossError, ZeroDivisionError, KeyboardInterrupt):
+            assert kind != "holds"
+    assert len(seen) == 2
+    for before, after in zip(*seen, strict=True):
+        assert same(before, after)
+
+
+def test_compiled_and_checkpointed_models_are_looked_at_as_they_are() -> None:
+    """A compiled model is called uncompiled, so nothing is compiled for the check; checkpointing is no obstacle."""
+    compiled: list[int] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        compiled.append(1)
+        return graph
+
+    class Checkpointed(Classifier):
+        def encode(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = torch.utils.checkpoint.checkpoint(self.body, x, use_reentrant=False)
+            return found
+
+    def whole() -> Any:
+        return torch.compile(Classifier(), backend=backend)
+
+    def in_part() -> Any:
+        model = nn.Sequential(Classifier())
+        model[0].compile(backend=backend)
+        return model
+
+    for model in (whole, in_part):
+        numbers = []
+        for check_loss in (True, False):
+            torch._dynamo.reset()  # noqa: SLF001
+            compiled.clear()
+            case = Declared(model, lambda: vectors(18), RIGHT["samples"].loss)
+            with engine_for(case, check_loss=check_loss) as engine:
+                engine.step(vectors(18))
+            numbers.append(len(compiled))
+            if check_loss:
+                assert HOLDS in engine.decisions["loss"]
+        assert numbers[0] == numbers[1] > 0
+    for loss in (ab.mean_over_samples(of_samples), ab.mean_over_samples(from_inside_of_vectors)):
+        with engine_for(Declared(Checkpointed, lambda: vectors(23), lambda loss=loss: loss)) as engine:  # type: ignore[misc]
+            engine.step(vectors(23))
+        assert HOLDS in engine.decisions["loss"]
+
+
+# Chance
+
+
+def weighted(model: nn.Module, batch: Batch, weights: torch.Tensor) -> torch.Tensor:
+    """Return a cross-entropy with these class weights."""
+    return F.cross_entropy(model(batch["x"]), batch["y"], weight=weights)
+
+
+def random_right(data: st.DataObject) -> tuple[Declared, Batch]:
+    """Return a right declaration and a batch, both at random."""
+    number = data.draw(st.integers(2, 24), "samples")
+    seed = data.draw(st.integers(0, 10**6), "seed")
+    generator = torch.Generator().manual_seed(seed)
+    kind = data.draw(st.sampled_from(["tokens", "weights", "samples", "terms", "inside", "views"]), "kind")
+    if kind in ("tokens", "terms"):
+        width = data.draw(st.integers(2, 9), "width")
+        words = torch.randint(0, NUM_WORDS, (number, width), generator=generator)
+        masked = torch.rand(number, width, generator=generator) < data.draw(st.sampled_from([0.0, 0.3, 0.8]), "masked")
+        batch = {"words": words, "labels": words.masked_fill(masked, -100), "value": torch.randn(number).double()}
+        batch["labels"][:2, -1] = 1  # something to learn from
+        return Declared(Tagger, lambda: batch, RIGHT["tokens" if kind == "tokens" else "two terms"].loss), batch
+    batch = {
+        "x": torch.randn(number, 5, generator=generator, dtype=torch.float64),
+        "y": torch.randint(0, 4, (number,), generator=generator),
+    }
+    if kind == "weights":
+        weights = CLASS_WEIGHTS * torch.rand(4, generator=generator).double().add(0.1)
+        return Declared(
+            Classifier,
+            lambda: batch,
+            lambda: ab.mean_over(lambda m, b: weighted(m, b, weights), lambda b: weights[b["y"]].sum()),
+        ), batch
+    name = {"samples": "two calls", "inside": "computed inside", "views": "two views"}[kind]
+    return Declared(Classifier, lambda: batch, RIGHT[name].loss), batch
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_right_declarations_are_never_refused(data: st.DataObject) -> None:
+    """Whatever the samples, widths, masks, weights and micro-batches, no right declaration is called wrong."""
+    case, batch = random_right(data)
+    steps = data.draw(st.integers(1, len(batch[next(iter(batch))]) // 2), "accumulation steps")  # BatchNorm wants two
+    with engine_for(case, micro_batch_size=None, accumulation_steps=steps) as engine:
+        engine.step(batch)
+    assert not any(words in engine.decisions["loss"] for words in ("does not run", "cannot be looked at", "off,"))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_contrastive_losses_are_caught_whatever_the_batch(seed: int) -> None:
+    """A loss across samples is caught from any samples of any number."""
+    number = 2 + seed
+    generator = torch.Generator().manual_seed(seed)
+    batch = {"x": torch.randn(number, 5, generator=generator, dtype=torch.float64), "y": torch.arange(number) % 4}
+    case = Declared(Classifier, lambda: batch, lambda: ab.mean_over_samples(of_pairs))
+    with engine_for(case, micro_batch_size=None) as engine, pytest.raises(LossError, match=r"ab\.joint"):
+        engine.step(batch)
+
+
+def test_a_token_mean_of_a_model_that_trains_is_caught() -> None:
+    """Also where the loss's values would tell nothing: an untrained model, whose words are all as likely."""
+
+    class Untrained(Tagger):
+        def forward(self, words: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+            found = super().forward(words, labels)
+            return found * 1e-6
+
+    case = Declared(Untrained, sentences, lambda: ab.mean_over_samples(of_words))
+    with engine_for(case) as engine, pytest.raises(LossError, match=r"ab\.mean_over_tokens"):
+        engine.step(sentences())

@@ -1,0 +1,482 @@
+"""A run that runs out of memory ends where the run that was planned with the smaller cut ends, bit for bit."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import anybatch as ab
+from anybatch.core.buffers import BufferKeeper
+from anybatch.core.geometry import Sizes
+from anybatch.core.records import DiagnosisRecord, OutOfMemoryRecord, Record
+from anybatch.engine.micro_batch_size.backoff import FIRST_WAIT, Resizing
+from anybatch.engine.micro_batch_size.sizes import Sizing
+from anybatch.errors import DoesNotFitError, HalfUpdatedError
+from anybatch.norms import Exact
+from anybatch.testing import memory_budget, out_of_memory_at, run_ranks
+from tests.engine.cases import InMemory
+from tests.engine.out_of_memory_cases import (
+    LARGE,
+    Fault,
+    Listening,
+    Run,
+    engine_of,
+    network,
+    same,
+    samples,
+    sweep,
+    train,
+)
+from tests.ranks_fixture import Ranks
+
+
+def expect(run: Run, sizes: Mapping[str, int | str]) -> Run:
+    """Return the run that was planned with other sizes."""
+    return Run(
+        strategy=run.strategy,
+        loss=run.loss,
+        num_samples=run.num_samples,
+        sizes=sizes,
+        options=run.options,
+        brought=run.brought,
+    )
+
+
+HALF, QUARTER = {"micro_batch_size": LARGE // 2}, {"micro_batch_size": LARGE // 4}
+SWEEPS: Mapping[str, tuple[Run, int]] = {
+    "all_reduce": (Run(strategy="all_reduce"), 1),
+    "all_reduce, after": (Run(strategy="all_reduce, after"), 7),
+    "across samples": (Run(strategy="all_reduce", loss="joint"), 1),
+    "count comes late": (Run(strategy="all_reduce", loss="late"), 5),
+    "the caller's numbers": (Run(strategy="all_reduce", options={"rng": None}), 5),
+    "groups": (Run(strategy="all_reduce", options={"norms": "ghost"}), 11),
+}
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_wherever_one_of_two_ranks_fails(name: str, two_ranks: Ranks) -> None:
+    """At every allocation of forward, backward and reduction (every few, for some) both ranks end as planned.
+
+    The failing rank says which phase, the other that it was another rank; no sample counts twice or not at all.
+    """
+    run, every = SWEEPS[name]
+    planned = two_ranks.run(train, expect(run, HALF))
+    for found in zip(*two_ranks.run(sweep, run, 1, every), strict=True):
+        (at, other), (_, failing) = found
+        assert same(other.weights, planned[0].weights), at
+        assert same(failing.weights, planned[1].weights), at
+        assert other.plans[1:] == failing.plans[1:] == planned[0].plans[1:]
+        assert other.too_large == failing.too_large == (LARGE,)
+        assert other.events == ((None, LARGE, LARGE // 2),)
+        assert failing.events[0][0] in {"forward_backward", "reduce"}
+        ids = [first + k for end in (other, failing) for first, number in end.units for k in range(number)]
+        assert sorted(ids) == list(range(1000, 1000 + 2 * LARGE))
+        assert f"because {LARGE} ran out of memory in step 1" in failing.decision == other.decision
+
+
+ONE_RANK: Mapping[str, tuple[Run, Mapping[str, int | str], int]] = {
+    "numbers by sample": (Run(options={"rng": "per_sample"}), HALF, 9),
+    "accumulation steps": (Run(sizes={"accumulation_steps": 2}), {"accumulation_steps": 4}, 7),
+    "whole shares": (Run(sizes={"micro_batch_size": "auto"}), HALF, 9),
+    "one's own batches": (Run(brought=True), HALF, 9),
+    "exact normalisation": (Run(options={"norms": "exact"}), HALF, 5),
+    "master weights": (Run(options={"precision": "bf16"}), HALF, 9),
+}
+
+
+@pytest.mark.parametrize("name", ONE_RANK)
+def test_wherever_a_single_rank_fails(name: str) -> None:
+    """The same on one rank, for other sizes, batches, policies and random numbers."""
+    run, sizes, every = ONE_RANK[name]
+    planned = train(expect(run, sizes))
+    found = sweep(run, 0, every)
+    assert len(found) > 3
+    for at, end in found:
+        assert same(end.weights, planned.weights), at
+        assert end.plans[1:] == planned.plans[1:]
+
+
+def test_twice_in_one_step(two_ranks: Ranks) -> None:
+    """A step that fails again in its second try is tried a third time, as if planned with a quarter."""
+    run = Run(strategy="all_reduce")
+    planned = two_ranks.run(train, expect(run, QUARTER))
+    for (at, _), (_, failing) in zip(*two_ranks.run(sweep, run, 1, 4, 2, 2), strict=True):
+        assert failing.too_large == (LARGE, LARGE // 2), at
+        assert same(failing.weights, planned[1].weights), at
+
+
+@pytest.mark.parametrize("loss", ["plain", "joint"])
+@pytest.mark.parametrize("at", [(3, 3, 3), (30, 0, 8), (0, 12, 31)])
+def test_several_of_three_ranks_fail_at_once(at: tuple[int, ...], loss: str, three_ranks: Ranks) -> None:
+    """Ranks that fail in the same try, each somewhere else, come to one smaller cut, which all of them tell alike.
+
+    Under a loss across samples a rank that gets past where another one fails is stopped before its own fault, and
+    meets it in the next try: that makes two events.
+    """
+    run = Run(strategy="all_reduce", loss=loss)
+    ends = three_ranks.run(train, run, Fault(at=at))
+    size = ends[0].events[-1][2]
+    planned = three_ranks.run(train, expect(run, {"micro_batch_size": size}))
+    for rank, end in enumerate(ends):
+        assert same(end.weights, planned[rank].weights)
+        assert [event[1:] for event in end.events] == [event[1:] for event in ends[0].events]
+        assert sum(phase is not None for phase, *_ in end.events) == (at[rank] > 0)
+    assert size == (LARGE // 4 if loss == "joint" and max(at) > 20 else LARGE // 2)
+
+
+def test_uneven_shares_that_ranks_bring(two_ranks: Ranks) -> None:
+    """Shares of the ranks' own loaders, of other sizes, are run again from memory."""
+    run = Run(strategy="all_reduce", brought=True, num_samples=9)
+    ends = two_ranks.run(train, run, Fault(at=(0, 25)))
+    size = ends[0].events[0][2]
+    planned = two_ranks.run(train, expect(run, {"micro_batch_size": size}))
+    assert all(same(end.weights, plan.weights) for end, plan in zip(ends, planned, strict=True))
+
+
+def test_redoing_only_the_failed_micro_batch_is_wrong() -> None:
+    """The counter-example: keeping what has been added up and running the failed samples again is mostly wrong."""
+    batch = samples(1, 8)
+    exact, num_points = naive_gradient(batch, 0)
+    wrong = 0
+    for at in range(1, num_points + 1):
+        found, _ = naive_gradient(batch, at)
+        wrong += max(float((a - b).abs().max()) for a, b in zip(found, exact, strict=True)) > 1e-9
+    assert wrong > num_points // 2
+
+
+def naive_gradient(batch: Mapping[str, torch.Tensor], at: int) -> tuple[list[torch.Tensor], int]:
+    """Return a gradient of two micro-batches, of which the second fails in its backward and is run again as it is."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(10, 10), nn.Tanh())]
+    model = nn.Sequential(nn.Flatten(), *layers).double()
+
+    def backward(start: int) -> None:
+        rows = slice(start, start + 4)
+        (nn.functional.cross_entropy(model(batch["x"][rows]), batch["y"][rows]) / 2).backward()
+
+    backward(0)
+    with out_of_memory_at(at, phase="backward") as fault:
+        try:
+            backward(4)
+        except torch.OutOfMemoryError:
+            backward(4)
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None], (
+        fault.num_allocations
+    )
+
+
+def test_a_budget_is_kept() -> None:
+    """Under an enforced budget the size falls until it fits, stays, and the weights are those of the planned run."""
+    planned_model, planned = one_rank_engine(micro_batch_size=4)
+    model, engine = one_rank_engine(micro_batch_size=16)
+    with engine, planned:
+        engine.step(InMemory(samples(0, 2)))
+        planned.step(InMemory(samples(0, 2)))
+        one, other = InMemory(samples(1, 16)), InMemory(samples(2, 16))
+        with memory_budget(10**9, planned_model, planned.optimizer) as peak_of_planned:
+            planned.step(one)
+        with memory_budget(peak_of_planned.peak_bytes + 2000, model, engine.optimizer) as budget:
+            report = engine.step(one)
+            assert engine.step(other).too_large == ()
+        planned.step(other)
+    assert report.too_large == (16, 8)
+    assert budget.num_refused == 2
+    assert budget.peak_bytes <= budget.num_bytes
+    assert same(model.state_dict(), planned_model.state_dict())
+
+
+def test_the_failed_try_lets_go_of_its_memory() -> None:
+    """When the next try begins, no tensor of the failed one is held any more, garbage collector or not."""
+    held: list[tuple[str, int]] = []
+    for loss in ("plain", "joint"):
+        listening = Holding()
+        model, engine = engine_of(Run(loss=loss), ab.World(), listening)
+        with engine:
+            engine.step(InMemory(samples(0, 2)))
+            batch = InMemory(samples(1, LARGE))
+            with memory_budget(10**9, model, engine.optimizer, *batch.batch.values()) as budget:
+                listening.budget = budget
+                listening.before = budget.held_bytes
+                with out_of_memory_at(30):
+                    engine.step(batch)
+        held.append((loss, listening.left_bytes))
+    small = 2000  # buffers are kept, and what the planned cut counts
+    assert all(0 <= left < small for _, left in held), held
+
+
+class Holding(Listening):
+    """Looks at what is held when an out-of-memory event is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.budget: Any = None
+        self.before = 0
+        self.left_bytes = -1
+
+    def observe(self, record: Record) -> None:
+        """Compare what is held with what was held before the step."""
+        if isinstance(record, OutOfMemoryRecord):
+            self.left_bytes = max(0, self.budget.held_bytes - self.before)
+
+
+def one_rank_engine(**options: Any) -> tuple[nn.Module, ab.Engine]:
+    """Return a model and its engine on one rank."""
+    return engine_of(Run(sizes={}, options=options), ab.World(), Listening())
+
+
+def test_one_sample_that_does_not_fit_ends_the_run() -> None:
+    """The error says what is held and what would take less; nothing has been changed."""
+    model, engine = one_rank_engine(micro_batch_size=2)
+    with engine:
+        engine.step(InMemory(samples(0, 2)))
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        batch = InMemory(samples(1, 4))
+        with memory_budget(0, model) as budget:
+            budget.num_bytes = budget.held_bytes + 600
+            with pytest.raises(DoesNotFitError, match="cannot be smaller than one sample") as caught:
+                engine.step(batch)
+        for words in (
+            "weights ",
+            "gradients ",
+            "optimizer state ",
+            "precision='bf16'",
+            "Tried to allocate",
+            "of step 1 ",
+        ):
+            assert words in str(caught.value)
+        assert same(before, model.state_dict())
+        assert engine.num_steps == 1
+        assert engine.step(batch).step == 1
+
+
+def starve(strategy: str) -> str:
+    """Run on every rank: the last one has no room for a single sample; return what was raised."""
+    world = ab.World.from_environment(device="cpu")
+    model, engine = engine_of(Run(strategy=strategy, sizes={"micro_batch_size": 2}), world, Listening())
+    engine.step(InMemory(samples(0, 4)))
+    batch = InMemory(samples(1, 4))
+    budget_bytes = 0 if world.rank == world.size - 1 else 10**9
+    try:
+        with memory_budget(budget_bytes, model) as budget:
+            budget.num_bytes += budget.held_bytes
+            engine.step(batch)
+    except ab.errors.AnyBatchError as error:
+        engine.close(error)
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_one_rank_that_cannot_fit_ends_all(two_ranks: Ranks) -> None:
+    """The other rank learns why, and nobody hangs."""
+    other, failing = two_ranks.run(starve, "all_reduce")
+    assert failing.startswith("DoesNotFitError: out of memory in phase 'forward_backward' of step 1")
+    assert other.startswith("RankFailedError: rank 1 failed: DoesNotFitError: out of memory")
+
+
+def ddp_point(at: int) -> tuple[tuple[int, ...], bool]:
+    """Run on every rank: what a fault on the last rank does to DDP; and whether the weights are the planned ones.
+
+    A number below 0 counts from the end of the step.
+    """
+    world = ab.World.from_environment(device="cpu")
+    run = Run(strategy="ddp", num_samples=2 * LARGE)
+    planned = train(expect(run, HALF))
+    at = at if at > 0 else train(run).num_allocations + at
+    end = train(run, Fault(at=tuple(at if rank == world.size - 1 else 0 for rank in range(world.size))))
+    return end.too_large, same(end.weights, planned.weights)
+
+
+def test_ddp_begins_anew_outside_of_its_reduction(two_ranks: Ranks) -> None:
+    """In the forwards and backwards before the last micro-batch's backward, DDP's ranks recover as well."""
+    for at in (1, 9, 25, 33):
+        assert two_ranks.run(ddp_point, at) == [((LARGE,), True)] * 2
+
+
+def test_ddp_says_that_it_cannot_leave_its_reduction() -> None:
+    """In the backward that reduces, the failing rank names the strategy that can, and the others end too."""
+    other, failing = run_ranks(2, ddp_point, -15, timeout_seconds=60)
+    assert "CannotRedoError" in (failing.error or "")
+    assert "strategy='all_reduce' can" in (failing.error or "")
+    assert "RankFailedError" in (other.error or "")
+
+
+def sync_point() -> None:
+    """Run on every rank: a fault under a policy that joins ranks inside of forwards."""
+    run = Run(strategy="all_reduce", options={"norms": "sync"})
+    world = ab.World.from_environment(device="cpu")
+    train(run, Fault(at=tuple(9 if rank else 0 for rank in range(world.size))))
+
+
+def test_norms_over_ranks_say_that_they_cannot() -> None:
+    """Where ranks wait for each other in the middle of forwards, the error says so and what to use."""
+    other, failing = run_ranks(2, sync_point, timeout_seconds=60)
+    assert "CannotRedoError: out of memory in step 1" in (failing.error or "")
+    assert "under norms='keep' or Ghost(group_size) they do not" in (failing.error or "")
+    assert "RankFailedError" in (other.error or "")
+
+
+def test_shares_that_are_one_micro_batch_cannot_be_cut() -> None:
+    """Under Exact(method='checkpoint') there is nothing smaller, and the error says why."""
+    _, engine = one_rank_engine(norms=Exact(method="checkpoint", blocks=()))
+    with engine:
+        engine.step(InMemory(samples(0, 2)))
+        batch = InMemory(samples(1, 8))
+        with out_of_memory_at(8), pytest.raises(DoesNotFitError, match="each rank share as one micro-batch"):
+            engine.step(batch)
+
+
+def test_an_update_that_fails_is_never_made_again() -> None:
+    """The error says that weights may be half updated, and where to go back to."""
+    _, engine = one_rank_engine(micro_batch_size=4)
+    with engine:
+        engine.step(InMemory(samples(0, 2)))
+        batch = InMemory(samples(1, 8))
+        with out_of_memory_at(3, phase="update"), pytest.raises(HalfUpdatedError, match=r"last checkpoint \(engine"):
+            engine.step(batch)
+
+
+def test_clipping_that_fails_leaves_everything_as_it_was() -> None:
+    """Behind the backward no smaller micro-batch helps; parameters and buffers are as before the step."""
+    model, engine = one_rank_engine(micro_batch_size=4)
+    with engine:
+        engine.step(InMemory(samples(0, 2)))
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        run = Run(sizes={"micro_batch_size": 4})
+        number, batch = train(run).num_allocations + 1, InMemory(samples(1, 8))
+        with out_of_memory_at(number), pytest.raises(DoesNotFitError, match="in phase 'clip' of step 1"):
+            engine.step(batch)
+        # Running statistics move with the update, so only a buffer of the model's own had moved.
+        assert same(before, model.state_dict())
+
+
+def test_an_evaluation_that_does_not_fit_gives_the_same_numbers() -> None:
+    """A micro-batch of an evaluation is run in halves where it fails, whatever the loss; a metric stays what it is."""
+    for loss in ("plain", "joint", "late"):
+        listening = Listening()
+        _, engine = engine_of(Run(loss=loss), ab.World(), listening)
+        with engine:
+            batches = [InMemory(samples(0, 16)), InMemory(samples(1, 7))]
+            expected = engine.evaluate(batches)
+            with out_of_memory_at(6, times=2) as fault:
+                found = engine.evaluate(batches)
+        assert len(fault.failed) == 2
+        assert found == pytest.approx(expected, rel=1e-13)
+        told = [record.message for record in listening.records if isinstance(record, DiagnosisRecord)]
+        assert told[0] == "out of memory in an evaluation: micro-batch 8 -> 4 samples on rank 0"
+
+
+def test_a_resumed_run_keeps_the_smaller_size(tmp_path: Path) -> None:
+    """A checkpoint knows the size that was found, so that the resumed run goes on bit for bit; another size counts."""
+    model, engine = one_rank_engine(micro_batch_size=8)
+    with engine:
+        engine.step(InMemory(samples(0, 2)))
+        batch = InMemory(samples(1, 8))
+        with out_of_memory_at(5):
+            engine.step(batch)
+        engine.save(tmp_path)
+        engine.step(InMemory(samples(2, 8)))
+    again_model, again = one_rank_engine(micro_batch_size=8)
+    with again:
+        again.load(tmp_path)
+        report = again.step(InMemory(samples(2, 8)))
+    assert str(report.plan) == "8 samples = 1 rank x 2 micro-batches x 4"
+    assert same(model.state_dict(), again_model.state_dict())
+    assert "as in the checkpoint" in again.decisions["micro_batch_size"]
+    _, other = one_rank_engine(micro_batch_size=6)
+    with other:
+        other.load(tmp_path)
+        assert str(other.step(InMemory(samples(2, 6))).plan) == "6 samples = 1 rank x 1 micro-batch x 6"
+
+
+class Recorded:
+    """A watch that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def diagnosis(self, code: str, message: str) -> None:
+        """Keep it."""
+        del code
+        self.told.append(message)
+
+
+def sizing_of(size: int | None) -> Sizing:
+    """Return sizes on one rank."""
+    return Sizing(ab.World(), effective_batch_size=None, micro_batch_size=size, accumulation_steps=None, deal="fixed")
+
+
+def test_a_named_size_stays_small_and_auto_grows_again() -> None:
+    """Under "auto" the former size is tried after some steps, and after twice as many each time it fails again."""
+    for grows in (False, True):
+        sizing, watch, decisions = sizing_of(16), Recorded(), dict[str, str]()
+        resizing = Resizing(sizing, grows=grows, whole=False)
+        tried = []
+        for step in range(8 * FIRST_WAIT):
+            resizing.begin(step, watch, decisions)  # type: ignore[arg-type]
+            if sizing.sizes.micro_batch_size == 16:
+                tried.append(step)
+                if step < 2 * FIRST_WAIT + FIRST_WAIT:
+                    plan = sizing.placement(lockstep=False).plan(32)
+                    assert resizing.shrink(plan, step, decisions) == (16, 8)
+        if not grows:
+            assert tried == [0]
+            assert sizing.sizes.micro_batch_size == 8
+            continue
+        assert tried[:3] == [0, FIRST_WAIT, 3 * FIRST_WAIT]
+        assert tried[3:] == list(range(3 * FIRST_WAIT + 1, 8 * FIRST_WAIT))
+        assert watch.told[0].startswith("trying the size before 8 samples at most again, from step 100 on")
+
+
+@pytest.mark.parametrize(
+    ("size", "num_samples", "expected"),
+    [(None, 9, 5), (9, 9, 5), (5, 9, 3), (16, 64, 8), (3, 64, 2), (2, 2, 1), (1, 4, None), (7, 20, 4)],
+)
+def test_the_next_size_makes_even_micro_batches(size: int | None, num_samples: int, expected: int | None) -> None:
+    """Twice as many micro-batches, of as equal size as can be; never as large as before."""
+    sizing = sizing_of(size)
+    before = sizing.sizes
+    plan = sizing.placement(lockstep=False).plan(num_samples)
+    _, after = Resizing(sizing, grows=False, whole=False).shrink(plan, 0, {})
+    assert after == expected
+    if after is None:
+        assert sizing.sizes is before
+    else:
+        sizes = [unit.num_samples for unit in sizing.placement(lockstep=False).plan(num_samples).units]
+        assert max(sizes) == after
+
+
+def test_state_of_resizing_survives_a_checkpoint() -> None:
+    """What was saved in the middle of a try is taken up there."""
+    sizing, decisions = sizing_of(16), dict[str, str]()
+    resizing = Resizing(sizing, grows=True, whole=False)
+    resizing.shrink(sizing.placement(lockstep=False).plan(32), 0, decisions)
+    resizing.begin(FIRST_WAIT, Recorded(), decisions)  # type: ignore[arg-type]
+    again_sizing = sizing_of(16)
+    again = Resizing(again_sizing, grows=True, whole=False)
+    saved: Any = {"world_size": 1, "effective_batch_size": None, "micro_batch_size": 16, "accumulation_steps": None}
+    again.resume({"sizes": saved, "resized": resizing.state(), "decisions": {}}, Recorded())  # type: ignore[arg-type]
+    assert again.state() == resizing.state()
+    assert again_sizing.sizes == sizing.sizes == Sizes(**saved)
+
+
+def test_buffers_go_back() -> None:
+    """Changed, replaced, added and dropped buffers are what they were when they were kept last."""
+    model = network()
+    model.register_buffer("gone", torch.ones(2))
+    model.register_buffer("nothing", None)
+    keeper = BufferKeeper(model)
+    for _ in range(2):
+        keeper.keep()
+        before = {name: value.clone() for name, value in model.named_buffers()}
+        objects = dict(model.named_buffers())
+        model(samples(0, 3)["x"])
+        model.register_buffer("added", torch.zeros(1))
+        model.nothing = torch.zeros(3)
+        del model.gone
+        keeper.restore()
+        assert same(before, dict(model.named_buffers()))
+        assert all(value is objects[name] for name, value in model.named_buffers())
+        assert model.nothing is None

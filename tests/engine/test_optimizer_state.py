@@ -1,0 +1,141 @@
+"""The memory of an update is made before the first step, and nothing else is changed by it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import anybatch as ab
+from anybatch.engine.update.optimizer_state import make_state, reserve, temporary_bytes
+from anybatch.errors import DoesNotFitError
+from anybatch.testing import memory_budget, out_of_memory_at
+from tests.engine.cases import InMemory
+from tests.engine.out_of_memory_cases import Listening, Run, engine_of, samples
+
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Make] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.2),
+    "Adam": lambda p: torch.optim.Adam(p, amsgrad=True),
+    "AdamW": torch.optim.AdamW,
+    "AdamW, fused": lambda p: torch.optim.AdamW(p, fused=True),
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "Adamax": torch.optim.Adamax,
+    "Adadelta": torch.optim.Adadelta,
+    "Adagrad": torch.optim.Adagrad,
+    "RMSprop": lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
+    "Rprop": torch.optim.Rprop,
+    "ASGD": torch.optim.ASGD,
+    "Adafactor": torch.optim.Adafactor,
+    "an optimizer of one's own": lambda p: Own(p, {}),
+}
+
+
+class Own(torch.optim.Optimizer):
+    """Not torch's: it is left to itself."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Subtract the gradient."""
+        del closure
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data.sub_(parameter.grad)
+
+
+def three_steps(make: Make, *, early: bool) -> tuple[list[torch.Tensor], dict[Any, Any]]:
+    """Return parameters and state after three steps, in which the last parameter is never used."""
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(shape)) for shape in ((4, 5), (3,), (2, 2))]
+    optimizer = make(parameters)
+    made = make_state(optimizer) if early else []
+    assert all(parameter.grad is None for parameter in parameters)
+    for parameter in made:
+        if parameter is parameters[-1]:
+            del optimizer.state[parameter]
+    for _ in range(3):
+        for parameter in parameters[:-1]:
+            parameter.grad = torch.randn(parameter.shape)
+        optimizer.step()
+    return [p.detach() for p in parameters], optimizer.state_dict()["state"]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_that_is_made_early_is_what_the_optimizer_makes(name: str) -> None:
+    """Parameters and state after three steps are bit for bit those of the optimizer that was left to itself."""
+    parameters, state = three_steps(OPTIMIZERS[name], early=True)
+    expected_parameters, expected = three_steps(OPTIMIZERS[name], early=False)
+    assert all(map(torch.equal, parameters, expected_parameters))
+    assert state.keys() == expected.keys()
+    for number, values in state.items():
+        assert list(values) == list(expected[number])
+        for key, value in values.items():
+            other = expected[number][key]
+            assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other, key
+
+
+def test_the_engine_makes_it_before_the_first_micro_batch() -> None:
+    """The state is there when the first forward runs, and not for a parameter that nobody uses, once a step is over."""
+    sizes = []
+
+    def loss(model: nn.ModuleDict, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        sizes.append(len(engine.optimizer.state))
+        outputs: torch.Tensor = model["used"](batch["x"].flatten(1))
+        return outputs.square().mean()
+
+    model = nn.ModuleDict({"used": nn.Linear(10, 1), "unused": nn.Linear(3, 3)}).double()
+    with ab.Engine(
+        model, torch.optim.AdamW(model.parameters()), ab.mean_over_samples(loss), check_loss=False
+    ) as engine:
+        engine.step(InMemory(samples(0, 4)))
+    assert sizes == [4]
+    assert set(engine.optimizer.state) == set(model["used"].parameters())
+
+
+def test_no_room_for_it_is_an_error_before_anything_happens() -> None:
+    """The error says what is held; weights, buffers and the optimizer are as before, and the step can be made later."""
+    model, engine = engine_of(Run(), ab.World(), Listening())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    batch = InMemory(samples(0, 4))
+    with engine:
+        with memory_budget(0, model) as budget:
+            budget.num_bytes = budget.held_bytes + 100
+            with pytest.raises(DoesNotFitError, match="before the first step, when the optimizer's state"):
+                engine.step(batch)
+        assert not engine.optimizer.state
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        assert engine.step(batch).step == 0
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "RMSprop", "Adadelta", "Adamax"])
+def test_the_room_for_an_update_is_what_it_takes(name: str, foreach: bool) -> None:
+    """What a step without data takes and gives back is what a real step does."""
+    kwargs = {"weight_decay": 0.1} if name == "SGD" else {}
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(50, 20)) for _ in range(4)]
+    optimizer = getattr(torch.optim, name)(parameters, lr=0.1, foreach=foreach, **kwargs)
+    for parameter in parameters:
+        parameter.grad = torch.randn(50, 20)
+    optimizer.step()  # makes the state
+    with memory_budget(10**9, optimizer) as budget:
+        before = budget.held_bytes
+        optimizer.step()
+    assert temporary_bytes(optimizer) == budget.peak_bytes - before > 0
+
+
+def test_reserving_takes_and_gives_back() -> None:
+    """At least so much is taken, in pieces like the parameters, and nothing is kept; too little room raises."""
+    like = [torch.zeros(100), torch.zeros(10)]
+    with memory_budget(2000, *like) as budget:
+        before = budget.held_bytes
+        reserve(900, like)
+        assert budget.held_bytes == before
+        assert 900 <= budget.peak_bytes - before <= 1320
+        with pytest.raises(torch.OutOfMemoryError):
+            reserve(2000, like)
+    with out_of_memory_at(0) as counted:
+        reserve(0, like)
+    assert counted.num_allocations == 0

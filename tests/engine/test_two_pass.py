@@ -1,0 +1,576 @@
+"""Losses that look across samples: the gradient of the un-split batch, with one micro-batch's activations at a time."""
+
+import copy
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import anybatch as ab
+from anybatch.core.randomness import joint_seed
+from anybatch.core.records import MicroBatchRecord, ReductionRecord
+from anybatch.errors import CompositionError, LossError
+from anybatch.parallel.ddp import DDP
+from anybatch.testing import relative_error
+from tests.engine.cases import SPLITS, STRATEGIES, InMemory, arrive, combinations, plain_gradients
+from tests.engine.test_traffic import Call, recorded
+from tests.engine.two_pass_cases import (
+    JOINT_CASES,
+    WIDTH,
+    Clip,
+    Encoders,
+    JointCase,
+    Pair,
+    all_modules,
+    both,
+    clip,
+    encoder,
+    engine_of,
+    joined,
+    naive_gradients,
+    pairs,
+    plain_loss,
+    sgd,
+)
+from tests.parallel.fsdp_spike import FullyShard
+from tests.ranks_fixture import Ranks
+
+TOLERANCE = 1e-12
+Errors = dict[tuple[str, str, str], "tuple[float, float] | str"]
+
+
+def joint_errors(cases: list[str]) -> Errors:
+    """Run on every rank: return errors of gradient and loss of each (case, split, strategy), or how it failed."""
+    world = ab.World.from_environment()
+    errors: Errors = {}
+    for case_name in cases:
+        case, batch = JOINT_CASES[case_name], pairs()
+        for split_name, strategy in combinations(world.size):
+            split = SPLITS[split_name]
+            options = {
+                "micro_batch_size": split.micro_batch_size,
+                "accumulation_steps": split.accumulation_steps,
+                "deal": split.deal,
+                "strategy": STRATEGIES[strategy](),
+            }
+            try:
+                with engine_of(case, world=world, **options) as engine:
+                    found = engine.gradients(arrive(batch, split, world))
+                    report = engine.step(arrive(batch, split, world))
+                model, function = case.model(), case.loss()
+                loss = plain_loss(case, model, function, batch, report.plan.units)
+                expected = plain_gradients(all_modules(model, function), loss)
+                errors[case_name, split_name, strategy] = (
+                    relative_error(found, expected),
+                    abs(report.loss / float(loss) - 1),
+                )
+            except Exception:  # noqa: BLE001 (told by the test that looks at this combination)
+                errors[case_name, split_name, strategy] = traceback.format_exc()
+    return errors
+
+
+@pytest.fixture(scope="module")
+def errors(ranks: Ranks) -> list[Errors]:
+    """Return the errors of all combinations, as every rank found them."""
+    found: list[Errors] = ranks.run(joint_errors, list(JOINT_CASES))
+    return found
+
+
+@pytest.mark.parametrize("case", JOINT_CASES)
+def test_gradient_is_that_of_the_unsplit_batch(case: str, errors: list[Errors]) -> None:
+    """On every rank, for every cut and strategy, gradient and loss are those of one graph over all samples."""
+    found = [item for rank in errors for item in rank.items() if item[0][0] == case]
+    wrong = [f"{key[1:]}: {error}" for key, error in found if isinstance(error, str) or not max(error) <= TOLERANCE]
+
+    assert len(found) == len(errors) * len(combinations(len(errors)))
+    assert not wrong, f"{len(wrong)} of {len(found)} combinations:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("case", [name for name, case in JOINT_CASES.items() if not case.draws])
+def test_the_loss_of_each_micro_batch_is_another_loss(case: str) -> None:
+    """The counter-example: the mean of the micro-batches' own losses is off by far more than rounding."""
+    model, function = JOINT_CASES[case].model(), JOINT_CASES[case].loss()
+    expected = plain_gradients(
+        all_modules(model, function), plain_loss(JOINT_CASES[case], model, function, pairs(), [])
+    )
+    assert relative_error(naive_gradients(JOINT_CASES[case], pairs(), 8), expected) > 0.15
+
+
+class Counting(nn.Module):
+    """A layer, and a buffer that counts samples, is a new tensor every time, and has a say in what comes out."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.num_seen: torch.Tensor
+        self.register_buffer("num_seen", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_seen = self.num_seen + len(x)
+        result: torch.Tensor = self.layer(x) * (1 + self.num_seen / 50)
+        return result
+
+
+class Counted(Encoders):
+    """Encoders with buffers that change in each forward."""
+
+    def __init__(self, layer: Callable[[int], nn.Module] = nn.BatchNorm1d) -> None:
+        super().__init__()
+        self.image.insert(0, Counting(layer(5)).double())  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("size", [5, 10, 29])
+def test_buffers_are_as_after_one_pass(size: int) -> None:
+    """Counters see a sample once in a step, as do running statistics, which are those of one forward of all."""
+    case = JointCase(model=Counted, encode=both, loss=lambda: clip)
+    with engine_of(case, micro_batch_size=size) as engine:
+        found = engine.gradients(pairs())
+        assert int(engine.model.image[0].num_seen) == 29  # type: ignore[index, union-attr]
+        engine.step(pairs())
+        buffers = dict(engine.model.named_buffers())  # type: ignore[union-attr]
+    model = Counted()
+    pieces = [{name: value[start : start + size] for name, value in pairs().items()} for start in range(0, 29, size)]
+    expected = plain_gradients(model, clip(model, joined([both(model, piece) for piece in pieces])))
+
+    assert relative_error(found, expected) <= TOLERANCE
+    assert int(buffers["image.0.num_seen"]) == 2 * 29
+    whole = Counted()
+    both(whole, pairs())
+    for name, buffer in whole.named_buffers():
+        if not name.endswith("num_seen"):
+            torch.testing.assert_close(buffers[name], buffer, rtol=1e-12, atol=1e-14)
+
+
+def outputs_of_both_passes(kind: str) -> list[torch.Tensor]:
+    """Run on every rank: what is encoded in a step of three micro-batches: three outputs, and the first two again."""
+    model: Any = Encoders(0.5)
+    encode_image = torch.compile(model.image, backend="aot_eager") if kind == "compiled" else model.image
+    seen: list[torch.Tensor] = []
+
+    def encode(model: Encoders, batch: Any) -> Pair:
+        if kind == "asks" and torch.is_grad_enabled():
+            torch.rand(1)
+        seen.append(encode_image(batch["image"]))
+        return Pair(seen[-1], model.text(batch["text"]))
+
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    case = JointCase(model=lambda: model, encode=encode, loss=lambda: clip)
+    with engine_of(case, micro_batch_size=10) as engine:
+        engine.step(pairs())
+    assert torch.equal(before, torch.get_rng_state())
+    if kind == "compiled":
+        torch.compiler.reset()
+    return [one.detach() for one in seen]
+
+
+@pytest.mark.parametrize("kind", ["eager", "asks", "compiled"])
+def test_both_passes_draw_the_same_numbers(kind: str, one_rank: Ranks) -> None:
+    """With dropout the second pass encodes to the very same numbers, also compiled, or if it asks for gradients."""
+    (seen,) = one_rank.run(outputs_of_both_passes, kind)  # in a process of its own: compiling leaves much behind
+
+    assert [len(one) for one in seen] == [10, 10, 9, 10, 10]
+    assert torch.equal(seen[0], seen[3])
+    assert torch.equal(seen[1], seen[4])
+
+
+def peak_of_saved(run: Callable[[], object]) -> int:
+    """Return the most bytes that were kept for a backward at once."""
+    alive, peak = 0, 0
+
+    class Kept:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            nonlocal alive, peak
+            self.tensor = tensor.detach()  # an output would keep its own graph alive
+            alive += tensor.nbytes
+            peak = max(peak, alive)
+
+        def __del__(self) -> None:
+            nonlocal alive
+            alive -= self.tensor.nbytes
+
+    with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.tensor):
+        run()
+    return peak
+
+
+def wide_network() -> nn.Module:
+    """Return a network whose activations outweigh its parameters and outputs."""
+    torch.manual_seed(23)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.Tanh())]
+    return nn.Sequential(nn.Linear(5, 32), *layers, nn.Linear(32, 2)).double()
+
+
+def encode_wide(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Return the vectors of a batch."""
+    vectors: torch.Tensor = model(batch["image"])
+    return vectors
+
+
+def spread(_model: nn.Module, vectors: torch.Tensor) -> torch.Tensor:
+    """Return a loss of the variances and the covariance."""
+    return (vectors.T.cov() - torch.eye(vectors.shape[1], dtype=vectors.dtype)).square().sum()
+
+
+def peak_of_step(num_samples: int, size: int | None) -> int:
+    """Return the most bytes kept for a backward in a step."""
+    case = JointCase(model=wide_network, encode=encode_wide, loss=lambda: spread)
+    with engine_of(case, micro_batch_size=size) as engine:
+        return peak_of_saved(lambda: engine.step(pairs(num_samples)))
+
+
+def test_activations_of_one_micro_batch_at_a_time() -> None:
+    """What is kept for backwards in a step of many micro-batches is what one of them keeps, and the outputs' part."""
+    one, many = peak_of_step(16, None), peak_of_step(256, 16)
+    outputs_bytes = 256 * 2 * 8
+
+    assert one > 16 * 32 * 8 * 5
+    assert many <= one + 8 * outputs_bytes < peak_of_step(256, None) / 6
+
+
+@pytest.mark.parametrize("size", [None, 3, 10])
+def test_parameters_in_encoder_and_loss(size: int | None) -> None:
+    """A parameter that both use gets both gradients; a head inside the loss is trained on the whole batch."""
+
+    def encode(model: Encoders, batch: Any) -> Any:
+        return {"vector": model.image(batch["image"]), "label": batch["label"]}
+
+    def loss(model: Encoders, outputs: Any) -> torch.Tensor:
+        prototypes = model.image[3].weight[:, :5]  # type: ignore[index]
+        logits = outputs["vector"] @ prototypes + model.text[3].bias.sum()  # type: ignore[index]
+        return nn.functional.cross_entropy(logits * logits.std(0), outputs["label"])
+
+    case = JointCase(model=Encoders, encode=encode, loss=lambda: loss)
+    with engine_of(case, micro_batch_size=size) as engine:
+        found = engine.gradients(pairs())
+    model = Encoders()
+    expected = plain_gradients(model, loss(model, encode(model, pairs())))
+    assert expected["image.3.weight"] is not None
+    assert relative_error(found, expected) <= TOLERANCE
+
+
+def test_what_the_loss_draws_is_keyed() -> None:
+    """Dropout inside the loss function draws the same numbers in every step of that number, whatever the cut."""
+    case = JointCase(
+        model=Encoders,
+        encode=both,
+        loss=lambda: lambda model, views: clip(model, Pair(nn.functional.dropout(views.one, 0.5), views.other)),
+    )
+    found = []
+    for size in (3, 10, None):
+        with engine_of(case, micro_batch_size=size) as engine:
+            found.append(engine.gradients(InMemory(pairs())))
+    model = Encoders()
+    torch.default_generator.manual_seed(joint_seed(0, 0))
+    expected = plain_gradients(model, case.loss()(model, both(model, pairs())))
+
+    assert max(relative_error(one, expected) for one in found) <= TOLERANCE
+
+
+def sparse_gradients(size: int) -> tuple[Any, Any]:
+    """Return gradients of an embedding with sparse gradients that encoder and loss use, and the plain ones."""
+
+    def words() -> nn.Module:
+        torch.manual_seed(24)
+        return nn.Embedding(5, WIDTH, sparse=True).double()
+
+    def encode(model: nn.Module, batch: Any) -> Any:
+        return {"vector": torch.tanh(model(batch["label"])), "label": batch["label"]}
+
+    def loss(model: nn.Module, outputs: Any) -> torch.Tensor:
+        logs: torch.Tensor = (outputs["vector"] @ torch.sin(model(outputs["label"])).T).log_softmax(1)
+        return -logs.diagonal().mean()
+
+    with engine_of(JointCase(model=words, encode=encode, loss=lambda: loss), micro_batch_size=size) as engine:
+        found = engine.gradients(pairs())
+    model = words()
+    return found, plain_gradients(model, loss(model, encode(model, pairs())))
+
+
+@pytest.mark.parametrize("size", [3, 29])
+def test_sparse_gradients(size: int) -> None:
+    """On one rank gradients may be sparse, in the encoder and in the loss."""
+    found, expected = sparse_gradients(size)
+    assert relative_error(found, expected) <= TOLERANCE
+
+
+class Encode(nn.Module):
+    """An encode function that is a module with parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(25)
+        self.head = nn.Linear(WIDTH, 3).double()
+
+    def forward(self, model: Encoders, batch: Any) -> Pair:
+        return Pair(self.head(model.image(batch["image"])), self.head(model.text(batch["text"])))
+
+
+def test_encode_may_be_a_module() -> None:
+    """The parameters of an encode function that is a module are trained with the model's."""
+    encode, model = Encode(), Encoders()
+    with ab.Engine(model, sgd, ab.joint(encode, clip), micro_batch_size=10, world=ab.World()) as engine:
+        found = engine.gradients(pairs())
+    both_modules = nn.ModuleDict({"model": model, "encode": encode})
+    expected = plain_gradients(both_modules, clip(model, encode(model, pairs())))
+
+    assert "encode.head.weight" in expected
+    assert relative_error(found, expected) <= TOLERANCE
+
+
+def autocast_errors() -> list[float]:
+    """Run on every rank: errors of bf16 autocast against one graph under it, per cut; float32 is the other end."""
+    world = ab.World.from_environment()
+    batch = {name: value.float() if value.is_floating_point() else value for name, value in pairs().items()}
+    found = []
+    for size in (3, 7, None):
+        case = JointCase(model=lambda: Encoders().float(), encode=both, loss=lambda: clip)
+        with engine_of(case, world=world, micro_batch_size=size, precision="bf16") as engine:
+            gradients = engine.gradients(InMemory(batch))
+        model = Encoders().float()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = clip(model, both(model, batch))
+        found.append(relative_error(gradients, plain_gradients(model, loss)))
+    return found
+
+
+def test_autocast(two_ranks: Ranks) -> None:
+    """Under bf16 autocast both passes round alike, and the gradient is the un-split one up to bf16's rounding."""
+    for found in two_ranks.run(autocast_errors):
+        assert max(found) < 6 * 2.0**-9
+
+
+def sharded_errors(sizes: list[int]) -> list[float]:
+    """Run on every rank: errors under FSDP2, where ranks run in lockstep, per number of samples."""
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    world = ab.World.from_environment()
+    found = []
+    for number in sizes:
+        for size in (3, None):
+            model = nn.Sequential(encoder(5, 0.0)).double()
+            case = JointCase(
+                model=lambda: copy.deepcopy(model),  # noqa: B023 (called in this turn of the loop)
+                encode=lambda model, batch: torch.tanh(model(batch["image"])),
+                loss=lambda: lambda _, vectors: (vectors @ vectors.T).square().mean(),
+            )
+            with engine_of(case, world=world, micro_batch_size=size, strategy=FullyShard()) as engine:
+                gradients = engine.gradients(InMemory(pairs(number)))
+                whole = {name: gradient.full_tensor() for name, gradient in gradients.items()}  # type: ignore[union-attr]
+                engine.step(InMemory(pairs(number)))
+            expected = plain_gradients(model, case.loss()(model, case.encode(model, pairs(number))))
+            found.append(relative_error(whole, expected))
+    return found
+
+
+def test_under_lockstep(two_ranks: Ranks) -> None:
+    """FSDP2 gathers in every forward, in both passes: ranks with fewer micro-batches, or none, run along."""
+    for found in two_ranks.run(sharded_errors, [29, 7, 1]):
+        assert max(found) <= TOLERANCE
+
+
+def evaluated(size: int | None, strategy: str) -> float:
+    """Run on every rank: the loss of two batches, the second one smaller than there are ranks."""
+    world = ab.World.from_environment()
+    case = JOINT_CASES["clip, dropout"]
+    with engine_of(case, world=world, micro_batch_size=size, strategy=STRATEGIES[strategy]()) as engine:
+        return engine.evaluate([InMemory(pairs()), InMemory(pairs(2))])["loss"]
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
+def test_evaluation_looks_at_whole_batches(strategy: str, ranks: Ranks) -> None:
+    """A loss across samples is evaluated over each effective batch as a whole, at any micro-batch and world size."""
+    model = Encoders()
+    losses = [float(clip(model, both(model, pairs(number))).detach()) for number in (29, 2)]
+    for size in (3, None):
+        for found in ranks.run(evaluated, size, strategy):
+            assert found == pytest.approx((29 * losses[0] + 2 * losses[1]) / 31, rel=1e-12)
+
+
+def ddp_without_search() -> float:
+    """Run on every rank: the error under a DDP that waits for every parameter in every backward."""
+    world = ab.World.from_environment()
+    case = JOINT_CASES["clip"]
+    errors = []
+    for size in (3, None):
+        options: dict[str, Any] = {"micro_batch_size": size, "strategy": DDP(find_unused_parameters=False)}
+        with engine_of(case, world=world, **options) as engine:
+            engine.step(InMemory(pairs()))
+            engine.step(InMemory(pairs()))
+            found = dict(engine.model.named_parameters())  # type: ignore[union-attr]
+        model = Encoders()
+        optimizer = sgd(model.parameters())
+        for _ in range(2):
+            plain_gradients(model, clip(model, both(model, pairs())))
+            optimizer.step()
+        errors.append(relative_error(found, dict(model.named_parameters())))
+    return max(errors)
+
+
+def test_ddp_that_does_not_search(two_ranks: Ranks) -> None:
+    """Every rank's backward reaches the loss's own parameters, as DDP wants without its search for unused ones."""
+    assert max(two_ranks.run(ddp_without_search)) <= TOLERANCE
+
+
+def traffic(num_samples: int) -> tuple[list[Call], list[Any]]:
+    """Run on every rank: return the collectives of a step, and what an observer is told of them."""
+    log: list[Any] = []
+    observer = SimpleNamespace(observe=log.append)
+    case = JOINT_CASES["clip"]
+    options: dict[str, Any] = {"world": ab.World.from_environment(), "observer": observer, "micro_batch_size": 2}
+    with engine_of(case, **options) as engine:
+        engine.step(InMemory(pairs(num_samples)))
+        log.clear()
+        with recorded() as calls:
+            engine.step(InMemory(pairs(num_samples)))
+    return calls, [record for record in log if isinstance(record, (ReductionRecord, MicroBatchRecord))]
+
+
+@pytest.mark.parametrize("num_samples", [4, 7, 32])
+def test_gradients_travel_once_and_outputs_once(num_samples: int, two_ranks: Ranks) -> None:
+    """A step reduces the gradient's bytes once, and gathers each rank's outputs once, told as such."""
+    gradient_bytes = 8 * sum(parameter.numel() for parameter in Encoders().parameters())
+    share = (num_samples + 1) // 2
+    for calls, records in two_ranks.run(traffic, num_samples):
+        names = [call.name for call in calls if call.in_data_group]
+        assert names.count("all_gather") == 1
+        assert names.count("all_reduce") == 1  # one bucket; the numbers of the report go with the control messages
+        reductions = [record for record in records if isinstance(record, ReductionRecord) and record.event == "begin"]
+        told = {record.payload: (record.collective, record.num_bytes) for record in reductions}
+        assert told == {"gradients": ("all_reduce", gradient_bytes), "other": ("all_gather", share * 2 * WIDTH * 8)}
+        ends = [record for record in records if isinstance(record, MicroBatchRecord) and record.event == "end"]
+        assert [record.position for record in ends] == list(range(len(ends)))
+        assert sum(record.num_samples for record in ends) in (share, num_samples - share)
+
+
+def test_search_for_a_size() -> None:
+    """The search for a micro-batch size runs both passes, with a loss of the whole batch, and changes nothing."""
+    asked: list[int] = []
+
+    def loss(model: Encoders, views: Pair) -> torch.Tensor:
+        asked.append(len(views.one))
+        return clip(model, views)
+
+    case = JointCase(model=lambda: Counted(nn.Identity), encode=both, loss=lambda: loss)
+    states, words = [], ""
+    for size in (29, "auto"):
+        torch.manual_seed(0)
+        with engine_of(case, micro_batch_size=size) as engine:
+            engine._sizing.may_run_out = True  # noqa: SLF001 (as on an accelerator)
+            engine.step(InMemory(pairs()))
+            states.append(list(engine._modules.state_dict().values()))  # noqa: SLF001
+            words = engine.decisions.get("micro_batch_size", "")
+
+    assert words == "29, by a doubling search on cpu"
+    assert len(asked) > 2
+    assert set(asked) == {29}
+    assert all(torch.equal(one, other) for one, other in zip(*states, strict=True))
+
+
+WRONG: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[str, ...]]] = {
+    "no tensor": (lambda _model, _batch: {"size": 3}, clip, ("returned no tensor", "first axis is the samples")),
+    "other rows": (
+        lambda model, batch: both(model, batch).one[:-1],
+        clip,
+        ("shape (9, 4)", "micro-batch of 10 samples"),
+    ),
+    "no axis": (lambda model, batch: both(model, batch).one.sum(), clip, ("shape ()", "10 samples")),
+    "another length": (
+        lambda model, batch: model.image(batch["image"])[:, : 1 + len(batch["image"]) % 3],
+        clip,
+        ("('samples', 2)", "('samples', 1)", "pad to one length"),
+    ),
+    "a loss for each": (both, lambda _, views: views.one.sum(1), ("shape (29,)", "one number")),
+    "no loss": (both, lambda _model, _views: None, ("NoneType", "one number")),
+    "detached": (both, lambda _, views: views.one.detach().sum(), ("does not depend on any output",)),
+    "parameters only": (both, lambda model, _: model.logit_scale * 2, ("does not depend on any output",)),
+    "an encoder that is not trained": (
+        lambda model, batch: model.image(batch["image"]).detach(),
+        lambda model, vectors: vectors.sum() * model.logit_scale,
+        ("does not depend on any output",),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_functions_are_refused(name: str) -> None:
+    """What encode and the loss function must not return is refused with what it was and what to do."""
+    encode, function, words = WRONG[name]
+    case = JointCase(model=Encoders, encode=encode, loss=lambda: function)
+    with engine_of(case, micro_batch_size=10) as engine, pytest.raises(LossError) as caught:
+        engine.step(pairs())
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+def refused_between_ranks() -> str:
+    """Run on every rank: encode to another length on each, and return what is said."""
+    world = ab.World.from_environment()
+    encode = lambda model, batch: model.image(batch["image"])[:, : 1 + world.rank]  # noqa: E731
+    with engine_of(JointCase(model=Encoders, encode=encode, loss=lambda: clip), world=world) as engine:
+        try:
+            engine.step(InMemory(pairs()))
+        except LossError as error:
+            return str(error)
+    return "nothing was refused"
+
+
+def test_ranks_that_encode_differently_are_refused(two_ranks: Ranks) -> None:
+    """Outputs of another shape on another rank are refused on both."""
+    for message in two_ranks.run(refused_between_ranks):
+        assert (
+            "('samples', 1) of torch.float64 and ('samples', 2) of torch.float64 on one rank and on another" in message
+        )
+
+
+def test_two_passes_need_keyed_numbers() -> None:
+    """rng=None is refused before anything is changed, also where no dropout can be seen."""
+    with pytest.raises(CompositionError, match="have to draw the same random numbers"):
+        engine_of(JOINT_CASES["clip"], rng=None)
+
+
+def refused_sharded_loss() -> str:
+    """Run on every rank: return what is said to a loss with parameters under FSDP2."""
+    with pytest.raises(CompositionError) as caught:
+        ab.Engine(Encoders(), sgd, ab.joint(both, Clip()), strategy=FullyShard(), world=ab.World.from_environment())
+    return str(caught.value)
+
+
+def test_no_parameters_of_the_loss_where_these_are_sharded(two_ranks: Ranks) -> None:
+    """A loss module with parameters is refused where parameters are sharded, with what to use."""
+    for message in two_ranks.run(refused_sharded_loss):
+        assert "Clip has some of its own" in message
+        assert "'all_reduce'" in message
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What a model may return: a dataclass, with something in it that is no tensor."""
+
+    vector: torch.Tensor
+    label: torch.Tensor
+    temperature: float
+
+
+def test_structures_come_back_as_they_were() -> None:
+    """A dataclass reaches the loss function as a dataclass, with all rows and with what belongs to all of them."""
+    seen = []
+
+    def encode(model: Encoders, batch: Any) -> Encoded:
+        return Encoded(model.image(batch["image"]), batch["label"], 0.5)
+
+    def loss(_model: Encoders, outputs: Encoded) -> torch.Tensor:
+        seen.append(outputs)
+        return (outputs.vector @ outputs.vector.T / outputs.temperature).log_softmax(1).diagonal().mean()
+
+    with engine_of(JointCase(model=Encoders, encode=encode, loss=lambda: loss), micro_batch_size=10) as engine:
+        engine.step(pairs())
+    (outputs,) = seen
+    assert (type(outputs), len(outputs.vector), outputs.temperature) == (Encoded, 29, 0.5)
+    assert torch.equal(outputs.label, pairs()["label"])
+    assert outputs.vector.requires_grad
+    assert not outputs.label.requires_grad

@@ -1,0 +1,65 @@
+"""What the system says of its memory, and what is made of it before a size is doubled."""
+
+from pathlib import Path
+
+import torch
+
+from anybatch.memory.host_memory import HostReading, HostRoom, device_name, read_host
+
+MEBIBYTE = 2**20
+
+
+def system(root: Path, *, available: int, resident: int, peak: int, limit: str | None = None, used: int = 0) -> Path:
+    """Write what Linux would tell; sizes in MiB."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable:   {available * 1024} kB\nHugePages_Total: 0\n")
+    (root / "proc/self/status").write_text(f"Name:\tx\nVmHWM:\t{peak * 1024} kB\nVmRSS:\t{resident * 1024} kB\n")
+    if limit is not None:
+        (root / "sys/fs/cgroup").mkdir(parents=True)
+        (root / "sys/fs/cgroup/memory.max").write_text(f"{limit}\n")
+        (root / "sys/fs/cgroup/memory.current").write_text(f"{used * MEBIBYTE}\n")
+    return root
+
+
+def test_what_linux_tells(tmp_path: Path) -> None:
+    """Available, resident and peak memory in bytes; a container's limit counts where it is tighter."""
+    wide = read_host(system(tmp_path / "a", available=4000, resident=300, peak=500))
+    assert wide == HostReading(4000 * MEBIBYTE, 300 * MEBIBYTE, 500 * MEBIBYTE)
+    same = read_host(system(tmp_path / "b", available=4000, resident=300, peak=500, limit="max"))
+    assert same == wide
+    tight = read_host(
+        system(tmp_path / "c", available=4000, resident=300, peak=500, limit=str(1000 * MEBIBYTE), used=400)
+    )
+    assert tight is not None
+    assert tight.available_bytes == 600 * MEBIBYTE
+
+
+def test_where_nothing_is_told(tmp_path: Path) -> None:
+    """On another system nothing is known, and nothing is held back."""
+    assert read_host(tmp_path) is None
+    room = HostRoom(lambda: None)
+    assert room.available_bytes is None
+    assert room.may_double()
+
+
+def test_twice_of_what_was_taken() -> None:
+    """Doubling is held back once twice the growth, counted from what was held, would not have fitted."""
+    readings = iter([HostReading(1000, 200, 300), *(HostReading(0, 200, peak) for peak in (300, 400, 700, 701))])
+    room = HostRoom(lambda: next(readings))
+
+    assert room.available_bytes == 1000
+    assert [room.may_double() for _ in range(4)] == [True, True, True, False]
+
+
+def test_shared_room() -> None:
+    """Processes that take as much at the same time have their part each."""
+    readings = iter([HostReading(1000, 200, 300), HostReading(0, 200, 450), HostReading(0, 200, 451)])
+    room = HostRoom(lambda: next(readings), num_sharing=2)
+
+    assert room.available_bytes == 500
+    assert [room.may_double(), room.may_double()] == [True, False]
+
+
+def test_this_machine_has_a_name() -> None:
+    """A CPU is told apart by its model and by how many threads compute."""
+    assert device_name(torch.device("cpu")).endswith("1 threads")

@@ -1,0 +1,115 @@
+"""Memory over time is the running sum of what is taken and let go, category by category."""
+
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anybatch.core.headroom import Reserve
+from anybatch.memory.timeline import ORDER, timeline
+from anybatch.memory.trace import Allocation, Category, MemoryTrace, Phase
+
+KIB = 1024
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> MemoryTrace:
+    """Draw a trace in which each piece is taken once, and let go after that at most once."""
+    num_pieces = draw(st.integers(1, 12))
+    pieces = tuple(
+        Allocation(
+            num_bytes=draw(st.integers(1, 5)) * KIB,
+            category=draw(st.sampled_from(get_args(Category))),
+            phase=draw(st.sampled_from(get_args(Phase))),
+            operation=draw(st.sampled_from(["", "aten.mm.default"])),
+        )
+        for _ in range(num_pieces)
+    )
+    events: list[int] = []
+    live: list[int] = []
+    for number in range(num_pieces):
+        events.append(number + 1)
+        live.append(number + 1)
+        num_let_go = draw(st.integers(0, len(live)))
+        events.extend(-live.pop(draw(st.integers(0, len(live) - 1))) for _ in range(num_let_go))
+    return MemoryTrace(pieces, tuple(events))
+
+
+def walked(trace: MemoryTrace) -> list[dict[str, int]]:
+    """Return what is held after each event, with one counter for each category."""
+    held = dict.fromkeys(get_args(Category), 0)
+    course = []
+    for event in trace.events:
+        piece = trace.allocations[abs(event) - 1]
+        held[piece.category] += piece.num_bytes if event > 0 else -piece.num_bytes
+        course.append(dict(held))
+    return course
+
+
+@given(trace=traces())
+def test_a_timeline_is_the_walk(trace: MemoryTrace) -> None:
+    """At every moment each category holds what counters hold that walk over the events, from the first moment on."""
+    course, expected = timeline(trace), walked(trace)
+    expected = expected[len(expected) - len(course.phases) :]
+
+    for moment, held in enumerate(expected):
+        assert {name: size for name, size in held.items() if size} == {
+            name: size for name, size in course.at(moment).items() if size
+        }
+    assert course.totals.tolist() == [sum(held.values()) for held in expected]
+    assert list(course.categories) == [name for name in ORDER if any(held[name] for held in walked(trace))]
+
+
+@given(trace=traces())
+def test_the_peak_is_that_of_the_trace(trace: MemoryTrace) -> None:
+    """Leaving out how the memory of before was booked leaves the peak where it is."""
+    course = timeline(trace)
+
+    assert course.peak_bytes == trace.peak_bytes
+    assert course.totals[: course.peak_moment].tolist() == [
+        total for total in course.totals[: course.peak_moment].tolist() if total < course.peak_bytes
+    ]
+
+
+def test_what_was_there_before_is_one_moment() -> None:
+    """Pieces without an operation at the beginning are there at the first moment; marks move with the moments."""
+    weight = Allocation(4, "weights", "setup", "")
+    made = Allocation(8, "activations", "forward", "aten.mm.default")
+    kept = Allocation(2, "gradients", "backward", "aten.mul.Tensor")
+    trace = MemoryTrace((weight, weight, made, kept), (1, 2, 3, 4, -3), ((2, "begin"), (3, "middle"), (5, "end")))
+
+    course = timeline(trace)
+
+    assert course.totals.tolist() == [8, 16, 18, 10]
+    assert course.phases == ["setup", "forward", "backward", "backward"]
+    assert course.operations == ["", "aten.mm.default", "aten.mul.Tensor", ""]
+    assert course.marks == ((1, "begin"), (2, "middle"), (4, "end"))
+    assert [course.mark_before(moment) for moment in range(4)] == [None, "begin", "middle", "middle"]
+    assert course.at(course.peak_moment) == {"weights": 8, "gradients": 2, "activations": 8}
+
+
+def test_nothing_booked_is_refused() -> None:
+    """A trace without events has no timeline."""
+    with pytest.raises(ValueError, match="no events"):
+        timeline(MemoryTrace((), ()))
+
+
+@given(
+    limit=st.integers(1, 2**45),
+    share=st.floats(0.0, 1.5),
+    headroom=st.floats(0.0, 0.9),
+)
+def test_headroom_is_kept_up_to_its_last_byte(limit: int, share: float, headroom: float) -> None:
+    """The headroom is kept exactly when the peak is at most the share of the limit outside of it."""
+    peak = int(share * limit)
+    reserve = Reserve(peak, limit, headroom)
+
+    assert reserve.kept == (peak <= (1.0 - headroom) * limit)
+    assert reserve.left == 1.0 - peak / limit
+
+
+def test_the_border_belongs_to_what_is_kept() -> None:
+    """85 of 100 bytes with a headroom of 15% are kept, and 86 are not."""
+    assert Reserve(85, 100).kept
+    assert not Reserve(86, 100).kept

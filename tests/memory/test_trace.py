@@ -1,0 +1,212 @@
+"""The envelope of all moments: equal to the run itself at every micro-batch size, or refused."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from anybatch.errors import PlanError
+from anybatch.memory.ledger import MemoryLedger
+from anybatch.memory.trace import MemoryEnvelope, MemoryTrace, check, fit, fit_quadratic
+from tests.planner.traced_programs import (
+    Coefficients,
+    affine_programs,
+    held_after_each_event,
+    largest_by_trying,
+    programs,
+    trace_of,
+)
+
+Program = list[tuple[Coefficients, int]]
+
+
+def envelope_of(program: Program, m_a: int = 2, m_b: int = 3) -> MemoryEnvelope:
+    """Return the envelope through two traces of a program."""
+    return fit(trace_of(program, m_a), m_a, trace_of(program, m_b), m_b)
+
+
+@given(program=affine_programs(), sizes=st.lists(st.integers(1, 40), min_size=2, max_size=2, unique=True))
+def test_envelope_is_the_run(program: Program, sizes: list[int]) -> None:
+    """Sizes, peak and what is held after each event are those of the run, at sizes that were never traced."""
+    envelope = envelope_of(program, *sizes)
+
+    for m in (1, 2, 7, 64, 1000):
+        trace = trace_of(program, m)
+        assert envelope.sizes(m) == tuple(one.num_bytes for one in trace.allocations)
+        assert held_after_each_event(envelope.at(m)) == held_after_each_event(trace)
+        assert envelope.peak_bytes(m) == trace.peak_bytes == max(held_after_each_event(trace))
+
+
+@given(program=affine_programs(), m=st.integers(1, 50))
+def test_peak_is_taken_apart(program: Program, m: int) -> None:
+    """Categories add up to the peak, after every event; the peak's operation is the one that reached it first."""
+    envelope = envelope_of(program)
+    trace = trace_of(program, m)
+    held = held_after_each_event(trace)
+    peak = envelope.at_peak(m)
+
+    assert peak.num_bytes == sum(peak.by_category.values()) == max(held)
+    assert peak.event_index == held.index(max(held))
+    assert peak.operation == trace.allocations[trace.events[peak.event_index] - 1].operation
+    assert peak.phase == trace.allocations[trace.events[peak.event_index] - 1].phase
+    assert peak.mark == ([""] + [name for position, name in trace.marks if position <= peak.event_index])[-1]
+    there = [
+        event for event in trace.events[: peak.event_index + 1] if -event not in trace.events[: peak.event_index + 1]
+    ]
+    pieces = [trace.allocations[event - 1] for event in there if event > 0]
+    for name, num_bytes in peak.by_category.items():
+        assert num_bytes == sum(piece.num_bytes for piece in pieces if piece.category == name)
+
+
+@given(
+    program=programs(st.integers(0, 3)),
+    budget=st.integers(0, 200_000),
+    just_fits=st.none() | st.integers(1, 99),
+    quadratic=st.booleans(),
+)
+def test_largest_is_found_by_trying(program: Program, budget: int, just_fits: int | None, quadratic: bool) -> None:
+    """The largest size is the one that trying one size after the other ends with; None if all sizes fit."""
+    if just_fits is not None:
+        budget = trace_of(program, just_fits).peak_bytes
+    if not quadratic:
+        program = [((a, b, 0), lifetime) for (a, b, _), lifetime in program]
+    envelope = fit_quadratic([(trace_of(program, m), m) for m in (2, 3, 5)]) if quadratic else envelope_of(program)
+    tried = largest_by_trying(lambda m: trace_of(program, m).peak_bytes, budget, 300)
+    found = envelope.largest(budget)
+
+    assert min(300, 300 if found is None else found) == tried
+    if found is None:
+        assert trace_of(program, 10**6).peak_bytes == trace_of(program, 1).peak_bytes
+
+
+@given(program=programs(st.integers(0, 9)), m=st.integers(8, 300))
+def test_a_third_trace_finds_quadratics(program: Program, m: int) -> None:
+    """A third trace says "exact" of affine sizes only; the quadratic it makes of others is right everywhere."""
+    envelope = envelope_of(program)
+    checked = check(envelope, trace_of(program, m), m)
+    affine = all(curvature == 0 for (_, _, curvature), _ in program)
+
+    assert (checked.verdict == "exact") == affine == checked.envelope.is_affine
+    assert checked.predicted_bytes == envelope.peak_bytes(m)
+    assert checked.found_bytes == trace_of(program, m).peak_bytes
+    for other in (1, 4, 77, 500):
+        assert checked.envelope.peak_bytes(other) == trace_of(program, other).peak_bytes
+        assert check(checked.envelope, trace_of(program, other), other).verdict == "exact"
+
+
+def with_size(trace: MemoryTrace, number: int, num_bytes: int) -> MemoryTrace:
+    """Return the trace with another size of one allocation."""
+    allocations = list(trace.allocations)
+    allocations[number] = dataclasses.replace(allocations[number], num_bytes=num_bytes)
+    return dataclasses.replace(trace, allocations=tuple(allocations))
+
+
+PROGRAM: Program = [((100, 10, 0), 3), ((0, 64, 0), 1), ((40, 0, 0), 9)]
+
+
+def test_cubes_are_refused() -> None:
+    """Sizes that are no quadratic are refused by a fourth trace, with both sizes."""
+    traces = {m: with_size(trace_of(PROGRAM, m), 1, m**3) for m in (2, 3, 4, 5)}
+    checked = check(fit(traces[2], 2, traces[3], 3), traces[4], 4)
+
+    assert checked.verdict == "quadratic"
+    with pytest.raises(PlanError, match=r"aten.op1 \(forward\): 119 bytes were expected, it took 125"):
+        check(checked.envelope, traces[5], 5)
+
+
+def test_broken_bytes_are_refused() -> None:
+    """A size that does not grow by whole bytes per sample is refused."""
+    traces = {m: with_size(trace_of(PROGRAM, m), 1, 512 * -(-m // 3)) for m in (2, 5)}
+
+    with pytest.raises(PlanError, match=r"aten.op1 \(forward\) does not grow by whole bytes .*traced at 2, 5"):
+        fit(traces[2], 2, traces[5], 5)
+
+
+def test_growth_that_slows_down_is_refused() -> None:
+    """A quadratic that bends downwards says nothing of larger sizes."""
+    traces = [(with_size(trace_of(PROGRAM, m), 1, 1000 * m - m * m), m) for m in (2, 3, 4)]
+
+    with pytest.raises(PlanError, match="ever more slowly"):
+        fit_quadratic(traces)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (0, 3)])
+def test_two_sizes_are_needed(sizes: tuple[int, int]) -> None:
+    """Two traces at one size make no line."""
+    traces = [trace_of(PROGRAM, max(m, 1)) for m in sizes]
+
+    with pytest.raises(PlanError, match="different micro-batch sizes of at least 1"):
+        fit(traces[0], sizes[0], traces[1], sizes[1])
+
+
+def test_other_operations_are_refused() -> None:
+    """Programs that differ in an operation, in when they let go, or in length are refused, and it is said where."""
+    trace = trace_of(PROGRAM, 2)
+    other = dataclasses.replace(trace.allocations[1], operation="aten.other")
+    renamed = dataclasses.replace(trace, allocations=(trace.allocations[0], other, trace.allocations[2]))
+    longer = [*PROGRAM[:1], ((0, 64, 0), 0), *PROGRAM[2:]]
+
+    with pytest.raises(PlanError, match=r"event 1 is aten.op1 in forward in one and aten.other in forward in the"):
+        fit(trace, 2, renamed, 3)
+    with pytest.raises(PlanError, match=r"event 2 is aten.op2 in backward in one and the end of what aten.op1 took"):
+        fit(trace, 2, trace_of(longer, 3), 3)
+    with pytest.raises(PlanError, match=r"has 4 events, one at 3 has 3; .* is the end of what aten.op1 took"):
+        fit(trace, 2, dataclasses.replace(trace_of(PROGRAM, 3), events=trace.events[:-1]), 3)
+
+
+def test_order_of_frees_does_not_matter() -> None:
+    """What is let go in one go may come in any order; across a mark or an allocation it may not."""
+    program: Program = [((1, 1, 0), 2), ((2, 1, 0), 1), ((3, 1, 0), 9)]
+    trace = dataclasses.replace(trace_of(program, 2), marks=())
+    swapped = dataclasses.replace(trace_of(program, 3), events=(*trace.events[:3], *trace.events[:2:-1]), marks=())
+    with_mark = ((4, "between"),)
+
+    assert swapped.events != trace.events
+    assert fit(trace, 2, swapped, 3).peak_bytes(4) == trace_of(program, 4).peak_bytes
+    with pytest.raises(PlanError, match="event 3 is the end of"):
+        fit(dataclasses.replace(trace, marks=with_mark), 2, dataclasses.replace(swapped, marks=with_mark), 3)
+
+
+def test_nothing_has_no_peak() -> None:
+    """An empty trace holds nothing at any size, and has no moment to be taken apart."""
+    nothing = fit(MemoryTrace((), ()), 2, MemoryTrace((), ()), 3)
+
+    assert nothing.peak_bytes(5) == 0
+    assert nothing.largest(0) is None
+    with pytest.raises(PlanError, match="the trace is empty"):
+        nothing.at_peak(5)
+
+
+def traced_step(m: int, *, pairs: bool) -> MemoryTrace:
+    """Return the trace of a forward and backward, of a mean loss or of one over all pairs of samples."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+    x = torch.randn(m, 8)
+    ledger = MemoryLedger()
+    ledger.hold("weights", model.parameters())
+    ledger.hold("inputs", [x])
+    with ledger:
+        out = model(x)
+        loss = (out @ out.T).logsumexp(1).mean() if pairs else out.square().mean()
+        loss.backward()
+        del out, loss
+        ledger.mark("backward done")
+        ledger.hold("gradients", [p.grad for p in model.parameters() if p.grad is not None])
+    trace = ledger.trace()
+    ledger.forget()
+    return trace
+
+
+@pytest.mark.parametrize("pairs", [False, True], ids=["mean", "pairs"])
+def test_real_steps_are_predicted(pairs: bool) -> None:
+    """Two traces of a real step, and a third for a loss over all pairs, predict the peak at other sizes to the byte."""
+    envelope = fit(traced_step(2, pairs=pairs), 2, traced_step(3, pairs=pairs), 3)
+    checked = check(envelope, traced_step(32, pairs=pairs), 32)
+
+    assert checked.verdict == ("quadratic" if pairs else "exact")
+    for m in (7, 64):
+        assert checked.envelope.peak_bytes(m) == traced_step(m, pairs=pairs).peak_bytes
+        assert sum(checked.envelope.at_peak(m).by_category.values()) == checked.envelope.peak_bytes(m)

@@ -1,0 +1,172 @@
+"""The model of CUDA's caching allocator: against one written the slow way, by hand, and by what must always hold."""
+
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anybatch.memory.trace import fit
+from anybatch.planner.cost.caching_allocator import largest_that_fits, replay, rounded_bytes
+from tests.planner.naive_allocator import replay_naively
+from tests.planner.traced_programs import trace_of
+
+MIB = 1 << 20
+SIZES = (
+    st.integers(1, 4000)
+    | st.sampled_from([512, 513, MIB - 1, MIB, MIB + 1, 10 * MIB - 512, 10 * MIB - 511, 10 * MIB, 20 * MIB])
+    | st.integers(MIB // 2, 3 * MIB)
+    | st.integers(5 * MIB, 45 * MIB)
+)
+
+
+class Case(NamedTuple):
+    """A trace: what happens, how large each allocation is, and to which stream it belongs."""
+
+    events: tuple[int, ...]
+    sizes: tuple[int, ...]
+    streams: tuple[int, ...]
+
+
+@st.composite
+def cases(draw: st.DrawFn, num_streams: int = 2) -> Case:
+    """Draw a trace of up to 30 allocations, with as many of them let go, in any order, between them."""
+    sizes: list[int] = []
+    events: list[int] = []
+    live: list[int] = []
+    for choice in draw(st.lists(st.integers(0, 99), max_size=60)):
+        if live and choice % 2:
+            events.append(-live.pop(choice // 2 % len(live)))
+        else:
+            sizes.append(draw(SIZES))
+            events.append(len(sizes))
+            live.append(len(sizes))
+    streams = draw(st.lists(st.integers(0, num_streams - 1), min_size=len(sizes), max_size=len(sizes)))
+    return Case(tuple(events), tuple(sizes), tuple(streams))
+
+
+def held(case: Case) -> int:
+    """Return the most bytes that are held at once, each rounded as the allocator does."""
+    now = peak = 0
+    for event in case.events:
+        now += (1 if event > 0 else -1) * rounded_bytes(case.sizes[abs(event) - 1])
+        peak = max(peak, now)
+    return peak
+
+
+@pytest.mark.parametrize("expandable", [False, True], ids=["segments", "expandable"])
+@given(case=cases(), limit=st.none() | st.integers(1, 200).map(MIB.__mul__))
+def test_it_does_what_the_slow_one_does(*, expandable: bool, case: Case, limit: int | None) -> None:
+    """Peaks, retries and where memory runs out are those of an allocator that searches all memory every time."""
+    found = replay(case.events, case.sizes, limit_bytes=limit, expandable=expandable, pools=case.streams)
+
+    assert (
+        found.peak_reserved_bytes,
+        found.peak_allocated_bytes,
+        found.num_retries,
+        found.full_at,
+    ) == replay_naively(case.events, case.sizes, limit, case.streams, expandable=expandable)
+
+
+@pytest.mark.parametrize("expandable", [False, True], ids=["segments", "expandable"])
+@given(case=cases(), limit=st.none() | st.integers(1, 200).map(MIB.__mul__))
+def test_it_never_holds_less_than_what_is_held(*, expandable: bool, case: Case, limit: int | None) -> None:
+    """Reserved is at least allocated, allocated at least what is held, and reserved never above the limit."""
+    found = replay(case.events, case.sizes, limit_bytes=limit, expandable=expandable)
+
+    assert found.peak_reserved_bytes >= found.peak_allocated_bytes
+    assert not found.fits or found.peak_allocated_bytes >= held(case)
+    assert limit is None or found.peak_reserved_bytes <= limit
+    assert found.fits or found.num_retries
+    assert limit is not None or (found.fits and not found.num_retries)
+
+
+@pytest.mark.parametrize("expandable", [False, True], ids=["segments", "expandable"])
+@given(case=cases(), more=st.integers(0, 50))
+def test_a_limit_that_is_not_reached_changes_nothing(*, expandable: bool, case: Case, more: int) -> None:
+    """With a limit of at least what is reserved without one, everything is as without one."""
+    free = replay(case.events, case.sizes, expandable=expandable)
+    limit = free.peak_reserved_bytes + more
+
+    assert replay(case.events, case.sizes, limit_bytes=limit, expandable=expandable) == free
+
+
+@pytest.mark.parametrize("expandable", [False, True], ids=["segments", "expandable"])
+@given(case=cases())
+def test_what_is_let_go_is_one_piece_again(*, expandable: bool, case: Case) -> None:
+    """After everything has been let go, one allocation can have all that was reserved, in whole segments or pages."""
+    freed = [-(number + 1) for number in range(len(case.sizes)) if -(number + 1) not in case.events]
+    peak = replay(case.events, case.sizes, expandable=expandable).peak_reserved_bytes
+    events, sizes = (*case.events, *freed, len(case.sizes) + 1), (*case.sizes, peak)
+    is_whole = peak % (20 * MIB) == 0 if expandable else peak >= 10 * MIB or not peak
+
+    assert replay(events, sizes, limit_bytes=peak, expandable=expandable).fits == is_whole
+
+
+def test_segments_by_hand() -> None:
+    """1 byte takes 512 of a 2 MiB segment; 5 MiB take a 20 MiB segment, as do 3 more; 11 MiB take 12."""
+    events, sizes = (1, 2, 3, 4), (1, 5 * MIB, 5 * MIB, 11 * MIB)
+    found = replay(events, sizes)
+
+    assert found.peak_reserved_bytes == (2 + 20 + 12) * MIB
+    assert found.peak_allocated_bytes == 512 + (5 + 5 + 12) * MIB  # the rest of 1 MiB is not split off
+
+
+def test_a_hole_is_what_runs_out() -> None:
+    """Two free pieces of 30 MiB with something between do not make 40: with expandable segments they need not."""
+    events = (1, 2, 3, -1, -3, 4)
+    sizes = (30 * MIB, 12 * MIB, 30 * MIB, 40 * MIB)
+
+    assert replay(events, sizes, limit_bytes=72 * MIB).num_retries == 1
+    assert replay(events, sizes, limit_bytes=72 * MIB).fits
+    inside = (5, -5, 1, 2, 3, -1, -3, 4)  # all three from one segment, which cannot be handed back
+    assert replay(inside, (*sizes, 72 * MIB), limit_bytes=72 * MIB).full_at == 7
+    assert replay(inside, (*sizes, 72 * MIB), limit_bytes=100 * MIB, expandable=True).fits
+
+
+def test_what_can_still_grow_is_used_last() -> None:
+    """In an expandable segment the last free block, though the smallest, waits for what needs it to grow."""
+    events = (1, 2, 3, -1, 4, 5)
+    sizes = (16 * MIB, 4 * MIB, 8 * MIB, 8 * MIB, 16 * MIB)
+
+    assert replay(events[:4], sizes, expandable=True).peak_reserved_bytes == 40 * MIB
+    # 8 MiB go into the hole of 16, not into the 12 at the end; so 16 more need a third page of 20.
+    assert replay(events, sizes, expandable=True).peak_reserved_bytes == 60 * MIB
+    assert replay(events, sizes).peak_reserved_bytes == (16 + 20) * MIB
+
+
+def test_streams_share_nothing() -> None:
+    """What one stream has let go is not there for another, until the device has no more and it is handed back."""
+    events, sizes = (1, -1, 2), (30 * MIB, 30 * MIB)
+
+    assert replay(events, sizes).peak_reserved_bytes == 30 * MIB
+    assert replay(events, sizes, pools=(0, 1)).peak_reserved_bytes == 60 * MIB
+    limited = replay(events, sizes, pools=(0, 1), limit_bytes=50 * MIB)
+    assert (limited.peak_reserved_bytes, limited.num_retries) == (30 * MIB, 1)
+
+
+def test_nothing_takes_nothing() -> None:
+    """An allocation without bytes is passed over, also where there is no memory at all."""
+    assert replay((1, -1), (0,), limit_bytes=0).peak_reserved_bytes == 0
+
+
+@given(
+    slopes=st.lists(st.tuples(st.integers(0, 4 * MIB), st.integers(0, 6)), min_size=1, max_size=12),
+    limit=st.integers(1, 400).map(MIB.__mul__),
+    expandable=st.booleans(),
+)
+def test_the_largest_fits(*, slopes: list[tuple[int, int]], limit: int, expandable: bool) -> None:
+    """What is found fits, and is no larger than what tensors allow; where those are the binding ones it is the same."""
+    program = [((100 * MIB, 0, 0), 99), *(((0, slope, 0), lifetime) for slope, lifetime in slopes)]
+    envelope = fit(trace_of(program, 2), 2, trace_of(program, 3), 3)
+    most = envelope.largest(limit)
+    found = largest_that_fits(envelope, limit, expandable=expandable)
+
+    if found is None:
+        assert most is None
+        return
+    assert most is None or found <= most
+    if found:
+        assert replay(envelope.trace.events, envelope.sizes(found), limit_bytes=limit, expandable=expandable).fits
+    following = replay(envelope.trace.events, envelope.sizes(found + 1), limit_bytes=limit, expandable=expandable)
+    assert not following.fits or found + 1 == most

@@ -1,0 +1,128 @@
+"""CPU tensors that allocate as CUDA's: autocast's lists, what kernels keep, and that nothing stays behind."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+
+from anybatch.memory.ledger import MemoryLedger
+from anybatch.planner.trace.cuda_emulation import POLICIES, Profile, allocating_as, choose_foreach, known_to
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+
+
+def registrations() -> dict[str, str]:
+    """Return every kernel of every operation that autocast knows, as torch prints them."""
+    names = known_to("AutocastCPU") | known_to("AutocastCUDA")
+    return {name: torch._C._dispatch_dump(f"aten::{name}") for name in sorted(names)}  # noqa: SLF001 (its only name)
+
+
+def test_autocast_is_as_before_afterwards() -> None:
+    """Every kernel of every operation that autocast knows is the same after the profile, also after an error in it."""
+    before = registrations()
+    within: list[dict[str, str]] = []
+
+    def fail() -> None:
+        with allocating_as("cuda"):
+            within.append(registrations())
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+
+    assert within[0] != before
+    assert registrations() == before
+
+
+def test_every_operation_of_autocast_on_cuda_has_a_policy() -> None:
+    """What only AutocastCUDA knows stands in the table, but for two functions that nobody calls any more."""
+    named = {name for names in POLICIES.values() for name in names}
+
+    assert known_to("AutocastCUDA") - known_to("AutocastCPU") - named == {
+        "cudnn_convolution",
+        "cudnn_convolution_transpose",
+    }
+    assert named <= known_to("AutocastCUDA")
+
+
+@pytest.mark.parametrize(
+    ("function", "on_cpu", "on_cuda"),
+    [
+        (lambda x: x @ x, torch.bfloat16, torch.bfloat16),
+        (lambda x: (x @ x).softmax(-1), torch.bfloat16, torch.float32),
+        (lambda x: functional.layer_norm(x @ x, (4,)), torch.bfloat16, torch.float32),
+        (lambda x: (x @ x).sum(), torch.bfloat16, torch.float32),
+        (lambda x: (x @ x).sum(dtype=torch.bfloat16), torch.bfloat16, torch.bfloat16),
+        (lambda x: (x @ x).exp(), torch.bfloat16, torch.float32),
+        (lambda x: torch.ops.aten.norm.ScalarOpt_dim(x @ x, 2, [1]), torch.bfloat16, torch.float32),
+        (lambda x: torch.dot((x @ x)[0], x[0]), None, torch.float32),
+        (lambda x: torch.mv(x, x[0]), torch.float32, torch.bfloat16),
+        (lambda x: functional.rms_norm(x @ x, (4,)), torch.bfloat16, torch.float32),
+    ],
+)
+def test_autocast_casts_as_on_cuda(function: Function, on_cpu: torch.dtype | None, on_cuda: torch.dtype) -> None:
+    """Results have the types that CUDA's lists give; on a CPU some have others."""
+    with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16):
+        values = torch.empty(4, 4)
+        if on_cpu is not None:
+            assert function(values).dtype is on_cpu
+        with allocating_as("cuda"):
+            assert function(values).dtype is on_cuda
+
+
+def kept_bytes(function: Function, profile: Profile) -> int:
+    """Return what is held once a forward has returned, its input and output left out."""
+    with FakeTensorMode(), allocating_as(profile), MemoryLedger() as ledger:
+        values = torch.empty(8, 2, 16, 32, requires_grad=True)
+        result = function(values)
+        return ledger.held_bytes - int(values.nbytes) - int(result.nbytes)
+
+
+@pytest.mark.parametrize(
+    ("function", "on_cuda", "on_cpu"),
+    [
+        (lambda x: functional.dropout(x, 0.1), 1, 4),
+        (nn.Dropout(0.5), 1, 4),
+        (lambda x: functional.dropout(x.exp(), 0.1, inplace=True), 4, 4),
+        (lambda x: functional.scaled_dot_product_attention(x, x, x), 4 / 32, 4 / 32),
+        (lambda x: functional.rms_norm(x.bfloat16().relu(), (32,)), 2 + 4 / 32, 2 + 4 + 4 / 32),
+    ],
+)
+def test_kernels_keep_what_cudas_keep(function: Function, on_cuda: float, on_cpu: float) -> None:
+    """Bytes per number: a dropout keeps one for its mask, attention and RMS norm four per row of 32."""
+    number = 8 * 2 * 16 * 32
+
+    assert kept_bytes(function, "cuda") == on_cuda * number
+    assert kept_bytes(function, "cpu") == on_cpu * number
+
+
+def test_attention_with_dropout_keeps_no_scores_on_cuda() -> None:
+    """Its mask is drawn again in the backward, so dropout changes nothing; on a CPU the scores are kept."""
+
+    def attend(values: torch.Tensor) -> torch.Tensor:
+        return functional.scaled_dot_product_attention(values, values, values, dropout_p=0.1)
+
+    assert kept_bytes(attend, "cuda") == 4 * 8 * 2 * 16
+    assert kept_bytes(attend, "cpu") > 4 * 8 * 2 * 16 * 16
+
+
+def test_optimizers_work_on_all_parameters_at_once_only_where_they_would() -> None:
+    """What is left open is True on CUDA and stays open on a CPU; what was asked for, and fused ones, stay."""
+    weights = [nn.Parameter(torch.zeros(2))]
+    made = {
+        "open": torch.optim.AdamW(weights),
+        "asked": torch.optim.AdamW(weights, foreach=False),
+        "fused": torch.optim.AdamW(weights, fused=True),
+        "tensor": torch.optim.AdamW(weights, lr=torch.tensor(1e-3), foreach=None),
+    }
+
+    choose_foreach(made["open"], "cpu")
+    assert made["open"].param_groups[0]["foreach"] is None
+    for optimizer in made.values():
+        choose_foreach(optimizer, "cuda")
+
+    chosen = {name: optimizer.param_groups[0]["foreach"] for name, optimizer in made.items()}
+    assert chosen == {"open": True, "asked": False, "fused": None, "tensor": False}

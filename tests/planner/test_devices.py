@@ -1,0 +1,140 @@
+"""The table of devices, and sizes and names as people write them."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anybatch.core.units import UNITS, parse_bytes
+from anybatch.errors import UserError
+from anybatch.planner.cost.devices import DEVICES, find_device, parse_budget
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("rtx 4090", "RTX 4090"),
+        ("4090", "RTX 4090"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("A100-80", "A100-80"),
+        ("a100 80gb", "A100-80"),
+        ("A100_80GiB", "A100-80"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80"),
+        ("a100-40", "A100-40"),
+        ("Tesla T4", "T4"),
+        ("Tesla V100-SXM2-16GB", "V100-16"),
+        ("h100", "H100"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("h100 pcie", "H100 PCIe"),
+        ("NVIDIA H200", "H200"),
+        ("b200", "B200"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("mi325x", "MI325X"),
+    ],
+)
+def test_devices_are_found_as_people_write_them(text: str, name: str) -> None:
+    """Case, spaces, hyphens, the maker and "GB" do not matter; torch's own names are known."""
+    assert find_device(text).name == name
+
+
+def test_names_mean_one_device_each() -> None:
+    """Every name and other name leads to its own device, and so do its spellings."""
+    for device in DEVICES:
+        for name in (device.name, *device.also_called):
+            for spelt in (name, name.upper(), name.replace(" ", "-"), name.replace("-", " ")):
+                assert find_device(spelt) is device
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("A100", "'A100' is one of several: A100-40, A100-80"),
+        ("v100", "one of several: V100-16, V100-32"),
+        ("RTX 4900", "not known. Is it RTX 4090"),
+        ("H100X", "Is it H100"),
+        ("abacus", "'abacus' is not known. Known are RTX 3090, .* give its memory instead, such as 24GiB"),
+        ("", "not known"),
+    ],
+)
+def test_other_names_are_refused(text: str, said: str) -> None:
+    """A name that is short of saying which, or unknown, is refused with the names that are near."""
+    with pytest.raises(UserError, match=said):
+        find_device(text)
+
+
+def test_the_table_is_plausible() -> None:
+    """Every device has rates, memory, bandwidth, a source; a price says whose; and no unit has slipped."""
+    for device in DEVICES:
+        assert 14 * GIB < device.memory_bytes < 260 * GIB
+        assert 5e12 < device.peak("fp32") <= device.peak("fp16") < 3e15
+        assert device.peak("fp32") <= device.peak("tf32") <= device.peak("bf16") <= device.peak("fp16")
+        assert 2e11 < device.bytes_per_second < 1e13
+        assert 1e10 < device.link_bytes_per_second < device.bytes_per_second
+        assert device.source
+        assert device.price is None or (0.1 < device.price.usd_per_hour < 20 and device.price.source)
+
+
+def test_newer_cards_are_not_slower() -> None:
+    """Within a line of products, the later one has more of everything."""
+    line = [find_device(name) for name in ("V100-32", "A100-80", "H100", "B200")]
+    for older, newer in itertools.pairwise(line):
+        assert older.peak("fp16") < newer.peak("fp16")
+        assert older.bytes_per_second < newer.bytes_per_second
+        assert older.memory_bytes < newer.memory_bytes
+
+
+def test_what_a_card_lacks_runs_in_32_bits() -> None:
+    """A T4 has no bf16 and no tf32."""
+    card = find_device("T4")
+    assert card.peak("bf16") == card.peak("tf32") == card.peak("fp32") == 8.1e12
+
+
+@given(number=st.integers(1, 10**6), unit=st.sampled_from(sorted(UNITS)), space=st.sampled_from(["", " "]))
+def test_sizes_are_read_back(number: int, unit: str, space: str) -> None:
+    """A number and a unit are that many bytes, in any case."""
+    for text in (f"{number}{space}{unit}", f" {number}{space}{unit.lower()} ", f"{number}.0{space}{unit.upper()}"):
+        assert parse_bytes(text) == number * UNITS[unit]
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"), [("24GiB", 24 * GIB), ("24GB", 24 * 10**9), ("80 GB", 80 * 10**9), ("1.5GiB", 3 * GIB // 2)]
+)
+def test_sizes_as_written(text: str, num_bytes: int) -> None:
+    """GB are decimal, GiB binary."""
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("24", "'24' has no unit"),
+        ("24G", "the unit 'G' of '24G' is not known. Is it 24GiB or 24GB"),
+        ("24 gigs", "the unit 'gigs' .* Is it 24GiB or 24GB"),
+        ("3 cards", "the unit 'cards' of '3 cards' is not known. Units are B, KB"),
+        ("GiB", "'GiB' is no size of memory"),
+        ("-3GiB", "no size of memory"),
+        ("1.2.3GiB", "no size of memory"),
+        ("0GiB", "not even one byte"),
+        ("", "no size of memory"),
+    ],
+)
+def test_other_sizes_are_refused(text: str, said: str) -> None:
+    """What has no number, no unit or no size says what is wrong with it."""
+    with pytest.raises(UserError, match=said):
+        parse_bytes(text)
+
+
+def test_a_budget_is_a_size_or_a_device() -> None:
+    """Either is understood, and a mistake in one is answered as a mistake in that one."""
+    assert parse_budget("24GiB") == (24 * GIB, None)
+    assert parse_budget("h200") == (find_device("H200").memory_bytes, find_device("H200"))
+    assert parse_budget("4090") == (find_device("RTX 4090").memory_bytes, find_device("RTX 4090"))
+    with pytest.raises(UserError, match="has no unit"):
+        parse_budget("24")
+    with pytest.raises(UserError, match="Is it 24GiB or 24GB"):
+        parse_budget("24G")
+    with pytest.raises(UserError, match=r"is not known\. Is it RTX 4090"):
+        parse_budget("rtx 4900")

@@ -1,0 +1,129 @@
+"""Fake twins: no data, the same ties, and nothing of the original touched."""
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from anybatch.errors import CannotPlanError
+from anybatch.memory.ledger import MemoryLedger
+from anybatch.planner.trace.fake_model import build, fake_batch, fake_twin
+
+
+class Tied(nn.Module):
+    """Two names for one weight, a buffer that is part of another, and a tensor that is neither."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(4, 4, bias=False)
+        self.two = nn.Linear(4, 4, bias=False)
+        self.two.weight = self.one.weight
+        vars(self.one.weight)["mark"] = "kept"
+        self.table = nn.Buffer(torch.arange(12.0).reshape(3, 4))
+        self.row = nn.Buffer(self.table[1])
+        self.loose = [torch.ones(5), nn.Parameter(torch.ones(6))]  # the second belongs to no module
+
+
+def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are parts of the same memory, be it without data."""
+    names = [tensor.untyped_storage()._cdata for tensor in (one, other)]  # noqa: SLF001 (torch has no other name)
+    return bool(names[0] == names[1])
+
+
+def test_a_twin_keeps_ties_and_has_no_data() -> None:
+    """Tied weights, views and loose tensors are fake and tied alike; their shapes, types and marks are the same."""
+    model = Tied()
+
+    twin = fake_twin(model, FakeTensorMode())
+
+    assert isinstance(twin.one.weight, nn.Parameter)
+    assert all(isinstance(tensor, FakeTensor) for tensor in (*twin.parameters(), *twin.buffers(), *twin.loose))
+    assert twin.one.weight is twin.two.weight
+    assert vars(twin.one.weight)["mark"] == "kept"
+    assert share_memory(twin.row, twin.table)
+    assert twin.row.storage_offset() == 4
+    assert {name: tensor.shape for name, tensor in twin.state_dict().items()} == {
+        name: tensor.shape for name, tensor in model.state_dict().items()
+    }
+
+
+def test_a_twin_takes_no_memory_and_leaves_the_original_alone() -> None:
+    """While the twin of a model is made, no real tensor is made; the model's own values and parameters stay."""
+    model = Tied()
+    before = {name: (id(tensor), tensor.clone()) for name, tensor in model.named_parameters()}
+    own = [*model.parameters(), *model.buffers(), *model.loose]
+    made: list[torch.Tensor] = []
+    ledger = MemoryLedger(on_operation=lambda *seen: made.append(seen[3]))
+
+    with ledger:
+        fake_twin(model, FakeTensorMode())
+
+    real = [tensor for tensor in made if not isinstance(tensor, FakeTensor) and not tensor.is_meta]
+    assert all(any(share_memory(tensor, one) for one in own) for tensor in real)
+    for name, parameter in model.named_parameters():
+        assert id(parameter) == before[name][0]
+        assert torch.equal(parameter, before[name][1])
+
+
+def test_an_optimizer_steps_the_parameters_of_the_twin_it_was_copied_with() -> None:
+    """Copied together, optimizer and model belong together as before, and what the optimizer keeps is fake too."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    mode = FakeTensorMode()
+
+    twin, copied = fake_twin((model, optimizer), mode)
+
+    assert [id(parameter) for parameter in copied.param_groups[0]["params"]] == [id(p) for p in twin.parameters()]
+    states = [state["exp_avg"] for state in copied.state.values()]
+    assert len(states) == 2
+    assert all(isinstance(state, FakeTensor) for state in states)
+    assert set(map(id, copied.state)) == set(map(id, twin.parameters()))
+
+
+def test_a_batch_is_resized_without_reading_it() -> None:
+    """Every leaf that carries samples has as many as asked for, in the same type and layout; the rest stays."""
+    images = torch.zeros(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+    batch = {"x": images, "names": ["a", "b"], "pair": (torch.zeros(2, dtype=torch.int64), 7), "scale": torch.ones(())}
+
+    made = fake_batch(batch, 5, FakeTensorMode())
+
+    assert made["x"].shape == (5, 3, 4, 4)
+    assert made["x"].is_contiguous(memory_format=torch.channels_last)
+    assert made["names"] == ["a", "b", "a", "b", "a"]
+    assert made["pair"][0].shape == (5,)
+    assert made["pair"][0].dtype is torch.int64
+    assert made["pair"][1] == 7
+    assert made["scale"].shape == ()
+    assert all(isinstance(leaf, FakeTensor) for leaf in (made["x"], made["pair"][0], made["scale"]))
+
+
+def test_a_factory_is_called_without_memory_where_that_is_possible() -> None:
+    """A factory that draws makes meta tensors; one that reads its own numbers is called for real, and why is told.
+
+    The random numbers of the caller are as before either way.
+    """
+
+    def reads() -> nn.Module:
+        return nn.Linear(int(torch.ones(2).sum().item()), 3)
+
+    before = torch.get_rng_state()
+    without, reason = build(lambda: nn.Linear(2, 3))
+    real, why = build(reads)
+
+    assert without.weight.is_meta
+    assert reason is None
+    assert not real.weight.is_meta
+    assert why is not None
+    assert "meta" in why
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_has_no_twin_is_refused() -> None:
+    """A sparse tensor ends in an error that says so, not in a guess."""
+    model = nn.Linear(2, 2)
+    model.register_buffer("odd", torch.eye(3).to_sparse())
+
+    with pytest.raises(CannotPlanError, match="no fake twin"):
+        fake_twin(model, FakeTensorMode())

@@ -1,0 +1,274 @@
+"""Results that are remembered, against those of torch's own tensors without data."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn import functional
+
+from anybatch.memory.ledger import MemoryLedger
+from anybatch.memory.trace import MemoryTrace, in_order
+from anybatch.planner.trace.data_reads import HostReads
+from anybatch.planner.trace.fake_tensor_cache import Answers, FakeLedger, KnownResults, fake_mode, home, told
+
+aten = torch.ops.aten
+
+CALLS: dict[str, Callable[[Tensor], Any]] = {
+    "a new tensor": lambda x: x + 1,
+    "a whole number": lambda x: x.long() + 1,
+    "a broken number": lambda x: x.long() + 1.0,
+    "a view": lambda x: x.transpose(0, 1),
+    "a part": lambda x: x[1:, 2],
+    "a view of a view": lambda x: x.t()[1:].unsqueeze(-1),
+    "parts": lambda x: x.split(2, 1),
+    "rows": lambda x: x.unbind(),
+    "in place": lambda x: x.add_(1),
+    "in place, with itself": lambda x: x.add_(x),
+    "many in place": lambda x: aten._foreach_add_.Scalar([x, x.clone()], 1.0),
+    "many": lambda x: aten._foreach_mul.Scalar([x, x.t()], 2.0),  # noqa: SLF001 (its only name)
+    "two results": lambda x: x.max(1),
+    "results that are not there": lambda x: aten.native_layer_norm_backward(
+        x, x, [6], x[:, :1], x[:, :1], None, None, [True, False, False]
+    ),
+    "another type": lambda x: x.to(torch.bfloat16),
+    "made from nothing": lambda _: torch.zeros(3, 4),
+    "like it": lambda x: torch.empty_like(x.t()),
+    "numbers on a circle": lambda x: torch.polar(x, x).conj() * 2,
+    "the other part of a circle": lambda x: torch.polar(x, x).conj().imag + 1,
+    "turned, and turned the other way": lambda x: [torch.polar(x, x).t(), torch.polar(x, x).conj().t()],
+    "chosen rows": lambda x: x[torch.zeros(5, dtype=torch.long)],
+    "random": lambda x: functional.dropout(x, 0.5),
+    "another shape in place": lambda x: x.clone().resize_(2, 3).t_(),
+}
+
+
+def seen(call: Callable[[Tensor], Any], *, ledger: MemoryLedger | None, mode: FakeTensorMode) -> list[object]:
+    """Return all that can be told of the results of three calls, and of the tensor they are made on."""
+    found: list[object] = []
+    with mode:
+        for width in (6, 6, 8):  # the second one is known; the third one is not
+            x = torch.empty(4, width)
+            if ledger is None:
+                result = call(x)
+            else:
+                with ledger:
+                    result = call(x)
+            parts = [one for one in (result if isinstance(result, tuple | list) else [result]) if one is not None]
+            found.append([told(one) for one in parts])
+            found.append([home(one) == home(x) for one in parts])
+            found.append([one is x for one in parts])
+            found.append([type(result), x.shape])
+    return found
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_known_is_what_torch_answers(name: str) -> None:
+    """Shape, strides, type, dispatch keys, notes, identity and whose memory it is are those of torch's own result."""
+    mode = FakeTensorMode()
+
+    expected = seen(CALLS[name], ledger=None, mode=mode)
+
+    assert seen(CALLS[name], ledger=FakeLedger(mode), mode=mode) == expected
+
+
+def test_what_is_known_is_not_run_again() -> None:
+    """An operation runs once for one shape, and once more for another."""
+    mode = FakeTensorMode()
+    below = MemoryLedger(on_operation=lambda func, *_: ran.append(str(func)))
+    ran: list[str] = []
+    with mode, below, FakeLedger(mode):
+        rows = [torch.empty(4, width) for width in (6, 6, 6, 8)]
+        ran.clear()
+        for row in rows:
+            row.exp()
+
+    assert [name for name in ran if not name.startswith("prim")] == ["aten.exp.default"] * 2
+
+
+def test_answers_serve_other_traces() -> None:
+    """What one ledger has asked another one knows, and what it makes belongs to its own mode; conjugates, too."""
+    answers = Answers()
+    ran: list[list[str]] = []
+    made: list[object] = []
+    for mode in (fake_mode(), fake_mode()):
+        names: list[str] = []
+        below = MemoryLedger(on_operation=lambda func, *_, names=names: names.append(str(func)))
+        with mode, below, FakeLedger(mode, answers=answers):
+            x = torch.empty(3, dtype=torch.complex64)
+            result = x.conj().imag
+        ran.append([name for name in names if not name.startswith("prim")])
+        assert isinstance(result, FakeTensor)
+        assert result.fake_mode is mode
+        made.append([*told(result)[:-1], result.is_neg()])
+
+    assert len(ran[0]) > 2
+    assert ran[1] == []
+    assert made[0] == made[1]
+
+
+def test_a_written_number_is_read_without_asking() -> None:
+    """A number that the program itself has written is read from where it was written, and counts as no read."""
+    mode = FakeTensorMode()
+    reads = HostReads(lambda: "forward")
+    below = MemoryLedger(on_operation=lambda func, *_: ran.append(str(func)))
+    ran: list[str] = []
+    with mode, reads, below, FakeLedger(mode):
+        five = torch.tensor(2) + torch.tensor(3)
+        answers = [five.item(), bool(five > 4)]
+        five += torch.empty((), dtype=torch.long)
+        answers.append(five.item())
+
+    assert answers == [5, True, 1]
+    assert reads.numbers["forward"] == 1
+    assert ran.count("aten._local_scalar_dense.default") == 1
+
+
+def test_equal_numbers_of_other_types_are_other_questions() -> None:
+    """`1`, `1.0` and `True` are equal to Python, and make other tensors."""
+    mode = FakeTensorMode()
+    with mode, FakeLedger(mode):
+        x = torch.zeros(3, dtype=torch.bool)
+        types = [(x + number).dtype for number in (1, 1.0, True)]
+
+    assert types == [torch.int64, torch.float32, torch.bool]
+
+
+def test_a_number_that_is_known_stays_known() -> None:
+    """What a program writes into a tensor it can read again, after the same has been computed with unknown numbers."""
+    mode = FakeTensorMode()
+    with mode, FakeLedger(mode):
+        unknown = torch.empty((), dtype=torch.long)
+        sums = [unknown + unknown, torch.tensor(2) + torch.tensor(3)]
+
+    with mode:
+        assert sums[1].item() == 5
+
+
+def test_reads_are_seen_each_time() -> None:
+    """Each number that is read comes to `HostReads`, and so does each look for overflow, which it answers with no."""
+    mode = FakeTensorMode()
+    reads = HostReads(lambda: "forward")
+    with mode, reads, FakeLedger(mode):
+        x = torch.empty(3).sum()
+        answers = [x.item(), (x + 1).item(), bool(x > 0), torch.equal(x, x), torch.equal(x, x)]
+        overflows = [torch.zeros(()) + x for _ in range(2)]
+        for overflow in overflows:
+            aten._amp_foreach_non_finite_check_and_unscale_([x], overflow, x)
+        answers += [overflow.item() for overflow in overflows]
+
+    assert answers == [0.5, 0.5, False, False, False, 0.0, 0.0]
+    assert (reads.numbers["forward"], reads.truths["forward"]) == (2, 3)
+
+
+class Odd:
+    """Stands for an operation, counted, that returns what none of torch's does: see `ODD`."""
+
+    namespace, tags = "aten", ()
+
+    def __init__(self, run: Callable[[Tensor, Tensor], Any]) -> None:
+        self.num_calls = 0
+        self.overloadpacket = SimpleNamespace(__name__="odd")
+        self._schema = SimpleNamespace(is_mutable=False)
+        self._run = run
+
+    def __call__(self, x: Tensor, y: Tensor) -> Any:
+        """Count, and return what there is to return."""
+        self.num_calls += 1
+        return self._run(x, y)
+
+
+ODD: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "a part of new memory": lambda *_: torch.empty(6)[1:3],
+    "new memory twice": lambda *_: (torch.empty(3),) * 2,
+    "memory of two arguments": lambda x, _: x[1:],
+    "a dictionary": lambda x, _: {"x": x},
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_cannot_be_made_again_is_run_each_time(name: str) -> None:
+    """Results that are more than a shape, a type and one home are not remembered."""
+    mode = FakeTensorMode()
+    results = KnownResults(mode)
+    odd, plain = Odd(ODD[name]), Odd(lambda x, _: x + 1)
+    with mode:
+        x = torch.empty(4)
+        for _ in range(2):
+            results(odd, (x, x[:]), {})
+            results(plain, (x, x[:]), {})
+
+    assert (odd.num_calls, plain.num_calls) == (2, 1)
+
+
+def test_an_argument_is_returned_as_it_is() -> None:
+    """Where an operation returns one of its arguments, the same object comes back, and not another look at it."""
+    mode = FakeTensorMode()
+    results = KnownResults(mode)
+    second = Odd(lambda _, y: y)
+    with mode:
+        pairs = [(torch.empty(3), torch.empty(3)) for _ in range(2)]
+
+    assert [results(second, pair, {}) is pair[1] for pair in pairs] == [True, True]
+    assert second.num_calls == 1
+
+
+class Block(nn.Module):
+    """Attention, dropout, a norm with running averages, and products, some of them in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, dropout=0.1, batch_first=True)
+        self.norm, self.wide = nn.BatchNorm1d(16), nn.Linear(16, 32)
+        self.narrow = nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        x = self.norm(x.flatten(0, 1)).view_as(x)
+        narrow: Tensor = self.narrow(functional.dropout(functional.relu_(self.wide(x)), 0.2))
+        return narrow.add_(x)
+
+
+def booked(make: Callable[[FakeTensorMode], MemoryLedger]) -> MemoryTrace:
+    """Return the trace of a training loop without data."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    ledger = make(mode)
+    with mode, ledger:
+        model = nn.Sequential(nn.Embedding(50, 16), *(Block() for _ in range(3)), nn.Linear(16, 50))
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+        for length in (7, 7, 5):
+            ids = torch.zeros(4, length, dtype=torch.long)
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    trace = ledger.trace()
+    ledger.forget()
+    return in_order(trace)
+
+
+def test_a_training_loop_is_booked_as_without() -> None:
+    """Every allocation and every event of a loop is what it is where everything is asked of torch."""
+    expected = booked(lambda _: MemoryLedger())
+
+    assert booked(FakeLedger) == expected
+    assert len(expected.events) > 1000
+
+
+def test_another_mode_is_left_alone() -> None:
+    """A tensor of another mode is that mode's business, also where the question has been answered."""
+    mode, other = FakeTensorMode(), FakeTensorMode()
+    with mode:
+        mine = torch.empty(3)
+    with other:
+        foreign = torch.empty(3)
+
+    with FakeLedger(mode):
+        made = [mine + 1, foreign + 1]
+
+    assert [one.fake_mode for one in made if isinstance(one, FakeTensor)] == [mode, other]

@@ -1,0 +1,139 @@
+"""Steps that were measured before: kept from one process to the next, and nothing in the file is worth an error."""
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anybatch.planner.cache.cache_file import MOST_BYTES, KeptLines
+from anybatch.planner.cache.measured_devices import KnownDevices, MeasuredStep, driver_version
+
+STEP = MeasuredStep(
+    device="cuda: NVIDIA H100 80GB HBM3",
+    budget_bytes=80 * 2**30,
+    subject="gpt2 in bf16",
+    planned_bytes=1000,
+    measured_bytes=1020,
+    outside_bytes=400 * 2**20,
+    versions={"torch": "2.13.0", "anybatch": "0.1.0", "driver": "570.1"},
+    date="2030-12-31",
+)
+
+
+def known_devices(folder: Path) -> KnownDevices:
+    """Return a memory in a folder."""
+    return KnownDevices(folder / "deep" / "devices.jsonl")
+
+
+def test_found_again(tmp_path: Path) -> None:
+    """What is kept is found by another object; of the same subject on the same device the last one counts."""
+    assert known_devices(tmp_path).steps() == ((), "")
+    assert known_devices(tmp_path).keep(STEP)
+    other = dataclasses.replace(STEP, subject="digits in fp32")
+    assert known_devices(tmp_path).keep(other)
+    again = dataclasses.replace(STEP, measured_bytes=1100, date="2031-01-01")
+    assert known_devices(tmp_path).keep(again)
+
+    assert known_devices(tmp_path).steps() == ((other, again), "")
+    assert again.excess == pytest.approx(0.1)
+
+
+LINE = dataclasses.asdict(STEP)
+HOSTILE: dict[str, Any] = {
+    "a terminal's commands": {**LINE, "subject": "\x1b[2Jgpt2"},
+    "a new line": {**LINE, "device": "a\nb"},
+    "a long name": {**LINE, "device": "a" * 1000},
+    "no date": {**LINE, "date": "yesterday"},
+    "nothing planned": {**LINE, "planned_bytes": 0},
+    "less than nothing": {**LINE, "measured_bytes": -1},
+    "a truth": {**LINE, "measured_bytes": True},
+    "a fraction": {**LINE, "measured_bytes": 1000.5},
+    "not a number": {**LINE, "measured_bytes": float("nan")},
+    "a very large number": {**LINE, "measured_bytes": 10**400},
+    "a thousand times what was planned": {**LINE, "measured_bytes": 10**6},
+    "a context of nothing": {**LINE, "outside_bytes": 0},
+    "a context of everything": {**LINE, "outside_bytes": 79 * 2**30},
+    "versions of another kind": {**LINE, "versions": ["2.13.0"]},
+    "a version that is no text": {**LINE, "versions": {"torch": 2}},
+    "one field less": {name: value for name, value in LINE.items() if name != "date"},
+    "one field more": {**LINE, "command": "rm"},
+    "no record": [1, 2],
+}
+
+
+@pytest.mark.parametrize("line", HOSTILE.values(), ids=HOSTILE.keys())
+def test_what_makes_no_sense_is_refused(tmp_path: Path, line: object) -> None:
+    """A line that cannot be is passed over, which is said; the line beside it counts."""
+    known = known_devices(tmp_path)
+    known.keep(STEP)
+    known.path.write_text(f"{json.dumps(line)}\n{known.path.read_text()}")
+
+    found, refused = known.steps()
+
+    assert found == (STEP,)
+    assert str(known.path) in refused
+    assert "can be deleted" in refused
+    assert refused.isprintable()
+
+
+@given(damage=st.one_of(st.binary(max_size=60), st.just(b"[" * 100_000), st.just(b"\xff\xfe")), cut=st.integers(0, 300))
+def test_damage_is_passed_over(tmp_path_factory: pytest.TempPathFactory, damage: bytes, cut: int) -> None:
+    """Whatever is in the file, nothing is raised, nothing else is found, and a new step can be kept."""
+    known = known_devices(tmp_path_factory.mktemp("known"))
+    known.keep(STEP)
+    whole = known.path.read_bytes()
+    for content in (damage, whole[:cut], whole + damage, damage + b"\n" + whole):
+        known.path.write_bytes(content)
+        assert known.steps()[0] in ((), (STEP,))
+        assert known.keep(STEP)
+        assert known.steps() == ((STEP,), "")
+
+
+def test_a_file_that_is_none(tmp_path: Path) -> None:
+    """A folder, a very large file, a place that cannot be written: nothing is found, it is said, keeping says no."""
+    (tmp_path / "deep" / "devices.jsonl").mkdir(parents=True)
+    assert "no file" in known_devices(tmp_path).steps()[1]
+    assert not known_devices(tmp_path).keep(STEP)
+
+    large = KnownDevices(tmp_path / "large")
+    large.path.write_bytes(b" " * (MOST_BYTES + 1))
+    assert large.steps()[0] == ()
+    assert "larger than" in large.steps()[1]
+
+    below_a_file = KnownDevices(tmp_path / "large" / "devices.jsonl")
+    assert not below_a_file.keep(STEP)
+    assert "cannot be read" in below_a_file.steps()[1]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes in its file system")
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    """A pipe in the place of the file is refused at once, though nobody writes into it."""
+    os.mkfifo(tmp_path / "pipe")
+
+    lines = KeptLines(tmp_path / "pipe")
+
+    assert lines.read() == []
+    assert lines.refused == "it is no file"
+
+
+def test_the_users_own_place() -> None:
+    """Without a path it is our file in the user's cache folder, and tests have one of their own for that."""
+    path = KnownDevices().path
+
+    assert path.parent.name == "anybatch"
+    if sys.platform == "linux":
+        assert path.is_relative_to(os.environ["XDG_CACHE_HOME"])
+
+
+def test_the_drivers_version() -> None:
+    """It is text that can be printed and compared, or nothing where there is no driver."""
+    found = driver_version()
+
+    assert found is None or found.isprintable()
+    assert found == driver_version()

@@ -1,0 +1,441 @@
+"""Memory planned on tensors without data: against what the real engine's tensors hold, and what is refused."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional
+from torch.profiler import record_function
+
+import anybatch as ab
+from anybatch.errors import CannotPlanError, PlanError
+from anybatch.memory.ledger import MemoryLedger
+from anybatch.memory.trace import MemoryEnvelope, fit, in_order
+from anybatch.planner.budget import Budget
+from anybatch.planner.envelopes import Envelopes, find_envelopes
+from anybatch.planner.proposals.rank import Fit, Setting, fit_of
+from anybatch.planner.trace.cuda_emulation import Profile
+from anybatch.planner.trace.step_spec import Task
+from anybatch.planner.trace.step_trace import NUM_MICRO_BATCHES, Tracing, trace_step
+from tests.planner.profiled import most_allocated
+
+Batch = dict[str, torch.Tensor]
+
+
+class Words(nn.Module):
+    """Attention over tokens, with a head tied to the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, 32)
+        self.block = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, activation="gelu", batch_first=True)
+        self.head = nn.Linear(32, 40, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.block(self.embed(ids)))
+        return logits
+
+
+def of_words(model: Any, batch: Batch) -> Any:
+    """Return the mean cross-entropy over tokens."""
+    return functional.cross_entropy(model(batch["x"]).flatten(0, 1), batch["x"].flatten())
+
+
+def of_numbers(model: Any, batch: Batch) -> Any:
+    """Return a mean over samples."""
+    return model(batch["x"]).square().mean()
+
+
+def perceptron() -> nn.Module:
+    """Return a model of vectors of 16."""
+    return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+
+
+def pictures() -> nn.Module:
+    """Return a model of images of 8 x 8, with BatchNorm."""
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GELU(), nn.Flatten(), nn.Linear(8 * 36, 4))
+
+
+def adamw(named: Any) -> torch.optim.Optimizer:
+    """Return AdamW."""
+    return torch.optim.AdamW(named, lr=1e-3)
+
+
+def momentum(named: Any) -> torch.optim.Optimizer:
+    """Return SGD with momentum."""
+    return torch.optim.SGD(named, lr=1e-2, momentum=0.9)
+
+
+def numbers(count: int) -> Batch:
+    """Return vectors of 16."""
+    return {"x": torch.randn(count, 16)}
+
+
+def small(profile: Profile = "cpu", **options: Any) -> Task:
+    """Return a task that is the perceptron's but for what is given."""
+    defaults: dict[str, Any] = {"model": perceptron, "optimizer": adamw, "loss": ab.mean_over_samples(of_numbers)}
+    return Task(**{**defaults, "sample": numbers(1), "profile": profile, "rng": None, **options})
+
+
+CASES: dict[str, tuple[Task, Callable[[int], Batch]]] = {
+    "words": (
+        small(model=Words, loss=ab.mean_over_tokens(of_words, labels="x", shift=False), clip=1.0),
+        lambda count: {"x": torch.randint(40, (count, 12))},
+    ),
+    "pictures": (small(model=pictures, optimizer=momentum), lambda count: {"x": torch.randn(count, 3, 8, 8)}),
+    "bf16, average": (small(precision="bf16", average_decay=0.9, rng="micro_batch"), numbers),
+}
+
+
+def run(task: Task, batch: Batch, micro_batch_size: int) -> MemoryLedger:
+    """Take two steps with the real engine; return the ledger, with the second one in "second" to "end"."""
+    make: Any = task.model
+    with MemoryLedger() as ledger:
+        engine = ab.Engine(
+            make(),
+            task.optimizer,
+            task.loss,
+            micro_batch_size=micro_batch_size,
+            precision=task.precision,
+            clip=task.clip,
+            average_decay=task.average_decay,
+            rng=task.rng,
+            check_loss=False,
+            world=ab.World(),
+        )
+        # The batch belongs to what is booked: it is there before the step.
+        ledger.hold("inputs", batch.values())
+        engine.step(batch)
+        ledger.mark("second")
+        with record_function("second step"):
+            engine.step(batch)
+        engine.close()
+    return ledger
+
+
+def real_peak(task: Task, batch: Batch, micro_batch_size: int) -> int:
+    """Return the most that tensors of the real engine held in its second step."""
+    trace = run(task, batch, micro_batch_size).trace()
+    (start,) = [place for place, name in trace.marks if name == "second"]
+    held, most = 0, 0
+    for place, event in enumerate(trace.events, start=1):
+        held += trace.allocations[abs(event) - 1].num_bytes * (1 if event > 0 else -1)
+        most = max(most, held) if place >= start else 0
+    return most
+
+
+def planned(task: Task) -> MemoryEnvelope:
+    """Return the envelope of a step like all but the first, from micro-batches of 2 and 3."""
+    return fit(trace_step(task, 2).steady, 2, trace_step(task, 3).steady, 3)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_plan_is_what_the_real_engine_holds(name: str) -> None:
+    """Planned from micro-batches of 2 and 3, the peak of a step with others is that of the real engine, to the byte.
+
+    That of its tensors: no kernel is asked what it takes for itself.
+    """
+    task, batch = CASES[name]
+    envelope = planned(dataclasses.replace(task, sample=batch(1), kernels=None))
+
+    for size in (5, 9):
+        assert envelope.peak_bytes(size) == real_peak(task, batch(NUM_MICRO_BATCHES * size), size)
+
+
+@pytest.mark.parametrize("name", ["words", "pictures"])
+def test_the_plan_is_what_the_allocator_hands_out(name: str) -> None:
+    """The planned peak of a step is what torch's CPU allocator hands out for the engine, inside kernels too.
+
+    To the byte, but for the states of generators, which no operation returns.
+    """
+    task, batch = CASES[name]
+    envelope = planned(dataclasses.replace(task, sample=batch(1)))
+    run(task, batch(4), 2)  # whatever torch makes once
+
+    most = most_allocated(lambda: run(task, batch(NUM_MICRO_BATCHES * 7), 7), within="second step")
+
+    assert most - envelope.peak_bytes(7) in (0, torch.get_rng_state().nbytes, 2 * torch.get_rng_state().nbytes)
+
+
+@pytest.mark.parametrize("profile", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    "options", [{}, {"strategy": "ddp", "world_size": 2}, {"optimizer": adamw}], ids=["single", "ddp", "adamw"]
+)
+def test_one_step_more_is_a_step_of_that_size(profile: Profile, options: dict[str, Any]) -> None:
+    """After steps of another size, a step is what it is in a run of its own size, event by event."""
+    task = small(profile, **{"optimizer": momentum, "clip": 1.0, **options})
+    expected = trace_step(task, 7).steady
+
+    with Tracing(task) as tracing:
+        tracing.begin(3)
+        found = tracing.go_on(7)
+
+    assert in_order(found) == in_order(expected)
+
+
+class Keeping(nn.Module):
+    """Keeps something that is as large as the first batch it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.kept: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kept is None:
+            self.kept = torch.ones(len(x), 16)
+        rows: torch.Tensor = self.layer(x)
+        return rows
+
+
+def test_what_was_made_for_the_first_batch_is_planned() -> None:
+    """Where one step more is none of its size, a trace from the beginning says whether memory follows a line."""
+    task = small(model=Keeping)
+
+    found = find_envelopes(task, 2**20)
+
+    assert found.verdict == "exact"
+    assert found.steady.peak_bytes(50) == real_peak(task, numbers(100), 50)
+
+
+def test_categories_are_what_things_are() -> None:
+    """Weights, gradients, the optimizer's two momenta and inputs have, at the peak, the bytes they must have."""
+    task = small(optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3))
+    envelope = planned(task)
+    weights = sum(parameter.nbytes for parameter in perceptron().parameters())
+
+    found = envelope.at_peak(1000).by_category
+
+    assert found["weights"] == weights
+    assert found["gradients"] == weights
+    assert found["optimizer"] == 2 * weights + 4 * 4
+    assert found["inputs"] == NUM_MICRO_BATCHES * 1000 * 16 * 4
+    assert envelope.at_peak(1000).phase == "backward"
+    assert envelope.at_peak(1).phase == "update"
+
+
+def test_an_update_in_fp16_is_planned() -> None:
+    """The scaler reads whether gradients have overflowed; the plan is that of a step in which they have not."""
+    weights = sum(parameter.nbytes for parameter in perceptron().parameters())
+
+    step = trace_step(small(precision="fp16"), 2)
+
+    assert any(one.phase == "update" and one.num_bytes >= 64 * 16 * 4 for one in step.steady.allocations)
+    assert sum(one.num_bytes for one in step.steady.allocations if one.category == "optimizer") > 2 * weights
+
+
+def test_tracing_leaves_everything_as_it_was() -> None:
+    """A model and its optimizer may be passed as they are: no value, state, mode or random number changes.
+
+    No real tensor of the model's size is made, and no process group stays.
+    """
+    model = perceptron()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.eval()
+    task = small(model=model, optimizer=optimizer, strategy="ddp", world_size=4)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    random = torch.get_rng_state()
+    real: list[int] = []
+
+    def note(*seen: Any) -> None:
+        result = seen[3]
+        if isinstance(result, torch.Tensor) and not isinstance(result, FakeTensor):
+            real.append(result.nbytes)
+
+    with MemoryLedger(on_operation=note):
+        trace_step(task, 2)
+
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not optimizer.state
+    assert not model.training
+    assert torch.equal(torch.get_rng_state(), random)
+    assert max(real, default=0) < 64 * 16 * 4
+    assert not dist.is_initialized()
+
+
+def test_ranks_are_imagined() -> None:
+    """DDP holds its buckets beside the gradients, which `all_reduce` adds up in its buckets in the first place."""
+    weights = sum(parameter.nbytes for parameter in perceptron().parameters())
+    peaks = {}
+    for strategy, size in (("single", 1), ("all_reduce", 2), ("ddp", 2)):
+        envelope = planned(small(strategy=strategy, world_size=size))
+        peaks[strategy] = envelope.at_peak(64).by_category["gradients"]
+
+    assert peaks["single"] == weights
+    assert 0 <= peaks["all_reduce"] - weights < 200  # the numbers that travel beside gradients
+    assert weights < peaks["ddp"] - weights < weights + 200
+
+
+def test_an_effective_batch_of_a_joint_loss_is_seen_whole() -> None:
+    """A loss across samples is planned for all its rows, though two micro-batches are traced.
+
+    Never below what the real engine holds with eight, and above by less than the outputs of four more micro-batches.
+    """
+
+    def across(_: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
+
+    loss = ab.joint(lambda model, batch: model(batch["x"]), across)
+    task = small(loss=loss, effective_batch_size=48, rng="micro_batch")
+    envelope = planned(task)
+
+    found, expected = envelope.peak_bytes(6), real_peak(task, numbers(48), 6)
+
+    # On a CPU the whole batch is there: what the plan has of it are two micro-batches.
+    inputs = (48 - NUM_MICRO_BATCHES * 6) * 16 * 4
+    assert expected <= found + inputs <= expected + 4 * 6 * 16 * 4
+    with pytest.raises(PlanError, match="effective_batch_size"):
+        trace_step(dataclasses.replace(task, effective_batch_size=None), 2)
+
+
+def setting(num_bytes: int, *, headroom: float = 0.0, most_samples: int = 10**9) -> Setting:
+    """Return a device without anything but tensors in it."""
+    budget = Budget(total_bytes=num_bytes, device=None, headroom=headroom, outside_bytes=0, workspace_bytes=0)
+    return Setting(budget=budget, effective_batch_size=most_samples)
+
+
+def fitting(task: Task, num_bytes: int) -> tuple[Envelopes, Fit]:
+    """Return what a task holds, and what fits of it."""
+    envelopes = find_envelopes(task, num_bytes)
+    return envelopes, fit_of(task, envelopes, setting(num_bytes))
+
+
+def test_the_size_found_is_the_largest() -> None:
+    """The real engine fits into the budget at the planned size, and does not one sample above it."""
+    task = small()
+    budget = 2**20
+
+    envelopes, plan = fitting(task, budget)
+
+    size = plan.largest
+    assert real_peak(task, numbers(NUM_MICRO_BATCHES * size), size) <= budget
+    assert real_peak(task, numbers(NUM_MICRO_BATCHES * (size + 1)), size + 1) > budget
+    assert plan.binds == "tensors"
+    assert envelopes.verdict == "exact"
+    assert fit_of(task, envelopes, setting(budget, headroom=0.5)).largest < size // 2
+    assert fit_of(task, envelopes, setting(budget, most_samples=7)).binds == "batch"
+    assert fit_of(task, envelopes, setting(1000)).largest == 0
+
+
+def test_the_allocator_takes_more_than_tensors_hold() -> None:
+    """On CUDA the size is what the allocator can serve, which is no more than what tensors would allow."""
+    envelopes, plan = fitting(small("cuda"), 8 * 2**20)
+
+    assert 0 < plan.largest == envelopes.largest_allocated(8 * 2**20)
+    assert plan.largest < (envelopes.largest(8 * 2**20) or 0)
+    assert plan.peak.num_bytes < plan.reserved_bytes <= 8 * 2**20
+    assert plan.binds == "allocator"
+
+
+def test_pairs_of_samples_grow_as_squares() -> None:
+    """A loss that compares all samples of a micro-batch is found to be quadratic, and planned as such."""
+
+    def pairs(model: Any, batch: Batch) -> Any:
+        rows = model(batch["x"])
+        return (rows @ rows.T).square().mean()
+
+    task = small(loss=ab.mean_over_samples(pairs))
+
+    found = find_envelopes(task, 2**20)
+
+    assert found.verdict == "quadratic"
+    assert found.steady.peak_bytes(50) == real_peak(task, numbers(100), 50)
+
+
+def masked(model: Any, batch: Batch) -> Any:
+    """Take the rows that a value chooses."""
+    rows = model(batch["x"])
+    return rows[rows[:, 0] > 0].square().mean()
+
+
+def reading(model: Any, batch: Batch) -> Any:
+    """Take as many columns as a value says."""
+    rows = model(batch["x"])
+    length = int(rows.sum().item())
+    return rows[:, :length].exp().square().mean()
+
+
+def branching(model: Any, batch: Batch) -> Any:
+    """Do something more if all values are positive."""
+    rows = model(batch["x"])
+    if (rows > 0).all():
+        rows = rows.exp()
+    return rows.square().mean()
+
+
+def by_size(model: Any, batch: Batch) -> Any:
+    """Do something more for more than two samples."""
+    rows = model(batch["x"])
+    return (rows.exp() if len(rows) > 2 else rows).square().mean()
+
+
+def recurrent(layer: Callable[[], nn.Module], profile: Profile) -> Task:
+    """Return a task whose model is a recurrent layer."""
+
+    def all_rows(model: Any, batch: Batch) -> Any:
+        rows, _ = model(batch["x"])
+        return rows.square().mean()
+
+    task = small(profile, loss=ab.mean_over_samples(all_rows))
+    return dataclasses.replace(task, model=layer, sample={"x": torch.zeros(1, 5, 3)})
+
+
+@pytest.mark.parametrize(
+    ("layer", "profile", "words"),
+    [
+        (nn.LSTM, "cpu", r"mkldnn_rnn_layer\.default keeps"),
+        (nn.LSTM, "cuda", "LSTM 'model' runs in a kernel of cuDNN"),
+        (nn.GRU, "cuda", "GRU 'model' runs in a kernel of cuDNN"),
+    ],
+)
+def test_what_torch_does_not_tell_of_is_refused(layer: Any, profile: Profile, words: str) -> None:
+    """What recurrent layers keep is not in the description of their kernels: there is no plan instead of a low one."""
+    with pytest.raises(CannotPlanError, match=words):
+        find_envelopes(recurrent(lambda: layer(3, 4), profile), 2**20)
+
+
+def test_a_recurrent_layer_of_plain_operations_is_planned() -> None:
+    """On a CPU a GRU is made of operations that are seen: the plan is what the real engine holds."""
+    task = dataclasses.replace(recurrent(lambda: nn.GRU(3, 4, batch_first=True), "cpu"), kernels=None)
+    batch = {"x": torch.randn(NUM_MICRO_BATCHES * 5, 5, 3)}
+
+    assert planned(task).peak_bytes(5) == real_peak(task, batch, 5)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (masked, "DynamicOutputShape"),
+        (reading, "reads 4 numbers and 0 truth values"),
+        (branching, "reads 0 numbers and 4 truth values"),
+        (by_size, "do different things"),
+    ],
+)
+def test_what_depends_on_data_is_refused(loss: Any, words: str) -> None:
+    """Shapes from values, numbers and branches read from tensors, and branches on the batch end in "cannot plan"."""
+    with pytest.raises(CannotPlanError, match=words) as caught:
+        find_envelopes(small(loss=ab.mean_over_samples(loss)), 2**20)
+
+    assert str(caught.value).startswith("cannot plan, will probe: ")
+
+
+def test_what_is_read_and_changes_nothing_is_planned() -> None:
+    """A number that is only written down does not stand in the way; that it was read is noted."""
+
+    def noting(model: Any, batch: Batch) -> Any:
+        value = model(batch["x"]).square().mean()
+        str(value.item())
+        return value
+
+    envelopes, plan = fitting(small(loss=ab.mean_over_samples(noting)), 2**20)
+
+    assert plan.largest > 0
+    assert "reads numbers" in envelopes.notes[0]
+    task, batch = CASES["words"]  # whose targets the engine itself counts
+    assert trace_step(dataclasses.replace(task, sample=batch(1)), 2).numbers_read == 0

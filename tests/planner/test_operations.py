@@ -1,0 +1,169 @@
+"""What operations cost, against counting by hand; and that real tensors and fake ones cost the same."""
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
+
+from anybatch.memory.ledger import MemoryLedger
+from anybatch.memory.trace import Phase
+from anybatch.planner.cost.operations import OperationRecorder
+from anybatch.planner.cost.step_time import CostTrace, Operation
+from anybatch.planner.trace.fake_tensor_cache import FakeLedger
+
+
+def recorded(run: "Run") -> CostTrace:
+    """Return the operations of a run."""
+    recorder = OperationRecorder()
+    with MemoryLedger(on_operation=recorder) as ledger:
+        run(ledger)
+    ledger.forget()
+    return recorder.trace()
+
+
+class Run:
+    """A step of a network with a bit of everything; the tensors are made where it is made."""
+
+    def __init__(self, num_micro_batches: int = 2) -> None:
+        self.model = nn.Sequential(
+            *(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(inplace=True), nn.Flatten()),
+            *(nn.Linear(6 * 36, 24), nn.GELU(), nn.LayerNorm(24), nn.Linear(24, 5)),
+        )
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.5)
+        self.batches = [torch.ones(4, 3, 6, 6) for _ in range(num_micro_batches)]
+
+    def __call__(self, ledger: MemoryLedger) -> None:
+        """Run it."""
+        for batch in self.batches:
+            self.model(batch).square().sum().backward()
+        ledger.phase = "update"
+        self.optimizer.step()
+        ledger.phase = None
+
+
+def one_of(name: str, *tensors: Tensor, phase: Phase = "forward") -> Operation:
+    """Return what an operation with these arguments costs."""
+    recorder = OperationRecorder()
+    with MemoryLedger(on_operation=recorder) as ledger:
+        ledger.phase = phase
+        getattr(torch.ops.aten, name)(*tensors)
+    ledger.forget()
+    return recorder.trace().operations[-1]
+
+
+def test_products_by_hand() -> None:
+    """A product of 4 by 6 and 6 by 5 is 240 operations, reads 54 numbers and writes 20."""
+    mm = one_of("mm", torch.ones(4, 6), torch.ones(6, 5))
+    assert (mm.kind, mm.flops, mm.bytes_read, mm.bytes_written, mm.dims) == ("product", 240, 216, 80, (1, 4, 5, 6))
+    addmm = one_of("addmm", torch.ones(5), torch.ones(4, 6), torch.ones(6, 5))
+    assert (addmm.flops, addmm.bytes_read, addmm.dims) == (240, 236, (1, 4, 5, 6))
+    bmm = one_of("bmm", torch.ones(3, 4, 6), torch.ones(3, 6, 5))
+    assert (bmm.flops, bmm.dims) == (720, (3, 4, 5, 6))
+    mv = one_of("mv", torch.ones(4, 6), torch.ones(6))
+    assert (mv.flops, mv.dims) == (48, (1, 4, 1, 6))
+
+
+def test_traffic_by_hand() -> None:
+    """Results are written, arguments read once as far as they are there; a view touches nothing; look-ups read rows."""
+    add = one_of("add", torch.ones(4, 6), torch.ones(6).expand(4, 6))
+    assert (add.kind, add.bytes_read, add.bytes_written) == ("other", 96 + 24, 96)
+    in_place = one_of("add_", torch.ones(4, 6), torch.ones(4, 6))
+    assert (in_place.bytes_read, in_place.bytes_written) == (192, 96)
+    assert one_of("t", torch.ones(4, 6)).kind == "view"
+    assert one_of("t", torch.ones(4, 6)).num_bytes == 0
+    rows = one_of("embedding", torch.ones(1000, 6), torch.zeros(3, dtype=torch.int64))
+    assert (rows.bytes_read, rows.bytes_written) == (3 * 6 * 4 + 3 * 8, 3 * 6 * 4)
+    half = one_of("add", torch.ones(4, dtype=torch.bfloat16), torch.ones(4, dtype=torch.bfloat16))
+    assert (half.stored_as, half.num_bytes) == ("bf16", 24)
+
+
+def test_a_foreach_operation_is_many() -> None:
+    """Of a list of tensors each is counted, read and written."""
+    recorder = OperationRecorder()
+    with MemoryLedger(on_operation=recorder) as ledger:
+        torch._foreach_add_([torch.ones(3), torch.ones(5)], 1.0)
+    ledger.forget()
+    one = recorder.trace().operations[-1]
+    assert (one.kind, one.num_tensors, one.bytes_written) == ("foreach", 2, 32)
+
+
+def test_attention_counts_what_is_not_masked() -> None:
+    """Two products forwards, five backwards; under a causal mask half of each."""
+    found = {}
+    for is_causal in (False, True):
+        query, key, value = (torch.ones(2, 3, 8, 4, requires_grad=True) for _ in range(3))
+        recorder = OperationRecorder()
+        with MemoryLedger(on_operation=recorder) as ledger:
+            out = functional.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
+            out.sum().backward()
+        ledger.forget()
+        found[is_causal] = {one.kind: one for one in recorder.trace().operations if one.kind.startswith("attention")}
+    whole, half = found[False], found[True]
+
+    assert whole["attention"].flops == 2 * 2 * 6 * 8 * 8 * 4
+    assert whole["attention backward"].flops == 5 * 2 * 6 * 8 * 8 * 4
+    assert all(half[kind].flops * 2 == whole[kind].flops for kind in ("attention", "attention backward"))
+    assert whole["attention"].dims == whole["attention backward"].dims == (6, 8, 8, 4)
+
+
+def test_arithmetic_is_as_torch_counts_it() -> None:
+    """Over a whole step, products and convolutions add up to what torch's own counter says."""
+    run = Run()
+    with FlopCounterMode(display=False) as counter:
+        run(MemoryLedger())
+    assert sum(one.flops for one in recorded(Run()).operations) == counter.get_total_flops()
+
+
+def test_micro_batches_are_told_apart() -> None:
+    """Each micro-batch has its own forward and backward, later ones add to gradients, and the update runs once."""
+    trace = recorded(Run(3))
+    parts = [trace.micro_batch(number) for number in range(3)]
+    names = [[one.name for one in part] for part in parts]
+
+    assert trace.num_micro_batches == 3
+    assert names[1] == names[2]
+    assert sorted(set(names[1])) == sorted({*names[0], "add_"})
+    assert [one.phase for one in parts[1]] == sorted((one.phase for one in parts[1]), reverse=True)
+    assert {one.phase for one in trace.once} == {"update"}
+    assert sum(map(len, parts)) + len(trace.once) == len(trace.operations)
+
+
+def test_what_follows_the_last_backward_runs_once() -> None:
+    """Operations after the last backward are part of no micro-batch."""
+
+    class Longer(Run):
+        def __call__(self, ledger: MemoryLedger) -> None:
+            super().__call__(ledger)
+            torch.ones(3).add(1)
+
+    trace = recorded(Longer())
+    assert trace.num_micro_batches == 2
+    assert [one.name for one in trace.once][-1] == "add"
+
+
+def test_fake_tensors_cost_the_same() -> None:
+    """A step without data costs what the step costs, operation by operation."""
+    real = recorded(Run())
+    with FakeTensorMode():
+        fake = recorded(Run())
+
+    assert fake == real
+
+
+def test_costs_are_worked_out_once() -> None:
+    """Where the ledger knows an operation again, its cost is that of the first time, in each phase and micro-batch."""
+    expected = recorded(Run(3))
+    mode, recorder = FakeTensorMode(), OperationRecorder()
+    ledger = FakeLedger(mode, on_operation=recorder)
+    recorder.answered = ledger.answered
+    with mode:
+        run = Run(3)
+        with ledger:
+            run(ledger)
+    ledger.forget()
+
+    found = recorder.trace()
+
+    assert found == expected
+    assert len(set(map(id, found.operations))) < len(found.operations)

@@ -1,0 +1,270 @@
+"""Seconds from operations: the roofline by hand, corrections, micro-batches, reductions and bills."""
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anybatch.errors import PlanError
+from anybatch.planner.cost.devices import DEVICES, find_device
+from anybatch.planner.cost.step_time import (
+    UNMEASURED_BAND,
+    CostTrace,
+    Operation,
+    Rates,
+    Reduction,
+    bill,
+    calibrated,
+    fit_costs,
+    operation_seconds,
+    rates_of,
+    step_seconds,
+)
+
+RATES = Rates(
+    name="made up",
+    flops_per_second={"fp32": 1e9, "bf16": 4e9},
+    bytes_per_second=1e6,
+    launch_seconds=0.25,
+    band=(0.5, 2.0),
+)
+
+
+def product(m: int, *, phase: str = "forward", micro_batch: int = 0, name: str = "mm") -> Operation:
+    """Return a matrix product of `m` rows by 10 and 20."""
+    return Operation(
+        name=name,
+        kind="product",
+        phase="backward" if phase == "backward" else "forward",
+        micro_batch=micro_batch,
+        flops=2 * m * 10 * 20,
+        bytes_read=4 * (m * 10 + 200),
+        bytes_written=4 * m * 20,
+        dims=(1, m, 20, 10),
+    )
+
+
+UPDATE = Operation(name="add_", kind="other", phase="update", micro_batch=1, bytes_read=800, bytes_written=800)
+
+
+def trace(m: int, num_micro_batches: int = 2) -> CostTrace:
+    """Return a step: a product each way per micro-batch, one more that adds in later ones, and an update."""
+    operations: list[Operation] = []
+    for number in range(num_micro_batches):
+        both = [product(m, micro_batch=number), product(m, phase="backward", micro_batch=number)]
+        adding = dataclasses.replace(UPDATE, phase="backward", micro_batch=number)
+        operations += [*both, *[adding] * (number > 0)]
+    after = dataclasses.replace(UPDATE, name="mul", phase="forward", micro_batch=num_micro_batches)
+    return CostTrace((*operations, after, UPDATE))
+
+
+def plain_seconds(one: Operation) -> float:
+    """Return the roofline, written out."""
+    peak = 4e9 if one.stored_as == "bf16" else 1e9
+    return 0.25 + max(one.flops / peak, (one.bytes_read + one.bytes_written) / 1e6)
+
+
+def test_an_operation_takes_its_arithmetic_or_its_traffic() -> None:
+    """Whichever is longer, and a launch; numbers in 16 bits have their own peak; others that of 32."""
+    heavy = Operation(name="mm", kind="product", phase="forward", flops=3_000_000_000, bytes_read=10)
+    light = Operation(name="add", kind="other", phase="forward", bytes_read=1_000_000, bytes_written=500_000)
+
+    assert operation_seconds([heavy], RATES) == pytest.approx(3.25)
+    assert operation_seconds([light], RATES) == pytest.approx(1.75)
+    assert operation_seconds([dataclasses.replace(heavy, stored_as="bf16")], RATES) == pytest.approx(1.0)
+    assert operation_seconds([dataclasses.replace(heavy, stored_as="fp16")], RATES) == pytest.approx(3.25)
+    assert operation_seconds([heavy, light], RATES) == pytest.approx(5.0)
+
+
+def test_the_host_is_added_or_hidden() -> None:
+    """What Python takes per operation adds up on a CPU; an accelerator's step takes the longer of the two."""
+    operations = [product(1), product(1, phase="backward")]
+    host = dataclasses.replace(RATES, host_seconds={"forward": 2.0, "backward": 3.0})
+    alone = operation_seconds(operations, RATES)
+
+    assert operation_seconds(operations, host) == pytest.approx(alone + 5.0)
+    assert operation_seconds(operations, dataclasses.replace(host, overlaps=True)) == pytest.approx(5.0)
+    slow = dataclasses.replace(host, overlaps=True, launch_seconds=100.0)
+    assert operation_seconds(operations, slow) == pytest.approx(200.0, rel=1e-2)
+
+
+@given(rows=st.lists(st.integers(1, 4000), min_size=1, max_size=8, unique=True), factor=st.floats(0.1, 30))
+def test_measured_operations_are_predicted_as_measured(rows: list[int], factor: float) -> None:
+    """Where all operations take a multiple of the roofline, so does the prediction, at other shapes too."""
+    measured = [[(product(m), factor * plain_seconds(product(m))) for m in rows]]
+    rates = calibrated(RATES, measured)
+
+    assert rates.is_calibrated
+    for m in (*rows, 3, 100, 9999):
+        assert operation_seconds([product(m)], rates) == pytest.approx(factor * plain_seconds(product(m)))
+
+
+def test_the_nearest_measurement_counts_most() -> None:
+    """Each shape is corrected as it was measured; between two shapes the correction lies between theirs."""
+    small, large = product(8), product(2048)
+    rates = calibrated(RATES, [[(small, 5 * plain_seconds(small)), (large, 2 * plain_seconds(large))]])
+
+    def correction(m: int) -> float:
+        return operation_seconds([product(m)], rates) / plain_seconds(product(m))
+
+    assert correction(8) == pytest.approx(5, rel=0.01)
+    assert correction(2048) == pytest.approx(2, rel=0.01)
+    assert 5 > correction(16) > correction(128) > correction(1024) > 2
+
+
+def test_names_before_kinds() -> None:
+    """An operation is corrected as those of its name; where there is none, as those of its kind."""
+    mm, other = product(64), product(64, name="addmm")
+    rates = calibrated(RATES, [[(mm, 5 * plain_seconds(mm)), (other, 2 * plain_seconds(other))]])
+
+    assert operation_seconds([mm], rates) == pytest.approx(5 * plain_seconds(mm))
+    assert operation_seconds([other], rates) == pytest.approx(2 * plain_seconds(other))
+    between = operation_seconds([product(64, name="bmm")], rates) / plain_seconds(mm)
+    assert between == pytest.approx(math.sqrt(10))
+    assert operation_seconds([UPDATE], rates) == plain_seconds(UPDATE)
+
+
+def test_the_band_is_what_programs_say_of_each_other() -> None:
+    """Programs that are predicted exactly by the others leave no band; one that is not widens it."""
+    alike = [[(product(m), 3 * plain_seconds(product(m)))] for m in (8, 64, 500, 2000)]
+    other = [[(product(m), (9 if m == 64 else 3) * plain_seconds(product(m)))] for m in (8, 64, 500)]
+
+    assert calibrated(RATES, alike).band == pytest.approx((1.0, 1.0))
+    least, greatest = calibrated(RATES, other).band
+    assert least == pytest.approx(1 / greatest)
+    assert 1.2 < greatest < 4
+
+
+def test_devices_of_the_table_are_uncalibrated() -> None:
+    """Every device can be predicted for, with a wide band, slower than its peaks; faster devices take less time."""
+    operations = [product(4096), product(4096, phase="backward"), UPDATE]
+    for device in DEVICES:
+        rates = rates_of(device)
+        assert not rates.is_calibrated
+        assert rates.band == UNMEASURED_BAND
+        assert operation_seconds(operations, rates) >= sum(one.flops for one in operations) / device.peak("fp32")
+    large = [dataclasses.replace(product(4096), flops=10**13, stored_as="bf16")]
+    older, newer = (operation_seconds(large, rates_of(find_device(name))) for name in ("A100-80", "H100"))
+    assert newer < older
+
+
+def test_tf32_is_asked_for() -> None:
+    """Products in 32 bits run at the rate of TF32 only where that is switched on."""
+    device = find_device("A100-80")
+    assert rates_of(device).flops_per_second["fp32"] == device.peak("fp32")
+    assert rates_of(device, tf32=True).flops_per_second["fp32"] == device.peak("tf32")
+
+
+@given(m=st.integers(1, 300), traced=st.lists(st.integers(1, 20), min_size=2, max_size=2, unique=True))
+def test_costs_lie_on_a_line(m: int, traced: list[int]) -> None:
+    """Two traces give every operation at any micro-batch size, as a trace there would."""
+    line = fit_costs(trace(traced[0]), traced[0], trace(traced[1]), traced[1])
+    assert line.at(m) == trace(m)
+
+
+def test_other_operations_are_refused() -> None:
+    """Traces that differ in an operation, in their number or not at all in size are refused."""
+    renamed = CostTrace((product(2, name="addmm"), *trace(2).operations[1:]))
+    with pytest.raises(
+        PlanError, match="operation 0 is addmm in forward at micro-batch size 2, and mm in forward at 3"
+    ):
+        fit_costs(renamed, 2, trace(3), 3)
+    with pytest.raises(PlanError, match="7 operations at 2, 6 at 3"):
+        fit_costs(trace(2), 2, CostTrace(trace(3).operations[:-1]), 3)
+    with pytest.raises(PlanError, match="need two micro-batch sizes"):
+        fit_costs(trace(2), 2, trace(2), 2)
+
+
+@given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=6), num_traced=st.integers(1, 3))
+def test_a_step_is_the_sum_of_its_parts(sizes: list[int], num_traced: int) -> None:
+    """Each micro-batch at its own size, the first without adding gradients, then what runs once: as written out."""
+    line = fit_costs(trace(2, num_traced), 2, trace(3, num_traced), 3)
+    found = step_seconds(line, RATES, sizes)
+    adds = plain_seconds(UPDATE) * (num_traced > 1)
+    micro_batches = sum(2 * plain_seconds(product(m)) for m in sizes) + adds * (len(sizes) - 1)
+
+    assert found.micro_batches == pytest.approx(micro_batches)
+    assert found.once == pytest.approx(2 * plain_seconds(UPDATE))
+    assert found.reduction == 0
+    assert found.total == pytest.approx(found.micro_batches + found.once)
+    assert (found.least, found.greatest) == pytest.approx((found.total / 2, found.total * 2))
+
+
+def test_forwards_that_run_first_are_shared_out() -> None:
+    """Where all forwards run before the first backward, each micro-batch counts as the mean of those traced."""
+    joint = CostTrace(
+        (
+            *(product(2) for _ in range(3)),
+            product(2, phase="backward"),
+            product(2, micro_batch=1),
+            product(2, phase="backward", micro_batch=1),
+        )
+    )
+    line = fit_costs(joint, 2, CostTrace(tuple(_resized(one) for one in joint.operations)), 3)
+
+    assert step_seconds(line, RATES, [2, 2]).micro_batches == pytest.approx(6 * plain_seconds(product(2)))
+    assert step_seconds(line, RATES, [2] * 4).micro_batches == pytest.approx(12 * plain_seconds(product(2)))
+
+
+def _resized(one: Operation) -> Operation:
+    return product(3, phase=one.phase, micro_batch=one.micro_batch)
+
+
+@given(
+    num_bytes=st.integers(1, 10**9),
+    world_size=st.integers(2, 64),
+    backward=st.floats(0, 100),
+)
+def test_a_reduction_is_hidden_but_for_its_last_bucket(num_bytes: int, world_size: int, backward: float) -> None:
+    """A ring sends the bytes nearly twice; a backward hides all but the last bucket at most."""
+    one = Reduction(num_bytes=num_bytes, world_size=world_size, link_bytes_per_second=1e8)
+    sent = sum(num_bytes / world_size for _ in range(2 * (world_size - 1)))
+
+    assert one.seconds == pytest.approx(sent / 1e8)
+    assert one.exposed_seconds(0.0) == one.seconds
+    exposed = one.exposed_seconds(backward)
+    assert one.seconds / math.ceil(num_bytes / one.bucket_bytes) <= exposed * (1 + 1e-12)
+    assert exposed >= one.seconds - backward
+    assert exposed <= one.seconds
+
+
+def test_the_same_batch_on_one_card_and_on_eight() -> None:
+    """Eight cards take less time than one, and no less than an eighth; alone there is no reduction."""
+    line = fit_costs(trace(2), 2, trace(3), 3)
+    one = step_seconds(line, RATES, [16] * 8)
+    link = Reduction(num_bytes=800, world_size=8, link_bytes_per_second=1e3)
+    eight = step_seconds(line, RATES, [16], reduction=link)
+
+    assert one.total / 8 < eight.total < one.total
+    assert eight.reduction > 0
+    assert step_seconds(line, RATES, [16], reduction=dataclasses.replace(link, world_size=1)).reduction == 0
+
+
+def test_a_bill_is_hours_times_devices() -> None:
+    """A thousand samples in steps of 64 at 90 seconds on 4 devices: 16 steps, 0.4 hours, 1.6 device-hours."""
+    found = bill(90.0, num_samples=1000, effective_batch_size=64, world_size=4, usd_per_hour=2.5)
+
+    assert found.num_steps == 16
+    assert (found.hours, found.device_hours) == pytest.approx((0.4, 1.6))
+    assert found.usd == pytest.approx(4.0)
+    unpriced = bill(90.0, num_samples=1000, effective_batch_size=64, world_size=4, usd_per_hour=None)
+    assert unpriced.usd is None
+
+
+def test_nothing_takes_no_time() -> None:
+    """A trace without operations, and a rank without samples, take nothing but what runs once."""
+    nothing = fit_costs(CostTrace(()), 2, CostTrace(()), 3)
+    assert step_seconds(nothing, RATES, [4]).total == 0
+    idle = step_seconds(fit_costs(trace(2), 2, trace(3), 3), RATES, [])
+    assert (idle.micro_batches, idle.total) == (0, idle.once)
+
+
+def test_views_cost_the_host_only() -> None:
+    """On an accelerator a view takes no device time, however it is called."""
+    view = Operation(name="t", kind="view", phase="forward")
+    rates = dataclasses.replace(RATES, overlaps=True)
+    assert operation_seconds(itertools.repeat(view, 5), rates) == 0
+    assert operation_seconds([view], RATES) == 0.25

@@ -1,0 +1,70 @@
+"""A plan against a step that was run."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import anybatch as ab
+from anybatch.errors import PlanError
+from anybatch.planner.budget import budget_of
+from anybatch.planner.plan import make_plan
+from anybatch.planner.trace.step_spec import Task
+from anybatch.planner.verification import verify
+
+
+def net() -> nn.Module:
+    """Return a small network."""
+    return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4))
+
+
+def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """Return a mean over samples."""
+    return F.mse_loss(model(batch), batch[:, :4])
+
+
+TASK = Task(
+    model=net,
+    optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3),
+    loss=ab.mean_over_samples(loss),
+    sample=torch.ones(1, 16),
+    profile="cpu",
+)
+
+
+def test_a_plan_is_what_a_step_takes() -> None:
+    """What was planned for tensors is what they hold when the step is run; both are printed."""
+    plan = make_plan(TASK, budget_of("cpu:1MiB"), 512, proposals=False)
+
+    found = verify(TASK, plan.as_it_is, "cpu")
+
+    assert found.planned_bytes == pytest.approx(found.measured_bytes, rel=0.01)
+    assert found.planned_reserved_bytes is None
+    assert "planned" in str(found)
+    assert "measured" in str(found)
+
+
+def test_a_wrong_plan_is_seen() -> None:
+    """A plan for another model does not hold."""
+    plan = make_plan(TASK, budget_of("cpu:1MiB"), 512, proposals=False)
+    wider = dataclasses.replace(TASK, model=lambda: nn.Sequential(nn.Linear(16, 512), nn.GELU(), nn.Linear(512, 4)))
+
+    found = verify(wider, plan.as_it_is, "cpu")
+
+    assert found.measured_bytes > 1.5 * found.planned_bytes
+
+
+def test_what_cannot_be_verified() -> None:
+    """Several ranks, and what is made already, are refused."""
+    plan = make_plan(TASK, budget_of("cpu:1MiB"), 512, proposals=False)
+    model = net()
+
+    for task in (
+        dataclasses.replace(TASK, world_size=2),
+        dataclasses.replace(TASK, model=model),
+        dataclasses.replace(TASK, model=lambda: model, optimizer=torch.optim.SGD(model.parameters())),
+    ):
+        with pytest.raises(PlanError, match="plan it so"):
+            verify(task, plan.as_it_is, "cpu")

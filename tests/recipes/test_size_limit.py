@@ -1,0 +1,146 @@
+"""What the planner hands to "auto": the largest size that runs, or why it cannot tell."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import anybatch as ab
+from anybatch.engine.micro_batch_size.search import Auto
+from anybatch.errors import CannotPlanError, PlanError
+from anybatch.recipes.planning.size_limit import planned_largest
+from anybatch.recipes.run import prepare
+from anybatch.recipes.run.session import train
+from anybatch.testing import memory_budget
+
+CPU = torch.device("cpu")
+NUM_SAMPLES = 64
+BATCH = torch.linspace(-1, 1, NUM_SAMPLES * 256).reshape(NUM_SAMPLES, 256)
+BUDGET = 6_250_000
+
+
+def net() -> nn.Module:
+    """Return a network whose steps are worth timing."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 10))
+
+
+def sgd(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+    """Return an optimizer."""
+    return torch.optim.SGD([parameter for _, parameter in named], lr=1e-3)
+
+
+def loss(model: nn.Module, batch: Tensor) -> Tensor:
+    """Return a mean over samples."""
+    hidden = batch.unsqueeze(1).expand(-1, 8, -1).reshape(-1, 256)
+    return F.cross_entropy(model(hidden), torch.zeros(len(hidden), dtype=torch.int64))
+
+
+def planned(num_bytes: int, **options: Any) -> int | None:
+    """Return what is planned to fit into so many bytes."""
+    ask = planned_largest(net, sgd, ab.mean_over_samples(loss), device=CPU, budget_bytes=num_bytes, **options)
+    return ask(BATCH, NUM_SAMPLES)
+
+
+def runs(size: int, num_bytes: int) -> bool:
+    """Return whether a step in micro-batches of `size` runs in a budget; the batch itself counts."""
+    model = net()
+    engine = ab.Engine(model, sgd, ab.mean_over_samples(loss), micro_batch_size=size, check_loss=False)
+    with engine, memory_budget(num_bytes, model, BATCH):
+        return not engine.step(BATCH).too_large
+
+
+def test_what_is_planned_runs_and_one_more_does_not() -> None:
+    """Under an enforced budget the planned size is the largest that runs."""
+    size = planned(BUDGET, headroom=0.0)
+
+    assert size is not None
+    assert 4 < size < NUM_SAMPLES // 2
+    sample = 4 * 256  # two micro-batches of them were planned to be there, and here it is the whole batch
+    enforced = BUDGET + (NUM_SAMPLES - 2 * size) * sample
+    assert runs(size, enforced)
+    assert not runs(size + 1, enforced)
+
+
+def test_headroom_is_kept() -> None:
+    """Where none is named 15% of the budget stay free."""
+    assert planned(BUDGET) == planned(int(0.85 * BUDGET), headroom=0.0)
+
+
+def test_all_there_is() -> None:
+    """With enough memory it is the rank's share, on this machine too."""
+    assert planned(2**40) == NUM_SAMPLES
+    assert planned_largest(net, sgd, ab.mean_over_samples(loss), device=CPU)(BATCH, NUM_SAMPLES) == NUM_SAMPLES
+
+
+def test_auto_takes_it() -> None:
+    """An engine that is handed the planner tries nothing larger, and trains as one that was told the size does."""
+    ask = planned_largest(net, sgd, ab.mean_over_samples(loss), device=CPU, budget_bytes=BUDGET, headroom=0.0)
+    with ab.Engine(net(), sgd, ab.mean_over_samples(loss), micro_batch_size=Auto(largest=ask)) as engine:
+        report = engine.step(BATCH)
+        size = report.plan.cut.micro_batch_size
+        words = engine.decisions["micro_batch_size"]
+    with ab.Engine(net(), sgd, ab.mean_over_samples(loss), micro_batch_size=size) as told:
+        told.step(BATCH)
+
+    assert size is not None
+    assert size <= (planned(BUDGET, headroom=0.0) or 0)
+    assert "fits, as planned" in words
+    pairs = zip(engine.model.parameters(), told.model.parameters(), strict=True)  # type: ignore[union-attr]
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_a_budget_does_not_count_what_is_only_planned() -> None:
+    """Under an enforced budget that the plan's own tensors would pass, if they held anything, the plan is the same."""
+    with memory_budget(2**20, BATCH) as budget:
+        assert planned(2**30) == NUM_SAMPLES
+
+    assert budget.num_refused == 0
+
+
+def test_nothing_can_be_planned() -> None:
+    """Shapes that depend on the data, and a budget without room for a sample, are said; the step runs all the same."""
+
+    def chosen(model: nn.Module, batch: Tensor) -> Tensor:
+        return loss(model, batch[batch.sum(1) > -(10**9)])
+
+    ask = planned_largest(net, sgd, ab.mean_over_samples(chosen), device=CPU, budget_bytes=BUDGET)
+    with pytest.raises(CannotPlanError, match="cannot plan, will probe"):
+        ask(BATCH, NUM_SAMPLES)
+    with pytest.raises(PlanError, match="not even one sample"):
+        planned(1000)
+    auto = Auto(largest=ask)
+    with ab.Engine(net(), sgd, ab.mean_over_samples(chosen), micro_batch_size=auto, check_loss=False) as engine:
+        engine.step(BATCH)
+        assert "sizes were doubled, for a plan could not be made (cannot plan" in engine.decisions["micro_batch_size"]
+
+
+def test_who_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """A run on a CUDA device hands the planner in, with what the job says; one on a CPU does not."""
+    given: list[Auto] = []
+
+    class Stop(Exception):  # noqa: N818 (it is no error)
+        """Ends the run before an engine is made."""
+
+    def stopping(*_: Any, micro_batch_size: Auto, **__: Any) -> None:
+        given.append(micro_batch_size)
+        raise Stop
+
+    monkeypatch.setattr(prepare, "start", stopping)
+    job = ab.Job(
+        model=net,
+        optimizer=torch.optim.SGD,
+        loss=ab.mean_over_samples(loss),
+        dataset=lambda: BATCH,
+        defaults=ab.Defaults(effective_batch_size=16, learning_rate=1e-3, epochs=1),
+    )
+    for number, device in enumerate((CPU, torch.device("cuda"))):
+        with pytest.raises(Stop):
+            train(job, tmp_path / str(number), world=ab.World(device=device), stop=lambda: False)
+
+    assert given[0].largest is None
+    assert given[1].largest is not None
