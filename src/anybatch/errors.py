@@ -12,8 +12,8 @@ AnyBatchError
 │   └── CompositionError              two features that do not compose; says why and what to use
 ├── NonFiniteError (ArithmeticError)  a loss or gradient is NaN or infinite
 ├── MemoryExhaustedError (RuntimeError)  memory has run out, and smaller micro-batches cannot help
-│   ├── DoesNotFitError               the smallest micro-batches do not fit, or what is held beside them
-│   ├── CannotRedoError               the step cannot be begun anew: its collectives cannot be taken back
+│   ├── DoesNotFitError               the smallest micro-batches do not fit, or what stays beside them
+│   ├── CannotRedoError               the step cannot be repeated: its collectives cannot be taken back
 │   └── HalfUpdatedError              it ran out inside the update: parameters may be half updated
 ├── CheckpointError (RuntimeError)    a checkpoint cannot be written or read
 │   ├── MissingCheckpointError        there is none where one was looked for
@@ -28,8 +28,12 @@ AnyBatchError
     └── RankFailedError               another rank failed first; carries its error
 ```
 
-Every message says what is wrong, shows both values, and says what to do.
+Every message says what is wrong, shows both values, and says what to do. What a program would want to know of it is in
+fields beside the text: rank, step, phase, sizes, paths. A field is None where the place that raised does not know it.
+Fields survive pickling, which is how an error of one rank reaches another.
 """
+
+from pathlib import Path
 
 
 class AnyBatchError(Exception):
@@ -37,11 +41,35 @@ class AnyBatchError(Exception):
 
 
 class UserError(AnyBatchError, ValueError):
-    """What was passed in cannot be run as asked."""
+    """An argument, option or file cannot be used as given."""
 
 
 class BatchSizeError(UserError):
-    """Effective size, micro-batch size and accumulation steps contradict each other."""
+    """Effective size, micro-batch size and accumulation steps contradict each other, or one of them is no size.
+
+    Attributes:
+        effective_batch_size: samples per step over all ranks, as asked for.
+        micro_batch_size: most samples of one forward and backward, as asked for.
+        accumulation_steps: micro-batches per rank and step, as asked for.
+        world_size: number of ranks.
+    """
+
+    # Fields are optional keywords and the message is the only positional argument: then `BaseException.__reduce__`
+    # pickles them by itself, as (class, args, __dict__).
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        effective_batch_size: int | None = None,
+        micro_batch_size: int | None = None,
+        accumulation_steps: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.effective_batch_size = effective_batch_size
+        self.micro_batch_size = micro_batch_size
+        self.accumulation_steps = accumulation_steps
+        self.world_size = world_size
 
 
 class DataError(UserError):
@@ -49,7 +77,17 @@ class DataError(UserError):
 
 
 class LossError(UserError):
-    """A loss that breaks its declaration."""
+    """A loss that breaks its declaration.
+
+    Attributes:
+        term: name of the term that breaks it.
+        unit: what that term was declared to be a mean over: "samples", "tokens" or "counted".
+    """
+
+    def __init__(self, message: str = "", *, term: str | None = None, unit: str | None = None) -> None:
+        super().__init__(message)
+        self.term = term
+        self.unit = unit
 
 
 class ParameterError(UserError):
@@ -57,7 +95,7 @@ class ParameterError(UserError):
 
 
 class PlanError(UserError):
-    """Memory or time cannot be planned: what is asked for does not follow from what is known."""
+    """Memory or time cannot be planned: the question does not follow from what is known."""
 
 
 class CannotPlanError(PlanError):
@@ -69,19 +107,51 @@ class CompositionError(UserError):
 
 
 class NonFiniteError(AnyBatchError, ArithmeticError):
-    """A loss or a gradient is NaN or infinite."""
+    """A loss or a gradient is NaN or infinite. It is the effective batch's, so every rank raises alike.
+
+    Attributes:
+        step: number of the step, from 0 on.
+        updated: whether that step's update was made before it was seen: then go back to a checkpoint.
+    """
+
+    def __init__(self, message: str = "", *, step: int | None = None, updated: bool | None = None) -> None:
+        super().__init__(message)
+        self.step = step
+        self.updated = updated
 
 
 class MemoryExhaustedError(AnyBatchError, RuntimeError):
-    """Memory has run out, and smaller micro-batches cannot help. Carries torch's own error as its cause."""
+    """Memory has run out, and smaller micro-batches cannot help. Carries torch's own error as its cause.
+
+    Attributes:
+        rank: the rank that ran out.
+        step: number of the step, from 0 on.
+        phase: the phase of the step, one of `anybatch.records.PhaseName`.
+        micro_batch_size: most samples of a micro-batch of that step.
+    """
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        rank: int | None = None,
+        step: int | None = None,
+        phase: str | None = None,
+        micro_batch_size: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.step = step
+        self.phase = phase
+        self.micro_batch_size = micro_batch_size
 
 
 class DoesNotFitError(MemoryExhaustedError):
-    """The smallest micro-batches do not fit, or what is held beside them does not. Parameters are as before."""
+    """The smallest micro-batches do not fit, or what stays in memory beside them does not. Parameters are as before."""
 
 
 class CannotRedoError(MemoryExhaustedError):
-    """The step cannot be begun anew, because other ranks wait in a collective that this one cannot serve."""
+    """The step cannot be repeated, because other ranks wait in a collective that this one cannot serve."""
 
 
 class HalfUpdatedError(MemoryExhaustedError):
@@ -89,7 +159,15 @@ class HalfUpdatedError(MemoryExhaustedError):
 
 
 class CheckpointError(AnyBatchError, RuntimeError):
-    """A checkpoint cannot be written or read."""
+    """A checkpoint cannot be written or read.
+
+    Attributes:
+        path: the checkpoint, or the file or folder in it that is concerned.
+    """
+
+    def __init__(self, message: str = "", *, path: Path | None = None) -> None:
+        super().__init__(message)
+        self.path = path
 
 
 class MissingCheckpointError(CheckpointError):
@@ -101,11 +179,11 @@ class NotACheckpointError(CheckpointError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint is not what was written: a file is missing, or its bytes differ."""
+    """A checkpoint is not as it was written: a file is missing, or its bytes differ."""
 
 
 class TruncatedCheckpointError(DamagedCheckpointError):
-    """A file of a checkpoint is shorter than what was written."""
+    """A file of a checkpoint is shorter than it was written."""
 
 
 class NewerCheckpointError(CheckpointError):
@@ -117,16 +195,65 @@ class CheckpointAccessError(CheckpointError):
 
 
 class DiskFullError(CheckpointError):
-    """There is no room for a checkpoint."""
+    """There is no room for a checkpoint.
+
+    Attributes:
+        needed_bytes: size of the checkpoint.
+        free_bytes: what the file system had left.
+    """
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        path: Path | None = None,
+        needed_bytes: int | None = None,
+        free_bytes: int | None = None,
+    ) -> None:
+        super().__init__(message, path=path)
+        self.needed_bytes = needed_bytes
+        self.free_bytes = free_bytes
 
 
 class WorldError(AnyBatchError, RuntimeError):
-    """Something went wrong between ranks."""
+    """Ranks did not meet, or stopped agreeing."""
 
 
 class ReplicaError(WorldError):
-    """Ranks hold different parameters where they must be equal."""
+    """Ranks hold different parameters where they must be equal.
+
+    Attributes:
+        ranks: those that differ from rank 0.
+        names: parameters and buffers in which they differ, as far as it was looked for.
+    """
+
+    def __init__(self, message: str = "", *, ranks: tuple[int, ...] = (), names: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+        self.names = names
 
 
 class RankFailedError(WorldError):
-    """Another rank failed first; the message carries its error."""
+    """Another rank failed first; the message carries its error.
+
+    Attributes:
+        rank: the rank that failed; None if it ended without a word, killed for example.
+        step: number of the step it failed in, from 0 on; None between steps, or if that is not known.
+        error_type: name of the class of its error, such as "NonFiniteError"; None if it ended without a word.
+        reason: the text of its error; empty if it ended without a word.
+    """
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        rank: int | None = None,
+        step: int | None = None,
+        error_type: str | None = None,
+        reason: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.step = step
+        self.error_type = error_type
+        self.reason = reason

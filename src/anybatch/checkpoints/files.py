@@ -79,7 +79,7 @@ def read_digests(path: Path) -> dict[str, Digest]:
     body = _parsed(content)
     if body is None or body.get("format") != _HEAD["format"]:
         message = f"{path / DIGESTS} is damaged: its {len(content)} bytes are not a file of digests. {_CURE}"
-        raise DamagedCheckpointError(message)
+        raise DamagedCheckpointError(message, path=path / DIGESTS)
     _refuse_newer(path, body.get("version"))
     try:
         digests = {name: Digest(**entry) for name, entry in body["files"].items()}
@@ -88,7 +88,7 @@ def read_digests(path: Path) -> dict[str, Digest]:
     # written again, it must be the same: that finds any byte that is not what it was
     if digests.keys() != {STATE, TENSORS} or digests_bytes(digests) != content:
         message = f"{path / DIGESTS} is damaged: its {len(content)} bytes are not what this version writes. {_CURE}"
-        raise DamagedCheckpointError(message)
+        raise DamagedCheckpointError(message, path=path / DIGESTS)
     return digests
 
 
@@ -107,14 +107,14 @@ def intact(path: Path, digest: Digest) -> Iterator[BufferedReader]:
             message = (
                 f"{path} is truncated: it has {num_bytes} of the {digest.num_bytes} bytes that were written. {_CURE}"
             )
-            raise TruncatedCheckpointError(message)
+            raise TruncatedCheckpointError(message, path=path)
         if num_bytes > digest.num_bytes:
             message = f"{path} is damaged: it has {num_bytes} bytes, and {digest.num_bytes} were written. {_CURE}"
-            raise DamagedCheckpointError(message)
+            raise DamagedCheckpointError(message, path=path)
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         if sha256 != digest.sha256:
             message = f"{path} is damaged: its SHA-256 is {sha256}, and {digest.sha256} was written. {_CURE}"
-            raise DamagedCheckpointError(message)
+            raise DamagedCheckpointError(message, path=path)
         file.seek(0)
         yield file
 
@@ -127,14 +127,14 @@ def _opened(path: Path) -> Iterator[BufferedReader]:
             yield file
     except (FileNotFoundError, IsADirectoryError) as error:
         message = f"{path} is missing from the checkpoint: no such file. {_CURE}"
-        raise DamagedCheckpointError(message) from error
+        raise DamagedCheckpointError(message, path=path) from error
     except PermissionError as error:
         raise access_error(path, error) from error
     except OSError as error:
         if error.errno != errno.EIO:
             raise
         message = f"{path} is damaged: the disk does not give its bytes ({error}). {_CURE}"
-        raise DamagedCheckpointError(message) from error
+        raise DamagedCheckpointError(message, path=path) from error
 
 
 def access_error(path: Path, error: OSError) -> CheckpointAccessError:
@@ -143,7 +143,7 @@ def access_error(path: Path, error: OSError) -> CheckpointAccessError:
     message = (
         f"{error.filename or path} is not permitted to this process{user}: {error.strerror}. Correct its permissions."
     )
-    return CheckpointAccessError(message)
+    return CheckpointAccessError(message, path=Path(error.filename or path))
 
 
 def _refuse_foreign(path: Path) -> None:
@@ -151,10 +151,10 @@ def _refuse_foreign(path: Path) -> None:
         names = {entry.name for entry in path.iterdir()}
     except FileNotFoundError as error:
         message = f"there is no checkpoint at {path}: no such folder. Look at list_checkpoints(folder)."
-        raise MissingCheckpointError(message) from error
+        raise MissingCheckpointError(message, path=path) from error
     except NotADirectoryError as error:
         message = f"{path} is not a checkpoint: it is not a folder. Give the folder that holds {DIGESTS}."
-        raise NotACheckpointError(message) from error
+        raise NotACheckpointError(message, path=path) from error
     except PermissionError as error:
         raise access_error(path, error) from error
     if not names & {STATE, TENSORS, DIGESTS}:
@@ -162,7 +162,7 @@ def _refuse_foreign(path: Path) -> None:
             f"{path} is not a checkpoint: it holds {', '.join(sorted(names)[:4]) or 'nothing'}, and none of "
             f"{STATE}, {TENSORS} and {DIGESTS}. Give a folder such as those that list_checkpoints(folder) returns."
         )
-        raise NotACheckpointError(message)
+        raise NotACheckpointError(message, path=path)
 
 
 def _refuse_newer(path: Path, version: object) -> None:
@@ -172,12 +172,12 @@ def _refuse_newer(path: Path, version: object) -> None:
         body = _parsed(file.read())
     if body is None or body.get("version") != version:  # both files say it, or one of them is damaged
         message = f"{path / DIGESTS} is damaged: it is of version {version}, and {STATE} is not. {_CURE}"
-        raise DamagedCheckpointError(message)
+        raise DamagedCheckpointError(message, path=path / DIGESTS)
     message = (
         f"{path} is of format version {version}, and this anybatch knows versions up to {VERSION}. "
         "Load it with the anybatch that wrote it, or a newer one."
     )
-    raise NewerCheckpointError(message)
+    raise NewerCheckpointError(message, path=path)
 
 
 def _parsed(content: bytes) -> dict[str, Any] | None:

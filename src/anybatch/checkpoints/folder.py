@@ -55,7 +55,7 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> tuple[Path, ...]:
         return ()
     except NotADirectoryError as error:
         message = f"{folder} is not a folder of checkpoints but a file. Give the folder that save was given."
-        raise NotACheckpointError(message) from error
+        raise NotACheckpointError(message, path=Path(folder)) from error
     except PermissionError as error:
         raise access_error(Path(folder), error) from error
     return tuple(sorted(paths, key=lambda path: (step_of(path), not path.suffix)))

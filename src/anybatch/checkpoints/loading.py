@@ -64,7 +64,7 @@ def load(path: str | os.PathLike[str]) -> dict[Any, Any]:
         state: dict[Any, Any] = unpack(body["state"], tensors)
     except (LookupError, TypeError, ValueError) as error:  # its digests hold, so this is what somebody wrote
         message = f"{path} is intact, but not what this version writes ({error!r}). Load an older checkpoint."
-        raise DamagedCheckpointError(message) from error
+        raise DamagedCheckpointError(message, path=path) from error
     return state
 
 
@@ -88,8 +88,8 @@ def load_latest(folder: str | os.PathLike[str]) -> Loaded:
             skipped.append(Skipped(path, str(error)))
     if not skipped:
         message = f"there is no checkpoint in {folder}. Start the run from the beginning, or give another folder."
-        raise MissingCheckpointError(message)
+        raise MissingCheckpointError(message, path=Path(folder))
     reasons = "\n".join(f"- {each.reason}" for each in skipped)
     message = f"none of the {len(skipped)} checkpoints in {folder} is intact:\n{reasons}\n"
     message += "Put a copy of one of them back, or start the run from the beginning in another folder."
-    raise DamagedCheckpointError(message)
+    raise DamagedCheckpointError(message, path=Path(folder))

@@ -145,12 +145,13 @@ def _explained(target: Path, num_bytes: int, disk: Disk) -> Iterator[None]:
     except OSError as error:
         if error.errno not in _FULL:
             message = f"{target} could not be saved: {error}. The checkpoints that were there are as they were."
-            raise CheckpointError(message) from error
+            raise CheckpointError(message, path=target) from error
+        free_bytes = disk.free_bytes(target.parent)
         message = (
-            f"{target} could not be saved: it needs {num_bytes} bytes, and {disk.free_bytes(target.parent)} are free "
+            f"{target} could not be saved: it needs {num_bytes} bytes, and {free_bytes} are free "
             f"({error.strerror}). The checkpoints that were there are as they were. Make room, or lower keep_last."
         )
-        raise DiskFullError(message) from error
+        raise DiskFullError(message, path=target, needed_bytes=num_bytes, free_bytes=free_bytes) from error
 
 
 def _check_count(name: str, value: int, least: int) -> None:

@@ -60,7 +60,7 @@ def as_before(task: Task) -> Task:
         message = (
             f"{task.folder} does not say which recipe it was begun with. Name it: anybatch train RECIPE --resume ..."
         )
-        raise CheckpointError(message)
+        raise CheckpointError(message, path=task.folder)
     return dataclasses.replace(task, recipe=recipe, ranks="auto" if ranks in (None, "auto") else int(ranks))
 
 

@@ -4,7 +4,7 @@ import errno
 import sys
 from enum import IntEnum
 
-from anybatch.errors import CheckpointError, NonFiniteError, UserError, WorldError
+from anybatch.errors import CheckpointError, MemoryExhaustedError, NonFiniteError, UserError, WorldError
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
@@ -33,6 +33,7 @@ def status_of(error: BaseException) -> Status:
     for kind, status in (
         (UserError, Status.USAGE),
         (NonFiniteError, Status.NOT_FINITE),
+        (MemoryExhaustedError, Status.OUT_OF_MEMORY),
         (WorldError, Status.RANKS),
     ):
         if isinstance(error, kind):

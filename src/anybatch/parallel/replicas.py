@@ -38,7 +38,7 @@ def align_replicas(modules: nn.Module, world: World, initial: Initial) -> tuple[
                 f"ranks hold different models: {mine} on rank {world.rank}, {theirs} on rank {rank}. "
                 "Build the model from the same configuration on every rank."
             )
-            raise ReplicaError(message)
+            raise ReplicaError(message, ranks=(rank,))
     digests = world.gather_objects([digest(tensor) for tensor in tensors.values()])
     differing = tuple(
         name for number, name in enumerate(tensors) if any(row[number] != digests[0][number] for row in digests)
@@ -48,7 +48,8 @@ def align_replicas(modules: nn.Module, world: World, initial: Initial) -> tuple[
             f"{len(differing)} of {len(tensors)} parameters and buffers differ between ranks, first {differing[0]!r}. "
             "Seed every rank alike before building the model, or use initial='broadcast' to take rank 0's values."
         )
-        raise ReplicaError(message)
+        ranks = tuple(rank for rank, row in enumerate(digests) if row != digests[0])
+        raise ReplicaError(message, ranks=ranks, names=differing)
     for name in differing:
         _broadcast(tensors[name])
     return differing

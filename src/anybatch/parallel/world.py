@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from anybatch.errors import RankFailedError, WorldError
+from anybatch.parallel.rank_failure import RankFailure
 
 _FAILURE_KEY = "anybatch/first_failure"
 _COUNT_KEY = "anybatch/failures_of_rank"
@@ -106,13 +107,13 @@ class World:
             value = None if function is None else function()
         except Exception as caught:  # noqa: BLE001 (raised again once all ranks know)
             error = caught
-        outcomes = self.gather_objects((value, None if error is None else f"{type(error).__name__}: {error}"))
+        outcomes = self.gather_objects((value, None if error is None else RankFailure.of(error, self.rank, None)))
         if error is not None:
             raise error
-        for rank, (_, reason) in enumerate(outcomes):
-            if reason is not None:
-                message = f"rank {rank} failed: {reason}"
-                raise RankFailedError(message)
+        for _, failure in outcomes:
+            if failure is not None:
+                message = f"rank {failure.rank} failed: {failure.error_type}: {failure.reason}"
+                raise failure.error(message)
         return [value for value, _ in outcomes]
 
     def start_sum(self, numbers: torch.Tensor) -> "dist.Work | None":
@@ -145,9 +146,8 @@ class World:
             Whether it is up to this rank to tell the user: no other rank has left a word before.
         """
         if self._silent or isinstance(error, RankFailedError):
-            return not self.published_failure()
-        place = "between steps" if step is None else f"in step {step}"
-        text = f"rank {self.rank} failed {place}: {type(error).__name__}: {error}"
+            return self.published_failure() is None
+        text = RankFailure.of(error, self.rank, step).to_json()
         try:
             store = _store()
             kept = store.compare_set(self._failure_key(store), "", text)
@@ -156,17 +156,17 @@ class World:
             return True
         return kept.decode() == text
 
-    def published_failure(self) -> str:
-        """Return the word another rank has left about its error; empty where there is none."""
+    def published_failure(self) -> RankFailure | None:
+        """Return what another rank has published about its error; None if nothing."""
         if self._silent:
-            return ""
+            return None
         try:
             store = _store()
             key = self._failure_key(store)
-            found = store.get(key).decode() if store.check([key]) else ""
+            found = RankFailure.from_json(store.get(key).decode()) if store.check([key]) else None
         except (RuntimeError, ValueError):  # the store went with its rank
-            return ""
-        return "" if found.startswith(f"rank {self.rank} ") else found
+            return None
+        return None if found is None or found.rank == self.rank else found
 
     def _gather_bytes(self, written: bytes, size: int) -> list[bytearray]:
         """Return what every rank has written, each filled up to `size` bytes.
@@ -190,12 +190,10 @@ class World:
 
     def first_failure(self, error: BaseException) -> RankFailedError:
         """Return the error to raise on a rank whose collective broke: it carries the first failed rank's own error."""
-        reason = (
-            self.published_failure()
-            or "another rank ended without a word (killed, or the rank that keeps the store is gone)"
-        )
+        failure = self.published_failure()
+        reason = failure or "another rank ended without a word (killed, or the rank that keeps the store is gone)"
         message = f"{reason}. Rank {self.rank} stops too: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
-        return RankFailedError(message)
+        return RankFailedError(message) if failure is None else failure.error(message)
 
 
 def _plain(memory: bytearray, dtype: torch.dtype) -> torch.Tensor:

@@ -132,7 +132,7 @@ class RunFolder:
                 f"there is no run to go on with in {self.path}: {self.header.name} is missing. "
                 "Name the folder of a run, or begin one without --resume."
             )
-            raise MissingCheckpointError(message) from None
+            raise MissingCheckpointError(message, path=self.header) from None
         except PermissionError as error:
             raise _no_access(self.header, error) from error
         try:
@@ -147,7 +147,7 @@ class RunFolder:
                 f"{self.header} is not what this version of anybatch writes ({error!r}). "
                 "Begin a new run, or use the version that began this one."
             )
-            raise CheckpointError(message) from error
+            raise CheckpointError(message, path=self.header) from error
 
     def write(self, header: Header) -> None:
         """Write down what the run is asked for, so that it is there as a whole or not at all."""
@@ -178,4 +178,5 @@ class RunFolder:
 
 
 def _no_access(path: Path, error: OSError) -> CheckpointAccessError:
-    return CheckpointAccessError(f"{path} cannot be used: {error.strerror}. Name another folder, or change its rights.")
+    message = f"{path} cannot be used: {error.strerror}. Name another folder, or change its rights."
+    return CheckpointAccessError(message, path=path)

@@ -1,0 +1,62 @@
+"""How ranks learn why another one failed: as a value, never by reading prose."""
+
+import pytest
+
+from anybatch.errors import NonFiniteError, RankFailedError
+from anybatch.parallel.rank_failure import RankFailure
+from anybatch.parallel.world import World
+from tests.ranks_fixture import Ranks
+
+STEP = 3
+AWKWARD = 'rank 0 failed: "quoted", \n a line, \N{SNOWMAN}'
+
+
+def published() -> tuple[RankFailure | None, RankFailedError]:
+    """Run on every rank: rank 1 publishes a failure whose text begins like a message of rank 0."""
+    world = World.from_environment(device="cpu")
+    if world.rank == 1:
+        world.publish_failure(NonFiniteError(AWKWARD), STEP)
+    world.gather_numbers([0.0])  # until it is there
+    return world.published_failure(), world.first_failure(RuntimeError("connection closed"))
+
+
+def test_a_failure_is_published_as_a_value(two_ranks: Ranks) -> None:
+    """Other ranks read who failed where, and with what, whatever the text looks like; the failed one reads nothing."""
+    (seen, error), (own, _) = two_ranks.run(published)
+
+    expected = RankFailure(rank=1, step=STEP, error_type="NonFiniteError", reason=AWKWARD)
+    assert seen == expected
+    assert own is None
+    assert (error.rank, error.step, error.error_type, error.reason) == (1, STEP, "NonFiniteError", AWKWARD)
+    assert str(error).startswith(f"rank 1 failed in step {STEP}: NonFiniteError: {AWKWARD}. Rank 0 stops too: ")
+
+
+def raised_together() -> tuple[str, int | None, str | None, str]:
+    """Run on every rank: rank 1's function raises; return what this rank raised, with its fields."""
+    world = World.from_environment(device="cpu")
+
+    def act() -> None:
+        if world.rank == 1:
+            raise ZeroDivisionError(AWKWARD)
+
+    with pytest.raises((ZeroDivisionError, RankFailedError)) as caught:
+        world.together(act)
+    error = caught.value
+    if isinstance(error, RankFailedError):
+        return type(error).__name__, error.rank, error.error_type, error.reason
+    return type(error).__name__, None, None, str(error)
+
+
+def test_what_fails_together_carries_fields(two_ranks: Ranks) -> None:
+    """A rank whose function did not raise learns whose did, and what, in fields."""
+    assert two_ranks.run(raised_together) == [
+        ("RankFailedError", 1, "ZeroDivisionError", AWKWARD),
+        ("ZeroDivisionError", None, None, AWKWARD),
+    ]
+
+
+def test_failures_survive_a_store() -> None:
+    """JSON and back is the same value; between steps is None."""
+    failure = RankFailure.of(ValueError(AWKWARD), 2, None)
+    assert RankFailure.from_json(failure.to_json()) == failure
+    assert str(failure).startswith("rank 2 failed between steps: ValueError: ")

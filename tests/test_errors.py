@@ -1,0 +1,73 @@
+"""Errors say in fields what a program wants to know, and keep them on their way between processes."""
+
+import copy
+import inspect
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anybatch import errors
+from anybatch.errors import (
+    AnyBatchError,
+    BatchSizeError,
+    CannotRedoError,
+    DiskFullError,
+    DoesNotFitError,
+    HalfUpdatedError,
+    LossError,
+    NonFiniteError,
+    RankFailedError,
+    ReplicaError,
+    TruncatedCheckpointError,
+)
+
+_PLACE: dict[str, Any] = {"rank": 1, "step": 7, "phase": "clip", "micro_batch_size": 4}
+FIELDS: list[tuple[type[AnyBatchError], dict[str, Any]]] = [
+    (BatchSizeError, {"effective_batch_size": 8, "micro_batch_size": 3, "accumulation_steps": 2, "world_size": 2}),
+    (LossError, {"term": "language", "unit": "tokens"}),
+    (NonFiniteError, {"step": 3, "updated": True}),
+    (DoesNotFitError, _PLACE),
+    (CannotRedoError, _PLACE),
+    (HalfUpdatedError, _PLACE),
+    (TruncatedCheckpointError, {"path": Path("runs/step-00000001")}),
+    (DiskFullError, {"path": Path("runs"), "needed_bytes": 10, "free_bytes": 9}),
+    (ReplicaError, {"ranks": (1, 2), "names": ("weight",)}),
+    (RankFailedError, {"rank": 1, "step": None, "error_type": "ValueError", "reason": "no"}),
+]
+ALL = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, AnyBatchError)]
+
+
+@pytest.mark.parametrize(("kind", "fields"), FIELDS)
+def test_fields_travel(kind: type[AnyBatchError], fields: dict[str, Any]) -> None:
+    """Pickled, copied, or raised from another error, an error keeps its text and every field."""
+    error = kind("m", **fields)
+    with pytest.raises(kind) as caught:
+        raise error from ZeroDivisionError("0")
+
+    pickled = pickle.loads(pickle.dumps(error))  # noqa: S301 (our own bytes)
+    for found in (pickled, copy.copy(error), caught.value):
+        assert type(found) is kind
+        assert str(found) == "m"
+        assert {name: getattr(found, name) for name in fields} == fields
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_fields_are_optional(kind: type[AnyBatchError]) -> None:
+    """A message alone is enough everywhere; fields are keywords, have a default, and are listed in the docstring."""
+    error = kind("only words")
+    assert str(error) == "only words"
+    with pytest.raises(TypeError):
+        kind("only words", unheard_of=1)  # type: ignore[call-arg]
+    documented = "".join(base.__doc__ or "" for base in kind.__mro__)
+    for name, value in vars(error).items():
+        assert value in (None, (), "")
+        assert f"    {name}: " in documented
+
+
+def test_the_tree_is_drawn() -> None:
+    """The drawing at the top of the module names every class."""
+    assert errors.__doc__ is not None
+    assert [kind.__name__ for kind in ALL if kind.__name__ not in errors.__doc__] == []
