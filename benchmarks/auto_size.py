@@ -26,7 +26,7 @@ import anybatch as ab
 from anybatch.core.geometry import ceil_div
 from anybatch.engine.micro_batch_size.search import Auto
 from anybatch.planner.envelopes import find_envelopes
-from anybatch.planner.trace.step_spec import Task
+from anybatch.planner.trace.step_spec import StepSpec
 from anybatch.recipes.planning.size_limit import planned_largest
 from anybatch.testing import memory_budget
 
@@ -237,7 +237,7 @@ def row_of_asking(case: Case, *, enforced: bool) -> str:
 
 def planned_bytes(case: Case, size: int) -> int:
     """Return what a step in micro-batches of `size` is planned to hold."""
-    task = Task(
+    spec = StepSpec(
         model=case.model,
         optimizer=optimizer,
         loss=ab.mean_over_samples(loss),
@@ -245,7 +245,7 @@ def planned_bytes(case: Case, size: int) -> int:
         strategy="single",
         profile="cpu",
     )
-    return find_envelopes(task, 2**40, most_samples=case.num_samples).peak_bytes(size)
+    return find_envelopes(spec, 2**40, most_samples=case.num_samples).peak_bytes(size)
 
 
 def table_of_choices() -> list[str]:

@@ -90,7 +90,7 @@ def main() -> None:
         for multiple in MULTIPLES:
             num_bytes = int(base * multiple)
             start = time.perf_counter()
-            planned = find_envelopes(replace(case.task(), kernels=None), num_bytes).largest_allocated(num_bytes)
+            planned = find_envelopes(replace(case.spec(), kernels=None), num_bytes).largest_allocated(num_bytes)
             planned_at = time.perf_counter()
             true, num_tried = largest(lambda size, case=case, n=num_bytes: run(case, size, n)[1])  # type: ignore[misc]
             tried_at = time.perf_counter()

@@ -16,7 +16,7 @@ from torch.optim import AdamW
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from anybatch.core.loss import mean_over_samples
-from anybatch.planner.trace.step_spec import Task
+from anybatch.planner.trace.step_spec import StepSpec
 
 Tokens = tuple[torch.Tensor, torch.Tensor]
 """Inputs and targets, both (samples, tokens)."""
@@ -183,7 +183,7 @@ def loss(model: nn.Module, batch: Tokens) -> torch.Tensor:
     return F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())
 
 
-def task(shape: Shape, **how: Any) -> Task:  # noqa: ANN401 (fields of a task)
+def spec(shape: Shape, **how: Any) -> StepSpec:  # noqa: ANN401 (fields of a spec)
     """Return the training of a model of that shape."""
     sample = torch.zeros(1, shape.num_tokens, dtype=torch.long, device="meta")
     chosen = {
@@ -192,4 +192,4 @@ def task(shape: Shape, **how: Any) -> Task:  # noqa: ANN401 (fields of a task)
         "loss": mean_over_samples(loss),
         "sample": (sample, sample),
     }
-    return Task(**chosen | how)
+    return StepSpec(**chosen | how)

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 import anybatch as ab
 from anybatch.memory.ledger import MemoryLedger
 from anybatch.memory.trace import MemoryEnvelope, fit
-from anybatch.planner.trace.step_spec import Task
+from anybatch.planner.trace.step_spec import StepSpec
 from anybatch.planner.trace.step_trace import NUM_MICRO_BATCHES, trace_step
 from anybatch.testing import RankPool
 
@@ -193,9 +193,9 @@ class Case:
     world_size: int = 1
     options: dict[str, Any] = field(default_factory=dict)
 
-    def task(self) -> Task:
+    def spec(self) -> StepSpec:
         """Return what is planned."""
-        return Task(
+        return StepSpec(
             model=self.model,
             optimizer=self.optimizer,
             loss=self.loss,
@@ -266,7 +266,7 @@ HEAD = (
 def planned(case: Case) -> tuple[MemoryEnvelope, float]:
     """Return the envelope of a step, and how long it took to find."""
     start = time.perf_counter()
-    low, high = (trace_step(case.task(), size).steady for size in (2, 3))
+    low, high = (trace_step(case.spec(), size).steady for size in (2, 3))
     return fit(low, 2, high, 3), time.perf_counter() - start
 
 

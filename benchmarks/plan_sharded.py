@@ -48,7 +48,7 @@ def against_published() -> list[str]:
     shape = replace(llama.EIGHT, checkpointing="selective")
     sharding = Sharding(accumulation_steps=1, reshard_last_block=False)
     for world_size, published in PUBLISHED_GIB.items():
-        trace = trace_sharded(llama.task(shape, world_size=world_size), 2, sharding)
+        trace = trace_sharded(llama.spec(shape, world_size=world_size), 2, sharding)
         sizes = [one.num_bytes for one in trace.memory.allocations]
         one_pool, reserved = (
             replay(trace.memory.events, sizes, pools=pools).peak_reserved_bytes / GIBIBYTE
@@ -91,8 +91,8 @@ def against_real_ranks() -> list[str]:
     with RankPool(2, timeout_seconds=300) as pool:
         for checkpointing in ("none", "selective", "full"):
             for words, sharding in SHARDINGS.items():
-                task = llama.task(replace(TINY, checkpointing=checkpointing), world_size=2, profile="cpu")
-                planned = trace_sharded(task, MICRO_BATCH_SIZE, sharding).memory.peak_bytes
+                spec = llama.spec(replace(TINY, checkpointing=checkpointing), world_size=2, profile="cpu")
+                planned = trace_sharded(spec, MICRO_BATCH_SIZE, sharding).memory.peak_bytes
                 real = pool.run(real_peak, checkpointing, sharding)[0]
                 sizes = f"{planned / 2**20:.2f} | {real / 2**20:.2f} | {planned / real - 1:+.2%}"
                 lines.append(f"| checkpointing: {checkpointing} | {words} | {sizes} |")
@@ -107,16 +107,16 @@ def bfloat16_llama(shape: llama.Shape) -> nn.Module:
 def fewest_devices() -> list[str]:
     """Return the table of the smallest numbers of devices."""
     shape = replace(llama.SEVENTY, checkpointing="full")
-    mixed, half = llama.task(shape), llama.task(shape, model=partial(bfloat16_llama, shape))
+    mixed, half = llama.spec(shape), llama.spec(shape, model=partial(bfloat16_llama, shape))
     head = "| weights | memory to use | fewest devices | traced: tensors, GiB | seconds |"
     lines = [head, "|---|--:|--:|---|--:|"]
     whole = Sharding(param_dtype=None, reduce_dtype=None)
-    for words, task, sharding in (
+    for words, spec, sharding in (
         ("float32, gathered in bfloat16", mixed, Sharding()),
         ("bfloat16, and so is AdamW's state", half, whole),
     ):
         begun = time.perf_counter()
-        found = smallest_world(task, USABLE_GIB * GIBIBYTE, sharding=sharding)
+        found = smallest_world(spec, USABLE_GIB * GIBIBYTE, sharding=sharding)
         seconds = time.perf_counter() - begun
         tried = ", ".join(f"{one.world_size}: {one.peak_bytes / GIBIBYTE:.1f}" for one in found.tried)
         lines.append(f"| {words} | {USABLE_GIB} GiB | {found.world_size} | {tried} | {seconds:.0f} |")

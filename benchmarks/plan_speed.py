@@ -45,7 +45,7 @@ def on_one_device(name: str) -> str:
     from anybatch.planner.envelopes import find_envelopes  # noqa: PLC0415
 
     usable = int(DEVICE_BYTES * (1.0 - HEADROOM))
-    envelopes = find_envelopes(llama.task(getattr(llama, name), precision="bf16"), usable)
+    envelopes = find_envelopes(llama.spec(getattr(llama, name), precision="bf16"), usable)
     return f"micro-batch {envelopes.largest_allocated(usable)} on 80 GiB"
 
 
@@ -57,7 +57,7 @@ def sharded(name: str, checkpointing: str, world_size: int, micro_batch_size: in
     from anybatch.planner.trace.fsdp_trace import trace_sharded  # noqa: PLC0415
 
     shape = replace(getattr(llama, name), checkpointing=checkpointing)
-    trace = trace_sharded(llama.task(shape, world_size=world_size), micro_batch_size)
+    trace = trace_sharded(llama.spec(shape, world_size=world_size), micro_batch_size)
     sizes = [one.num_bytes for one in trace.memory.allocations]
     reserved = replay(trace.memory.events, sizes, pools=trace.pools).peak_reserved_bytes
     return f"{trace.memory.peak_bytes / GIBIBYTE:.1f} GiB of tensors, {reserved / GIBIBYTE:.1f} reserved"

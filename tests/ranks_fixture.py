@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from anybatch.testing import Outcome, RankPool
+from anybatch.testing import RankOutcome, RankPool
 
 POOL_TIMEOUT_SECONDS = 120.0
 
@@ -31,7 +31,7 @@ class Ranks:
         assert not failed, "\n".join(failed)
         return [outcome.value for outcome in outcomes]
 
-    def outcomes(self, function: Callable[..., Any], *args: Any) -> list[Outcome]:
+    def outcomes(self, function: Callable[..., Any], *args: Any) -> list[RankOutcome]:
         """Run `function(*args)` on every rank and return how each ended."""
         return self._pool.outcomes(function, *args)
 

@@ -18,8 +18,8 @@ from anybatch.cli.main import main
 from anybatch.cli.status import Status
 from anybatch.diagnostics import check_loop
 from anybatch.diagnostics.loop_check import sentences
-from anybatch.diagnostics.loop_check.report import Verdict, fraction, ranges
-from anybatch.diagnostics.loop_check.stage import RowModel, make_data
+from anybatch.diagnostics.loop_check.loop_report import LoopVerdict, fraction, ranges
+from anybatch.diagnostics.loop_check.probe import RowModel, make_data
 from anybatch.errors import UserError
 from tests.architecture.source_tree import ROOT
 from tests.diagnostics import loops
@@ -32,11 +32,11 @@ NOT_IN_GRADIENT = {
 }
 
 
-def expected_verdict(codes: set[str]) -> Verdict:
+def expected_verdict(codes: set[str]) -> LoopVerdict:
     """Return the verdict that goes with these findings."""
     if codes == {"constant_factor"}:
-        return Verdict.CONSTANT_FACTOR
-    return Verdict.EXACT if codes <= NOT_IN_GRADIENT else Verdict.NOT_EQUAL
+        return LoopVerdict.CONSTANT_FACTOR
+    return LoopVerdict.EXACT if codes <= NOT_IN_GRADIENT else LoopVerdict.NOT_EQUAL
 
 
 class Ignoring:
@@ -81,7 +81,7 @@ def test_right_loops_are_exact(loop: Loop) -> None:
     """A right loop, however it is written, has no finding, and every weight in its table is as expected."""
     report = check_loop(loop)
 
-    assert (report.verdict, report.codes) == (Verdict.EXACT, frozenset()), str(report)
+    assert (report.verdict, report.codes) == (LoopVerdict.EXACT, frozenset()), str(report)
     for window in report.windows:
         assert window.found == pytest.approx(window.expected, rel=1e-6)
 
@@ -101,7 +101,7 @@ def test_right_loops_on_ranks_are_exact(loop: Loop, two_ranks: Ranks) -> None:
     """On two ranks with uneven shares a right loop has no finding, by DDP and by its own reduction."""
     report = check_loop(loop, pool=two_ranks)
 
-    assert (report.num_ranks, report.verdict, report.codes) == (2, Verdict.EXACT, frozenset()), str(report)
+    assert (report.num_ranks, report.verdict, report.codes) == (2, LoopVerdict.EXACT, frozenset()), str(report)
     assert {sample for window in report.windows for sample in window.found} == set(range(31))
 
 
@@ -118,7 +118,7 @@ def test_tokens_are_weighed() -> None:
     """A mean over the targets of a window is exact; a mean of the micro-batches' token means is not."""
     assert check_loop(loops.right_on_tokens).codes == frozenset()
     report = check_loop(loops.token_means, data="tokens")
-    assert (report.verdict, set(report.codes)) == (Verdict.NOT_EQUAL, {"mean_of_token_means"})
+    assert (report.verdict, set(report.codes)) == (LoopVerdict.NOT_EQUAL, {"mean_of_token_means"})
 
 
 def test_both_values_are_told() -> None:
@@ -145,7 +145,7 @@ def test_a_loop_that_spins_is_ended() -> None:
     """A loop that calls nothing of ours is ended by the time limit, and that is said."""
     report = check_loop(loops.spinning, time_limit_seconds=0.2)
     assert report.codes == {"never_steps", "does_not_end"}
-    assert report.verdict == Verdict.NOT_EQUAL
+    assert report.verdict == LoopVerdict.NOT_EQUAL
 
 
 def test_a_loop_that_raises_shows_its_own_error() -> None:

@@ -25,7 +25,7 @@ from anybatch.errors import (
     UserError,
 )
 from anybatch.parallel.all_reduce import AllReduce
-from anybatch.testing import Outcome, RankPool, run_ranks
+from anybatch.testing import RankOutcome, RankPool, run_ranks
 from tests.engine.cases import (
     Batch,
     InMemory,
@@ -402,7 +402,7 @@ def main() -> None:
         print(f"a rank that ends ({name}), as the first rank says it\n    {last_line(survivor)}")  # noqa: T201 (a script)
 
 
-def last_line(outcome: Outcome) -> str:
+def last_line(outcome: RankOutcome) -> str:
     """Return the error of a rank without its traceback."""
     return (outcome.error or "no error").strip().splitlines()[-1].removeprefix("anybatch.errors.")
 

@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from anybatch.testing import Outcome, run_ranks
+from anybatch.testing import RankOutcome, run_ranks
 from tests.engine.failures import FAILING_STEP, FAILURES, train
 from tests.ranks_fixture import selected
 
@@ -13,7 +13,7 @@ AT_ONCE = 3  # so that the ranks of all failures do not start at the same time
 
 
 @pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest) -> dict[str, list[Outcome]]:
+def outcomes(request: pytest.FixtureRequest) -> dict[str, list[RankOutcome]]:
     """Return how every rank ended, for every failure; they are provoked side by side."""
     with ThreadPoolExecutor(AT_ONCE) as executor:
         started = {
@@ -25,7 +25,7 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, list[Outcome]]:
 
 
 @pytest.mark.parametrize("name", FAILURES)
-def test_the_others_end_with_the_first_error(name: str, outcomes: dict[str, list[Outcome]]) -> None:
+def test_the_others_end_with_the_first_error(name: str, outcomes: dict[str, list[RankOutcome]]) -> None:
     """No rank hangs: the others raise RankFailedError, which carries the failed rank's error if it left one."""
     *others, failed = outcomes[name]
     failure = FAILURES[name]

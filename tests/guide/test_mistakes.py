@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import anybatch as ab
-from anybatch.diagnostics.loop_check.check import check_loop
+from anybatch.diagnostics.loop_check.check_loop import check_loop
 from anybatch.errors import UserError
 from anybatch.guide.mistakes.mistake import MISTAKES, loop_of, source_of, wrong_lines
 from anybatch.guide.tasks.task import MicroBatches, Rows, cross_entropy, load, loss

@@ -25,7 +25,7 @@ from anybatch.guide.memory.planning import (
     trace,
     variants_of,
 )
-from anybatch.planner.proposals import changes, rank
+from anybatch.planner.proposals import changes, ranking
 from anybatch.planner.report import words_of
 from tests.guide.planner_cases import GOLDEN, NUM_CASES, lines_of, recorded, row_of, wishes
 
@@ -108,7 +108,7 @@ def test_a_variant_is_a_row_of_the_table_of_changes(
     """What the page plans with a change is what `anybatch plan` plans with it."""
     variant = dataclasses.replace(GPT2, **change)
     every = changes.possible_changes
-    monkeypatch.setattr(rank, "possible_changes", lambda task: [one for one in every(task) if one.name == name])
+    monkeypatch.setattr(ranking, "possible_changes", lambda task: [one for one in every(task) if one.name == name])
     (row,) = ab.plan("gpt2", device="12GiB", effective_batch_size=300, precision="bf16", sequence_length=256).changes
     found = planned(
         read(data, variants_of(data).index(variant)), Wish(device="12GiB", effective_batch_size=300)

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 import anybatch as ab
 from anybatch.memory.ledger import MemoryLedger
 from anybatch.planner.trace.fsdp_trace import resizes_booked
-from anybatch.planner.trace.step_spec import Task
+from anybatch.planner.trace.step_spec import StepSpec
 
 Tokens = tuple[torch.Tensor, torch.Tensor]
 
@@ -64,11 +64,11 @@ def adamw(named: object) -> torch.optim.Optimizer:
     return torch.optim.AdamW(named, foreach=True)  # type: ignore[arg-type]
 
 
-def sharded_task(world_size: int) -> Task:
-    """Return the task of training the network, planned as it allocates on a CPU."""
+def sharded_task(world_size: int) -> StepSpec:
+    """Return the spec of training the network, planned as it allocates on a CPU."""
     sample = torch.zeros(1, NUM_TOKENS, dtype=torch.long)
     mean = ab.mean_over_samples(loss)
-    return Task(
+    return StepSpec(
         model=Network, optimizer=adamw, loss=mean, sample=(sample, sample.clone()), world_size=world_size, profile="cpu"
     )
 

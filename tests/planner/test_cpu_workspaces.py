@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.profiler import profile
 
 from anybatch.memory.ledger import INSIDE, MemoryLedger
-from anybatch.planner.trace.cpu_workspaces import KernelMemory, Line, held_bytes, lines_through
+from anybatch.planner.trace.cpu_workspaces import KernelMemory, LinearBytes, held_bytes, lines_through
 
 Arguments = tuple[Any, ...]
 CONVOLVE, CONVOLVE_BACK = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
@@ -211,13 +211,13 @@ def test_moments_are_lines() -> None:
     """Each moment has its line; those that are the highest nowhere, and what is returned, are left out."""
     found = lines_through((10, 30, 25, 20), 2, (20, 50, 35, 40), 4)
 
-    assert found == (Line(10, 10),)
+    assert found == (LinearBytes(10, 10),)
     assert [max(line.at(n) for line in found) for n in (2, 4, 100)] == [30, 50, 1010]
-    assert lines_through((100, 10, 5), 2, (100, 20, 10), 4) == (Line(100, 0), Line(0, 5))
+    assert lines_through((100, 10, 5), 2, (100, 20, 10), 4) == (LinearBytes(100, 0), LinearBytes(0, 5))
 
 
 def test_a_kernel_that_does_something_else_is_as_it_was_at_the_larger_size() -> None:
     """Where moments differ in number the highest ones are taken; what falls with the size stays as it was last."""
-    assert lines_through((10, 4), 2, (30, 20, 8), 4) == (Line(0, 8),)
-    assert lines_through((90, 0), 2, (60, 0), 4) == (Line(60, 0),)
+    assert lines_through((10, 4), 2, (30, 20, 8), 4) == (LinearBytes(0, 8),)
+    assert lines_through((90, 0), 2, (60, 0), 4) == (LinearBytes(60, 0),)
     assert lines_through((), 2, (), 4) == ()

@@ -19,10 +19,10 @@ from anybatch.planner.budget import budget_of
 from anybatch.planner.envelopes import find_envelopes
 from anybatch.planner.plan import make_plan
 from anybatch.planner.proposals import eight_bit as module
-from anybatch.planner.proposals import rank
+from anybatch.planner.proposals import ranking
 from anybatch.planner.proposals.changes import possible_changes
 from anybatch.planner.proposals.eight_bit import StatesByFormula, eight_bit
-from anybatch.planner.proposals.rank import Setting, fit_of
+from anybatch.planner.proposals.ranking import PlanTarget, fit_of
 from anybatch.planner.trace.step_trace import trace_step
 from tests.planner.test_plan import Net, adamw, task_of_classes
 
@@ -167,13 +167,13 @@ def test_states_by_formula() -> None:
 def test_it_is_planned_anew(install: Callable[..., None]) -> None:
     """Each proposal is planned with its own states, and more fits where states are what there is most of."""
     install(torchao="", bitsandbytes=BITSANDBYTES)
-    task, budget = task_of_classes(4, 128), budget_of("550MiB", headroom=0.0)
+    spec, budget = task_of_classes(4, 128), budget_of("550MiB", headroom=0.0)
     num_elements = sum(parameter.numel() for parameter in Net(4, 128).parameters())
-    setting = Setting(budget=budget, effective_batch_size=100_000)
+    target = PlanTarget(budget=budget, effective_batch_size=100_000)
 
-    plain = fit_of(task, find_envelopes(task, budget.usable_bytes), setting)
-    changes = [change for change in possible_changes(task) if change.smaller_state]
-    fits = [fit_of(one.task, find_envelopes(one.task, budget.usable_bytes), setting) for one in changes]
+    plain = fit_of(spec, find_envelopes(spec, budget.usable_bytes), target)
+    changes = [change for change in possible_changes(spec) if change.smaller_state]
+    fits = [fit_of(one.spec, find_envelopes(one.spec, budget.usable_bytes), target) for one in changes]
 
     assert len(fits) == 2
     assert plain.peak.by_category["optimizer"] == pytest.approx(8 * num_elements, rel=0.01)
@@ -187,7 +187,7 @@ def test_it_is_planned_where_states_alone_are_too_large(
 ) -> None:
     """Where what stays from step to step does not fit, it is the change that would let it, and is planned alone."""
     install(torchao="")
-    monkeypatch.setattr(rank, "_dealt", lambda *_, **__: [])  # which takes long
+    monkeypatch.setattr(ranking, "_dealt", lambda *_, **__: [])  # which takes long
 
     plan = make_plan(task_of_classes(4, 256), budget_of("562MiB", headroom=0.0), 64)
 
@@ -207,9 +207,9 @@ REAL = [
 @pytest.mark.filterwarnings("ignore")  # of the libraries
 def test_the_real_ones_hold_what_is_planned(library: str) -> None:
     """After a step of the engine the library's own optimizer holds as many bytes as the plan says."""
-    task = task_of_classes(2, 128)
-    planned = next(one for one in possible_changes(task) if library in one.name)
-    booked = trace_step(planned.task, 2).steady.allocations
+    spec = task_of_classes(2, 128)
+    planned = next(one for one in possible_changes(spec) if library in one.name)
+    booked = trace_step(planned.spec, 2).steady.allocations
     states = sum(one.num_bytes for one in booked if one.category == "optimizer")
 
     kind = importlib.import_module(f"{library}.optim").AdamW8bit
@@ -217,7 +217,7 @@ def test_the_real_ones_hold_what_is_planned(library: str) -> None:
     engine = ab.Engine(
         model,
         partial(made, kind),
-        task.loss,
+        spec.loss,
         micro_batch_size=2,
         check_loss=False,
     )

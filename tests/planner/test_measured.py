@@ -8,7 +8,7 @@ import torch
 
 from anybatch.core.headroom import HEADROOM, MEASURED_HEADROOM, measured_headroom
 from anybatch.planner import measured
-from anybatch.planner.budget import CONTEXT_BYTES, Measured, budget_of
+from anybatch.planner.budget import CONTEXT_BYTES, DeviceMeasurements, budget_of
 from anybatch.planner.cache.measured_devices import KnownDevices, MeasuredStep
 from anybatch.planner.measured import keep, measured_of, subject
 from anybatch.planner.plan import Plan, make_plan
@@ -55,7 +55,7 @@ def test_the_next_plan_uses_it(known: KnownDevices) -> None:
     """A step that was run on this CPU makes the next plan for it leave 10% free, at a larger size, and say why."""
     plan, found = on_this_cpu(known)
     before = measured_of("cpu:1MiB", "net", "fp32", known)
-    assert before == Measured()
+    assert before == DeviceMeasurements()
 
     assert str(known.path) in keep(found, plan, known)
     after = measured_of("cpu:1MiB", "net", "fp32", known)
@@ -84,14 +84,14 @@ def test_on_which_device(known: KnownDevices, device: str, counts: bool) -> None
     """A step counts for the device that its driver named, and for a budget of as many bytes."""
     known.keep(STEP)
 
-    assert (measured_of(device, "gpt2", "bf16", known) != Measured()) is counts
+    assert (measured_of(device, "gpt2", "bf16", known) != DeviceMeasurements()) is counts
 
 
 def test_a_cpu_is_not_a_card(known: KnownDevices) -> None:
     """What was measured under a CPU's budget does not count for a device of that size, nor the other way round."""
     plan, found = on_this_cpu(known)
     keep(found, plan, known)
-    assert measured_of("1MiB", "net", "fp32", known) == Measured()
+    assert measured_of("1MiB", "net", "fp32", known) == DeviceMeasurements()
 
     known.keep(STEP)
     assert measured_of("cpu:24GiB", "net", "fp32", known).outside_bytes is None
@@ -130,8 +130,8 @@ def test_the_larger_gap_is_kept(known: KnownDevices) -> None:
     plan, found = on_this_cpu(known)
     plan = dataclasses.replace(
         plan,
-        setting=dataclasses.replace(
-            plan.setting, budget=dataclasses.replace(plan.budget, workspace_bytes=100, device=None)
+        target=dataclasses.replace(
+            plan.target, budget=dataclasses.replace(plan.budget, workspace_bytes=100, device=None)
         ),
     )
     found = dataclasses.replace(
@@ -154,10 +154,10 @@ def test_the_larger_gap_is_kept(known: KnownDevices) -> None:
 def test_what_is_not_kept(known: KnownDevices) -> None:
     """A step that ran out of memory, one on another device than was planned for, and one that is far off."""
     plan, found = on_this_cpu(known)
-    h100 = dataclasses.replace(plan.setting, budget=budget_of("H100"))
+    h100 = dataclasses.replace(plan.target, budget=budget_of("H100"))
 
     assert "ran out of memory" in keep(dataclasses.replace(found, too_large=(64,)), plan, known)
-    words = keep(dataclasses.replace(found, name="cuda: Tesla T4"), dataclasses.replace(plan, setting=h100), known)
+    words = keep(dataclasses.replace(found, name="cuda: Tesla T4"), dataclasses.replace(plan, target=h100), known)
     assert words == "not kept: this device is a Tesla T4, and the plan is for H100"
     assert "more than twice" in keep(dataclasses.replace(found, planned_bytes=1000), plan, known)
     assert known.steps() == ((), "")

@@ -18,9 +18,9 @@ from anybatch.memory.ledger import MemoryLedger
 from anybatch.memory.trace import MemoryEnvelope, fit, in_order
 from anybatch.planner.budget import Budget
 from anybatch.planner.envelopes import Envelopes, find_envelopes
-from anybatch.planner.proposals.rank import Fit, Setting, fit_of
+from anybatch.planner.proposals.ranking import Fit, PlanTarget, fit_of
 from anybatch.planner.trace.cuda_emulation import Profile
-from anybatch.planner.trace.step_spec import Task
+from anybatch.planner.trace.step_spec import StepSpec
 from anybatch.planner.trace.step_trace import NUM_MICRO_BATCHES, Tracing, trace_step
 from tests.planner.profiled import most_allocated
 
@@ -77,13 +77,13 @@ def numbers(count: int) -> Batch:
     return {"x": torch.randn(count, 16)}
 
 
-def small(profile: Profile = "cpu", **options: Any) -> Task:
-    """Return a task that is the perceptron's but for what is given."""
+def small(profile: Profile = "cpu", **options: Any) -> StepSpec:
+    """Return a spec that is the perceptron's but for what is given."""
     defaults: dict[str, Any] = {"model": perceptron, "optimizer": adamw, "loss": ab.mean_over_samples(of_numbers)}
-    return Task(**{**defaults, "sample": numbers(1), "profile": profile, "rng": None, **options})
+    return StepSpec(**{**defaults, "sample": numbers(1), "profile": profile, "rng": None, **options})
 
 
-CASES: dict[str, tuple[Task, Callable[[int], Batch]]] = {
+CASES: dict[str, tuple[StepSpec, Callable[[int], Batch]]] = {
     "words": (
         small(model=Words, loss=ab.mean_over_tokens(of_words, labels="x", shift=False), clip=1.0),
         lambda count: {"x": torch.randint(40, (count, 12))},
@@ -93,19 +93,19 @@ CASES: dict[str, tuple[Task, Callable[[int], Batch]]] = {
 }
 
 
-def run(task: Task, batch: Batch, micro_batch_size: int) -> MemoryLedger:
+def run(spec: StepSpec, batch: Batch, micro_batch_size: int) -> MemoryLedger:
     """Take two steps with the real engine; return the ledger, with the second one in "second" to "end"."""
-    make: Any = task.model
+    make: Any = spec.model
     with MemoryLedger() as ledger:
         engine = ab.Engine(
             make(),
-            task.optimizer,
-            task.loss,
+            spec.optimizer,
+            spec.loss,
             micro_batch_size=micro_batch_size,
-            precision=task.precision,
-            clip=task.clip,
-            average_decay=task.average_decay,
-            rng=task.rng,
+            precision=spec.precision,
+            clip=spec.clip,
+            average_decay=spec.average_decay,
+            rng=spec.rng,
             check_loss=False,
             world=ab.World(),
         )
@@ -119,9 +119,9 @@ def run(task: Task, batch: Batch, micro_batch_size: int) -> MemoryLedger:
     return ledger
 
 
-def real_peak(task: Task, batch: Batch, micro_batch_size: int) -> int:
+def real_peak(spec: StepSpec, batch: Batch, micro_batch_size: int) -> int:
     """Return the most that tensors of the real engine held in its second step."""
-    trace = run(task, batch, micro_batch_size).trace()
+    trace = run(spec, batch, micro_batch_size).trace()
     (start,) = [place for place, name in trace.marks if name == "second"]
     held, most = 0, 0
     for place, event in enumerate(trace.events, start=1):
@@ -130,9 +130,9 @@ def real_peak(task: Task, batch: Batch, micro_batch_size: int) -> int:
     return most
 
 
-def planned(task: Task) -> MemoryEnvelope:
+def planned(spec: StepSpec) -> MemoryEnvelope:
     """Return the envelope of a step like all but the first, from micro-batches of 2 and 3."""
-    return fit(trace_step(task, 2).steady, 2, trace_step(task, 3).steady, 3)
+    return fit(trace_step(spec, 2).steady, 2, trace_step(spec, 3).steady, 3)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -141,11 +141,11 @@ def test_the_plan_is_what_the_real_engine_holds(name: str) -> None:
 
     That of its tensors: no kernel is asked what it takes for itself.
     """
-    task, batch = CASES[name]
-    envelope = planned(dataclasses.replace(task, sample=batch(1), kernels=None))
+    spec, batch = CASES[name]
+    envelope = planned(dataclasses.replace(spec, sample=batch(1), kernels=None))
 
     for size in (5, 9):
-        assert envelope.peak_bytes(size) == real_peak(task, batch(NUM_MICRO_BATCHES * size), size)
+        assert envelope.peak_bytes(size) == real_peak(spec, batch(NUM_MICRO_BATCHES * size), size)
 
 
 @pytest.mark.parametrize("name", ["words", "pictures"])
@@ -154,11 +154,11 @@ def test_the_plan_is_what_the_allocator_hands_out(name: str) -> None:
 
     To the byte, but for the states of generators, which no operation returns.
     """
-    task, batch = CASES[name]
-    envelope = planned(dataclasses.replace(task, sample=batch(1)))
-    run(task, batch(4), 2)  # whatever torch makes once
+    spec, batch = CASES[name]
+    envelope = planned(dataclasses.replace(spec, sample=batch(1)))
+    run(spec, batch(4), 2)  # whatever torch makes once
 
-    most = most_allocated(lambda: run(task, batch(NUM_MICRO_BATCHES * 7), 7), within="second step")
+    most = most_allocated(lambda: run(spec, batch(NUM_MICRO_BATCHES * 7), 7), within="second step")
 
     assert most - envelope.peak_bytes(7) in (0, torch.get_rng_state().nbytes, 2 * torch.get_rng_state().nbytes)
 
@@ -169,10 +169,10 @@ def test_the_plan_is_what_the_allocator_hands_out(name: str) -> None:
 )
 def test_one_step_more_is_a_step_of_that_size(profile: Profile, options: dict[str, Any]) -> None:
     """After steps of another size, a step is what it is in a run of its own size, event by event."""
-    task = small(profile, **{"optimizer": momentum, "clip": 1.0, **options})
-    expected = trace_step(task, 7).steady
+    spec = small(profile, **{"optimizer": momentum, "clip": 1.0, **options})
+    expected = trace_step(spec, 7).steady
 
-    with Tracing(task) as tracing:
+    with Tracing(spec) as tracing:
         tracing.begin(3)
         found = tracing.go_on(7)
 
@@ -196,18 +196,18 @@ class Keeping(nn.Module):
 
 def test_what_was_made_for_the_first_batch_is_planned() -> None:
     """Where one step more is none of its size, a trace from the beginning says whether memory follows a line."""
-    task = small(model=Keeping)
+    spec = small(model=Keeping)
 
-    found = find_envelopes(task, 2**20)
+    found = find_envelopes(spec, 2**20)
 
     assert found.verdict == "exact"
-    assert found.steady.peak_bytes(50) == real_peak(task, numbers(100), 50)
+    assert found.steady.peak_bytes(50) == real_peak(spec, numbers(100), 50)
 
 
 def test_categories_are_what_things_are() -> None:
     """Weights, gradients, the optimizer's two momenta and inputs have, at the peak, the bytes they must have."""
-    task = small(optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3))
-    envelope = planned(task)
+    spec = small(optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3))
+    envelope = planned(spec)
     weights = sum(parameter.nbytes for parameter in perceptron().parameters())
 
     found = envelope.at_peak(1000).by_category
@@ -238,7 +238,7 @@ def test_tracing_leaves_everything_as_it_was() -> None:
     model = perceptron()
     optimizer = torch.optim.AdamW(model.parameters())
     model.eval()
-    task = small(model=model, optimizer=optimizer, strategy="ddp", world_size=4)
+    spec = small(model=model, optimizer=optimizer, strategy="ddp", world_size=4)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     random = torch.get_rng_state()
     real: list[int] = []
@@ -249,7 +249,7 @@ def test_tracing_leaves_everything_as_it_was() -> None:
             real.append(result.nbytes)
 
     with MemoryLedger(on_operation=note):
-        trace_step(task, 2)
+        trace_step(spec, 2)
 
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not optimizer.state
@@ -282,45 +282,45 @@ def test_an_effective_batch_of_a_joint_loss_is_seen_whole() -> None:
         return functional.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
 
     loss = ab.joint(lambda model, batch: model(batch["x"]), across)
-    task = small(loss=loss, effective_batch_size=48, rng="micro_batch")
-    envelope = planned(task)
+    spec = small(loss=loss, effective_batch_size=48, rng="micro_batch")
+    envelope = planned(spec)
 
-    found, expected = envelope.peak_bytes(6), real_peak(task, numbers(48), 6)
+    found, expected = envelope.peak_bytes(6), real_peak(spec, numbers(48), 6)
 
     # On a CPU the whole batch is there: what the plan has of it are two micro-batches.
     inputs = (48 - NUM_MICRO_BATCHES * 6) * 16 * 4
     assert expected <= found + inputs <= expected + 4 * 6 * 16 * 4
     with pytest.raises(PlanError, match="effective_batch_size"):
-        trace_step(dataclasses.replace(task, effective_batch_size=None), 2)
+        trace_step(dataclasses.replace(spec, effective_batch_size=None), 2)
 
 
-def setting(num_bytes: int, *, headroom: float = 0.0, most_samples: int = 10**9) -> Setting:
+def target(num_bytes: int, *, headroom: float = 0.0, most_samples: int = 10**9) -> PlanTarget:
     """Return a device without anything but tensors in it."""
     budget = Budget(total_bytes=num_bytes, device=None, headroom=headroom, outside_bytes=0, workspace_bytes=0)
-    return Setting(budget=budget, effective_batch_size=most_samples)
+    return PlanTarget(budget=budget, effective_batch_size=most_samples)
 
 
-def fitting(task: Task, num_bytes: int) -> tuple[Envelopes, Fit]:
-    """Return what a task holds, and what fits of it."""
-    envelopes = find_envelopes(task, num_bytes)
-    return envelopes, fit_of(task, envelopes, setting(num_bytes))
+def fitting(spec: StepSpec, num_bytes: int) -> tuple[Envelopes, Fit]:
+    """Return what a spec holds, and what fits of it."""
+    envelopes = find_envelopes(spec, num_bytes)
+    return envelopes, fit_of(spec, envelopes, target(num_bytes))
 
 
 def test_the_size_found_is_the_largest() -> None:
     """The real engine fits into the budget at the planned size, and does not one sample above it."""
-    task = small()
+    spec = small()
     budget = 2**20
 
-    envelopes, plan = fitting(task, budget)
+    envelopes, plan = fitting(spec, budget)
 
     size = plan.largest
-    assert real_peak(task, numbers(NUM_MICRO_BATCHES * size), size) <= budget
-    assert real_peak(task, numbers(NUM_MICRO_BATCHES * (size + 1)), size + 1) > budget
+    assert real_peak(spec, numbers(NUM_MICRO_BATCHES * size), size) <= budget
+    assert real_peak(spec, numbers(NUM_MICRO_BATCHES * (size + 1)), size + 1) > budget
     assert plan.binds == "tensors"
     assert envelopes.verdict == "exact"
-    assert fit_of(task, envelopes, setting(budget, headroom=0.5)).largest < size // 2
-    assert fit_of(task, envelopes, setting(budget, most_samples=7)).binds == "batch"
-    assert fit_of(task, envelopes, setting(1000)).largest == 0
+    assert fit_of(spec, envelopes, target(budget, headroom=0.5)).largest < size // 2
+    assert fit_of(spec, envelopes, target(budget, most_samples=7)).binds == "batch"
+    assert fit_of(spec, envelopes, target(1000)).largest == 0
 
 
 def test_the_allocator_takes_more_than_tensors_hold() -> None:
@@ -340,12 +340,12 @@ def test_pairs_of_samples_grow_as_squares() -> None:
         rows = model(batch["x"])
         return (rows @ rows.T).square().mean()
 
-    task = small(loss=ab.mean_over_samples(pairs))
+    spec = small(loss=ab.mean_over_samples(pairs))
 
-    found = find_envelopes(task, 2**20)
+    found = find_envelopes(spec, 2**20)
 
     assert found.verdict == "quadratic"
-    assert found.steady.peak_bytes(50) == real_peak(task, numbers(100), 50)
+    assert found.steady.peak_bytes(50) == real_peak(spec, numbers(100), 50)
 
 
 def masked(model: Any, batch: Batch) -> Any:
@@ -375,15 +375,15 @@ def by_size(model: Any, batch: Batch) -> Any:
     return (rows.exp() if len(rows) > 2 else rows).square().mean()
 
 
-def recurrent(layer: Callable[[], nn.Module], profile: Profile) -> Task:
-    """Return a task whose model is a recurrent layer."""
+def recurrent(layer: Callable[[], nn.Module], profile: Profile) -> StepSpec:
+    """Return a spec whose model is a recurrent layer."""
 
     def all_rows(model: Any, batch: Batch) -> Any:
         rows, _ = model(batch["x"])
         return rows.square().mean()
 
-    task = small(profile, loss=ab.mean_over_samples(all_rows))
-    return dataclasses.replace(task, model=layer, sample={"x": torch.zeros(1, 5, 3)})
+    spec = small(profile, loss=ab.mean_over_samples(all_rows))
+    return dataclasses.replace(spec, model=layer, sample={"x": torch.zeros(1, 5, 3)})
 
 
 @pytest.mark.parametrize(
@@ -402,10 +402,10 @@ def test_what_torch_does_not_tell_of_is_refused(layer: Any, profile: Profile, wo
 
 def test_a_recurrent_layer_of_plain_operations_is_planned() -> None:
     """On a CPU a GRU is made of operations that are seen: the plan is what the real engine holds."""
-    task = dataclasses.replace(recurrent(lambda: nn.GRU(3, 4, batch_first=True), "cpu"), kernels=None)
+    spec = dataclasses.replace(recurrent(lambda: nn.GRU(3, 4, batch_first=True), "cpu"), kernels=None)
     batch = {"x": torch.randn(NUM_MICRO_BATCHES * 5, 5, 3)}
 
-    assert planned(task).peak_bytes(5) == real_peak(task, batch, 5)
+    assert planned(spec).peak_bytes(5) == real_peak(spec, batch, 5)
 
 
 @pytest.mark.parametrize(
@@ -437,5 +437,5 @@ def test_what_is_read_and_changes_nothing_is_planned() -> None:
 
     assert plan.largest > 0
     assert "reads numbers" in envelopes.notes[0]
-    task, batch = CASES["words"]  # whose targets the engine itself counts
-    assert trace_step(dataclasses.replace(task, sample=batch(1)), 2).numbers_read == 0
+    spec, batch = CASES["words"]  # whose targets the engine itself counts
+    assert trace_step(dataclasses.replace(spec, sample=batch(1)), 2).numbers_read == 0

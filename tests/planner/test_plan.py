@@ -20,11 +20,11 @@ from anybatch.planner.cost.caching_allocator import largest_that_fits
 from anybatch.planner.envelopes import find_envelopes
 from anybatch.planner.figure import draw_plan
 from anybatch.planner.plan import Plan, make_plan
-from anybatch.planner.proposals import rank
+from anybatch.planner.proposals import ranking
 from anybatch.planner.proposals.changes import possible_changes
-from anybatch.planner.proposals.rank import Setting, fit_of, propose
+from anybatch.planner.proposals.ranking import PlanTarget, fit_of, propose
 from anybatch.planner.trace.blocks import Keeping, checkpoint_blocks, repeated_blocks
-from anybatch.planner.trace.step_spec import Task
+from anybatch.planner.trace.step_spec import StepSpec
 from anybatch.planner.trace.step_trace import trace_step
 
 VOCABULARY, TIME, WIDTH = 8192, 1024, 16
@@ -95,9 +95,9 @@ def adamw(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
     return torch.optim.AdamW([parameter for _, parameter in named])
 
 
-def task_of_classes(num_blocks: int = 4, width: int = 32) -> Task:
-    """Return a task without logits to speak of."""
-    return Task(
+def task_of_classes(num_blocks: int = 4, width: int = 32) -> StepSpec:
+    """Return a spec without logits to speak of."""
+    return StepSpec(
         model=partial(Net, num_blocks, width),
         optimizer=adamw,
         loss=ab.mean_over_samples(classes),
@@ -105,9 +105,9 @@ def task_of_classes(num_blocks: int = 4, width: int = 32) -> Task:
     )
 
 
-def task_of_language(chunk: int | None = None) -> Task:
-    """Return a task that consists of logits."""
-    return Task(
+def task_of_language(chunk: int | None = None) -> StepSpec:
+    """Return a spec that consists of logits."""
+    return StepSpec(
         model=partial(Language, chunk),
         optimizer=adamw,
         loss=ab.mean_over_samples(language),
@@ -115,9 +115,9 @@ def task_of_language(chunk: int | None = None) -> Task:
     )
 
 
-def planned(task: Task, device: str, size: int, *, proposals: bool = False) -> Plan:
+def planned(spec: StepSpec, device: str, size: int, *, proposals: bool = False) -> Plan:
     """Return a plan without headroom."""
-    return make_plan(task, budget_of(device, headroom=0.0), size, name="net", proposals=proposals)
+    return make_plan(spec, budget_of(device, headroom=0.0), size, name="net", proposals=proposals)
 
 
 @pytest.mark.parametrize("keeping", ["inputs", "products"])
@@ -150,12 +150,12 @@ def test_blocks_are_found() -> None:
 @pytest.mark.parametrize("keeping", ["inputs", "products"])
 def test_checkpointing_is_planned_as_it_is(keeping: Keeping) -> None:
     """What a plan says of checkpointed blocks is what a model that was built with them holds."""
-    task = task_of_classes()
+    spec = task_of_classes()
     names = {"inputs": "checkpointing", "products": "checkpointing all but products"}
-    change = next(one for one in possible_changes(task) if one.name == names[keeping])
-    built = Task(model=checkpoint_blocks(Net(), keeping), optimizer=adamw, loss=task.loss, sample=task.sample)
+    change = next(one for one in possible_changes(spec) if one.name == names[keeping])
+    built = StepSpec(model=checkpoint_blocks(Net(), keeping), optimizer=adamw, loss=spec.loss, sample=spec.sample)
 
-    plain, changed, by_hand = (trace_step(one, 64).steady.peak_bytes for one in (task, change.task, built))
+    plain, changed, by_hand = (trace_step(one, 64).steady.peak_bytes for one in (spec, change.spec, built))
 
     assert changed == by_hand
     assert changed < plain
@@ -163,9 +163,9 @@ def test_checkpointing_is_planned_as_it_is(keeping: Keeping) -> None:
 
 def test_loss_in_chunks_is_planned_as_by_hand() -> None:
     """The plan of a loss in chunks is within 15% of what a loss that is written so holds, at a third of the memory."""
-    task = task_of_language()
-    change = next(one for one in possible_changes(task) if one.name.startswith("loss in chunks"))
-    envelope = find_envelopes(task, 2**30).steady
+    spec = task_of_language()
+    change = next(one for one in possible_changes(spec) if one.name.startswith("loss in chunks"))
+    envelope = find_envelopes(spec, 2**30).steady
     assert change.reshape is not None
 
     expected = change.reshape(envelope).peak_bytes(8)
@@ -177,36 +177,36 @@ def test_loss_in_chunks_is_planned_as_by_hand() -> None:
 
 def test_fused_update_takes_no_temporaries() -> None:
     """A fused optimizer's update holds less than the one that works on all parameters at once."""
-    task = task_of_classes(num_blocks=8, width=128)
-    fused = next(one for one in possible_changes(task) if one.name == "fused optimizer")
+    spec = task_of_classes(num_blocks=8, width=128)
+    fused = next(one for one in possible_changes(spec) if one.name == "fused optimizer")
 
-    plain, changed = (trace_step(one, 2).steady.peak_bytes for one in (task, fused.task))
+    plain, changed = (trace_step(one, 2).steady.peak_bytes for one in (spec, fused.spec))
 
     assert changed < 0.85 * plain
 
 
 def test_what_is_proposed_fits_and_one_more_does_not() -> None:
     """At the size that is found tensors fit on a CPU, and at the next one they do not: seen by tracing both."""
-    task = Task(
+    spec = StepSpec(
         model=Net, optimizer=adamw, loss=ab.mean_over_samples(classes), sample=torch.zeros(1, 32), profile="cpu"
     )
     budget = budget_of("cpu:1MiB", headroom=0.0)
 
-    setting = Setting(budget=budget, effective_batch_size=4096)
-    found = fit_of(task, find_envelopes(task, budget.usable_bytes), setting)
+    target = PlanTarget(budget=budget, effective_batch_size=4096)
+    found = fit_of(spec, find_envelopes(spec, budget.usable_bytes), target)
 
-    assert trace_step(task, found.largest).steady.peak_bytes <= MIB
-    assert trace_step(task, found.largest + 1).steady.peak_bytes > MIB
+    assert trace_step(spec, found.largest).steady.peak_bytes <= MIB
+    assert trace_step(spec, found.largest + 1).steady.peak_bytes > MIB
 
 
 def test_parts_are_even() -> None:
     """With room for more than one part of a share, parts are as equal as they can be, and none is larger than fits."""
-    task = task_of_classes()
+    spec = task_of_classes()
     budget = budget_of("600MiB", headroom=0.0)
-    envelopes = find_envelopes(task, budget.usable_bytes)
+    envelopes = find_envelopes(spec, budget.usable_bytes)
 
     for share in (1, 7, 64, 100_000, 300_001):
-        found = fit_of(task, envelopes, Setting(budget=budget, effective_batch_size=share))
+        found = fit_of(spec, envelopes, PlanTarget(budget=budget, effective_batch_size=share))
         assert found.micro_batch_size <= found.largest
         assert found.micro_batch_size * found.accumulation_steps >= share
         assert found.micro_batch_size * (found.accumulation_steps - 1) < share
@@ -214,8 +214,8 @@ def test_parts_are_even() -> None:
 
 def test_changes_are_ranked() -> None:
     """Changes are listed by what they let fit, and each is better or worse than what is, as told."""
-    task, budget = task_of_language(), budget_of("900MiB", headroom=0.0)
-    plan = make_plan(task, budget, 64, name="net")
+    spec, budget = task_of_language(), budget_of("900MiB", headroom=0.0)
+    plan = make_plan(spec, budget, 64, name="net")
 
     steps = [change.accumulation_steps for change in plan.changes]
 
@@ -241,10 +241,10 @@ def test_one_part_is_named_if_it_is_too_large_alone() -> None:
 
 def test_known_case_of_one_device() -> None:
     """Batch 64 with 4 fitting is 16 accumulation steps."""
-    task = task_of_language()
-    envelopes = find_envelopes(task, 2**30)
+    spec = task_of_language()
+    envelopes = find_envelopes(spec, 2**30)
     limit = next(size for size in range(100, 2000) if largest_that_fits(envelopes.steady, size * MIB) == 4)
-    plan = planned(task, f"{limit + 532}MiB", 64)
+    plan = planned(spec, f"{limit + 532}MiB", 64)
 
     assert plan.micro_batch_size == 4
     assert plan.accumulation_steps == 16
@@ -272,19 +272,19 @@ def test_budget_is_what_tensors_can_have() -> None:
 
 def test_changes_that_cannot_be_planned_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A change that breaks the step does not break the plan."""
-    task, budget = task_of_classes(), budget_of("600MiB")
-    envelopes = find_envelopes(task, budget.usable_bytes)
-    broken = [change for change in possible_changes(task) if change.name == "checkpointing"]
+    spec, budget = task_of_classes(), budget_of("600MiB")
+    envelopes = find_envelopes(spec, budget.usable_bytes)
+    broken = [change for change in possible_changes(spec) if change.name == "checkpointing"]
 
     def refuse() -> nn.Module:
         message = "no"
         raise UserError(message)
 
-    changes = [dataclasses.replace(broken[0], task=dataclasses.replace(broken[0].task, model=refuse)), *broken]
-    monkeypatch.setattr(rank, "possible_changes", lambda _: changes)
+    changes = [dataclasses.replace(broken[0], spec=dataclasses.replace(broken[0].spec, model=refuse)), *broken]
+    monkeypatch.setattr(ranking, "possible_changes", lambda _: changes)
 
     assert [
-        one.name for one in propose(task, envelopes, Setting(budget=budget, effective_batch_size=64), fits=True)
+        one.name for one in propose(spec, envelopes, PlanTarget(budget=budget, effective_batch_size=64), fits=True)
     ] == ["checkpointing"]
 
 

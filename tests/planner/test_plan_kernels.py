@@ -12,7 +12,7 @@ import anybatch as ab
 from anybatch.planner.budget import budget_of
 from anybatch.planner.plan import Plan, make_plan
 from anybatch.planner.trace.cpu_workspaces import KernelMemory
-from anybatch.planner.trace.step_spec import Task
+from anybatch.planner.trace.step_spec import StepSpec
 from anybatch.planner.verification import verify
 
 
@@ -29,7 +29,7 @@ def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return value
 
 
-TASK = Task(
+TASK = StepSpec(
     model=net,
     optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
     loss=ab.mean_over_samples(loss),
@@ -38,9 +38,9 @@ TASK = Task(
 )
 
 
-def planned(task: Task) -> Plan:
+def planned(spec: StepSpec) -> Plan:
     """Return the plan for 4 MiB."""
-    return make_plan(task, budget_of("cpu:4MiB"), 4096, proposals=False)
+    return make_plan(spec, budget_of("cpu:4MiB"), 4096, proposals=False)
 
 
 def test_fewer_samples_fit_where_kernels_count_and_the_plan_says_why() -> None:
@@ -55,12 +55,12 @@ def test_fewer_samples_fit_where_kernels_count_and_the_plan_says_why() -> None:
 
 def test_no_kernel_is_asked_for_another_device() -> None:
     """A plan for a GPU, which is not here, is as if nothing could be asked."""
-    task = dataclasses.replace(TASK, profile="cuda", kernels=KernelMemory())
+    spec = dataclasses.replace(TASK, profile="cuda", kernels=KernelMemory())
 
-    plan = make_plan(task, budget_of("24GiB"), 4096, proposals=False)
+    plan = make_plan(spec, budget_of("24GiB"), 4096, proposals=False)
 
-    assert task.kernels is not None
-    assert task.kernels.num_asked == 0
+    assert spec.kernels is not None
+    assert spec.kernels.num_asked == 0
     assert "kernel" not in "".join(plan.notes)
 
 

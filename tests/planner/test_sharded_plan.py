@@ -19,7 +19,7 @@ from anybatch.planner.cost.caching_allocator import replay
 from anybatch.planner.proposals.more_ranks import candidate_sizes, extrapolated, first_that_fits, smallest_world, zero1
 from anybatch.planner.trace.blocks import repeated_blocks
 from anybatch.planner.trace.fsdp_trace import ShardedTrace, Sharding, trace_sharded
-from anybatch.planner.trace.step_spec import Task
+from anybatch.planner.trace.step_spec import StepSpec
 from tests.planner.sharded_model import NUM_BLOCKS, Block, Held, Network, hold_for_real, sharded_task
 from tests.ranks_fixture import Ranks
 
@@ -185,10 +185,10 @@ def test_blocks_of_a_library_are_found() -> None:
     assert blocks_of(model) == list(model.model.layers)
 
 
-def made(task: Task) -> Task:
-    """Return the task with its optimizer made already."""
+def made(spec: StepSpec) -> StepSpec:
+    """Return the spec with its optimizer made already."""
     model = Network()
-    return replace(task, model=model, optimizer=torch.optim.AdamW(model.parameters()))
+    return replace(spec, model=model, optimizer=torch.optim.AdamW(model.parameters()))
 
 
 def encode(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -197,7 +197,7 @@ def encode(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("task", "words"),
+    ("spec", "words"),
     [
         (sharded_task(1), "world_size=1"),
         (replace(sharded_task(2), model={"network": Network()}), "one module"),
@@ -206,10 +206,10 @@ def encode(model: nn.Module, batch: Any) -> torch.Tensor:
     ],
     ids=["one rank", "two modules", "made optimizer", "joint loss"],
 )
-def test_what_cannot_be_sharded_is_refused(task: Task, words: str) -> None:
+def test_what_cannot_be_sharded_is_refused(spec: StepSpec, words: str) -> None:
     """Whatever has no sharded form is refused, with what to give instead."""
     with pytest.raises(PlanError, match=words):
-        trace_sharded(task, 2)
+        trace_sharded(spec, 2)
 
 
 def refusal() -> str:
@@ -238,8 +238,8 @@ def fits(trace: ShardedTrace, budget_bytes: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def wide() -> Task:
-    """A task whose memory is its state, in pieces that are large to the allocator."""
+def wide() -> StepSpec:
+    """A spec whose memory is its state, in pieces that are large to the allocator."""
 
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         value: torch.Tensor = model(batch).square().mean()
@@ -249,10 +249,10 @@ def wide() -> Task:
         return nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(4)))
 
     optimizer = sharded_task(2).optimizer
-    return Task(model=model, optimizer=optimizer, loss=ab.mean_over_samples(loss), sample=torch.zeros(1, 1024))
+    return StepSpec(model=model, optimizer=optimizer, loss=ab.mean_over_samples(loss), sample=torch.zeros(1, 1024))
 
 
-def test_smallest_world_is_the_first_that_fits(wide: Task) -> None:
+def test_smallest_world_is_the_first_that_fits(wide: StepSpec) -> None:
     """Of all candidates in order, the first that fits is found, for every budget; where none does, that is said."""
     candidates = [2, 4, 8, 16, 24, 32]
     assert candidate_sizes(32) == candidates

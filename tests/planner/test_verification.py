@@ -11,7 +11,7 @@ import anybatch as ab
 from anybatch.errors import PlanError
 from anybatch.planner.budget import budget_of
 from anybatch.planner.plan import make_plan
-from anybatch.planner.trace.step_spec import Task
+from anybatch.planner.trace.step_spec import StepSpec
 from anybatch.planner.verification import verify
 
 
@@ -25,7 +25,7 @@ def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return F.mse_loss(model(batch), batch[:, :4])
 
 
-TASK = Task(
+TASK = StepSpec(
     model=net,
     optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3),
     loss=ab.mean_over_samples(loss),
@@ -61,10 +61,10 @@ def test_what_cannot_be_verified() -> None:
     plan = make_plan(TASK, budget_of("cpu:1MiB"), 512, proposals=False)
     model = net()
 
-    for task in (
+    for spec in (
         dataclasses.replace(TASK, world_size=2),
         dataclasses.replace(TASK, model=model),
         dataclasses.replace(TASK, model=lambda: model, optimizer=torch.optim.SGD(model.parameters())),
     ):
         with pytest.raises(PlanError, match="plan it so"):
-            verify(task, plan.as_it_is, "cpu")
+            verify(spec, plan.as_it_is, "cpu")

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import pytest
 
 from anybatch.testing import conformance
-from anybatch.testing.conformance import CASES, EngineAdapter, HandWrittenLoop, Step, Task
-from anybatch.testing.conformance.adapters import Fault
+from anybatch.testing.conformance import CASES, EngineAdapter, HandWrittenLoop, SplitCase, TrainerStep
+from anybatch.testing.conformance.adapters import LoopFault
 
 # (case, micro-batch size) -> whether the loop with this fault is wrong there, by arithmetic
-WRONG: dict[Fault, dict[str, set[int]]] = {
+WRONG: dict[LoopFault, dict[str, set[int]]] = {
     "mean of means": {
         "ragged micro-batches": {5, 4},
         "class weights": {4, 1},
@@ -42,14 +42,14 @@ WRONG: dict[Fault, dict[str, set[int]]] = {
 class Silent:
     """A trainer that does not tell its samples."""
 
-    def __init__(self, fault: Fault) -> None:
+    def __init__(self, fault: LoopFault) -> None:
         self._loop = HandWrittenLoop(fault)
         self.name = "silent"
 
-    def steps(self, task: Task) -> Iterator[Step]:
+    def steps(self, split: SplitCase) -> Iterator[TrainerStep]:
         """Yield gradients only."""
-        for step in self._loop.steps(task):
-            yield Step(step.gradients)
+        for step in self._loop.steps(split):
+            yield TrainerStep(step.gradients)
 
 
 class Broken:
@@ -57,9 +57,9 @@ class Broken:
 
     name = "broken"
 
-    def steps(self, task: Task) -> Iterator[Step]:
+    def steps(self, split: SplitCase) -> Iterator[TrainerStep]:
         """Raise."""
-        raise RuntimeError(task.micro_batch_size)
+        raise RuntimeError(split.micro_batch_size)
 
 
 def test_the_engine_conforms() -> None:
@@ -76,7 +76,7 @@ def test_a_right_loop_conforms() -> None:
 
 
 @pytest.mark.parametrize("fault", WRONG)
-def test_known_faults_are_seen(fault: Fault) -> None:
+def test_known_faults_are_seen(fault: LoopFault) -> None:
     """Each known fault fails exactly where it is wrong, by name, and by far more than rounding."""
     table = conformance.run(HandWrittenLoop(fault))
     failed: dict[str, set[int]] = {}
@@ -90,7 +90,7 @@ def test_known_faults_are_seen(fault: Fault) -> None:
 
 
 @pytest.mark.parametrize("fault", ["mean of means", "constant divisor", "duplicated samples"])
-def test_faults_are_named_by_their_gradients(fault: Fault) -> None:
+def test_faults_are_named_by_their_gradients(fault: LoopFault) -> None:
     """A trainer that does not tell its samples is found out by its gradients where these differ."""
     rows = {(row.case, row.micro_batch_size): row for row in conformance.run(Silent(fault)).rows}
     case = "ragged micro-batches" if fault == "mean of means" else "partial last window"

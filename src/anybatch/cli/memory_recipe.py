@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from anybatch.cli.status import Status
-from anybatch.diagnostics.memory.report import MemoryReport, record_memory
+from anybatch.diagnostics.memory.memory_report import MemoryReport, record_memory
 from anybatch.recipes.load import load_recipe
 from anybatch.recipes.run.start import start
 

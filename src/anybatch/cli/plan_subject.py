@@ -57,7 +57,7 @@ def plan_subject(
     )
     sys.stdout.write(f"{words_of(found, samples)}\n")
     if verify and found.as_it_is.fits:
-        measured = verified(found.task, found.as_it_is, _device_of(choices["device"]))
+        measured = verified(found.spec, found.as_it_is, _device_of(choices["device"]))
         sys.stdout.write(f"{measured}\n{keep(measured, found, known)}\n")
     if figure is not None:
         draw_plan(found, figure)

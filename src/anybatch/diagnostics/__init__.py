@@ -1,16 +1,16 @@
 """Questions about a training run, answered by running it: is it exact, and what makes it differ where it is not?"""
 
 from anybatch.diagnostics.check import check
-from anybatch.diagnostics.check_report import CheckReport, Finding, SplitResult
-from anybatch.diagnostics.loop_check.check import check_loop
-from anybatch.diagnostics.loop_check.report import LoopReport
-from anybatch.diagnostics.memory.report import MemoryReport, record_memory
+from anybatch.diagnostics.check_report import CheckFinding, CheckReport, SplitResult
+from anybatch.diagnostics.loop_check.check_loop import check_loop
+from anybatch.diagnostics.loop_check.loop_report import LoopReport
+from anybatch.diagnostics.memory.memory_report import MemoryReport, record_memory
 from anybatch.diagnostics.tune import tune
 from anybatch.diagnostics.tuning import TuneReport
 
 __all__ = [
+    "CheckFinding",
     "CheckReport",
-    "Finding",
     "LoopReport",
     "MemoryReport",
     "SplitResult",

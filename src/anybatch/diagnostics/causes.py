@@ -6,60 +6,62 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from anybatch.core.comparison import relative_error
-from anybatch.diagnostics.check_report import Finding
-from anybatch.diagnostics.gradient_runs import Trial
+from anybatch.diagnostics.check_report import CheckFinding
+from anybatch.diagnostics.gradient_runs import GradientRuns
 from anybatch.engine.loss_check.messages import broken, explained
 from anybatch.engine.loss_check.recorded_model import UndecidedError
 
 
-def find_causes(trial: Trial, micro_batch_size: int, couples: Sequence[str], tolerance: float) -> Iterator[Finding]:
+def find_causes(
+    runs: GradientRuns, micro_batch_size: int, couples: Sequence[str], tolerance: float
+) -> Iterator[CheckFinding]:
     """Yield every reason why micro-batches of this size do not add up to the gradient of the batch.
 
     Args:
-        trial: the model, whose random numbers rest already.
+        runs: the model, whose random numbers rest already.
         micro_batch_size: of a cut that failed.
         couples: modules whose output for a sample depends on the others.
         tolerance: relative error that rounding may cause.
     """
     found = 0
-    by_name = dict(trial.modules.named_modules())
+    by_name = dict(runs.modules.named_modules())
     coupling = [by_name[name] for name in couples]
-    with trial.rest(coupling):
-        still = [name for name in trial.look().couples if name in couples]
+    with runs.rest(coupling):
+        still = [name for name in runs.look().couples if name in couples]
         resting = [name for name in couples if name not in still]
         if resting:
-            yield _normalisation(trial, micro_batch_size, resting, by_name)
+            yield _normalisation(runs, micro_batch_size, resting, by_name)
             found += 1
         if still:
             yield _coupling(still)
             return  # whether the loss adds up over samples cannot be told behind a model that joins them
-        losses = _losses(trial)
+        losses = _losses(runs)
         yield from losses
         found += len(losses)
-        if (finding := _state(trial, tolerance)) is not None:
+        if (finding := _state(runs, tolerance)) is not None:
             yield finding
             found += 1
         if not found:
-            yield _unexplained(trial, micro_batch_size)
+            yield _unexplained(runs, micro_batch_size)
 
 
-def error_of(trial: Trial, micro_batch_size: int) -> float:
+def error_of(runs: GradientRuns, micro_batch_size: int) -> float:
     """Return the relative gradient error of a cut; infinite if it cannot be run."""
     try:
-        return relative_error(trial.split(micro_batch_size), trial.whole())
+        return relative_error(runs.split(micro_batch_size), runs.whole())
     except (RuntimeError, ValueError):
         return float("inf")
 
 
-def _normalisation(trial: Trial, size: int, names: Sequence[str], by_name: dict[str, nn.Module]) -> Finding:
+def _normalisation(runs: GradientRuns, size: int, names: Sequence[str], by_name: dict[str, nn.Module]) -> CheckFinding:
     """Describe layers that couple samples in training and do not in evaluation mode. They rest meanwhile."""
     kinds = sorted({type(by_name[name]).__name__ for name in names})
     known = all(isinstance(by_name[name], _BatchNorm) for name in names)
     layers = f"{len(names)} layer{'s' * (len(names) > 1)} ({', '.join(kinds)}; first {names[0]!r})"
     verb = "normalise" if len(names) > 1 else "normalises"
-    rest = error_of(trial, size)
+    rest = error_of(runs, size)
     behind = "nothing else differs" if rest < 1e-3 else f"without them the gradient still differs by {rest:.1e}"  # noqa: PLR2004 (a word, no limit)
-    return Finding(
+    return CheckFinding(
         code="batch_norm",
         where=names[0],
         says=f"{layers} {verb} each micro-batch by that micro-batch's own statistics, and {behind}.",
@@ -73,8 +75,8 @@ def _normalisation(trial: Trial, size: int, names: Sequence[str], by_name: dict[
     )
 
 
-def _coupling(names: Sequence[str]) -> Finding:
-    return Finding(
+def _coupling(names: Sequence[str]) -> CheckFinding:
+    return CheckFinding(
         code="couples_samples",
         where=names[0],
         says=(
@@ -88,20 +90,20 @@ def _coupling(names: Sequence[str]) -> Finding:
     )
 
 
-def _losses(trial: Trial) -> list[Finding]:
+def _losses(runs: GradientRuns) -> list[CheckFinding]:
     """Return what is wrong with the declaration of the loss, term by term, as the engine's first step judges it."""
-    if trial.loss.encode is not None:  # a loss of the whole batch has no pieces
+    if runs.loss.encode is not None:  # a loss of the whole batch has no pieces
         return []
     try:
-        found = trial.findings()
+        found = runs.findings()
     except UndecidedError:
         return []
-    named = trial.loss.named
+    named = runs.loss.named
     return [
-        Finding(
+        CheckFinding(
             code="joint_loss" if one.explanation == "joint" else "loss_declaration",
             where=name,
-            says=broken(trial.loss, name, one),
+            says=broken(runs.loss, name, one),
             change=explained(name, one, named=named),
         )
         for name, one in found.items()
@@ -109,12 +111,12 @@ def _losses(trial: Trial) -> list[Finding]:
     ]
 
 
-def _state(trial: Trial, tolerance: float) -> Finding | None:
+def _state(runs: GradientRuns, tolerance: float) -> CheckFinding | None:
     """Return that a forward changes what the next one computes, as spectral norm and codebooks do."""
-    changed = trial.changed_by_forward(tolerance)
+    changed = runs.changed_by_forward(tolerance)
     if not changed:
         return None
-    return Finding(
+    return CheckFinding(
         code="state",
         where=changed[0],
         says=(
@@ -125,12 +127,12 @@ def _state(trial: Trial, tolerance: float) -> Finding | None:
     )
 
 
-def _unexplained(trial: Trial, size: int) -> Finding:
-    return Finding(
+def _unexplained(runs: GradientRuns, size: int) -> CheckFinding:
+    return CheckFinding(
         code="unexplained",
         where="",
         says=(
-            f"micro-batches of {size} give another gradient (relative error {error_of(trial, size):.1e}), and neither "
+            f"micro-batches of {size} give another gradient (relative error {error_of(runs, size):.1e}), and neither "
             "the layers, the random numbers, the buffers nor the loss explain it."
         ),
         change="look at the parameter that differs most, and at what the forward does with the size of its batch.",

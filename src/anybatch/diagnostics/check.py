@@ -9,8 +9,8 @@ from anybatch.core.comparison import errors_by_parameter, relative_error
 from anybatch.core.loss import Loss, LossFunction, declared, mean_over_samples
 from anybatch.core.tree import Batch, count_samples
 from anybatch.diagnostics.causes import find_causes
-from anybatch.diagnostics.check_report import CheckReport, Finding, SplitResult, in_words, verdict_of
-from anybatch.diagnostics.gradient_runs import Trial, copied
+from anybatch.diagnostics.check_report import CheckFinding, CheckReport, SplitResult, in_words, verdict_of
+from anybatch.diagnostics.gradient_runs import GradientRuns, copied
 from anybatch.engine.inputs import Model
 from anybatch.errors import BatchSizeError
 from anybatch.norms import Policy, PolicyName
@@ -60,52 +60,54 @@ def check(
         raise BatchSizeError(message)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what is fine with a whole batch and is run on a few samples here
-        return _check(*_trial(model, declared(loss), batch, seed=seed, norms=norms), micro_batch_sizes)
+        return _check(*_gradient_runs(model, declared(loss), batch, seed=seed, norms=norms), micro_batch_sizes)
 
 
-def _check(trial: Trial, precision: str, micro_batch_sizes: Sequence[int] | None) -> CheckReport:
-    num_samples = trial.num_samples
-    seen = trial.look()
-    narrowest = min((d for d in (trial.dtype, seen.narrowest) if d), key=lambda dtype: torch.finfo(dtype).bits)
+def _check(runs: GradientRuns, precision: str, micro_batch_sizes: Sequence[int] | None) -> CheckReport:
+    num_samples = runs.num_samples
+    seen = runs.look()
+    narrowest = min((d for d in (runs.dtype, seen.narrowest) if d), key=lambda dtype: torch.finfo(dtype).bits)
     tolerance = _TOLERANCES.get(narrowest, max(_TOLERANCES.values()))
     findings = []
-    if (randomness := _set_randomness_aside(trial, seen.draws, tolerance)) is not None:
+    if (randomness := _set_randomness_aside(runs, seen.draws, tolerance)) is not None:
         findings.append(randomness)
     sizes = micro_batch_sizes or sorted({1, round(num_samples * 0.4), round(num_samples * 0.6)})
-    splits = tuple(_measure(trial, size, tolerance) for size in sizes)
+    splits = tuple(_measure(runs, size, tolerance) for size in sizes)
     failing = [split for split in splits if split.verdict == "not equal"]
     if failing and not any(finding.breaks_equality for finding in findings):
         worst = max(failing, key=lambda split: (split.failure is None, split.error))
-        findings += find_causes(trial, worst.sizes[0], seen.couples, tolerance)
+        findings += find_causes(runs, worst.sizes[0], seen.couples, tolerance)
         findings += [_cannot_run(s) for s in failing if s.failure and all(f.code == "unexplained" for f in findings)]
     return CheckReport(
         num_samples=num_samples, precision=precision, tolerance=tolerance, splits=splits, findings=tuple(findings)
     )
 
 
-def _trial(model: Model, loss: Loss, batch: Batch, *, seed: int, norms: Policy | PolicyName) -> tuple[Trial, str]:
-    """Return a trial in float64 if the model runs in it, else in its own type; and the type, in words."""
-    trial = copied(model, loss, batch, torch.float64, seed=seed, norms=norms)
+def _gradient_runs(
+    model: Model, loss: Loss, batch: Batch, *, seed: int, norms: Policy | PolicyName
+) -> tuple[GradientRuns, str]:
+    """Return gradient runs in float64 if the model runs in it, else in its own type; and the type, in words."""
+    runs = copied(model, loss, batch, torch.float64, seed=seed, norms=norms)
     try:
-        if loss.terms is None and trial.returns_a_number():  # one number, taken as the engine takes it
-            trial.loss = mean_over_samples(loss.function)
-        trial.whole()
+        if loss.terms is None and runs.returns_a_number():  # one number, taken as the engine takes it
+            runs.loss = mean_over_samples(loss.function)
+        runs.whole()
     except (RuntimeError, TypeError, NotImplementedError) as error:
         reason = str(error).splitlines()[0][:100]
     else:
-        return trial, "float64"
-    trial = copied(model, loss, batch, None, seed=seed, norms=norms)
-    if loss.terms is None and trial.returns_a_number():
-        trial.loss = mean_over_samples(loss.function)
-    trial.whole()
-    return trial, f"{str(trial.dtype).removeprefix('torch.')}, because in float64: {reason}"
+        return runs, "float64"
+    runs = copied(model, loss, batch, None, seed=seed, norms=norms)
+    if loss.terms is None and runs.returns_a_number():
+        runs.loss = mean_over_samples(loss.function)
+    runs.whole()
+    return runs, f"{str(runs.dtype).removeprefix('torch.')}, because in float64: {reason}"
 
 
-def _measure(trial: Trial, size: int, tolerance: float) -> SplitResult:
-    num_samples = trial.num_samples
+def _measure(runs: GradientRuns, size: int, tolerance: float) -> SplitResult:
+    num_samples = runs.num_samples
     sizes = tuple(min(size, num_samples - start) for start in range(0, num_samples, size))
     try:
-        found, expected = trial.split(size), trial.whole()
+        found, expected = runs.split(size), runs.whole()
     except (RuntimeError, ValueError) as failure:  # the user's model, or the engine's refusal, on a small micro-batch
         infinite = float("inf")
         return SplitResult(sizes=sizes, error=infinite, errors={}, verdict="not equal", failure=str(failure))
@@ -114,17 +116,17 @@ def _measure(trial: Trial, size: int, tolerance: float) -> SplitResult:
     return SplitResult(sizes=sizes, error=error, errors=errors, verdict=verdict_of(error, tolerance))
 
 
-def _set_randomness_aside(trial: Trial, draws: Sequence[str], tolerance: float) -> Finding | None:
+def _set_randomness_aside(runs: GradientRuns, draws: Sequence[str], tolerance: float) -> CheckFinding | None:
     """Put the modules that draw random numbers to rest, if the gradient depends on what they draw."""
-    if relative_error(trial.whole(seed=trial.seed + 1), trial.whole()) <= tolerance:
+    if relative_error(runs.whole(seed=runs.seed + 1), runs.whole()) <= tolerance:
         return None
-    by_name = dict(trial.modules.named_modules())
-    trial.resting |= {by_name[name] for name in draws}
-    rest = relative_error(trial.whole(seed=trial.seed + 1), trial.whole())
+    by_name = dict(runs.modules.named_modules())
+    runs.resting |= {by_name[name] for name in draws}
+    rest = relative_error(runs.whole(seed=runs.seed + 1), runs.whole())
     where = draws[0] if draws else ""
     number = f"{len(draws)} module{'s' * (len(draws) > 1)}"
     if rest <= tolerance:
-        return Finding(
+        return CheckFinding(
             code="randomness",
             where=where,
             says=(
@@ -135,7 +137,7 @@ def _set_randomness_aside(trial: Trial, draws: Sequence[str], tolerance: float) 
             breaks_equality=False,
         )
     source = f"{where!r} draws" if draws else "the loss function, or a module's forward, draws"
-    return Finding(
+    return CheckFinding(
         code="randomness",
         where=where,
         says=(
@@ -146,8 +148,8 @@ def _set_randomness_aside(trial: Trial, draws: Sequence[str], tolerance: float) 
     )
 
 
-def _cannot_run(split: SplitResult) -> Finding:
-    return Finding(
+def _cannot_run(split: SplitResult) -> CheckFinding:
+    return CheckFinding(
         code="cannot_run",
         where="",
         says=f"micro-batches of {in_words(split.sizes)} cannot be run: {split.failure}",

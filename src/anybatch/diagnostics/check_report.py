@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Verdict = Literal["exact", "equal up to rounding", "not equal"]
+CheckVerdict = Literal["exact", "equal up to rounding", "not equal"]
 EXACT = 1e-12
 
 
@@ -26,7 +26,7 @@ class SplitResult:
     sizes: tuple[int, ...]
     error: float
     errors: Mapping[str, float]
-    verdict: Verdict
+    verdict: CheckVerdict
     failure: str | None = None
 
     @property
@@ -36,7 +36,7 @@ class SplitResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class CheckFinding:
     """One reason why a cut changes the gradient, or something that was set aside to be able to compare.
 
     Attributes:
@@ -72,12 +72,12 @@ class CheckReport:
     precision: str
     tolerance: float
     splits: tuple[SplitResult, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[CheckFinding, ...]
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> CheckVerdict:
         """The worst of all cuts."""
-        order: tuple[Verdict, ...] = ("exact", "equal up to rounding", "not equal")
+        order: tuple[CheckVerdict, ...] = ("exact", "equal up to rounding", "not equal")
         return max((split.verdict for split in self.splits), key=order.index)
 
     @property
@@ -108,7 +108,7 @@ def in_words(sizes: Sequence[int]) -> str:
     return " + ".join(f"{number} x {size}" if number > 1 else str(size) for size, number in runs)
 
 
-def verdict_of(error: float, tolerance: float) -> Verdict:
+def verdict_of(error: float, tolerance: float) -> CheckVerdict:
     """Return what an error means where rounding alone may cause `tolerance`."""
     if math.isnan(error):
         return "not equal"

@@ -23,7 +23,7 @@ from anybatch.parallel.world import World
 
 
 @dataclass(slots=True)
-class Trial:
+class GradientRuns:
     """A model, a loss and a batch of one number type, on the CPU.
 
     Attributes:
@@ -158,8 +158,8 @@ class Trial:
 
 def copied(
     model: Model, loss: Loss, batch: Batch, dtype: torch.dtype | None, *, seed: int, norms: Policy | PolicyName
-) -> Trial:
-    """Return a trial on copies of everything, on the CPU, floating-point numbers as `dtype`; None leaves their type."""
+) -> GradientRuns:
+    """Return gradient runs on CPU copies of everything, floating-point numbers as `dtype`; None leaves their type."""
     model, loss = copy.deepcopy((model, loss))
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
@@ -169,4 +169,4 @@ def copied(
         module.to("cpu", dtype).train()
     if isinstance(loss.function, nn.Module):
         loss.function.to("cpu", dtype)
-    return Trial(model, loss, map_tensors(batch, convert), seed, norms)
+    return GradientRuns(model, loss, map_tensors(batch, convert), seed, norms)

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LinearLR
 
 from anybatch.core.records import Observer
 from anybatch.data.batches import Batches, batches
-from anybatch.diagnostics.memory.report import record_memory
+from anybatch.diagnostics.memory.memory_report import record_memory
 from anybatch.engine.engine import Engine
 from anybatch.errors import DataError, NonFiniteError
 from anybatch.guide.course import Course

@@ -16,17 +16,17 @@ from torch.utils._pytree import tree_leaves
 
 from anybatch.memory.trace import Allocation, Category, MemoryTrace, Phase
 
-Watcher = Callable[[int, int, str], None]
+AllocationObserver = Callable[[int, int, str], None]
 """Told (bytes held with the new allocation, bytes of it, operation) at each allocation; may raise."""
 
-OperationWatcher = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any, Phase], None]
+OperationObserver = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any, Phase], None]
 """Told (operation, arguments, keyword arguments, result, phase) after each operation."""
 
-KernelWatcher = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], Iterable[int]]
+KernelWorkspaces = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], Iterable[int]]
 """Told (operation, arguments, keyword arguments, result); says what its kernel held at its highest moments, in bytes,
 results included."""
 
-Pool = Callable[[], int]
+PoolSelector = Callable[[], int]
 """Says which of the allocator's pools memory comes from that is taken now."""
 
 _NO_TASK = -1
@@ -53,11 +53,11 @@ class MemoryLedger(TorchDispatchMode):
     def __init__(
         self,
         *,
-        watcher: Watcher | None = None,
-        on_operation: OperationWatcher | None = None,
+        watcher: AllocationObserver | None = None,
+        on_operation: OperationObserver | None = None,
         device_type: str | None = None,
-        pool: Pool | None = None,
-        kernels: KernelWatcher | None = None,
+        pool: PoolSelector | None = None,
+        kernels: KernelWorkspaces | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.held_bytes = 0

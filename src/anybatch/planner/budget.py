@@ -18,7 +18,7 @@ NOT_MEASURED: Final = "nothing has been measured on it yet"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class DeviceMeasurements:
     """What measured steps say of a device, beside what a plan knows.
 
     Attributes:
@@ -68,7 +68,7 @@ class Budget:
 
 
 def budget_of(
-    device: str | int, *, world_size: int = 1, headroom: float | None = None, measured: Measured | None = None
+    device: str | int, *, world_size: int = 1, headroom: float | None = None, measured: DeviceMeasurements | None = None
 ) -> Budget:
     """Return the budget of a device.
 
@@ -83,9 +83,9 @@ def budget_of(
         UserError: nothing is known of such a device, or the headroom leaves nothing.
     """
     if headroom is not None:
-        measured = Measured(headroom=headroom, why="as asked")
+        measured = DeviceMeasurements(headroom=headroom, why="as asked")
     elif measured is None:
-        measured = Measured()
+        measured = DeviceMeasurements()
     headroom = measured.headroom
     if isinstance(headroom, bool) or not 0.0 <= headroom < 1.0:
         message = f"{headroom=} must be a part of the memory to leave free, from 0 to below 1: 0.15 leaves 15%."

@@ -22,7 +22,7 @@ from anybatch.planner.cost.step_time import CostLine, CostTrace, fit_costs
 from anybatch.planner.trace.cpu_workspaces import KernelMemory
 from anybatch.planner.trace.cuda_emulation import Profile
 from anybatch.planner.trace.joint_rows import joint_limit
-from anybatch.planner.trace.step_spec import Task, built
+from anybatch.planner.trace.step_spec import StepSpec, built
 from anybatch.planner.trace.step_trace import StepTrace, Tracing, trace_step, uncollected
 
 TRACED = (2, 3)
@@ -92,7 +92,7 @@ class Envelopes:
 
 
 @uncollected()
-def find_envelopes(task: Task, usable_bytes: int, *, most_samples: int | None = None) -> Envelopes:
+def find_envelopes(spec: StepSpec, usable_bytes: int, *, most_samples: int | None = None) -> Envelopes:
     """Trace two micro-batch sizes, and a third one, the largest that seems to fit, to see whether the two tell.
 
     On a CPU kernels are asked what they take for themselves. If a plan fails with that, it is made without.
@@ -100,7 +100,7 @@ def find_envelopes(task: Task, usable_bytes: int, *, most_samples: int | None = 
     Raises:
         CannotPlanError: the step cannot be traced, or memory does not follow from traces; says why.
     """
-    ready, reason = built(task)
+    ready, reason = built(spec)
     notes = [] if reason is None else [f"the model was made with its memory, as it cannot be without: {reason}"]
     kernels = ready.kernels
     if kernels is None or ready.profile != "cpu":
@@ -136,8 +136,8 @@ def _told_of(kernels: KernelMemory) -> list[str]:
     return told
 
 
-def _found(ready: Task, usable_bytes: int, *, most_samples: int | None, notes: Sequence[str]) -> Envelopes:
-    """Return the envelopes of a task whose model is made.
+def _found(ready: StepSpec, usable_bytes: int, *, most_samples: int | None, notes: Sequence[str]) -> Envelopes:
+    """Return the envelopes of a spec whose model is made.
 
     Raises:
         CannotPlanError: the step cannot be traced, or memory does not follow from traces; says why.
@@ -167,7 +167,9 @@ def _found(ready: Task, usable_bytes: int, *, most_samples: int | None, notes: S
         raise CannotPlanError(message) from error
 
 
-def _fitted(task: Task, traces: dict[int, StepTrace], costs: Sequence[CostTrace], notes: tuple[str, ...]) -> Envelopes:
+def _fitted(
+    spec: StepSpec, traces: dict[int, StepTrace], costs: Sequence[CostTrace], notes: tuple[str, ...]
+) -> Envelopes:
     """Return the envelopes through the first two traces.
 
     Raises:
@@ -179,7 +181,7 @@ def _fitted(task: Task, traces: dict[int, StepTrace], costs: Sequence[CostTrace]
         first=fit(traces[low].first, low, traces[high].first, high),
         verdict="exact",
         checked_at=0,
-        profile=task.profile,
+        profile=spec.profile,
         costs=fit_costs(costs[0], low, costs[1], high),
         notes=notes,
     )
@@ -197,7 +199,7 @@ def _goes_on_as_predicted(tracing: Tracing, size: int, envelope: MemoryEnvelope)
 
 
 def _checked(
-    task: Task, traces: dict[int, StepTrace], found: Envelopes, usable_bytes: int, *, most_samples: int | None
+    spec: StepSpec, traces: dict[int, StepTrace], found: Envelopes, usable_bytes: int, *, most_samples: int | None
 ) -> Envelopes:
     """Return envelopes that a trace from the beginning has not contradicted: quadratics, where lines are not enough.
 
@@ -207,7 +209,7 @@ def _checked(
     low, high = TRACED
     for _ in range(3):  # affine, quadratic, and once more at what the quadratic says
         size = _further(_smaller(found.largest(usable_bytes), most_samples), found.steady.traced)
-        traces[size] = trace_step(task, size)
+        traces[size] = trace_step(spec, size)
         seen = check(found.steady, traces[size].steady, size)
         if seen.verdict == "exact":
             check(found.first, traces[size].first, size)
@@ -229,7 +231,7 @@ def _reads(trace: StepTrace) -> bool:
     return bool(trace.numbers_read or trace.truths_read)
 
 
-def _refuse_dependence(task: Task, trace: StepTrace) -> None:
+def _refuse_dependence(spec: StepSpec, trace: StepTrace) -> None:
     """Refuse a step that does something else when the numbers it reads from tensors are others.
 
     Raises:
@@ -240,7 +242,7 @@ def _refuse_dependence(task: Task, trace: StepTrace) -> None:
         f"cannot plan, will probe: the step reads {trace.numbers_read} numbers and {trace.truths_read} truth values "
         "from tensors while it computes, and what it holds depends on them"
     )
-    first, second = in_order(trace.steady), in_order(trace_step(task, m, other_answers=True).steady)
+    first, second = in_order(trace.steady), in_order(trace_step(spec, m, other_answers=True).steady)
     try:
         check_same_structure(first, m, second, m)
     except PlanError as error:

@@ -11,7 +11,7 @@ import torch
 from anybatch.core.headroom import HEADROOM, measured_headroom
 from anybatch.engine.telemetry.notifier import software_versions
 from anybatch.errors import UserError
-from anybatch.planner.budget import Measured
+from anybatch.planner.budget import DeviceMeasurements
 from anybatch.planner.cache.measured_devices import (
     LEAST_OUTSIDE_BYTES,
     MOST_EXCESS,
@@ -28,7 +28,7 @@ from anybatch.planner.verification import Verified, full_name
 _CPU = "cpu:"
 
 
-def measured_of(device: str | int, name: str, precision: str, known: KnownDevices) -> Measured:
+def measured_of(device: str | int, name: str, precision: str, known: KnownDevices) -> DeviceMeasurements:
     """Return what is known of a device that a plan is made for.
 
     A step counts that was measured on a device of that name, or under a budget of as many bytes, with the same versions
@@ -47,7 +47,7 @@ def measured_of(device: str | int, name: str, precision: str, known: KnownDevice
     return _measured(_belongs(device), subject(name, precision), known, _versions(on_cpu=_is_cpu(device)))
 
 
-def measured_here(device: torch.device, name: str, precision: str, known: KnownDevices) -> Measured:
+def measured_here(device: torch.device, name: str, precision: str, known: KnownDevices) -> DeviceMeasurements:
     """Return what is known of a device that is here; see `measured_of`."""
     full = full_name(device)
     versions = _versions(on_cpu=device.type == "cpu")
@@ -56,14 +56,14 @@ def measured_here(device: torch.device, name: str, precision: str, known: KnownD
 
 def _measured(
     belongs: Callable[[MeasuredStep], bool], of: str, known: KnownDevices, versions: dict[str, str | None]
-) -> Measured:
+) -> DeviceMeasurements:
     """Return what the steps say that belong to a device."""
     steps, refused = known.steps()
     mine = [step for step in steps if belongs(step)]
     fresh = [step for step in mine if step.versions == versions]
     notes = (refused,) if refused else ()
     if not fresh:
-        return Measured(notes=(*notes, *(_stale(step, versions) for step in mine[-1:])))
+        return DeviceMeasurements(notes=(*notes, *(_stale(step, versions) for step in mine[-1:])))
     same = [step for step in fresh if step.subject == of]
     excess = max(step.excess for step in same or fresh)
     headroom = measured_headroom(excess) if same else min(HEADROOM, measured_headroom(excess))
@@ -71,7 +71,9 @@ def _measured(
     last = (same or fresh)[-1]
     why = f"measured on {last.date} with torch {versions['torch']}"
     said = f"{why}: headroom {100 * headroom:.0f}%; {_compared(excess)} for {last.subject}"
-    return Measured(headroom=headroom, outside_bytes=seen[-1] if seen else None, why=f"as {why}", notes=(*notes, said))
+    return DeviceMeasurements(
+        headroom=headroom, outside_bytes=seen[-1] if seen else None, why=f"as {why}", notes=(*notes, said)
+    )
 
 
 def keep(found: Verified, plan: Plan, known: KnownDevices) -> str:

@@ -17,10 +17,10 @@ from anybatch.parallel.gradient_buckets import gradient_bytes
 from anybatch.planner.budget import Budget
 from anybatch.planner.cost.step_time import Bill, CostLine, Rates, StepSeconds, bill, rates_of
 from anybatch.planner.envelopes import find_envelopes
-from anybatch.planner.proposals.rank import Fit, Setting, best_first, fit_of, propose
+from anybatch.planner.proposals.ranking import Fit, PlanTarget, best_first, fit_of, propose
 from anybatch.planner.report import words_of
 from anybatch.planner.trace.blocks import as_module
-from anybatch.planner.trace.step_spec import Task, built
+from anybatch.planner.trace.step_spec import StepSpec, built
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -29,11 +29,11 @@ class Plan:
 
     Attributes:
         name: what is trained.
-        task: the step.
+        spec: the step.
         num_parameters: of the model, frozen ones included.
         optimizer: its class.
         precision: number formats of forward and backward.
-        setting: what it is planned for: the device's memory and rates, and the effective batch size.
+        target: what it is planned for: the device's memory and rates, and the effective batch size.
         batch: how the effective batch is cut and dealt at the size that is proposed.
         as_it_is: what fits without a change.
         costs: of its operations, at any micro-batch size.
@@ -44,11 +44,11 @@ class Plan:
     """
 
     name: str
-    task: Task
+    spec: StepSpec
     num_parameters: int
     optimizer: str
     precision: str
-    setting: Setting
+    target: PlanTarget
     batch: BatchPlan
     as_it_is: Fit
     costs: CostLine
@@ -60,7 +60,7 @@ class Plan:
     @property
     def budget(self) -> Budget:
         """Return the device's memory."""
-        return self.setting.budget
+        return self.target.budget
 
     @property
     def micro_batch_size(self) -> int:
@@ -79,8 +79,8 @@ class Plan:
         """
         if not self.as_it_is.fits:
             return None
-        size = even_size(self.setting.share(world_size), self.as_it_is.largest)
-        return self.setting.seconds(self.costs, size, world_size)
+        size = even_size(self.target.share(world_size), self.as_it_is.largest)
+        return self.target.seconds(self.costs, size, world_size)
 
     def bill(self, num_samples: int, world_size: int) -> Bill | None:
         """Return what training on so many samples takes, in hours and money; None where no time is known."""
@@ -109,7 +109,7 @@ class Plan:
 
 
 def make_plan(
-    task: Task,
+    spec: StepSpec,
     budget: Budget,
     effective_batch_size: int,
     *,
@@ -120,7 +120,7 @@ def make_plan(
     """Plan a training step for a device.
 
     Args:
-        task: what is trained.
+        spec: what is trained.
         budget: the device's memory.
         effective_batch_size: samples of one step, over all ranks.
         name: what it is called.
@@ -132,27 +132,27 @@ def make_plan(
         UserError: the engine refuses what it is asked to run.
     """
     start = time.perf_counter()
-    ready, _ = built(task)
+    ready, _ = built(spec)
     parameters = list(as_module(cast("Model", ready.model)).parameters())
-    setting = Setting(
+    target = PlanTarget(
         budget=budget,
         effective_batch_size=effective_batch_size,
         rates=rates_of(budget.device) if rates is None and budget.device is not None else rates,
         gradient_bytes=gradient_bytes(p for p in parameters if p.requires_grad),
     )
-    envelopes = find_envelopes(ready, budget.usable_bytes, most_samples=setting.share(task.world_size))
-    as_it_is = fit_of(task, envelopes, setting)
-    changes = propose(task, envelopes, setting, fits=as_it_is.fits) if proposals else []
+    envelopes = find_envelopes(ready, budget.usable_bytes, most_samples=target.share(spec.world_size))
+    as_it_is = fit_of(spec, envelopes, target)
+    changes = propose(spec, envelopes, target, fits=as_it_is.fits) if proposals else []
     optimizer = ready.optimizer
     cut = Cut(micro_batch_size=as_it_is.micro_batch_size)
     return Plan(
         name=name,
-        task=task,
+        spec=spec,
         num_parameters=sum(parameter.numel() for parameter in parameters),
         optimizer=type(optimizer if isinstance(optimizer, Optimizer) else optimizer(_one_parameter())).__name__,
-        precision=task.precision,
-        setting=setting,
-        batch=plan_batch(effective_batch_size, task.world_size, cut),
+        precision=spec.precision,
+        target=target,
+        batch=plan_batch(effective_batch_size, spec.world_size, cut),
         as_it_is=as_it_is,
         costs=envelopes.costs,
         changes=tuple(best_first(changes)),

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from anybatch.core.units import duration, in_bytes, per_second, three_digits
 from anybatch.diagnostics.memory.bar import MemoryBar
 from anybatch.planner.budget import Budget
-from anybatch.planner.proposals.rank import Fit
+from anybatch.planner.proposals.ranking import Fit
 
 if TYPE_CHECKING:
     from anybatch.planner.plan import Plan

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from anybatch.core.tree import Batch, resize_samples
 from anybatch.core.units import in_bytes
-from anybatch.diagnostics.memory.report import record_memory
+from anybatch.diagnostics.memory.memory_report import record_memory
 from anybatch.engine.engine import Engine
 from anybatch.errors import PlanError
 from anybatch.memory.device_memory import outside_bytes
@@ -16,8 +16,8 @@ from anybatch.memory.host_memory import device_name
 from anybatch.memory.ledger import INSIDE
 from anybatch.memory.trace import MemoryEnvelope, Polynomials
 from anybatch.parallel.world import World
-from anybatch.planner.proposals.rank import Fit
-from anybatch.planner.trace.step_spec import Task
+from anybatch.planner.proposals.ranking import Fit
+from anybatch.planner.trace.step_spec import StepSpec
 from anybatch.planner.trace.step_trace import NUM_MICRO_BATCHES
 
 
@@ -59,44 +59,44 @@ class Verified:
         return "\n".join([f"verified on {self.device}, in a step of {NUM_MICRO_BATCHES} micro-batches", *lines])
 
 
-def verify(task: Task, fit: Fit, device: str | torch.device) -> Verified:
+def verify(spec: StepSpec, fit: Fit, device: str | torch.device) -> Verified:
     """Run the planned step on a device, and compare.
 
     A new model is made there, and nothing is kept. Samples are the planned one, over and over.
 
     Args:
-        task: what was planned, on one rank; its model and optimizer must be functions.
+        spec: what was planned, on one rank; its model and optimizer must be functions.
         fit: what fits of it.
         device: where.
 
     Raises:
-        PlanError: the task is for several ranks, or its model or optimizer is made already.
+        PlanError: the spec is for several ranks, or its model or optimizer is made already.
     """
-    if task.world_size > 1 or not callable(task.model) or isinstance(task.model, torch.nn.Module):
+    if spec.world_size > 1 or not callable(spec.model) or isinstance(spec.model, torch.nn.Module):
         message = "a plan is verified on one rank, with a function that makes the model: plan it so."
         raise PlanError(message)
-    if isinstance(task.optimizer, Optimizer):
+    if isinstance(spec.optimizer, Optimizer):
         message = "a plan is verified with a function that makes the optimizer: plan it so."
         raise PlanError(message)
     device = torch.device(device)
     size = fit.micro_batch_size
     engine = Engine(
-        task.model(),
-        task.optimizer,
-        task.loss,
+        spec.model(),
+        spec.optimizer,
+        spec.loss,
         micro_batch_size=size,
-        precision=task.precision,
-        clip=task.clip,
-        measure_gradient_norm=task.measure_gradient_norm,
-        average_decay=task.average_decay,
-        norms=task.norms,
-        rng=task.rng,
+        precision=spec.precision,
+        clip=spec.clip,
+        measure_gradient_norm=spec.measure_gradient_norm,
+        average_decay=spec.average_decay,
+        norms=spec.norms,
+        rng=spec.rng,
         check_loss=False,
         world=World(device=device),
     )
     with engine, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # whoever trains in earnest will see them
-        batch = _repeated(task.sample, NUM_MICRO_BATCHES * size)
+        batch = _repeated(spec.sample, NUM_MICRO_BATCHES * size)
         too_large = engine.step(batch).too_large
         recording = record_memory(engine)
         with recording:

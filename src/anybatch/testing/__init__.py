@@ -2,13 +2,13 @@
 
 from anybatch.core.comparison import relative_error
 from anybatch.testing.gradients import assert_same_gradients
-from anybatch.testing.memory_budget import Fault, MemoryBudget, memory_budget, out_of_memory_at
-from anybatch.testing.ranks import Outcome, RankPool, run_ranks
+from anybatch.testing.memory_budget import AllocationFault, MemoryBudget, memory_budget, out_of_memory_at
+from anybatch.testing.ranks import RankOutcome, RankPool, run_ranks
 
 __all__ = [
-    "Fault",
+    "AllocationFault",
     "MemoryBudget",
-    "Outcome",
+    "RankOutcome",
     "RankPool",
     "assert_same_gradients",
     "memory_budget",

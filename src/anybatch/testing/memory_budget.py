@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from anybatch.memory.ledger import MemoryLedger, Watcher
+from anybatch.memory.ledger import AllocationObserver, MemoryLedger
 from anybatch.memory.trace import Phase
 
 Holder = nn.Module | Optimizer | torch.Tensor
@@ -23,7 +23,7 @@ Holder = nn.Module | Optimizer | torch.Tensor
 _KIB, _MIB, _GIB = 2**10, 2**20, 2**30
 
 
-def _ledger(watcher: Watcher) -> MemoryLedger:
+def _ledger(watcher: AllocationObserver) -> MemoryLedger:
     """Return a ledger that also books what operations are given: what is seen first as an argument was there."""
 
     def book_arguments(
@@ -111,7 +111,7 @@ def memory_budget(num_bytes: int, *holders: Holder) -> Iterator[MemoryBudget]:
         ledger.forget()
 
 
-class Fault:
+class AllocationFault:
     """An allocation that fails on purpose; made by `out_of_memory_at`.
 
     Attributes:
@@ -141,7 +141,7 @@ class Fault:
         self.failed.append((operation, phase))
         self._ledger.phase = None  # the update does not come to its end
         message = (
-            f"Tried to allocate {_in_words(num_bytes)}. Fault on purpose at allocation {self._number} of "
+            f"Tried to allocate {_in_words(num_bytes)}. AllocationFault on purpose at allocation {self._number} of "
             f"{self._phase or 'any phase'}, in {operation}."
         )
         raise torch.OutOfMemoryError(message)
@@ -154,7 +154,7 @@ class Fault:
 
 
 @contextmanager
-def out_of_memory_at(number: int, *, phase: Phase | None = None, times: int = 1) -> Iterator[Fault]:
+def out_of_memory_at(number: int, *, phase: Phase | None = None, times: int = 1) -> Iterator[AllocationFault]:
     """Let one allocation of torch raise `torch.OutOfMemoryError`: the `number`-th in the context, from 1 on.
 
     The same program fails at the same place every time. Without a fault, `number=0`, allocations are only counted.
@@ -168,7 +168,7 @@ def out_of_memory_at(number: int, *, phase: Phase | None = None, times: int = 1)
     Yields:
         What has failed and how many allocations there were.
     """
-    fault = Fault(number, phase, times if number else 0)
+    fault = AllocationFault(number, phase, times if number else 0)
     ledger = fault._ledger  # noqa: SLF001 (the class is in this file)
     with ExitStack() as stack:
         stack.callback(ledger.forget)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RankOutcome:
     """How a function ended on one rank.
 
     Attributes:
@@ -58,11 +58,11 @@ class RankPool:
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def outcomes(self, function: Callable[..., Any], *args: Any) -> list[Outcome]:  # noqa: ANN401 (the function's)
+    def outcomes(self, function: Callable[..., Any], *args: Any) -> list[RankOutcome]:  # noqa: ANN401 (the function's)
         """Run `function(*args)` on every rank and return how each ended, in rank order."""
         for pipe in self._pipes:
             pipe.send((function, args))
-        found: dict[int, Outcome] = {}
+        found: dict[int, RankOutcome] = {}
         while len(found) < len(self._pipes):
             ready = wait([p for rank, p in enumerate(self._pipes) if rank not in found], self._timeout_seconds)
             if not ready:
@@ -70,7 +70,7 @@ class RankPool:
             for rank, pipe in enumerate(self._pipes):
                 if pipe in ready:
                     found[rank] = self._receive(rank)
-        late = Outcome(error=f"no answer after {self._timeout_seconds} seconds")
+        late = RankOutcome(error=f"no answer after {self._timeout_seconds} seconds")
         return [found.get(rank, late) for rank in range(len(self._pipes))]
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:  # noqa: ANN401 (the function's)
@@ -104,12 +104,12 @@ class RankPool:
     ) -> None:
         self.close()
 
-    def _receive(self, rank: int) -> Outcome:
+    def _receive(self, rank: int) -> RankOutcome:
         try:
-            outcome: Outcome = self._pipes[rank].recv()
+            outcome: RankOutcome = self._pipes[rank].recv()
         except (EOFError, ConnectionError):
             self._processes[rank].join(self._timeout_seconds)
-            return Outcome(error=f"the process ended with exit code {self._processes[rank].exitcode}")
+            return RankOutcome(error=f"the process ended with exit code {self._processes[rank].exitcode}")
         return outcome
 
 
@@ -118,7 +118,7 @@ def run_ranks(
     function: Callable[..., Any],
     *args: Any,  # noqa: ANN401 (the function's)
     timeout_seconds: float = 120.0,
-) -> list[Outcome]:
+) -> list[RankOutcome]:
     """Run `function(*args)` once on fresh ranks and return how each ended, in rank order."""
     with RankPool(world_size, timeout_seconds=timeout_seconds) as pool:
         return pool.outcomes(function, *args)
@@ -139,9 +139,9 @@ def _serve(pipe: Connection, rank: int, world_size: int, rendezvous: str, timeou
         except (EOFError, ConnectionError):
             break
         try:
-            outcome = Outcome(value=function(*args))
+            outcome = RankOutcome(value=function(*args))
         except Exception:  # noqa: BLE001 (whatever it was, the caller is told)
-            outcome = Outcome(error=traceback.format_exc())
+            outcome = RankOutcome(error=traceback.format_exc())
         pipe.send(outcome)
         if outcome.error:
             break  # the connection to the others may be out of step

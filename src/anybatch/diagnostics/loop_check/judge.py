@@ -7,9 +7,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from anybatch.diagnostics.loop_check import sentences
-from anybatch.diagnostics.loop_check.report import Finding, Window, fraction
-from anybatch.diagnostics.loop_check.trace import Rows, Trace
-from anybatch.diagnostics.loop_check.units import Units
+from anybatch.diagnostics.loop_check.loop_report import LoopFinding, Window, fraction
+from anybatch.diagnostics.loop_check.loop_trace import LoopTrace, TableGradient
+from anybatch.diagnostics.loop_check.unit_gradients import UnitGradients
 from anybatch.diagnostics.loop_check.windows import (
     Part,
     StepParts,
@@ -38,11 +38,11 @@ class Evidence:
         file: the loop's file.
     """
 
-    traces: Sequence[Trace]
+    traces: Sequence[LoopTrace]
     parts: Sequence[Sequence[Part]]
     steps: Sequence[StepParts]
-    loud: Trace | None
-    units: Units
+    loud: LoopTrace | None
+    units: UnitGradients
     ids: Sequence[int]
     accumulation_steps: int
     is_told: bool
@@ -96,7 +96,7 @@ class Judged:
         return once[0] if once else self.found.get(part.ids[0], 0.0) / self.step.ids[part.ids[0]]
 
 
-def judge(evidence: Evidence) -> tuple[tuple[Window, ...], tuple[Finding, ...]]:
+def judge(evidence: Evidence) -> tuple[tuple[Window, ...], tuple[LoopFinding, ...]]:
     """Return the steps of a loop, and what is wrong with them."""
     if not evidence.steps:
         return (), (sentences.never_steps(evidence.where()), *_about_end(evidence))
@@ -111,11 +111,11 @@ def judge(evidence: Evidence) -> tuple[tuple[Window, ...], tuple[Finding, ...]]:
     return windows, tuple(sorted(findings, key=lambda finding: not finding.in_gradient))
 
 
-def _clean_units(step: StepParts, evidence: Evidence) -> Rows | None:
+def _clean_units(step: StepParts, evidence: Evidence) -> TableGradient | None:
     return evidence.units.of(tuple(step.ids)) if step.is_clean and step.ids else None
 
 
-def _window(step: StepParts, units: Units, own: Rows | None) -> Window:
+def _window(step: StepParts, units: UnitGradients, own: TableGradient | None) -> Window:
     """Return a step as the report shows it; samples of other windows are measured by units of their own."""
     every = units.of(range(len(step.gradient)))
     used = own if own is not None else every
@@ -124,14 +124,14 @@ def _window(step: StepParts, units: Units, own: Rows | None) -> Window:
     return Window(step=step.number + 1, micro_batches=tuple(p.ids for p in step.parts), found=found, expected=expected)
 
 
-def _about_end(evidence: Evidence) -> Iterator[Finding]:
+def _about_end(evidence: Evidence) -> Iterator[LoopFinding]:
     """Yield whether the loop had to be ended."""
     if not all(trace.ended for trace in evidence.traces):
         lines = [step.line for step in evidence.steps[-1:]]
         yield sentences.does_not_end(len(evidence.traces[0].forwards), evidence.where(*lines))
 
 
-def _about_steps(evidence: Evidence) -> Iterator[Finding]:
+def _about_steps(evidence: Evidence) -> Iterator[LoopFinding]:
     """Yield what is wrong with when the loop steps."""
     steps, told = evidence.steps, evidence.accumulation_steps
     if evidence.cuts_batches or not evidence.is_told:
@@ -154,7 +154,7 @@ def _about_steps(evidence: Evidence) -> Iterator[Finding]:
         yield sentences.window_size(odd[0].number + 1, odd[0].num_micro_batches, told, evidence.where(odd[0].line))
 
 
-def _about_clearing(evidence: Evidence) -> Iterator[Finding]:
+def _about_clearing(evidence: Evidence) -> Iterator[LoopFinding]:
     """Yield what is wrong with when gradients are cleared."""
     stale = [step for step in evidence.steps if step.is_stale]
     if stale:
@@ -170,7 +170,7 @@ def _about_clearing(evidence: Evidence) -> Iterator[Finding]:
         yield sentences.zero_grad_before_step(len(cleared), evidence.where(line, cleared[0].line))
 
 
-def _about_tails(evidence: Evidence) -> Iterator[Finding]:
+def _about_tails(evidence: Evidence) -> Iterator[LoopFinding]:
     """Yield what happens to the micro-batches at the end of an epoch that do not fill a window."""
     told, steps = evidence.accumulation_steps, evidence.steps
     carried = [step for step in steps if len(step.epochs) > 1 and step.num_micro_batches != told]
@@ -205,7 +205,7 @@ def _judged(evidence: Evidence) -> tuple[list[Judged], list[StepParts]]:
     return judged, others
 
 
-def _about_weights(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Finding]:
+def _about_weights(evidence: Evidence, findings: Sequence[LoopFinding]) -> Iterator[LoopFinding]:
     """Yield what is wrong with what the loop divides by."""
     judged, others = _judged(evidence)
     if others:
@@ -217,7 +217,7 @@ def _about_weights(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[
     yield from _about_evenness(evidence, judged)
 
 
-def _about_totals(evidence: Evidence, judged: Sequence[Judged]) -> Iterator[Finding]:
+def _about_totals(evidence: Evidence, judged: Sequence[Judged]) -> Iterator[LoopFinding]:
     """Yield what is wrong with what weights of a step add up to."""
     wrong = [each for each in judged if not near(each.total, 1.0)]
     if not wrong:
@@ -237,7 +237,7 @@ def _about_totals(evidence: Evidence, judged: Sequence[Judged]) -> Iterator[Find
         yield sentences.wrong_total(number, total, where)
 
 
-def _about_evenness(evidence: Evidence, judged: Sequence[Judged]) -> Iterator[Finding]:
+def _about_evenness(evidence: Evidence, judged: Sequence[Judged]) -> Iterator[LoopFinding]:
     """Yield why samples of one step weigh differently."""
     codes = set()
     for each in judged:
@@ -269,7 +269,7 @@ def _all_near(values: Sequence[float]) -> bool:
     return near(max(values), min(values))
 
 
-def _about_samples(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Finding]:
+def _about_samples(evidence: Evidence, findings: Sequence[LoopFinding]) -> Iterator[LoopFinding]:
     """Yield which samples come twice in an epoch, and which never."""
     if not all(trace.ended for trace in evidence.traces):
         return
@@ -291,7 +291,7 @@ def _about_samples(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[
         yield sentences.samples_missing(missing, where)
 
 
-def _about_rates(evidence: Evidence) -> Iterator[Finding]:
+def _about_rates(evidence: Evidence) -> Iterator[LoopFinding]:
     """Yield whether the learning rate changes inside a window."""
     trace = evidence.traces[0]
     for step in evidence.steps:
@@ -305,7 +305,7 @@ def _about_rates(evidence: Evidence) -> Iterator[Finding]:
             return
 
 
-def _about_clipping(evidence: Evidence) -> Iterator[Finding]:
+def _about_clipping(evidence: Evidence) -> Iterator[LoopFinding]:
     """Yield whether gradients are clipped before they are complete."""
     if evidence.loud is None:
         return
@@ -314,7 +314,7 @@ def _about_clipping(evidence: Evidence) -> Iterator[Finding]:
         yield sentences.clips_every_micro_batch(evidence.where(*lines))
 
 
-def _about_reductions(evidence: Evidence) -> Iterator[Finding]:
+def _about_reductions(evidence: Evidence) -> Iterator[LoopFinding]:
     """Yield how often gradients are reduced."""
     if len(evidence.traces) == 1:
         return
@@ -332,7 +332,7 @@ def _about_reductions(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-def _about_the_rest(evidence: Evidence) -> Iterator[Finding]:
+def _about_the_rest(evidence: Evidence) -> Iterator[LoopFinding]:
     """Yield the first step whose gradient is not that of its un-split batch, for a reason that nothing above names."""
     units = evidence.units
     for step in evidence.steps if units.scale_is_known else ():
@@ -343,7 +343,7 @@ def _about_the_rest(evidence: Evidence) -> Iterator[Finding]:
             return
 
 
-def _mean(step: StepParts, rows: Rows) -> Rows:
+def _mean(step: StepParts, rows: TableGradient) -> TableGradient:
     """Return the gradient of the un-split batch."""
     total = rows * 0
     for sample, times in step.ids.items():

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from anybatch.diagnostics.loop_check.trace import Backward, Forward, Step, Trace
+from anybatch.diagnostics.loop_check.loop_trace import Backward, Forward, LoopTrace, OptimizerStep
 
 MAX_FORWARDS = 200
 """A loop that makes more forwards than this on 31 samples does not end."""
@@ -38,7 +38,7 @@ class Recorder:
     """
 
     def __init__(self, file: str | None, gain: float, time_limit_seconds: float) -> None:
-        self.trace = Trace()
+        self.trace = LoopTrace()
         self._file, self._gain = file, gain
         self._limit = _TimeLimit(time_limit_seconds)
         self._handles: list[Any] = []
@@ -115,7 +115,7 @@ class Recorder:
         if optimizer not in self._optimizers:
             self._optimizers.append(optimizer)
         counts = len(self.trace.forwards), len(self.trace.backwards), self.trace.reductions or 0
-        self.trace.steps.append(Step(*counts, self._gradient(), self._line()))
+        self.trace.steps.append(OptimizerStep(*counts, self._gradient(), self._line()))
 
     def _meet(self, module: nn.Module, *_: object) -> None:
         """Take note of the wrapper that reduces, the first time it is called, and count its reductions."""

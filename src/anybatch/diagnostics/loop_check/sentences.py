@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from anybatch.diagnostics.loop_check.report import Finding, fraction, ranges
+from anybatch.diagnostics.loop_check.loop_report import LoopFinding, fraction, ranges
 
 
-def never_steps(where: str) -> Finding:
+def never_steps(where: str) -> LoopFinding:
     """The optimizer is never stepped."""
-    return Finding(
+    return LoopFinding(
         code="never_steps",
         what="No optimizer that holds the model's parameters makes a step.",
         found="0 steps in two epochs",
@@ -17,9 +17,9 @@ def never_steps(where: str) -> Finding:
     )
 
 
-def does_not_end(num_forwards: int, where: str) -> Finding:
+def does_not_end(num_forwards: int, where: str) -> LoopFinding:
     """The loop had to be ended."""
-    return Finding(
+    return LoopFinding(
         code="does_not_end",
         what="The loop did not end by itself; what follows is about the steps it had made.",
         found=f"still running after {num_forwards} forwards",
@@ -30,9 +30,9 @@ def does_not_end(num_forwards: int, where: str) -> Finding:
     )
 
 
-def steps_every_micro_batch(told: int, where: str) -> Finding:
+def steps_every_micro_batch(told: int, where: str) -> LoopFinding:
     """The optimizer steps after each micro-batch."""
-    return Finding(
+    return LoopFinding(
         code="steps_every_micro_batch",
         what="The optimizer steps after every micro-batch, so nothing is accumulated.",
         found="1 micro-batch per step",
@@ -42,9 +42,9 @@ def steps_every_micro_batch(told: int, where: str) -> Finding:
     )
 
 
-def window_size(step: int, found: int, told: int, where: str) -> Finding:
+def window_size(step: int, found: int, told: int, where: str) -> LoopFinding:
     """A window that should be full is not."""
-    return Finding(
+    return LoopFinding(
         code="window_size",
         what=f"Step {step} is not made of as many micro-batches as the loop was told, and no epoch ends there.",
         found=f"{found} micro-batches",
@@ -54,9 +54,9 @@ def window_size(step: int, found: int, told: int, where: str) -> Finding:
     )
 
 
-def zero_grad_missing(step: int, number: int, where: str) -> Finding:
+def zero_grad_missing(step: int, number: int, where: str) -> LoopFinding:
     """Gradients stay after a step."""
-    return Finding(
+    return LoopFinding(
         code="zero_grad_missing",
         what="The gradient of one step is still there when the next window begins, and is stepped with again.",
         found=f"old gradients in {number} steps, first in step {step}",
@@ -66,9 +66,9 @@ def zero_grad_missing(step: int, number: int, where: str) -> Finding:
     )
 
 
-def zero_grad_inside_window(told: int, where: str) -> Finding:
+def zero_grad_inside_window(told: int, where: str) -> LoopFinding:
     """Gradients are cleared between micro-batches."""
-    return Finding(
+    return LoopFinding(
         code="zero_grad_inside_window",
         what="Gradients are cleared between the micro-batches of one window: only the last one is stepped with.",
         found="1 micro-batch in the gradient",
@@ -78,9 +78,9 @@ def zero_grad_inside_window(told: int, where: str) -> Finding:
     )
 
 
-def zero_grad_before_step(number: int, where: str) -> Finding:
+def zero_grad_before_step(number: int, where: str) -> LoopFinding:
     """Gradients are cleared before they are used."""
-    return Finding(
+    return LoopFinding(
         code="zero_grad_before_step",
         what="Gradients are cleared after the last backward and before optimizer.step(), which then has nothing.",
         found=f"no gradient in {number} steps",
@@ -90,9 +90,9 @@ def zero_grad_before_step(number: int, where: str) -> Finding:
     )
 
 
-def tail_carried(step: int, found: int, told: int, where: str) -> Finding:
+def tail_carried(step: int, found: int, told: int, where: str) -> LoopFinding:
     """An epoch's rest is added to the next epoch's first window."""
-    return Finding(
+    return LoopFinding(
         code="tail_carried",
         what=f"The last micro-batches of an epoch are not stepped with; step {step}, in the next epoch, has them. "
         "After the last epoch they are lost.",
@@ -103,10 +103,10 @@ def tail_carried(step: int, found: int, told: int, where: str) -> Finding:
     )
 
 
-def tail_dropped(num_samples: int, is_cleared: bool, where: str) -> Finding:  # noqa: FBT001 (one of two reasons)
+def tail_dropped(num_samples: int, is_cleared: bool, where: str) -> LoopFinding:  # noqa: FBT001 (one of two reasons)
     """An epoch's rest is never stepped with."""
     why = "are cleared without a step" if is_cleared else "are never stepped with"
-    return Finding(
+    return LoopFinding(
         code="tail_dropped",
         what=f"The gradients of the last micro-batches {why}.",
         found=f"{num_samples} samples of the last window without effect",
@@ -116,9 +116,9 @@ def tail_dropped(num_samples: int, is_cleared: bool, where: str) -> Finding:  # 
     )
 
 
-def not_divided(step: int, total: float, where: str) -> Finding:
+def not_divided(step: int, total: float, where: str) -> LoopFinding:
     """Micro-batch means are added up."""
-    return Finding(
+    return LoopFinding(
         code="not_divided",
         what="The micro-batches' mean losses are added and not divided: the step is too long by their number.",
         found=f"weights of step {step} add up to {fraction(total)}",
@@ -128,9 +128,9 @@ def not_divided(step: int, total: float, where: str) -> Finding:
     )
 
 
-def constant_divisor(step: int, size: int, divisor: float, total: float, where: str) -> Finding:
+def constant_divisor(step: int, size: int, divisor: float, total: float, where: str) -> LoopFinding:
     """A partial window is divided by the number of a full one."""
-    return Finding(
+    return LoopFinding(
         code="constant_divisor",
         what=f"Every loss is divided by {divisor:g}, also in step {step}, whose window has {size} micro-batches.",
         found=f"weights of step {step} add up to {fraction(total)}",
@@ -140,9 +140,9 @@ def constant_divisor(step: int, size: int, divisor: float, total: float, where: 
     )
 
 
-def constant_factor(total: float, where: str) -> Finding:
+def constant_factor(total: float, where: str) -> LoopFinding:
     """All gradients are too large or too small by one factor."""
-    return Finding(
+    return LoopFinding(
         code="constant_factor",
         what="Every gradient is that of the un-split batch times the same number.",
         found=f"weights add up to {fraction(total)}",
@@ -152,9 +152,9 @@ def constant_factor(total: float, where: str) -> Finding:
     )
 
 
-def wrong_total(step: int, total: float, where: str) -> Finding:
+def wrong_total(step: int, total: float, where: str) -> LoopFinding:
     """Weights add up to something else in each step."""
-    return Finding(
+    return LoopFinding(
         code="wrong_total",
         what="The gradients are too large or too small, and not all by the same number.",
         found=f"weights of step {step} add up to {fraction(total)}",
@@ -184,11 +184,11 @@ _UNEVEN = {
 }
 
 
-def uneven(code: str, step: int, pairs: Sequence[tuple[int, str]], expected: str, where: str) -> Finding:
+def uneven(code: str, step: int, pairs: Sequence[tuple[int, str]], expected: str, where: str) -> LoopFinding:
     """Samples of one step weigh differently; `pairs` are (samples of the micro-batch, weight of each)."""
     what, change = _UNEVEN[code]
     found = " and ".join(f"{weight} (micro-batch of {size})" for size, weight in pairs)
-    return Finding(
+    return LoopFinding(
         code=code,
         what=what,
         found=f"weights {found} in step {step}",
@@ -198,9 +198,9 @@ def uneven(code: str, step: int, pairs: Sequence[tuple[int, str]], expected: str
     )
 
 
-def not_a_weighted_sum(step: int, where: str) -> Finding:
+def not_a_weighted_sum(step: int, where: str) -> LoopFinding:
     """The gradient is not made of the samples' own."""
-    return Finding(
+    return LoopFinding(
         code="not_a_weighted_sum",
         what=f"The gradient of step {step} is not a weighted sum of the gradients that its samples have in one batch: "
         "the loss looks across samples, or draws random numbers.",
@@ -211,9 +211,9 @@ def not_a_weighted_sum(step: int, where: str) -> Finding:
     )
 
 
-def unexplained(step: int, where: str) -> Finding:
+def unexplained(step: int, where: str) -> LoopFinding:
     """The gradient is wrong, and nothing else was found."""
-    return Finding(
+    return LoopFinding(
         code="unexplained",
         what=f"The gradient of step {step} is not that of its un-split batch, for no reason that is known here.",
         found="other weights, see the table",
@@ -223,10 +223,10 @@ def unexplained(step: int, where: str) -> Finding:
     )
 
 
-def samples_duplicated(samples: Sequence[int], has_ranks: bool, where: str) -> Finding:  # noqa: FBT001 (a reason)
+def samples_duplicated(samples: Sequence[int], has_ranks: bool, where: str) -> LoopFinding:  # noqa: FBT001 (a reason)
     """Samples come twice in an epoch."""
     why = " DistributedSampler fills the ranks' shares up with them." if has_ranks else ""
-    return Finding(
+    return LoopFinding(
         code="samples_duplicated",
         what=f"Samples are trained on more than once per epoch.{why}",
         found=f"samples {ranges(samples)} twice",
@@ -236,9 +236,9 @@ def samples_duplicated(samples: Sequence[int], has_ranks: bool, where: str) -> F
     )
 
 
-def ranks_share_samples(number: int, total: int, where: str) -> Finding:
+def ranks_share_samples(number: int, total: int, where: str) -> LoopFinding:
     """All ranks train on the same."""
-    return Finding(
+    return LoopFinding(
         code="ranks_share_samples",
         what="Every rank goes through the same samples, so a second rank adds nothing.",
         found=f"{number} of {total} samples on more than one rank",
@@ -248,9 +248,9 @@ def ranks_share_samples(number: int, total: int, where: str) -> Finding:
     )
 
 
-def samples_missing(samples: Sequence[int], where: str) -> Finding:
+def samples_missing(samples: Sequence[int], where: str) -> LoopFinding:
     """Samples never come."""
-    return Finding(
+    return LoopFinding(
         code="samples_missing",
         what="Samples are never trained on.",
         found=f"samples {ranges(samples)} in no forward",
@@ -260,9 +260,9 @@ def samples_missing(samples: Sequence[int], where: str) -> Finding:
     )
 
 
-def schedules_every_micro_batch(before: float, after: float, where: str) -> Finding:
+def schedules_every_micro_batch(before: float, after: float, where: str) -> LoopFinding:
     """The learning rate changes inside a window."""
-    return Finding(
+    return LoopFinding(
         code="schedules_every_micro_batch",
         what="The learning rate changes between the micro-batches of one step: the schedule runs too fast.",
         found=f"{before:g} and {after:g} inside one window",
@@ -273,9 +273,9 @@ def schedules_every_micro_batch(before: float, after: float, where: str) -> Find
     )
 
 
-def clips_every_micro_batch(where: str) -> Finding:
+def clips_every_micro_batch(where: str) -> LoopFinding:
     """Parts of the gradient are clipped."""
-    return Finding(
+    return LoopFinding(
         code="clips_every_micro_batch",
         what="Gradients are clipped after every micro-batch: what is clipped is a part of the gradient, each time.",
         found="gradients that change inside a window",
@@ -285,9 +285,9 @@ def clips_every_micro_batch(where: str) -> Finding:
     )
 
 
-def logs_last_loss(found: float, expected: float, where: str) -> Finding:
+def logs_last_loss(found: float, expected: float, where: str) -> LoopFinding:
     """The loss that is told is that of the last micro-batch."""
-    return Finding(
+    return LoopFinding(
         code="logs_last_loss",
         what="The loss that the loop returns is that of the last micro-batch, not of the window.",
         found=f"{found:.4g}",
@@ -298,10 +298,10 @@ def logs_last_loss(found: float, expected: float, where: str) -> Finding:
     )
 
 
-def not_reduced(step: int, is_tail: bool, where: str) -> Finding:  # noqa: FBT001 (one of two reasons)
+def not_reduced(step: int, is_tail: bool, where: str) -> LoopFinding:  # noqa: FBT001 (one of two reasons)
     """Ranks step with different gradients."""
     why = "the last window of an epoch never leaves no_sync" if is_tail else "nothing sums the gradients over ranks"
-    return Finding(
+    return LoopFinding(
         code="not_reduced",
         what=f"Ranks step with gradients of their own, so their parameters drift apart: {why}.",
         found=f"different gradients in step {step}",
@@ -318,9 +318,9 @@ _REDUCES = {
 }
 
 
-def reduces(code: str, step: int, number: int, where: str) -> Finding:
+def reduces(code: str, step: int, number: int, where: str) -> LoopFinding:
     """Gradients are reduced more than once per step."""
-    return Finding(
+    return LoopFinding(
         code=code,
         what="Gradients are reduced after every micro-batch; the result is right, and the traffic is not needed.",
         found=f"{number} reductions in step {step}",

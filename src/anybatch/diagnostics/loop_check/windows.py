@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from anybatch.diagnostics.loop_check.trace import Backward, Rows, Trace
+from anybatch.diagnostics.loop_check.loop_trace import Backward, LoopTrace, TableGradient
 
 TOLERANCE = 1e-5
 """Weights this close are equal: rounding in float32 stays below, and the smallest fault on the stage is 0.1."""
@@ -44,7 +44,7 @@ class StepParts:
 
     number: int
     parts: tuple[Part, ...]
-    gradient: Rows
+    gradient: TableGradient
     is_stale: bool
     lost: tuple[int | None, ...]
     lost_tail: tuple[Part, ...]
@@ -75,7 +75,7 @@ class StepParts:
         return tuple(sorted({part.epoch for part in self.parts}))
 
 
-def parts_of(trace: Trace, rank: int, num_epochs: int, num_batches: int) -> list[Part]:
+def parts_of(trace: LoopTrace, rank: int, num_epochs: int, num_batches: int) -> list[Part]:
     """Return the forwards of a rank with their epochs.
 
     Args:
@@ -94,7 +94,7 @@ def parts_of(trace: Trace, rank: int, num_epochs: int, num_batches: int) -> list
     ]
 
 
-def steps_of(traces: Sequence[Trace], parts: Sequence[Sequence[Part]]) -> list[StepParts]:
+def steps_of(traces: Sequence[LoopTrace], parts: Sequence[Sequence[Part]]) -> list[StepParts]:
     """Return the optimizer steps that all ranks made."""
     found = []
     for number in range(min(len(trace.steps) for trace in traces)):
@@ -131,7 +131,7 @@ class _Share:
     is_cleared: bool
 
 
-def _share(trace: Trace, parts: Sequence[Part], number: int) -> _Share:
+def _share(trace: LoopTrace, parts: Sequence[Part], number: int) -> _Share:
     step = trace.steps[number]
     backwards = trace.backwards[trace.steps[number - 1].num_backwards if number else 0 : step.num_backwards]
     if not backwards:
@@ -155,7 +155,7 @@ def _parts(backward: Backward, parts: Sequence[Part]) -> list[Part]:
     return [parts[forward] for forward in backward.forwards]
 
 
-def rescaled_lines(trace: Trace) -> list[int | None]:
+def rescaled_lines(trace: LoopTrace) -> list[int | None]:
     """Return the lines of backwards that found the gradient of the one before them changed, though not cleared."""
     ends = {step.num_backwards for step in trace.steps}
     return [
@@ -165,14 +165,14 @@ def rescaled_lines(trace: Trace) -> list[int | None]:
     ]
 
 
-def weights(gradient: Rows, units: Rows) -> Mapping[int, float]:
+def weights(gradient: TableGradient, units: TableGradient) -> Mapping[int, float]:
     """Return each sample's weight in a gradient: the multiple of its unit gradient that is nearest."""
     products, squares = (gradient * units).sum((1, 2)), units.square().sum((1, 2))
     found = torch.where(squares > 0, products / squares, 0.0)
     return {sample: weight for sample, weight in enumerate(found.tolist()) if abs(weight) > TOLERANCE / 100}
 
 
-def is_combination(gradient: Rows, units: Rows) -> bool:
+def is_combination(gradient: TableGradient, units: TableGradient) -> bool:
     """Return whether a gradient is nothing but multiples of the samples' unit gradients."""
     nearest = torch.zeros(len(units), 1, 1, dtype=units.dtype)
     for sample, weight in weights(gradient, units).items():

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import anybatch as ab
-from anybatch.diagnostics.loop_check.check import check_loop
+from anybatch.diagnostics.loop_check.check_loop import check_loop
 from anybatch.guide.claims import loops
 from anybatch.guide.claims.claim import Numbers
 from anybatch.guide.claims.measuring import (

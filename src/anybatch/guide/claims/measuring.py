@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 import anybatch as ab
-from anybatch.diagnostics.memory.report import record_memory
+from anybatch.diagnostics.memory.memory_report import record_memory
 from anybatch.guide.experiment import Tell
 from anybatch.guide.mistakes.windows import items
 from anybatch.guide.tasks.task import MicroBatches, Task, cross_entropy

@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from anybatch.diagnostics.loop_check.check import Pool, check_loop
+from anybatch.diagnostics.loop_check.check_loop import RankRunner, check_loop
 from anybatch.guide.experiment import Data
 from anybatch.guide.mistakes.mistake import MISTAKES, wrong_lines
 
@@ -83,7 +83,7 @@ EXERCISES = (
 )
 
 
-def described(exercise: Exercise, pool: Pool | None = None) -> Data:
+def described(exercise: Exercise, pool: RankRunner | None = None) -> Data:
     """Return what the page shows of a loop, the checker's findings among it."""
     report = check_loop(exercise.loop, pool=pool)
     path = exercise.module.replace(".", "/")

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 
 import anybatch as ab
-from anybatch.diagnostics.memory.report import record_memory
+from anybatch.diagnostics.memory.memory_report import record_memory
 from anybatch.engine.update.precision import PrecisionName
 from anybatch.guide.memory.small import SmallModel, own_random_numbers
 from anybatch.memory.timeline import MemoryTimeline

@@ -20,9 +20,9 @@ from anybatch.planner.cost.step_time import CostLine, CostTrace
 from anybatch.planner.envelopes import Envelopes, find_envelopes
 from anybatch.planner.plan import Plan
 from anybatch.planner.proposals.changes import possible_changes
-from anybatch.planner.proposals.rank import Setting, fit_of
+from anybatch.planner.proposals.ranking import PlanTarget, fit_of
 from anybatch.planner.trace.blocks import as_module
-from anybatch.planner.trace.step_spec import Task, built
+from anybatch.planner.trace.step_spec import StepSpec, built
 from anybatch.recipes.planning.subjects import load_subject
 
 OptimizerName = Literal["AdamW", "fused AdamW"]
@@ -51,10 +51,10 @@ class Variant:
     checkpointing: bool
     several: bool
 
-    def task(self, world_size: int | None = None) -> Task:
+    def task(self, world_size: int | None = None) -> StepSpec:
         """Return the step, as `ab.plan` plans it and its table of changes changes it."""
         subject = load_subject(self.model, sequence_length=self.sequence_length)
-        task = Task(
+        task = StepSpec(
             model=subject.model,
             optimizer=subject.optimizer,
             loss=subject.loss,
@@ -71,8 +71,8 @@ class Variant:
         return task
 
 
-def _changed(task: Task, name: str) -> Task:
-    return next(one.task for one in possible_changes(task) if one.name == name)
+def _changed(task: StepSpec, name: str) -> StepSpec:
+    return next(one.spec for one in possible_changes(task) if one.name == name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +127,7 @@ class Traced:
     """
 
     variant: Variant
-    task: Task
+    task: StepSpec
     envelopes: Envelopes
     num_parameters: int
 
@@ -168,15 +168,15 @@ def planned(traced: Traced, wish: Wish) -> Plan:
     task = dataclasses.replace(traced.task, world_size=wish.world_size)
     named = None if wish.headroom == HEADROOM else wish.headroom  # as on the command line, where the default is no wish
     budget = budget_of(wish.device, world_size=wish.world_size, headroom=named)
-    setting = Setting(budget=budget, effective_batch_size=wish.effective_batch_size)
-    fit = fit_of(task, envelopes, setting)
+    target = PlanTarget(budget=budget, effective_batch_size=wish.effective_batch_size)
+    fit = fit_of(task, envelopes, target)
     return Plan(
         name=variant.model,
-        task=task,
+        spec=task,
         num_parameters=traced.num_parameters,
         optimizer="AdamW",
         precision=variant.precision,
-        setting=setting,
+        target=target,
         batch=plan_batch(wish.effective_batch_size, wish.world_size, Cut(micro_batch_size=fit.micro_batch_size)),
         as_it_is=fit,
         costs=envelopes.costs,

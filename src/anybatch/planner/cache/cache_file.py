@@ -17,7 +17,7 @@ import platformdirs
 MOST_LINES = 1000
 MOST_BYTES = 4 * 2**20
 """A larger file is not read: a thousand lines take a tenth of it."""
-Line = dict[str, Any]
+JsonObject = dict[str, Any]
 
 
 def cache_file(name: str) -> Path:
@@ -39,7 +39,7 @@ class KeptLines:
         self.path = path
         self.refused = ""
 
-    def read(self) -> list[Line]:
+    def read(self) -> list[JsonObject]:
         """Return the lines that are whole, the oldest first; what is damaged goes when the file is written again."""
         self.refused = ""
         try:
@@ -57,7 +57,7 @@ class KeptLines:
             self.refused = f"{len(parsed) - len(found)} of its {len(parsed)} lines are no records"
         return found
 
-    def write(self, lines: Iterable[Line]) -> bool:
+    def write(self, lines: Iterable[JsonObject]) -> bool:
         """Keep these lines in the place of all others, the newest thousand; return whether that was possible."""
         text = [f"{json.dumps(line, sort_keys=True)}\n" for line in lines]
         try:
@@ -101,7 +101,7 @@ def plain(value: object) -> Any:  # noqa: ANN401 (what JSON makes of it)
     return json.loads(json.dumps(value))
 
 
-def _parsed(line: str) -> Line | None:
+def _parsed(line: str) -> JsonObject | None:
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):  # brackets within brackets, a thousand deep

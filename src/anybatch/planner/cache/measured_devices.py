@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from anybatch.planner.cache.cache_file import KeptLines, Line, cache_file
+from anybatch.planner.cache.cache_file import JsonObject, KeptLines, cache_file
 
 FILE_NAME = "measured_devices.jsonl"
 LEAST_OUTSIDE_BYTES, MOST_OUTSIDE_BYTES = 64 * 2**20, 2 * 2**30
@@ -112,7 +112,7 @@ def driver_version() -> str | None:
     return f"CUDA {number // 1000}.{number % 1000 // 10}" if number else None
 
 
-def _step(line: Line) -> MeasuredStep | None:
+def _step(line: JsonObject) -> MeasuredStep | None:
     """Return the step of a line; None if it is of another kind, or says what cannot be."""
     texts = [line.get(name) for name in ("device", "subject")]
     sizes = [line.get(name) for name in ("budget_bytes", "planned_bytes", "measured_bytes")]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from anybatch.core.size_choice import KnownSize
-from anybatch.planner.cache.cache_file import KeptLines, Line, cache_file, plain
+from anybatch.planner.cache.cache_file import JsonObject, KeptLines, cache_file, plain
 
 FILE_NAME = "micro_batch_sizes.jsonl"
 MOST_RATE = 1e18
@@ -63,7 +63,7 @@ class KnownSizes:
         return self._lines.write([*kept, line])
 
 
-def _known(line: Line, wanted: object) -> KnownSize | None:
+def _known(line: JsonObject, wanted: object) -> KnownSize | None:
     """Return the size in a line about these circumstances; None if it is about others, or makes no sense."""
     size, rate, date = line.get("size"), line.get("samples_per_second"), line.get("date")
     if line.get("circumstances") != wanted or not isinstance(size, int) or isinstance(size, bool) or size < 1:

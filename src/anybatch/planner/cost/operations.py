@@ -11,7 +11,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from anybatch.memory.trace import Phase
-from anybatch.planner.cost.step_time import CostTrace, Kind, Operation, StorageType
+from anybatch.planner.cost.step_time import CostTrace, Operation, OperationKind, StorageType
 
 _PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2), "mv": (0, 1), "addmv": (1, 2)}
 """Which arguments are multiplied."""
@@ -103,7 +103,7 @@ def operation_of(
     )
 
 
-def _kind(name: str) -> Kind:
+def _kind(name: str) -> OperationKind:
     if name in _PRODUCTS:
         return "product"
     if name in _CONVOLUTIONS:
@@ -163,7 +163,7 @@ def _num_bytes(tensor: torch.Tensor) -> int:
     return there * tensor.element_size()
 
 
-def _flops(func: Any, kind: Kind, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object) -> int:  # noqa: ANN401
+def _flops(func: Any, kind: OperationKind, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object) -> int:  # noqa: ANN401
     """Return floating-point operations, a multiplication and an addition counting as two.
 
     Of attention under a causal mask half: kernels skip what is masked. Others as torch's own counter has them.
@@ -181,7 +181,7 @@ def _flops(func: Any, kind: Kind, args: tuple[Any, ...], kwargs: Mapping[str, An
     return 0
 
 
-def _dims(name: str, kind: Kind, args: tuple[Any, ...]) -> tuple[int, ...]:
+def _dims(name: str, kind: OperationKind, args: tuple[Any, ...]) -> tuple[int, ...]:
     """Return the lengths that decide how well the arithmetic units are used."""
     if kind == "product":
         left, right = (args[at].shape for at in _PRODUCTS[name])
@@ -196,7 +196,7 @@ def _dims(name: str, kind: Kind, args: tuple[Any, ...]) -> tuple[int, ...]:
     return _attention_dims(kind, args) if kind in {"attention", "attention backward"} else ()
 
 
-def _attention_dims(kind: Kind, args: tuple[Any, ...]) -> tuple[int, int, int, int]:
+def _attention_dims(kind: OperationKind, args: tuple[Any, ...]) -> tuple[int, int, int, int]:
     """Return (batch and heads, queries, keys, width of a head)."""
     query, key = args[:2] if kind == "attention" else args[1:3]
     return math.prod(query.shape[:-2]), query.shape[-2], key.shape[-2], query.shape[-1]

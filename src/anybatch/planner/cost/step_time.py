@@ -22,7 +22,7 @@ from anybatch.errors import PlanError
 from anybatch.memory.trace import Phase
 from anybatch.planner.cost.devices import Arithmetic, Device
 
-Kind = Literal[
+OperationKind = Literal[
     "view", "product", "convolution", "convolution backward", "attention", "attention backward", "foreach", "other"
 ]
 """What sort of work an operation is. A view touches no data; "other" moves bytes and computes little."""
@@ -51,7 +51,7 @@ class Operation:
     """
 
     name: str
-    kind: Kind
+    kind: OperationKind
     phase: Phase
     micro_batch: int = 0
     stored_as: StorageType = "fp32"
@@ -86,7 +86,7 @@ class Sample:
     """
 
     name: str
-    kind: Kind
+    kind: OperationKind
     stored_as: StorageType
     features: tuple[float, ...]
     ratio: float
@@ -114,7 +114,7 @@ class Rates:
     launch_seconds: float
     host_seconds: Mapping[Phase, float] = field(default_factory=dict)
     overlaps: bool = False
-    efficiency: Mapping[Kind, float] = field(default_factory=dict)
+    efficiency: Mapping[OperationKind, float] = field(default_factory=dict)
     samples: tuple[Sample, ...] = ()
     band: tuple[float, float]
 
@@ -130,7 +130,7 @@ class Rates:
         return self.launch_seconds * operation.num_tensors + work
 
 
-UNMEASURED_EFFICIENCY: Mapping[Kind, float] = {
+UNMEASURED_EFFICIENCY: Mapping[OperationKind, float] = {
     "product": 0.65,
     "convolution": 0.45,
     "convolution backward": 0.4,

@@ -1,4 +1,4 @@
-"""What can be changed so that more fits, or runs faster: each a function of the task, to be planned anew."""
+"""What can be changed so that more fits, or runs faster: each a function of the spec, to be planned anew."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -16,7 +16,7 @@ from anybatch.memory.trace import MemoryEnvelope, Polynomials
 from anybatch.planner.cost.step_time import CostLine, CostTrace
 from anybatch.planner.proposals.eight_bit import eight_bit
 from anybatch.planner.trace.blocks import Blocks, Keeping, as_module, checkpoint_blocks, repeated_blocks
-from anybatch.planner.trace.step_spec import Task, built
+from anybatch.planner.trace.step_spec import StepSpec, built
 
 CHUNK_TOKENS = 1024
 """Tokens whose logits are there at once in a loss that is computed in chunks."""
@@ -32,7 +32,7 @@ class Change:
     Attributes:
         name: a few words.
         how: what to write.
-        task: the step with the change.
+        spec: the step with the change.
         reshape: what the change makes of the step's memory, where that is not traced.
         recost: what it makes of its costs then; None for nothing.
         smaller_state: it makes smaller what stays from step to step.
@@ -40,31 +40,31 @@ class Change:
 
     name: str
     how: str
-    task: Task
+    spec: StepSpec
     reshape: Callable[[MemoryEnvelope], MemoryEnvelope] | None = None
     recost: Callable[[CostLine], CostLine] | None = None
     smaller_state: bool = False
 
 
-def possible_changes(task: Task) -> list[Change]:
-    """Return the changes that this task has not made yet, one by one."""
-    ready, _ = built(task)
-    return [*_of_update(ready), *_of_precision(ready), *_of_blocks(task, ready), *_of_head(ready)]
+def possible_changes(spec: StepSpec) -> list[Change]:
+    """Return the changes that this spec has not made yet, one by one."""
+    ready, _ = built(spec)
+    return [*_of_update(ready), *_of_precision(ready), *_of_blocks(spec, ready), *_of_head(ready)]
 
 
-def _of_update(task: Task) -> list[Change]:
+def _of_update(spec: StepSpec) -> list[Change]:
     """Return what the update can do: all in one kernel, without temporaries; with states of a byte per element."""
-    if isinstance(task.optimizer, Optimizer):
+    if isinstance(spec.optimizer, Optimizer):
         return []
     smaller = [
-        Change(name=one.name, how=one.how, task=dataclasses.replace(task, optimizer=one.make), smaller_state=True)
-        for one in eight_bit(task.optimizer)
+        Change(name=one.name, how=one.how, spec=dataclasses.replace(spec, optimizer=one.make), smaller_state=True)
+        for one in eight_bit(spec.optimizer)
     ]
-    fused = _fused(task.optimizer)
+    fused = _fused(spec.optimizer)
     if fused is None:
         return smaller
     how = "torch.optim.AdamW(..., fused=True)"
-    return [Change(name="fused optimizer", how=how, task=dataclasses.replace(task, optimizer=fused)), *smaller]
+    return [Change(name="fused optimizer", how=how, spec=dataclasses.replace(spec, optimizer=fused)), *smaller]
 
 
 def _fused(make: OptimizerFunction) -> OptimizerFunction | None:
@@ -81,41 +81,41 @@ def _fused(make: OptimizerFunction) -> OptimizerFunction | None:
     return fused
 
 
-def _of_precision(task: Task) -> list[Change]:
-    if task.precision != "fp32" or task.profile == "cpu":
+def _of_precision(spec: StepSpec) -> list[Change]:
+    if spec.precision != "fp32" or spec.profile == "cpu":
         return []
     how = 'ab.Engine(..., precision="bf16")'
-    return [Change(name="bf16 autocast", how=how, task=dataclasses.replace(task, precision="bf16"))]
+    return [Change(name="bf16 autocast", how=how, spec=dataclasses.replace(spec, precision="bf16"))]
 
 
-def _of_blocks(task: Task, ready: Task) -> list[Change]:
+def _of_blocks(spec: StepSpec, ready: StepSpec) -> list[Change]:
     """Return what can be run again in the backward instead of being kept."""
     rows = repeated_blocks(cast("Model", ready.model))
-    if not rows or not callable(task.model) or isinstance(task.model, nn.Module):
+    if not rows or not callable(spec.model) or isinstance(spec.model, nn.Module):
         return []
     ways: tuple[tuple[str, Keeping, int], ...] = (
         ("checkpointing", "inputs", 1),
         ("checkpointing every 2nd block", "inputs", 2),
         ("checkpointing all but products", "products", 1),
     )
-    return [_checkpointing(task, rows, *way) for way in ways]
+    return [_checkpointing(spec, rows, *way) for way in ways]
 
 
-def _checkpointing(task: Task, rows: tuple[Blocks, ...], name: str, keeping: Keeping, every: int) -> Change:
-    make = cast("Callable[[], Model]", task.model)
+def _checkpointing(spec: StepSpec, rows: tuple[Blocks, ...], name: str, keeping: Keeping, every: int) -> Change:
+    make = cast("Callable[[], Model]", spec.model)
     policy = ", context_fn=..." if keeping == "products" else ""
     return Change(
         name=name,
         how=f"torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False{policy}) for {', '.join(map(str, rows))}",
-        task=dataclasses.replace(task, model=lambda: checkpoint_blocks(make(), keeping, every=every)),
+        spec=dataclasses.replace(spec, model=lambda: checkpoint_blocks(make(), keeping, every=every)),
     )
 
 
-def _of_head(task: Task) -> list[Change]:
+def _of_head(spec: StepSpec) -> list[Change]:
     """Return a loss over a large vocabulary in chunks."""
-    heads = [one.out_features for one in as_module(cast("Model", task.model)).modules() if isinstance(one, nn.Linear)]
+    heads = [one.out_features for one in as_module(cast("Model", spec.model)).modules() if isinstance(one, nn.Linear)]
     vocabulary = max(heads, default=0)
-    labels = [tensor for tensor in tensors_of(task.sample) if not tensor.is_floating_point() and tensor.dim() > 1]
+    labels = [tensor for tensor in tensors_of(spec.sample) if not tensor.is_floating_point() and tensor.dim() > 1]
     if vocabulary < _LEAST_VOCABULARY or not labels:
         return []
     num_tokens = max(tensor[0].numel() for tensor in labels)
@@ -125,7 +125,7 @@ def _of_head(task: Task) -> list[Change]:
         Change(
             name=f"loss in chunks of {CHUNK_TOKENS} tokens",
             how="F.linear_cross_entropy(x, head.weight, targets, options=nn.LinearCrossEntropyOptions())",
-            task=task,
+            spec=spec,
             reshape=lambda envelope: chunked(envelope, vocabulary, num_tokens),
             recost=lambda costs: with_head_again(costs, vocabulary),
         )

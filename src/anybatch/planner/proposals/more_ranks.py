@@ -12,7 +12,7 @@ from anybatch.errors import PlanError
 from anybatch.memory.trace import Allocation, MemoryTrace, check_same_structure
 from anybatch.planner.cost.caching_allocator import replay
 from anybatch.planner.trace.fsdp_trace import ShardedTrace, Sharding, refuse_what_cannot_be_sharded, trace_sharded
-from anybatch.planner.trace.step_spec import Task, built
+from anybatch.planner.trace.step_spec import StepSpec, built
 
 RANKS_PER_NODE = 8
 """Above one node, whole nodes are counted."""
@@ -50,7 +50,12 @@ class SmallestWorld:
 
 
 def smallest_world(
-    task: Task, budget_bytes: int, *, micro_batch_size: int = 1, sharding: Sharding | None = None, largest: int = 1024
+    spec: StepSpec,
+    budget_bytes: int,
+    *,
+    micro_batch_size: int = 1,
+    sharding: Sharding | None = None,
+    largest: int = 1024,
 ) -> SmallestWorld:
     """Return the smallest number of ranks over which FSDP2 fits a step into `budget_bytes` on each.
 
@@ -59,18 +64,18 @@ def smallest_world(
     try. It and its lower neighbour are then traced themselves, and others until the lower one is too small.
 
     Args:
-        task: what is trained; its world size is not looked at.
+        spec: what is trained; its world size is not looked at.
         budget_bytes: what the allocator may take on each device.
         micro_batch_size: samples of each micro-batch of a rank.
         sharding: how it is sharded; None for the defaults.
         largest: the most ranks there may be.
 
     Raises:
-        PlanError: the task cannot be sharded, or `largest` is less than 2.
+        PlanError: the spec cannot be sharded, or `largest` is less than 2.
         CannotPlanError: the step cannot run without data.
     """
     candidates = candidate_sizes(largest)
-    ready, _ = built(dataclasses.replace(task, world_size=candidates[0]))  # once for all traces
+    ready, _ = built(dataclasses.replace(spec, world_size=candidates[0]))  # once for all traces
     refuse_what_cannot_be_sharded(ready)
     traced: dict[int, ShardedTrace] = {}
 
@@ -95,9 +100,9 @@ def smallest_world(
     return SmallestWorld(world_size=found, tried=tried)
 
 
-def _where_state_fits(candidates: Sequence[int], task: Task, budget_bytes: int) -> int:
+def _where_state_fits(candidates: Sequence[int], spec: StepSpec, budget_bytes: int) -> int:
     """Return the first position at which weights, gradients and two averages of each, and nothing else, would fit."""
-    weights = cast("nn.Module", task.model).parameters()
+    weights = cast("nn.Module", spec.model).parameters()
     num_bytes = 4 * sum(weight.numel() * weight.element_size() for weight in weights)
     return next((at for at, size in enumerate(candidates) if num_bytes <= size * budget_bytes), len(candidates) - 1)
 

@@ -47,7 +47,7 @@ SAMPLES_FIRST: Mapping[str, int] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class LinearBytes:
     """A number of bytes that grows with the number of samples, `constant + slope n`."""
 
     constant: int
@@ -67,7 +67,7 @@ class KernelMemory:
 
     def __init__(self, *, most_bytes: int = MOST_BYTES) -> None:
         self.most_bytes = most_bytes
-        self._answers: dict[_Question, tuple[Line, ...]] = {}
+        self._answers: dict[_Question, tuple[LinearBytes, ...]] = {}
         self._too_large: dict[_Question, int] = {}
         self._refused: set[_Question] = set()
 
@@ -123,7 +123,7 @@ class KernelMemory:
             answer = self._answers[question] = self._ask(question, per_sample, ceil_div(flops, num_samples))
         return tuple(line.at(num_samples) for line in answer)
 
-    def _ask(self, question: "_Question", per_sample: int, flops: int) -> tuple[Line, ...]:
+    def _ask(self, question: "_Question", per_sample: int, flops: int) -> tuple[LinearBytes, ...]:
         """Return what a kernel holds, as lines; none if that cannot be asked for."""
         if 2 * _FEW * per_sample > self.most_bytes:  # a copy of everything, in another layout
             self._too_large[question] = per_sample
@@ -134,7 +134,7 @@ class KernelMemory:
             self._refused.add(question)
             return ()
 
-    def _run(self, question: "_Question", flops: int) -> tuple[Line, ...]:
+    def _run(self, question: "_Question", flops: int) -> tuple[LinearBytes, ...]:
         """Return what a kernel holds that fits with a few samples."""
         first = question.held_bytes(_FEW)
         growth = ceil_div(question.num_bytes(_FEW) + max(first, default=0), _FEW)
@@ -147,7 +147,7 @@ class KernelMemory:
         return lines_through(held, low, question.held_bytes(high), high)
 
 
-def lines_through(held_a: Sequence[int], n_a: int, held_b: Sequence[int], n_b: int) -> tuple[Line, ...]:
+def lines_through(held_a: Sequence[int], n_a: int, held_b: Sequence[int], n_b: int) -> tuple[LinearBytes, ...]:
     """Return the lines whose maximum is the most that a kernel holds.
 
     Each moment is a line. Where the kernel does something else at `n_b`, its highest moments are taken for one and the
@@ -170,15 +170,15 @@ def lines_through(held_a: Sequence[int], n_a: int, held_b: Sequence[int], n_b: i
     return tuple(line for line in _highest(lines) if line != results)
 
 
-def _line(bytes_a: int, n_a: int, bytes_b: int, n_b: int) -> Line:
+def _line(bytes_a: int, n_a: int, bytes_b: int, n_b: int) -> LinearBytes:
     """Return a line through what is held at `n_b`: that through both, unless it falls, or starts below zero."""
     slope = max(0, ceil_div(bytes_b - bytes_a, n_b - n_a))
     if slope * n_b > bytes_b:
-        return Line(0, ceil_div(bytes_b, n_b))
-    return Line(bytes_b - slope * n_b, slope)
+        return LinearBytes(0, ceil_div(bytes_b, n_b))
+    return LinearBytes(bytes_b - slope * n_b, slope)
 
 
-def _highest(lines: Sequence[Line]) -> list[Line]:
+def _highest(lines: Sequence[LinearBytes]) -> list[LinearBytes]:
     """Return the lines that are the highest somewhere from one sample on, the least steep first."""
     highest = [max(lines, key=lambda line: (line.at(1), line.slope))]
     while True:

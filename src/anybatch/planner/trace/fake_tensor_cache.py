@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
-from anybatch.memory.ledger import DEVICE, KernelWatcher, MemoryLedger, OperationWatcher, Pool
+from anybatch.memory.ledger import DEVICE, KernelWorkspaces, MemoryLedger, OperationObserver, PoolSelector
 from anybatch.planner.trace.data_reads import WATCHED
 
 _PLAIN = frozenset(
@@ -51,9 +51,9 @@ class FakeLedger(MemoryLedger):
         self,
         mode: FakeTensorMode,
         *,
-        on_operation: OperationWatcher | None = None,
-        pool: Pool | None = None,
-        kernels: KernelWatcher | None = None,
+        on_operation: OperationObserver | None = None,
+        pool: PoolSelector | None = None,
+        kernels: KernelWorkspaces | None = None,
         answers: "Answers | None" = None,
     ) -> None:
         super().__init__(on_operation=on_operation, pool=pool, kernels=kernels)

@@ -36,7 +36,7 @@ from anybatch.planner.trace.data_reads import HostReads
 from anybatch.planner.trace.fake_model import fake_batch, fake_twin
 from anybatch.planner.trace.fake_ranks import imagined_ranks
 from anybatch.planner.trace.fake_tensor_cache import FakeLedger, fake_mode
-from anybatch.planner.trace.step_spec import Task, built
+from anybatch.planner.trace.step_spec import StepSpec, built
 from anybatch.planner.trace.step_trace import refusing, uncollected
 
 
@@ -78,35 +78,35 @@ class ShardedTrace:
 
 
 @uncollected()
-def trace_sharded(task: Task, micro_batch_size: int, sharding: Sharding | None = None) -> ShardedTrace:
-    """Return what an optimizer step holds on rank 0 of `task.world_size`, without ranks and without data.
+def trace_sharded(spec: StepSpec, micro_batch_size: int, sharding: Sharding | None = None) -> ShardedTrace:
+    """Return what an optimizer step holds on rank 0 of `spec.world_size`, without ranks and without data.
 
-    Rank 0 holds the most where something does not divide evenly. Of the task, its model, optimizer, loss, sample,
+    Rank 0 holds the most where something does not divide evenly. Of the spec, its model, optimizer, loss, sample,
     world size and profile count: the engine has no such strategy yet, so number formats are those of `sharding`, and
     nothing is clipped. An optimizer whose `foreach` is left open works on one shard after the other, as on CUDA.
 
     Args:
-        task: what is trained; its optimizer must be a function, since sharding makes new parameters.
+        spec: what is trained; its optimizer must be a function, since sharding makes new parameters.
         micro_batch_size: samples of each micro-batch of a rank.
         sharding: how it is sharded; None for the defaults.
 
     Raises:
-        PlanError: the task cannot be sharded.
+        PlanError: the spec cannot be sharded.
         CannotPlanError: the step cannot run without data, or this process is in a real process group.
     """
     sharding = sharding or Sharding()
-    ready, _ = built(task)
+    ready, _ = built(spec)
     refuse_what_cannot_be_sharded(ready)
     mode = fake_mode()
     model, loss = fake_twin((cast("nn.Module", ready.model), declared(ready.loss).function), mode)
     model.train()
     batch = partial(fake_batch, ready.sample, micro_batch_size, mode)
-    ledger = FakeLedger(mode, pool=_Pools(), answers=task.answers)
+    ledger = FakeLedger(mode, pool=_Pools(), answers=spec.answers)
     reads = HostReads(lambda: ledger.current_phase)
-    with imagined_ranks(task.world_size), warnings.catch_warnings():
+    with imagined_ranks(spec.world_size), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # whoever trains in earnest will see them
-        mesh = init_device_mesh("cpu", (task.world_size,))
-        with refusing(), mode, reads, allocating_as(task.profile):
+        mesh = init_device_mesh("cpu", (spec.world_size,))
+        with refusing(), mode, reads, allocating_as(spec.profile):
             shard(model, mesh, sharding)
             optimizer = cast("OptimizerFunction", ready.optimizer)(model.named_parameters())
             loop = ShardedLoop(model, optimizer, loss, batch, sharding)
@@ -114,23 +114,23 @@ def trace_sharded(task: Task, micro_batch_size: int, sharding: Sharding | None =
             return loop.trace(ledger)
 
 
-def refuse_what_cannot_be_sharded(task: Task) -> None:
-    """Refuse a task that FSDP2 has no form for.
+def refuse_what_cannot_be_sharded(spec: StepSpec) -> None:
+    """Refuse a spec that FSDP2 has no form for.
 
     Raises:
         PlanError: says what stands in the way.
     """
     what = ""
-    if task.world_size < 2:  # noqa: PLR2004 (one rank has nobody to share with)
-        what = f"world_size={task.world_size} leaves nothing to share: it must be at least 2"
-    elif not isinstance(task.model, nn.Module):
-        what = f"the model is a {type(task.model).__name__}: it must be one module, whose forward gathers its weights"
-    elif isinstance(task.optimizer, Optimizer):
+    if spec.world_size < 2:  # noqa: PLR2004 (one rank has nobody to share with)
+        what = f"world_size={spec.world_size} leaves nothing to share: it must be at least 2"
+    elif not isinstance(spec.model, nn.Module):
+        what = f"the model is a {type(spec.model).__name__}: it must be one module, whose forward gathers its weights"
+    elif isinstance(spec.optimizer, Optimizer):
         what = "the optimizer is made already: it must be a function named_parameters -> optimizer, for the shards"
-    elif declared(task.loss).encode is not None:
+    elif declared(spec.loss).encode is not None:
         what = "the loss looks at the outputs of all samples: it must be one that is computed per micro-batch"
     if what:
-        message = f"FSDP2 cannot be planned for this task, since {what}."
+        message = f"FSDP2 cannot be planned for this spec, since {what}."
         raise PlanError(message)
 
 

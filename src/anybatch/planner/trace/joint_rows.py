@@ -10,13 +10,13 @@ from anybatch.core.geometry import ceil_div
 from anybatch.core.loss import Loss
 from anybatch.core.tree import Batch, map_tensors, take_apart
 from anybatch.errors import PlanError
-from anybatch.planner.trace.step_spec import Task
+from anybatch.planner.trace.step_spec import StepSpec
 
 
-def joint_limit(task: Task) -> int | None:
+def joint_limit(spec: StepSpec) -> int | None:
     """Return the largest micro-batch of which there are more than two in a step, for a loss across samples."""
-    across = isinstance(task.loss, Loss) and task.loss.encode is not None and task.effective_batch_size is not None
-    return (ceil_div(task.effective_batch_size or 1, task.world_size) - 1) // 2 if across else None
+    across = isinstance(spec.loss, Loss) and spec.loss.encode is not None and spec.effective_batch_size is not None
+    return (ceil_div(spec.effective_batch_size or 1, spec.world_size) - 1) // 2 if across else None
 
 
 class AllRows(nn.Module):

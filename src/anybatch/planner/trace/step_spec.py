@@ -22,7 +22,7 @@ from anybatch.planner.trace.fake_tensor_cache import Answers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Task:
+class StepSpec:
     """A training step to plan. What has no description here is as in `Engine`.
 
     Args:
@@ -42,7 +42,7 @@ class Task:
         profile: whose allocations are planned: those of "cuda", or those of the "cpu" the plan is made on.
         kernels: what the kernels of this CPU take for themselves, as far as they were asked; None to ask none. Plans
             for CUDA ask none.
-        answers: what operations on tensors without data have returned, in all traces of this task and of its variants.
+        answers: what operations on tensors without data have returned, in all traces of this spec and of its variants.
     """
 
     model: Model | Callable[[], Model]
@@ -63,9 +63,9 @@ class Task:
     answers: Answers = field(default_factory=Answers)
 
 
-def built(task: Task) -> tuple[Task, str | None]:
-    """Return the task with its model made, without memory where that is possible; and why not, where it is not."""
-    if isinstance(task.model, (nn.Module, Mapping)):
-        return task, None
-    model, reason = build(task.model)
-    return dataclasses.replace(task, model=model), reason
+def built(spec: StepSpec) -> tuple[StepSpec, str | None]:
+    """Return the spec with its model made, without memory where that is possible; and why not, where it is not."""
+    if isinstance(spec.model, (nn.Module, Mapping)):
+        return spec, None
+    model, reason = build(spec.model)
+    return dataclasses.replace(spec, model=model), reason

@@ -31,7 +31,7 @@ from anybatch.planner.trace.fake_model import fake_batch, fake_twin
 from anybatch.planner.trace.fake_ranks import imagined_ranks
 from anybatch.planner.trace.fake_tensor_cache import FakeLedger, fake_mode
 from anybatch.planner.trace.joint_rows import AllRows
-from anybatch.planner.trace.step_spec import Task, built
+from anybatch.planner.trace.step_spec import StepSpec, built
 
 NUM_MICRO_BATCHES = 2
 """The second one runs with gradients there, as all later ones do."""
@@ -56,7 +56,7 @@ class StepTrace:
 
 
 def trace_step(
-    task: Task,
+    spec: StepSpec,
     micro_batch_size: int,
     *,
     num_micro_batches: int = NUM_MICRO_BATCHES,
@@ -65,10 +65,10 @@ def trace_step(
 ) -> StepTrace:
     """Run `Engine.step` twice on a fake twin, and return what is held.
 
-    Nothing of the task is changed, no data is read, and next to no memory is taken.
+    Nothing of the spec is changed, no data is read, and next to no memory is taken.
 
     Args:
-        task: what to run.
+        spec: what to run.
         micro_batch_size: samples of each micro-batch.
         num_micro_batches: micro-batches per rank and step.
         other_answers: answer what the program reads from tensors otherwise; see `HostReads`.
@@ -78,7 +78,7 @@ def trace_step(
         CannotPlanError: the step cannot run without data; says why.
         UserError: the engine refuses what it is asked to run.
     """
-    with Tracing(task, num_micro_batches=num_micro_batches, other_answers=other_answers) as tracing:
+    with Tracing(spec, num_micro_batches=num_micro_batches, other_answers=other_answers) as tracing:
         return tracing.begin(micro_batch_size, recorder)
 
 
@@ -86,13 +86,15 @@ class Tracing:
     """A run of the engine on a fake twin, step by step. A context: ranks are imagined while it is entered.
 
     Args:
-        task: what to run.
+        spec: what to run.
         num_micro_batches: micro-batches per rank and step.
         other_answers: answer what the program reads from tensors otherwise; see `HostReads`.
     """
 
-    def __init__(self, task: Task, *, num_micro_batches: int = NUM_MICRO_BATCHES, other_answers: bool = False) -> None:
-        self._task, _ = built(task)
+    def __init__(
+        self, spec: StepSpec, *, num_micro_batches: int = NUM_MICRO_BATCHES, other_answers: bool = False
+    ) -> None:
+        self._spec, _ = built(spec)
         self._num_micro_batches = num_micro_batches
         self._mode = fake_mode()
         self._reads = HostReads(self._reading_phase, other=other_answers)
@@ -103,11 +105,11 @@ class Tracing:
     def __enter__(self) -> Self:
         """Imagine the ranks, and make the twin."""
         with ExitStack() as stack:
-            world = stack.enter_context(imagined_ranks(self._task.world_size))
+            world = stack.enter_context(imagined_ranks(self._spec.world_size))
             stack.enter_context(warnings.catch_warnings())
             stack.enter_context(uncollected())
             warnings.simplefilter("ignore")  # whoever trains in earnest will see them
-            self._stage = _Stage(self._task, self._mode, world, self._num_micro_batches)
+            self._stage = _Stage(self._spec, self._mode, world, self._num_micro_batches)
             stack.callback(self._stage.ledger.forget)
             self._entered = stack.pop_all()
         return self
@@ -171,7 +173,7 @@ class Tracing:
     @contextmanager
     def _running(self) -> Iterator[None]:
         assert self._stage is not None, "it is entered"
-        with refusing(), self._mode, self._reads, allocating_as(self._task.profile), self._stage.ledger:
+        with refusing(), self._mode, self._reads, allocating_as(self._spec.profile), self._stage.ledger:
             yield
 
     def _close(self) -> None:
@@ -185,43 +187,43 @@ class Tracing:
 
 
 class _Stage:
-    """The twin of a task, the engine that runs it, and the ledger that looks on. It is the engine's observer."""
+    """The twin of a spec, the engine that runs it, and the ledger that looks on. It is the engine's observer."""
 
-    def __init__(self, task: Task, mode: FakeTensorMode, world: World, num_micro_batches: int) -> None:
-        kernels = task.kernels if task.profile == "cpu" else None
+    def __init__(self, spec: StepSpec, mode: FakeTensorMode, world: World, num_micro_batches: int) -> None:
+        kernels = spec.kernels if spec.profile == "cpu" else None
         watch = None if kernels is None else kernels.moments
-        self.ledger = FakeLedger(mode, on_operation=self._operation, kernels=watch, answers=task.answers)
+        self.ledger = FakeLedger(mode, on_operation=self._operation, kernels=watch, answers=spec.answers)
         self._recorder: OperationRecorder | None = None
         self._num_micro_batches = num_micro_batches
         self.computing = False
-        self._task = task
+        self._spec = spec
         self._mode = mode
         self._world = world
-        loss = declared(task.loss)
-        instance = task.optimizer if isinstance(task.optimizer, Optimizer) else None
-        assert isinstance(task.model, (nn.Module, Mapping)), "it has been built"
-        model: Model = task.model
+        loss = declared(spec.loss)
+        instance = spec.optimizer if isinstance(spec.optimizer, Optimizer) else None
+        assert isinstance(spec.model, (nn.Module, Mapping)), "it has been built"
+        model: Model = spec.model
         self._model, optimizer, self._loss = fake_twin((model, instance, loss), mode)
-        self._optimizer = task.optimizer if optimizer is None else optimizer
+        self._optimizer = spec.optimizer if optimizer is None else optimizer
         if self._loss.terms is None:
             self._loss = dataclasses.replace(self._loss, function=BareLoss(self._loss.function, is_mean=True))
         self._rows: AllRows | None = None
         if self._loss.encode is not None:
-            self._rows = AllRows(self._loss, task.effective_batch_size, world.size)
+            self._rows = AllRows(self._loss, spec.effective_batch_size, world.size)
             self._loss = self._rows.in_place_of(self._loss)
         self._modules = collect_modules(self._model, self._loss)
         self._modules.train()
-        _refuse_untold(self._modules, task.profile)
+        _refuse_untold(self._modules, spec.profile)
         self._engine: Engine | None = None
 
     def make_engine(self) -> None:
         """Make the engine, and book what there is before its first step."""
-        task, ledger = self._task, self.ledger
+        spec, ledger = self._spec, self.ledger
         ledger.phase = "setup"
         ledger.hold("weights", self._modules.parameters())
         ledger.hold("buffers", self._modules.buffers())
         engine = self._engine = self._made_engine()
-        choose_foreach(engine.optimizer, task.profile)
+        choose_foreach(engine.optimizer, spec.profile)
         self._hold_gradients()
         ledger.hold_rest("gradients")  # what strategies make before a run is where gradients add up
         ledger.phase = None
@@ -275,27 +277,27 @@ class _Stage:
 
     def sample(self, num_samples: int) -> Batch:
         """Return a batch of that many samples without data."""
-        return fake_batch(self._task.sample, num_samples, self._mode)
+        return fake_batch(self._spec.sample, num_samples, self._mode)
 
     @property
     def loads_as_it_goes(self) -> bool:
         """Whether micro-batches come to the device one by one; on a CPU the whole batch is there."""
-        return self._task.profile != "cpu"
+        return self._spec.profile != "cpu"
 
     def _made_engine(self) -> Engine:
-        task = self._task
+        spec = self._spec
         return Engine(
             self._model,
             self._optimizer,
             self._loss,
             accumulation_steps=self._num_micro_batches,
-            strategy=task.strategy if isinstance(task.strategy, str) else task.strategy(),
-            precision=task.precision,
-            clip=task.clip,
-            measure_gradient_norm=task.measure_gradient_norm,
-            average_decay=task.average_decay,
-            norms=task.norms,
-            rng=task.rng,
+            strategy=spec.strategy if isinstance(spec.strategy, str) else spec.strategy(),
+            precision=spec.precision,
+            clip=spec.clip,
+            measure_gradient_norm=spec.measure_gradient_norm,
+            average_decay=spec.average_decay,
+            norms=spec.norms,
+            rng=spec.rng,
             check_loss=False,  # it compares numbers, and there are none
             observer=self,
             world=self._world,

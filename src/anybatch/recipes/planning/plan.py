@@ -15,7 +15,7 @@ from anybatch.planner.cache.measured_devices import KnownDevices
 from anybatch.planner.cost.step_time import Rates
 from anybatch.planner.measured import measured_of
 from anybatch.planner.plan import Plan, make_plan
-from anybatch.planner.trace.step_spec import Task
+from anybatch.planner.trace.step_spec import StepSpec
 from anybatch.recipes.job import Job
 from anybatch.recipes.planning.subjects import Subject, adamw, load_subject, subject_of_config, subject_of_job
 
@@ -76,7 +76,7 @@ def plan(
         raise UserError(message)
     measured = None if known is None or headroom is not None else measured_of(device, subject.name, precision, known)
     budget = budget_of(device, world_size=world_size, headroom=headroom, measured=measured)
-    task = Task(
+    spec = StepSpec(
         model=subject.model,
         optimizer=subject.optimizer,
         loss=subject.loss,
@@ -90,7 +90,7 @@ def plan(
         world_size=world_size,
         profile="cpu" if isinstance(device, str) and device.startswith("cpu:") else "cuda",
     )
-    return make_plan(task, budget, size, name=subject.name, rates=rates, proposals=proposals)
+    return make_plan(spec, budget, size, name=subject.name, rates=rates, proposals=proposals)
 
 
 def _subject(

@@ -19,11 +19,11 @@ from anybatch.memory.host_memory import read_host
 from anybatch.memory.trace import MemoryEnvelope
 from anybatch.norms import Policy, PolicyName
 from anybatch.parallel.world import World
-from anybatch.planner.budget import COMMUNICATOR_BYTES, WORKSPACE_BYTES, Measured
+from anybatch.planner.budget import COMMUNICATOR_BYTES, WORKSPACE_BYTES, DeviceMeasurements
 from anybatch.planner.cache.measured_devices import KnownDevices
 from anybatch.planner.envelopes import find_envelopes
 from anybatch.planner.measured import measured_here
-from anybatch.planner.trace.step_spec import Task
+from anybatch.planner.trace.step_spec import StepSpec
 from anybatch.recipes.job import Job
 
 Largest = Callable[[Batch, int], int | None]
@@ -74,7 +74,7 @@ def planned_largest(
 
     def largest(batch: Batch, num_samples: int) -> int:
         place = _accelerator_or_cpu() if device is None else device
-        task = Task(
+        spec = StepSpec(
             model=model,
             optimizer=optimizer,
             loss=loss,
@@ -87,12 +87,12 @@ def planned_largest(
             strategy="single",
             profile="cpu" if place.type == "cpu" else "cuda",
         )
-        measured = Measured() if known is None else measured_here(place, "", precision, known)
+        measured = DeviceMeasurements() if known is None else measured_here(place, "", precision, known)
         left = measured.headroom if headroom is None else headroom
         usable = _usable_bytes(place, world_size, left) if budget_bytes is None else int(budget_bytes * (1.0 - left))
         try:
             with _disable_current_modes():  # an enforced budget would count the twin
-                envelopes = find_envelopes(task, usable, most_samples=num_samples)
+                envelopes = find_envelopes(spec, usable, most_samples=num_samples)
         except PlanError:
             raise
         except UserError as error:  # the engine says it in earnest a moment later

@@ -5,9 +5,9 @@ from anybatch.testing import conformance
 
 class MyTrainer:
     name = "my trainer"
-    def steps(self, task):      # go through task.samples() once, in order, without changing parameters
+    def steps(self, split):      # go through split.samples() once, in order, without changing parameters
         ...
-        yield conformance.Step(gradients={...}, sample_ids=(...))
+        yield conformance.TrainerStep(gradients={...}, sample_ids=(...))
 
 table = conformance.run(MyTrainer())
 print(table)
@@ -17,8 +17,8 @@ assert table.passed
 
 from anybatch.testing.conformance.adapters import EngineAdapter, HandWrittenLoop
 from anybatch.testing.conformance.cases import CASES
-from anybatch.testing.conformance.run import Row, Table, run
-from anybatch.testing.conformance.task import Adapter, Case, LossTerms, Step, Task, Term
+from anybatch.testing.conformance.protocol import Adapter, Case, LossTerm, LossTerms, SplitCase, TrainerStep
+from anybatch.testing.conformance.table import Row, Table, run
 
 __all__ = [
     "CASES",
@@ -26,11 +26,11 @@ __all__ = [
     "Case",
     "EngineAdapter",
     "HandWrittenLoop",
+    "LossTerm",
     "LossTerms",
     "Row",
-    "Step",
+    "SplitCase",
     "Table",
-    "Task",
-    "Term",
+    "TrainerStep",
     "run",
 ]

@@ -11,9 +11,17 @@ from torch import Tensor, nn
 from anybatch.core.loss import Loss, counted, sum_of
 from anybatch.core.loss import Term as EngineTerm
 from anybatch.engine.engine import Engine
-from anybatch.testing.conformance.task import LossTerms, Samples, Step, Task, gradients_of, num_samples, parts
+from anybatch.testing.conformance.protocol import (
+    LossTerms,
+    Samples,
+    SplitCase,
+    TrainerStep,
+    gradients_of,
+    num_samples,
+    parts,
+)
 
-Fault = Literal["constant divisor", "mean of means", "dropped tail", "duplicated samples"]
+LoopFault = Literal["constant divisor", "mean of means", "dropped tail", "duplicated samples"]
 
 
 class EngineAdapter:
@@ -28,23 +36,23 @@ class EngineAdapter:
     def __init__(self, strategy: str = "auto") -> None:
         self._strategy = strategy
 
-    def steps(self, task: Task) -> Iterator[Step]:
+    def steps(self, split: SplitCase) -> Iterator[TrainerStep]:
         """Yield the engine's gradient of each effective batch."""
-        model, first = task.model(), 0
+        model, first = split.model(), 0
         with Engine(
             model,
             lambda named: torch.optim.SGD(named, lr=0.0),
-            declaration(task.loss),
-            micro_batch_size=task.micro_batch_size,
+            declaration(split.loss),
+            micro_batch_size=split.micro_batch_size,
             strategy=self._strategy,
         ) as engine:
-            for batch in parts(task.samples(), task.effective_batch_size):
+            for batch in parts(split.samples(), split.effective_batch_size):
                 last = first + num_samples(batch)
                 found = {
                     name: None if gradient is None else gradient.clone()
                     for name, gradient in engine.gradients(batch).items()
                 }
-                yield Step(found, tuple(range(first, last)))
+                yield TrainerStep(found, tuple(range(first, last)))
                 first = last
 
 
@@ -66,16 +74,16 @@ class HandWrittenLoop:
     - "duplicated samples" fills the last window up with the first samples, and is right otherwise.
     """
 
-    fault: Fault | None = None
+    fault: LoopFault | None = None
 
     @property
     def name(self) -> str:
         """Its fault."""
         return f"hand-written loop: {self.fault or 'right'}"
 
-    def steps(self, task: Task) -> Iterator[Step]:
+    def steps(self, split: SplitCase) -> Iterator[TrainerStep]:
         """Yield the gradient of each window."""
-        samples, size = task.samples(), task.effective_batch_size
+        samples, size = split.samples(), split.effective_batch_size
         ids = torch.arange(num_samples(samples))
         for window in ids.split(size):
             if self.fault == "dropped tail" and len(window) < size:
@@ -83,19 +91,19 @@ class HandWrittenLoop:
             padding = size - len(window) if self.fault == "duplicated samples" else 0
             filled = torch.cat([window, ids.repeat(-(-padding // len(ids)))[:padding]]) if padding else window
             batch = {name: value[filled] for name, value in samples.items()}
-            losses = self._losses(task, batch)
-            yield Step(gradients_of(task.model(), *losses), tuple(filled.tolist()))
+            losses = self._losses(split, batch)
+            yield TrainerStep(gradients_of(split.model(), *losses), tuple(filled.tolist()))
 
-    def _losses(self, task: Task, batch: Samples) -> list[Callable[[nn.Module], Tensor]]:
+    def _losses(self, split: SplitCase, batch: Samples) -> list[Callable[[nn.Module], Tensor]]:
         """Return the loss of each micro-batch, ready for its backward."""
-        micro_batches = parts(batch, task.micro_batch_size)
+        micro_batches = parts(batch, split.micro_batch_size)
         if self.fault == "constant divisor":
-            divisor = -(-task.effective_batch_size // task.micro_batch_size)
+            divisor = -(-split.effective_batch_size // split.micro_batch_size)
         else:
             divisor = len(micro_batches)
         if self.fault in ("constant divisor", "mean of means"):
-            return [partial(_plain_mean, task.loss, part, divisor) for part in micro_batches]
-        return [partial(_share, task.loss, part, batch) for part in micro_batches]
+            return [partial(_plain_mean, split.loss, part, divisor) for part in micro_batches]
+        return [partial(_share, split.loss, part, batch) for part in micro_batches]
 
 
 def _plain_mean(loss: LossTerms, part: Samples, divisor: int, model: nn.Module) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from anybatch.testing.conformance.task import IGNORED, Case, LossTerms, Samples, Term
+from anybatch.testing.conformance.protocol import IGNORED, Case, LossTerm, LossTerms, Samples
 
 _NUM_FEATURES, _NUM_CLASSES, _NUM_WORDS, _WIDTH = 6, 4, 9, 12
 _CLASS_WEIGHTS = (0.2, 2.0, 1.0, 0.6)
@@ -102,11 +102,11 @@ def predict_and_value(model: nn.Module, samples: Samples) -> Mapping[str, Tensor
     return {"words": words, "value": (logits.mean((1, 2)) - samples["value"]).square().mean()}
 
 
-OVER_SAMPLES = LossTerms(classify, (Term("loss"),))
-OVER_WEIGHTS = LossTerms(classify_weighted, (Term("loss", "class weights", class_weights=_CLASS_WEIGHTS),))
-OVER_TARGETS = LossTerms(predict, (Term("loss", "targets", shift=True),))
+OVER_SAMPLES = LossTerms(classify, (LossTerm("loss"),))
+OVER_WEIGHTS = LossTerms(classify_weighted, (LossTerm("loss", "class weights", class_weights=_CLASS_WEIGHTS),))
+OVER_TARGETS = LossTerms(predict, (LossTerm("loss", "targets", shift=True),))
 TWO_TERMS = LossTerms(
-    predict_and_value, (Term("words", "targets", shift=True), Term("value", "samples", weight=_AUX_WEIGHT))
+    predict_and_value, (LossTerm("words", "targets", shift=True), LossTerm("value", "samples", weight=_AUX_WEIGHT))
 )
 
 CASES: tuple[Case, ...] = (

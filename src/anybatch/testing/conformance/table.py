@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from anybatch.core.comparison import relative_error
-from anybatch.testing.conformance.adapters import Fault, HandWrittenLoop
+from anybatch.testing.conformance.adapters import HandWrittenLoop, LoopFault
 from anybatch.testing.conformance.cases import CASES
-from anybatch.testing.conformance.task import Adapter, Case, Gradients, Step, Task, num_samples
+from anybatch.testing.conformance.protocol import Adapter, Case, Gradients, SplitCase, TrainerStep, num_samples
 
-_NAMED: tuple[Fault, ...] = ("mean of means", "constant divisor", "duplicated samples")
+_NAMED: tuple[LoopFault, ...] = ("mean of means", "constant divisor", "duplicated samples")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,48 +74,48 @@ def run(adapter: Adapter, cases: Sequence[Case] = CASES, *, tolerance: float = 1
     rows = []
     for case in cases:
         expected = case.expected()
-        rows += [_row(adapter, Task(case, size), expected, tolerance) for size in case.micro_batch_sizes]
+        rows += [_row(adapter, SplitCase(case, size), expected, tolerance) for size in case.micro_batch_sizes]
     return Table(adapter.name, tuple(rows))
 
 
-def _row(adapter: Adapter, task: Task, expected: Sequence[Gradients], tolerance: float) -> Row:
+def _row(adapter: Adapter, split: SplitCase, expected: Sequence[Gradients], tolerance: float) -> Row:
     try:
-        steps = list(adapter.steps(task))
+        steps = list(adapter.steps(split))
     except Exception as error:  # noqa: BLE001 (whatever a trainer raises is its verdict)
-        return _verdict(task, float("inf"), f"raised {type(error).__name__}: {error}")
+        return _verdict(split, float("inf"), f"raised {type(error).__name__}: {error}")
     errors = [relative_error(step.gradients, gradient) for step, gradient in zip(steps, expected, strict=False)]
     if len(steps) != len(expected):
-        partial_tail = num_samples(task.samples()) % task.effective_batch_size
+        partial_tail = num_samples(split.samples()) % split.effective_batch_size
         why = "dropped tail: " if partial_tail and len(steps) == len(expected) - 1 else ""
-        return _verdict(task, float("inf"), f"{why}{len(steps)} steps, expected {len(expected)}")
-    told = _about_samples(task, steps)
+        return _verdict(split, float("inf"), f"{why}{len(steps)} steps, expected {len(expected)}")
+    told = _about_samples(split, steps)
     wrong = [number for number, error in enumerate(errors) if not error <= tolerance]  # NaN is wrong too
     if not wrong:
-        return _verdict(task, max(errors), told)
-    named = [fault for fault in _NAMED if _is_fault(task, fault, steps, tolerance)]
+        return _verdict(split, max(errors), told)
+    named = [fault for fault in _NAMED if _is_fault(split, fault, steps, tolerance)]
     why = told or " or ".join(named) or "another gradient"
-    return _verdict(task, max(errors, key=_nan_first), f"{why} (step {wrong[0] + 1} of {len(steps)})")
+    return _verdict(split, max(errors, key=_nan_first), f"{why} (step {wrong[0] + 1} of {len(steps)})")
 
 
-def _verdict(task: Task, error: float, reason: str) -> Row:
-    return Row(case=task.case.name, micro_batch_size=task.micro_batch_size, error=error, reason=reason)
+def _verdict(split: SplitCase, error: float, reason: str) -> Row:
+    return Row(case=split.case.name, micro_batch_size=split.micro_batch_size, error=error, reason=reason)
 
 
-def _about_samples(task: Task, steps: Sequence[Step]) -> str:
+def _about_samples(split: SplitCase, steps: Sequence[TrainerStep]) -> str:
     """Return what is wrong with the samples that a trainer says it used; empty if nothing is, or if it does not say."""
     if any(step.sample_ids is None for step in steps):
         return ""
     times = Counter(sample for step in steps for sample in step.sample_ids or ())
-    every = range(num_samples(task.samples()))
+    every = range(num_samples(split.samples()))
     twice, never = [s for s in times if times[s] > 1], [s for s in every if not times[s]]
     if twice:
         return f"duplicated samples: {sorted(twice)}"
     return f"missing samples: {never}" if never else ""
 
 
-def _is_fault(task: Task, fault: Fault, steps: Sequence[Step], tolerance: float) -> bool:
+def _is_fault(split: SplitCase, fault: LoopFault, steps: Sequence[TrainerStep], tolerance: float) -> bool:
     """Return whether the gradients are those of the hand-written loop with this fault."""
-    others = list(HandWrittenLoop(fault).steps(task))
+    others = list(HandWrittenLoop(fault).steps(split))
     return len(others) == len(steps) and all(
         relative_error(step.gradients, other.gradients) <= tolerance for step, other in zip(steps, others, strict=True)
     )

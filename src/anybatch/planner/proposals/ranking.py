@@ -15,7 +15,7 @@ from anybatch.planner.envelopes import TRACED, Binding, Envelopes, find_envelope
 from anybatch.planner.proposals.changes import SMALLEST_STATE, Change, possible_changes
 from anybatch.planner.proposals.more_ranks import smallest_world, zero1
 from anybatch.planner.trace.fsdp_trace import trace_sharded
-from anybatch.planner.trace.step_spec import Task
+from anybatch.planner.trace.step_spec import StepSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,7 +59,7 @@ class Fit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Setting:
+class PlanTarget:
     """What a step is planned for.
 
     Attributes:
@@ -90,9 +90,9 @@ class Setting:
         return step_seconds(costs, self.rates, sizes, reduction=reduction)
 
 
-def fit_of(task: Task, envelopes: Envelopes, setting: Setting, *, name: str = "", how: str = "") -> Fit:
+def fit_of(spec: StepSpec, envelopes: Envelopes, target: PlanTarget, *, name: str = "", how: str = "") -> Fit:
     """Return what fits of a rank share."""
-    usable, share = setting.budget.usable_bytes, setting.share(task.world_size)
+    usable, share = target.budget.usable_bytes, target.share(spec.world_size)
     found = envelopes.largest_allocated(usable) if usable > 0 else 0
     largest = share if found is None else min(share, found)
     size = even_size(share, max(1, largest))
@@ -103,7 +103,7 @@ def fit_of(task: Task, envelopes: Envelopes, setting: Setting, *, name: str = ""
     return Fit(
         name=name,
         how=how,
-        world_size=task.world_size,
+        world_size=spec.world_size,
         largest=largest,
         micro_batch_size=size,
         accumulation_steps=ceil_div(share, size),
@@ -111,95 +111,95 @@ def fit_of(task: Task, envelopes: Envelopes, setting: Setting, *, name: str = ""
         reserved_bytes=reserved,
         envelope=envelope,
         binds=envelopes.binding(largest, usable, share),
-        seconds=setting.seconds(envelopes.costs, size, task.world_size),
+        seconds=target.seconds(envelopes.costs, size, spec.world_size),
         freely_reserved_bytes=freely,
     )
 
 
-def propose(task: Task, envelopes: Envelopes, setting: Setting, *, fits: bool) -> list[Fit]:
+def propose(spec: StepSpec, envelopes: Envelopes, target: PlanTarget, *, fits: bool) -> list[Fit]:
     """Return what would fit with each possible change; changes that cannot be planned are left out.
 
     Args:
-        task: the step as it is.
+        spec: the step as it is.
         envelopes: its memory.
-        setting: what it is planned for.
+        target: what it is planned for.
         fits: whether anything fits as it is. Where what stays from step to step is too large already, only what makes
             that smaller is planned.
     """
     found = []
-    held, usable = envelopes.steady.at_peak(1).by_category, setting.budget.usable_bytes
+    held, usable = envelopes.steady.at_peak(1).by_category, target.budget.usable_bytes
     stays = sum(held[name] for name in ("weights", "gradients", "optimizer"))
     at_least = stays - held["optimizer"] * (1.0 - SMALLEST_STATE)
-    changes = possible_changes(task) if fits or at_least < usable else []
+    changes = possible_changes(spec) if fits or at_least < usable else []
     for change in changes:
         if not fits and stays >= usable and not change.smaller_state:
             continue
         try:
-            changed = _changed(change, envelopes, setting)
+            changed = _changed(change, envelopes, target)
         except UserError:
             continue
-        found.append(fit_of(change.task, changed, setting, name=change.name, how=change.how))
-    return [*found, *_dealt(task, envelopes, setting, fits=fits)]
+        found.append(fit_of(change.spec, changed, target, name=change.name, how=change.how))
+    return [*found, *_dealt(spec, envelopes, target, fits=fits)]
 
 
-def _changed(change: Change, envelopes: Envelopes, setting: Setting) -> Envelopes:
+def _changed(change: Change, envelopes: Envelopes, target: PlanTarget) -> Envelopes:
     if change.reshape is None:
-        share = setting.share(change.task.world_size)
-        return find_envelopes(change.task, setting.budget.usable_bytes, most_samples=share)
+        share = target.share(change.spec.world_size)
+        return find_envelopes(change.spec, target.budget.usable_bytes, most_samples=share)
     steady, first = change.reshape(envelopes.steady), change.reshape(envelopes.first)
     costs = envelopes.costs if change.recost is None else change.recost(envelopes.costs)
     return dataclasses.replace(envelopes, steady=steady, first=first, costs=costs)
 
 
-def _dealt(task: Task, envelopes: Envelopes, setting: Setting, *, fits: bool) -> list[Fit]:
+def _dealt(spec: StepSpec, envelopes: Envelopes, target: PlanTarget, *, fits: bool) -> list[Fit]:
     """Return what fits where weights, gradients or the optimizer's state are dealt to ranks."""
     found = []
     try:
-        if task.world_size > 1:
-            found.append(_zero1(task, envelopes, setting))
-            found.append(_fsdp(task, setting))
+        if spec.world_size > 1:
+            found.append(_zero1(spec, envelopes, target))
+            found.append(_fsdp(spec, target))
         if not fits and not any(one.fits for one in found):
-            found += _smallest_world(task, setting)
+            found += _smallest_world(spec, target)
     except UserError:  # a model, a loss or an optimizer that cannot be dealt
         pass
     return found
 
 
-def _smallest_world(task: Task, setting: Setting) -> list[Fit]:
+def _smallest_world(spec: StepSpec, target: PlanTarget) -> list[Fit]:
     """Return what fits with FSDP over the fewest devices, its blocks checkpointed where it has blocks."""
-    checkpointed = next((one for one in possible_changes(task) if one.name == "checkpointing"), None)
-    task = task if checkpointed is None else checkpointed.task
-    smallest = smallest_world(task, max(1, setting.budget.usable_bytes)).world_size
+    checkpointed = next((one for one in possible_changes(spec) if one.name == "checkpointing"), None)
+    spec = spec if checkpointed is None else checkpointed.spec
+    smallest = smallest_world(spec, max(1, target.budget.usable_bytes)).world_size
     if smallest is None:
         return []
-    fit = _fsdp(dataclasses.replace(task, world_size=smallest), setting)
+    fit = _fsdp(dataclasses.replace(spec, world_size=smallest), target)
     if checkpointed is None:
         return [fit]
     how = f"{fit.how}; {checkpointed.how}"
     return [dataclasses.replace(fit, name=f"{fit.name}, checkpointing", how=how)]
 
 
-def _zero1(task: Task, envelopes: Envelopes, setting: Setting) -> Fit:
+def _zero1(spec: StepSpec, envelopes: Envelopes, target: PlanTarget) -> Fit:
     low, high = TRACED
 
     def dealt_state(one: MemoryEnvelope) -> MemoryEnvelope:
-        return fit(zero1(one.at(low), task.world_size), low, zero1(one.at(high), task.world_size), high)
+        return fit(zero1(one.at(low), spec.world_size), low, zero1(one.at(high), spec.world_size), high)
 
     dealt = dataclasses.replace(envelopes, steady=dealt_state(envelopes.steady), first=dealt_state(envelopes.first))
     how = "torch.distributed.optim.ZeroRedundancyOptimizer"
-    return fit_of(task, dealt, setting, name=f"ZeRO-1 over {task.world_size} ranks", how=how)
+    return fit_of(spec, dealt, target, name=f"ZeRO-1 over {spec.world_size} ranks", how=how)
 
 
-def _fsdp(task: Task, setting: Setting) -> Fit:
+def _fsdp(spec: StepSpec, target: PlanTarget) -> Fit:
     """Return what fits with FSDP2: weights gathered in bf16 block by block, gradients reduced in float32."""
     low, high = TRACED
-    traces = [trace_sharded(task, m) for m in (low, high)]
+    traces = [trace_sharded(spec, m) for m in (low, high)]
     envelope = fit(traces[0].memory, low, traces[1].memory, high)
-    return _fit_in_pools(envelope, traces[0].pools, task.world_size, setting)
+    return _fit_in_pools(envelope, traces[0].pools, spec.world_size, target)
 
 
-def _fit_in_pools(envelope: MemoryEnvelope, pools: Sequence[int], world_size: int, setting: Setting) -> Fit:
-    usable, share = setting.budget.usable_bytes, setting.share(world_size)
+def _fit_in_pools(envelope: MemoryEnvelope, pools: Sequence[int], world_size: int, target: PlanTarget) -> Fit:
+    usable, share = target.budget.usable_bytes, target.share(world_size)
     found = largest_that_fits(envelope, usable, pools=pools)
     largest = share if found is None else min(share, found)
     size = even_size(share, max(1, largest))

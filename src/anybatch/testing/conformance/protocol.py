@@ -15,7 +15,7 @@ IGNORED = -100
 
 
 @dataclass(frozen=True, slots=True)
-class Term:
+class LossTerm:
     """One term of a loss, as data: its name, what its value is a mean over, and its weight in the loss.
 
     `over` is "samples"; "targets" (those of `labels` that are not -100, from the second position on if `shift`); or
@@ -47,7 +47,7 @@ class LossTerms:
     """
 
     function: Callable[[nn.Module, Samples], Mapping[str, Tensor]]
-    terms: tuple[Term, ...]
+    terms: tuple[LossTerm, ...]
 
     def whole(self, model: nn.Module, samples: Samples) -> Tensor:
         """Return the loss of an un-split batch: what is meant."""
@@ -86,7 +86,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class SplitCase:
     """One case with one split: what an adapter gets."""
 
     case: Case
@@ -112,7 +112,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TrainerStep:
     """What one optimizer step would be made with.
 
     Attributes:
@@ -132,7 +132,7 @@ class Adapter(Protocol):
         """What it is called in tables."""
         ...
 
-    def steps(self, task: Task) -> Iterable[Step]:
+    def steps(self, split: SplitCase) -> Iterable[TrainerStep]:
         """Go through the samples once, in order, at unchanged parameters, and return every step's gradient."""
         ...
 

@@ -13,25 +13,32 @@ import torch.distributed as dist
 
 from anybatch.diagnostics.loop_check import sentences
 from anybatch.diagnostics.loop_check.judge import Evidence, judge
-from anybatch.diagnostics.loop_check.report import Finding, LoopReport, Verdict, Window
+from anybatch.diagnostics.loop_check.loop_report import LoopFinding, LoopReport, LoopVerdict, Window
+from anybatch.diagnostics.loop_check.loop_trace import LoopTrace, TableGradient
+from anybatch.diagnostics.loop_check.probe import NUM_ROWS, TARGET_KINDS, ProbeData, TargetKind, make_data
 from anybatch.diagnostics.loop_check.roles import Needs, read_needs
-from anybatch.diagnostics.loop_check.run import LOUD_GAIN, LearningLoop, LoopFailedError, Scene, group_of_one, run_loop
-from anybatch.diagnostics.loop_check.stage import KINDS, NUM_ROWS, Data, Kind, make_data
-from anybatch.diagnostics.loop_check.trace import Rows, Trace
-from anybatch.diagnostics.loop_check.units import Units, gradient_of, rows_by_size
+from anybatch.diagnostics.loop_check.run_loop import (
+    LOUD_GAIN,
+    LearningLoop,
+    LoopFailedError,
+    LoopSettings,
+    group_of_one,
+    run_loop,
+)
+from anybatch.diagnostics.loop_check.unit_gradients import UnitGradients, gradient_of, rows_by_size
 from anybatch.diagnostics.loop_check.windows import near, parts_of, steps_of
 from anybatch.errors import UserError
-from anybatch.testing.ranks import Outcome, run_ranks
+from anybatch.testing.ranks import RankOutcome, run_ranks
 
 IDS = range(NUM_ROWS - 1)
 """31 samples: on one rank and on two the last micro-batch is smaller than the others, and the last window shorter."""
 MICRO_BATCH_SIZE, ACCUMULATION_STEPS, NUM_EPOCHS, NUM_RANKS = 4, 3, 2, 2
 
 
-class Pool(Protocol):
+class RankRunner(Protocol):
     """Ranks that run already, such as `anybatch.testing.RankPool`."""
 
-    def outcomes(self, function: Callable[..., Any], *args: Any) -> list[Outcome]:  # noqa: ANN401 (the function's)
+    def outcomes(self, function: Callable[..., Any], *args: Any) -> list[RankOutcome]:  # noqa: ANN401 (the function's)
         """Run a function on each and return how that ended."""
         ...
 
@@ -39,10 +46,10 @@ class Pool(Protocol):
 def check_loop(
     function: LearningLoop,
     *,
-    data: Kind | None = None,
+    data: TargetKind | None = None,
     ranks: Literal[1, 2] | None = None,
     time_limit_seconds: float = 20.0,
-    pool: Pool | None = None,
+    pool: RankRunner | None = None,
 ) -> LoopReport:
     """Judge a training loop as it is: is the gradient of each optimizer step that of its un-split batch?
 
@@ -67,7 +74,7 @@ def check_loop(
     needs = read_needs(function)
     on_ranks = needs.ranks if ranks is None else ranks > 1
     failures = []
-    for kind in KINDS if data is None else (data,):
+    for kind in TARGET_KINDS if data is None else (data,):
         runner = _Runner(function, needs, kind, time_limit_seconds)
         try:
             return runner.judge(NUM_RANKS if on_ranks else 1, pool)
@@ -93,11 +100,11 @@ class _Runner:
 
     function: LearningLoop
     needs: Needs
-    kind: Kind  # and not the data: a tensor that is sent to ranks starts a thread that stays
+    kind: TargetKind  # and not the data: a tensor that is sent to ranks starts a thread that stays
     time_limit_seconds: float
 
     @property
-    def data(self) -> Data:
+    def data(self) -> ProbeData:
         """The samples."""
         return make_data(self.kind)
 
@@ -108,9 +115,9 @@ class _Runner:
         size: int = MICRO_BATCH_SIZE,
         steps: int = ACCUMULATION_STEPS,
         epochs: int = NUM_EPOCHS,
-        **choices: Any,  # noqa: ANN401 (those of Scene)
-    ) -> Trace:
-        scene = Scene(
+        **choices: Any,  # noqa: ANN401 (those of LoopSettings)
+    ) -> LoopTrace:
+        settings = LoopSettings(
             data=self.data,
             ids=ids,
             micro_batch_size=size,
@@ -119,9 +126,9 @@ class _Runner:
             time_limit_seconds=self.time_limit_seconds,
             **choices,
         )
-        return run_loop(self.function, self.needs, scene)
+        return run_loop(self.function, self.needs, settings)
 
-    def judge(self, num_ranks: int, pool: Pool | None) -> LoopReport:
+    def judge(self, num_ranks: int, pool: RankRunner | None) -> LoopReport:
         """Return the report of the loop on so many ranks.
 
         Whatever the number, what is right is measured on one rank.
@@ -137,11 +144,11 @@ class _Runner:
                 findings += self._about_loss()
         return self._report(evidence, windows, findings)
 
-    def _traces_on_ranks(self, pool: Pool | None) -> tuple[Trace, ...]:
+    def _traces_on_ranks(self, pool: RankRunner | None) -> tuple[LoopTrace, ...]:
         outcomes = run_ranks(NUM_RANKS, run_on_rank, self) if pool is None else pool.outcomes(run_on_rank, self)
         return tuple(map(_opened, outcomes))
 
-    def _units(self, trace: Trace) -> Units:
+    def _units(self, trace: LoopTrace) -> UnitGradients:
         """Return how to measure weights.
 
         A loader can be given one whole batch. What a loop makes of a data set is measured on micro-batches of one size
@@ -151,15 +158,15 @@ class _Runner:
         whole = "loader" in self.needs
         rows = rows_by_size(trace if whole else self.run(range(NUM_ROWS), steps=1, epochs=1), shape)
 
-        def unsplit(ids: tuple[int, ...]) -> tuple[Rows, bool] | None:
+        def unsplit(ids: tuple[int, ...]) -> tuple[TableGradient, bool] | None:
             gradient = gradient_of(self.run(ids, size=len(ids), steps=1, epochs=1), ids, shape) if whole else None
             if gradient is not None:
                 return gradient, has_steps
             return _only(rows, ids) / len(ids), has_steps and not whole
 
-        return Units(self.data, unsplit)
+        return UnitGradients(self.data, unsplit)
 
-    def _evidence(self, traces: Sequence[Trace], loud: Trace | None, units: Units) -> Evidence:
+    def _evidence(self, traces: Sequence[LoopTrace], loud: LoopTrace | None, units: UnitGradients) -> Evidence:
         share = -(-len(IDS) // len(traces))
         num_batches = -(-share // MICRO_BATCH_SIZE)
         parts = [parts_of(trace, rank, NUM_EPOCHS, num_batches) for rank, trace in enumerate(traces)]
@@ -180,7 +187,7 @@ class _Runner:
             file=inspect.getsourcefile(self.function),
         )
 
-    def _about_loss(self) -> tuple[Finding, ...]:
+    def _about_loss(self) -> tuple[LoopFinding, ...]:
         """Return whether the loss that one window returns is that of its last micro-batch."""
         ids = range(MICRO_BATCH_SIZE * ACCUMULATION_STEPS)
         last = ids[-MICRO_BATCH_SIZE:]
@@ -201,7 +208,7 @@ class _Runner:
         where = "the loop" if file is None else f"{file.rpartition('/')[2]}:{name}"
         return (sentences.logs_last_loss(found, window, where),)
 
-    def _report(self, evidence: Evidence, windows: tuple[Window, ...], findings: tuple[Finding, ...]) -> LoopReport:
+    def _report(self, evidence: Evidence, windows: tuple[Window, ...], findings: tuple[LoopFinding, ...]) -> LoopReport:
         remarks = []
         if not evidence.units.scale_is_known:
             remarks.append(
@@ -219,15 +226,15 @@ class _Runner:
         )
 
 
-def _verdict(findings: Sequence[Finding]) -> Verdict:
+def _verdict(findings: Sequence[LoopFinding]) -> LoopVerdict:
     """Return the verdict; a gradient that is wrong for no known reason is a finding too."""
     wrong = {finding.code for finding in findings if finding.in_gradient}
     if wrong == {"constant_factor"}:
-        return Verdict.CONSTANT_FACTOR
-    return Verdict.NOT_EQUAL if wrong else Verdict.EXACT
+        return LoopVerdict.CONSTANT_FACTOR
+    return LoopVerdict.NOT_EQUAL if wrong else LoopVerdict.EXACT
 
 
-def _only(rows: Rows, ids: Sequence[int]) -> Rows:
+def _only(rows: TableGradient, ids: Sequence[int]) -> TableGradient:
     found = torch.zeros_like(rows)
     found[list(ids)] = rows[list(ids)]
     return found
@@ -240,8 +247,8 @@ def run_on_rank(runner: _Runner) -> bytes:
     return pickle.dumps(trace)  # as bytes, since shared memory would end with this process
 
 
-def _opened(outcome: Outcome) -> Trace:
+def _opened(outcome: RankOutcome) -> LoopTrace:
     if outcome.error is not None:
         raise LoopFailedError(outcome.error.rpartition(f"{LoopFailedError.__name__}: ")[2].rstrip())
-    trace: Trace = pickle.loads(outcome.value)  # noqa: S301 (made by `run_on_rank`, in a process of ours)
+    trace: LoopTrace = pickle.loads(outcome.value)  # noqa: S301 (made by `run_on_rank`, in a process of ours)
     return trace

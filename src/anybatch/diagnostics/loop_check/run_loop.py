@@ -16,10 +16,10 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
+from anybatch.diagnostics.loop_check.loop_trace import LoopTrace, numbers_in
+from anybatch.diagnostics.loop_check.probe import ProbeData, RowModel, RowSet, make_loader
 from anybatch.diagnostics.loop_check.recorder import Recorder
 from anybatch.diagnostics.loop_check.roles import Needs
-from anybatch.diagnostics.loop_check.stage import Data, RowModel, RowSet, make_loader
-from anybatch.diagnostics.loop_check.trace import Trace, numbers_in
 from anybatch.errors import UserError
 
 LearningLoop = Callable[..., Any]
@@ -32,7 +32,7 @@ class LoopFailedError(UserError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
+class LoopSettings:
     """One run of a loop.
 
     Attributes:
@@ -45,7 +45,7 @@ class Scene:
         time_limit_seconds: after so long it is ended.
     """
 
-    data: Data
+    data: ProbeData
     ids: Sequence[int]
     micro_batch_size: int
     accumulation_steps: int
@@ -54,7 +54,7 @@ class Scene:
     time_limit_seconds: float = 20.0
 
 
-def run_loop(function: LearningLoop, needs: Needs, scene: Scene) -> Trace:
+def run_loop(function: LearningLoop, needs: Needs, settings: LoopSettings) -> LoopTrace:
     """Return what a loop did.
 
     A function that knows no number of epochs is called once for each, with the same model and optimizer.
@@ -63,13 +63,13 @@ def run_loop(function: LearningLoop, needs: Needs, scene: Scene) -> Trace:
         LoopFailedError: the loop raised.
     """
     code = getattr(function, "__code__", None)
-    recorder = Recorder(None if code is None else code.co_filename, scene.gain, scene.time_limit_seconds)
-    num_calls = 1 if "epochs" in needs or "max_steps" in needs else scene.num_epochs
+    recorder = Recorder(None if code is None else code.co_filename, settings.gain, settings.time_limit_seconds)
+    num_calls = 1 if "epochs" in needs or "max_steps" in needs else settings.num_epochs
     with state_kept(), redirect_stdout(io.StringIO()):
         torch.manual_seed(0)
-        model = RowModel(scene.data, scene.gain, recorder)
+        model = RowModel(settings.data, settings.gain, recorder)
         table = model.table
-        things = _things(model, scene, wrapped=needs.wrapped)
+        things = _things(model, settings, wrapped=needs.wrapped)
         with recorder:
             recorder.watch(table, [things["optimizer"]] if "optimizer" in needs else [])
             for call in range(num_calls):
@@ -80,25 +80,25 @@ def run_loop(function: LearningLoop, needs: Needs, scene: Scene) -> Trace:
     return recorder.trace
 
 
-def _things(model: nn.Module, scene: Scene, *, wrapped: bool) -> dict[str, Any]:
+def _things(model: nn.Module, settings: LoopSettings, *, wrapped: bool) -> dict[str, Any]:
     """Return what each role is filled with."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = make_loader(scene.data, scene.ids, scene.micro_batch_size)
-    num_windows = -(-len(loader) // scene.accumulation_steps)
+    loader = make_loader(settings.data, settings.ids, settings.micro_batch_size)
+    num_windows = -(-len(loader) // settings.accumulation_steps)
     grouped = dist.is_initialized()
     return {
         "model": DistributedDataParallel(model) if wrapped else model,
         "loader": loader,
-        "dataset": RowSet(scene.data, scene.ids),
+        "dataset": RowSet(settings.data, settings.ids),
         "optimizer": optimizer,
-        "accumulation_steps": scene.accumulation_steps,
-        "criterion": nn.MSELoss() if scene.data.kind == "values" else nn.CrossEntropyLoss(),
+        "accumulation_steps": settings.accumulation_steps,
+        "criterion": nn.MSELoss() if settings.data.kind == "values" else nn.CrossEntropyLoss(),
         "scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step)),
         "scaler": torch.amp.GradScaler("cpu", enabled=False),
         "device": torch.device("cpu"),
-        "epochs": scene.num_epochs,
-        "max_steps": num_windows * scene.num_epochs,
-        "micro_batch_size": scene.micro_batch_size,
+        "epochs": settings.num_epochs,
+        "max_steps": num_windows * settings.num_epochs,
+        "micro_batch_size": settings.micro_batch_size,
         "max_norm": 1.0,
         "rank": dist.get_rank() if grouped else 0,
         "world_size": dist.get_world_size() if grouped else 1,

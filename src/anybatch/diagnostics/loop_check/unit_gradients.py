@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from anybatch.diagnostics.loop_check.stage import NUM_ROWS, Data, Kind
-from anybatch.diagnostics.loop_check.trace import Rows, Trace
+from anybatch.diagnostics.loop_check.loop_trace import LoopTrace, TableGradient
+from anybatch.diagnostics.loop_check.probe import NUM_ROWS, ProbeData, TargetKind
 from anybatch.diagnostics.loop_check.windows import is_close
 
-Loss = Callable[[Tensor, Tensor], Tensor]
+OutputLoss = Callable[[Tensor, Tensor], Tensor]
 
 
 def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -28,11 +28,11 @@ def _next_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     return _cross_entropy(outputs[:, :-1], targets[:, 1:])
 
 
-def _values(loss: Loss) -> Loss:
+def _values(loss: OutputLoss) -> OutputLoss:
     return lambda outputs, targets: loss(outputs.squeeze(1), targets)
 
 
-USUAL_LOSSES: Mapping[Kind, tuple[Loss, ...]] = MappingProxyType(
+USUAL_LOSSES: Mapping[TargetKind, tuple[OutputLoss, ...]] = MappingProxyType(
     {
         "classes": (_cross_entropy,),
         "tokens": (_cross_entropy, _next_cross_entropy),
@@ -48,7 +48,7 @@ USUAL_LOSSES: Mapping[Kind, tuple[Loss, ...]] = MappingProxyType(
 
 
 @dataclass(slots=True)
-class Units:
+class UnitGradients:
     """Unit gradients of samples: what a weight of one in a gradient looks like.
 
     Attributes:
@@ -57,19 +57,19 @@ class Units:
             its direction; None if the loop does not tell.
     """
 
-    data: Data
-    unsplit: Callable[[tuple[int, ...]], tuple[Rows, bool] | None]
-    _found: dict[tuple[int, ...], Rows | None] = field(default_factory=dict)
+    data: ProbeData
+    unsplit: Callable[[tuple[int, ...]], tuple[TableGradient, bool] | None]
+    _found: dict[tuple[int, ...], TableGradient | None] = field(default_factory=dict)
     scale_is_known: bool = True
 
-    def of(self, ids: Sequence[int]) -> Rows | None:
+    def of(self, ids: Sequence[int]) -> TableGradient | None:
         """Return one row per sample, such that the un-split mean of these samples is the mean of their rows."""
         key = tuple(sorted(set(ids)))
         if key not in self._found:
             self._found[key] = self._measure(key)
         return self._found[key]
 
-    def _measure(self, ids: tuple[int, ...]) -> Rows | None:
+    def _measure(self, ids: tuple[int, ...]) -> TableGradient | None:
         told = self.unsplit(ids)
         if told is None or not bool(told[0][list(ids)].flatten(1).any(1).all()):
             return None
@@ -80,7 +80,7 @@ class Units:
             gradient = gradient if scaled is None else scaled
         return gradient * len(ids)
 
-    def _usual(self, gradient: Rows, ids: tuple[int, ...]) -> Rows | None:
+    def _usual(self, gradient: TableGradient, ids: tuple[int, ...]) -> TableGradient | None:
         """Return the gradient of the usual loss that has this direction."""
         for loss in USUAL_LOSSES[self.data.kind]:
             outputs = self.data.outputs[list(ids)].clone().requires_grad_()
@@ -93,7 +93,7 @@ class Units:
         return None
 
 
-def gradient_of(trace: Trace, ids: Sequence[int], shape: torch.Size) -> Rows | None:
+def gradient_of(trace: LoopTrace, ids: Sequence[int], shape: torch.Size) -> TableGradient | None:
     """Return the gradient of a run on one batch: what its optimizer met, else what its outputs received."""
     if trace.steps:
         gradient = trace.steps[0].gradient
@@ -102,7 +102,7 @@ def gradient_of(trace: Trace, ids: Sequence[int], shape: torch.Size) -> Rows | N
     return received(trace, ids, shape, by_size=False)
 
 
-def received(trace: Trace, ids: Sequence[int], shape: torch.Size, *, by_size: bool) -> Rows | None:
+def received(trace: LoopTrace, ids: Sequence[int], shape: torch.Size, *, by_size: bool) -> TableGradient | None:
     """Return what the samples' outputs received, times the size of their micro-batch if asked for."""
     if not set(ids) <= trace.by_sample.keys():
         return None
@@ -113,7 +113,7 @@ def received(trace: Trace, ids: Sequence[int], shape: torch.Size, *, by_size: bo
     return rows
 
 
-def rows_by_size(trace: Trace, shape: torch.Size) -> Rows:
+def rows_by_size(trace: LoopTrace, shape: torch.Size) -> TableGradient:
     """Return what every sample's output received, times the size of its micro-batch; zeros where none came."""
     ids = [sample for sample in range(NUM_ROWS) if sample in trace.by_sample]
     rows = received(trace, ids, shape, by_size=True)

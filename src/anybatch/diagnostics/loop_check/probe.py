@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-Kind = Literal["classes", "tokens", "values"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+TargetKind = Literal["classes", "tokens", "values"]
+TARGET_KINDS: tuple[TargetKind, ...] = get_args(TargetKind)
 NUM_ROWS = 32
 _NUM_OUTPUTS, _NUM_POSITIONS, _IGNORED = 5, 6, -100
 _TARGET_NAMES = frozenset({"label", "labels", "target", "targets", "y"})
 
 
 @dataclass(frozen=True, slots=True)
-class Data:
+class ProbeData:
     """Samples that say who they are, the outputs that the model has for them, and targets.
 
     Attributes:
@@ -39,7 +39,7 @@ class Data:
         outputs: one row per sample, with a position and an output axis.
     """
 
-    kind: Kind
+    kind: TargetKind
     inputs: Shaped[Tensor, "sample ..."]
     targets: Shaped[Tensor, "sample ..."]
     outputs: Float64[Tensor, "sample position output"]
@@ -51,7 +51,7 @@ class Data:
         return inputs.flatten(1).argmax(1)
 
 
-def make_data(kind: Kind) -> Data:
+def make_data(kind: TargetKind) -> ProbeData:
     """Return the samples of a kind, the same ones each time."""
     generator = torch.Generator().manual_seed(5)
     num_positions = _NUM_POSITIONS if kind == "tokens" else 1
@@ -63,11 +63,11 @@ def make_data(kind: Kind) -> Data:
     if kind == "tokens":
         lengths = torch.randint(2, num_positions + 1, (NUM_ROWS, 1), generator=generator)
         words = torch.arange(NUM_ROWS * num_positions).view(NUM_ROWS, num_positions)
-        return Data(kind, words, targets.masked_fill(torch.arange(num_positions) >= lengths, _IGNORED), outputs)
-    return Data(kind, torch.eye(NUM_ROWS, dtype=torch.float64), targets.squeeze(1), outputs)
+        return ProbeData(kind, words, targets.masked_fill(torch.arange(num_positions) >= lengths, _IGNORED), outputs)
+    return ProbeData(kind, torch.eye(NUM_ROWS, dtype=torch.float64), targets.squeeze(1), outputs)
 
 
-class Watcher(Protocol):
+class ForwardObserver(Protocol):
     """Whoever wants to know of forwards."""
 
     def forward(self, ids: Sequence[int], outputs: Tensor) -> None:
@@ -84,7 +84,7 @@ class RowModel(nn.Module):
         watcher: is told of every forward that a backward can follow.
     """
 
-    def __init__(self, data: Data, gain: float, watcher: Watcher) -> None:
+    def __init__(self, data: ProbeData, gain: float, watcher: ForwardObserver) -> None:
         super().__init__()
         self.table = nn.Parameter(torch.zeros_like(data.outputs))
         self._data, self._gain, self._watcher = data, gain, watcher
@@ -110,7 +110,7 @@ class RowModel(nn.Module):
         return SimpleNamespace(loss=own_loss(self._data.kind, outputs, labels), logits=outputs)
 
 
-def own_loss(kind: Kind, outputs: Tensor, targets: Tensor) -> Tensor:
+def own_loss(kind: TargetKind, outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the loss of a model that brings its own: the mean over all targets that count."""
     if kind == "values":
         return F.mse_loss(outputs, targets)
@@ -120,7 +120,7 @@ def own_loss(kind: Kind, outputs: Tensor, targets: Tensor) -> Tensor:
 class RowSet(Dataset[tuple[Tensor, Tensor]]):
     """Some of the samples as a data set of pairs (inputs, target)."""
 
-    def __init__(self, data: Data, ids: Sequence[int]) -> None:
+    def __init__(self, data: ProbeData, ids: Sequence[int]) -> None:
         self._data, self._ids = data, list(ids)
 
     def __len__(self) -> int:
@@ -151,7 +151,7 @@ class PairOrDict(dict[str, Any]):
         return PairOrDict({name: value.to(*args, **kwargs) for name, value in self.items()})
 
 
-def make_loader(data: Data, ids: Sequence[int], micro_batch_size: int) -> DataLoader[Any]:
+def make_loader(data: ProbeData, ids: Sequence[int], micro_batch_size: int) -> DataLoader[Any]:
     """Return a loader that goes through these samples in order; its last micro-batch has what is left."""
     name = "input_ids" if data.kind == "tokens" else "inputs"
 

@@ -7,7 +7,7 @@ from typing import Any
 from jaxtyping import Float64
 from torch import Tensor
 
-Rows = Float64[Tensor, "sample position output"]
+TableGradient = Float64[Tensor, "sample position output"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +40,19 @@ class Backward:
     """
 
     forwards: tuple[int, ...]
-    incoming: Rows
-    before: Rows
+    incoming: TableGradient
+    before: TableGradient
     synced: bool | None
     line: int | None
 
     @property
-    def after(self) -> Rows:
+    def after(self) -> TableGradient:
         """The gradient it left, before anybody reduced it."""
         return self.before + self.incoming
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class OptimizerStep:
     """One optimizer step.
 
     Attributes:
@@ -66,12 +66,12 @@ class Step:
     num_forwards: int
     num_backwards: int
     num_reductions: int
-    gradient: Rows
+    gradient: TableGradient
     line: int | None
 
 
 @dataclass(slots=True)
-class Trace:
+class LoopTrace:
     """All of it, on one rank.
 
     Attributes:
@@ -88,7 +88,7 @@ class Trace:
 
     forwards: list[Forward] = field(default_factory=list)
     backwards: list[Backward] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[OptimizerStep] = field(default_factory=list)
     reductions: int | None = None
     by_sample: dict[int, Tensor] = field(default_factory=dict)
     left: Tensor | None = None

@@ -8,7 +8,7 @@ from fractions import Fraction
 MAX_PRINTED_STEPS = 8
 
 
-class Verdict(StrEnum):
+class LoopVerdict(StrEnum):
     """How the gradients of a loop stand to those of un-split batches."""
 
     EXACT = "exact"
@@ -17,7 +17,7 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class LoopFinding:
     """One thing about a loop that is not as its author thinks.
 
     Attributes:
@@ -76,8 +76,8 @@ class LoopReport:
     """
 
     loop: str
-    verdict: Verdict
-    findings: tuple[Finding, ...]
+    verdict: LoopVerdict
+    findings: tuple[LoopFinding, ...]
     windows: tuple[Window, ...]
     accumulation_steps: int
     num_ranks: int
