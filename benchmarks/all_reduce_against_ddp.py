@@ -9,7 +9,7 @@ Figures are medians over steps of the slower rank's seconds.
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 
 import report
@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import anybatch as ab
-from anybatch.core.batch import Placement, Position
+from anybatch.core.batch import Foresight, Position, Positions
 from anybatch.parallel.all_reduce import AllReduce
 from anybatch.parallel.ddp import DDP
 from anybatch.testing import RankPool
@@ -63,10 +63,11 @@ class InMemory:
         self.batch = batch
         self.sample_ids = range(len(batch["x"]))
 
-    def feed(self, placement: Placement) -> Iterator[Batch]:
+    def feed(self, units: Sequence[Positions], foresight: Foresight | None = None) -> Iterator[Batch]:
         """Yield slices."""
-        for unit in placement.plan(len(self.sample_ids)).shares[placement.rank]:
-            yield {name: value[unit.start : unit.stop] for name, value in self.batch.items()}
+        del foresight
+        for positions in units:
+            yield {name: value[positions[0] : positions[-1] + 1] for name, value in self.batch.items()}
 
 
 def bare_ddp(model: nn.Module, micro_batch_size: int, *, find_unused_parameters: bool) -> Callable[[InMemory], object]:

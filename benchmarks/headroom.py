@@ -32,7 +32,7 @@ from torch import nn
 from torch.nn import functional
 
 import anybatch as ab
-from anybatch.core.batch import Placement, Position
+from anybatch.core.batch import Foresight, Position, Positions
 from anybatch.memory.device_memory import begin_peak, memory_in_use
 from anybatch.memory.ledger import MemoryLedger
 
@@ -165,13 +165,14 @@ class Texts:
         self._scale, self._variable = scale, variable
         self._generator = torch.Generator().manual_seed(number)
 
-    def feed(self, placement: Placement) -> Iterator[torch.Tensor]:
+    def feed(self, units: Sequence[Positions], foresight: Foresight | None = None) -> Iterator[torch.Tensor]:
         """Yield micro-batches of words; the second, which finds gradients there, is as wide as any: one peak."""
-        for unit in placement.plan(len(self.sample_ids)).shares[placement.rank]:
+        del foresight
+        for positions in units:
             places = self._scale.num_places
-            if self._variable and unit.start != MICRO_BATCH_SIZE:
+            if self._variable and positions[0] != MICRO_BATCH_SIZE:
                 places = int(torch.randint(places // 2, places + 1, (), generator=self._generator))
-            yield torch.randint(self._scale.num_words, (unit.num_samples, places), generator=self._generator)
+            yield torch.randint(self._scale.num_words, (len(positions), places), generator=self._generator)
 
 
 class Model(nn.Module):

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import report
@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
 import anybatch as ab
-from anybatch.core.batch import Placement, Position
+from anybatch.core.batch import Foresight, Position, Positions
 from anybatch.diagnostics import record_memory
 from anybatch.norms import Ghost, Policy, PolicyName
 from anybatch.testing import RankPool, relative_error
@@ -44,10 +44,11 @@ class InMemory:
         self.batch = {name: value.pin_memory() if pins else value for name, value in batch.items()}
         self.sample_ids = range(len(batch["x"]))
 
-    def feed(self, placement: Placement) -> Iterator[Batch]:
+    def feed(self, units: Sequence[Positions], foresight: Foresight | None = None) -> Iterator[Batch]:
         """Yield slices."""
-        for unit in placement.plan(len(self.sample_ids)).shares[placement.rank]:
-            yield {name: value[unit.start : unit.stop] for name, value in self.batch.items()}
+        del foresight
+        for positions in units:
+            yield {name: value[positions[0] : positions[-1] + 1] for name, value in self.batch.items()}
 
 
 def loss(model: nn.Module, batch: Batch) -> torch.Tensor:

@@ -40,7 +40,7 @@ def rows(batches: ab.Batches, cut: Cut, world_size: int) -> list[list[Any]]:
         sorted(
             sample
             for rank in range(world_size)
-            for unit in batch.feed(Placement(cut, world_size, rank))
+            for unit in Placement(cut, world_size, rank).micro_batches(batch)
             for sample in unit
         )
         for batch in batches
@@ -58,7 +58,7 @@ cuts = st.builds(
 def test_batches_are_the_plain_loop() -> None:
     """On one rank with one micro-batch, batches are slices of the permutation, loaded and collated by torch."""
     data = torch.arange(50.0).reshape(25, 2)
-    fed = [next(batch.feed(ONE)) for batch in ab.batches(data, effective_batch_size=8, epochs=2, seed=5)]
+    fed = [next(ONE.micro_batches(batch)) for batch in ab.batches(data, effective_batch_size=8, epochs=2, seed=5)]
     plain = []
     for epoch in range(2):
         order = torch.randperm(25, generator=torch.Generator().manual_seed(order_seed(5, epoch)))
@@ -82,9 +82,9 @@ def test_ranks_and_units_partition_an_epoch(
     batches = ab.batches(range(num_samples), effective_batch_size=size, shuffle=shuffle, collate=list)
     counted: list[int] = []
     for batch in batches:
-        plan = Placement(cut, world_size, 0).plan(batch.num_samples)
+        plan = Placement(cut, world_size, 0).plan(batch.sample_ids)
         for rank, share in enumerate(plan.shares):
-            units = list(batch.feed(Placement(cut, world_size, rank)))
+            units = list(Placement(cut, world_size, rank).micro_batches(batch))
             assert units == [list(batch.sample_ids[unit.start : unit.stop]) for unit in share]
             counted += [i for ids, unit in zip(units, share, strict=True) if unit.weight for i in ids]
     assert sorted(counted) == list(range(num_samples))
@@ -126,10 +126,10 @@ def test_a_run_resumed_anywhere_goes_on_as_it_would_have(drop_last: bool) -> Non
     def made(**more: Any) -> ab.Batches:
         return ab.batches(Drawing(11), effective_batch_size=4, epochs=3, drop_last=drop_last, collate=list, **more)
 
-    whole = [(batch.sample_ids, batch.end, list(batch.feed(ONE))) for batch in made()]
+    whole = [(batch.sample_ids, batch.end, list(ONE.micro_batches(batch))) for batch in made()]
     for done, (_, position, _) in enumerate(whole, 1):
         resumed = made(start=position)
-        assert [(batch.sample_ids, batch.end, list(batch.feed(ONE))) for batch in resumed] == whole[done:]
+        assert [(batch.sample_ids, batch.end, list(ONE.micro_batches(batch))) for batch in resumed] == whole[done:]
         assert len(resumed) == len(whole) - done
     assert whole[-1][1] == Position(3)
 
@@ -173,7 +173,7 @@ def test_collate_draws_from_a_key_of_its_own() -> None:
 
     def fed() -> list[Any]:
         batches = ab.batches(Drawing(6), effective_batch_size=3, collate=collate)
-        return [unit for batch in batches for unit in batch.feed(ONE)]
+        return [unit for batch in batches for unit in ONE.micro_batches(batch)]
 
     assert fed() == fed()
     assert all(drawn != first[1] for first, drawn in fed())
@@ -198,14 +198,14 @@ def test_the_callers_generators_are_untouched() -> None:
     np.random.normal()
     before = _state()
     for batch in ab.batches(Drawing(8), effective_batch_size=4):
-        for _ in batch.feed(Placement(Cut(micro_batch_size=2), 1, 0)):
+        for _ in Placement(Cut(micro_batch_size=2), 1, 0).micro_batches(batch):
             assert _state() == before
 
     def fails(_: list[Any]) -> None:
         raise KeyError
 
     with pytest.raises(KeyError):
-        next(next(iter(ab.batches(Drawing(8), effective_batch_size=4, collate=fails))).feed(ONE))
+        next(ONE.micro_batches(next(iter(ab.batches(Drawing(8), effective_batch_size=4, collate=fails)))))
     assert _state() == before
 
 
@@ -223,7 +223,7 @@ def test_units_are_loaded_when_asked_for() -> None:
 
     batch = next(iter(ab.batches(Recording(), effective_batch_size=6, shuffle=False)))
     assert (batch.sample_ids, loaded) == (tuple(range(6)), [])
-    units = batch.feed(Placement(Cut(micro_batch_size=2), 1, 0))
+    units = Placement(Cut(micro_batch_size=2), 1, 0).micro_batches(batch)
     next(units)
     assert loaded == [0, 1]
     next(units)
@@ -251,7 +251,7 @@ def test_an_error_names_the_sample(collate: Callable[[list[Any]], Any], note: st
 
     batch = next(iter(ab.batches(Broken(4), effective_batch_size=4, shuffle=False, collate=collate)))
     with pytest.raises(ZeroDivisionError) as caught:
-        list(batch.feed(Placement(Cut(micro_batch_size=2), 1, 0)))
+        list(Placement(Cut(micro_batch_size=2), 1, 0).micro_batches(batch))
     assert note in caught.value.__notes__[0]
 
 

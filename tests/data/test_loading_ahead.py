@@ -78,9 +78,9 @@ def test_workers_change_nothing(num_workers: int, workers: Callable[[], set[int]
     for placement in (PAIRS, SECOND_OF_TWO):
         processes: set[int] = set()
         for batch, plain in zip(made(num_workers), made(0), strict=True):
-            units = list(batch.feed(placement))
+            units = list(placement.micro_batches(batch))
             processes |= {process for unit in units for process in unit["process"].tolist()}
-            assert content(units) == content(plain.feed(placement))
+            assert content(units) == content(placement.micro_batches(plain))
         assert len(processes) == num_workers
         assert os.getpid() not in processes
         assert not workers()
@@ -96,23 +96,23 @@ def test_whatever_the_caller_does_the_data_is_right(workers: Callable[[], set[in
     run = iter(made(2))
     batches = [next(run) for _ in range(len(plain))]
     expected = {
-        (number, placement): content(batch.feed(placement))
+        (number, placement): content(placement.micro_batches(batch))
         for number, batch in enumerate(plain)
         for placement in (PAIRS, THREES, SECOND_OF_TWO)
     }
 
     def fed(number: int, placement: Placement) -> bool:
-        return content(batches[number].feed(placement)) == expected[number, placement]
+        return content(placement.micro_batches(batches[number])) == expected[number, placement]
 
     assert fed(0, PAIRS)
     processes = workers()
     assert fed(2, PAIRS), "a batch was skipped"
     assert fed(3, THREES), "another placement"
-    assert content(next(batches[4].feed(THREES)) for _ in range(1)) == expected[4, THREES][:1]
+    assert content(next(THREES.micro_batches(batches[4])) for _ in range(1)) == expected[4, THREES][:1]
     assert fed(5, THREES), "the feed before was left half-way"
     assert fed(5, THREES), "fed twice"
     assert fed(0, SECOND_OF_TWO), "back to the beginning"
-    side_by_side = zip(batches[1].feed(PAIRS), batches[7].feed(PAIRS), strict=True)
+    side_by_side = zip(PAIRS.micro_batches(batches[1]), PAIRS.micro_batches(batches[7]), strict=True)
     first, second = zip(*side_by_side, strict=True)
     assert content(first) == expected[1, PAIRS]
     assert content(second) == expected[7, PAIRS]
@@ -137,10 +137,10 @@ def test_workers_run_ahead_into_the_following_batches(workers: Callable[[], set[
     batches = iter(ab.batches(Counting(), effective_batch_size=2, num_workers=1, drop_last=True, steps=100))
     first = next(batches)
     assert not workers(), "workers start with the first feed, when the cut is known"
-    next(first.feed(PAIRS))
+    next(PAIRS.micro_batches(first))
     assert all(loads.acquire(timeout=60) for _ in range(6)), "one unit was taken, and two are kept under way"
     second = next(batches)
-    list(second.feed(PAIRS))
+    list(PAIRS.micro_batches(second))
     assert all(loads.acquire(timeout=60) for _ in range(2))
     batches.close()
     assert not loads.acquire(block=False)
@@ -151,12 +151,12 @@ def test_workers_run_ahead_into_the_following_batches(workers: Callable[[], set[
 def test_dropping_the_iterator_ends_its_workers(workers: Callable[[], set[int]]) -> None:
     """Workers end when the iterator is dropped half-way, and a feed that nobody holds any more."""
     run = iter(made(1))
-    next(next(run).feed(PAIRS))
+    next(PAIRS.micro_batches(next(run)))
     assert workers()
     del run
     assert not workers()
     outlives = list(made(1)).pop()
-    feed = outlives.feed(PAIRS)
+    feed = PAIRS.micro_batches(outlives)
     next(feed)
     assert workers()
     del feed, outlives
@@ -176,8 +176,8 @@ def test_an_error_in_a_worker_is_the_users_own(workers: Callable[[], set[int]]) 
     run = iter(ab.batches(Broken(), effective_batch_size=4, shuffle=False, num_workers=2))
     first, second, third = next(run), next(run), next(run)
     with pytest.raises(LookupError, match="while loading sample 1 of Broken, epoch=0"):
-        list(first.feed(PAIRS))
-    ids = [unit["id"].tolist() for batch in (second, third) for unit in batch.feed(PAIRS)]
+        list(PAIRS.micro_batches(first))
+    ids = [unit["id"].tolist() for batch in (second, third) for unit in PAIRS.micro_batches(batch)]
     assert ids == [[4, 5], [6, 7], [8, 9], [10]]
     run.close()
     assert not workers(), "the error does not keep the workers alive"

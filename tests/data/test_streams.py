@@ -51,7 +51,7 @@ class Reopened(Stream):
 
 def fed(batches: Any, placement: Placement = ONE) -> list[Any]:
     """Return ids, positions and units of each batch."""
-    return [(batch.sample_ids, batch.start, batch.end, list(batch.feed(placement))) for batch in batches]
+    return [(batch.sample_ids, batch.start, batch.end, list(placement.micro_batches(batch))) for batch in batches]
 
 
 def streamed(stream: Any, **more: Any) -> ab.Batches:
@@ -69,7 +69,7 @@ def test_a_stream_is_cut_as_it_comes() -> None:
 
     epoch = [("abcd", Position(0, 4)), ("ef", Position(1))]
     batches = list(streamed(Letters(), epochs=1))
-    assert [("".join(*batch.feed(ONE)), batch.end) for batch in batches] == epoch
+    assert [("".join(*ONE.micro_batches(batch)), batch.end) for batch in batches] == epoch
     assert [batch.sample_ids for batch in batches] == [(0, 1, 2, 3), (4, 5)]
     assert [batch.num_samples for batch in streamed(Letters(), drop_last=True)] == [4, 4]
     assert [batch.epoch for batch in streamed(Letters(), epochs=None, steps=5)] == [0, 0, 1, 1, 2]
@@ -89,7 +89,7 @@ def test_ranks_and_units_partition_a_stream(lengths: list[int], size: int, world
     counted = []
     for batch in ab.batches(ab.Shards(parts), effective_batch_size=size, shuffle=False, collate=list):
         placements = [Placement(Cut(micro_batch_size=micro), world_size, rank) for rank in range(world_size)]
-        counted += [sample for placement in placements for unit in batch.feed(placement) for sample in unit]
+        counted += [sample for placement in placements for unit in placement.micro_batches(batch) for sample in unit]
     assert counted == sorted((sample for part in parts for sample in part), key=lambda sample: (sample[1], sample[0]))
 
 

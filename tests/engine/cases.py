@@ -3,7 +3,7 @@
 The references are plain torch: one forward over all samples, one backward.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import anybatch as ab
-from anybatch.core.batch import Placement, Position
+from anybatch.core.batch import Foresight, Position, Positions
 from anybatch.core.loss import Loss
 from anybatch.core.splitting import Deal, even_parts
 from anybatch.engine.accumulation.planned_batch import RankShare
@@ -38,10 +38,11 @@ class InMemory:
         self.end = end or Position()
         self.sample_ids = range(num_samples(batch))
 
-    def feed(self, placement: Placement) -> Iterator[Batch]:
+    def feed(self, units: Sequence[Positions], foresight: Foresight | None = None) -> Iterator[Batch]:
         """Yield slices."""
-        for unit in placement.plan(len(self.sample_ids)).shares[placement.rank]:
-            yield cut(self.batch, unit.start, unit.stop)
+        del foresight
+        for positions in units:
+            yield pick(self.batch, positions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +115,13 @@ def num_samples(batch: Batch) -> int:
 def cut(batch: Batch, start: int, stop: int) -> Batch:
     """Return some samples."""
     return {name: value[start:stop] for name, value in batch.items()}
+
+
+def pick(batch: Batch, positions: Sequence[int]) -> Batch:
+    """Return the samples at some positions."""
+    if isinstance(positions, range):
+        return cut(batch, positions.start, positions.stop)
+    return {name: value[list(positions)] for name, value in batch.items()}
 
 
 def share_bounds(total: int, weights: list[int]) -> list[tuple[int, int]]:

@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import anybatch as ab
-from anybatch.core.batch import Placement
+from anybatch.core.batch import Foresight, Positions
 from anybatch.errors import NonFiniteError
 from tests.engine.cases import STRATEGIES, Batch, InMemory, classify, cut, perceptron, vectors
 
@@ -54,8 +54,8 @@ def fail(how: str) -> None:
 class Broken(InMemory):
     """An effective batch that cannot be loaded, from its second micro-batch on."""
 
-    def feed(self, placement: Placement) -> Iterator[Batch]:
-        for number, micro_batch in enumerate(super().feed(placement)):
+    def feed(self, units: Sequence[Positions], foresight: Foresight | None = None) -> Iterator[Batch]:
+        for number, micro_batch in enumerate(super().feed(units, foresight)):
             if number == FAILING_MICRO_BATCH:
                 fail("raises")
             yield micro_batch

@@ -4,7 +4,7 @@ Time is told by clocks that move when a model says so.
 """
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import anybatch as ab
-from anybatch.core.batch import Placement
+from anybatch.core.batch import Foresight, Positions
 from anybatch.core.records import DiagnosisRecord, MicroBatchRecord, Record, StartRecord
 from anybatch.core.size_choice import KnownSize, even_size
 from anybatch.engine.accumulation.planned_batch import RankShare
@@ -570,9 +570,9 @@ def test_what_cannot_run_at_all_fails_as_it_would() -> None:
 class Packed(InMemory):
     """Micro-batches that no one can count or cut: a collate function has packed them."""
 
-    def feed(self, placement: Placement) -> Iterator[Any]:
+    def feed(self, units: Sequence[Positions], foresight: Foresight | None = None) -> Iterator[Any]:
         """Yield each in a list of one row."""
-        for batch in super().feed(placement):
+        for batch in super().feed(units, foresight):
             yield {"x": batch["x"][None], "y": batch["y"][None]}
 
 

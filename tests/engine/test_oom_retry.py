@@ -419,7 +419,7 @@ def test_a_named_size_stays_small_and_auto_grows_again() -> None:
             if sizing.sizes.micro_batch_size == 16:
                 tried.append(step)
                 if step < 2 * FIRST_WAIT + FIRST_WAIT:
-                    plan = sizing.placement(lockstep=False).plan(32)
+                    plan = sizing.placement(lockstep=False).plan(range(32))
                     assert resizing.shrink(plan, step, decisions) == (16, 8)
         if not grows:
             assert tried == [0]
@@ -438,13 +438,13 @@ def test_the_next_size_makes_even_micro_batches(size: int | None, num_samples: i
     """Twice as many micro-batches, of as equal size as can be; never as large as before."""
     sizing = sizing_of(size)
     before = sizing.sizes
-    plan = sizing.placement(lockstep=False).plan(num_samples)
+    plan = sizing.placement(lockstep=False).plan(range(num_samples))
     _, after = Resizing(sizing, grows=False, whole=False).shrink(plan, 0, {})
     assert after == expected
     if after is None:
         assert sizing.sizes is before
     else:
-        sizes = [unit.num_samples for unit in sizing.placement(lockstep=False).plan(num_samples).units]
+        sizes = [unit.num_samples for unit in sizing.placement(lockstep=False).plan(range(num_samples)).units]
         assert max(sizes) == after
 
 
@@ -452,7 +452,7 @@ def test_state_of_resizing_survives_a_checkpoint() -> None:
     """What was saved in the middle of a try is taken up there."""
     sizing, decisions = sizing_of(16), dict[str, str]()
     resizing = Resizing(sizing, grows=True, whole=False)
-    resizing.shrink(sizing.placement(lockstep=False).plan(32), 0, decisions)
+    resizing.shrink(sizing.placement(lockstep=False).plan(range(32)), 0, decisions)
     resizing.begin(FIRST_WAIT, Recorded(), decisions)  # type: ignore[arg-type]
     again_sizing = sizing_of(16)
     again = Resizing(again_sizing, grows=True, whole=False)

@@ -60,7 +60,7 @@ def test_any_cut_is_exact() -> None:
     job = dataclasses.replace(contrastive(), model=lambda: Encoders().double(), collate=doubled)
     whole, cut = (start(job, effective_batch_size=50, steps=1, micro_batch_size=size) for size in (50, 7))
     (batch,) = whole.batches
-    (samples,) = batch.feed(Placement(Cut(), 1, 0))
+    (samples,) = Placement(Cut(), 1, 0).micro_batches(batch)
     model = whole.engine.model
     assert isinstance(model, Encoders)
     names, parameters = zip(*model.named_parameters(), strict=True)

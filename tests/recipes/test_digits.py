@@ -67,7 +67,7 @@ def test_shifts_do_not_depend_on_the_cut() -> None:
         batches = ab.batches(Digits("train", shifted=True), effective_batch_size=1437, epochs=2, seed=4)
         batch = list(batches)[epoch]
         places = [Placement(cut, world_size, rank) for rank in range(world_size)]
-        fed = torch.cat([unit["image"] for place in places for unit in batch.feed(place)])
+        fed = torch.cat([unit["image"] for place in places for unit in place.micro_batches(batch)])
         return dict(zip(batch.sample_ids, fed, strict=True))
 
     whole, cut, later = images(Cut(), 1, 0), images(Cut(micro_batch_size=100), 3, 0), images(Cut(), 1, 1)
@@ -105,7 +105,7 @@ def test_any_cut_is_exact() -> None:
     job = dataclasses.replace(digits(), model=lambda: Network().double(), collate=doubled)
     whole, cut = (start(job, effective_batch_size=50, steps=1, micro_batch_size=size) for size in (50, 7))
     (batch,) = whole.batches
-    (samples,) = batch.feed(Placement(Cut(), 1, 0))
+    (samples,) = Placement(Cut(), 1, 0).micro_batches(batch)
     model = whole.engine.model
     assert isinstance(model, nn.Module)
     names, parameters = zip(*model.named_parameters(), strict=True)

@@ -54,4 +54,4 @@ def first_batch(job: Job, num_samples: int, seed: int) -> Batch:
         seed=seed,
         collate=job.collate,
     )
-    return next(next(iter(data)).feed(Placement(Cut(), 1, 0)))
+    return next(Placement(Cut(), 1, 0).micro_batches(next(iter(data))))

@@ -1,11 +1,17 @@
 """Chapter 5: what the engine asks of an effective batch, whoever made it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from anybatch.core.splitting import BatchPlan, Cut, plan_batch
 from anybatch.core.tree import Batch
+
+T = TypeVar("T")
+Positions = Sequence[int]
+"""Where the samples of one unit stand in their effective batch."""
+Foresight = Callable[[Sequence[int]], Sequence[Positions]]
+"""From the sample ids of a later batch to the units that this rank will ask for, if the cut stays as it is."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -24,9 +30,26 @@ class Placement:
     world_size: int
     rank: int
 
-    def plan(self, num_samples: int) -> BatchPlan:
-        """Return the plan of an effective batch of `num_samples`."""
-        return plan_batch(num_samples, self.world_size, self.cut)
+    def plan(self, sample_ids: Sequence[int]) -> BatchPlan:
+        """Return the plan of an effective batch of these samples."""
+        plan = plan_batch(len(sample_ids), self.world_size, self.cut)
+        return plan if self.cut.order is None else plan.in_order(self.cut.order(sample_ids))
+
+    def units(self, sample_ids: Sequence[int]) -> list[Positions]:
+        """Return the positions of each of this rank's units of such a batch."""
+        plan = self.plan(sample_ids)
+        return [plan.positions(unit) for unit in plan.shares[self.rank]]
+
+    def micro_batches(self, batch: "EffectiveBatch") -> Iterator[Batch]:
+        """Yield the micro-batches of this rank's share of a batch, on the host."""
+        return batch.feed(self.units(batch.sample_ids), self.units)
+
+
+def taken(values: Sequence[T], positions: Positions) -> Sequence[T]:
+    """Return the values at some positions."""
+    if isinstance(positions, range):  # nearly always: a slice is many times faster
+        return values[positions.start : positions.stop]
+    return [values[position] for position in positions]
 
 
 class EffectiveBatch(Protocol):
@@ -53,10 +76,11 @@ class EffectiveBatch(Protocol):
         """Position after a step on this batch."""
         ...
 
-    def feed(self, placement: Placement) -> Iterator[Batch]:
-        """Yield the collated micro-batch of each unit of `placement.rank`'s share, in the plan's order, on the host.
+    def feed(self, units: Sequence[Positions], foresight: Foresight | None = None) -> Iterator[Batch]:
+        """Yield one collated micro-batch for each unit, in this order, on the host.
 
-        The plan is `placement.plan(len(self.sample_ids))`. The first feed also tells the data loader how later batches
-        will be cut, so that its workers can run ahead.
+        Args:
+            units: the positions in `sample_ids` of the samples of each micro-batch.
+            foresight: how later batches will be cut, so that workers can load ahead; None: they load nothing of these.
         """
         ...

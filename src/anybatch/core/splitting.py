@@ -4,16 +4,25 @@ A unit is a numbered micro-batch: a range of positions in the effective batch's 
 units. Nothing is dropped and nothing is duplicated: the units of a plan with weight 1 are a partition of the batch.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from anybatch.core.compatibility import Feature, refuse_compositions
 from anybatch.core.geometry import ceil_div
 from anybatch.errors import BatchSizeError
 
 Deal = Literal["balanced", "fixed"]
+
+
+class SampleOrder(Protocol):
+    """In which order the samples of an effective batch are cut: by length, say, so that like lies beside like."""
+
+    def __call__(self, sample_ids: Sequence[int]) -> Sequence[int]:
+        """Return the positions 0 to n - 1 of the n samples in the order in which they are to be cut."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +55,7 @@ class Cut:
         lockstep: every rank must run the same number of units; short shares are filled with units of weight 0.
         group: units and shares hold whole groups of this many consecutive samples, see `group_sizes`; a unit may hold
             one sample more than allowed, if its last group does.
+        order: the order in which samples are cut; None for that of the batch.
     """
 
     micro_batch_size: int | None = None
@@ -53,6 +63,7 @@ class Cut:
     deal: Deal = "balanced"
     lockstep: bool = False
     group: int | None = None
+    order: SampleOrder | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +74,13 @@ class BatchPlan:
         num_samples: samples of the effective batch over all ranks.
         shares: for each rank its units, in the order they are run.
         cut: the constraints the plan was made under.
+        order: positions in the batch, in the order in which its samples are cut; None where that is the batch's own.
     """
 
     num_samples: int
     shares: tuple[tuple[Unit, ...], ...]
     cut: Cut
+    order: tuple[int, ...] | None = None
 
     @property
     def world_size(self) -> int:
@@ -83,6 +96,31 @@ class BatchPlan:
     def accumulation_steps(self) -> int:
         """The largest number of micro-batches any rank runs."""
         return max(len(share) for share in self.shares)
+
+    def positions(self, unit: Unit) -> Sequence[int]:
+        """Return where the samples of a unit stand in the batch."""
+        if self.order is None:
+            return range(unit.start, unit.stop)
+        return self.order[unit.start : unit.stop]
+
+    def in_order(self, order: Sequence[int]) -> "BatchPlan":
+        """Return the plan with the batch's samples put into an order before they are cut.
+
+        Args:
+            order: each position from 0 to `num_samples - 1` once.
+
+        Raises:
+            BatchSizeError: a position is missing or there twice.
+        """
+        positions = tuple(order)
+        if sorted(positions) != list(range(self.num_samples)):
+            message = (
+                f"the order of a batch of {self.num_samples} samples must hold each position from 0 to "
+                f"{self.num_samples - 1} once, and it holds {len(positions)} positions, {len(set(positions))} of them "
+                "different. Return a permutation of range(len(sample_ids))."
+            )
+            raise BatchSizeError(message)
+        return dataclasses.replace(self, order=positions)
 
     def __str__(self) -> str:
         """Return the geometry in one line: `256 samples = 2 ranks x 8 micro-batches x 16`."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from anybatch.core.batch import Placement, Position
+from anybatch.core.batch import Foresight, Position, Positions
 from anybatch.core.tree import Batch
 
 
@@ -23,7 +23,7 @@ class DatasetBatch:
     seed: int
     start: Position
     end: Position
-    feeder: "Callable[[DatasetBatch, Placement], Iterator[Batch]]" = field(repr=False)
+    feeder: "Callable[[DatasetBatch, Sequence[Positions], Foresight | None], Iterator[Batch]]" = field(repr=False)
 
     @property
     def num_samples(self) -> int:
@@ -35,13 +35,16 @@ class DatasetBatch:
         """The epoch these samples belong to, from 0."""
         return self.start.epoch
 
-    def feed(self, placement: Placement) -> Iterator[Batch]:
-        """Yield the collated micro-batch of each unit of `placement.rank`'s share, in the plan's order, on the host.
+    def feed(self, units: Sequence[Positions], foresight: Foresight | None = None) -> Iterator[Batch]:
+        """Yield one collated micro-batch for each unit, in this order, on the host.
 
-        The plain loop: `for unit in plan.shares[rank]: yield collate([dataset[i] for i in sample_ids[unit]])`. Units of
-        weight 0 are loaded too: they repeat samples.
+        The plain loop: `for unit in units: yield collate([dataset[sample_ids[i]] for i in unit])`.
+
+        Args:
+            units: the positions in `sample_ids` of the samples of each micro-batch; a sample may be in several.
+            foresight: how later batches will be cut, so that workers can load ahead; None: they load nothing of these.
         """
-        return self.feeder(self, placement)
+        return self.feeder(self, units, foresight)
 
 
 DatasetBatches = Generator[DatasetBatch, None, None]

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from anybatch.core.batch import Placement, Position
-from anybatch.core.splitting import Unit
+from anybatch.core.batch import Foresight, Position, Positions, taken
 from anybatch.core.tree import Batch
 from anybatch.data.effective_batch import DatasetBatch, DatasetBatches
 from anybatch.data.fetch import UnitKey, UnitLoader, callers_randomness, pinned
@@ -72,7 +71,6 @@ class _Walk:
         self._shuffle = request.shuffle
         self._end = schedule.end(request.start, request.end_epoch, request.steps)
         self._orders: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
-        self._share = functools.lru_cache(maxsize=4)(_rank_share)
 
     def steps(self, position: Position) -> Iterator[tuple[Position, Position, tuple[int, ...]]]:
         """Yield start, end and sample ids of each effective batch from `position` to the end of the run."""
@@ -86,15 +84,10 @@ class _Walk:
                 yield start, end, tuple(order[offset:stop].tolist())
             position = Position(epoch + 1)
 
-    def unit_keys(self, epoch: int, sample_ids: Sequence[int], placement: Placement) -> list[UnitKey]:
-        """Return the key of each unit of this rank's share of a batch."""
-        share = self._share(placement, len(sample_ids))
-        return [UnitKey(epoch, tuple(sample_ids[unit.start : unit.stop])) for unit in share]
-
-    def unit_keys_from(self, position: Position, placement: Placement) -> Iterator[UnitKey]:
-        """Yield the keys of all units of this rank from `position` on, as they are if the placement stays."""
+    def unit_keys_from(self, position: Position, foresight: Foresight) -> Iterator[UnitKey]:
+        """Yield the keys of all units of this rank from `position` on, as far as they can be foreseen."""
         for start, _, sample_ids in self.steps(position):
-            yield from self.unit_keys(start.epoch, sample_ids, placement)
+            yield from _unit_keys(start.epoch, sample_ids, foresight(sample_ids))
 
     def _order(self, epoch: int) -> torch.Tensor:
         """Return the order of `epoch`, one tensor for all who walk that epoch at the same time."""
@@ -114,26 +107,29 @@ class _Feeder:
     ahead: Ahead[UnitKey, Batch] | None
     pin_memory: bool
 
-    def __call__(self, batch: DatasetBatch, placement: Placement) -> Iterator[Batch]:
-        keys = self.walk.unit_keys(batch.epoch, batch.sample_ids, placement)
+    def __call__(self, batch: DatasetBatch, units: Sequence[Positions], foresight: Foresight | None) -> Iterator[Batch]:
+        keys = _unit_keys(batch.epoch, batch.sample_ids, units)
         for index, key in enumerate(keys):
             if self.ahead is None:
                 yield self._load_here(key)
             else:
-                yield self.ahead.take(key, functools.partial(self._onward, keys, index, batch.end, placement))
+                yield self.ahead.take(key, functools.partial(self._onward, keys, index, batch.end, foresight))
 
     def _load_here(self, key: UnitKey) -> Batch:
         with callers_randomness():
             unit = self.loader(key)
         return pinned(unit) if self.pin_memory else unit
 
-    def _onward(self, keys: Sequence[UnitKey], index: int, end: Position, placement: Placement) -> Iterator[UnitKey]:
+    def _onward(
+        self, keys: Sequence[UnitKey], index: int, end: Position, foresight: Foresight | None
+    ) -> Iterator[UnitKey]:
         """Return the rest of a batch's keys, then those of the batches after it."""
-        return itertools.chain(keys[index:], self.walk.unit_keys_from(end, placement))
+        later = iter(()) if foresight is None else self.walk.unit_keys_from(end, foresight)
+        return itertools.chain(keys[index:], later)
 
 
-def _rank_share(placement: Placement, num_samples: int) -> tuple[Unit, ...]:
-    return placement.plan(num_samples).shares[placement.rank]
+def _unit_keys(epoch: int, sample_ids: Sequence[int], units: Sequence[Positions]) -> list[UnitKey]:
+    return [UnitKey(epoch, tuple(taken(sample_ids, positions))) for positions in units]
 
 
 def _check_schedule(schedule: Schedule, start: Position) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
-from anybatch.core.batch import Placement, Position
+from anybatch.core.batch import Foresight, Position, Positions, taken
 from anybatch.core.geometry import ceil_div
 from anybatch.core.tree import Batch
 from anybatch.data.effective_batch import DatasetBatch, DatasetBatches
@@ -128,9 +128,14 @@ class _Feeder:
     collate: Collate
     pin_memory: bool
 
-    def __call__(self, batch: DatasetBatch, placement: Placement) -> Iterator[Batch]:
-        for unit in placement.plan(batch.num_samples).shares[placement.rank]:
-            ids, samples = batch.sample_ids[unit.start : unit.stop], list(self.samples[unit.start : unit.stop])
+    def __call__(
+        self,
+        batch: DatasetBatch,
+        units: Sequence[Positions],
+        foresight: Foresight | None,  # noqa: ARG002 (what a stream will yield cannot be foreseen)
+    ) -> Iterator[Batch]:
+        for positions in units:
+            ids, samples = taken(batch.sample_ids, positions), list(taken(self.samples, positions))
             with callers_randomness():
                 collated = collate_unit(self.collate, samples, ids, seed=batch.seed, epoch=batch.epoch)
             yield pinned(collated) if self.pin_memory else collated

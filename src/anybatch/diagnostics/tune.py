@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from anybatch.core.batch import EffectiveBatch, Placement, Position
+from anybatch.core.batch import EffectiveBatch, Foresight, Placement, Position, Positions
 from anybatch.core.geometry import ceil_div
 from anybatch.core.loss import Loss, LossFunction
 from anybatch.core.splitting import Cut
@@ -121,15 +121,15 @@ class _Held:
 
     def __init__(self, batch: EffectiveBatch) -> None:
         self._batch = batch
-        self._loaded: tuple[Placement, list[Batch]] | None = None
+        self._loaded: tuple[Sequence[Positions], list[Batch]] | None = None
         self.sample_ids: Sequence[int] = batch.sample_ids
         self.seed: int = batch.seed
         self.end: Position = batch.end
 
-    def feed(self, placement: Placement) -> Iterator[Batch]:
+    def feed(self, units: Sequence[Positions], foresight: Foresight | None = None) -> Iterator[Batch]:
         """Yield the micro-batches of a cut, loaded once as long as the cut stays."""
-        if self._loaded is None or self._loaded[0] != placement:
-            self._loaded = placement, list(self._batch.feed(placement))
+        if self._loaded is None or self._loaded[0] != units:
+            self._loaded = units, list(self._batch.feed(units, foresight))
         yield from self._loaded[1]
 
 
@@ -192,7 +192,7 @@ def _peak_bytes(trained: Model, engine: Callable[[int], Engine], batch: Effectiv
     """Return the most that tensors hold in the second step, as a ledger has it."""
     modules = [trained] if isinstance(trained, torch.nn.Module) else list(trained.values())
     held = _Held(batch)
-    list(held.feed(Placement(Cut(micro_batch_size=size), 1, 0)))
+    list(Placement(Cut(micro_batch_size=size), 1, 0).micro_batches(held))
     with MemoryLedger() as ledger:
         for module in modules:
             ledger.hold("weights", module.parameters())
@@ -224,7 +224,7 @@ def _loaded_per_second(data: Iterable[EffectiveBatch], cut: Cut, clock: Callable
     run: Any = iter(data)
     try:
         for number, batch in enumerate(run):
-            for _ in batch.feed(Placement(cut, 1, 0)):
+            for _ in Placement(cut, 1, 0).micro_batches(batch):
                 pass
             if number == 0:
                 begun = clock()

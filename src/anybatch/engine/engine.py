@@ -43,12 +43,13 @@ from anybatch.engine.evaluation import MetricFunction, evaluate
 from anybatch.engine.executors import choose_executor
 from anybatch.engine.failure import told
 from anybatch.engine.holdings import Holdings
-from anybatch.engine.inputs import Model, choose_strategy, collect_modules, move_modules, world_of
+from anybatch.engine.inputs import Model, collect_modules, move_modules, world_of
 from anybatch.engine.loss_check.check import DeclarationCheck
 from anybatch.engine.micro_batch_size.backoff import Resizing
 from anybatch.engine.micro_batch_size.oom_retry import Recovery, why_not_anew
 from anybatch.engine.micro_batch_size.sizes import MicroBatchSize, Sizing, Trying
 from anybatch.engine.rng.generators import Rng, choose_randomness
+from anybatch.engine.spec import Hardware, SchedulerFunction, TrainSpec, scheduler_of
 from anybatch.engine.telemetry.decisions import first_decisions
 from anybatch.engine.telemetry.notifier import Watch, start_record
 from anybatch.engine.update.clipping import (
@@ -66,6 +67,7 @@ from anybatch.engine.update.resident_tensors import held_tensors
 from anybatch.engine.update.weight_average import WeightAverage
 from anybatch.errors import UserError
 from anybatch.norms import Policy, PolicyName
+from anybatch.parallel.registry import choose_strategy
 from anybatch.parallel.strategy import Strategy
 from anybatch.parallel.world import World
 
@@ -98,7 +100,8 @@ class Engine:
             the cut does not depend on the number of ranks.
         strategy: "auto" (one rank: "single", several: "all_reduce"), "ddp", or a strategy object.
         precision: "fp32" (as the model is), "bf16" or "fp16" autocast; "fp16" scales the loss.
-        scheduler: a torch scheduler, stepped once per update, not on a skipped one.
+        scheduler: a torch scheduler, or a function `optimizer -> scheduler`, stepped once per update, not on a skipped
+            one.
         clip: largest gradient norm, `ClipByNorm` or `ClipByValue`, or a sequence of these and None with one for each
             parameter group of the optimizer; once per effective batch.
         measure_gradient_norm: report the gradient norm, and look for gradients that are not finite. False saves one
@@ -130,7 +133,7 @@ class Engine:
         deal: Deal = "balanced",
         strategy: str | Strategy = "auto",
         precision: PrecisionName = "fp32",
-        scheduler: Scheduler | None = None,
+        scheduler: Scheduler | SchedulerFunction | None = None,
         clip: ClipArgument = None,
         measure_gradient_norm: bool = True,
         average_decay: float | None = None,
@@ -142,7 +145,6 @@ class Engine:
         world: World | None = None,
     ) -> None:
         self.model = model
-        self.scheduler = scheduler
         self.position = Position()
         self.num_steps = 0
         self._started = False
@@ -182,6 +184,7 @@ class Engine:
             self._strategy.close()  # no hook stays on a model that is not going to be trained
             raise
         self.optimizer = self._target.optimizer
+        self.scheduler = scheduler_of(scheduler, self.optimizer)
         self.average = None if average_decay is None else WeightAverage(prepared.parameters, average_decay)
         self._finite = FiniteCheck(self.world.device)
         self._machine = Machine(
@@ -221,6 +224,24 @@ class Engine:
         )
         self.decisions |= self._norms.decisions | self._recovery.decisions
         self._strategy.clear_gradients()
+
+    @classmethod
+    def from_spec(cls, spec: TrainSpec, hardware: Hardware | None = None, *, observer: Observer | None = None) -> Self:
+        """Return the engine of what is trained, on some hardware; the same as passing each field by itself.
+
+        Args:
+            spec: what is trained.
+            hardware: where, and in what pieces; None for what the environment has.
+            observer: looks in on micro-batches, reductions, phases and steps.
+
+        Raises:
+            UserError: with what was wrong, both values and what to do; nothing has been changed then.
+        """
+        hardware = Hardware() if hardware is None else hardware
+        values = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
+        values |= {field.name: getattr(hardware, field.name) for field in dataclasses.fields(hardware)}
+        del values["order"]
+        return cls(observer=observer, **values)
 
     def step(self, batch: Any) -> StepReport:  # noqa: ANN401 (any nested batch)
         """Make one optimizer update from one effective batch.

@@ -1,19 +1,14 @@
-"""What the user passes as model, loss and strategy, made uniform."""
+"""The modules and the device that follow from the model and the loss a user passes."""
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from anybatch.core.loss import Loss
-from anybatch.errors import ParameterError, UserError
-from anybatch.parallel.all_reduce import AllReduce
-from anybatch.parallel.ddp import DDP
-from anybatch.parallel.single import Single
-from anybatch.parallel.strategy import Strategy
+from anybatch.errors import ParameterError
 from anybatch.parallel.world import World
 
 Model = nn.Module | Mapping[str, nn.Module]
@@ -65,21 +60,3 @@ def world_of(modules: nn.Module) -> World:
     world = World.from_environment()
     device = next(modules.parameters()).device
     return world if world.size > 1 or device.type == "cpu" else dataclasses.replace(world, device=device)
-
-
-def choose_strategy(strategy: "str | Strategy", world: World) -> Strategy:
-    """Return the strategy of that name; "auto" is `single` on one rank and `all_reduce` on several.
-
-    Raises:
-        UserError: unknown name.
-    """
-    if not isinstance(strategy, str):
-        return strategy
-    if strategy == "auto":
-        return Single() if world.size == 1 else AllReduce()
-    known: dict[str, Any] = {"single": Single, "all_reduce": AllReduce, "ddp": DDP}
-    if strategy not in known:
-        message = f"{strategy=} must be 'auto', {', '.join(map(repr, known))}, or a strategy object."
-        raise UserError(message)
-    chosen: Strategy = known[strategy]()
-    return chosen

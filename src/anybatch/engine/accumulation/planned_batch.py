@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from anybatch.core.batch import Placement, Position
+from anybatch.core.batch import Placement, Position, taken
 from anybatch.core.loss import Loss, Share, shares_of, unit_counts
 from anybatch.core.randomness import BatchKey, joint_seed, unit_seed
 from anybatch.core.splitting import BatchPlan, Unit, plan_shares
@@ -65,14 +65,15 @@ def open_batch(batch: Any, placement: Placement, world: World, start: Position) 
     """
     if isinstance(batch, RankShare) or not _is_effective_batch(batch):
         return _open_share(batch if isinstance(batch, RankShare) else RankShare(batch), placement, world, start)
-    plan = placement.plan(len(batch.sample_ids))
+    plan = placement.plan(batch.sample_ids)
+    units = plan.shares[placement.rank]
     return OpenBatch(
         plan=plan,
-        units=plan.shares[placement.rank],
-        sample_ids=batch.sample_ids,
+        units=units,
+        sample_ids=batch.sample_ids if plan.order is None else taken(batch.sample_ids, plan.order),
         seed=batch.seed,
         end=batch.end,
-        micro_batches=batch.feed(placement),
+        micro_batches=batch.feed([plan.positions(unit) for unit in units], placement.units),
     )
 
 

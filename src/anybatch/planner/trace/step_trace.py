@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from anybatch.core.batch import Placement, Position
+from anybatch.core.batch import Foresight, Position, Positions
 from anybatch.core.loss import declared
 from anybatch.core.records import MicroBatchRecord, PhaseRecord, Record
 from anybatch.core.tree import Batch, slice_samples, tensors_of
@@ -340,17 +340,17 @@ class _TracedBatch:
         """Any numbers."""
         return range(self.num_samples)
 
-    def feed(self, placement: Placement) -> Iterator[Batch]:
+    def feed(self, units: Sequence[Positions], foresight: Foresight | None = None) -> Iterator[Batch]:
         """Yield this rank's micro-batches: each made when it is asked for, or all of them cut from what is there."""
-        units = placement.plan(self.num_samples).shares[placement.rank]
+        del foresight
         if self.stage.loads_as_it_goes:
-            for unit in units:
-                yield self.stage.loaded(self.stage.sample(unit.num_samples))
+            for positions in units:
+                yield self.stage.loaded(self.stage.sample(len(positions)))
             return
-        whole = self.stage.loaded(self.stage.sample(sum(unit.num_samples for unit in units)))
-        first = units[0].start
-        for unit in units:
-            yield slice_samples(whole, unit.start - first, unit.stop - first)
+        whole = self.stage.loaded(self.stage.sample(sum(map(len, units))))
+        first = units[0][0]
+        for positions in units:
+            yield slice_samples(whole, positions[0] - first, positions[-1] + 1 - first)
 
 
 def _which_stay(step: MemoryTrace, num_found: int) -> list[bool]:

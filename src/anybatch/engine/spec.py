@@ -1,0 +1,98 @@
+"""What is trained, and on what: the two values that every verb reads and that `build` makes an engine of."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch.optim import Optimizer
+
+from anybatch.core.loss import Loss, LossFunction
+from anybatch.core.splitting import Deal, SampleOrder
+from anybatch.engine.checkpoint_state import Scheduler
+from anybatch.engine.inputs import Model
+from anybatch.engine.micro_batch_size.sizes import MicroBatchSize
+from anybatch.engine.rng.generators import Rng
+from anybatch.engine.update.clipping import ClipArgument
+from anybatch.engine.update.precision import OptimizerFunction, PrecisionName
+from anybatch.errors import UserError
+from anybatch.norms import Policy, PolicyName
+from anybatch.parallel.strategy import Strategy
+from anybatch.parallel.world import World
+
+SchedulerFunction = Callable[[Optimizer], Scheduler]
+
+
+def scheduler_of(scheduler: "Scheduler | SchedulerFunction | None", optimizer: Optimizer) -> Scheduler | None:
+    """Return the scheduler, made for the optimizer where a function was given.
+
+    Raises:
+        UserError: what was given, or what the function returned, has no method `step`.
+    """
+    if scheduler is None:
+        return None
+    made = scheduler if hasattr(scheduler, "step") else scheduler(optimizer)
+    if not hasattr(made, "step"):
+        message = (
+            f"{scheduler=} gave {type(made).__name__}, which has no method step; pass a torch scheduler, or a function "
+            "such as lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=num_steps)."
+        )
+        raise UserError(message)
+    return made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainSpec:
+    """Everything that decides which numbers come out, and nothing that is only hardware.
+
+    A verb that has to build what is trained more than once (in float64, on tensors without data, once per strategy)
+    takes a function () -> TrainSpec, which makes a new model and optimizer each time.
+
+    Args:
+        model: the module to train, or a dict of named modules.
+        optimizer: a torch optimizer over its parameters, or a function `named_parameters -> optimizer`.
+        loss: a declared loss, or a function of (model, batch).
+        effective_batch_size: samples of one optimizer step over all ranks; None: as the batches come.
+        precision: "fp32" (as the model is), "bf16" or "fp16" autocast.
+        scheduler: a torch scheduler, or a function `optimizer -> scheduler` for an optimizer that is yet to be made.
+        clip: largest gradient norm, a clipping policy, or one per parameter group of the optimizer.
+        measure_gradient_norm: measure the gradient's norm in every step.
+        average_decay: of an exponential moving average of the weights; None for none.
+        norms: what to do about BatchNorm in train mode.
+        rng: what the model's random numbers belong to.
+        check_loss: compare the loss with its declaration in the first step.
+        seed: first word of every random key; None takes the data's seed.
+    """
+
+    model: Model
+    optimizer: Optimizer | OptimizerFunction
+    loss: Loss | LossFunction
+    effective_batch_size: int | None = None
+    precision: PrecisionName = "fp32"
+    scheduler: Scheduler | SchedulerFunction | None = None
+    clip: ClipArgument = None
+    measure_gradient_norm: bool = True
+    average_decay: float | None = None
+    norms: Policy | PolicyName = "keep"
+    rng: Rng = "micro_batch"
+    check_loss: bool = True
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Hardware:
+    """Everything that decides where and in what pieces a step is run; the gradient does not depend on it.
+
+    Args:
+        micro_batch_size: most samples of one forward and backward; "auto" or an `Auto` finds it on the first batch.
+        accumulation_steps: micro-batches per rank and step, of nearly equal size, instead of a micro-batch size.
+        deal: "balanced" or "fixed".
+        order: the order in which a batch's samples are cut, such as by length; None: as they come.
+        strategy: the name of a registered strategy, "auto", or a strategy object.
+        world: the ranks; None asks the environment.
+    """
+
+    micro_batch_size: MicroBatchSize = "auto"
+    accumulation_steps: int | None = None
+    deal: Deal = "balanced"
+    order: SampleOrder | None = None
+    strategy: str | Strategy = "auto"
+    world: World | None = None
