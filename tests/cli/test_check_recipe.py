@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from anybatch.cli.check_recipe import check_recipe
+from anybatch.cli.check import check_recipe
 from anybatch.cli.status import Status
 
 pytest.importorskip("sklearn.datasets", reason="needs the extra anybatch[recipes]")

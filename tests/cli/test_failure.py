@@ -12,7 +12,7 @@ from anybatch.cli.failure import explain
 from anybatch.cli.launch import number_of_ranks, warn_of_unused
 from anybatch.cli.local_ranks import judge, threads_per_rank
 from anybatch.cli.status import Status, status_of
-from anybatch.cli.train_request import Task
+from anybatch.cli.train_request import TrainRequest
 from anybatch.errors import (
     AnyBatchError,
     DataError,
@@ -140,8 +140,8 @@ def test_unused_accelerators(
     """One rank per accelerator is "auto", and one without any; an accelerator that is left unused is warned of."""
     monkeypatch.setattr("torch.accelerator.device_count", lambda: num_accelerators)
     monkeypatch.setattr("shutil.which", lambda _: None)
-    task = Task(recipe=None, folder=None, resume=False, ranks="auto", choices={})
-    assert number_of_ranks(task) == max(1, num_accelerators)
+    request = TrainRequest(recipe=None, folder=None, resume=False, ranks="auto", choices={})
+    assert number_of_ranks(request) == max(1, num_accelerators)
     warn_of_unused(num_ranks)
     printed = capsys.readouterr().err
     assert said in printed

@@ -11,12 +11,12 @@ import pytest
 
 from anybatch.cli import init, option_hints
 from anybatch.cli.main import VERBS, main
-from anybatch.cli.option_hints import FOREIGN_WORDS, OWN_WORDS, explain_unknown
+from anybatch.cli.option_hints import HINTS, OWN_OPTIONS, explain_unknown
+from anybatch.cli.plan import frozen_imports
 from anybatch.cli.plan import make_parser as make_plan_parser
-from anybatch.cli.plan import never_collected
 from anybatch.cli.status import Status
 from anybatch.cli.train import make_parser, read
-from anybatch.cli.train_request import Task, short_name
+from anybatch.cli.train_request import TrainRequest, short_name
 from tests.architecture.source_tree import ROOT
 from tests.cli.small import SPEC, told
 
@@ -75,7 +75,7 @@ def test_options_are_documented() -> None:
     text = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8")
     section = text.partition("\n## `anybatch train")[2].partition("\n## ")[0]
     documented = re.findall(r"^\| `(--[a-z-]+)", section, flags=re.MULTILINE)
-    assert documented == [f"--{word}" for word in OWN_WORDS]
+    assert documented == [f"--{word}" for word in OWN_OPTIONS]
     assert sorted(options) == sorted(["--help", *documented])
     assert len(documented) <= 13
 
@@ -91,10 +91,10 @@ def test_options_of_plan_are_documented() -> None:
 
 def test_options_are_read() -> None:
     """Every option arrives under its name; what was not given is not there."""
-    task = read(["x.py:f", "--ranks", "2", "--micro-batch-size", "auto", "--learning-rate", "1e-3", "--out", "a"])
+    request = read(["x.py:f", "--ranks", "2", "--micro-batch-size", "auto", "--learning-rate", "1e-3", "--out", "a"])
     choices = {"micro_batch_size": "auto", "learning_rate": 0.001}
-    assert task == Task(recipe="x.py:f", folder=Path("a"), resume=False, ranks=2, choices=choices)
-    assert read([]) == Task(recipe=None, folder=None, resume=False, ranks=None, choices={})
+    assert request == TrainRequest(recipe="x.py:f", folder=Path("a"), resume=False, ranks=2, choices=choices)
+    assert read([]) == TrainRequest(recipe=None, folder=None, resume=False, ranks=None, choices={})
 
 
 @pytest.mark.parametrize("recipe", ["digits", "digits.py", "a/digits.py:job", "a.digits:job", "a.digits"])
@@ -127,12 +127,14 @@ def test_wrong_options(words: str, said: str, capsys: pytest.CaptureFixture[str]
 
 def test_foreign_words_are_answered(capsys: pytest.CaptureFixture[str]) -> None:
     """Whatever another library calls it, however it is written, the answer names our option, with status 2."""
-    for foreign in FOREIGN_WORDS:
-        for name in foreign.names:
+    for ours, theirs, difference in HINTS:
+        for name in theirs.split():
             for written in (f"--{name}", f"--{name.replace('-', '_')}=3", f"--{name.upper()}"):
-                assert f"`{foreign.ours}`: {foreign.difference}" in explain_unknown([written, "3"])
-        assert main(["train", f"--{foreign.names[0]}", "3"]) == Status.USAGE
-        assert foreign.ours in capsys.readouterr().err
+                said = explain_unknown([written, "3"])
+                assert f"`{ours}`" in said
+                assert difference in said
+        assert main(["train", f"--{theirs.split()[0]}", "3"]) == Status.USAGE
+        assert ours in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -142,7 +144,7 @@ def test_foreign_words_are_answered(capsys: pytest.CaptureFixture[str]) -> None:
         ("--global-batch-size", "--effective-batch-size"),
         ("--per_device_train_batch_size", "--micro-batch-size"),
         ("--train-batch-size", "--effective-batch-size"),
-        ("--batch-size", "a batch size per what?"),
+        ("--batch-size", "--effective-batch-size N`: samples of one optimizer step"),
         ("--micro-batch", "--micro-batch-size"),
         ("--num_processes", "--ranks"),
         ("--nproc-per-node", "--ranks"),
@@ -164,12 +166,22 @@ def test_words_of_others(word: str, ours: str) -> None:
 
 def test_table_of_foreign_words_is_sound() -> None:
     """No name stands twice, none of ours is foreign, and each option it points to exists."""
-    names = [name for foreign in FOREIGN_WORDS for name in foreign.names]
+    names = [name for _, theirs, _ in HINTS for name in theirs.split()]
     assert len(names) == len(set(names))
-    assert not set(names) & set(OWN_WORDS)
+    assert not set(names) & set(OWN_OPTIONS)
     assert all(name == option_hints.plain(name) for name in names)
-    pointed = {word for foreign in FOREIGN_WORDS for word in re.findall(r"--([a-z-]+)", foreign.ours)}
-    assert pointed <= set(OWN_WORDS)
+    pointed = {word for ours, _, _ in HINTS for word in re.findall(r"--([a-z-]+)", ours)}
+    assert pointed <= set(OWN_OPTIONS)
+
+
+def test_table_of_foreign_words_is_documented() -> None:
+    """docs/command_line.md has every option of ours that is pointed to, with the names that lead to it."""
+    text = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8")
+    section = text.partition("\n## Coming from another library")[2].partition("\n## ")[0]
+    rows = dict(re.findall(r"^\| `(.+?)` \| (.+?) \|", section, flags=re.MULTILINE))
+    assert {ours: names.replace("`", "").split(", ") for ours, names in rows.items()} == {
+        ours: theirs.split() for ours, theirs, _ in HINTS
+    }
 
 
 def test_init_writes_a_recipe_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -267,11 +279,11 @@ def test_what_a_plan_imports_is_never_collected() -> None:
     """No collection runs inside and none looks at what was made there; after it, also after an error, they run."""
     try:
         before = gc.get_freeze_count()
-        with never_collected():
+        with frozen_imports():
             running = gc.isenabled()
             kept: list[list[object]] = [[] for _ in range(1000)]
         after, found = gc.isenabled(), gc.get_freeze_count()
-        with pytest.raises(ImportError), never_collected():
+        with pytest.raises(ImportError), frozen_imports():
             raise ImportError
 
         assert (running, after, gc.isenabled()) == (False, True, True)

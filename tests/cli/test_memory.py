@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from anybatch.cli import memory_recipe
 from anybatch.cli.main import main
-from anybatch.cli.memory import make_parser
+from anybatch.cli.memory import make_parser, record
 from anybatch.cli.parser import size
 from anybatch.cli.screen import summary
 from anybatch.cli.status import Status
@@ -42,7 +41,7 @@ def test_a_step_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_is_measured_is_the_second_step() -> None:
     """At the first moment the optimizer's state is there in full, and gradients are not."""
-    report = memory_recipe.record(
+    report = record(
         SPEC, limit=None, allocator=False, micro_batch_size=4, accumulation_steps=None, precision="fp32", seed=0
     )
 
@@ -53,7 +52,7 @@ def test_what_is_measured_is_the_second_step() -> None:
 
 def test_a_step_is_booked_without_its_loading() -> None:
     """What is booked while a batch is loaded is the batch: a data set in memory, and each sample of it, are not."""
-    report = memory_recipe.record(
+    report = record(
         SPEC, limit=None, allocator=False, micro_batch_size=8, accumulation_steps=None, precision="fp32", seed=0
     )
     course = report.timeline

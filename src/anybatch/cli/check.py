@@ -1,14 +1,17 @@
 """`anybatch check`: judge what a user has; the exit status is the verdict, for CI."""
 
-import argparse
-import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from anybatch.cli.parser import Parser, add_recipe, count, whole
 from anybatch.cli.status import Status
 from anybatch.cli.train_request import DEFAULT_RECIPE
+
+if TYPE_CHECKING:
+    from anybatch.core.tree import Batch
+    from anybatch.recipes.job import Job
 
 _DESCRIPTION = (
     "Say whether micro-batches give the gradient of the un-split batch. A recipe's model and loss are run on a few of "
@@ -16,27 +19,22 @@ _DESCRIPTION = (
     "--loop judges a training loop as it is, by running it on a recording model; nothing is converted or changed."
 )
 _EPILOG = "The exit status is 0 where nothing was found, and 8 otherwise; docs/command_line.md has the list."
-_LOOP = "loop", "trains, such as train(model, loader, optimizer, accumulation_steps)"
 
 
 def run(words: Sequence[str]) -> int:
-    """Check what a command line names; return the exit status."""
+    """Check the recipe or loop that a command line names; return the exit status."""
     parser = make_parser()
     given = parser.parse(words)
     if given.loop is not None:
         if given.recipe is not None:
             parser.error(f"check a recipe or a loop, one at a time: {given.recipe} or --loop {given.loop}")
-        return _check_loop(given)
-    # They bring torch, which takes seconds, and are not needed to say that an option is wrong.
-    check_recipe = importlib.import_module("anybatch.cli.check_recipe").check_recipe
-    return int(
-        check_recipe(
-            given.recipe or DEFAULT_RECIPE,
-            num_samples=given.samples,
-            micro_batch_sizes=given.micro_batch_size,
-            seed=given.seed,
-            figure=given.figure,
-        )
+        return check_loop_function(given.loop, data=given.data, ranks=given.ranks)
+    return check_recipe(
+        given.recipe or DEFAULT_RECIPE,
+        num_samples=given.samples,
+        micro_batch_sizes=given.micro_batch_size,
+        seed=given.seed,
+        figure=given.figure,
     )
 
 
@@ -67,11 +65,77 @@ def make_parser() -> Parser:
     return parser
 
 
-def _check_loop(given: argparse.Namespace) -> int:
-    """Print the report of a loop; return the exit status."""
-    # They bring torch, which takes seconds, and are not needed to say that an option is wrong.
-    function = importlib.import_module("anybatch.recipes").load_function(given.loop, *_LOOP)
-    diagnostics = importlib.import_module("anybatch.diagnostics")
-    report = diagnostics.check_loop(function, data=given.data, ranks=given.ranks)
+def check_recipe(
+    recipe: str, *, num_samples: int, micro_batch_sizes: Sequence[int] | None, seed: int, figure: Path | None
+) -> int:
+    """Check one batch of a recipe, print the report, and return the exit status.
+
+    Args:
+        recipe: as `load_recipe` takes it.
+        num_samples: of the batch; the first ones of the recipe's first epoch.
+        micro_batch_sizes: samples of a micro-batch, for each cut to try; None for three cuts.
+        seed: of the model's parameters, the order and the model's random numbers.
+        figure: file for a picture of the errors by layer.
+
+    Raises:
+        UserError: the recipe, its model or its loss cannot be used.
+    """
+    # torch takes seconds to import, and is not needed to say that an option is wrong.
+    from anybatch.diagnostics.check import check  # noqa: PLC0415 (brings torch)
+    from anybatch.diagnostics.figure import draw_errors  # noqa: PLC0415 (brings torch)
+    from anybatch.recipes.load import load_recipe  # noqa: PLC0415 (brings torch)
+    from anybatch.recipes.run.start import make_model  # noqa: PLC0415 (brings torch)
+
+    job = load_recipe(recipe)
+    report = check(
+        make_model(job, seed),
+        job.loss,
+        first_batch(job, num_samples, seed),
+        micro_batch_sizes=micro_batch_sizes,
+        norms=job.norms,
+        seed=seed,
+    )
+    sys.stdout.write(f"{recipe}: is the gradient of micro-batches that of the batch?\n{report}\n")
+    if figure is not None:
+        draw_errors(report, figure)
+        sys.stdout.write(f"wrote {figure}\n")
+    return Status.DONE if report.equal else Status.NOT_EXACT
+
+
+def first_batch(job: "Job", num_samples: int, seed: int) -> "Batch":
+    """Return the first `num_samples` samples of a job's first epoch, collated as one micro-batch."""
+    from anybatch.core.batch import Placement  # noqa: PLC0415 (brings torch)
+    from anybatch.core.splitting import Cut  # noqa: PLC0415 (brings torch)
+    from anybatch.data.batches import batches  # noqa: PLC0415 (brings torch)
+
+    data = batches(
+        job.dataset(),
+        effective_batch_size=num_samples,
+        steps=1,
+        shuffle=job.shuffle,
+        seed=seed,
+        collate=job.collate,
+    )
+    return next(Placement(Cut(), 1, 0).micro_batches(next(iter(data))))
+
+
+def check_loop_function(
+    name: str, *, data: Literal["classes", "tokens", "values"] | None, ranks: Literal[1, 2] | None
+) -> int:
+    """Check a training loop as it is, print the report, and return the exit status.
+
+    Args:
+        name: as `load_function` takes it.
+        data: the kind of data it trains on; None for the first that it can run.
+        ranks: processes to run it on; None for 2 if it uses torch.distributed, else 1.
+
+    Raises:
+        UserError: there is no such function, or it cannot be run.
+    """
+    from anybatch.diagnostics import check_loop  # noqa: PLC0415 (brings torch)
+    from anybatch.recipes import load_function  # noqa: PLC0415 (brings torch)
+
+    function = load_function(name, "loop", "trains, such as train(model, loader, optimizer, accumulation_steps)")
+    report = check_loop(function, data=data, ranks=ranks)
     sys.stdout.write(f"{report}\n")
     return Status.NOT_EXACT if report.findings else Status.DONE

@@ -1,12 +1,10 @@
 """`anybatch env`: what a bug report should say about a machine, and nothing about who uses it."""
 
-import importlib
 import os
 import platform
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from types import ModuleType
 
 from anybatch.cli.parser import Parser
 from anybatch.cli.status import Status
@@ -34,26 +32,33 @@ def software() -> dict[str, str]:
 
 def hardware() -> dict[str, str]:
     """Return what can be computed on, and how ranks can talk."""
-    torch = importlib.import_module("torch")
-    dist = importlib.import_module("torch.distributed")
+    import torch  # noqa: PLC0415 (takes seconds)
+    import torch.distributed as dist  # noqa: PLC0415 (takes seconds)
+
     num_devices = torch.accelerator.device_count()
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     facts = {
         "cpu cores": f"{os.cpu_count()} ({usable} usable), {torch.get_num_threads()} torch threads",
         "memory": _memory(),
-        "accelerators": ", ".join(_device(torch, number) for number in range(num_devices)) or "none",
+        "accelerators": ", ".join(_device(number) for number in range(num_devices)) or "none",
         "cuda of torch": torch.version.cuda or "none",
         "hip of torch": torch.version.hip or "none",
         "gloo": "yes" if dist.is_available() and dist.is_gloo_available() else "no",
         "nccl": "no",
     }
     if dist.is_available() and dist.is_nccl_available() and torch.cuda.is_available():
-        facts["nccl"] = ".".join(map(str, importlib.import_module("torch.cuda.nccl").version()))
+        from torch.cuda import nccl  # noqa: PLC0415 (only where there is one)
+
+        facts["nccl"] = ".".join(map(str, nccl.version()))
     return facts
 
 
-def _device(torch: ModuleType, number: int) -> str:
-    kind = torch.accelerator.current_accelerator().type
+def _device(number: int) -> str:
+    import torch  # noqa: PLC0415 (takes seconds)
+
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    kind = accelerator.type
     if kind != "cuda":
         return f"{kind}:{number}"
     found = torch.cuda.get_device_properties(number)

@@ -1,10 +1,7 @@
 """From a command line to running ranks: this process is the only one, or was started as one of them, or starts them."""
 
 import dataclasses
-import importlib
-import os
 import shutil
-import signal
 import sys
 from pathlib import Path
 
@@ -15,7 +12,8 @@ from anybatch.checkpoints import list_checkpoints
 from anybatch.cli.rank import join, new_folder, run_rank
 from anybatch.cli.screen import resume_command
 from anybatch.cli.status import Status
-from anybatch.cli.train_request import Task
+from anybatch.cli.stopping import say_stopping
+from anybatch.cli.train_request import TrainRequest
 from anybatch.errors import CheckpointError
 from anybatch.parallel.world import has_launcher
 from anybatch.recipes.run.folder import RunFolder
@@ -24,55 +22,56 @@ from anybatch.recipes.run.stop import StopRequest
 _CAN_GO_ON = frozenset({Status.UNEXPECTED, Status.NOT_FINITE, Status.RANKS, Status.OUT_OF_MEMORY, Status.INTERRUPTED})
 
 
-def launch(task: Task) -> int:
+def launch(request: TrainRequest) -> Status:
     """Run what was asked for on as many ranks as there should be, and return the exit status."""
-    task = as_before(task)
+    request = as_before(request)
     if has_launcher():
         world = join()
         with StopRequest(say_stopping if world.rank == 0 else None) as asked:
-            status, _ = run_rank(task, world, asked)
+            status, _ = run_rank(request, world, asked)
         if status in (Status.DONE, Status.STOPPED):
             dist.destroy_process_group()
         return status
-    folder = new_folder(task.recipe) if task.folder is None else task.folder
-    task = dataclasses.replace(task, folder=folder)
-    num_ranks = number_of_ranks(task)
+    folder = new_folder(request.recipe) if request.folder is None else request.folder
+    request = dataclasses.replace(request, folder=folder)
+    num_ranks = number_of_ranks(request)
     warn_of_unused(num_ranks)
-    if num_ranks == 1:
+    if num_ranks == 1:  # and then torch's launcher need not be imported
         with StopRequest(say_stopping) as asked:
-            status, _ = run_rank(task, join(), asked)
+            status, _ = run_rank(request, join(), asked)
     else:
-        # Brings torch's launcher along, which a single rank does not need.
-        status = importlib.import_module("anybatch.cli.local_ranks").run_local_ranks(task, num_ranks)
-    if status in _CAN_GO_ON or (status is Status.FILES and not task.resume):
+        from anybatch.cli.local_ranks import run_local_ranks  # noqa: PLC0415 (brings torch's launcher, see above)
+
+        status = run_local_ranks(request, num_ranks)
+    if status in _CAN_GO_ON or (status is Status.FILES and not request.resume):
         say_how_to_resume(folder)
     return status
 
 
-def as_before(task: Task) -> Task:
-    """Return the task with what was not given taken from the run that is resumed."""
-    if not task.resume:
-        return task
-    assert task.folder is not None
-    origin = RunFolder(task.folder).read().origin
-    recipe, ranks = task.recipe or origin.get("recipe"), task.ranks or origin.get("ranks")
+def as_before(request: TrainRequest) -> TrainRequest:
+    """Return the request with what was not given taken from the run that is resumed."""
+    if not request.resume:
+        return request
+    assert request.folder is not None
+    origin = RunFolder(request.folder).read().origin
+    recipe, ranks = request.recipe or origin.get("recipe"), request.ranks or origin.get("ranks")
     if not isinstance(recipe, str):
         message = (
-            f"{task.folder} does not say which recipe it was begun with. Name it: anybatch train RECIPE --resume ..."
+            f"{request.folder} does not say which recipe it was begun with. Name it: anybatch train RECIPE --resume ..."
         )
-        raise CheckpointError(message, path=task.folder)
-    return dataclasses.replace(task, recipe=recipe, ranks="auto" if ranks in (None, "auto") else int(ranks))
+        raise CheckpointError(message, path=request.folder)
+    return dataclasses.replace(request, recipe=recipe, ranks="auto" if ranks in (None, "auto") else int(ranks))
 
 
-def number_of_ranks(task: Task) -> int:
+def number_of_ranks(request: TrainRequest) -> int:
     """Return how many ranks to run here: one per accelerator, else one, unless it was said.
 
     One rank without an accelerator, since torch's threads share its cores better than ranks do: see
     docs/decisions/0008-command-line.md for the measurement.
     """
-    if task.ranks in (None, "auto"):
+    if request.ranks in (None, "auto"):
         return max(1, torch.accelerator.device_count())
-    return int(task.ranks)
+    return int(request.ranks)
 
 
 def warn_of_unused(num_ranks: int) -> None:
@@ -93,14 +92,3 @@ def say_how_to_resume(folder: Path) -> None:
     """Say how to go on with a run that has failed, if it can be."""
     if list_checkpoints(RunFolder(folder).checkpoints):
         sys.stderr.write(f"\nTo go on from the newest checkpoint: {resume_command(folder)}\n")
-
-
-def say_stopping(number: signal.Signals) -> None:
-    """Say that a stop was asked for; called from a signal handler, where a buffered print may fail.
-
-    On a terminal the console says it, above its bar.
-    """
-    if sys.stderr.isatty():
-        return
-    again = "; Ctrl-C again ends at once, without" if number == signal.SIGINT else ""
-    os.write(sys.stderr.fileno(), f"\n{number.name}: stopping after this step, and saving{again}\n".encode())

@@ -20,10 +20,10 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from anybatch.cli.failure import explain
 from anybatch.cli.fork_server import START_METHOD, start_fork_server
-from anybatch.cli.launch import say_stopping
 from anybatch.cli.rank import join, run_rank
 from anybatch.cli.status import Status, status_of
-from anybatch.cli.train_request import Task
+from anybatch.cli.stopping import say_stopping
+from anybatch.cli.train_request import TrainRequest
 from anybatch.recipes.run.stop import SIGNALS
 
 _UNKNOWN = -1
@@ -49,7 +49,7 @@ class Board:
     num_threads: int
 
 
-def run_local_ranks(task: Task, num_ranks: int) -> int:
+def run_local_ranks(request: TrainRequest, num_ranks: int) -> Status:
     """Start ranks here, wait for them, and return the exit status."""
     start_fork_server()
     context = multiprocessing.get_context(START_METHOD)
@@ -74,7 +74,7 @@ def run_local_ranks(task: Task, num_ranks: int) -> int:
     failures: Mapping[int, ProcessFailure] = {}
     with _listening(board), _without_logs():
         try:
-            elastic_launch(config, serve)(task, board)
+            elastic_launch(config, serve)(request, board)
         except ChildFailedError as error:
             failures = error.failures
         except KeyboardInterrupt as error:
@@ -86,7 +86,7 @@ def run_local_ranks(task: Task, num_ranks: int) -> int:
     return status
 
 
-def serve(task: Task, board: Board) -> None:
+def serve(request: TrainRequest, board: Board) -> None:
     """Run one rank, in a process that the launcher has started."""
     torch.set_num_threads(board.num_threads)
     asked = _catch_signals()
@@ -95,7 +95,7 @@ def serve(task: Task, board: Board) -> None:
     except Exception as error:  # noqa: BLE001 (told by the status)
         sys.exit(status_of(error))
     status, words = run_rank(
-        task, world, lambda: bool(board.stop.value or asked or not _launcher_lives()), is_watched=True
+        request, world, lambda: bool(board.stop.value or asked or not _launcher_lives()), is_watched=True
     )
     board.statuses[world.rank] = status
     if status in (Status.DONE, Status.STOPPED) and _launcher_lives():

@@ -54,7 +54,8 @@ def main(words: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else Status.DONE
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (whatever it is, it ends here, in words)
-        explain = importlib.import_module("anybatch.cli.failure").explain
+        from anybatch.cli.failure import explain  # noqa: PLC0415 (not needed unless something fails)
+
         sys.stdout.flush()
         sys.stderr.write(f"{explain(error)}\n")
         return status_of(error)

@@ -1,24 +1,30 @@
 """`anybatch memory`: run a step of a recipe and say what it held in memory."""
 
-import importlib
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 from anybatch.cli.parser import Parser, add_recipe, count, count_or_auto, size, whole
+from anybatch.cli.status import Status
 from anybatch.cli.train_request import DEFAULT_RECIPE
+
+if TYPE_CHECKING:
+    from anybatch.diagnostics.memory.memory_report import MemoryReport
 
 _DESCRIPTION = (
     "Run the first steps of a recipe on one rank, and say of the last of them what it held in memory: for what, when "
     "it was most, and what is left. The model is the recipe's, new; no run is begun, and nothing is kept."
 )
 _EPILOG = "docs/command_line.md has an example. `anybatch train` says the peak of a whole run in its summary."
+_MOST_STEPS: Final = 3
+"""The first step makes the optimizer's state and checks the loss; it is not like those that follow."""
 
 
 def run(words: Sequence[str]) -> int:
-    """Measure what a command line names; return the exit status."""
+    """Measure a step of the recipe that a command line names; return the exit status."""
     given = vars(make_parser().parse(words))
-    # It brings torch, which takes seconds, and is not needed to say that an option is wrong.
-    return int(importlib.import_module("anybatch.cli.memory_recipe").measure(given.pop("recipe"), **given))
+    return measure(given.pop("recipe"), **given)
 
 
 def make_parser() -> Parser:
@@ -44,3 +50,59 @@ def make_parser() -> Parser:
     add("--figure", type=Path, metavar="FILE", help="draw memory over the step: .png, .svg or .pdf")
     add("--allocator", action="store_true", help="with torch.cuda.memory_summary, on a CUDA device")
     return parser
+
+
+def measure(recipe: str, *, limit: int | None, figure: Path | None, allocator: bool, **choices: Any) -> int:  # noqa: ANN401
+    """Run a step, print its report, and return the exit status.
+
+    Args:
+        recipe: as `load_recipe` takes it.
+        limit: bytes that there are; None for what the device has.
+        figure: file for a picture of memory over the step.
+        allocator: add what torch's allocator says of itself.
+        **choices: what `start` takes.
+
+    Raises:
+        UserError: the recipe or a choice cannot be used.
+    """
+    report = record(recipe, limit=limit, allocator=allocator, **choices)
+    from rich.console import Console  # noqa: PLC0415 (takes a while, and a wrong option does not need it)
+
+    if sys.stdout.isatty():
+        Console(highlight=False, markup=False, emoji=False).print(report)
+    else:
+        sys.stdout.write(f"{report}\n")
+    if figure is not None:
+        report.draw(figure)
+        sys.stdout.write(f"wrote {figure}\n")
+    return Status.DONE
+
+
+def record(recipe: str, *, limit: int | None, allocator: bool, **choices: Any) -> "MemoryReport":  # noqa: ANN401
+    """Return the report of a recipe's second step, or of its third where an epoch's end makes the second smaller.
+
+    Args:
+        recipe: as `load_recipe` takes it.
+        limit: bytes that there are; None for what the device has.
+        allocator: add what torch's allocator says of itself.
+        **choices: what `start` takes.
+    """
+    # torch takes seconds to import, and is not needed to say that an option is wrong.
+    from anybatch.diagnostics.memory.memory_report import record_memory  # noqa: PLC0415 (brings torch)
+    from anybatch.recipes.load import load_recipe  # noqa: PLC0415 (brings torch)
+    from anybatch.recipes.run.start import start  # noqa: PLC0415 (brings torch)
+
+    if choices["accumulation_steps"] is not None:
+        del choices["micro_batch_size"]
+    run = start(load_recipe(recipe), steps=_MOST_STEPS, **choices)
+    data = iter(run.batches)
+    with run.engine as engine:
+        first = next(data)
+        engine.step(first)
+        batch = next(data)
+        if len(batch.sample_ids) < len(first.sample_ids):
+            engine.step(batch)
+            batch = next(data)
+        with record_memory(engine, limit_bytes=limit, summary=allocator) as recording:
+            engine.step(batch)
+    return recording.report

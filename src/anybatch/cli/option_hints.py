@@ -1,4 +1,4 @@
-"""What other libraries call things: their option, ours, and what differs. Data, so that the list can be read.
+"""From the options of other libraries to ours. docs/command_line.md has the same table, with what differs.
 
 The names are those of DeepSpeed (configuration JSON), Accelerate (`accelerate launch`), transformers
 (`TrainingArguments`), Lightning (`Trainer`), Megatron-LM, torchtitan, torchrun and nanoGPT.
@@ -6,181 +6,115 @@ The names are those of DeepSpeed (configuration JSON), Accelerate (`accelerate l
 
 import difflib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Final
 
-OWN_WORDS = (
-    "effective-batch-size",
-    "micro-batch-size",
-    "accumulation-steps",
-    "ranks",
-    "epochs",
-    "steps",
-    "learning-rate",
-    "base-batch-size",
-    "learning-rate-rule",
-    "precision",
-    "seed",
-    "out",
-    "resume",
+OWN_OPTIONS: Final = (
+    *("effective-batch-size", "micro-batch-size", "accumulation-steps", "ranks", "epochs", "steps", "learning-rate"),
+    *("base-batch-size", "learning-rate-rule", "precision", "seed", "out", "resume"),
 )
 
+# Where the same number means another batch here, the answer says so on the spot. For the rest our option is enough.
+_EFFECTIVE = (
+    "samples of one optimizer step over all ranks. A batch size per device is another number: times accumulation steps "
+    "and ranks, it is this one."
+)
+_MICRO = (
+    "the same number, samples of one forward and backward on one device; but it only has to fit the memory. It no "
+    "longer decides the batch: name that with --effective-batch-size (theirs x accumulation steps x ranks)."
+)
+_STEPS = (
+    "micro-batches per rank and step, as there; but they no longer make the batch larger, they cut the same effective "
+    "batch into more parts. Mostly you need not name them."
+)
+_RECIPE = "a recipe says this once, for every machine; `anybatch init train.py` writes one to change."
 
-@dataclass(frozen=True, slots=True)
-class ForeignWord:
-    """One idea under the names that others have for it.
-
-    Attributes:
-        names: options of other libraries, without dashes in front, with dashes between words.
-        ours: what to type here.
-        difference: what the number means there and here; "the same" where it means the same.
-    """
-
-    names: tuple[str, ...]
-    ours: str
-    difference: str
-
-
-_IN_THE_RECIPE = "a recipe says this once, for every machine"
-
-FOREIGN_WORDS = (
-    ForeignWord(
-        ("global-batch-size", "train-batch-size", "training.global-batch-size", "total-batch-size"),
+HINTS: Final = (
+    (
         "--effective-batch-size N",
-        "the same: samples of one optimizer step over all ranks. "
-        "(A train-batch-size per device is another number: times ranks and accumulation steps, it is this one.)",
+        """global-batch-size train-batch-size training.global-batch-size total-batch-size batch-size bs b
+        training.batch-size data.batch-size""",
+        _EFFECTIVE,
     ),
-    ForeignWord(
-        (
-            *("per-device-train-batch-size", "per-gpu-train-batch-size", "train-micro-batch-size-per-gpu"),
-            *("training.local-batch-size", "local-batch-size", "device-batch-size", "micro-batch", "mbs"),
-        ),
+    (
         "--micro-batch-size N",
-        "the same number, samples of one forward and backward on one device; but it only has to fit the memory. It no "
-        "longer decides the batch: name that with --effective-batch-size (theirs x accumulation steps x ranks).",
+        """per-device-train-batch-size per-gpu-train-batch-size train-micro-batch-size-per-gpu training.local-batch-size
+        local-batch-size device-batch-size micro-batch mbs""",
+        _MICRO,
     ),
-    ForeignWord(
-        ("batch-size", "bs", "b", "training.batch-size", "data.batch-size"),
-        "--effective-batch-size N",
-        "a batch size per what? Elsewhere it is mostly per device and micro-batch. Here you name the samples of one "
-        "optimizer step over all ranks: theirs x accumulation steps x ranks.",
-    ),
-    ForeignWord(
-        (
-            *("gradient-accumulation-steps", "gradient-accumulation", "grad-accum", "grad-accum-steps", "grad-acc"),
-            *("accumulate-grad-batches", "trainer.accumulate-grad-batches", "accum-steps", "accum-iter", "update-freq"),
-        ),
+    (
         "--accumulation-steps N",
-        "micro-batches per rank and step, as there; but it no longer makes the batch larger, it cuts the same "
-        "effective batch into more parts. Mostly you need not name it: it follows from --effective-batch-size, "
-        "--micro-batch-size and --ranks. (nanoGPT's counts over all ranks.)",
+        """gradient-accumulation-steps gradient-accumulation grad-accum grad-accum-steps grad-acc accum-steps accum-iter
+        accumulate-grad-batches trainer.accumulate-grad-batches update-freq""",
+        _STEPS,
     ),
-    ForeignWord(
-        ("auto-find-batch-size", "auto-scale-batch-size"),
-        "--micro-batch-size auto",
-        "finds what fits the memory, and unlike theirs leaves the effective batch as it is.",
-    ),
-    ForeignWord(
-        ("rampup-batch-size",),
-        "--effective-batch-size N --resume",
-        "a batch that grows is a run that is resumed with a larger effective batch.",
-    ),
-    ForeignWord(
-        (
-            *("num-processes", "nproc-per-node", "nproc", "n-proc", "devices", "trainer.devices", "gpus", "num-gpus"),
-            *("ngpu", "world-size", "n-gpu", "trainer.gpus", "multi-gpu", "num-devices"),
-        ),
+    ("--micro-batch-size auto", "auto-find-batch-size auto-scale-batch-size", ""),
+    ("--effective-batch-size N --resume", "rampup-batch-size", ""),
+    (
         "--ranks N",
-        "the same: processes on this machine. The result does not depend on it.",
+        """num-processes nproc-per-node nproc n-proc devices trainer.devices gpus num-gpus ngpu world-size n-gpu
+        trainer.gpus multi-gpu num-devices""",
+        "",
     ),
-    ForeignWord(
-        ("num-nodes", "nnodes", "num-machines", "master-addr", "master-port", "rdzv-endpoint", "node-rank"),
+    (
         "torchrun ... -m anybatch train",
-        "`--ranks` starts processes on this machine only. Started by torchrun on each node, anybatch joins what is "
-        "there: torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:PORT -m anybatch train RECIPE.",
+        "num-nodes nnodes num-machines master-addr master-port rdzv-endpoint node-rank",
+        "",
     ),
-    ForeignWord(
-        ("num-train-epochs", "max-epochs", "trainer.max-epochs", "num-epochs", "n-epochs"),
-        "--epochs N",
-        "the same, in whole epochs.",
-    ),
-    ForeignWord(
-        (
-            *("max-steps", "trainer.max-steps", "train-iters", "training.steps", "max-iters", "num-steps"),
-            *("max-train-steps", "iterations", "num-iterations", "total-steps"),
-        ),
+    ("--epochs N", "num-train-epochs max-epochs trainer.max-epochs num-epochs n-epochs", ""),
+    (
         "--steps N",
-        "optimizer steps, each on one effective batch; not micro-batches.",
+        """max-steps trainer.max-steps train-iters training.steps max-iters num-steps max-train-steps iterations
+        num-iterations total-steps""",
+        "",
     ),
-    ForeignWord(
-        ("lr", "optimizer.lr", "max-lr", "peak-lr"),
-        "--learning-rate X",
-        "the rate found at --base-batch-size; it is carried to the effective batch size by --learning-rate-rule, and "
-        "what comes of it is printed. With the recipe's own batch size it is taken as it is.",
-    ),
-    ForeignWord(
-        ("scale-lr", "lr-scaling", "linear-scaling", "auto-lr", "lr-scaling-rule"),
-        "--learning-rate-rule linear",
-        "one of linear, sqrt and none, from --base-batch-size to --effective-batch-size.",
-    ),
-    ForeignWord(
-        (
-            *("fp16", "half", "amp", "use-amp", "trainer.precision", "mixed-precision", "bf16", "dtype"),
-            *("training.mixed-precision-param", "compute-dtype", "torch-dtype"),
-        ),
+    ("--learning-rate X", "lr optimizer.lr max-lr peak-lr", ""),
+    ("--learning-rate-rule linear", "scale-lr lr-scaling linear-scaling auto-lr lr-scaling-rule", ""),
+    (
         "--precision bf16",
-        "one of fp32, bf16 and fp16: the number format of forward and backward; parameters stay as they are. "
-        "fp16 scales the loss by itself.",
+        """fp16 half amp use-amp trainer.precision mixed-precision bf16 dtype training.mixed-precision-param
+        compute-dtype torch-dtype""",
+        "",
     ),
-    ForeignWord(
-        (
-            *("output-dir", "out-dir", "save", "save-dir", "save-path", "default-root-dir", "project-dir", "logdir"),
-            *("log-dir", "logging-dir"),
-        ),
+    (
         "--out FOLDER",
-        "the same: one run's log and checkpoints.",
+        "output-dir out-dir save save-dir save-path default-root-dir project-dir logdir log-dir logging-dir",
+        "",
     ),
-    ForeignWord(
-        (
-            *("resume-from-checkpoint", "resume-from", "ckpt-path", "load", "init-from", "checkpoint", "restore"),
-            *("load-checkpoint", "checkpoint.folder", "load-dir", "auto-resume"),
-        ),
+    (
         "--resume --out FOLDER",
-        "names the run's folder, not a checkpoint: the newest intact one in it is taken.",
+        """resume-from-checkpoint resume-from ckpt-path load init-from checkpoint restore load-checkpoint
+        checkpoint.folder load-dir auto-resume""",
+        "",
     ),
-    ForeignWord(
-        ("random-seed", "manual-seed", "data-seed", "rng-seed", "seed-everything"),
-        "--seed N",
-        "one seed for parameters, order, augmentation and dropout.",
-    ),
-    ForeignWord(
-        (
-            *("max-grad-norm", "clip-grad", "gradient-clip-val", "clip-grad-norm", "grad-clip", "gradient-clipping"),
-            *("weight-decay", "wd", "optim", "optimizer", "momentum", "adam-beta1", "adam-beta2", "adam-epsilon"),
-            *("warmup-steps", "warmup-ratio", "lr-scheduler-type", "lr-decay-style", "lr-warmup-iters", "scheduler"),
-            *("model", "model-name-or-path", "dataset", "data-path", "data", "loss"),
-        ),
+    ("--seed N", "random-seed manual-seed data-seed rng-seed seed-everything", ""),
+    (
         "Job(clip=, optimizer=, scheduler=, model=, dataset=)",
-        f"{_IN_THE_RECIPE}; `anybatch init train.py` writes one to change.",
+        """max-grad-norm clip-grad gradient-clip-val clip-grad-norm grad-clip gradient-clipping weight-decay wd optim
+        optimizer momentum adam-beta1 adam-beta2 adam-epsilon warmup-steps warmup-ratio lr-scheduler-type
+        lr-decay-style lr-warmup-iters scheduler model model-name-or-path dataset data-path data loss""",
+        _RECIPE,
     ),
-    ForeignWord(
-        ("use-distributed-optimizer", "zero-stage", "fsdp", "strategy", "trainer.strategy", "deepspeed", "ddp"),
+    (
         "ab.Engine(strategy=)",
-        "the command line takes the strategy that fits: one rank is `single`, several are `all_reduce`.",
+        "use-distributed-optimizer zero-stage fsdp strategy trainer.strategy deepspeed ddp",
+        "",
     ),
 )
+"""What to type here, the options of other libraries for it, and what differs where the same number would mislead."""
 
 
 def explain_unknown(words: Sequence[str]) -> str:
-    """Return what to say about options that do not exist, the first one that others have before all else."""
+    """Return a sentence about options that do not exist: ours for those of other libraries, else the nearest one."""
     names = [plain(word) for word in words if word.startswith("-")]
     for name in names:
-        for foreign in FOREIGN_WORDS:
-            if name in foreign.names:
-                return f"there is no --{name}; here it is `{foreign.ours}`: {foreign.difference}"
+        for ours, theirs, difference in HINTS:
+            if name in theirs.split():
+                found = f"there is no --{name}; here it is `{ours}`"
+                return f"{found}: {difference}" if difference else f"{found} (docs/command_line.md says what differs)."
     if not names:
         return f"what is {' '.join(words)!r}? One recipe is run at a time, and options begin with --"
-    near = difflib.get_close_matches(names[0], OWN_WORDS, n=1)
-    hint = f"Did you mean --{near[0]}?" if near else f"There are: {', '.join(f'--{word}' for word in OWN_WORDS)}."
+    near = difflib.get_close_matches(names[0], OWN_OPTIONS, n=1)
+    hint = f"Did you mean --{near[0]}?" if near else f"There are: {', '.join(f'--{word}' for word in OWN_OPTIONS)}."
     return f"there is no --{names[0]}. {hint}"
 
 

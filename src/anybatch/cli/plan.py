@@ -2,12 +2,19 @@
 
 import argparse
 import gc
-import importlib
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from anybatch.cli.parser import Parser, count
+from anybatch.cli.status import Status
+from anybatch.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 _DESCRIPTION = (
     "Say what micro-batch size fits into a device, what holds its memory, and what would change it. The device is not "
@@ -17,19 +24,21 @@ _EPILOG = "docs/memory.md says how it is done and how far it can be trusted."
 
 
 def run(words: Sequence[str]) -> int:
-    """Plan what a command line names; return the exit status."""
+    """Plan the recipe or model that a command line names; return the exit status."""
     given = vars(make_parser().parse(words))
-    # It brings torch, which takes seconds, and is not needed to say that an option is wrong.
-    with never_collected():
-        subject = importlib.import_module("anybatch.cli.plan_subject")
-    return int(subject.plan_subject(given.pop("what"), **given))
+    # torch takes seconds to import, and is not needed to say that an option is wrong.
+    with frozen_imports():
+        import anybatch.planner.figure  # noqa: PLC0415 (brings torch)
+        import anybatch.planner.verification  # noqa: PLC0415 (brings torch)
+        import anybatch.recipes.planning.plan  # noqa: F401, PLC0415 (brings torch)
+    return plan_subject(given.pop("what"), **given)
 
 
 @contextmanager
-def never_collected() -> Iterator[None]:
-    """Let the garbage collector leave alone for good what is made inside.
+def frozen_imports() -> Iterator[None]:
+    """Keep the garbage collector from ever looking at objects made inside.
 
-    A million objects of torch's modules stay to the end anyway: to look through them again and again takes a second.
+    The million objects of torch's modules stay to the end anyway, and visiting them again and again takes a second.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -88,3 +97,76 @@ def part(text: str) -> float:
         message = f"{text} must be a part of the whole, from 0 to below 1: 0.15 leaves 15%"
         raise argparse.ArgumentTypeError(message)
     return value
+
+
+def plan_subject(
+    what: str,
+    *,
+    ranks: int,
+    headroom: float | None,
+    samples: int | None,
+    no_proposals: bool,
+    verify: bool,
+    figure: Path | None,
+    **choices: Any,  # noqa: ANN401 (handed on)
+) -> int:
+    """Print the plan of a recipe or model; return the exit status: that of "out of memory" if nothing fits.
+
+    Args:
+        what: as `plan` takes it.
+        ranks: devices.
+        headroom: part of the device to leave free; None for what was measured there, or else the default.
+        samples: of a whole run, to say what it takes.
+        no_proposals: leave out what could be changed.
+        verify: run the planned step on this machine's accelerator, or on its CPU for a budget of one, and keep what it
+            takes for later plans.
+        figure: file for a picture.
+        **choices: what else `plan` takes.
+
+    Raises:
+        CannotPlanError, UserError: as `plan`.
+    """
+    from anybatch.planner.cache.measured_devices import KnownDevices  # noqa: PLC0415 (brings torch)
+    from anybatch.planner.cost.calibration import measure_rates  # noqa: PLC0415 (brings torch)
+    from anybatch.planner.figure import draw_plan  # noqa: PLC0415 (brings torch)
+    from anybatch.planner.measured import keep  # noqa: PLC0415 (brings torch)
+    from anybatch.planner.report import words_of  # noqa: PLC0415 (brings torch)
+    from anybatch.planner.verification import verify as verified  # noqa: PLC0415 (brings torch)
+    from anybatch.recipes.planning.plan import plan  # noqa: PLC0415 (brings torch)
+
+    known = KnownDevices()
+    found = plan(
+        what,
+        world_size=ranks,
+        headroom=headroom,
+        known=known,
+        proposals=not no_proposals,
+        rates=measure_rates("this CPU", time.perf_counter) if choices["device"].startswith("cpu:") else None,
+        **choices,
+    )
+    sys.stdout.write(f"{words_of(found, samples)}\n")
+    if verify and found.as_it_is.fits:
+        measured = verified(found.spec, found.as_it_is, _device_of(choices["device"]))
+        sys.stdout.write(f"{measured}\n{keep(measured, found, known)}\n")
+    if figure is not None:
+        draw_plan(found, figure)
+        sys.stdout.write(f"wrote {figure}\n")
+    return Status.DONE if found.as_it_is.fits else Status.OUT_OF_MEMORY
+
+
+def _device_of(budget: str) -> "torch.device":
+    """Return where a plan for a budget is verified.
+
+    Raises:
+        UserError: it is not here.
+    """
+    import torch  # noqa: PLC0415 (takes seconds)
+
+    if budget.startswith("cpu:"):
+        return torch.device("cpu")
+    if not torch.accelerator.is_available():
+        message = f"--verify runs a step on {budget}, and there is no accelerator here. Leave it out to plan only."
+        raise UserError(message)
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    return torch.device(kind.type, 0)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from anybatch.cli.failure import explain
 from anybatch.cli.screen import Onlookers, summary
 from anybatch.cli.status import Status, status_of
-from anybatch.cli.train_request import DEFAULT_RECIPE, RUNS, Task, short_name
+from anybatch.cli.train_request import DEFAULT_RECIPE, RUNS, TrainRequest, short_name
 from anybatch.errors import RankFailedError, UserError, WorldError
 from anybatch.parallel.world import World
 from anybatch.planner.cache.measured_devices import KnownDevices
@@ -41,14 +41,14 @@ def join() -> World:
 
 
 def run_rank(
-    task: Task, world: World, stop: Callable[[], bool] | None, *, is_watched: bool = False
+    request: TrainRequest, world: World, stop: Callable[[], bool] | None, *, is_watched: bool = False
 ) -> tuple[Status, str]:
     """Train as one rank; return how that ended, and the words for it.
 
     What failed is printed by the rank on which it failed first.
 
     Args:
-        task: what was asked for.
+        request: what was asked for.
         world: the ranks.
         stop: whether to stop after this step; None lets signals decide.
         is_watched: a launcher of ours will say it if a rank ends without a word.
@@ -56,7 +56,7 @@ def run_rank(
     try:
         with warnings.catch_warnings():
             _quiet_warnings(world)
-            return _train(task, world, stop), ""
+            return _train(request, world, stop), ""
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (whatever it is, the status says it)
         is_first = world.publish_failure(error, 0)
         words = explain(error)
@@ -65,19 +65,19 @@ def run_rank(
         return status_of(error), words
 
 
-def _train(task: Task, world: World, stop: Callable[[], bool] | None) -> Status:
-    if task.ranks not in (None, "auto", world.size):
-        message = f"--ranks {task.ranks}, but a launcher has started {world.size}. Leave --ranks to the launcher."
+def _train(request: TrainRequest, world: World, stop: Callable[[], bool] | None) -> Status:
+    if request.ranks not in (None, "auto", world.size):
+        message = f"--ranks {request.ranks}, but a launcher has started {world.size}. Leave --ranks to the launcher."
         raise UserError(message)
-    recipe = task.recipe or DEFAULT_RECIPE
-    folder = on_first_rank(world, partial(new_folder, recipe)) if task.folder is None else task.folder
+    recipe = request.recipe or DEFAULT_RECIPE
+    folder = on_first_rank(world, partial(new_folder, recipe)) if request.folder is None else request.folder
     with Onlookers(stop) as onlookers:
         outcome = train(
             load_recipe(recipe),
             folder,
-            Choices(**task.choices),
-            resume=task.resume,
-            origin={"recipe": recipe, "ranks": task.ranks or "auto"},
+            Choices(**request.choices),
+            resume=request.resume,
+            origin={"recipe": recipe, "ranks": request.ranks or "auto"},
             world=world,
             known=KnownSizes(),
             devices=KnownDevices(),

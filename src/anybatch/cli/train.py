@@ -1,6 +1,5 @@
 """`anybatch train`: the options of a run. What can be refused without torch is refused before it is imported."""
 
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,7 +7,7 @@ from anybatch.cli.fork_server import start_fork_server
 from anybatch.cli.option_hints import explain_unknown
 from anybatch.cli.parser import Parser, add_recipe, count, count_or_auto, micro_batch_size, rate, whole
 from anybatch.cli.threads import let_threads_sleep
-from anybatch.cli.train_request import DEFAULT_RECIPE, RUNS, Task
+from anybatch.cli.train_request import DEFAULT_RECIPE, RUNS, TrainRequest
 
 _DESCRIPTION = (
     "Train a recipe at the effective batch size you name: the samples of one optimizer step, over all ranks. "
@@ -19,15 +18,17 @@ _EPILOG = "docs/command_line.md has examples and the exit statuses."
 
 def run(words: Sequence[str]) -> int:
     """Train what a command line asks for; return the exit status."""
-    task = read(words)
+    request = read(words)
     let_threads_sleep()
-    if task.ranks not in (None, "auto", 1):
+    if request.ranks not in (None, "auto", 1):
         start_fork_server()
-    # It brings torch, which takes seconds, and is not needed to say that an option is wrong.
-    return int(importlib.import_module("anybatch.cli.launch").launch(task))
+    # torch takes seconds to import, and is not needed to say that an option is wrong.
+    from anybatch.cli.launch import launch  # noqa: PLC0415 (brings torch)
+
+    return launch(request)
 
 
-def read(words: Sequence[str]) -> Task:
+def read(words: Sequence[str]) -> TrainRequest:
     """Return what a command line asks for, or end the program with a sentence about what is wrong in it."""
     parser = make_parser()
     given = vars(parser.parse(words))
@@ -38,7 +39,7 @@ def read(words: Sequence[str]) -> Task:
         parser.error(f"--resume needs --out, the folder of the run to go on with{_newest_run()}")
     ranks = given.pop("ranks")
     choices = {name: value for name, value in given.items() if value is not None}
-    return Task(recipe=recipe, folder=out, resume=resume, ranks=ranks, choices=choices)
+    return TrainRequest(recipe=recipe, folder=out, resume=resume, ranks=ranks, choices=choices)
 
 
 def make_parser() -> Parser:

@@ -10,7 +10,7 @@ RUNS = Path("runs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class TrainRequest:
     """One run, as it was asked for.
 
     Attributes:

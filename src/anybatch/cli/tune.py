@@ -1,26 +1,40 @@
 """`anybatch tune RECIPE`: speed and memory by micro-batch size, and whether loading keeps up."""
 
-import importlib
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from anybatch.cli.parser import Parser, add_recipe, count, whole
+from anybatch.cli.status import Status
 from anybatch.cli.threads import let_threads_sleep
 from anybatch.cli.train_request import DEFAULT_RECIPE
+
+if TYPE_CHECKING:
+    from anybatch.data.batches import Batches
+    from anybatch.engine.update.precision import PrecisionName
 
 _DESCRIPTION = (
     "Make whole steps of a recipe at many micro-batch sizes, in turns, and print samples per second and memory of "
     "each; load its data with several numbers of workers, and say whether that keeps up. What is trained is not kept."
 )
 _EPILOG = "`anybatch train` tries a few sizes by itself (docs/auto_size.md); this shows the whole curve."
+_WORKERS = (0, 1, 2)
 
 
 def run(words: Sequence[str]) -> int:
-    """Measure what a command line names; return the exit status."""
+    """Tune the recipe that a command line names; return the exit status."""
     given = make_parser().parse(words)
     let_threads_sleep()
-    # It brings torch, which takes seconds, and is not needed to say that an option is wrong.
-    return int(importlib.import_module("anybatch.cli.tune_recipe").tune_recipe(**vars(given)))
+    return tune_recipe(
+        given.recipe,
+        effective_batch_size=given.effective_batch_size,
+        micro_batch_sizes=given.micro_batch_size,
+        workers=given.workers,
+        precision=given.precision,
+        seed=given.seed,
+        figure=given.figure,
+    )
 
 
 def make_parser() -> Parser:
@@ -47,3 +61,67 @@ def make_parser() -> Parser:
     add("--seed", type=whole, default=0, metavar="N", help="of the parameters and the order (default: 0)")
     add("--figure", type=Path, metavar="FILE", help="draw both curves: .png, .svg or .pdf")
     return parser
+
+
+def tune_recipe(
+    recipe: str,
+    *,
+    effective_batch_size: int | None,
+    micro_batch_sizes: Sequence[int] | None,
+    workers: Sequence[int] | None,
+    precision: "PrecisionName",
+    seed: int,
+    figure: Path | None,
+) -> int:
+    """Tune a recipe, print the report, and return the exit status.
+
+    Args:
+        recipe: as `load_recipe` takes it.
+        effective_batch_size: samples of a step; None for the recipe's.
+        micro_batch_sizes: samples of a micro-batch, for each size to try; None for the batch in 1, 2, 4, ... parts.
+        workers: numbers of loading processes to try; None for 0, 1 and 2.
+        precision: number format of forward and backward.
+        seed: of the parameters and the order.
+        figure: file for a picture of the curves.
+
+    Raises:
+        UserError: the recipe or a size cannot be used.
+    """
+    # torch takes seconds to import, and is not needed to say that an option is wrong.
+    from anybatch.data.batches import batches  # noqa: PLC0415 (brings torch)
+    from anybatch.diagnostics.figure import draw_tuning  # noqa: PLC0415 (brings torch)
+    from anybatch.diagnostics.tune import LOADED_STEPS, tune  # noqa: PLC0415 (brings torch)
+    from anybatch.recipes.load import load_recipe  # noqa: PLC0415 (brings torch)
+    from anybatch.recipes.run.start import make_model  # noqa: PLC0415 (brings torch)
+
+    job = load_recipe(recipe)
+    size = effective_batch_size or job.defaults.effective_batch_size
+    dataset = job.dataset()
+
+    def data(num_workers: int) -> "Batches":
+        return batches(
+            dataset,
+            effective_batch_size=size,
+            steps=LOADED_STEPS + 1,
+            shuffle=job.shuffle,
+            seed=seed,
+            collate=job.collate,
+            num_workers=num_workers,
+        )
+
+    report = tune(
+        lambda: make_model(job, seed),
+        lambda named: job.optimizer(named, 1e-6 * job.defaults.learning_rate),  # one batch over and over may diverge
+        job.loss,
+        data,
+        micro_batch_sizes=micro_batch_sizes,
+        num_workers=_WORKERS if workers is None else workers,
+        precision=precision,
+        norms=job.norms,
+        rng=job.rng,
+    )
+    sys.stdout.write(f"{recipe}: which micro-batch size is the fastest?\n{report}\n")
+    if figure is not None:
+        draw_tuning(report, figure)
+        sys.stdout.write(f"wrote {figure}\n")
+    return Status.DONE
