@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.diagnostics.memory.drawing import highest_moments, make_figure, stretches
-from anybatch.diagnostics.memory.figure import MemoryPicture, draw_memory
+from anybatch.diagnostics.memory.picture import MemoryPicture, draw_memory
+from anybatch.diagnostics.memory.stacked_areas import highest_moments, make_figure, stretches
 from anybatch.errors import UserError
 from anybatch.memory.timeline import MemoryTimeline, timeline
 from anybatch.memory.trace import Allocation, MemoryTrace, Phase
@@ -102,7 +102,7 @@ def test_an_ending_that_cannot_be_drawn(tmp_path: Path) -> None:
 
 def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without matplotlib the message has the line that installs it, and no folder is made."""
-    monkeypatch.delitem(sys.modules, "anybatch.diagnostics.memory.drawing", raising=False)
+    monkeypatch.delitem(sys.modules, "anybatch.diagnostics.memory.stacked_areas", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UserError, match=r"pip install 'anybatch\[plot\]'"):
         draw_memory(course(), PICTURE, tmp_path / "folder" / "memory.png")

@@ -11,7 +11,7 @@ from torch import nn
 import anybatch as ab
 from anybatch.diagnostics import TuneReport, tune
 from anybatch.diagnostics.figure import draw_tuning
-from anybatch.diagnostics.tuning import LoadingResult, SizeResult, default_sizes
+from anybatch.diagnostics.tune import LoadingResult, SizeResult, default_sizes
 from anybatch.errors import BatchSizeError, UserError
 
 NUM_SAMPLES = 48

@@ -19,8 +19,7 @@ import torch
 from anybatch.guide.memory.planning import Traced, Variant, Wish, planned, read, variants_of
 from anybatch.planner.cost.devices import DEVICES
 from anybatch.planner.envelopes import Envelopes
-from anybatch.planner.plan import Plan
-from anybatch.planner.report import words_of
+from anybatch.planner.report import Plan
 
 ROOT = Path(__file__).parents[2]
 RECORDING = ROOT / "web" / "recordings" / "memory_planner.json"
@@ -76,7 +75,7 @@ def wishes(variants: Sequence[Variant]) -> Iterator[tuple[int, Wish]]:
 
 def lines_of(plan: Plan) -> list[str]:
     """Return the words of a plan, without those that depend on the clock or on changes that were tried."""
-    lines = words_of(plan).splitlines()
+    lines = str(plan).splitlines()
     upper = lines[: lines.index("", 3)]
     return [line for line in upper if not line.startswith(LEFT_OUT)]
 

@@ -26,7 +26,6 @@ from anybatch.guide.memory.planning import (
     variants_of,
 )
 from anybatch.planner.proposals import changes, ranking
-from anybatch.planner.report import words_of
 from tests.guide.planner_cases import GOLDEN, NUM_CASES, lines_of, recorded, row_of, wishes
 
 GPT2 = Variant(
@@ -137,4 +136,4 @@ def test_the_thousand_plans_are_ours(data: dict[str, Any]) -> None:
         assert golden[place][:2] == [number, wish.device]
         if place % EVERY == 0:
             plan = planned(read(data, number), wish)
-            assert golden[place] == row_of(number, wish, plan), words_of(plan)
+            assert golden[place] == row_of(number, wish, plan), str(plan)

@@ -11,7 +11,8 @@ from anybatch.planner import measured
 from anybatch.planner.budget import CONTEXT_BYTES, DeviceMeasurements, budget_of
 from anybatch.planner.cache.measured_devices import KnownDevices, MeasuredStep
 from anybatch.planner.measured import keep, measured_of, subject
-from anybatch.planner.plan import Plan, make_plan
+from anybatch.planner.plan import make_plan
+from anybatch.planner.report import Plan
 from anybatch.planner.verification import Verified, verify
 from tests.planner.test_verification import TASK
 

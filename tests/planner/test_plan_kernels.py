@@ -10,7 +10,8 @@ from torch import nn
 
 import anybatch as ab
 from anybatch.planner.budget import budget_of
-from anybatch.planner.plan import Plan, make_plan
+from anybatch.planner.plan import make_plan
+from anybatch.planner.report import Plan
 from anybatch.planner.trace.cpu_workspaces import KernelMemory
 from anybatch.planner.trace.step_spec import StepSpec
 from anybatch.planner.verification import verify

@@ -1,4 +1,4 @@
-"""Seconds from operations: the roofline by hand, corrections, micro-batches, reductions and bills."""
+"""Seconds from operations: the roofline by hand, corrections, micro-batches and reductions."""
 
 import dataclasses
 import itertools
@@ -16,7 +16,6 @@ from anybatch.planner.cost.step_time import (
     Operation,
     Rates,
     Reduction,
-    bill,
     calibrated,
     fit_costs,
     operation_seconds,
@@ -241,17 +240,6 @@ def test_the_same_batch_on_one_card_and_on_eight() -> None:
     assert one.total / 8 < eight.total < one.total
     assert eight.reduction > 0
     assert step_seconds(line, RATES, [16], reduction=dataclasses.replace(link, world_size=1)).reduction == 0
-
-
-def test_a_bill_is_hours_times_devices() -> None:
-    """A thousand samples in steps of 64 at 90 seconds on 4 devices: 16 steps, 0.4 hours, 1.6 device-hours."""
-    found = bill(90.0, num_samples=1000, effective_batch_size=64, world_size=4, usd_per_hour=2.5)
-
-    assert found.num_steps == 16
-    assert (found.hours, found.device_hours) == pytest.approx((0.4, 1.6))
-    assert found.usd == pytest.approx(4.0)
-    unpriced = bill(90.0, num_samples=1000, effective_batch_size=64, world_size=4, usd_per_hour=None)
-    assert unpriced.usd is None
 
 
 def test_nothing_takes_no_time() -> None:

@@ -28,7 +28,7 @@ def run(words: Sequence[str]) -> int:
     given = vars(make_parser().parse(words))
     # torch takes seconds to import, and is not needed to say that an option is wrong.
     with frozen_imports():
-        import anybatch.planner.figure  # noqa: PLC0415 (brings torch)
+        import anybatch.planner.plan_figure  # noqa: PLC0415 (brings torch)
         import anybatch.planner.verification  # noqa: PLC0415 (brings torch)
         import anybatch.recipes.planning.plan  # noqa: F401, PLC0415 (brings torch)
     return plan_subject(given.pop("what"), **given)
@@ -76,7 +76,6 @@ def make_parser() -> Parser:
         metavar="X",
         help="part of the memory to leave free (default: 0.1 where --verify has measured, else 0.15)",
     )
-    add("--samples", type=count, metavar="N", help="say what a run over so many samples takes, in hours and money")
     add("--no-proposals", action="store_true", help="do not plan what could be changed, which takes as long again")
     add(
         "--verify",
@@ -104,7 +103,6 @@ def plan_subject(
     *,
     ranks: int,
     headroom: float | None,
-    samples: int | None,
     no_proposals: bool,
     verify: bool,
     figure: Path | None,
@@ -116,7 +114,6 @@ def plan_subject(
         what: as `plan` takes it.
         ranks: devices.
         headroom: part of the device to leave free; None for what was measured there, or else the default.
-        samples: of a whole run, to say what it takes.
         no_proposals: leave out what could be changed.
         verify: run the planned step on this machine's accelerator, or on its CPU for a budget of one, and keep what it
             takes for later plans.
@@ -128,9 +125,8 @@ def plan_subject(
     """
     from anybatch.planner.cache.measured_devices import KnownDevices  # noqa: PLC0415 (brings torch)
     from anybatch.planner.cost.calibration import measure_rates  # noqa: PLC0415 (brings torch)
-    from anybatch.planner.figure import draw_plan  # noqa: PLC0415 (brings torch)
     from anybatch.planner.measured import keep  # noqa: PLC0415 (brings torch)
-    from anybatch.planner.report import words_of  # noqa: PLC0415 (brings torch)
+    from anybatch.planner.plan_figure import draw_plan  # noqa: PLC0415 (brings torch)
     from anybatch.planner.verification import verify as verified  # noqa: PLC0415 (brings torch)
     from anybatch.recipes.planning.plan import plan  # noqa: PLC0415 (brings torch)
 
@@ -144,7 +140,7 @@ def plan_subject(
         rates=measure_rates("this CPU", time.perf_counter) if choices["device"].startswith("cpu:") else None,
         **choices,
     )
-    sys.stdout.write(f"{words_of(found, samples)}\n")
+    sys.stdout.write(f"{found}\n")
     if verify and found.as_it_is.fits:
         measured = verified(found.spec, found.as_it_is, _device_of(choices["device"]))
         sys.stdout.write(f"{measured}\n{keep(measured, found, known)}\n")

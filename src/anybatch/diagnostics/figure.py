@@ -1,15 +1,12 @@
 """Pictures of what was found: the errors of a check by layer and cut, speed and memory by micro-batch size."""
 
-import importlib
 import math
 from pathlib import Path
-from typing import Any
 
 from anybatch.diagnostics.check_report import EXACT, CheckReport
-from anybatch.diagnostics.tuning import TuneReport
-from anybatch.errors import UserError
+from anybatch.diagnostics.tune import TuneReport
+from anybatch.events.matplotlib_files import import_drawing
 
-FORMATS = (".png", ".svg", ".pdf")
 FLOOR = 1e-18
 """Where errors of 0 are drawn."""
 COLOURS = ("#00507F", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
@@ -23,7 +20,7 @@ def draw_errors(report: CheckReport, path: Path) -> None:
         UserError: matplotlib is not installed, or the picture has another ending than .png, .svg or .pdf.
         OSError: it cannot be written.
     """
-    figures = _matplotlib(path)
+    figures = import_drawing("matplotlib.figure", [path])
     names = list(next((split.errors for split in report.splits if split.errors), {}))
     figure = figures.Figure(figsize=(8, max(2.5, 1.6 + 0.24 * len(names))), layout="constrained")
     axes = figure.subplots()
@@ -64,7 +61,7 @@ def draw_tuning(report: TuneReport, path: Path) -> None:
         UserError: matplotlib is not installed, or the picture has another ending than .png, .svg or .pdf.
         OSError: it cannot be written.
     """
-    figure = _matplotlib(path).Figure(figsize=(7, 5), layout="constrained")
+    figure = import_drawing("matplotlib.figure", [path]).Figure(figsize=(7, 5), layout="constrained")
     speed, memory = figure.subplots(2, 1, sharex=True)
     rates = report.rates
     speed.plot(list(rates), list(rates.values()), color=COLOURS[0], marker="o")
@@ -90,18 +87,3 @@ def draw_tuning(report: TuneReport, path: Path) -> None:
     speed.set_title(f"{report.num_samples} samples per step, {report.device}", loc="left", fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=160)
-
-
-def _matplotlib(path: Path) -> Any:  # noqa: ANN401 (a module)
-    """Return matplotlib's figures, if it is there and writes such a file."""
-    if path.suffix.lower() not in FORMATS:
-        message = f"{path} ends in {path.suffix!r}; a picture ends in {', '.join(FORMATS)}."
-        raise UserError(message)
-    try:
-        return importlib.import_module("matplotlib.figure")
-    except ModuleNotFoundError as error:
-        message = (
-            f"a picture is drawn by matplotlib, and there is no module {error.name!r}. "
-            "Install it: pip install 'anybatch[plot]'"
-        )
-        raise UserError(message) from None

@@ -1,14 +1,12 @@
 """A log as a picture: loss, evaluations and learning rate by step, and what happened on the way."""
 
-import importlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
 
 from anybatch.errors import UserError
 from anybatch.events.curves import read_curves
-
-FORMATS = (".png", ".svg", ".pdf")
+from anybatch.events.matplotlib_files import import_drawing
 
 
 def plot_losses(jsonl_path: str | os.PathLike[str], out_paths: Iterable[str | os.PathLike[str]]) -> tuple[Path, ...]:
@@ -30,15 +28,7 @@ def plot_losses(jsonl_path: str | os.PathLike[str], out_paths: Iterable[str | os
         OSError: the log cannot be read, or a picture cannot be written.
     """
     paths = tuple(map(Path, out_paths))
-    for path in paths:
-        if path.suffix.lower() not in FORMATS:
-            message = f"{path} ends in {path.suffix!r}; a picture ends in {', '.join(FORMATS)}."
-            raise UserError(message)
-    try:
-        drawing = importlib.import_module("anybatch.events.drawing")
-    except ModuleNotFoundError as error:
-        message = f"a picture is drawn by matplotlib, and there is no module {error.name!r}. {_INSTALL}"
-        raise UserError(message) from None
+    drawing = import_drawing("anybatch.events.drawing", paths)
     curves = read_curves(jsonl_path)
     if not curves.steps:
         message = f"{os.fspath(jsonl_path)} holds no steps yet, so there is nothing to draw. Is it the log of rank 0?"
@@ -47,6 +37,3 @@ def plot_losses(jsonl_path: str | os.PathLike[str], out_paths: Iterable[str | os
         path.parent.mkdir(parents=True, exist_ok=True)
     drawing.draw(curves, paths)
     return paths
-
-
-_INSTALL = "Install it: pip install 'anybatch[plot]'"

@@ -22,7 +22,7 @@ from anybatch.planner.cache.measured_devices import (
     driver_version,
 )
 from anybatch.planner.cost.devices import Device, find_device, parse_budget
-from anybatch.planner.plan import Plan
+from anybatch.planner.report import Plan
 from anybatch.planner.verification import Verified, full_name
 
 _CPU = "cpu:"

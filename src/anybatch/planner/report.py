@@ -1,42 +1,107 @@
-"""A plan in words, 80 columns wide, for a terminal and for a pipe."""
+"""A plan, as a value and as text."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from anybatch.core.units import duration, in_bytes, per_second, three_digits
+from anybatch.core.size_choice import even_size
+from anybatch.core.splitting import BatchPlan
+from anybatch.core.units import in_bytes, per_second, three_digits
 from anybatch.diagnostics.memory.bar import MemoryBar
+from anybatch.memory.timeline import ORDER
 from anybatch.planner.budget import Budget
-from anybatch.planner.proposals.ranking import Fit
-
-if TYPE_CHECKING:
-    from anybatch.planner.plan import Plan
+from anybatch.planner.cost.step_time import CostLine, StepSeconds
+from anybatch.planner.proposals.ranking import Fit, PlanTarget
+from anybatch.planner.trace.step_spec import StepSpec
 
 _NAME_WIDTH = 11
 
 
-def words_of(plan: "Plan", num_samples: int | None = None) -> str:
-    """Return a plan as text.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Plan:
+    """The micro-batch size that fits into a device, and why; `print(plan)` shows it.
 
-    Args:
-        plan: the plan.
-        num_samples: samples of a whole run, to say what it takes; None to leave that out.
+    Attributes:
+        name: what is trained.
+        spec: the step.
+        num_parameters: of the model, frozen ones included.
+        optimizer: its class.
+        precision: number formats of forward and backward.
+        target: what it is planned for: the device's memory and rates, and the effective batch size.
+        batch: how the effective batch is cut and dealt at the size that is proposed.
+        as_it_is: what fits without a change.
+        costs: of its operations, at any micro-batch size.
+        changes: what would fit with each change, the best first.
+        exact: whether every allocation was seen to follow its line; False if some follow a quadratic.
+        notes: what the user should know of how the plan was made.
+        seconds: how long planning took.
     """
-    lines = [
-        f"{plan.name}: {plan.num_parameters:,} parameters, {plan.optimizer}, {plan.precision}",
-        f"on {plan.batch.world_size} x {plan.budget}, {plan.batch.num_samples:,} samples a step",
-        "",
-        *(_fitting(plan) if plan.as_it_is.fits else _nothing_fits(plan)),
-        *_time(plan, num_samples),
-        "",
-        *str(MemoryBar(plan.bytes_by_purpose(), plan.budget.total_bytes)).splitlines(),
-    ]
-    if plan.changes:
-        lines += ["", *_table(plan)]
-    lines += ["", *(f"note: {note}" for note in (*plan.budget.notes, *plan.notes)), _made(plan)]
-    return "\n".join(lines)
+
+    name: str
+    spec: StepSpec
+    num_parameters: int
+    optimizer: str
+    precision: str
+    target: PlanTarget
+    batch: BatchPlan
+    as_it_is: Fit
+    costs: CostLine
+    changes: tuple[Fit, ...]
+    exact: bool
+    notes: tuple[str, ...]
+    seconds: float
+
+    @property
+    def budget(self) -> Budget:
+        """Return the device's memory."""
+        return self.target.budget
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Return the size to take; 0 if nothing fits."""
+        return self.as_it_is.micro_batch_size if self.as_it_is.fits else 0
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Return the micro-batches per rank and step at that size."""
+        return self.as_it_is.accumulation_steps
+
+    def seconds_on(self, world_size: int) -> StepSeconds | None:
+        """Return how long a step of the same effective batch takes on so many devices; None where that is not known.
+
+        The micro-batch size is the largest that fits on the planned number of them, or what there is for each.
+        """
+        if not self.as_it_is.fits:
+            return None
+        size = even_size(self.target.share(world_size), self.as_it_is.largest)
+        return self.target.seconds(self.costs, size, world_size)
+
+    def bytes_by_purpose(self) -> Mapping[str, int]:
+        """Return what the device's memory is held for at the peak: tensors by category, and what is beside them."""
+        fit = self.as_it_is
+        held: dict[str, int] = {name: fit.peak.by_category[name] for name in ORDER}
+        held["allocator"] = fit.reserved_bytes - fit.peak.num_bytes
+        held["libraries"] = self.budget.outside_bytes + self.budget.workspace_bytes
+        return {name: size for name, size in held.items() if size}
+
+    def __str__(self) -> str:
+        """Return the plan as text, 80 columns wide, for a terminal and for a pipe."""
+        lines = [
+            f"{self.name}: {self.num_parameters:,} parameters, {self.optimizer}, {self.precision}",
+            f"on {self.batch.world_size} x {self.budget}, {self.batch.num_samples:,} samples a step",
+            "",
+            *(_fitting(self) if self.as_it_is.fits else _nothing_fits(self)),
+            *_time(self),
+            "",
+            *str(MemoryBar(self.bytes_by_purpose(), self.budget.total_bytes)).splitlines(),
+        ]
+        if self.changes:
+            lines += ["", *_table(self)]
+        lines += ["", *(f"note: {note}" for note in (*self.budget.notes, *self.notes)), _made(self)]
+        return "\n".join(lines)
 
 
-def _time(plan: "Plan", num_samples: int | None) -> list[str]:
-    """Return how long a step takes, on one device and on eight, and what a run takes."""
+def _time(plan: Plan) -> list[str]:
+    """Return how long a step takes on one device, on eight, and on the planned number of them."""
     seconds = plan.as_it_is.seconds
     if seconds is None or not plan.as_it_is.fits:
         return []
@@ -48,22 +113,8 @@ def _time(plan: "Plan", num_samples: int | None) -> list[str]:
         if other is None or (world_size > 1 and plan.budget.device is None):
             continue
         rate = plan.batch.num_samples / other.total
-        row = f"{per_second(rate)} samples/s on {world_size}"
-        run = None if num_samples is None else plan.bill(num_samples, world_size)
-        if run is not None:
-            price = "" if run.usd is None else f", about {run.usd:,.0f} USD at {_per_hour(plan)} an hour (check yours)"
-            hours = f"{duration(3600 * run.hours)}, {run.device_hours:,.1f} device-hours"
-            row += f": {num_samples:,} samples in {hours}{price}"
-        rows += [f"{'':{_NAME_WIDTH}}{row}"]
+        rows.append(f"{'':{_NAME_WIDTH}}{per_second(rate)} samples/s on {world_size}")
     return rows
-
-
-def _per_hour(plan: "Plan") -> str:
-    """Return what an hour of one device is taken to cost."""
-    device = plan.budget.device
-    assert device is not None
-    assert device.price is not None
-    return f"{device.price.usd_per_hour:.2f} USD"
 
 
 def in_seconds(seconds: float) -> str:
@@ -71,7 +122,7 @@ def in_seconds(seconds: float) -> str:
     return f"{three_digits(1000 * seconds)} ms" if seconds < 1 else f"{three_digits(seconds)} s"
 
 
-def _fitting(plan: "Plan") -> list[str]:
+def _fitting(plan: Plan) -> list[str]:
     fit, budget = plan.as_it_is, plan.budget
     taken = fit.reserved_bytes + budget.outside_bytes + budget.workspace_bytes
     left = 1.0 - taken / budget.total_bytes
@@ -83,7 +134,7 @@ def _fitting(plan: "Plan") -> list[str]:
     )
 
 
-def _bound(plan: "Plan") -> str:
+def _bound(plan: Plan) -> str:
     """Return what keeps the micro-batch size from being larger."""
     fit, usable = plan.as_it_is, plan.budget.usable_bytes
     if fit.binds == "batch":
@@ -96,7 +147,7 @@ def _bound(plan: "Plan") -> str:
     )
 
 
-def _nothing_fits(plan: "Plan") -> list[str]:
+def _nothing_fits(plan: Plan) -> list[str]:
     """Say what does not fit even for a single sample, and the smallest change that would."""
     fit, usable = plan.as_it_is, max(0, plan.budget.usable_bytes)
     alone = [(size, name) for name, size in fit.peak.by_category.items() if size > usable]
@@ -121,7 +172,7 @@ def _moment(fit: Fit) -> str:
     return f"{place}, at {fit.peak.operation}" if fit.peak.operation else place
 
 
-def _table(plan: "Plan") -> list[str]:
+def _table(plan: Plan) -> list[str]:
     """Return what fits with each change, beside what fits without: the fastest first, and how to make the best one."""
     rows = [("what would change it", "micro-batch", "steps", "memory", "s/step")]
     rows += [_row("as it is", plan.as_it_is, plan.budget)]
@@ -145,7 +196,7 @@ def _row(name: str, fit: Fit, budget: Budget) -> tuple[str, str, str, str, str]:
     return name, str(fit.micro_batch_size), str(fit.accumulation_steps), taken, seconds
 
 
-def _made(plan: "Plan") -> str:
+def _made(plan: Plan) -> str:
     if not plan.as_it_is.fits:
         return f"planned in {plan.seconds:.1f} s without the device"
     sure = "each allocation follows its line" if plan.exact else "allocations follow lines and quadratics"

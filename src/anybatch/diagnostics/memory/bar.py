@@ -1,20 +1,33 @@
 """What a memory is held for, as one stacked bar with its legend, on a terminal and in a pipe."""
 
+import itertools
 import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from anybatch.core.units import in_bytes, shortened
-from anybatch.diagnostics.memory_colours import colours_of
 
 _WIDTH = 80
 _FREE, _FREE_COLOUR = ".", "bright_black"
 _GAP = "   "
 _NAME_WIDTH = 18
 _LEAST_WIDTH = 12
+_COLOURS: Mapping[str, str] = MappingProxyType(
+    {
+        "weights": "#00507F",
+        "buffers": "#7F6BB3",
+        "optimizer": "#009E73",
+        "gradients": "#56B4E9",
+        "inputs": "#F0DC57",
+        "activations": "#E69F00",
+        "temporaries": "#D55E00",
+    }
+)
+_OTHER_COLOURS = ("#CC79A7", "#8C5A3C", "#5C7A29", "#8C8C8C", "#3B3B3B", "#B9A6D9")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +102,19 @@ class MemoryBar:
             _Part(letter, name, size, size / whole, num, colours[name])
             for letter, (name, size), num in zip(letters, sizes.items(), cells, strict=True)
         ]
+
+
+def colours_of(names: Iterable[str]) -> dict[str, str]:
+    """Return a colour for each name, the same in figures and on terminals.
+
+    Shades of the palette of Okabe and Ito, which colour-blind readers can tell apart. What stays from step to step is
+    cool, what comes and goes is warm; names that are no category get one of some others, in order.
+
+    Args:
+        names: categories of memory, or other names.
+    """
+    others = itertools.cycle(_OTHER_COLOURS)
+    return {name: _COLOURS.get(name) or next(others) for name in names}
 
 
 def cells_of(sizes: Sequence[int], num_cells: int) -> list[int]:

@@ -17,7 +17,7 @@ from anybatch.core.records import MicroBatchRecord, PhaseRecord, Record, StepRec
 from anybatch.core.tree import tensors_of
 from anybatch.core.units import in_bytes
 from anybatch.diagnostics.memory.bar import MemoryBar
-from anybatch.diagnostics.memory.figure import MemoryPicture, draw_memory
+from anybatch.diagnostics.memory.picture import MemoryPicture, draw_memory
 from anybatch.engine.engine import Engine
 from anybatch.errors import UserError
 from anybatch.memory.device_memory import MemoryInUse, begin_peak, limit_of, memory_in_use

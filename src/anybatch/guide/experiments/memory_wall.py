@@ -14,8 +14,7 @@ from anybatch.guide.memory.formulas import (
 )
 from anybatch.guide.memory.planning import Traced, Variant, Wish, planned, trace
 from anybatch.memory.timeline import ORDER
-from anybatch.planner.plan import Plan
-from anybatch.planner.report import words_of
+from anybatch.planner.report import Plan
 from anybatch.recipes.planning.known_models import KNOWN_MODELS
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -86,7 +85,7 @@ def _wall(traced: Traced, title: str, tell: Tell) -> dict[str, Any]:
 
 def _limit(plan: Plan) -> dict[str, Any]:
     """Return how many samples fit, and the plan's own words on why not one more."""
-    rows = dict(row.split(maxsplit=1) for row in words_of(plan).splitlines()[3:7])
+    rows = dict(row.split(maxsplit=1) for row in str(plan).splitlines()[3:7])
     return {
         "usable_bytes": plan.budget.usable_bytes,
         "beside_bytes": plan.budget.outside_bytes + plan.budget.workspace_bytes,
@@ -111,7 +110,7 @@ def _opening(plan: Plan) -> dict[str, Any]:
         "reserved_bytes": fit.reserved_bytes,
         "peak_bytes": fit.peak.num_bytes,
         "held": in_order(fit.peak.by_category),
-        "words": words_of(plan).splitlines()[:7],
+        "words": str(plan).splitlines()[:7],
         "formulas": _formulas(plan),
     }
 

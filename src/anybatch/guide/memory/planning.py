@@ -18,9 +18,9 @@ from anybatch.memory.trace import Category, Phase
 from anybatch.planner.budget import budget_of
 from anybatch.planner.cost.step_time import CostLine, CostTrace
 from anybatch.planner.envelopes import Envelopes, find_envelopes
-from anybatch.planner.plan import Plan
 from anybatch.planner.proposals.changes import possible_changes
 from anybatch.planner.proposals.ranking import PlanTarget, fit_of
+from anybatch.planner.report import Plan
 from anybatch.planner.trace.blocks import as_module
 from anybatch.planner.trace.step_spec import StepSpec, built
 from anybatch.recipes.planning.subjects import load_subject

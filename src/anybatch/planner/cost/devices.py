@@ -1,7 +1,6 @@
-"""What is known of devices that are not here: memory, rates, price. Each figure with its source.
+"""What is known of devices that are not here: memory and rates. Each figure with its source.
 
-Rates are peaks of data sheets, dense, with sums in 32 bits; a program reaches 30 to 80% of them. Prices are what was
-read somewhere, and have changed since: check yours.
+Rates are peaks of data sheets, dense, with sums in 32 bits; a program reaches 30 to 80% of them.
 """
 
 import difflib
@@ -21,19 +20,6 @@ _TERA = 1e12
 _GIGA = 1e9
 
 
-@dataclass(frozen=True, slots=True)
-class Price:
-    """What an hour of a device was once said to cost.
-
-    Attributes:
-        usd_per_hour: of one device.
-        source: whose price it is, of when, and what is known of its kind. Check yours.
-    """
-
-    usd_per_hour: float
-    source: str
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
     """What is known of a device.
@@ -44,7 +30,6 @@ class Device:
         flops_per_second: peak of matrix products, by arithmetic; "fp32" is that of everything else, too.
         bytes_per_second: bandwidth of its memory.
         link_bytes_per_second: to another device of the same machine, in one direction.
-        price: of an hour; None where none was found.
         source: where the rates are from.
         also_called: other names, as torch or shops have them.
     """
@@ -54,7 +39,6 @@ class Device:
     flops_per_second: Mapping[Arithmetic, float]
     bytes_per_second: float
     link_bytes_per_second: float
-    price: Price | None
     source: str
     also_called: tuple[str, ...] = ()
 
@@ -68,9 +52,6 @@ def _rates(fp32: float, tf32: float | None, bf16: float | None, fp16: float) -> 
     return {name: rate * _TERA for name, rate in given.items() if rate is not None}
 
 
-# One comparison (deploybase.ai, March 2026) calls these spot prices; another page calls that of an H100 on demand.
-_RUNPOD = "RunPod, as listed by others in March 2026; some of them call it a spot price, which can be interrupted"
-_LAMBDA = "Lambda, on-demand list price, 2025"
 _PCIE_3, _PCIE_4, _PCIE_5 = 16 * _GIGA, 32 * _GIGA, 64 * _GIGA
 
 # Memory: "total capacity" in torch's out-of-memory messages, which vary by some 0.1 GiB between boards and drivers.
@@ -81,7 +62,6 @@ DEVICES = (
         flops_per_second=_rates(35.6, 35.6, 71.0, 71.0),
         bytes_per_second=936 * _GIGA,
         link_bytes_per_second=_PCIE_4,
-        price=Price(0.22, _RUNPOD),
         source="NVIDIA Ampere GA102 whitepaper",
         also_called=("GeForce RTX 3090", "3090"),
     ),
@@ -91,7 +71,6 @@ DEVICES = (
         flops_per_second=_rates(82.6, 82.6, 165.2, 165.2),
         bytes_per_second=1008 * _GIGA,
         link_bytes_per_second=_PCIE_4,
-        price=Price(0.34, _RUNPOD),
         source="NVIDIA Ada GPU architecture whitepaper",
         also_called=("GeForce RTX 4090", "4090"),
     ),
@@ -101,7 +80,6 @@ DEVICES = (
         flops_per_second=_rates(104.8, 104.8, 209.5, 209.5),
         bytes_per_second=1792 * _GIGA,
         link_bytes_per_second=_PCIE_5,
-        price=Price(0.69, _RUNPOD),
         source="NVIDIA RTX Blackwell GPU architecture whitepaper",
         also_called=("GeForce RTX 5090", "5090"),
     ),
@@ -111,7 +89,6 @@ DEVICES = (
         flops_per_second=_rates(8.1, None, None, 65.0),
         bytes_per_second=320 * _GIGA,
         link_bytes_per_second=_PCIE_3,
-        price=Price(0.35, "Google Cloud, on-demand list price, 2025, without the machine around it"),
         source="NVIDIA T4 data sheet",
         also_called=("Tesla T4",),
     ),
@@ -121,7 +98,6 @@ DEVICES = (
         flops_per_second=_rates(15.7, None, None, 125.0),
         bytes_per_second=900 * _GIGA,
         link_bytes_per_second=150 * _GIGA,
-        price=Price(0.55, _LAMBDA),
         source="NVIDIA V100 data sheet, SXM2",
         also_called=("Tesla V100-SXM2-16GB", "V100 SXM2 16GB"),
     ),
@@ -131,7 +107,6 @@ DEVICES = (
         flops_per_second=_rates(15.7, None, None, 125.0),
         bytes_per_second=900 * _GIGA,
         link_bytes_per_second=150 * _GIGA,
-        price=None,
         source="NVIDIA V100 data sheet, SXM2",
         also_called=("Tesla V100-SXM2-32GB", "V100 SXM2 32GB"),
     ),
@@ -141,7 +116,6 @@ DEVICES = (
         flops_per_second=_rates(31.2, 62.5, 125.0, 125.0),
         bytes_per_second=600 * _GIGA,
         link_bytes_per_second=_PCIE_4,
-        price=Price(0.75, _LAMBDA),
         source="NVIDIA A10 data sheet",
     ),
     Device(
@@ -150,7 +124,6 @@ DEVICES = (
         flops_per_second=_rates(31.5, 35.0, 70.0, 70.0),
         bytes_per_second=600 * _GIGA,
         link_bytes_per_second=_PCIE_4,
-        price=Price(1.006, "AWS g5.xlarge, on-demand list price, 2025"),
         source="NVIDIA A10G data sheet",
     ),
     Device(
@@ -159,7 +132,6 @@ DEVICES = (
         flops_per_second=_rates(19.5, 156.0, 312.0, 312.0),
         bytes_per_second=1555 * _GIGA,
         link_bytes_per_second=300 * _GIGA,
-        price=Price(1.29, _LAMBDA),
         source="NVIDIA A100 data sheet, 40 GB SXM",
         also_called=("A100-SXM4-40GB", "A100-PCIE-40GB"),
     ),
@@ -169,7 +141,6 @@ DEVICES = (
         flops_per_second=_rates(19.5, 156.0, 312.0, 312.0),
         bytes_per_second=2039 * _GIGA,
         link_bytes_per_second=300 * _GIGA,
-        price=Price(1.39, _RUNPOD),
         source="NVIDIA A100 data sheet, 80 GB SXM",
         also_called=("A100-SXM4-80GB", "A100 80GB PCIe", "A100-PCIE-80GB"),
     ),
@@ -179,7 +150,6 @@ DEVICES = (
         flops_per_second=_rates(38.7, 77.4, 154.8, 154.8),
         bytes_per_second=768 * _GIGA,
         link_bytes_per_second=_PCIE_4,
-        price=None,
         source="NVIDIA RTX A6000 data sheet",
         also_called=("A6000",),
     ),
@@ -189,7 +159,6 @@ DEVICES = (
         flops_per_second=_rates(30.3, 60.0, 121.0, 121.0),
         bytes_per_second=300 * _GIGA,
         link_bytes_per_second=_PCIE_4,
-        price=Price(0.44, _RUNPOD),
         source="NVIDIA L4 data sheet",
     ),
     Device(
@@ -198,7 +167,6 @@ DEVICES = (
         flops_per_second=_rates(91.6, 183.0, 362.05, 362.05),
         bytes_per_second=864 * _GIGA,
         link_bytes_per_second=_PCIE_4,
-        price=Price(0.79, _RUNPOD),
         source="NVIDIA L40S data sheet",
     ),
     Device(
@@ -207,7 +175,6 @@ DEVICES = (
         flops_per_second=_rates(67.0, 494.7, 989.4, 989.4),
         bytes_per_second=3350 * _GIGA,
         link_bytes_per_second=450 * _GIGA,
-        price=Price(2.69, _RUNPOD),
         source="NVIDIA H100 data sheet, SXM",
         also_called=("H100-80", "H100 SXM", "H100 80GB HBM3"),
     ),
@@ -217,7 +184,6 @@ DEVICES = (
         flops_per_second=_rates(51.0, 378.0, 756.0, 756.0),
         bytes_per_second=2000 * _GIGA,
         link_bytes_per_second=_PCIE_5,
-        price=Price(1.99, _RUNPOD),
         source="NVIDIA H100 data sheet, PCIe",
     ),
     Device(
@@ -226,7 +192,6 @@ DEVICES = (
         flops_per_second=_rates(67.0, 494.7, 989.4, 989.4),
         bytes_per_second=4800 * _GIGA,
         link_bytes_per_second=450 * _GIGA,
-        price=Price(3.59, _RUNPOD),
         source="NVIDIA H200 data sheet, SXM",
         also_called=("H200 141GB",),
     ),
@@ -236,7 +201,6 @@ DEVICES = (
         flops_per_second=_rates(75.0, 1125.0, 2250.0, 2250.0),
         bytes_per_second=8000 * _GIGA,
         link_bytes_per_second=900 * _GIGA,
-        price=Price(5.98, _RUNPOD),
         source="NVIDIA HGX B200 data sheet",
         also_called=("B200 180GB", "B200 192GB"),
     ),
@@ -246,7 +210,6 @@ DEVICES = (
         flops_per_second=_rates(163.4, 653.7, 1307.4, 1307.4),
         bytes_per_second=5300 * _GIGA,
         link_bytes_per_second=448 * _GIGA,
-        price=Price(1.99, "AMD Developer Cloud, list price, 2025"),
         source="AMD Instinct MI300X data sheet",
         also_called=("AMD Instinct MI300X", "MI300X 192GB", "AMD Instinct MI300X OAM"),
     ),
@@ -256,7 +219,6 @@ DEVICES = (
         flops_per_second=_rates(163.4, 653.7, 1307.4, 1307.4),
         bytes_per_second=6000 * _GIGA,
         link_bytes_per_second=448 * _GIGA,
-        price=None,
         source="AMD Instinct MI325X data sheet",
         also_called=("AMD Instinct MI325X", "MI325X 256GB"),
     ),

@@ -412,35 +412,3 @@ def _micro_batch_seconds(trace: CostTrace, rates: Rates) -> tuple[float, float]:
         mean = sum(seconds) / len(seconds)
         return mean, mean
     return seconds[0], seconds[-1]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bill:
-    """What training on a number of samples takes.
-
-    Attributes:
-        num_steps: optimizer steps, the last one possibly smaller.
-        hours: from beginning to end.
-        device_hours: of all ranks together.
-        usd: their price; None where no price is known.
-    """
-
-    num_steps: int
-    hours: float
-    device_hours: float
-    usd: float | None
-
-
-def bill(
-    seconds: float, *, num_samples: int, effective_batch_size: int, world_size: int, usd_per_hour: float | None
-) -> Bill:
-    """Return what `num_samples` samples take at `seconds` per step of `effective_batch_size` on `world_size` ranks."""
-    num_steps = ceil_div(num_samples, effective_batch_size)
-    hours = num_steps * seconds / 3600
-    device_hours = hours * world_size
-    return Bill(
-        num_steps=num_steps,
-        hours=hours,
-        device_hours=device_hours,
-        usd=None if usd_per_hour is None else device_hours * usd_per_hour,
-    )

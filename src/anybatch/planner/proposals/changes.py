@@ -14,14 +14,11 @@ from anybatch.engine.inputs import Model
 from anybatch.engine.update.precision import OptimizerFunction
 from anybatch.memory.trace import MemoryEnvelope, Polynomials
 from anybatch.planner.cost.step_time import CostLine, CostTrace
-from anybatch.planner.proposals.eight_bit import eight_bit
 from anybatch.planner.trace.blocks import Blocks, Keeping, as_module, checkpoint_blocks, repeated_blocks
 from anybatch.planner.trace.step_spec import StepSpec, built
 
 CHUNK_TOKENS = 1024
 """Tokens whose logits are there at once in a loss that is computed in chunks."""
-SMALLEST_STATE = 0.25
-"""What a change leaves of the optimizer's state at the least: one byte of four."""
 _LEAST_VOCABULARY = 8192
 
 
@@ -35,7 +32,6 @@ class Change:
         spec: the step with the change.
         reshape: what the change makes of the step's memory, where that is not traced.
         recost: what it makes of its costs then; None for nothing.
-        smaller_state: it makes smaller what stays from step to step.
     """
 
     name: str
@@ -43,7 +39,6 @@ class Change:
     spec: StepSpec
     reshape: Callable[[MemoryEnvelope], MemoryEnvelope] | None = None
     recost: Callable[[CostLine], CostLine] | None = None
-    smaller_state: bool = False
 
 
 def possible_changes(spec: StepSpec) -> list[Change]:
@@ -53,18 +48,14 @@ def possible_changes(spec: StepSpec) -> list[Change]:
 
 
 def _of_update(spec: StepSpec) -> list[Change]:
-    """Return what the update can do: all in one kernel, without temporaries; with states of a byte per element."""
+    """Return the update in one kernel, without temporaries, where the optimizer offers one."""
     if isinstance(spec.optimizer, Optimizer):
         return []
-    smaller = [
-        Change(name=one.name, how=one.how, spec=dataclasses.replace(spec, optimizer=one.make), smaller_state=True)
-        for one in eight_bit(spec.optimizer)
-    ]
     fused = _fused(spec.optimizer)
     if fused is None:
-        return smaller
+        return []
     how = "torch.optim.AdamW(..., fused=True)"
-    return [Change(name="fused optimizer", how=how, spec=dataclasses.replace(spec, optimizer=fused)), *smaller]
+    return [Change(name="fused optimizer", how=how, spec=dataclasses.replace(spec, optimizer=fused))]
 
 
 def _fused(make: OptimizerFunction) -> OptimizerFunction | None:

@@ -12,7 +12,7 @@ from anybatch.planner.budget import Budget
 from anybatch.planner.cost.caching_allocator import largest_that_fits, replay
 from anybatch.planner.cost.step_time import CostLine, Rates, Reduction, StepSeconds, step_seconds
 from anybatch.planner.envelopes import TRACED, Binding, Envelopes, find_envelopes
-from anybatch.planner.proposals.changes import SMALLEST_STATE, Change, possible_changes
+from anybatch.planner.proposals.changes import Change, possible_changes
 from anybatch.planner.proposals.more_ranks import smallest_world, zero1
 from anybatch.planner.trace.fsdp_trace import trace_sharded
 from anybatch.planner.trace.step_spec import StepSpec
@@ -123,17 +123,13 @@ def propose(spec: StepSpec, envelopes: Envelopes, target: PlanTarget, *, fits: b
         spec: the step as it is.
         envelopes: its memory.
         target: what it is planned for.
-        fits: whether anything fits as it is. Where what stays from step to step is too large already, only what makes
-            that smaller is planned.
+        fits: whether anything fits as it is. Where what stays from step to step is too large already, only dealing it
+            to ranks is planned: no other change makes it smaller.
     """
     found = []
     held, usable = envelopes.steady.at_peak(1).by_category, target.budget.usable_bytes
     stays = sum(held[name] for name in ("weights", "gradients", "optimizer"))
-    at_least = stays - held["optimizer"] * (1.0 - SMALLEST_STATE)
-    changes = possible_changes(spec) if fits or at_least < usable else []
-    for change in changes:
-        if not fits and stays >= usable and not change.smaller_state:
-            continue
+    for change in possible_changes(spec) if fits or stays < usable else []:
         try:
             changed = _changed(change, envelopes, target)
         except UserError:

@@ -14,7 +14,8 @@ from anybatch.planner.budget import budget_of
 from anybatch.planner.cache.measured_devices import KnownDevices
 from anybatch.planner.cost.step_time import Rates
 from anybatch.planner.measured import measured_of
-from anybatch.planner.plan import Plan, make_plan
+from anybatch.planner.plan import make_plan
+from anybatch.planner.report import Plan
 from anybatch.planner.trace.step_spec import StepSpec
 from anybatch.recipes.job import Job
 from anybatch.recipes.planning.subjects import Subject, adamw, load_subject, subject_of_config, subject_of_job

@@ -1,13 +1,10 @@
 """Memory over the course of a step as a picture: measured or planned, stacked by what it is held for."""
 
-import importlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from anybatch.errors import UserError
+from anybatch.events.matplotlib_files import import_drawing
 from anybatch.memory.timeline import MemoryTimeline
-
-FORMATS = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,16 +35,6 @@ def draw_memory(course: MemoryTimeline, picture: MemoryPicture, path: Path) -> N
         UserError: matplotlib is not installed, or the picture has another ending than .png, .svg or .pdf.
         OSError: it cannot be written.
     """
-    if path.suffix.lower() not in FORMATS:
-        message = f"{path} ends in {path.suffix!r}; a picture ends in {', '.join(FORMATS)}."
-        raise UserError(message)
-    try:
-        drawing = importlib.import_module("anybatch.diagnostics.memory.drawing")
-    except ModuleNotFoundError as error:
-        message = (
-            f"a picture is drawn by matplotlib, and there is no module {error.name!r}. "
-            "Install it: pip install 'anybatch[plot]'"
-        )
-        raise UserError(message) from None
+    drawing = import_drawing("anybatch.diagnostics.memory.stacked_areas", [path])
     path.parent.mkdir(parents=True, exist_ok=True)
     drawing.draw(course, picture, path)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from anybatch.core.units import in_bytes
-from anybatch.diagnostics.memory.figure import MemoryPicture, draw_memory
+from anybatch.diagnostics.memory.picture import MemoryPicture, draw_memory
 from anybatch.memory.timeline import timeline
-from anybatch.planner.plan import Plan
+from anybatch.planner.report import Plan
 
 
 def draw_plan(plan: Plan, path: Path) -> None:
