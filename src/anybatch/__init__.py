@@ -4,6 +4,8 @@ A name is imported when it is first used: `anybatch --help` need not wait for to
 torch is imported can be.
 """
 
+__version__ = "0.1.0"
+
 import collections.abc  # modules only: what is imported by name would be one of the public names
 import importlib
 import types
@@ -21,6 +23,7 @@ if typing.TYPE_CHECKING:
         sum_of,
         tokens,
     )
+    from anybatch.core.records import Observer
     from anybatch.core.reports import StepReport
     from anybatch.core.splitting import BatchPlan
     from anybatch.data import Shards, batches
@@ -40,6 +43,7 @@ __all__ = [
     "Job",
     "JsonlLog",
     "LossSum",
+    "Observer",
     "Shards",
     "StepReport",
     "World",
@@ -66,6 +70,7 @@ _HOMES: collections.abc.Mapping[str, str] = types.MappingProxyType(
         "Job": "anybatch.recipes.job",
         "JsonlLog": "anybatch.events.jsonl",
         "LossSum": "anybatch.core.loss",
+        "Observer": "anybatch.core.records",
         "Shards": "anybatch.data",
         "StepReport": "anybatch.core.reports",
         "World": "anybatch.parallel.world",

@@ -1,13 +1,16 @@
 """The public surface: `anybatch.__all__` says what there is, in order, documented."""
 
 import inspect
+from importlib.metadata import version
 from types import ModuleType, SimpleNamespace
+from typing import get_args
 
 import pytest
 
 import anybatch
+from anybatch import records
 
-MAX_NAMES = 22  # the 20 of training, and the questions asked before it: check, plan
+MAX_NAMES = 23  # the 20 of training, the questions asked before it (check, plan), and the seam to look in (Observer)
 
 
 def public_names(module: object) -> list[str]:
@@ -37,13 +40,26 @@ def test_surface_is_listed() -> None:
 
 
 def test_surface_is_small() -> None:
-    """There are at most 22 public names to learn."""
+    """There are at most 23 public names to learn."""
     assert len(anybatch.__all__) <= MAX_NAMES
 
 
 def test_surface_is_documented() -> None:
     """Everything public has a docstring."""
     assert undocumented(anybatch, list(anybatch.__all__)) == []
+
+
+def test_records_are_public() -> None:
+    """`anybatch.records` has every kind of record, and `Observers`, sorted and documented."""
+    kinds = {kind.__name__ for kind in get_args(records.Record)}
+    assert kinds < set(records.__all__)
+    assert records.__all__ == sorted(records.__all__)
+    assert undocumented(records, sorted({"Observers", *kinds})) == []
+
+
+def test_the_version_is_there() -> None:
+    """`anybatch.__version__` is the version of what is installed."""
+    assert anybatch.__version__ == version("anybatch")
 
 
 def test_gaps_are_seen() -> None:

@@ -21,7 +21,7 @@ from anybatch.checkpoints import list_checkpoints, load
 from anybatch.events.jsonl import read_jsonl
 from anybatch.parallel.world import World
 from anybatch.recipes.run.folder import RunFolder
-from anybatch.recipes.run.session import Outcome, train
+from anybatch.recipes.run.session import SessionResult, train
 from anybatch.recipes.run.settings import Choices
 
 NUM_SAMPLES = 50
@@ -164,7 +164,7 @@ def run(
     stop_after: int = 0,
     stopping_rank: int = 0,
     failing_call: int = 0,
-) -> Outcome:
+) -> SessionResult:
     """Train the small job on every rank that calls this, one sample at a time, so that the log names each of them."""
     world = World.from_environment(device="cpu")
     calls = Calls()

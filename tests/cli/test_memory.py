@@ -13,7 +13,7 @@ from anybatch.cli.parser import size
 from anybatch.cli.screen import summary
 from anybatch.cli.status import Status
 from anybatch.recipes.run.folder import RunFolder
-from anybatch.recipes.run.session import Highest, Outcome
+from anybatch.recipes.run.session import Highest, SessionResult
 from tests.architecture.source_tree import ROOT
 from tests.cli.small import SPEC, step_bytes
 from tests.events.recorded_run import memory, step
@@ -129,9 +129,9 @@ def test_the_verb_is_documented() -> None:
     assert {option for option in options if option not in section} == {"--help"}
 
 
-def outcome(folder: Path, peak_bytes: int | None, limit_bytes: int | None) -> Outcome:
+def outcome(folder: Path, peak_bytes: int | None, limit_bytes: int | None) -> SessionResult:
     """Return the outcome of a run that held so much."""
-    return Outcome(
+    return SessionResult(
         folder=RunFolder(folder),
         stopped=False,
         num_steps=1,

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from anybatch.cli.main import main
-from anybatch.cli.screen import Onlookers, Screen
+from anybatch.cli.screen import ConsoleFilter, RunDisplay
 from anybatch.cli.status import Status
 from anybatch.core.records import PhaseRecord
 from anybatch.errors import UserError
 from anybatch.events.console import Console
 from anybatch.recipes.run.folder import RunFolder
-from anybatch.recipes.run.session import Outlook
+from anybatch.recipes.run.session import SessionStart
 from tests.cli.small import SPEC
 
 PLOT = "pip install 'anybatch[plot]'"
@@ -91,7 +91,7 @@ def test_stop_is_told_above_the_bar() -> None:
     """On a terminal the console says, once, that the run was asked to stop, and not before it has begun."""
     stream = io.StringIO()
     asked = [False]
-    screen = Screen(Console(3, stream=stream), lambda: asked[0])
+    screen = ConsoleFilter(Console(3, stream=stream), lambda: asked[0])
     record = PhaseRecord(rank=0, step=0, name="update", event="begin", position=None)
     screen.observe(record)
     assert "asked to stop" not in stream.getvalue()
@@ -119,10 +119,10 @@ def test_first_error_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
             raise OSError(message)
 
     monkeypatch.setattr("anybatch.cli.screen.TensorBoardLog", lambda _: Broken())
-    onlookers = Onlookers(None)
-    onlookers.begin(Outlook(folder=RunFolder(tmp_path), first_step=0, num_steps=1))
+    display = RunDisplay(None)
+    display.begin(SessionStart(folder=RunFolder(tmp_path), first_step=0, num_steps=1))
     error = ValueError("first")
 
-    onlookers.__exit__(ValueError, error, None)
+    display.__exit__(ValueError, error, None)
     with pytest.raises(OSError, match="second"):
-        onlookers.__exit__(None, None, None)
+        display.__exit__(None, None, None)

@@ -1,6 +1,7 @@
 """A session leaves no trace in the result: stopped and resumed, on any number of ranks, it is one run."""
 
 import dataclasses
+import gc
 import json
 import os
 import shutil
@@ -14,11 +15,11 @@ from torch import Tensor
 
 import anybatch as ab
 from anybatch.checkpoints import list_checkpoints
-from anybatch.core.records import Record
+from anybatch.core.records import MicroBatchRecord, Record, StepRecord
 from anybatch.errors import CheckpointError, DataError, MissingCheckpointError, UserError
 from anybatch.parallel.world import World
 from anybatch.recipes.run.folder import RunFolder
-from anybatch.recipes.run.session import Outlook, train
+from anybatch.recipes.run.session import SessionStart, train
 from anybatch.recipes.run.settings import Choices
 from anybatch.testing import relative_error
 from tests.cli import small
@@ -305,13 +306,13 @@ def test_short_runs_are_evaluated_four_times(tmp_path: Path) -> None:
 def test_observer_misses_nothing(tmp_path: Path) -> None:
     """Who looks in is told what comes next before anything happens, and then all that the log is told."""
     seen: list[Record] = []
-    outlooks: list[Outlook] = []
+    outlooks: list[SessionStart] = []
 
     class Watcher:
         def observe(self, record: Record, /) -> None:
             seen.append(record)
 
-    def look(outlook: Outlook) -> Watcher:
+    def look(outlook: SessionStart) -> Watcher:
         assert not seen
         outlooks.append(outlook)
         return Watcher()
@@ -323,6 +324,19 @@ def test_observer_misses_nothing(tmp_path: Path) -> None:
     assert [record.kind for record in seen] == logged[len(logged) - len(seen) :]
     assert seen[0].kind == "checkpoint"
     assert [(each.first_step, each.num_steps) for each in outlooks] == [(5, NUM_STEPS)]
+
+
+def test_records_are_not_kept(tmp_path: Path) -> None:
+    """Without an observer of its own a session keeps no record beyond its step: a long run needs no more memory."""
+    alive: list[int] = []
+
+    def count_records() -> bool:
+        alive.append(sum(type(each) in (MicroBatchRecord, StepRecord) for each in gc.get_objects()))
+        return False
+
+    train(small.job(), tmp_path, world=ONE, stop=count_records)
+    assert len(alive) == NUM_STEPS
+    assert max(alive) <= 1
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,11 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
+import anybatch
 from anybatch.cli.parser import Parser
 from anybatch.cli.status import Status
 
-_PACKAGES = ("anybatch", "torch", "numpy", "jaxtyping")
+_PACKAGES = ("torch", "numpy", "jaxtyping")
 
 
 def run(words: Sequence[str]) -> int:
@@ -24,6 +25,7 @@ def run(words: Sequence[str]) -> int:
 def software() -> dict[str, str]:
     """Return versions."""
     return {
+        "anybatch": anybatch.__version__,
         **{name: _version(name) for name in _PACKAGES},
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
         "system": f"{platform.system()} {platform.release()} ({platform.machine()})",
@@ -79,4 +81,4 @@ def _version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
-        return "not installed" if package != "anybatch" else "from its source tree"
+        return "not installed"

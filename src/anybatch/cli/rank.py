@@ -11,7 +11,7 @@ from typing import TextIO
 import torch.distributed as dist
 
 from anybatch.cli.failure import explain
-from anybatch.cli.screen import Onlookers, summary
+from anybatch.cli.screen import RunDisplay, summary
 from anybatch.cli.status import Status, status_of
 from anybatch.cli.train_request import DEFAULT_RECIPE, RUNS, TrainRequest, short_name
 from anybatch.errors import RankFailedError, UserError, WorldError
@@ -71,8 +71,8 @@ def _train(request: TrainRequest, world: World, stop: Callable[[], bool] | None)
         raise UserError(message)
     recipe = request.recipe or DEFAULT_RECIPE
     folder = on_first_rank(world, partial(new_folder, recipe)) if request.folder is None else request.folder
-    with Onlookers(stop) as onlookers:
-        outcome = train(
+    with RunDisplay(stop) as display:
+        result = train(
             load_recipe(recipe),
             folder,
             Choices(**request.choices),
@@ -81,12 +81,12 @@ def _train(request: TrainRequest, world: World, stop: Callable[[], bool] | None)
             world=world,
             known=KnownSizes(),
             devices=KnownDevices(),
-            observer=onlookers.begin if world.rank == 0 else None,
+            observer=display.begin if world.rank == 0 else None,
             stop=stop,
         )
     if world.rank == 0:
-        _write(sys.stdout, summary(outcome, tensorboard=onlookers.missing))
-    return Status.STOPPED if outcome.stopped else Status.DONE
+        _write(sys.stdout, summary(result, tensorboard=display.missing))
+    return Status.STOPPED if result.stopped else Status.DONE
 
 
 def new_folder(recipe: str | None) -> Path:

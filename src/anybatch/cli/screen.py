@@ -2,21 +2,21 @@
 
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
 from anybatch.core.headroom import Reserve, about_reserve
-from anybatch.core.records import CheckpointRecord, DiagnosisRecord, EndRecord, Observer, Record, StartRecord
+from anybatch.core.records import CheckpointRecord, DiagnosisRecord, EndRecord, Observer, Observers, Record, StartRecord
 from anybatch.core.units import duration, in_bytes, per_second, three_digits
 from anybatch.errors import UserError
 from anybatch.events.console import Console
 from anybatch.events.plot import plot_losses
 from anybatch.events.tensorboard import TensorBoardLog
 from anybatch.recipes.run.folder import RunFolder
-from anybatch.recipes.run.session import Outcome, Outlook
+from anybatch.recipes.run.session import SessionResult, SessionStart
 
 _NAME_WIDTH: Final = 13
 
@@ -31,26 +31,27 @@ _STOPPING = DiagnosisRecord(
 )
 
 
-class Screen:
-    """An observer that shows a run on a console, but for what is told elsewhere.
+class ConsoleFilter:
+    """An observer that hands a console the records which are shown nowhere else.
 
-    That a checkpoint was saved is in the log, and in the summary for the last one. Why a run failed is told at the
-    end, once, for all ranks.
+    Left out are saved checkpoints, which are in the log, the last one in the summary, and the reason why a run failed,
+    which is printed once for all ranks when it has ended.
 
     Args:
-        console: where to.
-        asked: function () -> whether somebody has asked the run to stop, where the console should say so; a line that
+        console: shows the rest.
+        stop_requested: function () -> whether the run was asked to stop, where the console should say so; a line that
             a signal handler writes would be lost under the bar.
     """
 
-    def __init__(self, console: Console, asked: Callable[[], bool] | None = None) -> None:
+    def __init__(self, console: Console, stop_requested: Callable[[], bool] | None = None) -> None:
         self._console = console
-        self._asked = asked
+        self._stop_requested = stop_requested
 
     def observe(self, record: Record, /) -> None:
-        """Show a record, unless it is told elsewhere."""
-        if self._asked is not None and not isinstance(record, StartRecord | EndRecord) and self._asked():
-            self._asked = None
+        """Show a record, unless it is shown elsewhere."""
+        stop_requested = self._stop_requested
+        if stop_requested is not None and not isinstance(record, StartRecord | EndRecord) and stop_requested():
+            self._stop_requested = None  # said once
             self._console.observe(_STOPPING)
         if isinstance(record, EndRecord) and record.status == "failed":
             self._console.close()
@@ -58,50 +59,38 @@ class Screen:
             self._console.observe(record)
 
 
-class _Both:
-    """Passes records on."""
-
-    def __init__(self, observers: Sequence[Observer]) -> None:
-        self._observers = observers
-
-    def observe(self, record: Record, /) -> None:
-        """Tell everybody."""
-        for observer in self._observers:
-            observer.observe(record)
-
-
-class Onlookers:
-    """Who looks in on a run from rank 0: the console and, where it is installed, TensorBoard. Use it in a `with`.
+class RunDisplay:
+    """Shows a run from rank 0: on the console and, where it is installed, for TensorBoard. Use it in a `with`.
 
     Args:
-        asked: function () -> whether somebody has asked the run to stop; None if that is not known.
+        stop_requested: function () -> whether the run was asked to stop; None if that is not known.
     """
 
-    def __init__(self, asked: Callable[[], bool] | None) -> None:
-        self._asked = asked if sys.stderr.isatty() else None
+    def __init__(self, stop_requested: Callable[[], bool] | None) -> None:
+        self._stop_requested = stop_requested if sys.stderr.isatty() else None
         self._console: Console | None = None
         self._charts: TensorBoardLog | None = None
         self.missing = ""
         """Why there is nothing for TensorBoard, and how to get it; empty if there is something."""
 
-    def begin(self, outlook: Outlook) -> Observer:
-        """Say where the run is and return who is told of it.
+    def begin(self, session: SessionStart) -> Observer:
+        """Print where the run is, and return the observer that shows it.
 
         Progress goes to the standard error, so that the standard output is the result.
         """
-        sys.stderr.write(f"{place_of(outlook)}\n")
+        sys.stderr.write(f"{place_of(session)}\n")
         sys.stderr.flush()
-        self._console = Console(outlook.num_steps)
-        observers: list[Observer] = [Screen(self._console, self._asked)]
+        self._console = Console(session.num_steps)
+        observers: list[Observer] = [ConsoleFilter(self._console, self._stop_requested)]
         try:
-            self._charts = TensorBoardLog(outlook.folder.tensorboard)
+            self._charts = TensorBoardLog(session.folder.tensorboard)
             observers.append(self._charts)
         except UserError as error:
             self.missing = str(error)
-        return _Both(observers)
+        return Observers(*observers)
 
     def __enter__(self) -> Self:
-        """Return the onlookers themselves."""
+        """Return the display itself."""
         return self
 
     def __exit__(
@@ -116,35 +105,35 @@ class Onlookers:
                 self._charts.close()
 
 
-def place_of(outlook: Outlook) -> str:
+def place_of(session: SessionStart) -> str:
     """Return where a run's files are, in one line."""
-    folder = outlook.folder
+    folder = session.folder
     return f"run in {folder.path}: log {folder.log(0).name}, checkpoints in {folder.checkpoints.name}/"
 
 
-def summary(outcome: Outcome, *, tensorboard: str) -> str:
+def summary(result: SessionResult, *, tensorboard: str) -> str:
     """Return how a session ended: time, numbers, the files that were written, and how to go on.
 
     Args:
-        outcome: how it ended.
+        result: how it ended.
         tensorboard: why there is nothing for TensorBoard; empty if there is something.
     """
-    lines = {"stopped" if outcome.stopped else "done": _effort(outcome)}
-    if outcome.loss is not None:
-        lines["loss"] = f"{three_digits(outcome.loss)} in the last step"
-    if outcome.metrics:
-        lines["metrics"] = _listed(outcome.metrics)
-    if outcome.peak_bytes is not None:
-        lines["memory"] = _memory(outcome.peak_bytes, outcome.limit_bytes)
-    lines["asked for"] = str(outcome.folder.header)
-    lines["log"] = _logs(outcome.folder)
-    if outcome.loss is not None:
-        lines["plot"] = _picture(outcome.folder)
-        lines["tensorboard"] = tensorboard or f"tensorboard --logdir {shlex.quote(str(outcome.folder.tensorboard))}"
-    if outcome.checkpoint is not None:
-        lines["checkpoint"] = str(outcome.checkpoint)
-    command = resume_command(outcome.folder.path)
-    lines["resume" if outcome.stopped else "longer"] = command if outcome.stopped else f"{command} --epochs N"
+    lines = {"stopped" if result.stopped else "done": _effort(result)}
+    if result.loss is not None:
+        lines["loss"] = f"{three_digits(result.loss)} in the last step"
+    if result.metrics:
+        lines["metrics"] = _listed(result.metrics)
+    if result.peak_bytes is not None:
+        lines["memory"] = _memory(result.peak_bytes, result.limit_bytes)
+    lines["asked for"] = str(result.folder.header)
+    lines["log"] = _logs(result.folder)
+    if result.loss is not None:
+        lines["plot"] = _picture(result.folder)
+        lines["tensorboard"] = tensorboard or f"tensorboard --logdir {shlex.quote(str(result.folder.tensorboard))}"
+    if result.checkpoint is not None:
+        lines["checkpoint"] = str(result.checkpoint)
+    command = resume_command(result.folder.path)
+    lines["resume" if result.stopped else "longer"] = command if result.stopped else f"{command} --epochs N"
     return "".join(f"{name:<{_NAME_WIDTH}}{text}\n" for name, text in lines.items())
 
 
@@ -168,15 +157,15 @@ def resume_command(folder: Path) -> str:
     return f"anybatch train --resume --out {shlex.quote(str(folder))}"
 
 
-def _effort(outcome: Outcome) -> str:
-    if outcome.num_session_steps == 0:
-        return f"nothing was left to do: the run has made its {outcome.num_steps:,} steps"
-    steps = f"{outcome.num_session_steps:,} step{'s' * (outcome.num_session_steps != 1)}"
-    in_all = f" ({outcome.num_steps:,} in all)" if outcome.num_steps != outcome.num_session_steps else ""
-    speed = outcome.num_session_samples / outcome.stepping_seconds if outcome.stepping_seconds > 0 else None
+def _effort(result: SessionResult) -> str:
+    if result.num_session_steps == 0:
+        return f"nothing was left to do: the run has made its {result.num_steps:,} steps"
+    steps = f"{result.num_session_steps:,} step{'s' * (result.num_session_steps != 1)}"
+    in_all = f" ({result.num_steps:,} in all)" if result.num_steps != result.num_session_steps else ""
+    speed = result.num_session_samples / result.stepping_seconds if result.stepping_seconds > 0 else None
     return (
-        f"{steps}{in_all}, {outcome.num_session_samples:,} samples in "
-        f"{duration(outcome.session_seconds)}, {per_second(speed)} samples/s while stepping"
+        f"{steps}{in_all}, {result.num_session_samples:,} samples in "
+        f"{duration(result.session_seconds)}, {per_second(speed)} samples/s while stepping"
     )
 
 

@@ -5,7 +5,6 @@ result: a run that was stopped, or killed, and resumed on as many ranks ends wit
 """
 
 import contextlib
-import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from anybatch.checkpoints import list_checkpoints
 from anybatch.core.geometry import ceil_div
-from anybatch.core.records import MemoryRecord, Observer, Record
+from anybatch.core.records import MemoryRecord, Observer, Observers, Record
 from anybatch.core.reports import StepReport
 from anybatch.engine.engine import Engine
 from anybatch.engine.micro_batch_size.search import Memory
@@ -32,8 +31,8 @@ NUM_EVALUATIONS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outlook:
-    """What is known before the first step of a session.
+class SessionStart:
+    """The facts known before the first step of a session.
 
     Attributes:
         folder: where the run's files are.
@@ -47,7 +46,7 @@ class Outlook:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class SessionResult:
     """How a session ended.
 
     Attributes:
@@ -89,11 +88,11 @@ def train(
     world: World | None = None,
     known: Memory | None = None,
     devices: KnownDevices | None = None,
-    observer: Callable[[Outlook], Observer] | None = None,
+    observer: Callable[[SessionStart], Observer] | None = None,
     stop: Callable[[], bool] | None = None,
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
     clock: Callable[[], float] = time.monotonic,
-) -> Outcome:
+) -> SessionResult:
     """Train a job in a folder, or go on with it. Call it on every rank.
 
     Evaluates and saves at the end of every epoch and of the run, saves every `checkpoint_seconds`, and when asked to
@@ -111,7 +110,7 @@ def train(
         world: the ranks; None asks the environment.
         known: remembers which micro-batch sizes were the fastest, from one run to the next; None times them anew.
         devices: remembers what steps were measured to take of devices; None takes them all for unknown.
-        observer: function (outlook) -> who looks in on this rank, beside the log.
+        observer: function (session start) -> another observer on this rank, beside the log.
         stop: function () -> whether to stop after this step; one rank is enough. None stops on SIGINT and SIGTERM, and
             a second SIGINT ends at once.
         checkpoint_seconds: most time between two checkpoints, looked at after each step.
@@ -133,7 +132,8 @@ def train(
             JsonlLog(place.log(world.rank)) as log,
         ):
             highest = Highest()
-            relay = Relay(log, highest)
+            backlog = Backlog()
+            observers = Observers(log, highest) if observer is None else Observers(log, highest, backlog)
             ready = prepare(
                 job,
                 choices or Choices(),
@@ -143,11 +143,12 @@ def train(
                 world=world,
                 known=known,
                 devices=devices,
-                observer=relay,
+                observer=observers,
             )
             if observer is not None:
                 first_step = ready.run.engine.num_steps
-                relay.begin(observer(Outlook(folder=place, first_step=first_step, num_steps=ready.num_steps)))
+                session_start = SessionStart(folder=place, first_step=first_step, num_steps=ready.num_steps)
+                backlog.forward_to(observer(session_start))
             pace = _Pace(asked, checkpoint_seconds, clock, begun)
             return _run(_Session(ready, place, pace, highest), ready.run.engine)
     except BaseException:
@@ -156,7 +157,7 @@ def train(
         raise
 
 
-def _run(session: "_Session", engine: Engine) -> Outcome:
+def _run(session: "_Session", engine: Engine) -> SessionResult:
     """Step a session to its end, and let go of the engine however that comes."""
     try:
         outcome = session.run()
@@ -171,26 +172,25 @@ class Stopped(KeyboardInterrupt):
     """What a run's log gives as the reason for its end when it was asked to stop. Nobody raises it."""
 
 
-class Relay:
-    """Passes records on to observers; one that comes late is first told what it has missed."""
+class Backlog:
+    """An observer that keeps records for another one, which is made only when the run is ready."""
 
-    def __init__(self, *observers: Observer) -> None:
-        self._observers = [*observers]
-        self._missed: list[Record] | None = []
+    def __init__(self) -> None:
+        self._records: list[Record] = []
+        self._observer: Observer | None = None
 
     def observe(self, record: Record, /) -> None:
-        """Tell every observer."""
-        if self._missed is not None:
-            self._missed.append(record)
-        for observer in self._observers:
-            observer.observe(record)
+        """Keep a record, or pass it on once there is whom to pass it to."""
+        if self._observer is None:
+            self._records.append(record)
+        else:
+            self._observer.observe(record)
 
-    def begin(self, *observers: Observer) -> None:
-        """Let the last observers in. From here on records are not kept."""
-        missed, self._missed = self._missed or [], None
-        for observer, record in itertools.product(observers, missed):
+    def forward_to(self, observer: Observer) -> None:
+        """Pass on the records that were kept, and all later ones as they come."""
+        for record in self._records:
             observer.observe(record)
-        self._observers += observers
+        self._records, self._observer = [], observer
 
 
 class Highest:
@@ -231,7 +231,7 @@ class _Session:
         self._aside_seconds = 0.0
         self._metrics: Mapping[str, float] = {}
 
-    def run(self) -> Outcome:
+    def run(self) -> SessionResult:
         """Step until the data ends or somebody asks to stop."""
         begun = self._pace.clock()
         stopped = self._step_to_the_end()
@@ -257,11 +257,11 @@ class _Session:
             self._save()
         return False
 
-    def _outcome(self, *, stopped: bool, loop_seconds: float) -> Outcome:
+    def _outcome(self, *, stopped: bool, loop_seconds: float) -> SessionResult:
         """Return how it ended."""
         found = list_checkpoints(self._place.checkpoints)
         memory = self._highest.record
-        return Outcome(
+        return SessionResult(
             folder=self._place,
             stopped=stopped,
             num_steps=self._engine.num_steps,
