@@ -10,6 +10,7 @@ AnyBatchError
 │   ├── PlanError                     memory or time cannot be planned; says why
 │   │   └── CannotPlanError           a step cannot be traced without its device: sizes have to be tried there
 │   └── CompositionError              two features that do not compose; says why and what to use
+├── UnsupportedTorchError (RuntimeError)  this version of torch lacks something that is needed; says what
 ├── NonFiniteError (ArithmeticError)  a loss or gradient is NaN or infinite
 ├── MemoryExhaustedError (RuntimeError)  memory has run out, and smaller micro-batches cannot help
 │   ├── DoesNotFitError               the smallest micro-batches do not fit, or what stays beside them
@@ -104,6 +105,10 @@ class CannotPlanError(PlanError):
 
 class CompositionError(UserError):
     """Two features that do not compose."""
+
+
+class UnsupportedTorchError(AnyBatchError, RuntimeError):
+    """This version of torch lacks something that is needed. The message names it, and versions that have it."""
 
 
 class NonFiniteError(AnyBatchError, ArithmeticError):

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from anybatch.parallel.gradient_buckets import GradientBuffers, accumulation_dtype
+from anybatch.core.dtypes import accumulation_dtype
+from anybatch.parallel.gradient_buckets import GradientBuffers
 
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
 

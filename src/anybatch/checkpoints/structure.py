@@ -26,6 +26,7 @@ from typing import Any, Final
 import torch
 
 from anybatch.checkpoints.tensors import STANDARD_DTYPES, as_standard, from_standard
+from anybatch.checkpoints.torch_internals import layer_versions, set_layer_versions
 from anybatch.errors import NewerCheckpointError, UserError
 
 _MAX_DEPTH = 100
@@ -118,7 +119,7 @@ class _Packer:
         if type(values) is dict and all(type(key) is str and _is_unicode(key) and key[:1] != "$" for key in values):
             return dict(pairs)
         tagged: dict[str, Any] = {_MAPPINGS[type(values)]: [[_LEAVES[type(key)](key), value] for key, value in pairs]}
-        metadata = getattr(values, "_metadata", None)  # of a module's state: the versions of its layers
+        metadata = layer_versions(values)
         if metadata is not None:
             tagged["metadata"] = self.pack(metadata, (*keys, "_metadata"))
         return tagged
@@ -261,7 +262,7 @@ def _unpack_counter(pairs: list[Any], _: object) -> Counter[Any]:
 def _unpack_ordered_dict(pairs: list[Any], metadata: object) -> OrderedDict[Any, Any]:
     values = OrderedDict(pairs)
     if metadata is not None:
-        values._metadata = metadata  # type: ignore[attr-defined]  # noqa: SLF001 (where torch itself keeps it)
+        set_layer_versions(values, metadata)
     return values
 
 

@@ -5,6 +5,8 @@ import operator
 import torch
 from torch import nn
 
+from anybatch.core.torch_internals import buffer_tables, copy_each
+
 
 class BufferValues:
     """The values of all buffers at one moment.
@@ -42,8 +44,7 @@ class BufferKeeper:
     """
 
     def __init__(self, modules: nn.Module) -> None:
-        # Asked for by their dicts: `named_buffers` takes as long as a small layer's forward.
-        self._owners = [module._buffers for module in modules.modules()]  # noqa: SLF001
+        self._owners = buffer_tables(modules)
         self._before: list[tuple[dict[str, torch.Tensor | None], dict[str, torch.Tensor | None]]] = []
         self._values: list[torch.Tensor] = []
         self._copies: list[torch.Tensor] = []
@@ -58,7 +59,7 @@ class BufferKeeper:
             self._copies = [torch.empty_like(value) for value in values]
         self._values = values
         if values:
-            torch._foreach_copy_(self._copies, values)
+            copy_each(self._copies, values)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -68,4 +69,4 @@ class BufferKeeper:
         for owner, named in self._before:
             owner.update(named)
         if self._values:
-            torch._foreach_copy_(self._values, self._copies)
+            copy_each(self._values, self._copies)

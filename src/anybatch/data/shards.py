@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils.data import _utils, get_worker_info
 
 from anybatch.core.randomness import order_seed, sample_seed
 from anybatch.data.fetch import seed_generators
 from anybatch.data.serialization import packed
+from anybatch.data.torch_internals import hides_worker
 from anybatch.errors import DataError
 
 StreamSample = tuple[int, Any]
@@ -141,8 +141,7 @@ def hide_worker(worker_id: int) -> None:
     Raises:
         DataError: this torch does not let it.
     """
-    _utils.worker._worker_info = None  # noqa: SLF001 (torch has no public way; hence the check)
-    if get_worker_info() is not None:
+    if not hides_worker():
         message = f"worker {worker_id} cannot be hidden from data sets in torch {torch.__version__}. Use num_workers=0."
         raise DataError(message)
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from anybatch.core.comparison import relative_error
+from anybatch.core.torch_internals import BatchNormBase
 from anybatch.diagnostics.check_report import CheckFinding
 from anybatch.diagnostics.gradient_runs import GradientRuns
 from anybatch.engine.loss_check.messages import broken, explained
@@ -56,7 +56,7 @@ def error_of(runs: GradientRuns, micro_batch_size: int) -> float:
 def _normalisation(runs: GradientRuns, size: int, names: Sequence[str], by_name: dict[str, nn.Module]) -> CheckFinding:
     """Describe layers that couple samples in training and do not in evaluation mode. They rest meanwhile."""
     kinds = sorted({type(by_name[name]).__name__ for name in names})
-    known = all(isinstance(by_name[name], _BatchNorm) for name in names)
+    known = all(isinstance(by_name[name], BatchNormBase) for name in names)
     layers = f"{len(names)} layer{'s' * (len(names) > 1)} ({', '.join(kinds)}; first {names[0]!r})"
     verb = "normalise" if len(names) > 1 else "normalises"
     rest = error_of(runs, size)

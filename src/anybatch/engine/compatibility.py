@@ -4,20 +4,20 @@ import traceback
 from collections.abc import Mapping
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointFunction
 
 from anybatch.core.compatibility import Feature, refusal, refuse_compositions
+from anybatch.core.dtypes import is_low_precision
 from anybatch.core.geometry import Sizes
 from anybatch.core.loss import Loss
+from anybatch.core.torch_internals import BatchNormBase
 from anybatch.engine.rng.generators import Rng
 from anybatch.engine.rng.per_sample_dropout import PerSample
+from anybatch.engine.torch_internals import DropoutBase, is_compiled
 from anybatch.engine.update.clipping import ClipByNorm, ClipByValue, ClipPolicy
 from anybatch.engine.update.precision import OptimizerFunction, PrecisionName
 from anybatch.errors import CompositionError, UserError
-from anybatch.parallel.gradient_buckets import is_low_precision
 from anybatch.parallel.strategy import Capabilities, trainable
 from anybatch.parallel.world import World
 
@@ -68,8 +68,8 @@ def features_of_training(
     """
     dropout = Feature.DROPOUT_PER_SAMPLE if isinstance(rng, PerSample) else _DROPOUTS[rng]
     layers = {
-        Feature.BATCH_NORM: lambda module: isinstance(module, _BatchNorm) and module.training,
-        dropout: lambda module: isinstance(module, _DropoutNd) and module.training and module.p > 0,
+        Feature.BATCH_NORM: lambda module: isinstance(module, BatchNormBase) and module.training,
+        dropout: lambda module: isinstance(module, DropoutBase) and module.training and module.p > 0,
         Feature.COMPILED: is_compiled,
     }
     found = {**_features_of_parameters(modules, optimizer), **_features_of_loss(loss)}
@@ -180,8 +180,3 @@ def _features_of_loss(loss: Loss) -> dict[Feature, str]:
 def _has_sparse_gradients(module: nn.Module) -> bool:
     trains = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
     return trains and getattr(module, "sparse", False) is True
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether `torch.compile(module)` or `module.compile()` was called. torch has no public question for it (2.13)."""
-    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from anybatch.core.batch import Placement, Position
 from anybatch.core.compatibility import remarks
+from anybatch.core.dtypes import widest_dtype
 from anybatch.core.geometry import Sizes
 from anybatch.core.loss import Loss, LossFunction, declared
 from anybatch.core.records import Observer
@@ -27,7 +28,7 @@ from anybatch.engine.accumulation.planned_batch import (
     open_batch,
     refuse_disagreement,
 )
-from anybatch.engine.accumulation.sums import divide_late, number_type
+from anybatch.engine.accumulation.sums import divide_late
 from anybatch.engine.batch_norm.runner import Normalisation, policy_features, policy_for
 from anybatch.engine.checkpoint_state import (
     Parts,
@@ -440,7 +441,7 @@ class Engine:
     def _add_up(self, workload: Workload) -> tuple[torch.Tensor, torch.Tensor]:
         """Add gradients up over micro-batches and ranks; all that can run out of memory and be begun anew is here."""
         self._watch.begin_step(self.num_steps, workload)
-        counts = torch.tensor(workload.divisors, dtype=number_type(self.world.device))
+        counts = torch.tensor(workload.divisors, dtype=widest_dtype(self.world.device))
         with self._machine.randomness, self._watch.phase("forward_backward"):
             sums = self._execute(workload)
         self._recovery.phase = "reduce"

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from anybatch.core.batch import Placement, Position
+from anybatch.core.dtypes import widest_dtype
 from anybatch.core.loss import Loss, LossSum, unit_counts
 from anybatch.core.randomness import BatchKey
 from anybatch.core.splitting import Unit
 from anybatch.core.tree import Batch, slice_samples
 from anybatch.engine.accumulation.accumulate import Machine, Work
 from anybatch.engine.accumulation.planned_batch import OpenBatch, open_batch, to_device
-from anybatch.engine.accumulation.sums import number_type
 from anybatch.engine.accumulation.two_pass import (
     Outputs,
     call_on_whole,
@@ -60,7 +60,7 @@ def evaluate(
     if not names:
         message = "there was nothing to evaluate: the batches held no samples on any rank."
         raise LossError(message)
-    nothing = torch.zeros(2, dtype=number_type(world.device), device=world.device)
+    nothing = torch.zeros(2, dtype=widest_dtype(world.device), device=world.device)
     stacked = machine.strategy.sum(torch.stack([totals.get(name, nothing) for name in names])).tolist()
     means = zip(names, stacked, strict=True)
     return {name: total / count if count else float("nan") for name, (total, count) in means}, num_samples
@@ -105,7 +105,7 @@ def _measure_whole(
         output = call_on_whole(machine, metric, outputs.put_together(tensors), seed=0)
     if first_rank_with_samples(opened.plan) != world.rank:
         return
-    count = torch.tensor(opened.plan.num_samples, device=world.device, dtype=number_type(world.device))
+    count = torch.tensor(opened.plan.num_samples, device=world.device, dtype=widest_dtype(world.device))
     values = output if isinstance(output, Mapping) else {"loss": output}
     yield {name: torch.stack([one_number(value).to(count.dtype) * count, count]) for name, value in values.items()}
 
@@ -129,7 +129,7 @@ def _measure(
     pairs = {}
     for name, value in values.items():
         total, count = _total_and_count(name, value, counts.get(name))
-        pair = [torch.as_tensor(number, device=device, dtype=number_type(device)) for number in (total, count)]
+        pair = [torch.as_tensor(number, device=device, dtype=widest_dtype(device)) for number in (total, count)]
         pairs[name] = torch.stack(pair)
     return pairs
 

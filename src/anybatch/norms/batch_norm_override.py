@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
+
+from anybatch.core.torch_internals import BatchNormBase
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Interceptor:
     block again, and costs nothing elsewhere. What runs under torch.compile does not come by here.
     """
 
-    def __init__(self, layers: Iterable[_BatchNorm]) -> None:
+    def __init__(self, layers: Iterable[BatchNormBase]) -> None:
         self._everywhere: Normalise | None = None
         self._thread = threading.local()
         self._handles = [

@@ -1,15 +1,15 @@
 """Blocks of a model that are run again in the backward instead of keeping what is inside; by hooks, not by wrappers."""
 
-from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
 from torch.utils.hooks import RemovableHandle
 
+from anybatch.core.torch_internals import BatchNormBase
 from anybatch.errors import ParameterError
+from anybatch.norms.torch_internals import checkpointed_forward
 
 
 def blocks_of(modules: nn.Module, names: Sequence[str] | None) -> dict[str, nn.Module]:
@@ -33,7 +33,7 @@ def blocks_of(modules: nn.Module, names: Sequence[str] | None) -> dict[str, nn.M
     found: dict[str, nn.Module] = {}
     for name, module in named.items():
         inside = any(name.startswith(f"{outer}.") for outer in found)
-        if module not in models and not inside and any(isinstance(child, _BatchNorm) for child in module.children()):
+        if module not in models and not inside and any(isinstance(child, BatchNormBase) for child in module.children()):
             found[name] = module
     return found
 
@@ -60,29 +60,23 @@ class BlockCheckpoint:
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._recomputing or not module.training:
             return
-        # torch has no public name for what it runs before and after a checkpointed function (2.11 to 2.13).
-        options = (True, self._contexts, "default", False, True)  # randomness kept, as checkpoint() has them by default
-        running = _checkpoint_without_reentrant_generator(module, *options, *args, **kwargs)
+        running = checkpointed_forward(module, self._contexts, args, kwargs)
         next(running)
         self._running.append(running)
 
-    def _contexts(self) -> "tuple[AbstractContextManager[None], _Recomputing]":
-        return nullcontext(), _Recomputing(self)
+    def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), self._recomputation()
+
+    @contextmanager
+    def _recomputation(self) -> Iterator[None]:
+        """Let the block run again in the backward without being checkpointed again."""
+        self._recomputing = True
+        try:
+            yield
+        finally:
+            self._recomputing = False
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         del module, args, output
         if not self._recomputing and self._running:
             next(self._running.pop(), None)
-
-
-class _Recomputing:
-    """The context in which a block is run again, without being checkpointed again."""
-
-    def __init__(self, block: BlockCheckpoint) -> None:
-        self._block = block
-
-    def __enter__(self) -> None:
-        self._block._recomputing = True  # noqa: SLF001 (a part of it)
-
-    def __exit__(self, *_: object) -> None:
-        self._block._recomputing = False  # noqa: SLF001

@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from anybatch.core.torch_internals import storage_key
+from anybatch.norms.torch_internals import num_changes
+
 _SMALL_BYTES = 1 << 14  # what is not worth a copy
 _Key = tuple[object, ...]
 
@@ -24,7 +27,7 @@ class HostStore:
 
     def __init__(self, staying: Iterable[Tensor]) -> None:
         self.num_bytes = 0
-        self._staying = {tensor.untyped_storage()._cdata for tensor in staying}  # noqa: SLF001 (a storage's identity)
+        self._staying = {storage_key(tensor.untyped_storage()) for tensor in staying}
         self._copies: dict[_Key, tuple[StorageWeakRef, weakref.ref[_HostCopy]]] = {}
 
     def hooks(self) -> AbstractContextManager[object]:
@@ -35,10 +38,11 @@ class HostStore:
         storage = tensor.untyped_storage()
         num_bytes = tensor.numel() * tensor.itemsize
         # An expanded tensor is smaller than it looks, and copies of it would not be.
-        if num_bytes < _SMALL_BYTES or num_bytes > storage.nbytes() or storage._cdata in self._staying:  # noqa: SLF001
+        owner = storage_key(storage)
+        if num_bytes < _SMALL_BYTES or num_bytes > storage.nbytes() or owner in self._staying:
             return tensor
-        place = (storage._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())  # noqa: SLF001
-        key = (*place, tensor.dtype, tensor._version)  # noqa: SLF001 (torch has no public name for the version)
+        place = (owner, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+        key = (*place, tensor.dtype, num_changes(tensor))
         known = self._copies.get(key)
         copy = None if known is None or known[0].expired() else known[1]()
         if copy is None:

@@ -5,13 +5,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from anybatch.core.torch_internals import BatchNormBase, InstanceNormBase
 from anybatch.errors import CompositionError, ParameterError
 
-Tracking = _BatchNorm | _InstanceNorm
+Tracking = BatchNormBase | InstanceNormBase
 """A layer with running statistics."""
 
 
@@ -30,9 +29,9 @@ class Ranks:
     most: Callable[[int], int] = lambda number: number
 
 
-def batch_norms(modules: nn.Module) -> dict[str, _BatchNorm]:
+def batch_norms(modules: nn.Module) -> dict[str, BatchNormBase]:
     """Return the BatchNorm layers of all kinds by name, whatever mode they are in."""
-    return {name: module for name, module in modules.named_modules() if isinstance(module, _BatchNorm)}
+    return {name: module for name, module in modules.named_modules() if isinstance(module, BatchNormBase)}
 
 
 def tracking_layers(modules: nn.Module) -> dict[str, Tracking]:

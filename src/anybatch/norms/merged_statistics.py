@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from anybatch.core.dtypes import widened
 from anybatch.norms.layers import Ranks
 
 
@@ -89,16 +90,12 @@ def _other_axes(values: Tensor) -> list[int]:
     return [axis for axis in range(values.dim()) if axis != 1]
 
 
-def _wide(values: Tensor) -> Tensor:
-    return values.float() if values.dtype in (torch.bfloat16, torch.float16) else values
-
-
 class _ChunkStatistics(torch.autograd.Function):
     """Mean and sum of squared differences from it."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ANN401 (torch's context has no type)
-        variance, mean = torch.var_mean(_wide(values), _other_axes(values), correction=0)
+        variance, mean = torch.var_mean(widened(values), _other_axes(values), correction=0)
         ctx.save_for_backward(values, mean)
         ctx.count = values.numel() // values.shape[1]
         return mean, variance * ctx.count
@@ -123,7 +120,7 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401
         values, mean, scale = ctx.saved_tensors
-        grad = _wide(grad)
+        grad = widened(grad)
         axes = _other_axes(values)
         total = grad.sum(axes)
         along = (grad * (values - _along_channels(mean, values))).sum(axes)

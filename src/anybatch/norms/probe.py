@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils.hooks import RemovableHandle
 
 from anybatch.core.buffers import BufferValues
+from anybatch.core.torch_internals import BatchNormBase, InstanceNormBase
 from anybatch.core.tree import Batch, count_samples, map_tensors, tensors_of
 from anybatch.errors import DataError
 from anybatch.norms.layers import refuse_unfit_layers
@@ -85,9 +84,9 @@ def tried_couplings(modules: nn.Module, run: Callable[[], object], num_samples: 
 def _by_type(model: nn.Module) -> dict[str, str]:
     found = {}
     for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, BatchNormBase):
             found[name] = f"{type(module).__name__}: normalises by the statistics of the micro-batch"
-        elif isinstance(module, _InstanceNorm) and module.track_running_stats:
+        elif isinstance(module, InstanceNormBase) and module.track_running_stats:
             found[name] = f"{type(module).__name__}: its running statistics are those of micro-batches"
     return found
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
+from anybatch.core.dtypes import widest_dtype
+from anybatch.core.torch_internals import BatchNormBase
 from anybatch.errors import DataError
 from anybatch.norms.layers import Ranks, tracking_layers
 
@@ -46,7 +47,7 @@ def recompute_statistics(
         message = f"{type(batches).__name__} can be iterated over once only, but every layer takes a pass. Give a list."
         raise DataError(message)
     run = call or (lambda module, batch: module(batch))
-    layers = {name: layer for name, layer in tracking_layers(model).items() if isinstance(layer, _BatchNorm)}
+    layers = {name: layer for name, layer in tracking_layers(model).items() if isinstance(layer, BatchNormBase)}
     with _in_evaluation_mode(model), torch.no_grad():
         order = _order(model, layers, batches, run)
         for name, num_calls in order.items():
@@ -70,7 +71,7 @@ def _in_evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _order(model: nn.Module, layers: dict[str, _BatchNorm], batches: Iterable[Any], run: Call) -> dict[str, int]:
+def _order(model: nn.Module, layers: dict[str, BatchNormBase], batches: Iterable[Any], run: Call) -> dict[str, int]:
     """Return how often each layer is called in one forward, in the order of the first calls."""
     found: dict[str, int] = {}
 
@@ -93,11 +94,11 @@ def _order(model: nn.Module, layers: dict[str, _BatchNorm], batches: Iterable[An
 
 
 def _statistics(
-    model: nn.Module, layer: _BatchNorm, batches: Iterable[Any], run: Call, *, num_calls: int, ranks: Ranks
+    model: nn.Module, layer: BatchNormBase, batches: Iterable[Any], run: Call, *, num_calls: int, ranks: Ranks
 ) -> tuple[Tensor, Tensor]:
     """Return mean and unbiased variance of a layer's inputs over all batches and ranks."""
     assert layer.running_mean is not None
-    dtype = torch.float32 if layer.running_mean.device.type == "mps" else torch.float64
+    dtype = widest_dtype(layer.running_mean.device)
     count = torch.zeros(1, dtype=dtype, device=layer.running_mean.device)
     mean, squares = (torch.zeros_like(layer.running_mean, dtype=dtype) for _ in range(2))
     calls = 0

@@ -8,8 +8,9 @@ from typing import Literal
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from anybatch.core.dtypes import widened
+from anybatch.core.torch_internals import BatchNormBase
 from anybatch.errors import UserError
 from anybatch.norms.layers import batch_norms, refuse_unfit_layers
 
@@ -54,7 +55,7 @@ class ChannelRMSNorm(nn.Module):
     def forward(self, values: Float[Tensor, "samples channels *rest"]) -> Float[Tensor, "samples channels *rest"]:
         """Normalise each sample by itself."""
         axes = list(range(1, values.dim()))
-        wide = values.float() if values.dtype in (torch.bfloat16, torch.float16) else values
+        wide = widened(values)
         output = (wide * (wide.square().mean(axes, keepdim=True) + self.eps).rsqrt()).to(values.dtype)
         if self.weight is None or self.bias is None:
             return output
@@ -78,7 +79,7 @@ def replaced(model: nn.Module, kind: Kind, *, num_groups: int | None = None) -> 
 
     Source: Wu and He, "Group Normalization", 2018, for the 32 groups.
     """
-    makers: Mapping[str, Callable[[_BatchNorm], nn.Module]] = {
+    makers: Mapping[str, Callable[[BatchNormBase], nn.Module]] = {
         "group_norm": lambda old: nn.GroupNorm(
             num_groups or default_groups(old.num_features), old.num_features, eps=old.eps, affine=old.affine
         ),
@@ -116,7 +117,7 @@ def default_groups(num_channels: int) -> int:
     return max(fits, default=1)
 
 
-def _taking_over(new: nn.Module, old: _BatchNorm) -> nn.Module:
+def _taking_over(new: nn.Module, old: BatchNormBase) -> nn.Module:
     with torch.no_grad():
         for name, own in new.named_parameters():
             theirs = getattr(old, name)

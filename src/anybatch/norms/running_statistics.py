@@ -8,10 +8,12 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.instancenorm import _InstanceNorm
 
+from anybatch.core.dtypes import widest_dtype
+from anybatch.core.torch_internals import InstanceNormBase, add_to_each, copy_each, zero_each
 from anybatch.norms.layers import Ranks, Tracking
 from anybatch.norms.merged_statistics import Chunk
+from anybatch.norms.torch_internals import num_axes_unbatched
 
 
 class RunningStatistics:
@@ -33,12 +35,12 @@ class RunningStatistics:
         self.device = device
         self.recording = False
         self.calls = [0] * len(self.layers)
-        self._dtype = torch.float32 if device.type == "mps" else torch.float64
+        self._dtype = widest_dtype(device)
         self._sizes = [layer.num_features for layer in self.layers]
         numbers = torch.arange(len(self.layers), device=device)
         repeats = torch.tensor(self._sizes, dtype=torch.int64, device=device)
         self._owner = numbers.repeat_interleave(repeats, output_size=sum(self._sizes))
-        self._single = [isinstance(layer, _InstanceNorm) for layer in self.layers]
+        self._single = [isinstance(layer, InstanceNormBase) for layer in self.layers]
         self._is_single = torch.tensor(self._single, dtype=torch.bool, device=device)
         self._centre = torch.zeros(sum(self._sizes), dtype=self._dtype, device=device)
         self._variances = torch.zeros_like(self._centre)
@@ -58,7 +60,7 @@ class RunningStatistics:
         self._counters = [counter.clone() for counter in self._counting()]
         torch.stack([counter.to(self._dtype) for counter in self._counters], out=self._num_updates)
         for one in self.rounds:
-            torch._foreach_zero_(one.all)
+            zero_each(one.all)
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -66,7 +68,7 @@ class RunningStatistics:
         if not self.layers:
             return
         self._write(self._centre, self._variances)
-        torch._foreach_copy_(self._counting(), self._counters)
+        copy_each(self._counting(), self._counters)
 
     @contextmanager
     def forward(self, *, counts: bool) -> Iterator[None]:
@@ -148,7 +150,7 @@ class RunningStatistics:
             variances.lerp_(found, rates)
         self._write(means, variances)
         moved = (num_updates - self._num_updates).long().unbind()
-        torch._foreach_add_(self._counting(), list(moved))
+        add_to_each(self._counting(), list(moved))
 
     def _momentum(self) -> Tensor:
         """Return the layers' momentum, -1 for a cumulative mean; InstanceNorm has none, and stays as it is then."""
@@ -169,7 +171,7 @@ class RunningStatistics:
     def _write(self, means: Tensor, variances: Tensor) -> None:
         buffers = [layer.running_mean for layer in self.layers] + [layer.running_var for layer in self.layers]
         values = [*means.split(self._sizes), *variances.split(self._sizes)]
-        torch._foreach_copy_([b for b in buffers if b is not None], values)
+        copy_each([b for b in buffers if b is not None], values)
 
 
 class _Round:
@@ -207,8 +209,8 @@ class BufferReader:
         assert isinstance(variance, Tensor)
         call = statistics.next_call(self._number)
         with torch.no_grad():
-            if isinstance(layer, _InstanceNorm):
-                batched = values.dim() > layer._get_no_batch_dim()  # noqa: SLF001 (torch asks itself like this)
+            if isinstance(layer, InstanceNormBase):
+                batched = values.dim() > num_axes_unbatched(layer)
                 count = values.shape[0] if batched else 1
                 statistics.add(self._number, call, count, mean, variance * count)
             else:

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from anybatch.core.loss import LossFunction
@@ -19,6 +18,7 @@ from anybatch.errors import CannotRedoError
 from anybatch.parallel.replicas import Initial, align_replicas
 from anybatch.parallel.step_agreement import AbandonedError, Closing
 from anybatch.parallel.strategy import Capabilities, Prepared, ReductionObserver, Turn, trainable
+from anybatch.parallel.torch_internals import GradBucket
 from anybatch.parallel.world import World
 
 # The argument was renamed in torch 2.13, where the old name warns.

@@ -7,17 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
-
-
-def is_low_precision(parameter: torch.Tensor) -> bool:
-    """Whether gradients of this parameter must add up in a wider type: a bf16 sum stalls after some hundred terms."""
-    return parameter.dtype in _LOW_PRECISION
-
-
-def accumulation_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """The type in which gradients of this parameter add up and travel."""
-    return torch.float32 if is_low_precision(parameter) else parameter.dtype
+from anybatch.core.dtypes import accumulation_dtype, is_low_precision
 
 
 def gradient_bytes(parameters: Iterable[torch.Tensor]) -> int:

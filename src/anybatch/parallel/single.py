@@ -6,7 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from anybatch.parallel.gradient_buckets import GradientBuffers, is_low_precision
+from anybatch.core.dtypes import is_low_precision
+from anybatch.parallel.gradient_buckets import GradientBuffers
 from anybatch.parallel.strategy import Capabilities, Prepared, ReductionObserver, Turn, trainable
 from anybatch.parallel.world import World
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
 from anybatch.errors import RankFailedError, WorldError
 from anybatch.parallel.rank_failure import RankFailure
+from anybatch.parallel.torch_internals import Store, default_store
 
 _FAILURE_KEY = "anybatch/first_failure"
 _COUNT_KEY = "anybatch/failures_of_rank"
@@ -240,4 +240,4 @@ def _backend(device: torch.device) -> str:
 
 def _store() -> Store:
     """Return the store of the default group. torch has no public name for it (2.11 to 2.13)."""
-    return dist.distributed_c10d._get_default_store()  # noqa: SLF001
+    return default_store()

@@ -11,7 +11,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -19,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from anybatch.diagnostics.loop_check.loop_trace import Backward, Forward, LoopTrace, OptimizerStep
+from anybatch.parallel.torch_internals import GradBucket
 
 MAX_FORWARDS = 200
 """A loop that makes more forwards than this on 31 samples does not end."""

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 from anybatch.diagnostics.loop_check.loop_trace import LoopTrace, numbers_in
@@ -21,6 +20,7 @@ from anybatch.diagnostics.loop_check.probe import ProbeData, RowModel, RowSet, m
 from anybatch.diagnostics.loop_check.recorder import Recorder
 from anybatch.diagnostics.loop_check.roles import Needs
 from anybatch.errors import UserError
+from anybatch.parallel.torch_internals import HashStore
 
 LearningLoop = Callable[..., Any]
 QUIET_GAIN, LOUD_GAIN = 2.0**-20, 2.0**20

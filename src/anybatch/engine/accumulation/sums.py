@@ -7,7 +7,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from anybatch.core.dtypes import widest_dtype
 from anybatch.core.loss import Loss, Share
+from anybatch.core.torch_internals import dense_values, multiply_each
 
 
 @dataclass(slots=True)
@@ -24,7 +26,7 @@ class Sums:
 
     def totals(self, loss: Loss, device: torch.device) -> Float[Tensor, " numbers"]:
         """Return a tensor (terms,) of this rank's contributions, or (2,) with the count behind it if that came late."""
-        dtype = number_type(device)
+        dtype = widest_dtype(device)
         columns: list[list[torch.Tensor]] = [[] for _ in loss.names]
         for shares, values in self.contributions:
             value = iter(values)
@@ -35,11 +37,6 @@ class Sums:
             columns.append([torch.as_tensor(count, device=device, dtype=dtype) for count in self.late_counts])
         nothing = torch.zeros((), dtype=dtype, device=device)
         return torch.stack([torch.stack(column).sum(dtype=dtype) if column else nothing for column in columns])
-
-
-def number_type(device: torch.device) -> torch.dtype:
-    """The widest type the device can sum reported numbers in."""
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 @torch.no_grad()
@@ -53,5 +50,5 @@ def divide_late(
     contribution, count = totals[:1], totals[1:]
     factor = guess / count
     if gradients:
-        torch._foreach_mul_([g._values() if g.is_sparse else g for g in gradients], factor[0].to(gradients[0].dtype))  # noqa: SLF001
+        multiply_each([dense_values(gradient) for gradient in gradients], factor[0].to(gradients[0].dtype))
     return contribution * factor, count

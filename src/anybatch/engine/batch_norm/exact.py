@@ -5,12 +5,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from anybatch.core.compatibility import Feature, refusal
 from anybatch.core.tree import Batch
 from anybatch.engine.accumulation.accumulate import Machine, Work, forward_of
 from anybatch.engine.accumulation.sums import Sums
+from anybatch.engine.torch_internals import active_dispatch_modes, is_in_checkpoint
 from anybatch.errors import BatchSizeError, CompositionError
 from anybatch.norms.batch_norm_override import Call, Interceptor
 from anybatch.norms.cooperative import Meet, Rendezvous
@@ -116,8 +116,7 @@ class _Merging:
 
 def _normalise(call: Call, meet: Meet[_Bring, Joint], *, counts: bool) -> Tensor:
     """Bring a micro-batch's statistics to the others, and normalise by what comes of all."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003, SLF001 (as checkpointing asks)
-    if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint":
+    if is_in_checkpoint():
         raise CompositionError(refusal(Feature.NON_REENTRANT, Feature.NORMS_EXACT, {}))
     chunk = chunk_of(call.values)
     if not counts:
@@ -148,7 +147,7 @@ class _ThisThread:
 
     def __init__(self, device: torch.device) -> None:
         self._gradients = torch.is_grad_enabled()
-        self._modes = _get_current_dispatch_mode_stack()
+        self._modes = active_dispatch_modes()
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
     @contextmanager

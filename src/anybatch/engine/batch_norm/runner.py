@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.instancenorm import _InstanceNorm
 
 from anybatch.core.batch import Placement
 from anybatch.core.compatibility import Feature
 from anybatch.core.splitting import Unit, group_sizes
+from anybatch.core.torch_internals import InstanceNormBase
 from anybatch.core.tree import Batch
 from anybatch.engine.accumulation.accumulate import Machine, Work, accumulate
 from anybatch.engine.accumulation.sums import Sums
@@ -58,12 +58,14 @@ class Normalisation:
         self._refuse(strategy, sizing)
         tracking = tracking_layers(modules)
         if isinstance(policy, Freeze):
-            tracking = {name: layer for name, layer in tracking.items() if isinstance(layer, _InstanceNorm)}
+            tracking = {name: layer for name, layer in tracking.items() if isinstance(layer, InstanceNormBase)}
         self._statistics = RunningStatistics(tracking, world.device)
         takes_over = bool(self._batch_norms) and (isinstance(policy, Ghost) or over_ranks)
         # Layers whose statistics nothing else gets to see leave them in their buffers.
         self._reading = [
-            layer for layer in self._statistics.layers if isinstance(layer, _InstanceNorm) or not (takes_over or meets)
+            layer
+            for layer in self._statistics.layers
+            if isinstance(layer, InstanceNormBase) or not (takes_over or meets)
         ]
         self._unit = Unit(0, 0, 0)
         self._normalise = None if not takes_over else self._by_groups if isinstance(policy, Ghost) else self._over_ranks

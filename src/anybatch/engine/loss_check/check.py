@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from anybatch.core.dtypes import is_low_precision
 from anybatch.core.loss import ONE_NUMBER, Loss, LossFunction, LossSum
 from anybatch.core.tree import Batch, count_samples, map_tensors
 from anybatch.engine.accumulation.accumulate import Machine
@@ -23,7 +24,6 @@ from anybatch.engine.loss_check.recorded_model import UndecidedError
 from anybatch.engine.loss_check.sample_choice import joined
 from anybatch.engine.side_effects import Draws, untouched
 from anybatch.errors import LossError
-from anybatch.parallel.gradient_buckets import is_low_precision
 from anybatch.parallel.world import World
 
 _MOST_STEPS = 8

@@ -5,7 +5,6 @@ the network does to its samples (dropout, BatchNorm) is the same for all of them
 """
 
 import functools
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,12 +13,10 @@ import torch
 from torch import nn
 
 from anybatch.core.tree import map_tensors, tensors_of
+from anybatch.engine.torch_internals import module_parts, uncompiled, with_parts
 
 Axes = tuple[tuple[int, int], ...]
 """Where the samples are in a tensor: each axis along which they lie, and how many entries of it a sample has."""
-
-_FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-_BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
 
 
 class UndecidedError(Exception):
@@ -64,22 +61,23 @@ class StandIn:
 
     def clone(self, module: nn.Module) -> nn.Module:
         """Return the stand-in of a module; of a compiled one, of the module that was compiled."""
-        module = plain(module)
+        module = uncompiled(module)
         if id(module) in self._clones:
             return self._clones[id(module)]
         clone: nn.Module = object.__new__(type(module))
         self._clones[id(module)] = clone
-        state = vars(clone)
-        state.update(vars(module))
-        state["_parameters"] = {name: self._alias(value) for name, value in vars(module)["_parameters"].items()}
-        state["_modules"] = {
-            name: None if child is None else self.clone(child) for name, child in vars(module)["_modules"].items()
-        }
-        state["_compiled_call_impl"] = None
-        state.update({name: OrderedDict() for name in _BACKWARD_HOOKS})
-        if id(module) not in self._opened:
-            state["forward"] = functools.partial(self._called, module)
-            state.update({name: OrderedDict() for name in _FORWARD_HOOKS})
+        parameters, children = module_parts(module)
+        is_opened = id(module) in self._opened
+        vars(clone).update(
+            with_parts(
+                vars(module),
+                {name: self._alias(value) for name, value in parameters.items()},
+                {name: None if child is None else self.clone(child) for name, child in children.items()},
+                keeps_forward_hooks=is_opened,
+            )
+        )
+        if not is_opened:
+            vars(clone)["forward"] = functools.partial(self._called, module)
         return clone
 
     def record(self, run: Callable[[], object]) -> tuple[Call, ...]:
@@ -138,12 +136,6 @@ class StandIn:
         if id(parameter) not in self._aliases:
             self._aliases[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
         return self._aliases[id(parameter)]
-
-
-def plain(module: nn.Module) -> nn.Module:
-    """Return the module behind `torch.compile(module)`, or the module itself."""
-    found: nn.Module = getattr(module, "_orig_mod", module)
-    return found
 
 
 class Rows:
@@ -271,4 +263,4 @@ def modules_in(model: object) -> Iterator[nn.Module]:
     roots = model.values() if isinstance(model, Mapping) else [model]
     for root in roots:
         if isinstance(root, nn.Module):
-            yield from (plain(module) for module in root.modules())
+            yield from (uncompiled(module) for module in root.modules())

@@ -16,11 +16,11 @@ from anybatch.core.splitting import Cut, Deal
 from anybatch.core.tree import Batch, count_samples, slice_samples, tensors_of
 from anybatch.engine.accumulation.accumulate import Machine
 from anybatch.engine.accumulation.planned_batch import OpenBatch, open_batch
-from anybatch.engine.compatibility import is_compiled
 from anybatch.engine.micro_batch_size.search import Auto, Found, Search
 from anybatch.engine.micro_batch_size.trial_run import Execute, Rehearsal
 from anybatch.engine.side_effects import untouched
 from anybatch.engine.telemetry.notifier import software_versions
+from anybatch.engine.torch_internals import is_compiled
 from anybatch.errors import BatchSizeError, CompositionError, DataError, PlanError
 from anybatch.memory.host_memory import HostRoom, device_name
 from anybatch.parallel.world import World

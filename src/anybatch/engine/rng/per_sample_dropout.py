@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from anybatch.core.randomness import sample_bits, sample_keys, step_seed
 from anybatch.engine.accumulation.accumulate import Work
+from anybatch.engine.torch_internals import is_in_backward, packing_function
 from anybatch.errors import CompositionError, UserError
 
 _INSTEAD = "Or use rng='micro_batch', which is exact for the same cut."
@@ -114,6 +115,7 @@ class _Draws(TorchFunctionMode):
         self.num_calls_of_step: int | None = None
         self.packed = False
         self.num_samples = 0
+        self._packing_function = packing_function()
         self._names = {id(module): name for name, module in modules.items()}
         self._axes = axes
         self._device = device
@@ -160,7 +162,7 @@ class _Draws(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 (whatever the function returns)
-        rule = _RULES.get(func)
+        rule = _packing if func is self._packing_function else _RULES.get(func)
         if rule is not None:
             return rule(self, func, *args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
@@ -215,7 +217,7 @@ class _Draws(TorchFunctionMode):
         if not 0 <= call <= len(known):
             self.refuse("torch's random numbers were seeded anew", "Leave torch.manual_seed out of the forward.")
         if call == len(known):
-            if torch._C._current_graph_task_id() >= 0:  # noqa: SLF001 (torch's own checkpointing asks this too)
+            if is_in_backward():  # torch's own checkpointing asks this too
                 self.refuse(
                     "activation checkpointing runs the forward again without its random state",
                     "Leave preserve_rng_state=True.",
@@ -413,5 +415,4 @@ _RULES: Mapping[Any, Rule] = {
     functional.multi_head_attention_forward: _followed(functional.multi_head_attention_forward, batch_first=True),
     **{function: _followed(function) for function in (autograd.backward, autograd.grad, torch.Tensor.backward)},
     **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _recurrent),
-    torch._pack_padded_sequence: _packing,  # noqa: SLF001 (what pack_padded_sequence calls)
 }

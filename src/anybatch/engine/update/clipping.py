@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
+from anybatch.core.torch_internals import clamp_each, dense_values, multiply_each
 from anybatch.errors import UserError
 
 
@@ -72,7 +73,7 @@ def refuse_groups(clip: ClipPolicy | None, optimizer: Optimizer) -> None:
 
 def total_norm(gradients: Sequence[torch.Tensor]) -> Float[Tensor, ""]:
     """Return the 2-norm over all gradients together, on the device, in the gradients' own precision."""
-    norm = get_total_norm([_values(gradient) for gradient in gradients])
+    norm = get_total_norm([dense_values(gradient) for gradient in gradients])
     # The norm of sharded gradients (DTensors, whose module takes a second and a half to import) is itself sharded.
     gather = getattr(norm, "full_tensor", None)
     return norm if gather is None else gather()
@@ -104,23 +105,18 @@ def clip_gradients(
 
 @torch.no_grad()
 def _clip(gradients: Sequence[torch.Tensor], norm: Float[Tensor, ""] | None, clip: Clip) -> None:
-    values = [_values(gradient) for gradient in gradients]
+    values = [dense_values(gradient) for gradient in gradients]
     if isinstance(clip, ClipByNorm):
         assert norm is not None
         # As torch.nn.utils.clip_grad_norm_ does, small term included; 1 where nothing is to be clipped, so that the
         # host need not know whether.
-        torch._foreach_mul_(values, (clip.max_norm / (norm + 1e-6)).clamp(max=1.0))
+        multiply_each(values, (clip.max_norm / (norm + 1e-6)).clamp(max=1.0))
     else:
-        torch._foreach_clamp_min_(values, -clip.max_value)
-        torch._foreach_clamp_max_(values, clip.max_value)
+        clamp_each(values, clip.max_value)
 
 
 def _policy_of_group(clip: Clip | float | None) -> Clip | None:
     return ClipByNorm(float(clip)) if isinstance(clip, (int, float)) else clip
-
-
-def _values(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient._values() if gradient.is_sparse else gradient  # noqa: SLF001 (coalesced; shares its memory)
 
 
 def _check_positive(name: str, value: float) -> None:

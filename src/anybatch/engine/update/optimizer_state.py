@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from anybatch.engine.holdings import Holdings
+from anybatch.engine.torch_internals import state_maker
 from anybatch.engine.update.precision import Target
 from anybatch.errors import DoesNotFitError
 from anybatch.memory.ledger import MemoryLedger
@@ -76,11 +77,11 @@ class UpdateMemory:
 def make_state(optimizer: Optimizer) -> list[nn.Parameter]:
     """Make the state that the optimizer would make in its first step; return the parameters it was made for.
 
-    Only torch's own optimizers are known to make it in one place (`_init_group`), and to leave everything else alone
-    there. SGD makes its momentum of the first gradient, so there is nothing to make; others are left to themselves.
+    Only torch's own optimizers are known to make it in one place, and to leave everything else alone there. SGD makes
+    its momentum of the first gradient, so there is nothing to make; others are left to themselves.
     """
-    make = getattr(optimizer, "_init_group", None)
-    if make is None or not type(optimizer).__module__.startswith("torch.optim"):
+    make = state_maker(optimizer)
+    if make is None:
         return []
     num_lists = len(inspect.signature(make).parameters) - 1
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

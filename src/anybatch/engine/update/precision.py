@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from anybatch.core.dtypes import is_low_precision
 from anybatch.errors import NonFiniteError, ParameterError, UserError
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]
@@ -93,14 +94,12 @@ def make_target(optimizer: "Optimizer | OptimizerFunction", parameters: Mapping[
         ParameterError: the optimizer holds other parameters than the model's trainable ones.
     """
     own = tuple(parameters.values())
-    low = [parameter for parameter in own if parameter.dtype in (torch.bfloat16, torch.float16)]
+    low = [parameter for parameter in own if is_low_precision(parameter)]
     if isinstance(optimizer, Optimizer):
         _check_members(optimizer, parameters)
         return Target(optimizer, "cast" if low else "direct", own, own)
     masters = {
-        name: nn.Parameter(parameter.detach().float())
-        if parameter.dtype in (torch.bfloat16, torch.float16)
-        else parameter
+        name: nn.Parameter(parameter.detach().float()) if is_low_precision(parameter) else parameter
         for name, parameter in parameters.items()
     }
     made = optimizer(list(masters.items()))

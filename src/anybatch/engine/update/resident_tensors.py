@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
+from anybatch.core.torch_internals import sparse_bytes, storage_key
 from anybatch.engine.update.precision import Target
 from anybatch.engine.update.weight_average import WeightAverage
 from anybatch.memory.trace import Category
@@ -48,7 +49,7 @@ def num_bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     for tensor in tensors:
         if tensor.layout == torch.strided:
             storage = tensor.untyped_storage()
-            sizes[storage._cdata] = storage.nbytes()  # noqa: SLF001 (torch has no other name for a storage)
+            sizes[storage_key(storage)] = storage.nbytes()
         else:
-            sizes[id(tensor)] = tensor._values().nbytes + tensor._indices().nbytes  # noqa: SLF001 (not coalesced yet)
+            sizes[id(tensor)] = sparse_bytes(tensor)
     return sum(sizes.values())

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from anybatch.core.dtypes import widened
+from anybatch.core.torch_internals import interpolate_each
 from anybatch.errors import UserError
 
 
@@ -29,13 +31,14 @@ class WeightAverage:
             raise UserError(message)
         self.decay = decay
         self._parameters = dict(parameters)
-        self.weights = {name: _wide(parameter).clone() for name, parameter in parameters.items()}
+        # In float32: a bf16 average would stand still, like a bf16 sum.
+        self.weights = {name: widened(parameter.detach()).clone() for name, parameter in parameters.items()}
 
     @torch.no_grad()
     def update(self) -> None:
         """Take the weights of one more step in."""
-        new = [_wide(parameter) for parameter in self._parameters.values()]
-        torch._foreach_lerp_(list(self.weights.values()), new, 1.0 - self.decay)
+        new = [widened(parameter.detach()) for parameter in self._parameters.values()]
+        interpolate_each(list(self.weights.values()), new, 1.0 - self.decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -56,9 +59,3 @@ class WeightAverage:
     def _put(self, weights: Mapping[str, torch.Tensor]) -> None:
         for name, parameter in self._parameters.items():
             parameter.copy_(weights[name])
-
-
-def _wide(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the weights to average; a bf16 average would stand still, like a bf16 sum."""
-    detached = parameter.detach()
-    return detached.float() if detached.dtype in (torch.bfloat16, torch.float16) else detached

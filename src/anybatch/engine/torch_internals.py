@@ -1,0 +1,164 @@
+"""What the engine asks of torch that torch does not promise to keep; what several folders ask is in `core`.
+
+All of it was seen to hold on the versions in `anybatch.core.torch_internals.SEEN`. Where a name is missing, a function
+does without it where that is safe, and raises `UnsupportedTorchError` where the gradient might be wrong.
+The last argument of a function is where the name is looked for, so that a test can pass something that lacks it.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils import _python_dispatch as dispatch
+
+from anybatch.core.torch_internals import lacking, needed_for
+
+with needed_for("Telling dropout layers from others"):
+    from torch.nn.modules.dropout import _DropoutNd as DropoutBase
+
+__all__ = [
+    "DropoutBase",
+    "active_dispatch_modes",
+    "is_compiled",
+    "is_in_backward",
+    "is_in_checkpoint",
+    "module_parts",
+    "packing_function",
+    "state_maker",
+    "uncompiled",
+    "with_parts",
+]
+
+_FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
+
+
+def is_in_backward(of: Any = torch._C) -> bool:  # noqa: ANN401 (torch)
+    """Whether autograd is running a backward in this thread: `torch._C._current_graph_task_id`.
+
+    Raises:
+        UnsupportedTorchError: autograd does not say.
+    """
+    try:
+        return int(of._current_graph_task_id()) >= 0
+    except AttributeError as missing:
+        purpose = "rng='per_sample'"
+        raise lacking(purpose, missing) from missing
+
+
+def is_in_checkpoint(of: Any = torch._C) -> bool:  # noqa: ANN401 (torch)
+    """Whether a forward runs inside of `torch.utils.checkpoint` with use_reentrant=False.
+
+    `torch._C._autograd._top_saved_tensors_default_hooks`: checkpointing is known by the hooks that it sets up.
+
+    Raises:
+        UnsupportedTorchError: torch does not show the hooks, so checkpointing could not be refused.
+    """
+    try:
+        hooks = of._autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003 (takes no keyword)
+    except AttributeError as missing:
+        purpose = "norms='exact'"
+        raise lacking(purpose, missing) from missing
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+
+
+def active_dispatch_modes(of: Any = dispatch) -> list[Any]:  # noqa: ANN401 (torch)
+    """Return the modes that see each operation of this thread, outermost first, such as a memory ledger.
+
+    `torch.utils._python_dispatch._get_current_dispatch_mode_stack`.
+
+    Raises:
+        UnsupportedTorchError: torch does not list them, so another thread's operations would not be seen.
+    """
+    with needed_for("norms='exact'"):
+        return list(of._get_current_dispatch_mode_stack())
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile(module)` or `module.compile()` was called: `_orig_mod` and `_compiled_call_impl`.
+
+    Raises:
+        UnsupportedTorchError: it was, and the module behind it is not where it was in other versions.
+    """
+    return uncompiled(module) is not module or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """Return the module behind `torch.compile(module)`, or the module itself: `OptimizedModule._orig_mod`.
+
+    Raises:
+        UnsupportedTorchError: it is compiled, and does not say what is behind it.
+    """
+    try:
+        found: nn.Module = vars(module)["_modules"]["_orig_mod"]
+    except KeyError as missing:
+        if type(module).__module__.startswith("torch._dynamo"):
+            purpose = "Looking behind torch.compile(model)"
+            raise lacking(purpose, missing) from missing
+        return module
+    return found
+
+
+def module_parts(module: nn.Module) -> tuple[Mapping[str, nn.Parameter | None], Mapping[str, nn.Module | None]]:
+    """Return a module's own parameters and its children by name, those that are None too.
+
+    `Module._parameters` and `_modules`, since the public iterators leave out what is None or comes twice.
+
+    Raises:
+        UnsupportedTorchError: modules keep them elsewhere.
+    """
+    with needed_for("The check of the loss"):
+        return module._parameters, module._modules
+
+
+def with_parts(
+    state: Mapping[str, Any],
+    parameters: Mapping[str, nn.Parameter | None],
+    children: Mapping[str, nn.Module | None],
+    *,
+    keeps_forward_hooks: bool,
+) -> dict[str, Any]:
+    """Return what makes a module out of another one's attributes: other parts, not compiled, no backward hooks.
+
+    Args:
+        state: `vars` of the other module.
+        parameters: by name, those that are None too.
+        children: by name, those that are None too.
+        keeps_forward_hooks: its hooks around the forward stay.
+
+    Raises:
+        UnsupportedTorchError: modules keep their hooks elsewhere, so that the user's would run.
+    """
+    dropped = _BACKWARD_HOOKS if keeps_forward_hooks else (*_BACKWARD_HOOKS, *_FORWARD_HOOKS)
+    unknown = [name for name in ("_parameters", "_modules", *dropped) if name not in state]
+    if unknown:
+        purpose = "The check of the loss"
+        raise lacking(purpose, KeyError(unknown[0]))
+    made = {**state, "_parameters": dict(parameters), "_modules": dict(children), "_compiled_call_impl": None}
+    made.update({name: OrderedDict() for name in dropped})
+    return made
+
+
+def state_maker(optimizer: Optimizer) -> Callable[..., object] | None:
+    """Return what makes one parameter group's state in torch's own optimizers: `Optimizer._init_group`.
+
+    It takes the group and lists to fill. Only torch's optimizers are known to leave everything else alone in it. None
+    for other optimizers, and where it is missing: the state is then made in the first step, after the gradients.
+    """
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return None
+    return getattr(optimizer, "_init_group", None)
+
+
+def packing_function(of: Any = torch) -> Callable[..., object]:  # noqa: ANN401 (torch)
+    """Return what `nn.utils.rnn.pack_padded_sequence` calls, as modes see it: `torch._pack_padded_sequence`.
+
+    Raises:
+        UnsupportedTorchError: it calls something else, so that dropout on packed sequences would not be noticed.
+    """
+    with needed_for("rng='per_sample'"):
+        found: Callable[..., object] = of._pack_padded_sequence
+    return found

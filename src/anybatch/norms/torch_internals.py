@@ -1,0 +1,83 @@
+"""What norms ask of torch that torch does not promise to keep; what several folders ask is in `core`.
+
+All of it was seen to hold on the versions in `anybatch.core.torch_internals.SEEN`.
+The last argument of a function is where the name is looked for, so that a test can pass something that lacks it.
+"""
+
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from anybatch.core.torch_internals import InstanceNormBase, lacking
+
+Contexts = Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]]
+"""Makes the contexts in which a checkpointed block runs: in the forward, and again in the backward."""
+
+
+def checkpointed_forward(
+    module: nn.Module,
+    contexts: Contexts,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    of: Any = torch.utils.checkpoint,  # noqa: ANN401 (torch)
+) -> Generator[None, None, None]:
+    """Return what surrounds a checkpointed forward: run it up to its `yield`, then the forward, then to its end.
+
+    `torch.utils.checkpoint._checkpoint_without_reentrant_generator`, which `checkpoint(use_reentrant=False)` runs; with
+    the random state kept, and the other options as `checkpoint` has them by default.
+
+    Args:
+        module: what is run, and run again in the backward.
+        contexts: the contexts for both.
+        args: of the forward.
+        kwargs: of the forward.
+        of: has the function.
+
+    Raises:
+        UnsupportedTorchError: there is no such function, or it takes other arguments.
+    """
+    options = (True, contexts, "default", False, True)
+    try:
+        running: Generator[None, None, None] = of._checkpoint_without_reentrant_generator(
+            module, *options, *args, **kwargs
+        )
+    except (AttributeError, TypeError) as missing:
+        purpose = "Exact(method='checkpoint')"
+        raise lacking(purpose, missing) from missing
+    return running
+
+
+def num_changes(tensor: Tensor, of: Any = Tensor) -> int:  # noqa: ANN401 (torch)
+    """Return how often a tensor's memory has been written to since it was made: `Tensor._version`.
+
+    Raises:
+        UnsupportedTorchError: torch does not say, so a copy might be older than the tensor.
+    """
+    try:
+        return int(of._version.__get__(tensor))
+    except AttributeError as missing:
+        purpose = "Exact(offload=True)"
+        raise lacking(purpose, missing) from missing
+
+
+def num_axes_unbatched(layer: nn.Module) -> int:
+    """Return the axes of a single sample as an InstanceNorm layer takes it: channels and positions.
+
+    `InstanceNorm._get_no_batch_dim`; where missing, what the public classes say.
+
+    Raises:
+        UnsupportedTorchError: it is missing, and the layer is none of torch's own.
+    """
+    try:
+        assert isinstance(layer, InstanceNormBase)
+        return int(layer._get_no_batch_dim())
+    except AttributeError as missing:
+        known = {nn.InstanceNorm1d: 2, nn.InstanceNorm2d: 3, nn.InstanceNorm3d: 4}
+        found = next((axes for kind, axes in known.items() if isinstance(layer, kind)), None)
+        if found is None:
+            purpose = f"Pooling the statistics of a {type(layer).__name__}"
+            raise lacking(purpose, missing) from missing
+        return found

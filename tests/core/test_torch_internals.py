@@ -1,0 +1,153 @@
+"""What several folders ask of torch in private: what it does, and what is done where torch lacks it."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from anybatch.core import torch_internals
+from anybatch.core.torch_internals import (
+    BatchNormBase,
+    InstanceNormBase,
+    add_to_each,
+    buffer_tables,
+    clamp_each,
+    copy_each,
+    dense_values,
+    interpolate_each,
+    multiply_each,
+    needed_for,
+    sparse_bytes,
+    storage_key,
+    zero_each,
+)
+from anybatch.errors import UnsupportedTorchError
+
+NOTHING = SimpleNamespace()
+OTHERS = [torch.tensor([2.0, -3.0]), torch.tensor([0.5])]
+CHANGES: dict[
+    str, tuple[Callable[..., None], tuple[Any, ...], Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]
+] = {
+    "copy": (copy_each, (OTHERS,), lambda _, other: other),
+    "zero": (zero_each, (), lambda one, _: torch.zeros_like(one)),
+    "add": (add_to_each, (OTHERS,), lambda one, other: one + other),
+    "multiply": (multiply_each, (torch.tensor(3.0),), lambda one, _: one * 3),
+    "clamp": (clamp_each, (0.75,), lambda one, _: one.clamp(-0.75, 0.75)),
+    "interpolate": (interpolate_each, (OTHERS, 0.25), lambda one, other: one.lerp(other, 0.25)),
+}
+
+
+class Bare:
+    """Something in the place of a tensor, storage or module that has a few attributes and no private ones."""
+
+    def __init__(self, **attributes: object) -> None:
+        vars(self).update(attributes)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("of", [torch, NOTHING], ids=["together", "one by one"])
+def test_many_tensors_are_changed_in_place(name: str, of: object) -> None:
+    """Each function changes its tensors in place, as its loop says, with torch's function for many and without."""
+    change, args, expected = CHANGES[name]
+    tensors = [torch.tensor([-1.0, 1.0]), torch.tensor([0.5])]
+    before = [tensor.clone() for tensor in tensors]
+
+    change(tensors, *args, of)
+
+    for tensor, one, other in zip(tensors, before, OTHERS, strict=True):
+        torch.testing.assert_close(tensor, expected(one, other), rtol=0, atol=0)
+
+
+def test_every_normalisation_layer_has_one_of_two_bases() -> None:
+    """BatchNorm in all its forms is a `BatchNormBase`, InstanceNorm an `InstanceNormBase`, and other norms neither."""
+    batch_norms = (nn.BatchNorm1d(1), nn.BatchNorm2d(1), nn.BatchNorm3d(1), nn.SyncBatchNorm(1), nn.LazyBatchNorm2d())
+    instance_norms = (nn.InstanceNorm1d(1), nn.InstanceNorm2d(1), nn.InstanceNorm3d(1))
+
+    assert all(isinstance(layer, BatchNormBase) for layer in batch_norms)
+    assert all(isinstance(layer, InstanceNormBase) for layer in instance_norms)
+    assert not any(isinstance(layer, BatchNormBase) for layer in (*instance_norms, nn.GroupNorm(1, 1), nn.LayerNorm(1)))
+
+
+def test_views_have_their_tensor_s_storage() -> None:
+    """Tensors that share memory have the same key, others another one; tensors without data too."""
+    for device in ("cpu", "meta"):
+        one, other = torch.empty(4, device=device), torch.empty(4, device=device)
+        keys = [storage_key(tensor.untyped_storage()) for tensor in (one, one[2:], other)]
+
+        assert keys[0] == keys[1] != keys[2]
+
+
+def test_storages_are_told_apart_by_a_weak_reference_instead() -> None:
+    """Where torch does not show a storage's address, the one of a weak reference to it is the same number."""
+    storage = torch.empty(4).untyped_storage()
+    hidden: Any = Bare(_weak_ref=storage._weak_ref)  # noqa: SLF001 (what a weak reference to a storage asks)
+
+    assert storage_key(hidden) == storage_key(storage)
+
+
+def test_stored_numbers_are_the_tensor_s_own() -> None:
+    """What is done to the stored numbers of a sparse tensor is done to the tensor; a dense one is its numbers."""
+    sparse = torch.sparse_coo_tensor(
+        torch.tensor([[0, 2]]), torch.tensor([1.0, 2.0]), (3,), check_invariants=True
+    ).coalesce()
+    dense_values(sparse).mul_(2)
+    dense = torch.ones(2)
+
+    assert sparse.to_dense().tolist() == [2, 0, 4]
+    assert dense_values(dense) is dense
+
+
+def test_stored_numbers_come_by_the_public_name_instead() -> None:
+    """Where torch does not show stored numbers, those of a coalesced tensor are `values()`, and others are refused."""
+    values = torch.ones(2)
+    coalesced: Any = Bare(is_sparse=True, is_coalesced=lambda: True, values=lambda: values)
+    repeated: Any = Bare(is_sparse=True, is_coalesced=lambda: False)
+
+    assert dense_values(coalesced) is values
+    with pytest.raises(UnsupportedTorchError, match="not coalesced"):
+        dense_values(repeated)
+
+
+def test_bytes_of_a_sparse_tensor() -> None:
+    """Repeated indices count as often as they are stored; where torch does not show them, once."""
+    sparse = torch.sparse_coo_tensor(
+        torch.tensor([[0, 0, 2]]), torch.tensor([1.0, 2.0, 3.0]), (3,), check_invariants=True
+    )
+    hidden: Any = Bare(coalesce=sparse.coalesce)
+
+    assert sparse_bytes(sparse) == 3 * 4 + 3 * 8
+    assert sparse_bytes(hidden) == 2 * 4 + 2 * 8
+
+
+def test_buffers_are_put_back_by_writing_to_their_tables() -> None:
+    """Each module's table is the one that the module reads; where there is none, a model is refused."""
+    layer = nn.BatchNorm1d(2)
+    tables = buffer_tables(nn.Sequential(nn.Linear(1, 1), layer))
+    tables[2]["running_mean"] = torch.full((2,), 7.0)
+    hidden: Any = Bare(modules=lambda: [Bare()])
+
+    assert [set(table) for table in tables] == [set(), set(), {"running_mean", "running_var", "num_batches_tracked"}]
+    assert layer.running_mean is not None
+    assert layer.running_mean.tolist() == [7, 7]
+    with pytest.raises(UnsupportedTorchError, match="Putting buffers back"):
+        buffer_tables(hidden)
+
+
+def test_refusal_says_which_torch_is_needed() -> None:
+    """The error names the purpose, what is missing, the version at hand and those that have it, as fields of text."""
+    with pytest.raises(UnsupportedTorchError) as caught, needed_for("Flying"):
+        torch.not_there  # type: ignore[attr-defined]  # noqa: B018 (missing on purpose)
+
+    for said in ("Flying", "not_there", torch.__version__, *torch_internals.SEEN):
+        assert str(said) in str(caught.value)
+
+
+def test_missing_modules_are_refused_alike() -> None:
+    """An import that fails is such an error too, and any other error stays what it is."""
+    with pytest.raises(UnsupportedTorchError, match="not_there"), needed_for("Flying"):
+        from torch import not_there  # type: ignore[attr-defined]  # noqa: F401, PLC0415 (missing on purpose)
+    with pytest.raises(ValueError, match="other"), needed_for("Flying"):
+        raise ValueError("other")  # noqa: EM101 (a stand-in)

@@ -1,0 +1,160 @@
+"""What the engine asks of torch in private: what it does, and what is done where torch lacks it."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from anybatch.engine.torch_internals import (
+    DropoutBase,
+    active_dispatch_modes,
+    is_compiled,
+    is_in_backward,
+    is_in_checkpoint,
+    module_parts,
+    packing_function,
+    state_maker,
+    uncompiled,
+    with_parts,
+)
+from anybatch.errors import UnsupportedTorchError
+from anybatch.memory.ledger import MemoryLedger
+
+NOTHING: Any = SimpleNamespace()
+
+
+def test_layers_that_drop_have_one_base() -> None:
+    """Dropout in all its forms is a `DropoutBase`, and an activation is not."""
+    assert all(isinstance(layer, DropoutBase) for layer in (nn.Dropout(), nn.Dropout2d(), nn.AlphaDropout()))
+    assert not isinstance(nn.ReLU(), DropoutBase)
+
+
+def test_a_backward_is_told_from_a_forward() -> None:
+    """A hook of a gradient runs in a backward, and everything else does not."""
+    seen = []
+    weight = torch.ones(1, requires_grad=True)
+    weight.register_hook(lambda _: seen.append(is_in_backward()))
+    weight.sum().backward()
+
+    assert seen == [True]
+    assert not is_in_backward()
+
+
+def test_a_checkpointed_forward_is_told_from_others() -> None:
+    """Inside of `checkpoint(use_reentrant=False)` the answer is yes, with other hooks or none it is no."""
+    seen = []
+
+    def forward(values: torch.Tensor) -> torch.Tensor:
+        seen.append(is_in_checkpoint())
+        return values * 2
+
+    values = torch.ones(1, requires_grad=True)
+    forward(values)
+    checkpoint(forward, values, use_reentrant=False)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        forward(values)
+
+    assert seen == [False, True, False]
+
+
+def test_modes_that_see_operations_are_listed() -> None:
+    """A ledger is among the modes while it is entered, and at no other time."""
+    with MemoryLedger() as ledger:
+        assert active_dispatch_modes() == [ledger]
+    assert active_dispatch_modes() == []
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is")
+def test_compiled_modules_are_known_by_what_is_behind_them() -> None:
+    """`torch.compile(module)` and `module.compile()` show; the module behind the first is the user's."""
+    plain = nn.Linear(2, 2)
+    wrapped: Any = torch.compile(plain)
+    inside = nn.Linear(2, 2)
+    inside.compile()
+
+    assert [is_compiled(module) for module in (plain, wrapped, inside)] == [False, True, True]
+    assert uncompiled(wrapped) is plain
+    assert uncompiled(inside) is inside
+
+
+def test_a_compiled_module_that_hides_is_refused() -> None:
+    """A module of torch's compiler that does not say what is behind it is no module to look at."""
+    hidden: Any = type("Hidden", (nn.Module,), {"__module__": "torch._dynamo.eval_frame"})()
+
+    with pytest.raises(UnsupportedTorchError, match=r"torch\.compile"):
+        is_compiled(hidden)
+
+
+def test_a_module_is_made_of_other_parts() -> None:
+    """What is made of a module's attributes has the new parts, no backward hooks, and forward hooks only if asked."""
+    module = nn.Sequential(nn.Linear(2, 2))
+    module.register_forward_hook(lambda *_: None)
+    module.register_full_backward_hook(lambda *_: None)
+    parameters, children = module_parts(module)
+    other = nn.Linear(2, 2)
+
+    for keeps in (True, False):
+        made = object.__new__(nn.Sequential)
+        vars(made).update(with_parts(vars(module), parameters, {"0": other}, keeps_forward_hooks=keeps))
+        values = torch.ones(1, 2)
+
+        torch.testing.assert_close(made(values), other(values))
+        assert bool(made._forward_hooks) == keeps
+        assert not made._backward_hooks
+    assert children["0"] is module[0]
+
+
+@pytest.mark.parametrize("missing", ["_parameters", "_backward_hooks", "_forward_hooks"])
+def test_modules_of_another_make_are_refused(missing: str) -> None:
+    """Where a module keeps its parts or hooks elsewhere, the user's hooks would run: that is an error."""
+    state = {name: value for name, value in vars(nn.Linear(1, 1)).items() if name != missing}
+
+    with pytest.raises(UnsupportedTorchError, match="check of the loss"):
+        with_parts(state, {}, {}, keeps_forward_hooks=False)
+
+
+def test_state_of_torch_s_optimizers_can_be_made_beforehand() -> None:
+    """Torch's optimizers have a function for it; another class, and one that lacks the function, have none."""
+    parameters = [nn.Parameter(torch.ones(1))]
+    adam = torch.optim.Adam(parameters)
+    user_s: Any = type("Mine", (torch.optim.Adam,), {"__module__": "mine"})(parameters)
+    without: Any = type("Other", (torch.optim.Optimizer,), {"__module__": "torch.optim.other"})(parameters, {})
+
+    assert state_maker(adam) is not None
+    assert state_maker(user_s) is None
+    assert state_maker(without) is None
+
+
+def test_packing_a_sequence_is_seen_by_modes() -> None:
+    """The function is what a mode sees when a padded sequence is packed."""
+    seen: list[object] = []
+
+    class Watcher(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Watcher():
+        nn.utils.rnn.pack_padded_sequence(torch.ones(3, 2, 1), torch.tensor([3, 2]))
+
+    assert packing_function() in seen
+
+
+@pytest.mark.parametrize(
+    ("ask", "purpose"),
+    [
+        (is_in_backward, "per_sample"),
+        (is_in_checkpoint, "exact"),
+        (active_dispatch_modes, "exact"),
+        (packing_function, "per_sample"),
+        (module_parts, "check of the loss"),
+    ],
+)
+def test_what_torch_lacks_is_refused(ask: Callable[[Any], object], purpose: str) -> None:
+    """Where nothing safe can be done instead, the error names what cannot be had."""
+    with pytest.raises(UnsupportedTorchError, match=purpose):
+        ask(NOTHING)

@@ -1,0 +1,84 @@
+"""What norms ask of torch in private: what it does, and what is done where torch lacks it."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from anybatch.errors import UnsupportedTorchError
+from anybatch.norms.torch_internals import checkpointed_forward, num_axes_unbatched, num_changes
+
+NOTHING: Any = SimpleNamespace()
+
+
+def test_a_checkpointed_forward_is_run_again() -> None:
+    """Between the two halves of it a forward keeps nothing; the backward runs it again, and the gradient is right."""
+    calls = 0
+    weight = nn.Parameter(torch.tensor([3.0]))
+
+    class Block(nn.Module):
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            return (values * weight).square()
+
+    block, values = Block(), torch.tensor([2.0])
+    running = checkpointed_forward(block, lambda: (nullcontext(), nullcontext()), (values,), {})
+    next(running)
+    output = block(values)
+    assert next(running, "ended") == "ended"
+    output.sum().backward()
+
+    assert calls == 2
+    assert weight.grad is not None
+    assert float(weight.grad) == 2 * 3 * 2 * 2
+
+
+def test_every_change_in_place_counts() -> None:
+    """A tensor counts what is written to its memory, also through a view."""
+    values = torch.zeros(2)
+    before = num_changes(values)
+    values.add_(1)
+    values[:1].mul_(2)
+
+    assert num_changes(values) == before + 2
+
+
+@pytest.mark.parametrize(("layer", "axes"), [(nn.InstanceNorm1d(2), 2), (nn.InstanceNorm2d(2), 3)])
+def test_axes_of_one_sample(layer: nn.Module, axes: int) -> None:
+    """InstanceNorm takes a sample of so many axes, or a batch of one more."""
+    assert num_axes_unbatched(layer) == axes
+    layer(torch.rand(2, *[3] * (axes - 1)))
+    layer(torch.rand(1, 2, *[3] * (axes - 1)))
+
+
+def test_axes_of_one_sample_are_known_without_asking() -> None:
+    """A layer of torch's that no longer says it has as many axes as its class; another one is refused."""
+
+    class Silent(nn.InstanceNorm2d):
+        @property
+        def _get_no_batch_dim(self) -> Any:
+            raise AttributeError
+
+    class Unknown(nn.InstanceNorm2d.__base__):  # type: ignore[name-defined, misc]
+        @property
+        def _get_no_batch_dim(self) -> Any:
+            raise AttributeError
+
+    assert num_axes_unbatched(Silent(2)) == 3
+    with pytest.raises(UnsupportedTorchError, match="Unknown"):
+        num_axes_unbatched(Unknown(2))
+
+
+def test_what_torch_lacks_is_refused() -> None:
+    """Where nothing safe can be done instead, the error names what cannot be had."""
+    with pytest.raises(UnsupportedTorchError, match="checkpoint"):
+        checkpointed_forward(nn.Identity(), lambda: (nullcontext(), nullcontext()), (), {}, NOTHING)
+    with pytest.raises(UnsupportedTorchError, match="offload"):
+        num_changes(torch.ones(1), NOTHING)
+    other = SimpleNamespace(_checkpoint_without_reentrant_generator=lambda _: iter(()))
+    with pytest.raises(UnsupportedTorchError, match="checkpoint"):
+        checkpointed_forward(nn.Identity(), lambda: (nullcontext(), nullcontext()), (), {}, other)
