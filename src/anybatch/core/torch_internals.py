@@ -13,7 +13,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from anybatch.errors import UnsupportedTorchError
 
@@ -78,13 +77,13 @@ __all__ = [
 def storage_key(storage: torch.UntypedStorage) -> int:
     """Return what a storage is known by for as long as it lives; two tensors that share memory have the same key.
 
-    `UntypedStorage._cdata`, its address in C++; where missing, the address that `StorageWeakRef` keeps, at the cost of
-    a weak reference. `data_ptr` does not do: it is 0 for every tensor without data.
+    `UntypedStorage._cdata`, its address in C++; where missing, the identity of the Python object, which torch keeps for
+    as long as the storage lives. `data_ptr` does not do: it is 0 for every tensor without data.
     """
     try:
         return int(storage._cdata)
     except AttributeError:
-        return int(StorageWeakRef(storage).cdata)
+        return id(storage)
 
 
 def dense_values(tensor: Tensor) -> Tensor:
