@@ -386,7 +386,7 @@ def test_nothing_follows_a_schedule_without_end() -> None:
 )
 def test_negative_steps_are_refused(schedule: Schedule) -> None:
     """There is no step before step 0."""
-    with pytest.raises(UserError, match="step=-1 must be a whole number that is not negative"):
+    with pytest.raises(UserError, match="step=-1 must be a whole number of at least 0"):
         schedule(-1)
 
 

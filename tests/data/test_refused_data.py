@@ -29,10 +29,10 @@ class Unsized(Dataset):  # type: ignore[type-arg]
 @pytest.mark.parametrize(
     ("size", "message"),
     [
-        (0, "effective_batch_size=0 must be at least 1"),
-        (-1, "effective_batch_size=-1 must be at least 1"),
-        (2.5, "effective_batch_size=2.5 must be a whole number, not float"),
-        (True, "effective_batch_size=True must be a whole number, not bool"),
+        (0, "effective_batch_size=0 must be a whole number of at least 1"),
+        (-1, "effective_batch_size=-1 must be a whole number of at least 1"),
+        (2.5, "effective_batch_size=2.5 must be a whole number of at least 1, not float"),
+        (True, "effective_batch_size=True must be a whole number of at least 1, not bool"),
     ],
 )
 def test_effective_batch_size(size: Any, message: str) -> None:
@@ -46,8 +46,8 @@ def test_effective_batch_size(size: Any, message: str) -> None:
     [
         ([], {}, r"the data set is empty: len\(dataset\)=0"),
         (range(9), {"epochs": 1, "steps": 2}, "epochs=1 and steps=2 both say where to stop. Give one"),
-        (range(9), {"epochs": 0}, "epochs=0 must be at least 1"),
-        (range(9), {"steps": 0}, "steps=0 must be at least 1"),
+        (range(9), {"epochs": 0}, "epochs=0 must be a whole number of at least 1"),
+        (range(9), {"steps": 0}, "steps=0 must be a whole number of at least 1"),
         (
             range(9),
             {"epochs": 3, "start": Position(3, 1)},
@@ -55,14 +55,14 @@ def test_effective_batch_size(size: Any, message: str) -> None:
         ),
         (range(9), {"start": Position(2)}, "epochs=1, as neither epochs nor steps is given, .* Give epochs=3 or more"),
         (range(9), {"start": Position(0, 10)}, "start.sample_offset=10 is larger than an epoch of 9 samples"),
-        (range(9), {"start": Position(0, -1)}, "start.sample_offset=-1 must be at least 0"),
+        (range(9), {"start": Position(0, -1)}, "start.sample_offset=-1 must be a whole number of at least 0"),
         (range(9), {"start": (0, 1)}, r"start=\(0, 1\) must be a Position"),
         (
             range(3),
             {"drop_last": True},
             "the data set has 3 samples, effective_batch_size=4 needs 4. Use drop_last=False",
         ),
-        (range(9), {"num_workers": -1}, "num_workers=-1 must be at least 0"),
+        (range(9), {"num_workers": -1}, "num_workers=-1 must be a whole number of at least 0"),
         (range(9), {"seed": 1.5}, "seed=1.5 must be a whole number"),
         (range(9), {"collate": "stack"}, "collate='stack' must be a function"),
         (5, {"shuffle": False}, "dataset is of type int; its samples can be neither indexed nor iterated"),

@@ -363,7 +363,7 @@ def test_a_directory_is_refused(tmp_path: Path) -> None:
 
 def test_no_steps_per_flush_is_refused(tmp_path: Path) -> None:
     """A flush holds at least one step; nothing is created before that is checked."""
-    with pytest.raises(UserError, match="num_steps_per_flush=0 must be at least 1"):
+    with pytest.raises(UserError, match="num_steps_per_flush=0 must be a whole number of at least 1"):
         JsonlLog(tmp_path / "log.jsonl", num_steps_per_flush=0)
     assert not (tmp_path / "log.jsonl").exists()
 

@@ -32,7 +32,8 @@ from anybatch.checkpoints.folder import (
 )
 from anybatch.checkpoints.structure import pack
 from anybatch.checkpoints.tensors import TensorFile, lay_out
-from anybatch.errors import CheckpointError, DiskFullError, UserError
+from anybatch.core.whole_numbers import checked_int
+from anybatch.errors import CheckpointError, DiskFullError
 
 _ANY_SHA256 = "0" * 64
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT}
@@ -98,8 +99,8 @@ def save(
         CheckpointAccessError: `folder` may not be written.
         CheckpointError: the file system failed in another way.
     """
-    _check_count("step", step, 0)
-    _check_count("keep_last", keep_last, 1)
+    checked_int("step", step, least=0)
+    checked_int("keep_last", keep_last)
     folder = Path(folder)
     target = folder / folder_name(step)
     packed = pack(state)
@@ -152,9 +153,3 @@ def _explained(target: Path, num_bytes: int, disk: Disk) -> Iterator[None]:
             f"({error.strerror}). The checkpoints that were there are as they were. Make room, or lower keep_last."
         )
         raise DiskFullError(message, path=target, needed_bytes=num_bytes, free_bytes=free_bytes) from error
-
-
-def _check_count(name: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        message = f"{name}={value!r} must be a whole number of at least {least}."
-        raise UserError(message)

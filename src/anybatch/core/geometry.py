@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from anybatch.core.whole_numbers import checked_int
 from anybatch.errors import BatchSizeError
 
 
@@ -65,7 +66,7 @@ def resolve_sizes(
     }
     for name, value in given.items():
         if value is not None:
-            _check_size(name, value)
+            checked_int(name, value, error=BatchSizeError, cure="Leave it out if the other sizes decide it.")
     if effective_batch_size is None:
         if micro_batch_size is not None and accumulation_steps is not None:
             effective_batch_size = world_size * accumulation_steps * micro_batch_size
@@ -79,24 +80,21 @@ def resolve_sizes(
     )
 
 
-def _check_size(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        message = f"{name}={value!r} must be a whole number of at least 1, not {type(value).__name__}."
-        raise BatchSizeError(message)
-    if value < 1:
-        message = f"{name}={value} must be at least 1. Leave it out to let it follow from the other sizes."
-        raise BatchSizeError(message)
-
-
 def _check_product(world_size: int, effective: int, micro: int | None, steps: int) -> None:
     share = ceil_div(effective, world_size)
+    sizes = {
+        "effective_batch_size": effective,
+        "micro_batch_size": micro,
+        "accumulation_steps": steps,
+        "world_size": world_size,
+    }
     if steps > share:
         message = (
             f"accumulation_steps={steps} is more than the {share} samples of a rank share "
             f"(effective_batch_size={effective} on {world_size} rank{'s' * (world_size > 1)}). "
             f"Use at most {share}, or leave it out."
         )
-        raise BatchSizeError(message)
+        raise BatchSizeError(message, **sizes)
     if micro is None:
         return
     needed = ceil_div(share, micro)
@@ -107,4 +105,4 @@ def _check_product(world_size: int, effective: int, micro: int | None, steps: in
             f"Give any two of them: with micro_batch_size={micro} the accumulation steps would be {needed}; "
             f"with accumulation_steps={steps} the micro-batch size would be {ceil_div(share, steps)}."
         )
-        raise BatchSizeError(message)
+        raise BatchSizeError(message, **sizes)

@@ -16,6 +16,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from anybatch.core.geometry import ceil_div
+from anybatch.core.whole_numbers import checked_int
 from anybatch.errors import BatchSizeError, ParameterError, UserError
 
 Rule = Literal["linear", "sqrt", "none"]
@@ -101,8 +102,8 @@ def scale_rate(
         BatchSizeError: a batch size below 1.
         UserError: a rule that does not exist, or a learning rate that is negative or not finite.
     """
-    _check_batch_size("base_batch_size", base_batch_size)
-    _check_batch_size("effective_batch_size", effective_batch_size)
+    checked_int("base_batch_size", base_batch_size, error=BatchSizeError)
+    checked_int("effective_batch_size", effective_batch_size, error=BatchSizeError)
     _check_not_negative("learning_rate", learning_rate)
     if rule not in get_args(Rule):
         message = f"{rule=} is not a scaling rule; use one of {_listed(get_args(Rule))}."
@@ -224,7 +225,7 @@ class WarmUp:
 
     def __post_init__(self) -> None:
         """Check the arguments."""
-        _check_steps("num_steps", self.num_steps)
+        checked_int("num_steps", self.num_steps, least=0)
         _check_fraction("start_factor", self.start_factor)
 
     def __call__(self, step: int, /) -> float:
@@ -247,12 +248,12 @@ class Constant:
     def __post_init__(self) -> None:
         """Check the arguments."""
         if self.num_steps is not None:
-            _check_steps("num_steps", self.num_steps)
+            checked_int("num_steps", self.num_steps, least=0)
         _check_not_negative("factor", self.factor)
 
     def __call__(self, step: int, /) -> float:
         """Return the factor of `step`."""
-        _check_steps("step", step)
+        checked_int("step", step, least=0)
         return self.factor
 
 
@@ -273,7 +274,7 @@ class Cosine:
 
     def __post_init__(self) -> None:
         """Check the arguments."""
-        _check_steps("num_steps", self.num_steps)
+        checked_int("num_steps", self.num_steps, least=0)
         _check_fraction("floor", self.floor)
 
     def __call__(self, step: int, /) -> float:
@@ -295,7 +296,7 @@ class LinearDecay:
 
     def __post_init__(self) -> None:
         """Check the arguments."""
-        _check_steps("num_steps", self.num_steps)
+        checked_int("num_steps", self.num_steps, least=0)
         _check_fraction("floor", self.floor)
 
     def __call__(self, step: int, /) -> float:
@@ -317,7 +318,7 @@ class Sequential:
 
     def __call__(self, step: int, /) -> float:
         """Return the factor of `step`: of the part it falls into, or of the last one."""
-        _check_steps("step", step)
+        checked_int("step", step, least=0)
         starts = list(itertools.accumulate((_bounded(part) for part in self.parts[:-1]), initial=0))
         number = sum(start <= step for start in starts) - 1
         return self.parts[number](step - starts[number])
@@ -347,8 +348,8 @@ def steps_of_samples(num_samples: int, *, effective_batch_size: int) -> int:
         BatchSizeError: `effective_batch_size` is below 1.
         UserError: `num_samples` is negative.
     """
-    _check_batch_size("effective_batch_size", effective_batch_size)
-    _check_steps("num_samples", num_samples)
+    checked_int("effective_batch_size", effective_batch_size, error=BatchSizeError)
+    checked_int("num_samples", num_samples, least=0)
     return ceil_div(num_samples, effective_batch_size)
 
 
@@ -408,7 +409,7 @@ def _like(old: float | torch.Tensor, new: float) -> float | torch.Tensor:
 
 def _progress(step: int, num_steps: int) -> float:
     """Return how much of `num_steps` is over before `step`, from 0 to 1."""
-    _check_steps("step", step)
+    checked_int("step", step, least=0)
     return 1.0 if step >= num_steps else step / num_steps
 
 
@@ -417,18 +418,6 @@ def _bounded(part: BoundedSchedule) -> int:
         message = f"{part} has num_steps=None, so nothing can follow it. Give it num_steps, or put it last."
         raise UserError(message)
     return part.num_steps
-
-
-def _check_batch_size(name: str, value: int) -> None:
-    if not isinstance(value, int) or value < 1:
-        message = f"{name}={value!r} must be a whole number of at least 1 sample."
-        raise BatchSizeError(message)
-
-
-def _check_steps(name: str, value: int) -> None:
-    if not isinstance(value, int) or value < 0:
-        message = f"{name}={value!r} must be a whole number that is not negative."
-        raise UserError(message)
 
 
 def _check_not_negative(name: str, value: float) -> None:

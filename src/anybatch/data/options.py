@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 
 from anybatch.core.batch import Position
+from anybatch.core.whole_numbers import checked_int
 from anybatch.data.fetch import Collate
-from anybatch.errors import AnyBatchError, BatchSizeError, DataError
+from anybatch.errors import BatchSizeError, DataError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +45,9 @@ class Request:
             BatchSizeError: the effective batch size is not a whole number of at least 1.
             DataError: any other value that cannot be used.
         """
-        _check_whole("effective_batch_size", self.effective_batch_size, 1, BatchSizeError)
-        _check_whole("num_workers", self.num_workers, 0, DataError)
-        _check_whole("seed", self.seed, None, DataError)
+        checked_int("effective_batch_size", self.effective_batch_size, error=BatchSizeError)
+        checked_int("num_workers", self.num_workers, least=0, error=DataError)
+        checked_int("seed", self.seed, least=None, error=DataError)
         if not callable(self.collate):
             message = f"collate={self.collate!r} must be a function of a list of samples, or None for torch's own."
             raise DataError(message)
@@ -61,16 +62,16 @@ def end_epoch_of(epochs: int | None, steps: int | None, start: Position) -> int 
     if not isinstance(start, Position):
         message = f"{start=} must be a Position(epoch, sample_offset), such as the `end` of a batch."
         raise DataError(message)
-    _check_whole("start.epoch", start.epoch, 0, DataError)
-    _check_whole("start.sample_offset", start.sample_offset, 0, DataError)
+    checked_int("start.epoch", start.epoch, least=0, error=DataError)
+    checked_int("start.sample_offset", start.sample_offset, least=0, error=DataError)
     if steps is not None:
-        _check_whole("steps", steps, 1, DataError)
+        checked_int("steps", steps, error=DataError)
         if epochs is not None:
             message = f"{epochs=} and {steps=} both say where to stop. Give one of them."
             raise DataError(message)
         return None
     last = 1 if epochs is None else epochs
-    _check_whole("epochs", last, 1, DataError)
+    checked_int("epochs", last, error=DataError)
     if start > Position(last):
         given = f"{epochs=}" if epochs is not None else "epochs=1, as neither epochs nor steps is given,"
         message = (
@@ -94,12 +95,3 @@ def pins(pin_memory: bool | None) -> bool:  # noqa: FBT001 (the user's argument,
         message = f"{pin_memory=} needs an accelerator that reads pinned memory; here is {name}. Leave it at None."
         raise DataError(message)
     return possible if pin_memory is None else pin_memory
-
-
-def _check_whole(name: str, value: object, least: int | None, error: type[AnyBatchError]) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        message = f"{name}={value!r} must be a whole number, not {type(value).__name__}."
-        raise error(message)
-    if least is not None and value < least:
-        message = f"{name}={value} must be at least {least}."
-        raise error(message)

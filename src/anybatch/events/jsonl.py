@@ -30,6 +30,7 @@ from anybatch.core.records import (
     ReductionRecord,
     StepRecord,
 )
+from anybatch.core.whole_numbers import checked_int
 from anybatch.errors import UserError
 from anybatch.events.schema import SCHEMA_VERSION
 
@@ -68,9 +69,7 @@ class JsonlLog:
         num_steps_per_flush: int = 1,
     ) -> None:
         """Open the file and find where to go on."""
-        if num_steps_per_flush < 1:
-            message = f"{num_steps_per_flush=} must be at least 1."
-            raise UserError(message)
+        checked_int("num_steps_per_flush", num_steps_per_flush)
         self._path = Path(path)
         self._clock = clock
         self._num_steps_per_flush = num_steps_per_flush

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from anybatch.core.learning_rate import Rule
 from anybatch.core.loss import Loss, LossFunction
+from anybatch.core.whole_numbers import checked_int
 from anybatch.engine.checkpoint_state import Scheduler
 from anybatch.engine.evaluation import MetricFunction
 from anybatch.engine.inputs import Model
@@ -53,10 +54,11 @@ class Defaults:
 
     def __post_init__(self) -> None:
         """Check every number by itself, and the two lengths against each other."""
-        _check_whole("effective_batch_size", self.effective_batch_size, BatchSizeError)
+        checked_int("effective_batch_size", self.effective_batch_size, error=BatchSizeError)
         for name in ("base_batch_size", "epochs", "steps"):
             if getattr(self, name) is not None:
-                _check_whole(name, getattr(self, name), BatchSizeError if name == "base_batch_size" else UserError)
+                error = BatchSizeError if name == "base_batch_size" else UserError
+                checked_int(name, getattr(self, name), error=error)
         if self.epochs is not None and self.steps is not None:
             message = f"epochs={self.epochs} and steps={self.steps} both say where to stop. Give one of them."
             raise UserError(message)
@@ -97,7 +99,7 @@ class Evaluation:
         if self.metric is not None and not isinstance(self.metric, Loss):
             _check_function("Evaluation", "metric", self.metric, "(model, batch)", LossError)
         if self.effective_batch_size is not None:
-            _check_whole("effective_batch_size", self.effective_batch_size, BatchSizeError)
+            checked_int("effective_batch_size", self.effective_batch_size, error=BatchSizeError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,12 +200,6 @@ def _check_loss(loss: object) -> None:
             f"(model, batch), not {_kind(function)}."
         )
         raise LossError(message)
-
-
-def _check_whole(name: str, value: object, error: type[UserError]) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        message = f"{name}={value!r} must be a whole number of at least 1."
-        raise error(message)
 
 
 def _kind(value: object) -> str:
