@@ -1,4 +1,4 @@
-"""Chapter 16: counts and sizes are whole numbers, and every argument that is one is checked here."""
+"""Chapter 18: counts and sizes are whole numbers, and every argument that is one is checked here."""
 
 from anybatch.errors import AnyBatchError, UserError
 

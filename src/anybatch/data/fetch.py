@@ -1,45 +1,16 @@
 """Loading one unit: every sample under its own random key, then collated."""
 
-import importlib
-import importlib.util
-import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from anybatch.core.randomness import sample_seed
 from anybatch.core.tree import Batch, map_tensors
+from anybatch.data.random_state import seed_generators
 
 Collate = Callable[[list[Any]], Batch]
-_NUMPY: ModuleType | None = importlib.import_module("numpy") if importlib.util.find_spec("numpy") else None
-_NUMPY_SEEDS = 1 << 32
-
-
-@contextmanager
-def callers_randomness() -> Iterator[None]:
-    """Give python, numpy and torch (CPU) their random state back at the end, also after an exception."""
-    python_state = random.getstate()
-    numpy_state = _NUMPY.random.get_state(legacy=False) if _NUMPY is not None else None
-    torch_state = torch.default_generator.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(python_state)
-        if _NUMPY is not None:
-            _NUMPY.random.set_state(numpy_state)
-        torch.default_generator.set_state(torch_state)
-
-
-def seed_generators(seed: int) -> None:
-    """Seed the generators that augmentations draw from: python's, numpy's and torch's global ones, on the CPU."""
-    random.seed(seed)
-    if _NUMPY is not None:
-        _NUMPY.random.seed(seed % _NUMPY_SEEDS)
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed would visit every device: a hundred times slower
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,11 @@ import torch
 from anybatch.core.batch import Foresight, Position, Positions, taken
 from anybatch.core.tree import Batch
 from anybatch.data.effective_batch import DatasetBatch, DatasetBatches
-from anybatch.data.fetch import UnitKey, UnitLoader, callers_randomness, pinned
+from anybatch.data.fetch import UnitKey, UnitLoader, pinned
 from anybatch.data.options import Request
 from anybatch.data.order import Schedule, sample_order
 from anybatch.data.prefetch import Ahead
+from anybatch.data.random_state import preserved_random_state
 from anybatch.errors import DataError
 
 
@@ -116,7 +117,7 @@ class _Feeder:
                 yield self.ahead.take(key, functools.partial(self._onward, keys, index, batch.end, foresight))
 
     def _load_here(self, key: UnitKey) -> Batch:
-        with callers_randomness():
+        with preserved_random_state():
             unit = self.loader(key)
         return pinned(unit) if self.pin_memory else unit
 

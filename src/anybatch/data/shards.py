@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from anybatch.core.randomness import order_seed, sample_seed
-from anybatch.data.fetch import seed_generators
+from anybatch.data.random_state import seed_generators
 from anybatch.data.serialization import packed
 from anybatch.data.torch_internals import hides_worker
 from anybatch.errors import DataError

@@ -11,10 +11,11 @@ from anybatch.core.batch import Foresight, Position, Positions, taken
 from anybatch.core.geometry import ceil_div
 from anybatch.core.tree import Batch
 from anybatch.data.effective_batch import DatasetBatch, DatasetBatches
-from anybatch.data.fetch import Collate, callers_randomness, collate_unit, pinned
+from anybatch.data.fetch import Collate, collate_unit, pinned
 from anybatch.data.options import Request
 from anybatch.data.order import Schedule
 from anybatch.data.prefetch import Ahead
+from anybatch.data.random_state import preserved_random_state
 from anybatch.data.serialization import unpacked
 from anybatch.data.shards import ChunkKey, LaneReader, Shards, StreamSample, hide_worker, read_rounds
 from anybatch.errors import DataError
@@ -106,7 +107,7 @@ class StreamSource:
         request, size, position = self._request, self._request.effective_batch_size, start
         held: list[StreamSample] = []
         while True:
-            with callers_randomness():
+            with preserved_random_state():
                 held += itertools.islice(stream, size + 1 - len(held))  # one more: is this batch the last one?
             samples, held = held[:size], held[size:]
             if not samples or (request.drop_last and len(samples) < size):
@@ -136,7 +137,7 @@ class _Feeder:
     ) -> Iterator[Batch]:
         for positions in units:
             ids, samples = taken(batch.sample_ids, positions), list(taken(self.samples, positions))
-            with callers_randomness():
+            with preserved_random_state():
                 collated = collate_unit(self.collate, samples, ids, seed=batch.seed, epoch=batch.epoch)
             yield pinned(collated) if self.pin_memory else collated
 
@@ -148,7 +149,7 @@ def _chunk_key(epoch: int, num_lanes: int, keep_from: int, place: int) -> ChunkK
 
 
 def _skip(stream: Iterator[StreamSample], start: Position) -> None:
-    with callers_randomness():
+    with preserved_random_state():
         num_skipped = sum(1 for _ in itertools.islice(stream, start.sample_offset))
     if num_skipped < start.sample_offset:
         message = (

@@ -1,6 +1,5 @@
 """Running a model once more than the user asked for, and leaving no trace of it."""
 
-import random
 import sys
 import warnings
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from anybatch.core.buffers import BufferValues
+from anybatch.data.random_state import preserved_random_state, seed_generators
 from anybatch.engine.rng.generators import UnitRandomness
 
 _PLAIN_TYPES = (bool, int, float, str, type(None), torch.Tensor)
@@ -62,23 +62,17 @@ class Draws:
 
     def __init__(self, device: torch.device) -> None:
         self._torch = UnitRandomness(device)
-        self._python = random.getstate()
-        self._numpy = sys.modules.get("numpy")
-        self._numpy_state = self._numpy.random.get_state() if self._numpy is not None else None
+        self._stack = ExitStack()
 
     def seed(self, seed: int) -> None:
         """Start all random numbers."""
-        self._torch.whole(seed)
-        random.seed(seed)
-        if self._numpy is not None:
-            self._numpy.random.seed(seed)
+        seed_generators(seed)
+        self._torch.whole(seed)  # on the device, too
 
     def __enter__(self) -> Self:
-        self._torch.__enter__()
+        self._stack.enter_context(preserved_random_state())
+        self._stack.enter_context(self._torch)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._torch.__exit__(None, None, None)
-        random.setstate(self._python)
-        if self._numpy is not None:
-            self._numpy.random.set_state(self._numpy_state)
+        self._stack.close()

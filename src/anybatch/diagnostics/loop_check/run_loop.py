@@ -1,8 +1,6 @@
 """Runs a user's loop on the stage, as a user would call it, and puts everything back as it was."""
 
 import io
-import random
-import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from anybatch.data.random_state import preserved_random_state
 from anybatch.diagnostics.loop_check.loop_trace import LoopTrace, numbers_in
 from anybatch.diagnostics.loop_check.probe import ProbeData, RowModel, RowSet, make_loader
 from anybatch.diagnostics.loop_check.recorder import Recorder
@@ -136,17 +135,10 @@ def group_of_one() -> Iterator[None]:
 @contextmanager
 def state_kept() -> Iterator[None]:
     """Put back the random states and settings of torch and Python that a loop may change."""
-    python, default = random.getstate(), torch.get_rng_state()
-    numpy = sys.modules.get("numpy")
-    numbers = None if numpy is None else numpy.random.get_state()
     gradients, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
     try:
-        with torch.enable_grad():
+        with preserved_random_state(), torch.enable_grad():
             yield
     finally:
-        random.setstate(python)
-        torch.set_rng_state(default)
-        if numpy is not None and numbers is not None:
-            numpy.random.set_state(numbers)
         torch.set_grad_enabled(gradients)
         torch.set_default_dtype(dtype)
