@@ -18,6 +18,7 @@ from anybatch.core.torch_internals import (
     copy_each,
     dense_values,
     interpolate_each,
+    is_in_backward,
     multiply_each,
     needed_for,
     sparse_bytes,
@@ -141,6 +142,19 @@ def test_buffers_are_put_back_by_writing_to_their_tables() -> None:
     assert layer.running_mean.tolist() == [7, 7]
     with pytest.raises(UnsupportedTorchError, match="Putting buffers back"):
         buffer_tables(hidden)
+
+
+def test_a_backward_is_told_from_a_forward() -> None:
+    """A hook of a gradient runs in a backward, and everything else does not; a torch that does not say is refused."""
+    seen = []
+    weight = torch.ones(1, requires_grad=True)
+    weight.register_hook(lambda _: seen.append(is_in_backward()))
+    weight.sum().backward()
+
+    assert seen == [True]
+    assert not is_in_backward()
+    with pytest.raises(UnsupportedTorchError, match="backward"):
+        is_in_backward(NOTHING)
 
 
 def test_refusal_says_which_torch_is_needed() -> None:

@@ -13,7 +13,6 @@ from anybatch.engine.torch_internals import (
     DropoutBase,
     active_dispatch_modes,
     is_compiled,
-    is_in_backward,
     is_in_checkpoint,
     module_parts,
     packing_function,
@@ -31,17 +30,6 @@ def test_layers_that_drop_have_one_base() -> None:
     """Dropout in all its forms is a `DropoutBase`, and an activation is not."""
     assert all(isinstance(layer, DropoutBase) for layer in (nn.Dropout(), nn.Dropout2d(), nn.AlphaDropout()))
     assert not isinstance(nn.ReLU(), DropoutBase)
-
-
-def test_a_backward_is_told_from_a_forward() -> None:
-    """A hook of a gradient runs in a backward, and everything else does not."""
-    seen = []
-    weight = torch.ones(1, requires_grad=True)
-    weight.register_hook(lambda _: seen.append(is_in_backward()))
-    weight.sum().backward()
-
-    assert seen == [True]
-    assert not is_in_backward()
 
 
 def test_a_checkpointed_forward_is_told_from_others() -> None:
@@ -147,7 +135,6 @@ def test_packing_a_sequence_is_seen_by_modes() -> None:
 @pytest.mark.parametrize(
     ("ask", "purpose"),
     [
-        (is_in_backward, "per_sample"),
         (is_in_checkpoint, "exact"),
         (active_dispatch_modes, "exact"),
         (packing_function, "per_sample"),

@@ -9,14 +9,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from anybatch.memory.ledger import MemoryLedger
-from anybatch.planner.trace.cuda_emulation import POLICIES, Profile, allocating_as, choose_foreach, known_to
+from anybatch.planner.torch_internals import registered_operations
+from anybatch.planner.trace.cuda_emulation import POLICIES, Profile, allocating_as, choose_foreach
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
 
 def registrations() -> dict[str, str]:
     """Return every kernel of every operation that autocast knows, as torch prints them."""
-    names = known_to("AutocastCPU") | known_to("AutocastCUDA")
+    names = registered_operations("AutocastCPU") | registered_operations("AutocastCUDA")
     return {name: torch._C._dispatch_dump(f"aten::{name}") for name in sorted(names)}  # noqa: SLF001 (its only name)
 
 
@@ -41,11 +42,11 @@ def test_every_operation_of_autocast_on_cuda_has_a_policy() -> None:
     """What only AutocastCUDA knows stands in the table, but for two functions that nobody calls any more."""
     named = {name for names in POLICIES.values() for name in names}
 
-    assert known_to("AutocastCUDA") - known_to("AutocastCPU") - named == {
+    assert registered_operations("AutocastCUDA") - registered_operations("AutocastCPU") - named == {
         "cudnn_convolution",
         "cudnn_convolution_transpose",
     }
-    assert named <= known_to("AutocastCUDA")
+    assert named <= registered_operations("AutocastCUDA")
 
 
 @pytest.mark.parametrize(

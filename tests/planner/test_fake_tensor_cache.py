@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
 
 from anybatch.memory.ledger import MemoryLedger
+from anybatch.memory.torch_internals import FakeTensor, FakeTensorMode
 from anybatch.memory.trace import MemoryTrace, in_order
 from anybatch.planner.trace.data_reads import HostReads
 from anybatch.planner.trace.fake_tensor_cache import Answers, FakeLedger, KnownResults, fake_mode, home, told
@@ -272,3 +272,17 @@ def test_another_mode_is_left_alone() -> None:
         made = [mine + 1, foreign + 1]
 
     assert [one.fake_mode for one in made if isinstance(one, FakeTensor)] == [mode, other]
+
+
+def test_without_remembering_operations_are_run() -> None:
+    """Where torch lacks what results are made of, each operation is run as it comes, and the results are the same."""
+    mode = fake_mode()
+    runs_all, remembers = KnownResults(mode, remembers=False), KnownResults(mode, remembers=True)
+    with mode:
+        x = torch.empty(4, 6)
+        for _ in range(2):
+            one, other = (results(aten.add.Tensor, (x, x), {}) for results in (runs_all, remembers))
+            assert told(one) == told(other)
+
+    assert runs_all.answer is None
+    assert remembers.answer is not None

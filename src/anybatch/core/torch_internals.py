@@ -65,6 +65,7 @@ __all__ = [
     "copy_each",
     "dense_values",
     "interpolate_each",
+    "is_in_backward",
     "lacking",
     "multiply_each",
     "needed_for",
@@ -115,6 +116,19 @@ def sparse_bytes(tensor: Tensor) -> int:
     except AttributeError:
         merged = tensor.coalesce()
         return merged.values().nbytes + merged.indices().nbytes
+
+
+def is_in_backward(of: Any = torch._C) -> bool:  # noqa: ANN401 (torch)
+    """Whether autograd is running a backward in this thread: `torch._C._current_graph_task_id`.
+
+    Raises:
+        UnsupportedTorchError: autograd does not say.
+    """
+    try:
+        return int(of._current_graph_task_id()) >= 0
+    except AttributeError as missing:
+        purpose = "Telling a backward from a forward"
+        raise lacking(purpose, missing) from missing
 
 
 def buffer_tables(modules: nn.Module) -> list[dict[str, Tensor | None]]:

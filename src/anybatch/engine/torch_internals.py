@@ -23,7 +23,6 @@ __all__ = [
     "DropoutBase",
     "active_dispatch_modes",
     "is_compiled",
-    "is_in_backward",
     "is_in_checkpoint",
     "module_parts",
     "packing_function",
@@ -34,19 +33,6 @@ __all__ = [
 
 _FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
-
-
-def is_in_backward(of: Any = torch._C) -> bool:  # noqa: ANN401 (torch)
-    """Whether autograd is running a backward in this thread: `torch._C._current_graph_task_id`.
-
-    Raises:
-        UnsupportedTorchError: autograd does not say.
-    """
-    try:
-        return int(of._current_graph_task_id()) >= 0
-    except AttributeError as missing:
-        purpose = "rng='per_sample'"
-        raise lacking(purpose, missing) from missing
 
 
 def is_in_checkpoint(of: Any = torch._C) -> bool:  # noqa: ANN401 (torch)

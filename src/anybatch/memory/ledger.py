@@ -10,10 +10,14 @@ from functools import cache
 from typing import Any, Self
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
-from torch.utils._pytree import tree_leaves
 
+from anybatch.core.torch_internals import is_in_backward, storage_key
+from anybatch.memory.torch_internals import (
+    FakeTensor,
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass_type,
+    tree_leaves,
+)
 from anybatch.memory.trace import Allocation, Category, MemoryTrace, Phase
 
 AllocationObserver = Callable[[int, int, str], None]
@@ -29,7 +33,6 @@ results included."""
 PoolSelector = Callable[[], int]
 """Says which of the allocator's pools memory comes from that is taken now."""
 
-_NO_TASK = -1
 DEVICE = torch.ops.prim.device.default
 """The question where a tensor without data is."""
 INSIDE = "the kernel of "
@@ -105,7 +108,7 @@ class MemoryLedger(TorchDispatchMode):
         """Return what is going on: what was set, or else forward or backward, as autograd says."""
         if self.phase is not None:
             return self.phase
-        return "forward" if torch._C._current_graph_task_id() == _NO_TASK else "backward"  # noqa: SLF001
+        return "backward" if is_in_backward() else "forward"
 
     def hold(self, category: Category, tensors: Iterable[torch.Tensor]) -> None:
         """Book tensors as belonging to `category`, also those that were there before."""
@@ -197,7 +200,7 @@ class MemoryLedger(TorchDispatchMode):
 
     def _book_storage(self, storage: torch.UntypedStorage, operation: str) -> int | None:
         """Book a storage, if that is new; return its number, None if it takes no memory."""
-        address, num_bytes = storage._cdata, storage.nbytes()  # noqa: SLF001 (torch has no other name for a storage)
+        address, num_bytes = storage_key(storage), storage.nbytes()
         known = self._live.get(address)
         if known is not None:
             if self._sizes[known[0]] == num_bytes:

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves
 
 from anybatch.memory.ledger import AllocationObserver, MemoryLedger
+from anybatch.memory.torch_internals import tree_leaves
 from anybatch.memory.trace import Phase
 
 Holder = nn.Module | Optimizer | torch.Tensor
@@ -44,23 +44,24 @@ class MemoryBudget:
             what is held already stays.
         peak_bytes: most that was held at once after an allocation that was let through.
         num_refused: allocations that were not.
+        ledger: books what tensors hold.
     """
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self.peak_bytes = 0
         self.num_refused = 0
-        self._ledger = _ledger(self._watch)
+        self.ledger = _ledger(self._watch)
 
     @property
     def held_bytes(self) -> int:
         """What tensors hold now, of what was booked."""
-        return self._ledger.held_bytes
+        return self.ledger.held_bytes
 
     def hold(self, *holders: Holder) -> None:
         """Book what was there before. A storage is booked once, however many tensors show it."""
         for holder in holders:
-            self._ledger.hold("weights", _tensors_of(holder))
+            self.ledger.hold("weights", _tensors_of(holder))
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
     def _watch(self, held_bytes: int, num_bytes: int, operation: str) -> None:
@@ -103,7 +104,7 @@ def memory_budget(num_bytes: int, *holders: Holder) -> Iterator[MemoryBudget]:
     """
     budget = MemoryBudget(num_bytes)
     budget.hold(*holders)
-    ledger = budget._ledger  # noqa: SLF001 (the class is in this file)
+    ledger = budget.ledger
     try:
         with ledger:
             yield budget
@@ -117,6 +118,7 @@ class AllocationFault:
     Attributes:
         num_allocations: allocations of the phase, or of all, in the context so far, failed ones included.
         failed: (operation, phase) of each allocation that failed.
+        ledger: books what tensors hold, and says which phase it is.
     """
 
     def __init__(self, number: int, phase: Phase | None, times: int) -> None:
@@ -126,11 +128,11 @@ class AllocationFault:
         self._phase = phase
         self._times = times
         self._since_last = 0
-        self._ledger = _ledger(self._watch)
+        self.ledger = _ledger(self._watch)
 
     def _watch(self, held_bytes: int, num_bytes: int, operation: str) -> None:
         del held_bytes
-        phase = self._ledger.current_phase
+        phase = self.ledger.current_phase
         if self._phase not in {None, phase}:
             return
         self.num_allocations += 1
@@ -139,18 +141,20 @@ class AllocationFault:
             return
         self._since_last = 0
         self.failed.append((operation, phase))
-        self._ledger.phase = None  # the update does not come to its end
+        self.ledger.phase = None  # the update does not come to its end
         message = (
             f"Tried to allocate {_in_words(num_bytes)}. AllocationFault on purpose at allocation {self._number} of "
             f"{self._phase or 'any phase'}, in {operation}."
         )
         raise torch.OutOfMemoryError(message)
 
-    def _begin_update(self, *_: object) -> None:
-        self._ledger.phase = "update"
+    def begin_update(self, *_: object) -> None:
+        """Count what follows as the phase "update"."""
+        self.ledger.phase = "update"
 
-    def _end_update(self, *_: object) -> None:
-        self._ledger.phase = None
+    def end_update(self, *_: object) -> None:
+        """Count what follows as forward or backward again."""
+        self.ledger.phase = None
 
 
 @contextmanager
@@ -169,12 +173,12 @@ def out_of_memory_at(number: int, *, phase: Phase | None = None, times: int = 1)
         What has failed and how many allocations there were.
     """
     fault = AllocationFault(number, phase, times if number else 0)
-    ledger = fault._ledger  # noqa: SLF001 (the class is in this file)
+    ledger = fault.ledger
     with ExitStack() as stack:
         stack.callback(ledger.forget)
         for handle in (
-            register_optimizer_step_pre_hook(fault._begin_update),  # noqa: SLF001
-            register_optimizer_step_post_hook(fault._end_update),  # noqa: SLF001
+            register_optimizer_step_pre_hook(fault.begin_update),
+            register_optimizer_step_post_hook(fault.end_update),
         ):
             stack.callback(handle.remove)
         stack.enter_context(ledger)

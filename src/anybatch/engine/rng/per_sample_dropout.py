@@ -14,8 +14,9 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from anybatch.core.randomness import sample_bits, sample_keys, step_seed
+from anybatch.core.torch_internals import is_in_backward
 from anybatch.engine.accumulation.accumulate import Work
-from anybatch.engine.torch_internals import is_in_backward, packing_function
+from anybatch.engine.torch_internals import packing_function
 from anybatch.errors import CompositionError, UserError
 
 _INSTEAD = "Or use rng='micro_batch', which is exact for the same cut."

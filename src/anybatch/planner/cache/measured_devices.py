@@ -8,9 +8,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from anybatch.planner.cache.cache_file import JsonObject, KeptLines, cache_file
+from anybatch.planner.torch_internals import cuda_driver_number
 
 FILE_NAME = "measured_devices.jsonl"
 LEAST_OUTSIDE_BYTES, MOST_OUTSIDE_BYTES = 64 * 2**20, 2 * 2**30
@@ -106,9 +105,7 @@ def driver_version() -> str | None:
         match = re.search(r"\d+\.[\d.]*\d", text)
         if match is not None:
             return match.group()
-    if torch.version.cuda is None or not hasattr(torch._C, "_cuda_getDriverVersion"):  # noqa: SLF001 (its only name)
-        return None
-    number = torch._C._cuda_getDriverVersion()  # noqa: SLF001
+    number = cuda_driver_number()
     return f"CUDA {number // 1000}.{number % 1000 // 10}" if number else None
 
 

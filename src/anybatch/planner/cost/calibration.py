@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from anybatch.core.torch_internals import is_in_backward
+from anybatch.memory.torch_internals import TorchDispatchMode
 from anybatch.memory.trace import Phase
 from anybatch.planner.cost.calibration_programs import Program, programs, small_program
 from anybatch.planner.cost.operations import operation_of
@@ -92,8 +93,7 @@ class _Timing(TorchDispatchMode):
         result = func(*args, **kwargs)
         self.seconds.append(self._clock() - begin)
         if self._notes:
-            is_forward = torch._C._current_graph_task_id() == _NO_TASK  # noqa: SLF001 (the ledger asks the same)
-            phase = self.phase or ("forward" if is_forward else "backward")
+            phase = self.phase or ("backward" if is_in_backward() else "forward")
             self.operations.append(operation_of(func, args, kwargs, result, phase=phase))
         return result
 

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from anybatch.core.torch_internals import storage_key
 from anybatch.memory.trace import Phase
 from anybatch.planner.cost.step_time import CostTrace, Operation, OperationKind, StorageType
+from anybatch.planner.torch_internals import schema_of
 
 _PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2), "mv": (0, 1), "addmv": (1, 2)}
 """Which arguments are multiplied."""
@@ -133,10 +135,11 @@ def _tensors(values: object) -> list[torch.Tensor]:
 
 def _changed(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:  # noqa: ANN401
     """Return the arguments that the operation writes to, as its schema says."""
-    if not func._schema.is_mutable:  # noqa: SLF001 (torch has no other name for a schema)
+    schema = schema_of(func)
+    if not schema.is_mutable:
         return []
     values: list[object] = []
-    for number, argument in enumerate(func._schema.arguments):  # noqa: SLF001 (the same)
+    for number, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             values.append(kwargs.get(argument.name, args[number] if number < len(args) else None))
     return _tensors(values)
@@ -144,7 +147,7 @@ def _changed(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> lis
 
 def _home(tensor: torch.Tensor) -> int | None:
     try:
-        return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 (torch has no other name for a storage)
+        return storage_key(tensor.untyped_storage())
     except (NotImplementedError, RuntimeError):  # sparse tensors and wrappers without a storage of their own
         return None
 

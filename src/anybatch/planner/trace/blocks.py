@@ -5,29 +5,23 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal
 
-import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from anybatch.engine.inputs import Model
+from anybatch.planner.torch_internals import checkpointed, known_operations
 
 Keeping = Literal["inputs", "products"]
 """What a checkpointed block keeps: its inputs alone, or the results of its matrix products and attention as well."""
 
-_aten = torch.ops.aten
-_PRODUCTS: Final = frozenset(
-    {
-        _aten.mm.default,
-        _aten.addmm.default,
-        _aten.bmm.default,
-        _aten.baddbmm.default,
-        _aten.convolution.default,
-        _aten._scaled_dot_product_flash_attention.default,  # noqa: SLF001 (operations have no other names)
-        _aten._scaled_dot_product_efficient_attention.default,  # noqa: SLF001
-        _aten._scaled_dot_product_cudnn_attention.default,  # noqa: SLF001
-        _aten._scaled_dot_product_flash_attention_for_cpu.default,  # noqa: SLF001
-    }
+_PRODUCTS: Final = known_operations(
+    [
+        *("mm.default", "addmm.default", "bmm.default", "baddbmm.default", "convolution.default"),
+        "_scaled_dot_product_flash_attention.default",
+        "_scaled_dot_product_efficient_attention.default",
+        "_scaled_dot_product_cudnn_attention.default",
+        "_scaled_dot_product_flash_attention_for_cpu.default",
+    ]
 )
 
 
@@ -101,7 +95,7 @@ def checkpoint_blocks(model: Model, keeping: Keeping = "inputs", *, every: int =
         contexts["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
     for blocks in repeated_blocks(model):
         for name in blocks.names[::every]:
-            wrapped = checkpoint_wrapper(blocks.parent.get_submodule(name), **contexts)
+            wrapped = checkpointed(blocks.parent.get_submodule(name), contexts)
             setattr(blocks.parent, name, wrapped)
     return model
 

@@ -14,11 +14,11 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch.autograd import profiler_legacy
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from anybatch.core.geometry import ceil_div
+from anybatch.memory.torch_internals import tree_leaves, tree_map_only
 from anybatch.planner.cost.operations import operation_of
+from anybatch.planner.torch_internals import cpu_allocations
 
 MOST_BYTES = 128 << 20
 _ENOUGH_SAMPLES = 32
@@ -195,14 +195,7 @@ def held_bytes(run: Callable[[], object]) -> tuple[int, ...]:
 
     What is returned is held in the end. torch's newer profiler tells the same, and writes to the terminal.
     """
-    config = profiler_legacy.profile(profile_memory=True).config()
-    torch._C._autograd._enable_profiler_legacy(config)  # noqa: SLF001 (its only name)
-    try:
-        result = run()
-    finally:
-        records = torch._C._autograd._disable_profiler_legacy()  # noqa: SLF001 (its only name)
-    del result
-    return tuple(accumulate(size for record in records for event in record if (size := event.cpu_memory_usage())))
+    return tuple(accumulate(cpu_allocations(run)))
 
 
 @dataclass(frozen=True, slots=True)

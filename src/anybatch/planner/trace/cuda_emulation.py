@@ -12,7 +12,9 @@ from typing import Any, Literal
 
 import torch
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
+
+from anybatch.memory.torch_internals import tree_leaves, tree_map
+from anybatch.planner.torch_internals import kernel_library, registered_operations, schema_of, without_autocast_kernels
 
 Profile = Literal["cuda", "cpu"]
 """Whose allocations are imitated; "cpu" changes nothing."""
@@ -64,7 +66,6 @@ POLICIES: Mapping[AutocastPolicy, tuple[str, ...]] = {
 
 # Autocast policies belong to the process: one profile at a time.
 _LOCK = threading.RLock()
-_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)  # noqa: SLF001 (its only name)
 
 
 @contextmanager
@@ -97,15 +98,12 @@ def _kernels_as_on_cuda() -> Iterator[None]:
 @contextmanager
 def _registered(kernels: Iterable[tuple[str, Callable[..., Any]]], key: str) -> Iterator[None]:
     """Register kernels under a dispatch key, and take them back afterwards."""
-    library = torch.library.Library("aten", "IMPL")
-    try:
+    with kernel_library() as library:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that a kernel is replaced is what this is for
             for name, kernel in kernels:
                 library.impl(name, kernel, key, allow_override=True)
         yield
-    finally:
-        library._destroy()  # noqa: SLF001 (its only name)
 
 
 def choose_foreach(optimizer: Optimizer, profile: Profile) -> None:
@@ -121,15 +119,9 @@ def choose_foreach(optimizer: Optimizer, profile: Profile) -> None:
         group["foreach"] = not isinstance(group["lr"], torch.Tensor) or bool(group.get("capturable"))
 
 
-def known_to(key: str) -> set[str]:
-    """Return the names of the operations for which torch has a kernel under a dispatch key, such as "AutocastCUDA"."""
-    found: Iterable[str] = torch._C._dispatch_get_registrations_for_dispatch_key(key)  # noqa: SLF001 (its only name)
-    return {name.removeprefix("aten::") for name in found if name.startswith("aten::")}
-
-
 def _kernels() -> list[tuple[str, Callable[..., Any]]]:
     """Return what to register under AutocastCPU."""
-    on_cpu, on_cuda = known_to("AutocastCPU"), known_to("AutocastCUDA")
+    on_cpu, on_cuda = registered_operations("AutocastCPU"), registered_operations("AutocastCUDA")
     made: list[tuple[str, Callable[..., Any]]] = [
         (name, torch.library.fallthrough_kernel) for name in sorted(on_cpu - on_cuda)
     ]
@@ -147,9 +139,9 @@ def _kernel(operation: Any, policy: AutocastPolicy) -> Callable[..., Any]:  # no
     """Return what autocast runs in the place of an operation."""
 
     def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 (whatever the operation takes and returns)
-        with torch._C._ExcludeDispatchKeyGuard(_CPU):  # noqa: SLF001 (its only name)
+        with without_autocast_kernels():
             if policy == "set_dtype":
-                names = [argument.name for argument in operation._schema.arguments]  # noqa: SLF001 (its only name)
+                names = [argument.name for argument in schema_of(operation).arguments]
                 asked = kwargs.get("dtype", dict(zip(names, args, strict=False)).get("dtype"))
                 if _eligible(args[0]) and asked is None:
                     args, kwargs = args[: names.index("dtype")], {**kwargs, "dtype": torch.float32}

@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from anybatch.memory.torch_internals import DataDependentOutputException, TorchDispatchMode
 from anybatch.memory.trace import Phase
+from anybatch.planner.torch_internals import operation
 
-_LOOKS_FOR_OVERFLOW = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-_READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)  # noqa: SLF001 (its only name)
+_LOOKS_FOR_OVERFLOW = operation("_amp_foreach_non_finite_check_and_unscale_.default")
+_READS = (operation("_local_scalar_dense.default"), torch.ops.aten.equal.default)
 
 WATCHED = frozenset({_LOOKS_FOR_OVERFLOW, *_READS})
 """The operations that have to be seen here each time."""

@@ -13,8 +13,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from anybatch.core.torch_internals import storage_key
 from anybatch.core.tree import Batch, resize_samples
 from anybatch.errors import CannotPlanError
+from anybatch.planner.torch_internals import without_subclasses
 
 ValueT = TypeVar("ValueT")
 Mode = AbstractContextManager[object]
@@ -128,15 +130,15 @@ class _Replacement(TorchFunctionMode):
             raise CannotPlanError(message)
         size, stride, dtype = tensor.size(), tensor.stride(), tensor.dtype
         storage = tensor.untyped_storage()
-        with torch._C.DisableTorchFunction(), self._mode, torch.no_grad():  # noqa: SLF001 (its only name)
-            known = self._storages.get(storage._cdata)  # noqa: SLF001 (torch has no other name for a storage)
+        with without_subclasses(), self._mode, torch.no_grad():
+            known = self._storages.get(storage_key(storage))
             if known is None:
                 made = torch.empty_strided(size, stride, dtype=dtype, device="cpu")
                 if made.untyped_storage().nbytes() == storage.nbytes() and not tensor.storage_offset():
-                    self._storages[storage._cdata] = storage, made  # noqa: SLF001
+                    self._storages[storage_key(storage)] = storage, made
                     return made
                 made = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu")
-                self._storages[storage._cdata] = known = storage, made  # noqa: SLF001
+                self._storages[storage_key(storage)] = known = storage, made
             shared = known[1].untyped_storage()
             empty = torch.empty(0, dtype=dtype, device="cpu")
             return empty.set_(shared, tensor.storage_offset(), size, stride)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from anybatch.errors import CannotPlanError
 from anybatch.parallel.world import World
+from anybatch.planner.torch_internals import imagined_store
 
 
 @contextmanager
@@ -27,11 +28,8 @@ def imagined_ranks(size: int) -> Iterator[World]:
             "another process."
         )
         raise CannotPlanError(message)
-    # Only these two modules of torch know the "fake" backend and what its collectives do to tensors without data.
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415
-
     hook = sys.excepthook  # torch puts one of its own before it, and leaves it there: "[rank0]:" before each line
-    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=size, store=imagined_store())
     try:
         yield World(rank=0, size=size)
     finally:

@@ -9,10 +9,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
+from anybatch.core.torch_internals import storage_key
 from anybatch.memory.ledger import DEVICE, KernelWorkspaces, MemoryLedger, OperationObserver, PoolSelector
+from anybatch.memory.torch_internals import FakeTensor, FakeTensorMode, is_traceable_wrapper_subclass_type
+from anybatch.planner.torch_internals import (
+    fake_device_getter,
+    keys_of,
+    makes_fake_tensors,
+    operation,
+    schema_of,
+    set_conjugate,
+    set_negative,
+    subclass_of,
+    undispatched,
+    warn_of_data,
+)
 from anybatch.planner.trace.data_reads import WATCHED
 
 _PLAIN = frozenset(
@@ -23,15 +35,9 @@ _ELSEWHERE = frozenset({torch.Tag.data_dependent_output, torch.Tag.inplace_view}
 """Operations that look at numbers, or that change the shape of what they are given."""
 _KEEP_UNTOLD = frozenset({torch.ops.aten.mkldnn_rnn_layer.default})
 """Operations that keep memory for their backward of which torch's description of them says nothing."""
-_READ = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001 (its only name)
+_READ = operation("_local_scalar_dense.default")
 _META = torch.device("meta")
-# These have no other names.
-_undispatched: Any = torch._C._DisableTorchDispatch  # noqa: SLF001
-_subclass_of: Any = torch.Tensor._make_subclass  # noqa: SLF001
-_warn_of_data: Any = torch._C._set_warn_deprecated_on_mutable_data_ptr  # noqa: SLF001
-_keys_of: Any = torch._C._dispatch_keys  # noqa: SLF001
-_set_conjugate: Any = torch._C._set_conj  # noqa: SLF001
-_set_negative: Any = torch._C._set_neg  # noqa: SLF001
+_device_of = fake_device_getter()
 
 
 class FakeLedger(MemoryLedger):
@@ -81,7 +87,7 @@ class FakeLedger(MemoryLedger):
             NotImplementedError: what the operation holds cannot be told without running it.
         """
         if func is DEVICE and type(args[0]) is FakeTensor:
-            return args[0]._fake_device  # noqa: SLF001 (two thirds of all calls; its other name takes twice as long)
+            return _device_of(args[0])
         for kind in types:
             if kind is not FakeTensor and is_traceable_wrapper_subclass_type(kind):
                 return NotImplemented  # its parts come next
@@ -195,13 +201,16 @@ class KnownResults:
     Args:
         mode: the mode the tensors live in.
         answers: what is known already; None for nothing.
+        remembers: results are made again from what is remembered; otherwise each operation is run, which takes four
+            times as long and gives the same. None: they are where this torch has what that takes.
 
     Attributes:
         answer: what the last result was made from; None if it was run.
     """
 
-    def __init__(self, mode: FakeTensorMode, answers: Answers | None = None) -> None:
+    def __init__(self, mode: FakeTensorMode, answers: Answers | None = None, *, remembers: bool | None = None) -> None:
         self._mode = mode
+        self._remembers = makes_fake_tensors() if remembers is None else remembers
         self._answers = Answers() if answers is None else answers
         self.answer: object | None = None
 
@@ -213,8 +222,10 @@ class KnownResults:
         """
         operation = self._answers.of(func)
         self.answer = None
+        if not self._remembers:
+            return func(*args, **kwargs)
         if func is _READ and self._is_constant(args[0]):
-            with _undispatched():
+            with undispatched():
                 return func(args[0].constant)
         words: list[object] = [torch.get_default_dtype(), torch.is_inference_mode_enabled(), *kwargs]
         given: list[FakeTensor] = []
@@ -248,7 +259,7 @@ class KnownResults:
                 if value.constant is not None or value.fake_mode is not self._mode:
                     return False  # its numbers are known, and torch computes with them
                 given.append(value)
-                words += (value.shape, value.stride(), value.dtype, value.storage_offset(), value._fake_device)  # noqa: SLF001 (faster)
+                words += (value.shape, value.stride(), value.dtype, value.storage_offset(), _device_of(value))
                 words += (value.layout, value.requires_grad, value.is_conj(), value.is_neg())
             elif kind in _PLAIN:
                 words += (kind, value)  # 1 and 1.0 are equal, and give other types
@@ -267,19 +278,19 @@ class KnownResults:
 
     def _made(self, part: _Tensor, given: Sequence[FakeTensor]) -> FakeTensor:
         """Make a tensor as `FakeTensor` does it, and without asking it for what is known."""
-        with _undispatched():
+        with undispatched():
             if part.home is None:
                 empty = torch.empty_strided(part.size, part.stride, dtype=part.dtype, device=_META)
             else:
                 empty = torch.empty(0, dtype=part.dtype, device=_META)
                 empty.set_(given[part.home].untyped_storage(), part.offset, part.size, part.stride)
             options = {"dispatch_device": True, "device_for_backend_keys": part.device}
-            tensor: FakeTensor = _subclass_of(FakeTensor, empty, False, **options)  # noqa: FBT003 (takes no keyword)
+            tensor: FakeTensor = subclass_of(FakeTensor, empty, False, **options)  # noqa: FBT003 (takes no keyword)
             if part.is_conjugate:
-                _set_conjugate(tensor, True)  # noqa: FBT003 (takes no keyword)
+                set_conjugate(tensor, True)  # noqa: FBT003 (takes no keyword)
             if part.is_negative:
-                _set_negative(tensor, True)  # noqa: FBT003 (the same)
-        _warn_of_data(tensor)
+                set_negative(tensor, True)  # noqa: FBT003 (the same)
+        warn_of_data(tensor)
         vars(tensor).update(part.notes, fake_mode=self._mode)
         return tensor
 
@@ -336,12 +347,12 @@ def _depends_on_shapes(func: Any) -> bool:  # noqa: ANN401 (torch's type has no 
     name = func.overloadpacket.__name__
     if name.startswith("lift"):  # makes tensors without data of others
         return False
-    return not func._schema.is_mutable or name.endswith("_")  # noqa: SLF001 (torch has no other name for a schema)
+    return not schema_of(func).is_mutable or name.endswith("_")
 
 
 def home(tensor: torch.Tensor) -> int:
     """Return what its memory is known by for as long as it lives."""
-    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 (torch has no other name for a storage)
+    return storage_key(tensor.untyped_storage())
 
 
 def told(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -357,6 +368,6 @@ def told(tensor: torch.Tensor) -> tuple[object, ...]:
         tensor.device,
         tensor.requires_grad,
         tensor.is_inference(),
-        str(_keys_of(tensor)),
+        str(keys_of(tensor)),
         vars(tensor),
     )

@@ -20,16 +20,16 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from anybatch.core.loss import LossFunction, LossSum, declared
 from anybatch.core.tree import Batch
 from anybatch.engine.update.precision import OptimizerFunction
 from anybatch.errors import PlanError
 from anybatch.memory.ledger import MemoryLedger
+from anybatch.memory.torch_internals import tree_leaves
 from anybatch.memory.trace import MemoryTrace
+from anybatch.planner.torch_internals import local_part
 from anybatch.planner.trace.blocks import repeated_blocks
 from anybatch.planner.trace.cuda_emulation import allocating_as
 from anybatch.planner.trace.data_reads import HostReads
@@ -180,9 +180,9 @@ class ShardedLoop:
     def trace(self, ledger: MemoryLedger) -> ShardedTrace:
         """Run one step, with the optimizer's state there already, and return what it held."""
         ledger.phase = "setup"
-        ledger.hold("weights", map(_own, self.model.parameters()))
+        ledger.hold("weights", map(local_part, self.model.parameters()))
         ledger.hold("buffers", self.model.buffers())
-        ledger.hold("optimizer", map(_own, _tensors(list(self.optimizer.state.values()))))
+        ledger.hold("optimizer", map(local_part, _tensors(list(self.optimizer.state.values()))))
         ledger.phase = None
         try:
             with resizes_booked(ledger), ledger:
@@ -225,11 +225,6 @@ def _total(output: Any) -> torch.Tensor:  # noqa: ANN401 (whatever a loss functi
 
 def _tensors(tree: object) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001 (`to_local` may wait)
 
 
 def _with_gradients(trace: MemoryTrace) -> MemoryTrace:

@@ -10,9 +10,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from anybatch.core.batch import Foresight, Position, Positions
 from anybatch.core.loss import declared
@@ -22,6 +20,7 @@ from anybatch.engine.engine import Engine
 from anybatch.engine.inputs import Model, collect_modules
 from anybatch.engine.loss_check.check import BareLoss
 from anybatch.errors import CannotPlanError, PlanError, UserError
+from anybatch.memory.torch_internals import FakeTensorMode, tree_leaves
 from anybatch.memory.trace import Allocation, MemoryTrace, Phase
 from anybatch.parallel.world import World
 from anybatch.planner.cost.operations import OperationRecorder

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes
 
 from anybatch.core.loss import Loss, LossFunction
 from anybatch.core.tree import Batch
@@ -23,6 +22,7 @@ from anybatch.planner.budget import COMMUNICATOR_BYTES, WORKSPACE_BYTES, DeviceM
 from anybatch.planner.cache.measured_devices import KnownDevices
 from anybatch.planner.envelopes import find_envelopes
 from anybatch.planner.measured import measured_here
+from anybatch.planner.torch_internals import outside_modes
 from anybatch.planner.trace.step_spec import StepSpec
 from anybatch.recipes.job import Job
 
@@ -91,7 +91,7 @@ def planned_largest(
         left = measured.headroom if headroom is None else headroom
         usable = _usable_bytes(place, world_size, left) if budget_bytes is None else int(budget_bytes * (1.0 - left))
         try:
-            with _disable_current_modes():  # an enforced budget would count the twin
+            with outside_modes():  # an enforced budget would count the twin
                 envelopes = find_envelopes(spec, usable, most_samples=num_samples)
         except PlanError:
             raise

@@ -1,0 +1,117 @@
+"""What torch does not promise to keep is asked for in `torch_internals.py` alone, one such file per folder."""
+
+import ast
+import importlib
+import runpy
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+
+from anybatch.errors import UnsupportedTorchError
+from tests.architecture.source_tree import PACKAGE, Found, dotted_name, parse, python_files
+
+HOME = "torch_internals.py"
+BY_NAME = frozenset({"getattr", "hasattr", "setattr", "delattr", "attrgetter", "operator.attrgetter"})
+OF_PYTHON = frozenset({"_fields", "_replace", "_asdict", "_exit"})
+"""Names with an underscore that Python documents: those of named tuples, and `os._exit`."""
+
+
+def is_private(name: str) -> bool:
+    """Whether a name, or a part of a dotted one, begins with one underscore and is more than that."""
+    return any(part[:1] == "_" and part[:2] != "__" and part.strip("_") != "" for part in name.split("."))
+
+
+def reaches_into(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
+    """Yield where code reaches for what others keep to themselves: by attribute, by import, by the name as text."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in OF_PYTHON:
+            if not (isinstance(node.value, ast.Name) and node.value.id in {"self", "cls"}):
+                yield node, f".{node.attr}"
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from ((node, name) for name in names if is_private(name))
+        elif isinstance(node, ast.Import):
+            yield from ((node, alias.name) for alias in node.names if is_private(alias.name))
+        elif isinstance(node, ast.Call) and dotted_name(node.func) in BY_NAME:
+            texts = [one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+            yield from ((node, text) for text in texts if is_private(text) and text not in OF_PYTHON)
+        elif isinstance(node, ast.Subscript) and isinstance(node.value, ast.Call):
+            key = node.slice.value if isinstance(node.slice, ast.Constant) else None
+            if dotted_name(node.value.func) == "vars" and isinstance(key, str) and is_private(key):
+                yield node, f"vars()[{key!r}]"
+
+
+def test_private_names_have_one_home_per_folder() -> None:
+    """No file of the library but `torch_internals.py` uses a private name of torch, or of anything but its own object.
+
+    A private name of ours that another class needs is no private name: it is given a public one.
+    """
+    found = [
+        Found(path, getattr(node, "lineno", 1), f"{what} belongs into a {HOME}")
+        for path in python_files(PACKAGE)
+        if path.name != HOME
+        for node, what in reaches_into(parse(path))
+    ]
+
+    assert not found, "\n".join(map(str, found))
+
+
+def test_the_homes_are_used() -> None:
+    """Each such file reaches for something private; otherwise it is not needed, or the check has gone blind."""
+    homes = [path for path in python_files(PACKAGE) if path.name == HOME]
+
+    assert homes
+    assert [path for path in homes if not any(reaches_into(parse(path)))] == []
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "import torch\ntorch._C._set_conj",
+        "storage._cdata",
+        "self.model._buffers",
+        "from torch._subclasses.fake_tensor import FakeTensor",
+        "from torch.nn.modules.batchnorm import _BatchNorm",
+        "def late():\n    import torch._dynamo",
+        "getattr(module, '_orig_mod', module)",
+        "hasattr(torch._C, '_cuda_getDriverVersion')",
+        "vars(module)['_parameters']",
+        "operator.attrgetter('_fake_device')",
+    ],
+)
+def test_faults_are_seen(fault: str) -> None:
+    """A private name is found as an attribute, in an import and as text, also inside of functions."""
+    assert list(reaches_into(ast.parse(fault)))
+
+
+@pytest.mark.parametrize(
+    "innocent",
+    ["self._own", "point._replace(x=1)", "module.__dict__", "from a import b as _b", "_, x = y", "getattr(x, 'name')"],
+)
+def test_innocent_code_passes(innocent: str) -> None:
+    """An object's own names, Python's documented ones and names of the file itself are none of these."""
+    assert not list(reaches_into(ast.parse(innocent)))
+
+
+@pytest.mark.parametrize(
+    ("home", "module", "name"),
+    [
+        ("core", "torch.nn.modules.batchnorm", "_BatchNorm"),
+        ("core", "torch.nn.modules.instancenorm", "_InstanceNorm"),
+        ("engine", "torch.nn.modules.dropout", "_DropoutNd"),
+        ("memory", "torch._subclasses.fake_tensor", "FakeTensorMode"),
+        ("memory", "torch.utils._python_dispatch", "TorchDispatchMode"),
+        ("memory", "torch.utils._pytree", "tree_leaves"),
+    ],
+)
+def test_missing_classes_are_refused(home: str, module: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch that lacks a class whose name a file needs is refused when that file is imported, with our error."""
+    real = importlib.import_module(module)
+    lacking = ModuleType(module)
+    vars(lacking).update({other: value for other, value in vars(real).items() if other != name})
+    monkeypatch.setitem(sys.modules, module, lacking)
+
+    with pytest.raises(UnsupportedTorchError, match=name):
+        runpy.run_path(str(PACKAGE / home / HOME))

@@ -1,0 +1,206 @@
+"""What planning asks of torch in private: what it does, and what is done where torch lacks it."""
+
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from anybatch.errors import UnsupportedTorchError
+from anybatch.memory.ledger import MemoryLedger
+from anybatch.memory.torch_internals import FakeTensorMode
+from anybatch.parallel.torch_internals import Store
+from anybatch.planner.torch_internals import (
+    checkpointed,
+    cpu_allocations,
+    cuda_driver_number,
+    fake_device_getter,
+    imagined_store,
+    kernel_library,
+    known_operations,
+    local_part,
+    makes_fake_tensors,
+    operation,
+    outside_modes,
+    registered_operations,
+    schema_of,
+    without_autocast_kernels,
+    without_subclasses,
+)
+
+NOTHING: Any = SimpleNamespace()
+aten = torch.ops.aten
+
+
+def test_operations_are_found_by_name() -> None:
+    """An operation that a plan must follow is there or refused; of a list those are left out that torch lacks."""
+    assert operation("equal.default") is aten.equal.default
+    assert known_operations(["mm.default", "mm.not_there", "not_there.default"]) == {aten.mm.default}
+    with pytest.raises(UnsupportedTorchError, match=r"not_there\.default"):
+        operation("not_there.default")
+
+
+def test_operations_say_what_they_write_to() -> None:
+    """The description of an operation that works in place says so, by argument."""
+    in_place, pure = schema_of(aten.add_.Tensor), schema_of(aten.add.Tensor)
+
+    assert (in_place.is_mutable, pure.is_mutable) == (True, False)
+    assert [argument.name for argument in in_place.arguments if argument.alias_info is not None] == ["self"]
+    with pytest.raises(UnsupportedTorchError, match="Planning a step"):
+        schema_of(NOTHING)
+
+
+def test_kernels_of_autocast_are_listed() -> None:
+    """Matrix products have a kernel for autocast on CUDA, and additions have none."""
+    assert "mm" in registered_operations("AutocastCUDA")
+    assert "add.Tensor" not in registered_operations("AutocastCUDA")
+
+
+def test_an_operation_can_pass_by_autocast() -> None:
+    """Without its kernels autocast changes no type; outside of that context it does."""
+    one = torch.ones(2, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        with without_autocast_kernels():
+            assert (one @ one).dtype == torch.float32
+        assert (one @ one).dtype == torch.bfloat16
+
+
+def test_registered_kernels_are_taken_back() -> None:
+    """A kernel is torch's own again afterwards, also after an error; a library that cannot be taken back is refused."""
+    with pytest.raises(KeyError), kernel_library() as library:  # noqa: PT012 (what happens inside is the claim)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            library.impl("relu", lambda _: torch.full((1,), 7.0), "CPU", allow_override=True)
+        assert torch.relu(torch.ones(1)).item() == 7
+        raise KeyError
+    assert torch.relu(torch.ones(1)).item() == 1
+    with pytest.raises(UnsupportedTorchError, match="autocast"), kernel_library(lambda: NOTHING):
+        pass
+
+
+class Told(Tensor):
+    """A tensor whose class is asked by each function of torch."""
+
+    @classmethod
+    def __torch_function__(cls, *_: object, **__: object) -> str:
+        """Answer in the place of torch."""
+        return "told"
+
+
+CORE: Any = torch._C  # noqa: SLF001 (what is asked for the context)
+
+
+@pytest.mark.parametrize("of", [CORE, SimpleNamespace(DisableTorchFunctionSubclass=CORE.DisableTorchFunctionSubclass)])
+def test_classes_of_tensors_can_be_passed_by(of: object) -> None:
+    """Inside, a tensor of a class is a plain one; by the other name of the context, too."""
+    tensor = torch.ones(2).as_subclass(Told)
+    with without_subclasses(of):
+        assert float(tensor.sum()) == 2
+    assert tensor.sum() == "told"
+
+
+def test_modes_can_be_left() -> None:
+    """Inside, a ledger that is entered sees nothing; afterwards it sees again."""
+    with MemoryLedger() as ledger:
+        with outside_modes():
+            hidden = torch.ones(100)
+        assert ledger.held_bytes == 0
+        seen = torch.ones(100)
+        assert ledger.held_bytes == seen.nbytes
+    del hidden
+
+
+class Sharded:
+    """What `local_part` asks of a sharded tensor, and no more."""
+
+    def __init__(self, **attributes: object) -> None:
+        vars(self).update(attributes)
+
+    __class__ = DTensor  # type: ignore[assignment]  # passes for one of torch's
+
+    def to_local(self) -> str:
+        """Answer in public."""
+        return "public"
+
+
+def test_the_part_of_a_sharded_tensor() -> None:
+    """It is the part that it keeps, or where torch hides that, what `to_local` gives; a plain tensor is its own."""
+    plain = torch.ones(1)
+    keeping: Any = Sharded(_local_tensor="kept")
+    hiding: Any = Sharded()
+
+    assert local_part(plain) is plain
+    assert local_part(keeping) == "kept"
+    assert local_part(hiding) == "public"
+
+
+def test_a_module_is_checkpointed() -> None:
+    """The forward of a checkpointed module runs again in the backward, and its gradient is the plain one's."""
+    calls = []
+    linear = nn.Linear(2, 1)
+    linear.register_forward_pre_hook(lambda *_: calls.append(1))
+    values = torch.ones(3, 2)
+    expected = torch.autograd.grad(linear(values).square().sum(), linear.weight)[0]
+    calls.clear()
+
+    checkpointed(linear, {})(values).square().sum().backward()
+
+    assert len(calls) == 2
+    torch.testing.assert_close(linear.weight.grad, expected)
+
+
+def test_there_are_imagined_ranks() -> None:
+    """Torch has a store for ranks that are imagined."""
+    assert isinstance(imagined_store(), Store)
+
+
+def test_the_driver_s_number() -> None:
+    """It is what torch says of the driver, and None where torch was built without CUDA or does not say."""
+    ask = SimpleNamespace(_cuda_getDriverVersion=lambda: 12040)
+
+    assert cuda_driver_number(ask) == (None if torch.version.cuda is None else 12040)
+    assert cuda_driver_number(NOTHING) is None
+
+
+def test_allocations_on_the_cpu() -> None:
+    """A tensor that is made and kept is one allocation of its bytes; what is dropped comes back."""
+    assert cpu_allocations(lambda: torch.empty(1 << 16)) == [4 << 16]
+    assert sum(cpu_allocations(lambda: torch.empty(1 << 16) is None)) == 0
+
+
+def test_the_device_of_a_tensor_without_data() -> None:
+    """It is read as the property of the same name gives it, and by that name where there is no other."""
+    with FakeTensorMode():
+        tensor: Any = torch.empty(2, device="cuda:1")
+
+    class Plain:
+        fake_device = torch.device("cuda", 2)
+
+    assert fake_device_getter()(tensor) == tensor.fake_device == torch.device("cuda", 1)
+    assert fake_device_getter(Plain)(Plain()) == torch.device("cuda", 2)
+
+
+def test_tensors_without_data_can_be_made_directly() -> None:
+    """This torch has all that it takes; where one part is missing, the answer is no."""
+    assert makes_fake_tensors()
+    assert not makes_fake_tensors([torch, None])
+
+
+@pytest.mark.parametrize(
+    ("ask", "purpose"),
+    [
+        (lambda of: registered_operations("CPU", of), "autocast"),
+        (without_autocast_kernels, "autocast"),
+        (without_subclasses, "Planning a step"),
+        (outside_modes, "within a run"),
+        (lambda of: cpu_allocations(lambda: None, of), "workspaces"),
+    ],
+)
+def test_what_torch_lacks_is_refused(ask: Callable[[Any], object], purpose: str) -> None:
+    """Where nothing safe can be done instead, the error names what cannot be had."""
+    with pytest.raises(UnsupportedTorchError, match=purpose):
+        ask(NOTHING)
