@@ -1,16 +1,16 @@
 """Set up, test and check anybatch: `python make.py VERB`, with any Python from 3.11 on and nothing else installed.
 
 ```text
-setup    make .venv and install the package into it, editable, with all that tests and checks need
+setup    make .venv and install anybatch and its guide into it, editable, with all that tests and checks need
 train    train the digits recipe at effective batch size 256; arguments are handed on: python make.py train text
 guide    open the guide in a browser; arguments are handed on: python make.py guide --no-browser
 test     run all tests, up to four files at a time; arguments are for pytest, in one process: make.py test -k accumulate
 check    lint, formatting, types, import layers and the tests of the architecture
 format   rewrite the sources the way `check` wants them
-web      build the guide's page from web/ into the package; this and the next need Node
-web-check  types and tests of web/; then build the page again, and compare it with the committed one, byte by byte
+web      build the guide's page from guide/web/ into its package; this and the next need Node
+web-check  types and tests of guide/web/; then build the page again, and compare it with the committed one, byte by byte
 browser  install what tests of the page need of the system: Chromium (as root, where there is apt), with npm axe-core
-release  write wheel, sources and the guide as one file into dist/, with their digests
+release  write wheels and sources of both packages, and the guide as one file, into dist/, with their digests
 clean    remove .venv, caches and build products; runs/ stays
 ```
 
@@ -33,12 +33,13 @@ PROGRAMS = VENV / ("Scripts" if os.name == "nt" else "bin")
 STAMP = VENV / "anybatch-setup"
 CPU_CONSTRAINTS = ROOT / "constraints-cpu.txt"
 CACHES = (".hypothesis", ".import_linter_cache", ".mypy_cache", ".pytest_cache", ".ruff_cache", "build", "dist")
-WEB = ROOT / "web"
-PAGE = ROOT / "src" / "anybatch" / "guide" / "dist"
+GUIDE = ROOT / "guide"  # a package of its own
+WEB = GUIDE / "web"
+PAGE = GUIDE / "src" / "anybatch_guide" / "dist"
 MOST_WORKERS = 4  # many tests start ranks of their own
 RELEASE = ROOT / "dist"
 CHROMIUM = ("chromium", "fonts-dejavu-core", "fonts-liberation")  # of Debian
-SOURCES = ("src", "tests", "benchmarks", "examples")
+SOURCES = ("src", "tests", "guide/src", "guide/tests", "benchmarks", "examples")
 VERSIONS = "import sys, torch; print('python', sys.version.split()[0], '| torch', torch.__version__)"
 
 
@@ -58,7 +59,7 @@ def setup(arguments: Sequence[str] = ()) -> int:
     if not Path(venv_program("python")).exists():
         run([sys.executable, "-m", "venv", VENV.name], stop=True)
     pip = [venv_program("python"), "-m", "pip", "--disable-pip-version-check", "install"]
-    run([*pip, *constraints, "--editable", ".[dev]"], stop=True)
+    run([*pip, *constraints, "--editable", ".[dev]", "--editable", "./guide"], stop=True)
     run([venv_program("python"), "-c", VERSIONS], stop=True)
     STAMP.write_text(key, encoding="utf-8")
     return 0
@@ -67,7 +68,7 @@ def setup(arguments: Sequence[str] = ()) -> int:
 def setup_key(*, accelerated: bool) -> str:
     """Return a word that changes whenever the set-up would come out differently."""
     word = hashlib.sha256(f"{sys.version_info[:2]} {accelerated}".encode())
-    for path in (ROOT / "pyproject.toml", CPU_CONSTRAINTS):
+    for path in (ROOT / "pyproject.toml", GUIDE / "pyproject.toml", CPU_CONSTRAINTS):
         word.update(path.read_bytes())
     return word.hexdigest()
 
@@ -120,7 +121,7 @@ def format_sources(arguments: Sequence[str]) -> int:
 
 
 def web(arguments: Sequence[str]) -> int:
-    """Build the guide's page into the package."""
+    """Build the guide's page into its package."""
     refuse(arguments)
     npm("ci")
     return npm("run", "build", stop=False)
@@ -161,7 +162,8 @@ def release(arguments: Sequence[str]) -> int:
     refuse(arguments)
     setup()
     shutil.rmtree(RELEASE, ignore_errors=True)
-    run([venv_program("python"), "-m", "build", "--outdir", str(RELEASE)], stop=True)
+    for project in (ROOT, GUIDE):
+        run([venv_program("python"), "-m", "build", "--outdir", str(RELEASE), str(project)], stop=True)
     run([venv_program("anybatch"), "guide", "export", "--single-file", str(RELEASE / "guide.html")], stop=True)
     files = sorted(RELEASE.iterdir())
     lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files]
@@ -172,7 +174,7 @@ def release(arguments: Sequence[str]) -> int:
 
 
 def npm(*arguments: str, stop: bool = True) -> int:
-    """Run npm on web/."""
+    """Run npm on guide/web/."""
     program = shutil.which("npm")
     if program is None:
         sys.exit("make.py: the page is built with Node 20 or newer, and there is no npm on the PATH.")

@@ -25,7 +25,17 @@ from tests.architecture.source_tree import ROOT
 
 TABLE = Path(__file__).with_suffix(".toml")
 PAGE = ROOT / "docs" / "planted_faults.md"
-COPIED = ("src", "tests", "examples", "web/recordings", "web/tests", "pyproject.toml")
+COPIED = (
+    "src",
+    "tests",
+    "guide/src",
+    "guide/tests",
+    "guide/web/recordings",
+    "guide/web/tests",
+    "examples",
+    "conftest.py",
+    "pyproject.toml",
+)
 TIME_LIMIT_SECONDS = 240.0  # a fault may make a test wait for ever
 UNTOUCHED_LIMIT_SECONDS = 3600.0
 CONSEQUENCE = "has ruined the"  # a test of ranks that were lost before it says nothing about the fault
@@ -109,7 +119,8 @@ def failed_tests(
     """Run tests in a project; return which failed, and the end of what pytest said."""
     told = project / "outcome.xml"
     options = ["-q", "--tb=short", "-p", "no:cacheprovider", f"--junitxml={told}"]
-    environment = {**os.environ, "PYTHONPATH": str(project / "src"), "CI": "1"}  # CI: Hypothesis always tries the same
+    sources = os.pathsep.join(str(project / name) for name in ("src", "guide/src"))
+    environment = {**os.environ, "PYTHONPATH": sources, "CI": "1"}  # CI: Hypothesis always tries the same
     process = subprocess.Popen(  # noqa: S603 (our own tests)
         [sys.executable, "-m", "pytest", *options, *tests],
         cwd=project,

@@ -7,7 +7,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "anybatch"
-TESTS = ROOT / "tests"
+GUIDE = ROOT / "guide" / "src" / "anybatch_guide"
+PACKAGES = (PACKAGE, GUIDE)
+TESTS = (ROOT / "tests", ROOT / "guide" / "tests")
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -26,9 +28,9 @@ class Found:
         return f"{shown.as_posix()}:{self.line}: {self.what}"
 
 
-def python_files(folder: Path) -> list[Path]:
-    """Return the Python files under a folder, sorted."""
-    return sorted(folder.rglob("*.py"))
+def python_files(*folders: Path) -> list[Path]:
+    """Return the Python files under folders, sorted."""
+    return sorted(path for folder in folders for path in folder.rglob("*.py"))
 
 
 def parse(path: Path) -> ast.Module:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.architecture.source_tree import PACKAGE, ROOT, parse, python_files
+from tests.architecture.source_tree import GUIDE, PACKAGE, ROOT, parse, python_files
 
 
 def first_line(path: Path) -> str:
@@ -21,15 +21,17 @@ def drawn_map(text: str) -> dict[str, str]:
     return {line[0]: line[1] if len(line) > 1 else "" for line in lines}
 
 
+def folders_of(package: Path, root: Path) -> dict[str, str]:
+    """Return path -> first docstring line of each folder with code in it."""
+    folders = sorted({path.parent for path in python_files(package)})
+    return {f"{folder.relative_to(root).as_posix()}/": first_line(folder / "__init__.py") for folder in folders}
+
+
 def real_map(package: Path, root: Path) -> dict[str, str]:
     """Return path -> first docstring line of each folder with code in it, and of each module at the top."""
     files = python_files(package)
-    folders = sorted({path.parent for path in files})
     tops = [path for path in files if path.parent == package and path.stem not in ("__init__", "__main__")]
-    return {
-        **{f"{folder.relative_to(root).as_posix()}/": first_line(folder / "__init__.py") for folder in folders},
-        **{path.relative_to(root).as_posix(): first_line(path) for path in tops},
-    }
+    return {**folders_of(package, root), **{path.relative_to(root).as_posix(): first_line(path) for path in tops}}
 
 
 def as_block(entries: Mapping[str, str]) -> str:
@@ -41,7 +43,7 @@ def as_block(entries: Mapping[str, str]) -> str:
 def test_map_shows_the_tree() -> None:
     """The code map has one line per folder, and that line is how the folder's own docstring begins."""
     drawn = drawn_map((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8"))
-    real = real_map(PACKAGE, ROOT)
+    real = real_map(PACKAGE, ROOT) | folders_of(GUIDE, ROOT)
 
     ordered = {path: real[path] for path in [*drawn, *real] if path in real}
     assert drawn == real, (
@@ -51,7 +53,7 @@ def test_map_shows_the_tree() -> None:
 
 def test_every_folder_says_what_it_is() -> None:
     """Each folder is a package, and each package's docstring begins with a sentence."""
-    silent = [path for path, line in real_map(PACKAGE, ROOT).items() if not line]
+    silent = [path for path, line in (real_map(PACKAGE, ROOT) | folders_of(GUIDE, ROOT)).items() if not line]
 
     assert not silent
 

@@ -12,9 +12,9 @@ from tests.architecture.source_tree import ROOT
 MAX_PAGE_LINES = 60
 
 
-def project() -> dict[str, Any]:
-    """Return pyproject.toml."""
-    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+def project(folder: str = "") -> dict[str, Any]:
+    """Return the pyproject.toml of a folder; the one at the root by default."""
+    return tomllib.loads((ROOT / folder / "pyproject.toml").read_text(encoding="utf-8"))
 
 
 def top_version(changelog: str) -> str:
@@ -38,6 +38,15 @@ def test_changelog_is_up_to_date() -> None:
 
     assert top_version(changelog) == anybatch.__version__
     assert "version" in project()["project"]["dynamic"]
+
+
+def test_the_guide_is_of_the_same_release() -> None:
+    """The guide has the version and licence of anybatch, and asks for exactly that anybatch."""
+    own, guide = project()["project"], project("guide")["project"]
+
+    assert guide["version"] == own["version"]
+    assert f"anybatch[recipes] == {own['version']}" in guide["dependencies"]
+    assert (ROOT / "guide" / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
 
 
 def test_every_lint_exception_has_its_reason() -> None:

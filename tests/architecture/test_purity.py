@@ -10,6 +10,7 @@ import pytest
 
 from tests.architecture.source_tree import (
     PACKAGE,
+    PACKAGES,
     Found,
     dotted_name,
     imported_modules,
@@ -89,7 +90,7 @@ def test_environment_is_read_in_one_file() -> None:
     Everything else gets what it needs as an argument.
     """
     known = [PACKAGE / "parallel" / "world.py", PACKAGE / "cli" / "threads.py"]
-    found = findings(reads_environment, [path for path in python_files(PACKAGE) if path not in known])
+    found = findings(reads_environment, [path for path in python_files(*PACKAGES) if path not in known])
 
     assert not found, "\n".join(map(str, found))
     assert all(findings(reads_environment, [path]) for path in known), "the check no longer sees what these surely do"

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import TypeCheckError, install_import_hook
 
 from tests.architecture.shape_checker import CHECKER, shaped_modules
-from tests.architecture.source_tree import PACKAGE
+from tests.architecture.source_tree import PACKAGES
 
 SOURCE = '''
 """A module with shapes."""
@@ -79,8 +79,8 @@ def test_other_types_are_left_alone(shaped: ModuleType) -> None:
 
 
 def test_shapes_of_the_package_are_checked() -> None:
-    """Every module of anybatch that names shapes was imported with their check in place."""
-    modules = [importlib.import_module(name) for name in shaped_modules(PACKAGE.parent)]
+    """Every module of anybatch and of its guide that names shapes was imported with their check in place."""
+    modules = [importlib.import_module(name) for package in PACKAGES for name in shaped_modules(package.parent)]
 
     unchecked = [module.__name__ for module in modules if not hasattr(module, "jaxtyping")]
     assert not unchecked

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture.source_tree import PACKAGE, ROOT, TESTS, Found, functions, parse, python_files
+from tests.architecture.source_tree import PACKAGES, ROOT, TESTS, Found, functions, parse, python_files
 
 DRAWERS = frozenset({"util", "utils", "helper", "helpers", "common", "misc", "manager", "managers"})
 
@@ -22,7 +22,7 @@ def silent_tests(tree: ast.Module) -> list[ast.AST]:
 
 def test_every_module_is_named_after_an_idea() -> None:
     """No folder or file is called utils, helpers, common, misc or manager, alone or as part of a name."""
-    paths = [path.relative_to(ROOT) for folder in (PACKAGE, TESTS) for path in python_files(folder)]
+    paths = [path.relative_to(ROOT) for path in python_files(*PACKAGES, *TESTS)]
 
     assert drawers(paths) == []
 
@@ -37,7 +37,7 @@ def test_every_test_says_its_claim() -> None:
     """Every test function has a docstring."""
     found = [
         Found(path, getattr(function, "lineno", 1), "a test without its claim")
-        for path in python_files(TESTS)
+        for path in python_files(*TESTS)
         for function in silent_tests(parse(path))
     ]
 

@@ -1,6 +1,7 @@
 """The command line as it is typed: verbs, options, words of other libraries, exit statuses."""
 
 import gc
+import importlib.metadata
 import re
 import socket
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from anybatch.cli import init, option_hints
-from anybatch.cli.main import VERBS, main
+from anybatch.cli.main import VERBS, function_of, main
 from anybatch.cli.option_hints import HINTS, OWN_OPTIONS, explain_unknown
 from anybatch.cli.plan import frozen_imports
 from anybatch.cli.plan import make_parser as make_plan_parser
@@ -45,6 +46,18 @@ def test_overview_lists_what_exists(capsys: pytest.CaptureFixture[str]) -> None:
         assert verb.question.endswith("?")
         assert main([verb.name, "--help"]) == Status.DONE
         assert f"usage: anybatch {verb.name}" in capsys.readouterr().out
+
+
+def test_a_verb_of_a_package_that_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the package that brings a verb is not installed, the message is the command that installs it."""
+    assert function_of(VERBS[[verb.name for verb in VERBS].index("guide")]).__module__ == "anybatch_guide.command"
+
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda **_: [])
+    assert main(["guide"]) == Status.USAGE
+    said = "anybatch: `anybatch guide` is a package of its own: pip install 'anybatch[guide]'\n"
+    assert capsys.readouterr().err == said
 
 
 def test_unknown_verb(capsys: pytest.CaptureFixture[str]) -> None:

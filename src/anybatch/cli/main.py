@@ -3,10 +3,13 @@
 import difflib
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import cast
 
 from anybatch.cli.status import Status, status_of
+from anybatch.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +19,18 @@ class Verb:
     Attributes:
         name: what is typed; also the name of the module in this folder that does it, by `run(words) -> int`.
         question: what a user who needs it asks.
+        extra: the extra of anybatch whose package brings it, as an entry point of `ENTRY_POINTS`; None: it is ours.
     """
 
     name: str
     question: str
+    extra: str | None = None
 
+
+VerbFunction = Callable[[Sequence[str]], int]
+"""Takes the words after the verb, and returns an exit status."""
+ENTRY_POINTS = "anybatch.verbs"
+"""The group in which other packages name their verbs: `name = "module:function"`."""
 
 VERBS = (
     Verb("train", "How do I train at the batch size I name, on whatever is here?"),
@@ -29,7 +39,7 @@ VERBS = (
     Verb("tune", "Which micro-batch size is the fastest here, and does loading keep up?"),
     Verb("memory", "Where does the memory of a step go, and how much is left?"),
     Verb("demo", "What does it do, in a minute?"),
-    Verb("guide", "What happens in a step, and what changes if I do it otherwise?"),
+    Verb("guide", "What happens in a step, and what changes if I do it otherwise?", extra="guide"),
     Verb("init", "How does a recipe of my own begin?"),
     Verb("env", "What should a bug report say about this machine?"),
 )
@@ -45,12 +55,12 @@ def main(words: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         sys.stdout.write(overview())
         return Status.DONE
-    if words[0] not in [verb.name for verb in VERBS]:
+    verb = next((verb for verb in VERBS if verb.name == words[0]), None)
+    if verb is None:
         sys.stderr.write(unknown_verb(words[0]))
         return Status.USAGE
     try:
-        # Imported only now: a verb brings torch along, or not.
-        return int(importlib.import_module(f"anybatch.cli.{words[0]}").run(words[1:]))
+        return int(function_of(verb)(words[1:]))
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else Status.DONE
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (whatever it is, it ends here, in words)
@@ -59,6 +69,20 @@ def main(words: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         sys.stderr.write(f"{explain(error)}\n")
         return status_of(error)
+
+
+def function_of(verb: Verb) -> VerbFunction:
+    """Import what does a verb, only now: some bring torch along, which takes seconds.
+
+    Raises:
+        UserError: its package is not installed.
+    """
+    if verb.extra is None:
+        return cast("VerbFunction", importlib.import_module(f"anybatch.cli.{verb.name}").run)
+    for found in entry_points(group=ENTRY_POINTS, name=verb.name):
+        return cast("VerbFunction", found.load())
+    message = f"`anybatch {verb.name}` is a package of its own: pip install 'anybatch[{verb.extra}]'"
+    raise UserError(message)
 
 
 def overview() -> str:

@@ -1,0 +1,201 @@
+"""Measurements of claims about equality: is the accumulated gradient that of the batch at once?"""
+
+import difflib
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import nn
+
+import anybatch as ab
+from anybatch.diagnostics.loop_check.check_loop import check_loop
+from anybatch.recipes.demonstration.run import changed_lines
+from anybatch_guide.claims import loops
+from anybatch_guide.claims.claim import Numbers
+from anybatch_guide.claims.measuring import (
+    by_items,
+    by_parts,
+    cut,
+    fresh,
+    progress,
+    relative,
+    row_of_gradients,
+    rows_of,
+    step_memory,
+    weighed,
+)
+from anybatch_guide.experiment import Tell
+from anybatch_guide.tasks.task import Task, cross_entropy, load
+
+EVEN, UNEVEN, SMALL = [16] * 4, [24, 24, 16], [4] * 16
+
+
+def equivalent(tell: Tell) -> Numbers:
+    """Compare gradients where accumulation is usual, and in each case where something stands against it."""
+    digits, text = load("digits"), load("text")
+    normed = load("shapes", norm="batch")
+    cases: dict[str, Callable[[], float]] = {
+        "even_error": partial(error_of, digits, EVEN),
+        "even_error_fp64": partial(error_of, digits, EVEN, dtype=torch.float64),
+        "uneven_error": partial(error_of, digits, UNEVEN),
+        "token_error": partial(error_of, text, SMALL),
+        "batch_norm_error": partial(error_of, normed, EVEN),
+        "dropout_error": partial(error_of, replace(digits, model=partial(_with_dropout, digits)), EVEN),
+    }
+    found = {}
+    for done, (name, measure) in enumerate(cases.items()):
+        progress(tell, done, len(cases), name)
+        found[name] = measure()
+    return found
+
+
+def error_of(
+    task: Task, sizes: list[int], *, by_share: bool = False, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> float:
+    """Return how far the accumulated gradient of a batch is from that of the batch at once.
+
+    Args:
+        task: what is learned.
+        sizes: of the micro-batches.
+        by_share: weigh micro-batches by their items; otherwise each by one over N, as is usual.
+        dtype: number format.
+        seed: of parameters and order, and of dropout.
+    """
+    model = fresh(task, seed).to(dtype)
+    inputs, targets = rows_of(task, sum(sizes), seed)
+    batch = (inputs.to(dtype) if inputs.is_floating_point() else inputs), targets
+    parts = cut(batch, sizes)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        found = weighed(model, parts, by_items(parts) if by_share else by_parts(parts))
+        torch.default_generator.manual_seed(seed)
+        whole = weighed(model, [batch], [1.0])
+    return relative(found, whole)
+
+
+def divide_by_n(tell: Tell) -> Numbers:
+    """Compare dividing by N with weighing by items: equal sizes, unequal ones, and sentences of unequal length."""
+    digits, text = load("digits"), load("text")
+    cases: dict[str, Callable[[], float]] = {
+        "even_error": partial(error_of, digits, EVEN),
+        "uneven_error": partial(error_of, digits, UNEVEN),
+        "token_error": partial(error_of, text, SMALL),
+        "uneven_error_by_items": partial(error_of, digits, UNEVEN, by_share=True),
+        "token_error_by_items": partial(error_of, text, SMALL, by_share=True),
+    }
+    found = {}
+    for done, (name, measure) in enumerate(cases.items()):
+        progress(tell, done, len(cases), name)
+        found[name] = measure()
+    return found
+
+
+def stale(tell: Tell, steps: int = 20) -> Numbers:
+    """Watch the parameters inside windows while Adam trains; beside it, step after every micro-batch instead."""
+    task = load("digits")
+    model, other = fresh(task), fresh(task)
+    engine = ab.Engine(model, torch.optim.AdamW(model.parameters(), lr=0.003), task.loss, micro_batch_size=16)
+    moved, errors, moved_if_stepped = 0.0, [], []
+    optimizer = torch.optim.AdamW(other.parameters(), lr=0.003)
+    for done, batch in enumerate(ab.batches(task.rows, effective_batch_size=64, steps=steps)):
+        progress(tell, done, steps, "steps")
+        whole = rows_of(task, 64, seed=done)
+        parts = cut(whole, EVEN)
+        before = _vector(model)
+        accumulated = weighed(model, parts, by_items(parts))
+        moved = max(moved, float((_vector(model) - before).abs().max()))
+        errors.append(relative(accumulated, weighed(model, [whole], [1.0])))
+        before = _vector(other)
+        for inputs, targets in parts:
+            optimizer.zero_grad()
+            cross_entropy(other(inputs), targets).backward()
+            optimizer.step()
+        moved_if_stepped.append(relative(_vector(other), before))
+        engine.step(batch)
+    engine.close()
+    return {
+        "moved": moved,
+        "gradient_error": max(errors),
+        "moved_if_stepped": sum(moved_if_stepped) / len(moved_if_stepped),
+    }
+
+
+def on_cpus(tell: Tell) -> Numbers:
+    """Accumulate on this machine's processor, and compare gradient and memory with the batch at once."""
+    task = load("digits")
+    progress(tell, 0, 2, "gradient")
+    error = error_of(task, EVEN)
+    progress(tell, 1, 2, "memory")
+    whole = step_memory(task, micro_batch_size=64, effective_batch_size=64)["peak"]
+    parts = step_memory(task, micro_batch_size=4, effective_batch_size=64)["peak"]
+    return {"gradient_error": error, "memory_ratio": sum(parts.values()) / sum(whole.values())}
+
+
+def three_lines(tell: Tell) -> Numbers:
+    """Count the lines that change, and let the checker judge the loop that results."""
+    progress(tell, 0, 2, "lines")
+    found = check_loop(loops.three_lines)
+    right = check_loop(loops.right)
+    progress(tell, 1, 2, "checked")
+    return {
+        "changed_lines": changed(loops.whole_batch, loops.three_lines),
+        "findings": len(found.findings),
+        "changed_lines_right": changed(loops.whole_batch, loops.right),
+        "findings_right": len(right.findings),
+        "changed_lines_engine": sum(line.startswith("+") for line in changed_lines()),
+    }
+
+
+def changed(before: Callable[..., None], after: Callable[..., None]) -> int:
+    """Return how many lines of the second function's body the first one does not have, whatever their indentation."""
+    former, latter = (
+        [line.strip() for line in inspect.getsource(function).partition('"""')[2].splitlines()]
+        for function in (before, after)
+    )
+    return sum(line.startswith("+ ") for line in difflib.ndiff(former, latter))
+
+
+def sync_batch_norm(tell: Tell) -> Numbers:
+    """Compare cures for BatchNorm in a step of four micro-batches.
+
+    On one rank SyncBatchNorm is what it is where no other rank is. What it computes over ranks is what BatchNorm
+    computes over their micro-batches put together, so that stands for two and for four ranks here.
+    """
+    task = load("shapes", norm="batch")
+    progress(tell, 0, 3, "plain and synchronised")
+    inputs, targets = rows_of(task, 64)
+    whole = weighed(fresh(task), [(inputs, targets)], [1.0])
+    synced: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(fresh(task))
+    parts = cut((inputs, targets), EVEN)
+    found = {
+        "plain_error": relative(weighed(fresh(task), parts, by_items(parts)), whole),
+        "sync_error": relative(weighed(synced, parts, by_items(parts)), whole),
+    }
+    for done, ranks in enumerate((2, 4), start=1):
+        progress(tell, done, 3, f"{ranks} ranks")
+        together = cut((inputs, targets), [16 * ranks] * (4 // ranks))
+        error = relative(weighed(fresh(task), together, by_items(together)), whole)
+        found[f"sync_error_{ranks}_ranks"] = error
+    return {**found, "exact_error": relative(_by_exact_engine(task, inputs, targets), whole)}
+
+
+def _by_exact_engine(task: Task, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    model = fresh(task)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with ab.Engine(model, optimizer, task.loss, micro_batch_size=16, norms="exact") as engine:
+        gradients = engine.gradients({"inputs": inputs, "targets": targets})
+    for name, parameter in model.named_parameters():
+        parameter.grad = gradients[name]
+    return row_of_gradients(model)
+
+
+def _vector(model: nn.Module) -> torch.Tensor:
+    return torch.nn.utils.parameters_to_vector(model.parameters()).detach().double()
+
+
+def _with_dropout(task: Task) -> nn.Module:
+    """Return the task's network with a tenth dropped after its first three layers, and before the last one."""
+    layers = list(task.model().children())
+    return nn.Sequential(*layers[:3], nn.Dropout(0.1), *layers[3:-1], nn.Dropout(0.1), layers[-1])

@@ -1,0 +1,103 @@
+"""Measurements of claims about what is learned: whole runs, over several seeds."""
+
+import math
+import statistics
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+import anybatch as ab
+from anybatch_guide.claims.claim import Numbers
+from anybatch_guide.claims.equality import error_of
+from anybatch_guide.claims.measuring import fresh, progress
+from anybatch_guide.experiment import Tell
+from anybatch_guide.mistakes.mistake import loop_of
+from anybatch_guide.tasks.task import MicroBatches, Task, cross_entropy, load
+
+SEEDS = (0, 1, 2)
+NUM_STEPS = 80
+NUM_EPOCHS = 2
+
+
+def forgetting(tell: Tell) -> Numbers:
+    """Train digits, 4 x 16 samples a step, as it should be and without dividing by 16; by SGD and by Adam."""
+    task = load("digits")
+    optimizers: dict[str, Callable[..., Optimizer]] = {
+        "sgd": partial(torch.optim.SGD, lr=0.3),
+        "adam": partial(torch.optim.Adam, lr=0.003),
+    }
+    found: dict[str, float] = {"chance": task.chance}
+    cells = [(name, loop) for name in optimizers for loop in ("right", "no_division")]
+    for done, (name, loop) in enumerate(cells):
+        losses = []
+        for number, seed in enumerate(SEEDS):
+            progress(tell, done * len(SEEDS) + number, len(cells) * len(SEEDS), f"{name}, {loop}")
+            losses.append(final_loss(task, loop, optimizers[name], seed))
+        found[f"{name}_{loop}"] = statistics.median(losses)
+    return found
+
+
+def final_loss(task: Task, loop: str, optimizer: Callable[..., Optimizer], seed: int) -> float:
+    """Return the mean loss over an epoch's samples after training in windows of 16 micro-batches of 4.
+
+    A loss that is no number any more counts as infinite.
+    """
+    model = fresh(task, seed)
+    trained = optimizer(model.parameters())
+    loader = MicroBatches(task.rows, 4, seed)
+    for _ in range(NUM_EPOCHS):
+        loop_of(loop)(
+            model,
+            loader,
+            optimizer=trained,
+            scheduler=LambdaLR(trained, lambda _: 1.0),
+            criterion=cross_entropy,
+            accumulation_steps=16,
+            max_norm=math.inf,
+        )
+    with torch.no_grad():
+        loss = float(cross_entropy(model(task.rows.inputs), task.rows.targets))
+    return loss if math.isfinite(loss) else math.inf
+
+
+def batch_norm(tell: Tell) -> Numbers:
+    """Train shapes at 64 samples a step, with BatchNorm at three micro-batch sizes, and with GroupNorm at one."""
+    normed, grouped = load("shapes", norm="batch"), load("shapes", norm="group")
+    progress(tell, 0, 3 * len(SEEDS) + 1, "gradients")
+    found = {
+        "gradient_error": statistics.median(error_of(normed, [4] * 16, seed=seed) for seed in SEEDS),
+        "group_norm_error": statistics.median(error_of(grouped, [4] * 16, seed=seed) for seed in SEEDS),
+    }
+    for done, size in enumerate((64, 16, 4)):
+        accuracies, losses = [], []
+        for number, seed in enumerate(SEEDS):
+            progress(tell, 1 + done * len(SEEDS) + number, 3 * len(SEEDS) + 1, f"micro-batches of {size}")
+            loss, accuracy = _trained(normed, size, seed)
+            losses.append(loss)
+            accuracies.append(accuracy)
+        found[f"loss_{size}"] = statistics.median(losses)
+        found[f"accuracy_{size}"] = 100 * statistics.median(accuracies)
+    return found
+
+
+def _trained(task: Task, micro_batch_size: int, seed: int) -> tuple[float, float]:
+    """Return the mean loss of the last ten steps, and the accuracy on what was held out."""
+    model = fresh(task, seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
+    data = ab.batches(task.rows, effective_batch_size=64, steps=NUM_STEPS, seed=seed)
+    with ab.Engine(model, optimizer, task.loss, micro_batch_size=micro_batch_size) as engine:
+        losses = [engine.step(batch).loss for batch in data]
+    return statistics.fmean(losses[-10:]), accuracy_of(model, task)
+
+
+@torch.no_grad()
+def accuracy_of(model: nn.Module, task: Task) -> float:
+    """Return the share of held-out samples whose class is found."""
+    model.eval()
+    found = model(task.held_out.inputs).argmax(dim=1) == task.held_out.targets
+    model.train()
+    return float(found.double().mean())

@@ -1,0 +1,90 @@
+"""The rules: from the numbers of a claim to its verdict. Each is said in words beside its claim."""
+# ruff: noqa: PLR2004 (the limits are said in words, in the catalogue)
+
+from anybatch_guide.claims.claim import EXACT, WRONG, Numbers, Verdict
+
+
+def less_memory(found: Numbers) -> Verdict:
+    """Judge: less than nine tenths of the memory."""
+    return "true" if found["ratio_in_four"] < 0.9 else "false"
+
+
+def equivalent(found: Numbers) -> Verdict:
+    """Judge: every error is rounding, or only the first."""
+    if found["even_error"] > EXACT:
+        return "false"
+    others = ("uneven_error", "token_error", "batch_norm_error", "dropout_error")
+    return "true" if all(found[name] < EXACT for name in others) else "only_if"
+
+
+def on_cpus(found: Numbers) -> Verdict:
+    """Judge: right and smaller."""
+    return "true" if found["gradient_error"] < EXACT and found["memory_ratio"] < 1 else "false"
+
+
+def three_lines(found: Numbers) -> Verdict:
+    """Judge: three lines, and nothing wrong with them."""
+    if found["changed_lines"] > 3:
+        return "false"
+    return "only_if" if found["findings"] else "true"
+
+
+def n_times_longer(found: Numbers) -> Verdict:
+    """Judge: close to N times, against the same samples or against one micro-batch."""
+    if found["ratio_to_same_samples"] > 0.75 * found["accumulation_steps"]:
+        return "true"
+    return "only_if" if found["ratio_to_one_micro_batch"] > 0.5 * found["accumulation_steps"] else "false"
+
+
+def small_micro_batches(found: Numbers) -> Verdict:
+    """Judge: a fifth slower, at 16 or only at 1."""
+    if found["ratio_1"] < 1.2:
+        return "false"
+    return "true" if found["ratio_16"] > 1.2 else "only_if"
+
+
+def larger_is_faster(found: Numbers) -> Verdict:
+    """Judge: gains that stay, or that go."""
+    gains = list(found.values())
+    if gains[0] < 1.1:
+        return "false"
+    return "only_if" if gains[-1] < gains[0] / 1.5 else "true"
+
+
+def batch_norm(found: Numbers) -> Verdict:
+    """Judge: wrong with BatchNorm and right with GroupNorm."""
+    if found["gradient_error"] < WRONG:
+        return "false"
+    return "true" if found["group_norm_error"] < EXACT else "only_if"
+
+
+def sync_batch_norm(found: Numbers) -> Verdict:
+    """Judge: right on one rank, or only with nothing to accumulate."""
+    if found["sync_error"] < EXACT:
+        return "true"
+    return "only_if" if found["sync_error_4_ranks"] < EXACT else "false"
+
+
+def stale(found: Numbers) -> Verdict:
+    """Judge: parameters move, or the gradient is wrong."""
+    return "true" if found["moved"] > 0 or found["gradient_error"] > WRONG else "false"
+
+
+def not_free(found: Numbers) -> Verdict:
+    """Judge: a higher peak, and one copy in the forward."""
+    if found["extra_at_peak"] <= 0:
+        return "false"
+    return "true" if found["extra_in_forward"] >= found["weight_bytes"] else "only_if"
+
+
+def divide_by_n(found: Numbers) -> Verdict:
+    """Judge: right for equal micro-batches, or for all."""
+    if found["even_error"] > EXACT:
+        return "false"
+    return "only_if" if max(found["uneven_error"], found["token_error"]) > WRONG else "true"
+
+
+def forgetting(found: Numbers) -> Verdict:
+    """Judge: no better than chance, by both optimizers or by one."""
+    crashes = [found[f"{name}_no_division"] >= 0.95 * found["chance"] for name in ("sgd", "adam")]
+    return "true" if all(crashes) else "only_if" if any(crashes) else "false"

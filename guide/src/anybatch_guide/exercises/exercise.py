@@ -1,0 +1,103 @@
+"""The six loops by name: where each is, which line is wrong, why, and what the checker says of it."""
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from anybatch.diagnostics.loop_check.check_loop import RankRunner, check_loop
+from anybatch_guide.experiment import Data
+from anybatch_guide.mistakes.mistake import MISTAKES, wrong_lines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exercise:
+    """A loop with a bug.
+
+    Attributes:
+        module: where it is; the loop is its function `train`.
+        hint: what can be seen of it from outside.
+        why: what is wrong.
+        cure: what is to be written.
+        finding: what `anybatch check --loop` calls it.
+        wrong: a piece of the wrong line; None for lines that the right loop does not have.
+        is_missing: the line is right, and another one is missing after it.
+    """
+
+    module: str
+    hint: str
+    why: str
+    cure: str
+    finding: str
+    wrong: str | None = None
+    is_missing: bool = False
+
+    @property
+    def loop(self) -> Callable[..., None]:
+        """The loop itself."""
+        found: Callable[..., None] = importlib.import_module(self.module).train
+        return found
+
+    @property
+    def lines(self) -> list[str]:
+        """Its text."""
+        return inspect.getsource(self.loop).splitlines()
+
+    @property
+    def wrong_lines(self) -> list[int]:
+        """Numbers of the wrong lines, from 1 within its text."""
+        if self.wrong is None:
+            return wrong_lines(self.module.rpartition(".")[2])
+        return [number for number, line in enumerate(self.lines, start=1) if self.wrong in line]
+
+
+def _of_mistake(name: str, hint: str) -> Exercise:
+    found = MISTAKES[name]
+    return Exercise(
+        module=f"anybatch_guide.mistakes.{name}", hint=hint, why=found.effect, cure=found.cure, finding=found.finding
+    )
+
+
+EXERCISES = (
+    Exercise(
+        module="anybatch_guide.exercises.from_scratch",
+        hint="With plain SGD it diverges when there are many micro-batches.",
+        why="Means of micro-batches are added and not divided: N of them give N times the gradient.",
+        cure="Weigh each mean by its share of the window; if all are equal, that is one over N.",
+        finding="not_divided",
+        wrong="loss.backward()",
+    ),
+    _of_mistake("zero_each", "It learns, only worse, and the larger N is, the less of the data it uses."),
+    _of_mistake("mean_of_means", "It is right in a test with full batches, and wrong on real text."),
+    _of_mistake("clip_each", "It is right until gradients become long."),
+    _of_mistake("schedule_each", "It stops learning long before the end."),
+    Exercise(
+        module="anybatch_guide.exercises.with_ranks",
+        hint="The first step is right, on every rank.",
+        why="Gradients are never zeroed: each step adds its own to those of all steps before it.",
+        cure="Call optimizer.zero_grad() after optimizer.step().",
+        finding="zero_grad_missing",
+        wrong="optimizer.step()",
+        is_missing=True,
+    ),
+)
+
+
+def described(exercise: Exercise, pool: RankRunner | None = None) -> Data:
+    """Return what the page shows of a loop, the checker's findings among it."""
+    report = check_loop(exercise.loop, pool=pool)
+    path = exercise.module.replace(".", "/")
+    return {
+        "name": exercise.module.rpartition(".")[2],
+        "lines": exercise.lines,
+        "wrong": exercise.wrong_lines,
+        "is_missing": exercise.is_missing,
+        "hint": exercise.hint,
+        "why": exercise.why,
+        "cure": exercise.cure,
+        "findings": [
+            {"code": one.code, "what": one.what, "found": one.found, "expected": one.expected}
+            for one in report.findings
+        ],
+        "command": f"anybatch check --loop guide/src/{path}.py:train",
+    }

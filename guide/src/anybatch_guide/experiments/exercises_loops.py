@@ -1,0 +1,22 @@
+"""Six loops with a bug each, and what the checker finds in them."""
+
+from anybatch_guide.exercises.exercise import EXERCISES, described
+from anybatch_guide.experiment import Data, Experiment, Tell
+
+
+def run(tell: Tell) -> Data:
+    """Let `anybatch check --loop` judge each of them."""
+    found = []
+    for done, exercise in enumerate(EXERCISES):
+        tell({"kind": "guide.progress", "done": done, "of": len(EXERCISES), "what": exercise.module})
+        found.append(described(exercise))
+    return {"loops": found}
+
+
+EXPERIMENT = Experiment(
+    name="exercises_loops",
+    question="What is wrong with these six loops?",
+    run=run,
+    seconds=15,
+    runs_here=False,
+)

@@ -1,0 +1,120 @@
+"""The mathematics with numbers: the parts' gradients added up with right and wrong factors, in three formats."""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from anybatch_guide.experiment import Data, Experiment, Tell
+
+NUM_SAMPLES: Final = 64
+CUTS: Final[Mapping[str, tuple[int, ...]]] = MappingProxyType(
+    {"whole": (64,), "even": (16, 16, 16, 16), "uneven": (24, 24, 16), "single": (1,) * 64}
+)
+DTYPES: Final = MappingProxyType({"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16})
+_WIDTH, _CLASSES, _TOKENS = 12, 5, 8
+Factor = Callable[[Sequence[int], int], float]
+"""Function (items of every part, number of the part) -> what the mean of that part is multiplied by."""
+FACTORS: Final[Mapping[str, Factor]] = MappingProxyType(
+    {
+        "by_count": lambda counts, part: counts[part] / sum(counts),
+        "by_parts": lambda counts, _part: 1 / len(counts),
+        "none": lambda _counts, _part: 1.0,
+    }
+)
+
+
+def run(tell: Tell) -> Data:
+    """Compare every cut, factor and format with the gradient of the whole batch in float64."""
+    rows: list[dict[str, Any]] = []
+    for loss in ("samples", "tokens"):
+        for done, cut in enumerate(CUTS):
+            tell({"kind": "guide.progress", "done": done, "of": len(CUTS), "what": f"{loss}, {cut}"})
+            rows += [
+                {"loss": loss, "cut": cut, "factor": factor, "format": name, **compared(loss, cut, factor, dtype)}
+                for factor in FACTORS
+                for name, dtype in DTYPES.items()
+            ]
+    counts = {cut: counts_of("tokens", cut) for cut in CUTS}
+    return {
+        "num_samples": NUM_SAMPLES,
+        "num_parameters": sum(one.numel() for one in network(torch.float64).parameters()),
+        "cuts": {name: list(parts) for name, parts in CUTS.items()},
+        "num_targets": sum(counts["whole"]),
+        "targets": {name: found for name, found in counts.items() if name != "single"},
+        "rows": rows,
+    }
+
+
+def compared(loss: str, cut: str, factor: str, dtype: torch.dtype) -> dict[str, float]:
+    """Return how far a sum of parts is from the whole batch's gradient in float64: in length, in direction, in size."""
+    whole = gradient(loss, CUTS["whole"], FACTORS["by_count"], torch.float64)
+    parts = gradient(loss, CUTS[cut], FACTORS[factor], dtype).double()
+    return {
+        "relative_error": float((parts - whole).norm() / whole.norm()),
+        "cosine": float(F.cosine_similarity(parts, whole, dim=0)),
+        "length_ratio": float(parts.norm() / whole.norm()),
+    }
+
+
+def gradient(loss: str, cut: Sequence[int], factor: Factor, dtype: torch.dtype) -> Float[Tensor, " number"]:
+    """Return the sum over parts of factor x gradient of the part's mean."""
+    model = network(dtype)
+    inputs, targets = data(loss)
+    counts = [int((part >= 0).sum()) for part in targets.split(list(cut))]
+    pairs = zip(inputs.to(dtype).split(list(cut)), targets.split(list(cut)), strict=True)
+    for number, (some_inputs, some_targets) in enumerate(pairs):
+        if counts[number] == 0:
+            continue  # a mean over nothing is no number, and 0 x no number is none either
+        logits = model(some_inputs).flatten(0, -2)
+        mean = F.cross_entropy(logits, some_targets.flatten(), ignore_index=-100)
+        (mean * factor(counts, number)).backward()
+    return torch.cat([one.grad.flatten() for one in model.parameters() if one.grad is not None])
+
+
+def counts_of(loss: str, cut: str) -> list[int]:
+    """Return how many targets each part of a cut has."""
+    _, targets = data(loss)
+    return [int((part >= 0).sum()) for part in targets.split(list(CUTS[cut]))]
+
+
+def data(loss: str) -> tuple[Float[Tensor, "sample ..."], Int[Tensor, "sample ..."]]:
+    """Return inputs and targets: one target a sample, or rows of tokens of which the later ones are masked."""
+    random = torch.Generator().manual_seed(1)
+    if loss == "samples":
+        inputs = torch.randn(NUM_SAMPLES, _WIDTH, generator=random, dtype=torch.float64)
+        return inputs, torch.randint(0, _CLASSES, (NUM_SAMPLES,), generator=random)
+    inputs = torch.randn(NUM_SAMPLES, _TOKENS, _WIDTH, generator=random, dtype=torch.float64)
+    targets = torch.randint(0, _CLASSES, (NUM_SAMPLES, _TOKENS), generator=random)
+    return inputs, targets.masked_fill(_beyond_the_end(random), -100)
+
+
+def _beyond_the_end(random: torch.Generator) -> Bool[Tensor, "sample token"]:
+    """Return what is padding where rows are sorted by length, as loaders like to have them."""
+    lengths = torch.randint(1, _TOKENS + 1, (NUM_SAMPLES,), generator=random).sort().values
+    return torch.arange(_TOKENS) >= lengths[:, None]
+
+
+def network(dtype: torch.dtype) -> nn.Module:
+    """Return a network with numbers of a generator of its own."""
+    layers = nn.Linear(_WIDTH, 24, device="meta"), nn.Tanh(), nn.Linear(24, _CLASSES, device="meta")
+    model = nn.Sequential(*layers).to_empty(device="cpu").double()
+    random = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.4, generator=random)
+    return model.to(dtype)
+
+
+EXPERIMENT = Experiment(
+    name="mathematics",
+    question="Which factor makes the sum of the parts the gradient of the whole, and in which number format?",
+    run=run,
+    seconds=2.0,
+    tolerance=1e-2,
+    noisy=("relative_error",),  # where it is rounding, it is another processor's rounding
+)

@@ -1,0 +1,141 @@
+"""Models of a GPU's size against a GPU's memory: what each batch size would take, as planned without the device."""
+
+from typing import Any
+
+from anybatch.core.size_choice import even_size
+from anybatch.engine.update.precision import PrecisionName
+from anybatch.memory.timeline import ORDER
+from anybatch.planner.report import Plan
+from anybatch.recipes.planning.known_models import KNOWN_MODELS
+from anybatch_guide.experiment import Data, Experiment, Tell
+from anybatch_guide.memory.courses import in_order
+from anybatch_guide.memory.formulas import (
+    AUTOCAST_ADAM,
+    logits_bytes,
+    state_bytes,
+    transformer_layer_activation_bytes,
+)
+from anybatch_guide.memory.planning import Traced, Variant, Wish, planned, trace
+
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""Batch sizes that are offered."""
+LIMITS_GIB = (4, 6, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 141, 192)
+"""Sizes of memory that are offered, in GiB."""
+_ROWS: tuple[tuple[str, int, PrecisionName, str], ...] = (
+    ("gpt2", 1024, "fp32", "GPT-2, float32"),
+    ("gpt2", 1024, "bf16", "GPT-2, bf16"),
+    ("llama-3.2-1b", 2048, "bf16", "Llama 3.2 1B, bf16"),
+)
+MODELS = {
+    Variant(
+        model=model,
+        sequence_length=length,
+        precision=precision,
+        optimizer="AdamW",
+        checkpointing=False,
+        several=False,
+    ): title
+    for model, length, precision, title in _ROWS
+}
+"""What is planned, and how a page calls it."""
+OPENING = Wish(device="RTX 4090", effective_batch_size=512)
+"""What the planner of the page opens with, for the second of these models."""
+_MANY = 1 << 20
+
+
+def run(tell: Tell) -> Data:
+    """Trace each model, and plan it for every size and every limit."""
+    steps = []
+    for done, (variant, title) in enumerate(MODELS.items()):
+        tell({"kind": "guide.progress", "done": done, "of": len(MODELS), "what": title})
+        steps.append((trace(variant), title))
+    return {
+        "categories": list(ORDER),
+        "sizes": list(SIZES),
+        "limits_gib": list(LIMITS_GIB),
+        "models": [_wall(traced, title, tell) for traced, title in steps],
+        "opening": _opening(planned(steps[1][0], OPENING)),
+    }
+
+
+def _wall(traced: Traced, title: str, tell: Tell) -> dict[str, Any]:
+    variant, envelopes = traced.variant, traced.envelopes
+    rows = []
+    for size in SIZES:
+        tell({"kind": "guide.progress", "done": size, "of": max(SIZES), "what": title})
+        peak = envelopes.at_peak(size)
+        rows.append(
+            {
+                "held": in_order(peak.by_category),
+                "reserved": envelopes.reserved_bytes(size),
+                "phase": peak.phase,
+                "operation": peak.operation,
+            }
+        )
+    return {
+        "name": variant.model,
+        "title": title,
+        "sequence_length": variant.sequence_length,
+        "precision": variant.precision,
+        "num_parameters": traced.num_parameters,
+        "rows": rows,
+        "limits": [_limit(planned(traced, Wish(device=f"{one}GiB", effective_batch_size=_MANY))) for one in LIMITS_GIB],
+    }
+
+
+def _limit(plan: Plan) -> dict[str, Any]:
+    """Return how many samples fit, and the plan's own words on why not one more."""
+    rows = dict(row.split(maxsplit=1) for row in str(plan).splitlines()[3:7])
+    return {
+        "usable_bytes": plan.budget.usable_bytes,
+        "beside_bytes": plan.budget.outside_bytes + plan.budget.workspace_bytes,
+        "largest": plan.as_it_is.largest,
+        "why": rows["largest"] if plan.as_it_is.fits else f"{rows['fits']}; {rows['because']}",
+    }
+
+
+def _opening(plan: Plan) -> dict[str, Any]:
+    """Return a whole plan as the page shows it before it can compute one itself."""
+    fit = plan.as_it_is
+    assert fit.micro_batch_size == even_size(plan.batch.num_samples, fit.largest)
+    return {
+        "device": OPENING.device,
+        "effective_batch_size": OPENING.effective_batch_size,
+        "total_bytes": plan.budget.total_bytes,
+        "headroom": plan.budget.headroom,
+        "libraries_bytes": plan.budget.outside_bytes + plan.budget.workspace_bytes,
+        "largest": fit.largest,
+        "micro_batch_size": fit.micro_batch_size,
+        "accumulation_steps": fit.accumulation_steps,
+        "reserved_bytes": fit.reserved_bytes,
+        "peak_bytes": fit.peak.num_bytes,
+        "held": in_order(fit.peak.by_category),
+        "words": str(plan).splitlines()[:7],
+        "formulas": _formulas(plan),
+    }
+
+
+def _formulas(plan: Plan) -> dict[str, float]:
+    """Return what the literature's formulas say of the same step: of the state, of layers, and of the loss."""
+    shape, size = KNOWN_MODELS[plan.name], plan.micro_batch_size
+    (length,) = {variant.sequence_length for variant in MODELS if variant.model == plan.name}
+    layer = transformer_layer_activation_bytes(
+        sequence_length=length,
+        micro_batch_size=size,
+        hidden_size=shape.width,
+        num_heads=shape.num_heads,
+        keeps="flash",
+    )
+    return {
+        "state": state_bytes(plan.num_parameters, AUTOCAST_ADAM),
+        "layers": shape.num_layers * layer,
+        "logits": logits_bytes(size * length, shape.vocabulary),
+    }
+
+
+EXPERIMENT = Experiment(
+    name="memory_wall",
+    question="How large a batch fits into the memory of a GPU, and what is it that does not fit?",
+    run=run,
+    seconds=60,
+)

@@ -1,0 +1,106 @@
+"""One batch, four ways: the loss of one training, cut in four ways, and with one mistake in each."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from anybatch.testing import RankPool
+from anybatch_guide.experiment import Data, Experiment, Tell
+from anybatch_guide.listings import one_batch, one_mistake
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+WAYS: Mapping[str, tuple[int, int]] = {"64x1": (64, 1), "16x4": (16, 1), "4x16": (4, 1), "2x8x4": (8, 2)}
+"""Name of a way to its micro-batch size and number of ranks."""
+RAGGED: Mapping[str, int] = {"64x1": 64, "16x4": 21, "4x16": 9, "2x8x4": 31}
+"""Micro-batch sizes that leave one sample for the last micro-batch of a rank's share."""
+Train = Callable[..., list[float]]
+
+
+def run(tell: Tell) -> Data:
+    """Return the losses of 60 steps: each way's by the engine, and each mistake's by a loop that makes it."""
+    with RankPool(2) as ranks:
+
+        def trained(train: Train, num_ranks: int, *args: Any) -> list[float]:  # noqa: ANN401 (the program's)
+            tell({"kind": "guide.progress", "done": 0, "of": 1, "what": f"{train.__name__}{args}"})
+            return train(*args) if num_ranks == 1 else list(ranks.run(train, *args)[0])
+
+        losses = {
+            name: {way: trained(one_batch.train, k, size, dtype) for way, (size, k) in WAYS.items()}
+            for name, dtype in DTYPES.items()
+        }
+        mistakes = {
+            mistake: {way: trained(one_mistake.train, k, sizes[way], mistake) for way, (_, k) in WAYS.items()}
+            for mistake, sizes in sizes_of_mistakes().items()
+        }
+        clipped = {
+            way: trained(one_batch.train, k, size, torch.float64, one_mistake.CLIP) for way, (size, k) in WAYS.items()
+        }
+    references = {name: clipped if name == "clip_each" else losses["float64"] for name in mistakes}
+    return {
+        "ways": [{"name": way, "num_ranks": k, "sizes": cut(size, k)} for way, (size, k) in WAYS.items()],
+        "losses": significant(losses["float64"]["64x1"], 6),
+        "gaps": {name: gaps(ways) for name, ways in losses.items()},
+        "largest_gap": {name: largest(gaps(ways)) for name, ways in losses.items()},
+        "mistakes": [as_data(name, ways, references[name]) for name, ways in mistakes.items()],
+    }
+
+
+def sizes_of_mistakes() -> dict[str, dict[str, int]]:
+    """Return the micro-batch size of each way under each mistake; a mean of means is right where all are equal."""
+    even = {way: size for way, (size, _) in WAYS.items()}
+    return {"no_division": even, "clip_each": even, "mean_of_means": dict(RAGGED)}
+
+
+def as_data(name: str, ways: Mapping[str, Sequence[float]], right: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Return what one mistake does to each way, beside the losses it should have, which are those of the others too."""
+    sizes, reference = sizes_of_mistakes()[name], right["64x1"]
+    return {
+        "name": name,
+        "sizes": {way: cut(sizes[way], num_ranks) for way, (_, num_ranks) in WAYS.items()},
+        "reference": significant(reference, 6),
+        "reference_gap": {way: max(values) for way, values in gaps(right).items()},
+        "losses": {way: significant(values, 6) for way, values in ways.items()},
+        "largest_gap": {way: significant([max_gap(values, reference)], 3)[0] for way, values in ways.items()},
+    }
+
+
+def cut(size: int, num_ranks: int) -> list[int]:
+    """Return the micro-batches of one rank's share of 64 samples."""
+    return [len(rows) for rows in torch.arange(64 // num_ranks).split(size)]
+
+
+def gaps(ways: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+    """Return how far each way's losses are from those of the undivided batch."""
+    whole = ways["64x1"]
+    return {
+        way: significant([abs(a - b) for a, b in zip(values, whole, strict=True)], 2)
+        for way, values in ways.items()
+        if way != "64x1"
+    }
+
+
+def largest(found: Mapping[str, Sequence[float]]) -> float:
+    """Return the largest of all gaps."""
+    return max(max(values) for values in found.values())
+
+
+def max_gap(values: Sequence[float], reference: Sequence[float]) -> float:
+    """Return the largest distance of two rows of losses."""
+    return max(abs(a - b) for a, b in zip(values, reference, strict=True))
+
+
+def significant(values: Iterable[float], digits: int) -> list[float]:
+    """Return numbers with so many significant digits."""
+    return [float(f"{value:.{digits}g}") for value in values]
+
+
+EXPERIMENT = Experiment(
+    name="one_batch",
+    question="Does it matter how a batch of 64 is cut?",
+    run=run,
+    seconds=30,
+    runs_here=False,
+    tolerance=1e-3,
+    noisy=("gaps", "largest_gap", "reference_gap"),
+)

@@ -1,0 +1,5 @@
+"""Runs of the playground's task `digits`, for a page without an engine."""
+
+from anybatch_guide.grid import digits, experiment_of
+
+EXPERIMENT = experiment_of("digits", digits(), seconds=70)

@@ -1,0 +1,5 @@
+"""Runs of the playground's task `shapes`, for a page without an engine."""
+
+from anybatch_guide.grid import experiment_of, shapes
+
+EXPERIMENT = experiment_of("shapes", shapes(), seconds=25)

@@ -1,0 +1,75 @@
+"""Split, accumulate, update: what is in `p.grad` after each micro-batch, beside the gradient of the whole batch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybatch_guide.experiment import Data, Experiment, Tell
+from anybatch_guide.listings.split_sum import cut, make_model, running_sums
+
+PARTS = (4, 2, 8)
+UNIT = 1e-4
+"""What the whole numbers of a strip count; differences are written as they are."""
+
+
+def run(tell: Tell) -> Data:
+    """Return the whole batch's gradient, and for each cut the running sums and how far the last one is from it."""
+    wholes = {dtype: next(running_sums([64], dtype)) for dtype in (torch.float32, torch.float64)}
+    cuts: list[dict[str, Any]] = []
+    for num_parts in PARTS:
+        for even in (True, False):
+            tell({"kind": "guide.progress", "done": len(cuts), "of": 2 * len(PARTS), "what": "cuts"})
+            cuts.append(one_cut(cut(num_parts, even=even), wholes))
+    return {
+        "num_samples": 64,
+        "unit": UNIT,
+        "parameters": [[name, p.numel()] for name, p in make_model(torch.float32).named_parameters()],
+        "whole": in_units(wholes[torch.float32]),
+        "cuts": cuts,
+    }
+
+
+def one_cut(sizes: list[int], wholes: Mapping[torch.dtype, Tensor]) -> dict[str, Any]:
+    """Return what adds up over micro-batches of these sizes; where they differ, also if divided by their own sizes."""
+    right = list(running_sums(sizes, torch.float32))
+    last = list(running_sums(sizes, torch.float64))[-1]
+    difference = right[-1] - wholes[torch.float32]
+    found = {
+        "sizes": sizes,
+        "sums": [in_units(total) for total in right],
+        "difference": [rounded(float(x)) for x in difference],
+        "largest_difference": rounded(float(difference.abs().max())),
+        "largest_difference_float64": rounded(float((last - wholes[torch.float64]).abs().max())),
+    }
+    if len(set(sizes)) > 1:
+        wrong = list(running_sums(sizes, torch.float32, exact=False))
+        found["wrong_sums"] = [in_units(total) for total in wrong]
+        found["wrong_relative_difference"] = rounded(relative(wrong[-1], wholes[torch.float32]))
+        found["wrong_largest_difference"] = rounded(float((wrong[-1] - wholes[torch.float32]).abs().max()))
+    return found
+
+
+def in_units(row: Tensor) -> list[int]:
+    """Return numbers as multiples of the unit, for drawing."""
+    return [round(float(x) / UNIT) for x in row]
+
+
+def rounded(value: float) -> float:
+    """Return three significant digits."""
+    return float(f"{value:.3g}")
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    """Return the norm of the difference over the norm of what it should be."""
+    return float((found - expected).norm() / expected.norm())
+
+
+EXPERIMENT = Experiment(
+    name="split_sum",
+    question="Is the sum of the micro-batches' gradients the gradient of the batch?",
+    run=run,
+    seconds=0.5,
+    tolerance=0.0,
+)

@@ -1,0 +1,162 @@
+"""The guide without a server: as a folder for any web server, or as one file that opens from a disk.
+
+It is the page as it was built, with one word changed: where its numbers come from. Nothing is computed and nothing is
+asked for; what a run would show, the recordings do. The policy that the server sends as a header stands in the page.
+"""
+
+import base64
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+from anybatch.errors import UserError
+from anybatch_guide.built import DIST, Asset, read_page, recordings, with_transport
+
+__all__ = ["DIST", "export_file", "export_folder", "single_file"]
+
+_TRUST: Final = (
+    "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; trusted-types svelte-trusted-html"
+)
+_FOLDER_POLICY: Final = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self'; "
+    f"connect-src 'self'; {_TRUST}"
+)
+_SCRIPT: Final = re.compile(r'<script\b[^>]*?\bsrc="(?:\./|/)?([^"]+)"[^>]*></script>')
+_LINK: Final = re.compile(r"<link\b[^>]*>")
+_HREF: Final = re.compile(r'\bhref="(?:\./|/)?([^"]+)"')
+_URL: Final = re.compile(r"""url\(\s*(["']?)(?:\./|/)?([^"')]+)\1\s*\)""")
+_TAG_IN_SCRIPT: Final = re.compile(r"<(?=/?script)", re.IGNORECASE)
+
+
+def export_folder(page: Path, folder: Path) -> Path:
+    """Write the guide as files into a folder that is new or empty, and return the folder.
+
+    Raises:
+        UserError: there is no page, or there is something in the folder.
+    """
+    files = read_page(page)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        message = f"{folder} is there already, and is no empty folder. Name a new one, or empty it."
+        raise UserError(message)
+    html = with_policy(with_transport(files["index.html"].content.decode(), "static"), _FOLDER_POLICY)
+    for path, content in {**{path: one.content for path, one in files.items()}, "index.html": html.encode()}.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(content)
+    return folder
+
+
+def export_file(page: Path, file: Path) -> Path:
+    """Write the guide as one file, replacing an older one, and return the file.
+
+    Raises:
+        UserError: there is no page, or it cannot be one file.
+    """
+    html = single_file(read_page(page))
+    if file.is_dir() or not file.parent.is_dir():
+        message = f"{file} is a folder, or lies in one that is not there. Name a file: --single-file guide.html"
+        raise UserError(message)
+    file.write_text(html, encoding="utf-8", newline="\n")
+    return file
+
+
+def single_file(page: Mapping[str, Asset]) -> str:
+    """Return the whole page as one text: scripts, styles, font, pictures and every recording in it.
+
+    Raises:
+        UserError: the page refers to a file that it does not have, or a script to another one.
+    """
+    html = with_transport(page["index.html"].content.decode(), "static")
+    scripts: list[str] = []
+    styles: list[str] = []
+
+    def inline_script(match: re.Match[str]) -> str:
+        # A module waits for the page, as the one that was referred to did; a browser loads none from a disk by itself.
+        scripts.append(_script_text(page, match.group(1)))
+        return f'<script type="module">{scripts[-1]}</script>'
+
+    def inline_link(match: re.Match[str]) -> str:
+        href = _HREF.search(match.group())
+        if href is None or href.group(1).startswith("data:"):
+            return match.group()
+        if "modulepreload" in match.group():
+            return ""
+        if "stylesheet" in match.group():
+            styles.append(_style_text(page, href.group(1)))
+            return f"<style>{styles[-1]}</style>"
+        return match.group().replace(href.group(), f'href="{_data_url(page, href.group(1))}"')
+
+    html = _LINK.sub(inline_link, html)
+    html = _SCRIPT.sub(inline_script, html)
+    html = html.replace("</body>", f"{''.join(_missing_recordings(page, html))}</body>", 1)
+    return with_policy(html, _file_policy(scripts, styles))
+
+
+def with_policy(html: str, policy: str) -> str:
+    """Return the page with a policy before everything that it applies to.
+
+    Raises:
+        UserError: the page has no head that begins with its character set.
+    """
+    changed, num_places = re.subn(
+        r'<meta charset="utf-8"\s*/?>',
+        lambda match: f'{match.group()}\n<meta http-equiv="Content-Security-Policy" content="{policy}">',
+        html,
+        count=1,
+        flags=re.IGNORECASE,
+    )
+    if not num_places:
+        message = 'index.html has no <meta charset="utf-8">, behind which the policy goes: build it anew.'
+        raise UserError(message)
+    return changed
+
+
+def _file_policy(scripts: list[str], styles: list[str]) -> str:
+    """Return what one file may do: run the scripts and use the styles that stand in it, and talk to nobody."""
+    allowed = {name: " ".join(map(_hash, texts)) or "'none'" for name, texts in (("js", scripts), ("css", styles))}
+    return (
+        f"default-src 'none'; script-src {allowed['js']}; style-src {allowed['css']}; img-src data:; font-src data:; "
+        f"connect-src 'none'; {_TRUST}"
+    )
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _script_text(page: Mapping[str, Asset], path: str) -> str:
+    """Return a script as it can stand inside a page: nothing in it looks like the end of it, or like another one."""
+    text = _asset(page, path).content.decode()
+    # Such text stands in strings, where \x3c is the same character.
+    return _TAG_IN_SCRIPT.sub(lambda _match: r"\x3c", text)
+
+
+def _style_text(page: Mapping[str, Asset], path: str) -> str:
+    """Return a style sheet with its font and pictures in it, as it can stand inside a page."""
+    text = _URL.sub(lambda match: f'url("{_url(page, match.group(2))}")', _asset(page, path).content.decode())
+    return re.sub(r"<(?=/style)", r"\\3c ", text, flags=re.IGNORECASE)
+
+
+def _url(page: Mapping[str, Asset], path: str) -> str:
+    return path if path.startswith(("data:", "#")) else _data_url(page, path)
+
+
+def _data_url(page: Mapping[str, Asset], path: str) -> str:
+    asset = _asset(page, path)
+    return f"data:{asset.media_type.replace(' ', '')};base64,{base64.b64encode(asset.content).decode()}"
+
+
+def _asset(page: Mapping[str, Asset], path: str) -> Asset:
+    if path not in page:
+        message = f"the page refers to {path}, which it does not have: build it anew."
+        raise UserError(message)
+    return page[path]
+
+
+def _missing_recordings(page: Mapping[str, Asset], html: str) -> Iterator[str]:
+    """Yield the recordings that are not in the page yet, as elements that hold data and are never run."""
+    for name, text in recordings(page).items():
+        if f'id="rec-{name}"' not in html:
+            safe = text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+            yield f'<script type="application/json" id="rec-{name}">{safe}</script>\n'

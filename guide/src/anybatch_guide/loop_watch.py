@@ -1,0 +1,206 @@
+"""`LoopWatch`: looks at a loop in plain PyTorch from outside, so that the loop holds nothing but what it shows."""
+
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from anybatch.core.records import EndRecord, MicroBatchRecord, SpanEvent, StartRecord, StepRecord
+from anybatch.errors import NonFiniteError
+from anybatch.memory.ledger import MemoryLedger
+from anybatch.memory.timeline import timeline
+from anybatch_guide.course import Course
+from anybatch_guide.mistakes.windows import items
+from anybatch_guide.setting import Setting
+from anybatch_guide.tasks.task import cross_entropy
+
+
+class _Enough(Exception):  # noqa: N818 (nothing went wrong)
+    """The steps that were asked for have been made."""
+
+
+class LoopWatch:
+    """Tells of a loop what the engine tells of itself: micro-batches, steps, and the memory of one step.
+
+    Hooks on the model and the optimizer say when what begins, and the criterion hears of every loss. The gradient norm
+    is that of what the optimizer was given, clipped where the loop clips.
+
+    Args:
+        setting: what the run does.
+        model: the network that the loop trains.
+        optimizer: its optimizer.
+        course: is told.
+    """
+
+    def __init__(self, setting: Setting, *, model: nn.Module, optimizer: Optimizer, course: Course) -> None:
+        self.is_done = False
+        self._setting, self._model, self._optimizer, self._course = setting, model, optimizer, course
+        self._step = self._position = self._num_samples = 0
+        self._means: list[tuple[float, int]] = []
+        self._open_samples: int | None = None
+        self._norm: Tensor | None = None
+        self._rates: tuple[float, ...] = ()
+        self._ledger: MemoryLedger | None = None
+        self._stack = ExitStack()
+
+    def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross-entropy of a micro-batch; this is what the loop is given."""
+        loss = cross_entropy(outputs, targets)
+        self._means.append((float(loss.detach()), items(targets)))
+        return loss
+
+    def __enter__(self) -> Self:
+        """Begin to look."""
+        for handle in (
+            self._model.register_forward_pre_hook(self._before_forward),
+            self._optimizer.register_step_pre_hook(self._before_update),
+            self._optimizer.register_step_post_hook(self._after_update),
+        ):
+            self._stack.callback(handle.remove)
+        self._course.observe(self._start())
+        self._follow_memory()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        """Stop looking, and tell how it ended. That the steps have been made is no error."""
+        self._leave_ledger()
+        self._stack.close()
+        self.is_done = isinstance(error, _Enough)
+        status = "completed" if self.is_done else "failed" if isinstance(error, Exception) else "stopped"
+        message = None if self.is_done else f"{type(error).__name__}: {error}"
+        self._course.observe(
+            EndRecord(rank=0, status=status, num_steps=self._step, message=message, digest=None)  # type: ignore[arg-type]
+        )
+        return self.is_done
+
+    def _before_forward(self, _: nn.Module, args: tuple[Any, ...]) -> None:
+        self._end_micro_batch()
+        self._open_samples = len(args[0])
+        self._num_samples += len(args[0])
+        if self._ledger is not None:
+            self._ledger.mark(f"micro-batch {self._position + 1}")
+            self._ledger.hold("inputs", args)
+        self._tell("begin")
+
+    def _end_micro_batch(self) -> None:
+        if self._open_samples is not None:
+            self._hold_kept()
+            self._tell("end")
+            self._position += 1
+            self._open_samples = None
+
+    def _before_update(self, *_: object) -> None:
+        self._end_micro_batch()
+        if self._ledger is not None:
+            self._ledger.mark("update")
+            self._ledger.phase = "update"
+        gradients = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
+        self._norm = torch.nn.utils.get_total_norm(gradients)
+        self._rates = tuple(group["lr"] for group in self._optimizer.param_groups)
+
+    def _after_update(self, *_: object) -> None:
+        self._hold_kept()
+        self._leave_ledger()
+        record = self._step_record()
+        self._course.observe(record)
+        self._course.after_step(self._step)
+        self._step += 1
+        self._position = self._num_samples = 0
+        self._means.clear()
+        if not torch.isfinite(torch.tensor(record.loss)):
+            message = f"the loss of step {record.step} is {record.loss}."
+            raise NonFiniteError(message)
+        if self._step == self._setting.steps:
+            raise _Enough
+        self._follow_memory()
+
+    def _follow_memory(self) -> None:
+        """Book the memory of the step that is measured, if it comes next."""
+        if self._step == self._course.measured_step:
+            self._ledger = MemoryLedger(device_type="cpu")
+            self._ledger.phase = "setup"
+            self._hold_kept()
+            self._ledger.phase = None
+            self._ledger.__enter__()
+
+    def _leave_ledger(self) -> None:
+        ledger, self._ledger = self._ledger, None
+        if ledger is not None:
+            ledger.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._course.note_memory(timeline(ledger.trace()))
+            ledger.forget()
+
+    def _hold_kept(self) -> None:
+        """Book what stays: weights, buffers, gradients, the optimizer's state."""
+        if self._ledger is None:
+            return
+        states = (value for state in self._optimizer.state.values() for value in state.values())
+        gradients = (parameter.grad for parameter in self._model.parameters() if parameter.grad is not None)
+        self._ledger.hold("weights", self._model.parameters())
+        self._ledger.hold("buffers", self._model.buffers())
+        self._ledger.hold("gradients", gradients)
+        self._ledger.hold("optimizer", (value for value in states if isinstance(value, Tensor)))
+
+    def _tell(self, event: SpanEvent) -> None:
+        mean, count = self._means[-1] if event == "end" else (0.0, 0)
+        self._course.observe(
+            MicroBatchRecord(
+                rank=0,
+                event=event,
+                step=self._step,
+                unit_number=self._position,
+                position=self._position,
+                num_micro_batches=self._setting.accumulation_steps,
+                num_samples=self._open_samples or 0,
+                first_sample_id=None,
+                weight=1.0,
+                counts={"loss": count} if event == "end" else {},
+                loss_sums={"loss": mean * count} if event == "end" else {},
+            )
+        )
+
+    def _step_record(self) -> StepRecord:
+        count = sum(num_items for _, num_items in self._means)
+        loss = sum(mean * num_items for mean, num_items in self._means) / count
+        return StepRecord(
+            rank=0,
+            step=self._step,
+            epoch=0,
+            sample_offset=0,
+            num_samples=self._num_samples,
+            num_micro_batches=self._position,
+            loss=loss,
+            losses={"loss": loss},
+            counts={"loss": count},
+            gradient_norm=self._norm,
+            clipped=None,
+            learning_rates=self._rates,
+            skipped=False,
+        )
+
+    def _start(self) -> StartRecord:
+        parameters = list(self._model.parameters())
+        setting = self._setting
+        size, steps = setting.micro_batch_size, setting.accumulation_steps
+        return StartRecord(
+            rank=0,
+            world_size=1,
+            first_step=0,
+            geometry=f"{setting.effective_batch_size} = {size} x {steps}",
+            effective_batch_size=setting.effective_batch_size,
+            micro_batch_size=size,
+            strategy=f"a loop of plain PyTorch: {setting.mistake}",
+            precision=setting.precision,
+            device="cpu",
+            dtype="float32",
+            seed=setting.seed,
+            num_parameters=sum(parameter.numel() for parameter in parameters),
+            gradient_bytes=sum(parameter.nbytes for parameter in parameters),
+            versions={"torch": torch.__version__},
+            decisions={},
+        )

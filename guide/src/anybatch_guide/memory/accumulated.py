@@ -1,0 +1,79 @@
+"""A step of the engine in micro-batches, in one of several ways: what it holds."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+import anybatch as ab
+from anybatch.diagnostics.memory.memory_report import record_memory
+from anybatch.engine.update.precision import PrecisionName
+from anybatch.memory.timeline import MemoryTimeline
+from anybatch.parallel.gradient_buckets import gradient_bytes
+from anybatch_guide.memory.small import SmallModel, own_random_numbers
+
+OptimizerName = Literal["adamw", "sgd"]
+_OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """How a step is computed, beside the cut of its batch.
+
+    Attributes:
+        optimizer: SGD without momentum, or AdamW.
+        precision: number formats of forward and backward.
+        checkpointing: whether each block is run again in the backward instead of keeping its activations.
+    """
+
+    optimizer: OptimizerName
+    precision: PrecisionName
+    checkpointing: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Measured:
+    """What a step held.
+
+    Attributes:
+        course: over the course of the step.
+        gradient_bytes: of one copy of the gradients.
+    """
+
+    course: MemoryTimeline
+    gradient_bytes: int
+
+
+def measure_accumulated(what: SmallModel, way: Way, *, effective_batch_size: int, micro_batch_size: int) -> Measured:
+    """Return what the engine's second step holds; the first one has made the optimizer's state."""
+    make = what.checkpointed if way.checkpointing else what.make
+    assert make is not None, f"{what.name} has no blocks"
+    with own_random_numbers():
+        model = make()
+    optimizer = _OPTIMIZERS[way.optimizer](model.parameters(), lr=1e-3)
+    batch = what.batch(effective_batch_size)
+    with ab.Engine(
+        model,
+        optimizer,
+        ab.mean_over_samples(what.loss),
+        micro_batch_size=micro_batch_size,
+        precision=way.precision,
+        measure_gradient_norm=False,
+        check_loss=False,  # which would look at the second step again, and take memory for it
+    ) as engine:
+        engine.step(batch)
+        with record_memory(engine) as recording:
+            engine.step(batch)
+    return Measured(course=recording.report.timeline, gradient_bytes=gradient_bytes(model.parameters()))
+
+
+def all_ways() -> tuple[Way, ...]:
+    """Return every combination, the plainest first."""
+    optimizers: tuple[OptimizerName, ...] = ("adamw", "sgd")
+    precisions: tuple[PrecisionName, ...] = ("fp32", "bf16")
+    return tuple(
+        Way(optimizer=optimizer, precision=precision, checkpointing=checkpointing)
+        for optimizer in optimizers
+        for precision in precisions
+        for checkpointing in (False, True)
+    )

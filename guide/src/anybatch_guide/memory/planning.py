@@ -1,0 +1,237 @@
+"""Plans of published models for the page: traced once, and then planned for any device by the product's own functions.
+
+What is traced does not depend on the device, on the effective batch, or on how many ranks there are beyond one.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast, get_args
+
+from anybatch.core.headroom import HEADROOM
+from anybatch.core.splitting import Cut, plan_batch
+from anybatch.engine.inputs import Model
+from anybatch.engine.update.precision import PrecisionName
+from anybatch.memory.trace import Category, Phase
+from anybatch.planner.budget import budget_of
+from anybatch.planner.cost.step_time import CostLine, CostTrace
+from anybatch.planner.envelopes import Envelopes, find_envelopes
+from anybatch.planner.proposals.changes import possible_changes
+from anybatch.planner.proposals.ranking import PlanTarget, fit_of
+from anybatch.planner.report import Plan
+from anybatch.planner.trace.blocks import as_module
+from anybatch.planner.trace.step_spec import StepSpec, built
+from anybatch.recipes.planning.subjects import load_subject
+from anybatch_guide.memory.exported import Kind, as_numbers, envelopes_of
+
+OptimizerName = Literal["AdamW", "fused AdamW"]
+_PLENTY_BYTES = 1 << 50
+_SEVERAL = 2
+_NO_COSTS = CostLine((CostTrace(()), CostTrace(())), (2, 3))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """What a step is, as far as its memory depends on it.
+
+    Attributes:
+        model: name of a published model.
+        sequence_length: tokens of a sample.
+        precision: number formats of forward and backward.
+        optimizer: AdamW as it is by default, or in one kernel.
+        checkpointing: whether blocks are run again in the backward.
+        several: whether there are several ranks.
+    """
+
+    model: str
+    sequence_length: int
+    precision: PrecisionName
+    optimizer: OptimizerName
+    checkpointing: bool
+    several: bool
+
+    def task(self, world_size: int | None = None) -> StepSpec:
+        """Return the step, as `ab.plan` plans it and its table of changes changes it."""
+        subject = load_subject(self.model, sequence_length=self.sequence_length)
+        task = StepSpec(
+            model=subject.model,
+            optimizer=subject.optimizer,
+            loss=subject.loss,
+            sample=subject.sample,
+            precision=self.precision,
+            clip=subject.clip,
+            world_size=world_size or (_SEVERAL if self.several else 1),
+        )
+        if self.checkpointing:
+            task = _changed(task, "checkpointing")
+        if self.optimizer == "fused AdamW":
+            # this change comes with the model made; the one that is planned anew makes its own
+            task = dataclasses.replace(task, optimizer=_changed(task, "fused optimizer").optimizer)
+        return task
+
+
+def _changed(task: StepSpec, name: str) -> StepSpec:
+    return next(one.spec for one in possible_changes(task) if one.name == name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offered:
+    """A model with what can be chosen for it: every combination is traced.
+
+    Attributes:
+        name: of the model, as `anybatch plan` takes it.
+        sequence_lengths: tokens of a sample.
+        precisions: number formats.
+        ranks: whether for several ranks as well. A copy of a large model on each is seldom what is wanted, and that
+            they start equal takes a digest of each in pieces, of which there are hundreds of thousands.
+    """
+
+    name: str
+    sequence_lengths: tuple[int, ...]
+    precisions: tuple[PrecisionName, ...]
+    ranks: bool = True
+
+    def variants(self) -> Iterator[Variant]:
+        """Yield every combination."""
+        optimizers: tuple[OptimizerName, ...] = ("AdamW", "fused AdamW")
+        for length, precision, optimizer, checkpointing, several in itertools.product(
+            self.sequence_lengths, self.precisions, optimizers, (False, True), (False, True)[: 1 + self.ranks]
+        ):
+            yield Variant(
+                model=self.name,
+                sequence_length=length,
+                precision=precision,
+                optimizer=optimizer,
+                checkpointing=checkpointing,
+                several=several,
+            )
+
+
+OFFERED = (
+    Offered(name="gpt2", sequence_lengths=(256, 1024), precisions=("fp32", "bf16")),
+    Offered(name="llama-3.2-1b", sequence_lengths=(2048,), precisions=("bf16",)),
+    Offered(name="llama-3.1-8b", sequence_lengths=(4096,), precisions=("bf16",), ranks=False),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Traced:
+    """A step that has been traced.
+
+    Attributes:
+        variant: which one.
+        task: the same for the product's functions.
+        envelopes: what it holds at any micro-batch size.
+        num_parameters: of the model.
+    """
+
+    variant: Variant
+    task: StepSpec
+    envelopes: Envelopes
+    num_parameters: int
+
+
+def trace(variant: Variant) -> Traced:
+    """Return a step with what it holds, which has been seen at a third size."""
+    task = variant.task()
+    ready, _ = built(task)
+    return Traced(
+        variant=variant,
+        task=task,
+        envelopes=find_envelopes(task, _PLENTY_BYTES, most_samples=8),
+        num_parameters=sum(one.numel() for one in as_module(cast("Model", ready.model)).parameters()),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What a step is planned for.
+
+    Attributes:
+        device: a name or a size, as `anybatch plan` takes it.
+        effective_batch_size: samples of one step, over all ranks.
+        world_size: number of ranks.
+        headroom: part of the device to leave free.
+    """
+
+    device: str
+    effective_batch_size: int
+    world_size: int = 1
+    headroom: float = HEADROOM
+
+
+def planned(traced: Traced, wish: Wish) -> Plan:
+    """Return the plan of a step that has been traced: that of `make_plan`, without times and changes."""
+    variant, envelopes = traced.variant, traced.envelopes
+    assert variant.several == (wish.world_size > 1), "it was traced for another number of ranks"
+    task = dataclasses.replace(traced.task, world_size=wish.world_size)
+    named = None if wish.headroom == HEADROOM else wish.headroom  # as on the command line, where the default is no wish
+    budget = budget_of(wish.device, world_size=wish.world_size, headroom=named)
+    target = PlanTarget(budget=budget, effective_batch_size=wish.effective_batch_size)
+    fit = fit_of(task, envelopes, target)
+    return Plan(
+        name=variant.model,
+        spec=task,
+        num_parameters=traced.num_parameters,
+        optimizer="AdamW",
+        precision=variant.precision,
+        target=target,
+        batch=plan_batch(wish.effective_batch_size, wish.world_size, Cut(micro_batch_size=fit.micro_batch_size)),
+        as_it_is=fit,
+        costs=envelopes.costs,
+        changes=(),
+        exact=envelopes.verdict == "exact",
+        notes=envelopes.notes,
+        seconds=0.0,
+    )
+
+
+def as_recorded(steps: Sequence[Traced]) -> dict[str, Any]:
+    """Return steps that have been traced as JSON can hold them; `read` is the way back."""
+    kinds: dict[Kind, int] = {}
+    variants = [
+        {
+            **dataclasses.asdict(one.variant),
+            "num_parameters": one.num_parameters,
+            "verdict": one.envelopes.verdict,
+            "notes": list(one.envelopes.notes),
+            **as_numbers((one.envelopes.steady, one.envelopes.first), kinds),
+        }
+        for one in steps
+    ]
+    operations = {name: number for number, name in enumerate(dict.fromkeys(kind[4] for kind in kinds))}
+    return {
+        "categories": list(get_args(Category)),
+        "phases": list(get_args(Phase)),
+        "operations": list(operations),
+        "kinds": [
+            [a, b, get_args(Category).index(category), get_args(Phase).index(phase), operations[operation]]
+            for a, b, category, phase, operation in kinds
+        ],
+        "variants": variants,
+    }
+
+
+def variants_of(data: Mapping[str, Any]) -> list[Variant]:
+    """Return what a recording has, in its order."""
+    names = [one.name for one in dataclasses.fields(Variant)]
+    return [Variant(**{name: numbers[name] for name in names}) for numbers in data["variants"]]
+
+
+def read(data: Mapping[str, Any], number: int) -> Traced:
+    """Return one of the steps of a recording. What its operations cost is not recorded."""
+    categories, phases, operations = (data[name] for name in ("categories", "phases", "operations"))
+    kinds = [(a, b, categories[c], phases[p], operations[o]) for a, b, c, p, o in data["kinds"]]
+    variant, numbers = variants_of(data)[number], data["variants"][number]
+    steady, first = envelopes_of(numbers, kinds)
+    envelopes = Envelopes(
+        steady=steady,
+        first=first,
+        verdict=numbers["verdict"],
+        checked_at=max(numbers["traced"]),
+        profile="cuda",
+        costs=_NO_COSTS,
+        notes=tuple(numbers["notes"]),
+    )
+    return Traced(variant=variant, task=variant.task(), envelopes=envelopes, num_parameters=numbers["num_parameters"])

@@ -1,0 +1,96 @@
+"""The mistakes by name: what each does, which of its lines is wrong, and the loop itself."""
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from anybatch.errors import UserError
+
+RIGHT = "right"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mistake:
+    """What is wrong with a loop.
+
+    Attributes:
+        title: what somebody did, in a few words.
+        effect: what comes of it.
+        cure: what is to be written instead.
+        finding: what `anybatch check --loop` calls it.
+    """
+
+    title: str
+    effect: str
+    cure: str
+    finding: str
+
+
+MISTAKES: Mapping[str, Mistake] = MappingProxyType(
+    {
+        "no_division": Mistake(
+            title="Forget to divide",
+            effect="The gradient is the sum of the micro-batches' means: N times too large.",
+            cure="Weigh each micro-batch's mean by its share of what the window counts.",
+            finding="not_divided",
+        ),
+        "zero_each": Mistake(
+            title="Zero in every micro-batch",
+            effect="Only the last micro-batch is left when the optimizer steps; the others were computed for nothing.",
+            cure="Zero once per window, before its first micro-batch.",
+            finding="zero_grad_inside_window",
+        ),
+        "clip_each": Mistake(
+            title="Clip in every micro-batch",
+            effect="What has been summed so far is shortened each time, so early micro-batches count less.",
+            cure="Clip once, when the sum is complete.",
+            finding="clips_every_micro_batch",
+        ),
+        "schedule_each": Mistake(
+            title="Schedule in every micro-batch",
+            effect="The learning rate falls N times too fast.",
+            cure="Step the scheduler after the optimizer, once per window.",
+            finding="schedules_every_micro_batch",
+        ),
+        "drop_tail": Mistake(
+            title="Drop the tail",
+            effect="A window that is not full, at an epoch's end, is left out: its samples are never learned from.",
+            cure="Step on a short window too, and divide it by what it counts.",
+            finding="samples_missing",
+        ),
+        "mean_of_means": Mistake(
+            title="Mean of means",
+            effect="Every micro-batch counts the same, so items of a small micro-batch count more than others.",
+            cure="Weigh each micro-batch by its number of items, not by one over N.",
+            finding="mean_of_means",
+        ),
+    }
+)
+
+
+def loop_of(name: str) -> Callable[..., None]:
+    """Return the loop with a mistake, or the right one.
+
+    Raises:
+        UserError: there is no such mistake.
+    """
+    if name != RIGHT and name not in MISTAKES:
+        message = f"{name=} must be {RIGHT!r} or one of {', '.join(map(repr, MISTAKES))}."
+        raise UserError(message)
+    loop: Callable[..., None] = importlib.import_module(f"anybatch_guide.mistakes.{name}").train
+    return loop
+
+
+def source_of(name: str) -> str:
+    """Return the text of a loop."""
+    return inspect.getsource(loop_of(name))
+
+
+def wrong_lines(name: str) -> list[int]:
+    """Return the numbers, from 1 within its text, of the lines that the right loop does not have in that place."""
+    right, wrong = source_of(RIGHT).splitlines(), source_of(name).splitlines()
+    changes = difflib.SequenceMatcher(None, right, wrong, autojunk=False).get_opcodes()
+    return [line + 1 for tag, _, _, start, stop in changes if tag != "equal" for line in range(start, stop)]

@@ -1,0 +1,114 @@
+"""Programs and command lines that do what the playground did. The page fills the same templates."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from string import Template
+
+from anybatch_guide.mistakes.mistake import MISTAKES, source_of
+from anybatch_guide.setting import Setting
+
+_BEGINNING = '''"""$task, $micro_batch_size x $accumulation_steps = $effective_batch_size samples a step."""
+'''
+_MODEL = """
+torch.set_num_threads(1)
+task = load("$task", norm="$norm")
+torch.manual_seed($seed)
+model = task.model()
+optimizer = torch.optim.$optimizer_class(model.parameters(), lr=$learning_rate)
+scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=$steps)
+"""
+_ENGINE = f"""{_BEGINNING}
+import torch
+
+import anybatch as ab
+from anybatch_guide.tasks.task import load
+{_MODEL}
+engine = ab.Engine(
+    model, optimizer, task.loss, micro_batch_size=$micro_batch_size, scheduler=scheduler, precision="$precision"
+)
+for batch in ab.batches(task.rows, effective_batch_size=$effective_batch_size, steps=$steps, seed=$seed):
+    print(engine.step(batch).loss)
+"""
+_LOOP = f"""{_BEGINNING}
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from anybatch_guide.mistakes.windows import Pair, items, share, windows
+from anybatch_guide.tasks.task import MicroBatches, cross_entropy, load
+
+
+$source
+
+means = []  # of the micro-batches of a step, with what each counts
+
+
+def criterion(outputs: Tensor, targets: Tensor) -> Tensor:
+    loss = cross_entropy(outputs, targets)
+    means.append((loss.item(), items(targets)))
+    return loss
+
+
+def show(*_: object) -> None:
+    global left
+    print(sum(mean * count for mean, count in means) / sum(count for _, count in means))
+    means.clear()
+    left -= 1
+    if not left:
+        raise SystemExit
+
+{_MODEL}
+loader = MicroBatches(task.rows, micro_batch_size=$micro_batch_size, seed=$seed)
+left = $steps
+optimizer.register_step_post_hook(show)
+while True:
+    train(
+        model,
+        loader,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        criterion=criterion,
+        accumulation_steps=$accumulation_steps,
+        max_norm=$max_norm,
+    )
+"""
+_CLASSES: Mapping[str, str] = {"sgd": "SGD", "adamw": "AdamW"}
+
+
+def templates() -> Mapping[str, str]:
+    """Return the program of each mistake, and of none, with `$name` where something of the setting belongs."""
+    loops = {name: _LOOP.replace("$source", source_of(name)) for name in MISTAKES}
+    return {"": _ENGINE} | {
+        name: text.replace("$max_norm", "1.0" if name == "clip_each" else 'float("inf")')
+        for name, text in loops.items()
+    }
+
+
+def as_python(setting: Setting) -> str:
+    """Return a complete program whose output is the loss of each step, the same as of `run(setting)`, to the bit."""
+    return Template(templates()[setting.mistake]).substitute(values_of(setting))
+
+
+def as_command(setting: Setting) -> str:
+    """Return a command line that does the same; what is as by default is left out."""
+    default = Setting()
+    changed = [
+        f"{field.name}={getattr(setting, field.name)}"
+        for field in fields(setting)
+        if getattr(setting, field.name) != getattr(default, field.name)
+    ]
+    return " ".join(["python -m anybatch_guide.play", *changed])
+
+
+def values_of(setting: Setting) -> Mapping[str, str]:
+    """Return what stands in a program for each name of a template."""
+    own = {field.name: str(getattr(setting, field.name)) for field in fields(setting)}
+    return {
+        **own,
+        "effective_batch_size": str(setting.effective_batch_size),
+        "optimizer_class": _CLASSES[setting.optimizer],
+    }

@@ -1,0 +1,194 @@
+"""What an experiment returned, as a file: one line of JSON that says what it was computed on, and by which command."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from anybatch.errors import UserError
+from anybatch_guide.catalogue import experiments
+from anybatch_guide.catalogue import names as all_names
+from anybatch_guide.experiment import Data, Experiment, Made, made_here
+
+NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,63}")
+MAX_FILE_BYTES: Final = 4 * 2**20
+_CLONE: Final = Path(__file__).parents[3]
+_NOT_FINITE: Final = ("NaN", "Infinity", "-Infinity")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """Data with its provenance.
+
+    Attributes:
+        name: of the experiment.
+        question: what it answers.
+        made: where and when.
+        data: what it returned, as JSON gives it back.
+    """
+
+    name: str
+    question: str
+    made: Made
+    data: Data
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it in the shape in which it is written."""
+        return {"name": self.name, "question": self.question, "made": asdict(self.made), "data": self.data}
+
+
+def known(names: Sequence[str]) -> tuple[str, ...]:
+    """Return names of experiments as they are, or all that there are.
+
+    Raises:
+        UserError: one of them is no experiment.
+    """
+    unknown = [name for name in names if name not in all_names()]
+    if unknown:
+        message = f"there is no experiment {unknown[0]!r}. There are: {', '.join(all_names())}."
+        raise UserError(message)
+    return tuple(names) or all_names()
+
+
+def record(name: str, folder: Path) -> Path:
+    """Run an experiment on one thread, write what it returned, and return the file.
+
+    Raises:
+        UserError: there is no experiment of that name.
+    """
+    return write_recording(recorded(experiments()[known([name])[0]]), folder)
+
+
+def record_apart(name: str, folder: Path) -> Path:
+    """Do the same in a process of its own: what was recorded before in this one changes nothing.
+
+    Raises:
+        UserError: it failed; the process has said why.
+    """
+    command = [sys.executable, "-m", "anybatch", "guide", "record", name, "--to", str(folder)]
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)  # noqa: S603 (our own program)
+    if done.returncode:
+        message = f"{name} was not recorded: its process ended with status {done.returncode}."
+        raise UserError(message)
+    return folder / f"{name}.json"
+
+
+def recorded(experiment: Experiment) -> Recording:
+    """Run an experiment on one thread, which gives the same numbers however many there are, and return its data."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        data = experiment.run(lambda _line: None)
+        return as_recording(experiment, data, made_here(experiment.name, commit=commit_here()))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def as_recording(experiment: Experiment, data: Data, made: Made) -> Recording:
+    """Return an experiment's data as it is written, and as the page gets it from a run now."""
+    return Recording(name=experiment.name, question=experiment.question, made=made, data=plain(data))
+
+
+def write_recording(recording: Recording, folder: Path) -> Path:
+    """Write a recording as one line, replacing an older one."""
+    file = folder / f"{recording.name}.json"
+    text = json.dumps(recording.as_json(), allow_nan=False, ensure_ascii=False)
+    file.write_text(f"{text}\n", encoding="utf-8", newline="\n")
+    return file
+
+
+def read_recording(file: Path) -> Recording:
+    """Return what is written in a file.
+
+    Raises:
+        UserError: it is no recording, or that of another name.
+    """
+    if not NAME.fullmatch(file.stem) or file.suffix != ".json":
+        message = f"{file.name!r} is no name of a recording: lower-case letters, digits and underscores, then .json."
+        raise UserError(message)
+    if file.stat().st_size > MAX_FILE_BYTES:
+        message = f"{file} has {file.stat().st_size} bytes; a recording has at most {MAX_FILE_BYTES}."
+        raise UserError(message)
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+        made = Made(**found["made"])
+        recording = Recording(name=found["name"], question=found["question"], made=made, data=found["data"])
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        message = f"{file} is no recording ({type(error).__name__}: {error}). Make it again: anybatch guide record"
+        raise UserError(message) from error
+    if recording.name != file.stem:
+        message = f"{file} holds the recording {recording.name!r}. Give it that name."
+        raise UserError(message)
+    return recording
+
+
+def plain(value: object) -> Any:  # noqa: ANN401 (JSON is)
+    """Return a value as JSON gives it back, with NaN and infinities as the words that a run's log has for them."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else _NOT_FINITE[0 if math.isnan(value) else 1 if value > 0 else 2]
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    message = f"{type(value).__name__} {value!r} is nothing that JSON has."
+    raise TypeError(message)
+
+
+def differences(one: Data, other: Data, *, tolerance: float = 0.0, noisy: tuple[str, ...] = ()) -> list[str]:
+    """Return where two recordings' data differ, in words; empty where the experiment may call them the same.
+
+    Args:
+        one: data of a recording.
+        other: data of another one.
+        tolerance: largest relative difference of two numbers.
+        noisy: names of what is not compared; it still has to be there in both.
+    """
+    return list(_differences("data", one, other, tolerance, noisy))
+
+
+def _differences(place: str, one: object, other: object, tolerance: float, noisy: tuple[str, ...]) -> Iterator[str]:
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        for name in [*one, *(name for name in other if name not in one)]:
+            if name not in one or name not in other:
+                yield f"{place}.{name} is only in one of them"
+            elif name not in noisy:
+                yield from _differences(f"{place}.{name}", one[name], other[name], tolerance, noisy)
+    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        for number, (first, second) in enumerate(zip(one, other, strict=True)):
+            yield from _differences(f"{place}[{number}]", first, second, tolerance, noisy)
+    elif isinstance(one, int | float) and isinstance(other, int | float):
+        if abs(one - other) > tolerance * max(abs(one), abs(other)):
+            yield f"{place}: {one!r} and {other!r}"
+    elif one != other:
+        yield f"{place}: {one!r} and {other!r}"
+
+
+def commit_here() -> str | None:
+    """Return the commit this code is from, with "+" where the sources have changed since; None outside a clone."""
+    if not (_CLONE / ".git").exists():
+        return None
+    commit = _git("rev-parse", "--short=12", "HEAD")
+    changed = _git("status", "--porcelain", "--", "src", "guide/src", ":(exclude)guide/src/anybatch_guide/dist")
+    return None if commit is None or changed is None else f"{commit}+" if changed else commit
+
+
+def _git(*words: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *words], cwd=_CLONE, capture_output=True, text=True, check=False)  # noqa: S603, S607 (fixed words; git is where the user has it)
+    except OSError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _refuse_constant(name: str) -> float:
+    message = f"{name} is no JSON"
+    raise ValueError(message)

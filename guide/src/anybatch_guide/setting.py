@@ -1,0 +1,148 @@
+"""`Setting`: everything that makes a run of the playground what it is, held to limits, and read from foreign hands."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+from anybatch.errors import UserError
+from anybatch_guide.tasks.task import Norm, TaskName
+
+OptimizerName = Literal["sgd", "adamw"]
+Precision = Literal["fp32", "bf16"]
+Mistake = Literal["", "no_division", "zero_each", "clip_each", "schedule_each", "drop_tail", "mean_of_means"]
+LIMITS: Mapping[str, tuple[float, float]] = {
+    "micro_batch_size": (1, 256),
+    "accumulation_steps": (1, 64),
+    "learning_rate": (1e-6, 10.0),
+    "steps": (1, 2_000),
+    "seed": (0, 2**32 - 1),
+}
+MAX_EFFECTIVE, MAX_SAMPLES, MAX_BYTES = 4_096, 5_000_000, 2**30
+SAMPLE_BYTES: Mapping[TaskName, int] = {"digits": 60_000, "spirals": 1_000, "shapes": 100_000, "text": 600_000}
+"""About what a step holds for each sample of the batch that is run whole beside it; a test holds them to what is so."""
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "task": get_args(TaskName),
+    "norm": get_args(Norm),
+    "optimizer": get_args(OptimizerName),
+    "precision": get_args(Precision),
+    "mistake": get_args(Mistake),
+}
+
+
+class SettingError(UserError):
+    """A setting that is not run. `code` says why in a word or two."""
+
+    def __init__(self, message: str, *, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What a run of the playground is asked to do.
+
+    Attributes:
+        task: what is learned.
+        norm: how the network of `shapes` is normed; "none" for other tasks.
+        micro_batch_size: samples of one forward and backward.
+        accumulation_steps: micro-batches of one optimizer step.
+        optimizer: "sgd" without momentum, or "adamw".
+        learning_rate: of the first step; it falls in a line to a tenth.
+        steps: optimizer steps.
+        seed: of parameters and order.
+        precision: number format of forward and backward.
+        mistake: which wrong loop runs in the engine's place; empty for the engine.
+
+    Raises:
+        SettingError: a value is of another type or outside its limits, or together they are too much.
+    """
+
+    task: TaskName = "digits"
+    norm: Norm = "none"
+    micro_batch_size: int = 16
+    accumulation_steps: int = 4
+    optimizer: OptimizerName = "adamw"
+    learning_rate: float = 0.003
+    steps: int = 40
+    seed: int = 0
+    precision: Precision = "fp32"
+    mistake: Mistake = ""
+
+    def __post_init__(self) -> None:
+        """Check every value by itself, then all of them together."""
+        for name, known in _CHOICES.items():
+            _check_choice(name, getattr(self, name), known)
+        for name, limits in LIMITS.items():
+            _check_number(name, getattr(self, name), limits)
+        self._check_together()
+
+    @property
+    def effective_batch_size(self) -> int:
+        """Samples of one optimizer step."""
+        return self.micro_batch_size * self.accumulation_steps
+
+    def _check_together(self) -> None:
+        size = self.effective_batch_size
+        if self.norm != "none" and self.task != "shapes":
+            message = f"norm={self.norm!r} is for the task 'shapes'; {self.task!r} has no choice of norms."
+            raise SettingError(message, code="norm_of_task")
+        if self.mistake and self.precision != "fp32":
+            message = f"precision={self.precision!r} is for the engine; the loop {self.mistake!r} runs in fp32."
+            raise SettingError(message, code="precision_of_mistake")
+        if size > MAX_EFFECTIVE:
+            message = f"{self.micro_batch_size} x {self.accumulation_steps} = {size} samples per step; at most 4,096."
+            raise SettingError(message, code="batch_too_large")
+        if size * self.steps > MAX_SAMPLES:
+            message = f"{size} samples x {self.steps} steps = {size * self.steps:,}; at most {MAX_SAMPLES:,}."
+            raise SettingError(message, code="too_much_work")
+        needed = size * SAMPLE_BYTES[self.task]
+        if needed > MAX_BYTES:
+            message = (
+                f"{size} samples of {self.task!r} at once, to compare with, take about {needed // 2**20:,} MiB; at "
+                f"most {MAX_BYTES // 2**20:,}."
+            )
+            raise SettingError(message, code="too_much_memory")
+
+
+def parse_setting(value: object) -> Setting:
+    """Return the setting that a JSON object stands for. It must have all of the fields, and no others.
+
+    Raises:
+        SettingError: it is none, or one that is not run.
+    """
+    if not isinstance(value, dict):
+        message = f"a setting is a JSON object, not {type(value).__name__}."
+        raise SettingError(message, code="not_an_object")
+    known = {field.name for field in fields(Setting)}
+    if value.keys() != known:
+        missing, foreign = sorted(known - value.keys()), sorted(map(str, value.keys() - known))
+        message = f"a setting has exactly the keys {', '.join(sorted(known))}; {missing=}, {foreign=}."
+        raise SettingError(message, code="keys")
+    given: Mapping[str, Any] = value
+    rate = given["learning_rate"]
+    return Setting(**{**given, "learning_rate": float(rate) if type(rate) is int and abs(rate) < MAX_BYTES else rate})
+
+
+def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
+    if type(value) is not str or value not in known:
+        message = f"{name}={_shown(value)} must be one of {', '.join(map(repr, known))}."
+        raise SettingError(message, code=name)
+
+
+def _check_number(name: str, value: object, limits: tuple[float, float]) -> None:
+    """Refuse a number of another type (a truth value is an int to Python), or outside the limits."""
+    lowest, highest = limits
+    wanted = float if name == "learning_rate" else int
+    if type(value) is not wanted:
+        message = f"{name}={_shown(value)} must be {'a number' if wanted is float else 'a whole number'}."
+        raise SettingError(message, code=name)
+    if not math.isfinite(value) or not lowest <= value <= highest:
+        message = f"{name}={_shown(value)} must be from {lowest:,} to {highest:,}."
+        raise SettingError(message, code=name)
+
+
+def _shown(value: object) -> str:
+    """Return a value as it is written, but not all of a long one."""
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."  # noqa: PLR2004 (what fits into a line)

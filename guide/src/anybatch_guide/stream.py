@@ -1,0 +1,277 @@
+"""From one run to many pages: what was told is kept in a ring, and every page reads it at its own speed.
+
+A stream is server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html). Every message with
+lines has an id; a page that comes back names the last one it saw, and goes on behind it. Nothing is kept per reader
+but how far it is: one that is slow is behind, and if it is far behind it gets no lines that only show progress. What a
+run cannot do without (start, step, diagnosis, end and their like) everybody gets.
+"""
+
+import asyncio
+import json
+import secrets
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any, Final
+
+from anybatch_guide.guard import Answer, Receive, Scope, Send
+from anybatch_guide.limits import Limits
+
+Line = Mapping[str, Any]
+FIRM_KINDS: Final = frozenset({
+    "start", "step", "diagnosis", "evaluate", "checkpoint", "out_of_memory", "end", "guide.match"
+})  # fmt: skip
+
+_MAX_DIGITS: Final = 15
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Something that was told: a line of a run, or an event of its own.
+
+    Attributes:
+        number: its place among all that this server has told.
+        event: "lines" for a line, else the event.
+        run: the run it is about; None for a status.
+        text: as JSON.
+        light: whether it only shows progress.
+    """
+
+    number: int
+    event: str
+    run: str | None
+    text: str
+    light: bool
+
+
+class RingFullError(Exception):
+    """A run has told more than is kept, and nothing of it may be left out."""
+
+
+class Ring:
+    """What was told of the latest run, in order; the oldest lines that only show progress go first."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._entries: dict[int, Entry] = {}
+        self._light: deque[int] = deque()
+        self._num_bytes = 0
+        self.last = 0
+
+    def clear(self) -> None:
+        """Forget everything but the numbers."""
+        self._entries.clear()
+        self._light.clear()
+        self._num_bytes = 0
+
+    def add(self, event: str, run: str | None, text: str, *, light: bool = False) -> None:
+        """Keep something.
+
+        Raises:
+            RingFullError: there is no room, not even without lines that only show progress.
+        """
+        self.last += 1
+        self._entries[self.last] = Entry(self.last, event, run, text, light)
+        self._num_bytes += len(text)
+        if light:
+            self._light.append(self.last)
+        while len(self._entries) > self._limits.ring_lines or self._num_bytes > self._limits.ring_bytes:
+            if not self._light:
+                if event == "lines":
+                    raise RingFullError
+                return
+            self._num_bytes -= len(self._entries.pop(self._light.popleft()).text)
+
+    def behind(self, number: int) -> Iterator[Entry]:
+        """Yield what was told after an entry, as far as it is still there."""
+        first = max(number + 1, next(iter(self._entries), self.last + 1))
+        return (self._entries[at] for at in range(first, self.last + 1) if at in self._entries)
+
+
+@dataclass(slots=True)
+class Reader:
+    """One page, and how far it is."""
+
+    seen: int
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Stream:
+    """All that is told to pages.
+
+    Args:
+        limits: how much is kept, and how often and to how many it is told.
+        clock: seconds that only go forward.
+    """
+
+    def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
+        self._limits = limits
+        self._clock = clock
+        self._ring = Ring(limits)
+        self._readers: list[Reader] = []
+        self._name = secrets.token_hex(4)
+        self._status = "{}"
+        self._is_closed = False
+        self._alone_since = clock()
+
+    @property
+    def status(self) -> str:
+        """The latest status, as JSON."""
+        return self._status
+
+    @property
+    def alone_seconds(self) -> float:
+        """Seconds for which no page has been there; 0 while there is one."""
+        return 0.0 if self._readers else self._clock() - self._alone_since
+
+    def begin(self) -> None:
+        """Forget the run before: another one begins. Whoever begins it is there now."""
+        self._ring.clear()
+        self._alone_since = self._clock()
+
+    def tell(self, event: str, data: Mapping[str, Any], run: str | None = None) -> None:
+        """Tell an event."""
+        text = _json(data)
+        if event == "status":
+            self._status = text
+        self._ring.add(event, run, text)
+        self._wake()
+
+    def tell_line(self, run: str, line: Line) -> bool:
+        """Tell a line of a run; return False for one that is too long, and not told.
+
+        Raises:
+            RingFullError: see `Ring.add`.
+        """
+        text = _json(line)
+        if len(text) > self._limits.line_bytes:
+            return False
+        self._ring.add("lines", run, text, light=line["kind"] not in FIRM_KINDS)
+        self._wake()
+        return True
+
+    def close(self) -> None:
+        """Tell every page to go away and not to come back."""
+        self._is_closed = True
+        self._wake()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one page until it goes away."""
+        if len(self._readers) >= self._limits.num_streams or self._is_closed:
+            text = f"There are {len(self._readers)} streams already. Close a tab."
+            await Answer(HTTPStatus.SERVICE_UNAVAILABLE, "streams", text).send(send)
+            return
+        asked = next((value for name, value in scope["headers"] if name.lower() == b"last-event-id"), b"")
+        headers = [(b"content-type", b"text/event-stream"), (b"x-accel-buffering", b"no")]
+        with self._reader(self._number(asked)) as reader:
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            if scope["method"] == "HEAD":
+                await send({"type": "http.response.body", "body": b""})
+                return
+            await _until_first(_gone(receive), self._feed(reader, send))
+
+    async def _feed(self, reader: Reader, send: Send) -> None:
+        """Send what there is, and then whatever comes, at most so many messages with lines in a second."""
+        told_status = self._ring.last  # what stands in the ring until here is older than the status told first
+        await _send_text(send, _message("status", self._status))
+        while True:
+            reader.news.clear()
+            text, has_lines = self._next(reader, told_status)
+            if text:
+                await _send_text(send, text)
+                await asyncio.sleep(has_lines / self._limits.messages_per_second)
+            elif self._is_closed:
+                await send({"type": "http.response.body", "body": _message("close", "{}").encode()})
+                return
+            else:
+                await self._wait(reader, send)
+
+    async def _wait(self, reader: Reader, send: Send) -> None:
+        try:
+            async with asyncio.timeout(self._limits.heartbeat_seconds):
+                await reader.news.wait()
+        except TimeoutError:
+            await _send_text(send, ": beat\n\n")
+
+    def _next(self, reader: Reader, told_status: int) -> tuple[str, bool]:
+        """Return messages that bring a reader further, and whether the last of them holds lines."""
+        far_behind = self._ring.last - reader.seen > self._limits.behind_lines
+        lines: list[str] = []
+        texts: list[str] = []
+        num_bytes = num_dropped = 0
+        run: str | None = None
+        for entry in self._ring.behind(reader.seen):
+            if entry.event != "lines" and lines:
+                break
+            reader.seen = entry.number
+            if entry.event == "lines" and far_behind and entry.light:
+                num_dropped += 1
+            elif entry.event == "lines":
+                run = entry.run
+                lines.append(entry.text)
+                num_bytes += len(entry.text)
+            elif entry.event != "status" or entry.number > told_status:
+                texts.append(_message(entry.event, entry.text, self._id(entry.number)))
+            if num_bytes > self._limits.message_bytes:
+                break
+        if lines:
+            data = f'{{"run":{json.dumps(run)},"dropped":{num_dropped},"lines":[{",".join(lines)}]}}'
+            texts.append(_message("lines", data, self._id(reader.seen)))
+        return "".join(texts), bool(lines)
+
+    def _id(self, number: int) -> str:
+        return f"{self._name}-{number}"
+
+    def _number(self, asked: bytes) -> int:
+        """Return how far a page is that comes back; 0 for one that has seen nothing of this server."""
+        name, _, number = asked.decode("latin-1").partition("-")
+        is_known = name == self._name and number.isdecimal() and len(number) <= _MAX_DIGITS
+        return min(int(number), self._ring.last) if is_known else 0
+
+    @contextmanager
+    def _reader(self, seen: int) -> Iterator[Reader]:
+        reader = Reader(seen)
+        self._readers.append(reader)
+        try:
+            yield reader
+        finally:
+            self._readers.remove(reader)
+            self._alone_since = self._clock()
+
+    def _wake(self) -> None:
+        for reader in self._readers:
+            reader.news.set()
+
+
+async def _until_first(*ways: Awaitable[None]) -> None:
+    """Wait until one of them ends, and end the others."""
+    tasks = [asyncio.ensure_future(way) for way in ways]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _send_text(send: Send, text: str) -> None:
+    await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+
+
+def _message(event: str, data: str, number: str | None = None) -> str:
+    """Return a server-sent event; JSON as written here has no line breaks."""
+    head = f"event: {event}\n" if number is None else f"event: {event}\nid: {number}\n"
+    return f"{head}data: {data}\n\n"
+
+
+def _json(data: Mapping[str, Any]) -> str:
+    return json.dumps(data, allow_nan=False, separators=(",", ":"))

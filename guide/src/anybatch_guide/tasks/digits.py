@@ -1,0 +1,37 @@
+"""`digits`: handwritten digits, with the data and the network of the recipe of that name."""
+
+import torch
+from torch import nn
+
+import anybatch as ab
+from anybatch.recipes.digits import Digits, Network, scikit_learn_datasets
+from anybatch_guide.tasks.task import Rows, Task, loss
+
+
+def task() -> Task:
+    """Return the task: 1,437 images of 8 x 8 pixels, ten classes."""
+    scikit_learn_datasets("digits")
+    train, held_out = Digits("train"), Digits("held_out")
+    return Task(
+        name="digits",
+        unit="image",
+        num_classes=10,
+        model=network,
+        loss=ab.mean_over_samples(loss),
+        rows=Rows(train.images, train.labels),
+        held_out=Rows(held_out.images, held_out.labels),
+    )
+
+
+def network() -> Network:
+    """Return the recipe's network with a hundredth of the usual weights in its last layer.
+
+    It then begins by thinking every digit about equally likely, so its first loss is close to ln 10.
+    """
+    made = Network()
+    last = made[-1]
+    assert isinstance(last, nn.Linear)
+    with torch.no_grad():
+        last.weight.mul_(0.01)
+        last.bias.zero_()
+    return made

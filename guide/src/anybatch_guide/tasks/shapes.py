@@ -1,0 +1,75 @@
+"""`shapes`: noisy pictures of 16 x 16 pixels with a disc, square, triangle or cross, for networks of three norms."""
+
+import itertools
+from functools import partial
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+import anybatch as ab
+from anybatch_guide.tasks.task import Norm, Rows, Task, loss
+
+NUM_IMAGES, NUM_HELD_OUT = 1_000, 400
+SIDE = 16
+NOISE = 0.3
+WIDTHS = (1, 16, 32, 32)
+
+
+def task(norm: Norm = "batch") -> Task:
+    """Return the task: 1,000 pictures, four classes."""
+    images, labels = shapes(NUM_IMAGES + NUM_HELD_OUT, seed=0)
+    return Task(
+        name="shapes",
+        unit="image",
+        num_classes=4,
+        model=partial(network, norm),
+        loss=ab.mean_over_samples(loss),
+        rows=Rows(images[:NUM_IMAGES], labels[:NUM_IMAGES]),
+        held_out=Rows(images[NUM_IMAGES:], labels[NUM_IMAGES:]),
+    )
+
+
+def network(norm: Norm) -> nn.Sequential:
+    """Return three convolutions, normed or not, and a linear layer."""
+    layers: list[nn.Module] = []
+    for before, after in itertools.pairwise(WIDTHS):
+        stride = 1 if before == 1 else 2
+        # A norm takes a bias in front of it away again: its gradient is rounding, and AdamW would make steps of that.
+        convolution = nn.Conv2d(before, after, 3, padding=1, stride=stride, bias=norm == "none")
+        layers += [convolution, _norm(norm, after), nn.GELU()]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(WIDTHS[-1] * 16, 4))
+
+
+def _norm(norm: Norm, width: int) -> nn.Module:
+    if norm == "batch":
+        return nn.BatchNorm2d(width)
+    return nn.GroupNorm(8, width) if norm == "group" else nn.Identity()
+
+
+def shapes(num_images: int, *, seed: int) -> tuple[Float[Tensor, "image 1 16 16"], Int[Tensor, " image"]]:
+    """Return pictures and what is on each; place, size and brightness are drawn, and noise is added."""
+    random = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, 4, (num_images,), generator=random)
+    centres = 5 + 6 * torch.rand(num_images, 2, generator=random)
+    radii = 3 + 2 * torch.rand(num_images, generator=random)
+    brightness = 0.6 + 0.8 * torch.rand(num_images, generator=random)
+    pixels = torch.arange(SIDE) + 0.5
+    down = (pixels[None, :, None] - centres[:, 0, None, None]) / radii[:, None, None]
+    right = (pixels[None, None, :] - centres[:, 1, None, None]) / radii[:, None, None]
+    drawn = torch.stack(_figures(down, right), dim=1)[torch.arange(num_images), labels].float()
+    images = brightness[:, None, None] * drawn + NOISE * torch.randn(num_images, SIDE, SIDE, generator=random)
+    return images[:, None], labels
+
+
+def _figures(
+    down: Float[Tensor, "image row 1"], right: Float[Tensor, "image 1 column"]
+) -> list[Bool[Tensor, "image row column"]]:
+    """Return which pixels each figure covers, in units of its radius: disc, square, triangle, cross."""
+    inside = (down.abs() <= 1) & (right.abs() <= 1)
+    return [
+        down**2 + right**2 <= 1,
+        (down.abs() <= 0.85) & (right.abs() <= 0.85),  # noqa: PLR2004 (about the area of the disc)
+        inside & (2 * right.abs() <= 1 + down),
+        inside & ((down.abs() <= 0.3) | (right.abs() <= 0.3)),  # noqa: PLR2004 (width of the bars)
+    ]

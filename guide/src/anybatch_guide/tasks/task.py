@@ -1,0 +1,117 @@
+"""`Task`: data, a network and a loss, small enough to be learned while somebody looks; and `load`, which names them."""
+
+import importlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor, nn
+
+from anybatch.core.geometry import ceil_div
+from anybatch.core.loss import Loss
+from anybatch.data.order import sample_order
+from anybatch.errors import UserError
+
+TaskName = Literal["digits", "spirals", "shapes", "text"]
+Norm = Literal["batch", "group", "none"]
+IGNORED = -100
+"""The target of what is not to be predicted."""
+_HOMES: Mapping[str, str] = MappingProxyType(
+    {name: f"anybatch_guide.tasks.{name}" for name in get_args(TaskName)},
+)
+
+
+class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Inputs and targets as a data set; what is not shuffled here is left to `ab.batches`."""
+
+    def __init__(self, inputs: Shaped[Tensor, "sample ..."], targets: Int[Tensor, "sample ..."]) -> None:
+        self.inputs, self.targets = inputs, targets
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return one sample."""
+        return {"inputs": self.inputs[index], "targets": self.targets[index]}
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Task:
+    """Something to learn by telling classes apart.
+
+    Attributes:
+        name: its name.
+        unit: what one sample is.
+        num_classes: classes of a target.
+        model: function () -> network. Its parameters come from torch's global generator.
+        loss: the declared loss, for the engine.
+        rows: what is trained on.
+        held_out: what it is judged on.
+    """
+
+    name: TaskName
+    unit: str
+    num_classes: int
+    model: Callable[[], nn.Module]
+    loss: Loss
+    rows: Rows = field(repr=False)
+    held_out: Rows = field(repr=False)
+
+    @property
+    def chance(self) -> float:
+        """Loss of somebody who thinks every class equally likely: the logarithm of their number."""
+        return math.log(self.num_classes)
+
+
+class MicroBatches:
+    """The rows of a task in the order of `ab.batches`, a few at a time, as a loop of one's own is given them.
+
+    Each `iter` is one epoch; the next one is the next epoch. The last micro-batch of an epoch may be smaller.
+    """
+
+    def __init__(self, rows: Rows, micro_batch_size: int, seed: int) -> None:
+        self._rows, self._size, self._seed, self._epoch = rows, micro_batch_size, seed, 0
+
+    def __len__(self) -> int:
+        """Return the number of micro-batches of an epoch."""
+        return ceil_div(len(self._rows), self._size)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield pairs of inputs and targets."""
+        order = sample_order(len(self._rows), seed=self._seed, epoch=self._epoch, shuffle=True)
+        self._epoch += 1
+        for ids in order.split(self._size):
+            yield self._rows.inputs[ids], self._rows.targets[ids]
+
+
+def cross_entropy(logits: Float[Tensor, "*item class"], targets: Int[Tensor, "*item"]) -> Float[Tensor, ""]:
+    """Return the mean over all targets but those that are ignored."""
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED)
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> Float[Tensor, ""]:
+    """Return the mean cross-entropy of a batch: a loss as users write it."""
+    return cross_entropy(model(batch["inputs"]), batch["targets"])
+
+
+def load(name: str, *, norm: Norm = "none") -> Task:
+    """Return a task by its name.
+
+    Args:
+        name: "digits", "spirals", "shapes" or "text".
+        norm: how `shapes` is normed; the others have no choice.
+
+    Raises:
+        UserError: there is no such task.
+    """
+    if name not in _HOMES:
+        message = f"{name=} must be one of {', '.join(map(repr, _HOMES))}."
+        raise UserError(message)
+    make: Callable[..., Task] = importlib.import_module(_HOMES[name]).task
+    return make(norm) if name == "shapes" else make()

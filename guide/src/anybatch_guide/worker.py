@@ -1,0 +1,235 @@
+"""The process that computes: started warm, asked in lines of JSON, and ended by the end of its standard input.
+
+`python -m anybatch_guide.worker`. It reads `{"do": "run", "id": ..., "kind": "experiment", "name": ...}`, or a
+playground's setting, or pause, resume, micro and cancel; it writes `ready`, `started`, `lines`, `result` and one of
+`done`, `failed` and `cancelled`. What can be asked for is a name that is in the catalogue, and numbers within limits:
+no path, no module, no expression.
+"""
+
+import json
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from queue import SimpleQueue
+from typing import Any, BinaryIO, Final, Literal
+
+import torch
+
+from anybatch.errors import AnyBatchError, UserError
+from anybatch_guide import playground
+from anybatch_guide.catalogue import experiments
+from anybatch_guide.experiment import Data, Experiment, Made, Tell, made_here
+from anybatch_guide.recording import as_recording, commit_here, plain
+
+NICENESS: Final = 5
+_QUESTION: Final = "What does a run with this setting do?"
+Command = Mapping[str, Any]
+
+
+class UnknownError(UserError):
+    """Something that is not run here. `code` says why in a word or two."""
+
+    def __init__(self, message: str, *, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A run of the playground that may begin.
+
+    Attributes:
+        run: function (tell) -> its numbers.
+        command: what computes them again.
+    """
+
+    run: Callable[[Tell], Data]
+    command: str
+
+
+class CancelledError(BaseException):
+    """A run was cancelled. No `Exception`: an experiment that catches its own errors must not catch this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repertoire:
+    """What a worker can be asked for.
+
+    Attributes:
+        experiments: by name.
+        playground: function (setting, as JSON gave it) -> run; raises UserError on a setting that may not be run.
+        warm: called before the worker says that it is ready: does once what the first run would otherwise wait for.
+    """
+
+    experiments: Mapping[str, Experiment]
+    playground: Callable[[Mapping[str, Any]], Prepared]
+    warm: Callable[[], None] = lambda: None
+
+
+class Gate:
+    """Where a run waits while it is paused, and where it ends when it is cancelled: each line passes here.
+
+    A paused run stands before a micro-batch, or between two parts of an experiment that tells its progress. One
+    micro-batch at a time lets it through once: the update belongs to the last micro-batch of its step.
+    """
+
+    def __init__(self, *, paused: bool) -> None:
+        self._changed = threading.Condition()
+        self._state: Literal["open", "once", "closed"] = "closed" if paused else "open"
+        self._is_cancelled = False
+
+    def set(self, do: str) -> None:
+        """Pause, resume, micro or cancel."""
+        with self._changed:
+            if do == "cancel":
+                self._is_cancelled = True
+            else:
+                self._state = {"pause": "closed", "resume": "open", "micro": "once"}[do]  # type: ignore[assignment]
+            self._changed.notify_all()
+
+    def keep(self, line: Mapping[str, Any]) -> None:
+        """Wait before a line for as long as the run is paused.
+
+        Raises:
+            CancelledError: the run was cancelled.
+        """
+        with self._changed:
+            if _is_place_to_wait(line):
+                self._changed.wait_for(lambda: self._state != "closed" or self._is_cancelled)
+                self._state = "closed" if self._state == "once" else self._state
+            if self._is_cancelled:
+                raise CancelledError
+
+
+def _is_place_to_wait(line: Mapping[str, Any]) -> bool:
+    kind = line.get("kind")
+    return kind == "guide.progress" or (kind == "micro_batch" and line.get("event") == "begin")
+
+
+class Worker:
+    """Runs what it is asked to, one after the other.
+
+    Args:
+        repertoire: what it can be asked for.
+        answers: where its lines go.
+        made: what is to be said of what it computes.
+    """
+
+    def __init__(self, repertoire: Repertoire, answers: BinaryIO, made: Made) -> None:
+        self._repertoire = repertoire
+        self._answers = answers
+        self._made = made
+        self._writing = threading.Lock()
+        self._asked: SimpleQueue[tuple[Command, Gate]] = SimpleQueue()
+
+    def read(self, commands: BinaryIO) -> None:
+        """Take commands until there are no more; then whoever asked is gone, and the process ends, whatever it does."""
+        gate = Gate(paused=False)
+        for text in commands:
+            command = json.loads(text)
+            if command["do"] == "run":
+                gate = Gate(paused=command.get("paused", False))
+                self._asked.put((command, gate))
+            else:
+                gate.set(command["do"])
+        os._exit(0)
+
+    def work(self) -> None:
+        """Say that it is ready, and run what it is asked to, for ever."""
+        self._say({"ready": True, "made": asdict(self._made)})
+        while True:
+            command, gate = self._asked.get()
+            self._say({"id": command["id"], **self._outcome(command, gate)})
+
+    def _outcome(self, command: Command, gate: Gate) -> Mapping[str, Any]:
+        try:
+            self._run(command, gate)
+        except CancelledError:
+            return {"cancelled": True}
+        except AnyBatchError as error:
+            return {"failed": {"code": str(getattr(error, "code", "refused")), "message": str(error)}}
+        except MemoryError:
+            return {"failed": {"code": "memory", "message": "There is not enough memory."}}
+        except Exception as error:  # noqa: BLE001 (whatever it is, the next run has to find a worker)
+            traceback.print_exc()
+            message = f"It ended with {type(error).__name__}; the terminal shows where."
+            return {"failed": {"code": "error", "message": message}}
+        return {"done": True}
+
+    def _run(self, command: Command, gate: Gate) -> None:
+        run = command["id"]
+
+        def tell(line: Mapping[str, Any]) -> None:
+            gate.keep(line)
+            self._say({"id": run, "lines": [plain(line)]})
+
+        experiment, again = self._found(command)
+        self._say({"id": run, "started": True})
+        recording = as_recording(experiment, experiment.run(tell), replace(self._made, command=again))
+        self._say({"id": run, "result": recording.as_json()})
+
+    def _found(self, command: Command) -> tuple[Experiment, str]:
+        """Return what is to be run, and the command that runs it again."""
+        if command["kind"] == "playground":
+            prepared = self._repertoire.playground(command["setting"])
+            return Experiment(name="playground", question=_QUESTION, run=prepared.run, seconds=1.0), prepared.command
+        experiment = self._experiment(command["name"])
+        return experiment, f"anybatch guide record {experiment.name}"
+
+    def _experiment(self, name: str) -> Experiment:
+        experiment = self._repertoire.experiments.get(name)
+        if experiment is None:
+            message = f"There is no experiment {name!r}."
+            raise UnknownError(message, code="unknown_experiment")
+        if not experiment.runs_here:
+            message = f"{name} is only recorded: anybatch guide record {name}"
+            raise UnknownError(message, code="only_recorded")
+        return experiment
+
+    def _say(self, answer: Mapping[str, Any]) -> None:
+        text = json.dumps(answer, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+        with self._writing:
+            self._answers.write(text)
+            self._answers.flush()
+
+
+def work(repertoire: Callable[[], Repertoire]) -> None:
+    """Make this process a worker; it never returns.
+
+    Args:
+        repertoire: function () -> what it can be asked for; called once, when the process is set up.
+    """
+    # What is printed while something runs must not stand between the answers.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    with suppress(OSError):
+        os.nice(NICENESS)
+    torch.set_num_threads(max(1, _num_cores() - 1))
+    made = replace(made_here("", commit=commit_here()), command="anybatch guide")
+    known = repertoire()
+    worker = Worker(known, answers, made)
+    threading.Thread(target=worker.read, args=(sys.stdin.buffer,), name="commands", daemon=True).start()
+    known.warm()
+    worker.work()
+
+
+def everything() -> Repertoire:
+    """Return all that the guide has."""
+    return Repertoire(experiments=experiments(), playground=_playground, warm=playground.warm)
+
+
+def _playground(setting: Mapping[str, Any]) -> Prepared:
+    parsed = playground.parse_setting(setting)
+    return Prepared(run=lambda tell: playground.run(parsed, tell), command=playground.as_command(parsed))
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+if __name__ == "__main__":
+    work(everything)

@@ -1,0 +1,89 @@
+"""The worker seen from the server: a process of its own, lines in, lines out, and a way to end it that always works."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from anybatch_guide.limits import Limits
+
+COMMAND: Final = (sys.executable, "-m", "anybatch_guide.worker")
+
+
+class WorkerProcess:
+    """A worker that was started. Made by `start`.
+
+    Args:
+        process: with pipes for both streams, in a session of its own.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def start(cls, command: Sequence[str], limits: Limits) -> "WorkerProcess":
+        """Start a worker. It is in a session of its own: Ctrl-C is for the server, and its group can be ended."""
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,
+            limit=limits.answer_bytes,
+        )
+        return cls(process)
+
+    @property
+    def number(self) -> int:
+        """The process's number."""
+        return self._process.pid
+
+    def say(self, command: Mapping[str, Any]) -> None:
+        """Send a command; one to a worker that has ended is lost, and its end is seen elsewhere."""
+        assert self._process.stdin is not None
+        if not self._process.stdin.is_closing():
+            self._process.stdin.write(json.dumps(command, allow_nan=False).encode() + b"\n")
+
+    async def answers(self) -> AsyncIterator[Mapping[str, Any]]:
+        """Yield what it says, until it ends. What is no line of JSON, or too long a one, ends it."""
+        assert self._process.stdout is not None
+        while True:
+            try:
+                text = await self._process.stdout.readline()
+                answer = json.loads(text) if text else None
+            except ValueError:
+                self.signal(signal.SIGKILL)
+                return
+            if not isinstance(answer, dict):
+                return
+            yield answer
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to its whole group, unless it has ended."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
+    async def end(self, limits: Limits) -> None:
+        """End it now: it has nothing to save."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self.signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(limits.terminate_seconds):
+                await self._process.wait()
+        except TimeoutError:
+            self.signal(signal.SIGKILL)
+            await self._process.wait()
+
+    def resident_bytes(self) -> int | None:
+        """Return the memory that it holds; None where the system does not tell."""
+        try:
+            pages = Path(f"/proc/{self._process.pid}/statm").read_text(encoding="ascii").split()[1]
+        except (OSError, IndexError):
+            return None
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,129 @@
+"""A page in a real browser, watched: whatever it asks for, and whatever goes wrong on it."""
+
+import functools
+import http.server
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+
+from guide.tests.page import WEB
+
+AXE = WEB / "node_modules" / "axe-core" / "axe.min.js"
+ALIVE = "select:enabled"  # the light can be chosen once the page is alive
+DESKTOP: dict[str, Any] = {"viewport": {"width": 1280, "height": 800}}
+PHONE: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "has_touch": True}
+SMALL: dict[str, Any] = {"viewport": {"width": 320, "height": 640}}
+
+ORPHANS = """main => {
+    const walker = document.createTreeWalker(main, NodeFilter.SHOW_TEXT), found = [];
+    while (walker.nextNode()) {
+        const text = walker.currentNode, element = text.parentElement;
+        const free = element.closest('[data-from], code, pre, math, nav');
+        if (/\\d/.test(text.data) && !free) found.push(text.data.trim());
+    }
+    return found;
+}"""
+
+
+class Files(http.server.SimpleHTTPRequestHandler):
+    """Any web server: it serves files, and knows no policy but the one that stands in the page."""
+
+    def end_headers(self) -> None:
+        """End the connection, so that no thread waits for a browser that has gone."""
+        self.send_header("Connection", "close")
+        super().end_headers()
+
+    def log_message(self, *_arguments: object) -> None:
+        """Say nothing."""
+
+
+@dataclass
+class Watched:
+    """A page, and all that went wrong on it."""
+
+    page: Page
+    context: BrowserContext
+    origin: str
+    faults: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """Serve a folder; yields its address."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Files, directory=str(folder)))
+    server.daemon_threads = False
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def absent(message: str) -> None:
+    """Skip a test that lacks something of the system, or fail it where that has been installed on purpose."""
+    if os.environ.get("ANYBATCH_BROWSER") == "required":
+        pytest.fail(message)
+    pytest.skip(message)
+
+
+@contextmanager
+def launched() -> Iterator[Browser]:
+    """Start the system's Chromium, or say what is missing."""
+    program = os.environ.get("ANYBATCH_CHROMIUM") or shutil.which("chromium") or "/usr/bin/chromium"
+    if not Path(program).exists():
+        absent(f"THE PAGE IS NOT TESTED: there is no Chromium at {program}; `make browser` installs one")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def opened(browser: Browser, address: str, ready: str = ALIVE, **options: Any) -> Iterator[Watched]:
+    """Open the page and wait until it has come to life; whatever it complains of is kept.
+
+    Args:
+        browser: that opens it.
+        address: of the page.
+        ready: what is there once the page is alive; nothing is waited for without scripts.
+        options: of the browser's context.
+    """
+    context = browser.new_context(**options)
+    page = context.new_page()
+    watched = Watched(page, context, address)
+    page.on("console", lambda message: watched.faults.extend([message.text] * (message.type == "error")))
+    page.on("pageerror", lambda error: watched.faults.append(str(error)))
+    page.on("request", lambda request: watched.requests.append(request.url))
+    page.add_init_script(
+        "document.addEventListener('securitypolicyviolation', e => console.error('policy: ' + e.violatedDirective))"
+    )
+    page.goto(address)
+    if options.get("java_script_enabled", True):
+        page.locator(ready).first.wait_for()
+        page.evaluate("document.fonts.ready.then(() => undefined)")
+    try:
+        yield watched
+    finally:
+        context.close()
+
+
+def scroll_through(page: Page) -> None:
+    """Bring every part of the page into view once."""
+    page.evaluate("""async () => {
+        for (let place = 0; place < document.body.scrollHeight; place += innerHeight) {
+            scrollTo(0, place);
+            await new Promise(requestAnimationFrame);
+        }
+    }""")

@@ -1,0 +1,151 @@
+"""The page that `anybatch guide` serves, used as a visitor would: what it shows is what the engine does meanwhile."""
+
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from playwright.sync_api import APIResponse, Browser, Locator, Page, Route, expect
+
+from anybatch_guide.playground import Setting, run
+from guide.tests.browser.chromium import DESKTOP, ORPHANS, Watched, opened
+from guide.tests.served import Served
+
+SERVE = (sys.executable, "-m", "anybatch", "guide", "--no-browser")
+PATIENCE = 60_000.0  # milliseconds
+
+pytest.importorskip("sklearn.datasets", reason="needs the extra anybatch[guide]")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Serve the guide as a user does."""
+    with Served(tmp_path_factory.mktemp("served"), command=SERVE) as server:
+        yield server
+
+
+@pytest.fixture
+def guide(browser: Browser, server: Served) -> Iterator[Watched]:
+    """Open the printed address; afterwards, nothing has gone wrong, and nobody else was asked."""
+    with opened(browser, server.address, **DESKTOP) as watched:
+        watched.page.set_default_timeout(PATIENCE)
+        expect.set_options(timeout=PATIENCE)
+        yield watched
+
+        assert watched.faults == []
+        assert {urlsplit(url).netloc for url in watched.requests if not url.startswith("data:")} == {server.host}
+        assert watched.page.locator("main").evaluate(ORPHANS) == []
+
+
+def button(part: Locator, name: str) -> Locator:
+    """Return a button by its whole name."""
+    return part.get_by_role("button", name=name, exact=True)
+
+
+def playground(page: Page, setting: Setting) -> Locator:
+    """Bring a setting to the playground, as a link does, and wait until it can be trained."""
+    words = f"v=1&micro={setting.micro_batch_size}&accumulation={setting.accumulation_steps}&steps={setting.steps}"
+    page.evaluate("words => location.hash = 'playground?' + words", f"{words}&seed={setting.seed}&task={setting.task}")
+    part = page.locator("#playground")
+    expect(button(part, "Train")).to_be_enabled()
+    return part
+
+
+def steps(part: Locator) -> Locator:
+    """Return the number of optimizer steps that the page tells."""
+    return part.locator("dl div", has_text="optimizer steps").locator("data")
+
+
+def test_a_run_is_the_librarys(guide: Watched) -> None:
+    """Train runs the chosen setting in the engine: the losses on the page are those of the same run in Python."""
+    setting = Setting(micro_batch_size=8, accumulation_steps=2, steps=12, seed=5)
+    part = playground(guide.page, setting)
+    button(part, "Train").click()
+    expect(steps(part)).to_have_text("12")
+    expect(button(part, "Train")).to_be_enabled()
+    expect(part.locator("figure .chip").first).to_contain_text("live")
+    part.locator("figure summary", has_text="Data table").click()
+    shown = [float(text) for text in part.locator("figure tbody td:nth-of-type(1)").all_inner_texts()]
+
+    assert shown == pytest.approx(run(setting, lambda _: None)["losses"], rel=5.1e-4)  # four digits are shown
+    expect(part.locator(".note.good")).to_contain_text("the same, up to rounding")
+
+
+def test_pause_one_micro_batch_and_stop(guide: Watched) -> None:
+    """A run that begins with one micro-batch waits after it, goes on by one at a time, by itself again, and stops."""
+    part = playground(guide.page, Setting(micro_batch_size=4, accumulation_steps=3, steps=400, seed=6))
+    where, one = part.locator(".where"), button(part, "Run one micro-batch")
+    for step, position in ((1, 1), (1, 2), (1, 3), (2, 1)):
+        one.click()
+        expect(where).to_have_text(f"step {step}, micro-batch {position} of 3, paused")
+    button(part, "Go on").click()
+    expect(steps(part)).to_have_text(re.compile(r"[1-9]\d+"))
+    button(part, "Pause").click()
+    expect(where).to_contain_text("paused")
+    button(part, "Stop").click()
+    expect(button(part, "Train")).to_be_enabled()
+    assert int(steps(part).inner_text()) < 400
+
+
+def test_a_mistake_beside_a_pinned_run(guide: Watched) -> None:
+    """A run that is pinned stays in the drawing beside the next one, which has a mistake and is another run."""
+    page = guide.page
+    part = playground(page, Setting(micro_batch_size=8, accumulation_steps=2, steps=15, seed=7))
+    button(part, "Train").click()
+    expect(steps(part)).to_have_text("15")
+    button(part, "Pin this run").click()
+    expect(button(part, "Train")).to_be_enabled()
+    part.get_by_label("Mistake").select_option("zero_each")
+    button(part, "Train").click()
+    expect(part.locator(".note.bad")).to_contain_text("another run")
+    expect(steps(part)).to_have_text("15")
+
+    expect(part.get_by_text("pin 1: digits").first).to_be_visible()
+    part.get_by_text("Take it along").click()
+    expect(part.locator("pre[aria-label='command line']")).to_contain_text("mistake=zero_each")
+
+
+def test_an_answer_that_comes_late_changes_nothing(guide: Watched) -> None:
+    """A run that has begun and ended before the answer to its order is there stays on the page as it was."""
+    page = guide.page
+    part = playground(page, Setting(micro_batch_size=8, accumulation_steps=2, steps=11, seed=8))
+    held: list[tuple[Route, APIResponse]] = []
+    page.route("**/api/runs", lambda route: held.append((route, route.fetch())))
+    button(part, "Train").click()
+    expect(steps(part)).to_have_text("11")
+    expect(button(part, "Train")).to_be_enabled()
+    ((route, answer),) = held
+    with page.expect_response("**/api/runs"):
+        route.fulfill(response=answer)
+    page.evaluate("new Promise(requestAnimationFrame)")
+
+    expect(steps(part)).to_have_text("11")
+    expect(part.locator(".note.good")).to_contain_text("the same, up to rounding")
+
+
+def test_a_figure_is_run_here(guide: Watched) -> None:
+    """The figure then shows what this machine computed, says so, and goes back to the recording when asked."""
+    figure = guide.page.locator("#mathematics figure", has_text="Check it with other numbers")
+    chip = figure.locator(".chip").first
+    expect(chip).to_contain_text("recorded")
+    expect(figure.get_by_role("button", name="Run it here")).to_be_enabled()
+    figure.get_by_role("button", name="Run it here").click()
+    expect(chip).to_contain_text("live")
+    expect(figure).to_have_attribute("data-from", "live")
+    figure.get_by_role("button", name="Back to the recording").click()
+    expect(chip).to_contain_text("recorded")
+
+
+def test_a_lost_server_is_told(browser: Browser, tmp_path: Path) -> None:
+    """When the server ends, the page says that it has gone, and keeps what it shows."""
+    with Served(tmp_path, command=SERVE) as own, opened(browser, own.address, **DESKTOP) as watched:
+        part = playground(watched.page, Setting())
+        own.process.send_signal(signal.SIGINT)
+        note = watched.page.get_by_role("status", name="The server")
+        expect(note).to_contain_text("The server has gone")
+
+        expect(button(part, "Train")).to_be_disabled()
+        expect(steps(part)).not_to_have_text("0")

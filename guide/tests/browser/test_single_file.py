@@ -1,0 +1,39 @@
+"""The guide as one file, opened from a disk as somebody does who was sent it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, expect
+
+from anybatch_guide.export import DIST, export_file
+from guide.tests.browser.chromium import DESKTOP, ORPHANS, PHONE, opened, scroll_through
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Export it."""
+    return export_file(DIST, tmp_path_factory.mktemp("exported") / "guide.html")
+
+
+@pytest.mark.parametrize("look", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_it_needs_nothing_else(browser: Browser, file: Path, look: dict[str, Any]) -> None:
+    """It comes to life and is read to its end without an error, and no other file or server is asked for."""
+    with opened(browser, file.as_uri(), **look) as watched:
+        scroll_through(watched.page)
+
+        assert watched.faults == []
+        assert [url for url in watched.requests if not url.startswith("data:")] == [file.as_uri()]
+
+
+def test_recordings_are_in_it(browser: Browser, file: Path) -> None:
+    """A task that the page would fetch where it is served is there, with its runs; no engine is promised."""
+    with opened(browser, file.as_uri(), **DESKTOP) as watched:
+        part = watched.page.locator("#playground")
+        part.get_by_label("shapes").check(force=True)
+
+        expect(part.locator("dl div", has_text="optimizer steps").locator("data")).not_to_have_text("0")
+        expect(part.get_by_text("now: shapes").first).to_be_visible()
+        expect(part.get_by_role("button", name="Train")).to_be_disabled()
+        assert watched.page.locator("main").evaluate(ORPHANS) == []
+        assert watched.faults == []

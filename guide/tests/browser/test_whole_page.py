@@ -1,0 +1,162 @@
+"""The page as a whole, in a real browser, in every way it may be looked at."""
+
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from playwright.sync_api import Browser, expect
+
+from guide.tests.browser.chromium import AXE, DESKTOP, ORPHANS, PHONE, SMALL, opened, scroll_through
+
+LOOKS: dict[str, dict[str, Any]] = {
+    "light": {**DESKTOP, "color_scheme": "light"},
+    "dark": {**DESKTOP, "color_scheme": "dark"},
+    "forced colours": {**DESKTOP, "forced_colors": "active"},
+    "reduced motion": {**DESKTOP, "reduced_motion": "reduce"},
+    "phone": PHONE,
+    "small": SMALL,
+}
+WORDS = """main => {
+    const copy = main.cloneNode(true);  // without the ticks of charts, which follow their size
+    for (const drawing of copy.querySelectorAll('svg[aria-hidden]')) drawing.remove();
+    return copy.textContent.replace(/\\s+/g, ' ');
+}"""
+CONTROLS = "button, input, select, textarea, summary, a[href], [role=slider]"
+NAMES = f"""main => [...main.querySelectorAll('{CONTROLS}')].filter(element => {{
+    const labels = [...(element.labels ?? [])].map(label => label.textContent).join(' ');
+    return !(element.getAttribute('aria-label') ?? (labels || element.textContent)).trim();
+}}).map(element => element.outerHTML)"""
+AXE_RUN = """async () => (await axe.run(document, {resultTypes: ['violations']})).violations
+    .map(found => found.id + ': ' + found.nodes.slice(0, 3).map(node => node.target.join(' ')).join(' | '))"""
+FOCUSED = """() => {
+    const element = document.activeElement;
+    window.reached ??= new Map();
+    if (!window.reached.has(element)) window.reached.set(element, window.reached.size);
+    return window.reached.get(element);
+}"""
+MISSED = f"""main => [...main.querySelectorAll('{CONTROLS}')].filter(element => {{
+    const group = element.type === 'radio' && main.querySelectorAll(`[name="${{element.name}}"]`);
+    const reached = group ? [...group].some(one => window.reached.has(one)) : window.reached.has(element);
+    return element.checkVisibility() && !element.disabled && !element.closest('fieldset:disabled') && !reached;
+}}).map(element => element.outerHTML.slice(0, 200))"""
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_nothing_goes_wrong(browser: Browser, address: str, look: str) -> None:
+    """However it is looked at: no error, nothing against the policy, no foreign request, nothing wider than it."""
+    with opened(browser, address, **LOOKS[look]) as watched:
+        page = watched.page
+        scroll_through(page)
+        width, room = page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
+
+        assert watched.faults == []
+        assert {urlsplit(url).netloc for url in watched.requests if not url.startswith("data:")} == {
+            urlsplit(address).netloc
+        }
+        assert width <= room
+
+
+def test_faults_are_seen(browser: Browser, address: str) -> None:
+    """An inline style, a picture from elsewhere and an error in a script are each noticed."""
+    with opened(browser, address, **DESKTOP) as watched:
+        page = watched.page
+        page.evaluate("document.body.setAttribute('style', 'color: red')")
+        page.evaluate("document.body.append(Object.assign(new Image(), {src: 'http://192.0.2.1/a.png'}))")
+        page.evaluate("setTimeout(() => { throw new Error('planted'); })")
+        expect(page.locator("img")).to_have_count(1)
+        page.evaluate("new Promise(done => setTimeout(done, 100))")
+        told = " ".join(watched.faults)
+
+        assert [word for word in ("style-src", "img-src", "planted") if word not in told] == []
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_it_is_accessible(browser: Browser, address: str, look: str) -> None:
+    """Axe finds nothing, with every fold open too."""
+    if not AXE.exists():
+        pytest.skip(f"ACCESSIBILITY IS NOT TESTED: there is no {AXE}; `make browser` installs it where there is npm")
+    with opened(browser, address, **LOOKS[look]) as watched:
+        page = watched.page
+        page.evaluate("document.querySelectorAll('main details').forEach(fold => fold.open = true)")
+        page.evaluate(AXE.read_text(encoding="utf-8"))
+
+        assert page.evaluate(AXE_RUN) == []
+
+
+def test_axe_can_find_something(browser: Browser, address: str) -> None:
+    """A picture without words and a pale text are found: the check is one."""
+    if not AXE.exists():
+        pytest.skip(f"ACCESSIBILITY IS NOT TESTED: there is no {AXE}; `make browser` installs it where there is npm")
+    with opened(browser, address, **DESKTOP) as watched:
+        page = watched.page
+        page.evaluate("document.querySelector('main').append(document.createElement('img'))")
+        page.evaluate("document.querySelector('main p:not([aria-hidden])').style.color = '#cccccc'")
+        page.evaluate(AXE.read_text(encoding="utf-8"))
+
+        assert {found.split(":")[0] for found in page.evaluate(AXE_RUN)} == {"image-alt", "color-contrast"}
+
+
+def test_every_number_says_where_it_is_from(browser: Browser, address: str) -> None:
+    """Each digit in the text stands in an element with `data-from`; code and equations may hold others."""
+    with opened(browser, address, **DESKTOP) as watched:
+        page = watched.page
+        page.evaluate("document.querySelectorAll('main details').forEach(fold => fold.open = true)")
+        main = page.locator("main")
+        kinds = page.evaluate("[...new Set([...document.querySelectorAll('[data-from]')].map(e => e.dataset.from))]")
+
+        assert main.evaluate(ORPHANS) == []
+        assert set(kinds) <= {"recorded", "live", "calculated", "chosen", "source", "exact"}
+        main.evaluate("main => main.querySelector('p:not([aria-hidden])').append(' 42 times')")
+        assert main.evaluate(ORPHANS) == ["42 times"]
+
+
+def test_every_control_has_a_name_and_can_be_reached(browser: Browser, address: str) -> None:
+    """With the tab key alone, focus comes to every control of the text, and each has a name."""
+    with opened(browser, address, **DESKTOP) as watched:
+        page = watched.page
+        main = page.locator("main")
+        main.focus()
+        count = main.locator(CONTROLS).count()
+        for _ in range(count + 20):
+            page.keyboard.press("Tab")
+            page.evaluate(FOCUSED)
+
+        assert main.evaluate(NAMES) == []
+        assert main.evaluate(MISSED) == []
+
+
+def test_the_skip_link_comes_first(browser: Browser, address: str) -> None:
+    """The first tab stop leads to the text."""
+    with opened(browser, address, **DESKTOP) as watched:
+        watched.page.keyboard.press("Tab")
+        expect(watched.page.locator(".skip")).to_be_focused()
+        watched.page.keyboard.press("Enter")
+        expect(watched.page.locator("main")).to_be_focused()
+
+
+def test_scripts_add_no_words(browser: Browser, address: str) -> None:
+    """Without scripts, all of the text, the equations, the code and the drawings are there already."""
+    with opened(browser, address, **DESKTOP, java_script_enabled=False) as still:
+        words = still.page.locator("main").evaluate(WORDS)
+        drawings = still.page.locator("main figure svg").count()
+        equations = still.page.locator("main math").count()
+        expect(still.page.locator(".still")).to_be_visible()
+    with opened(browser, address, **DESKTOP) as alive:
+        main = alive.page.locator("main")
+
+        assert drawings
+        assert (main.locator("figure svg").count(), main.locator("math").count()) == (drawings, equations)
+        assert main.evaluate(WORDS).split() == words.split()
+
+
+def test_a_number_that_is_touched_tells_its_origin(browser: Browser, address: str) -> None:
+    """A tap on a number opens what it says of itself; Escape closes it."""
+    with opened(browser, address, **PHONE) as watched:
+        page = watched.page
+        number = page.locator("main data[title]").first
+        title = number.get_attribute("title")
+        assert title
+        number.click()
+        expect(page.locator("[popover]:popover-open")).to_have_text(title)
+        page.keyboard.press("Escape")
+        expect(page.locator("[popover]:popover-open")).to_have_count(0)

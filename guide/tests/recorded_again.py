@@ -1,0 +1,51 @@
+"""Makes recordings again by their own commands, and says what came out otherwise.
+
+python -m guide.tests.recorded_again              all of them, which takes the better part of an hour
+python -m guide.tests.recorded_again claims_ walk those with one of these in their name
+"""
+
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from anybatch_guide.catalogue import experiments
+from anybatch_guide.recording import differences, read_recording
+from tests.architecture.source_tree import ROOT
+
+RECORDINGS = ROOT / "guide" / "web" / "recordings"
+
+
+def made_again(name: str, folder: Path) -> list[str]:
+    """Make a recording by the command that stands in it, and return where it differs from the committed one.
+
+    What its experiment calls noisy, times mostly, may differ; numbers may by the tolerance that it names.
+    """
+    committed = read_recording(RECORDINGS / f"{name}.json")
+    words = [*shlex.split(committed.made.command), "--to", str(folder)]
+    assert words[0] == "anybatch"
+    subprocess.run([sys.executable, "-m", *words], check=True, capture_output=True)  # noqa: S603 (our own)
+    made = read_recording(folder / f"{name}.json")
+    experiment = experiments()[name]
+    return differences(committed.data, made.data, tolerance=experiment.tolerance, noisy=experiment.noisy)
+
+
+def main(words: Sequence[str]) -> int:
+    """Make them again; return 0 if nothing differs."""
+    names = [name for name in experiments() if not words or any(word in name for word in words)]
+    same = 0
+    for name in names:
+        start = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            found = made_again(name, Path(folder))
+        same += not found
+        print(f"{name}: {'; '.join(found[:5]) or 'the same'} ({time.monotonic() - start:.0f} s)", flush=True)  # noqa: T201
+    print(f"{same} of {len(names)} came out the same")  # noqa: T201 (a script)
+    return int(same != len(names))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,95 @@
+"""The page is built again where there is Node: the same bytes, clean types, and checks that can fail."""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from guide.tests.page import DIST, WEB, account
+from tests.architecture.source_tree import ROOT
+
+LEAST_NODE = 20
+OUT_OF_REACH = re.compile(r"ENOTFOUND|EAI_AGAIN|ECONNREFUSED|ETIMEDOUT|ENETUNREACH|ENOTCACHED")
+NUM_WRONG = 2
+WRONG = "const wrong: number = 'text';\n"
+APART = shutil.ignore_patterns("node_modules", ".svelte-kit", ".vite")
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """Another place on the disk with all that the page is built from, its tools, and what the check there said."""
+
+    root: Path
+    status: int
+    output: str
+
+
+@pytest.fixture(scope="module")
+def rebuilt(tmp_path_factory: pytest.TempPathFactory) -> Rebuilt:
+    """Copy what the page is built from, and run `make web-check` there: from the lock file, into an empty folder."""
+    for program in ("node", "npm"):
+        if shutil.which(program) is None:
+            pytest.skip(f"the page cannot be built again: no {program} on the PATH")
+    version = run(ROOT, str(shutil.which("node")), "--version")[1].strip()
+    if int(version.lstrip("v").split(".")[0]) < LEAST_NODE:
+        pytest.skip(f"the page cannot be built again: it needs Node {LEAST_NODE}, and this is {version}")
+    root = tmp_path_factory.mktemp("clone")
+    shutil.copytree(WEB, root / WEB.relative_to(ROOT), ignore=APART)
+    shutil.copytree(DIST, root / DIST.relative_to(ROOT))
+    for name in ("make.py", *account()["quoted"]):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, root / name)
+    status, output = run(root, sys.executable, "make.py", "web-check")
+    if OUT_OF_REACH.search(output):
+        pytest.skip("the page cannot be built again: the index of npm is out of reach")
+    return Rebuilt(root, status, output)
+
+
+def run(root: Path, *command: str) -> tuple[int, str]:
+    """Run a program somewhere, and return its status and all that it said."""
+    environment = {**os.environ, "npm_config_prefer_offline": "true", "NO_COLOR": "1"}
+    done = subprocess.run(  # noqa: S603 (runs only commands that are written in this file)
+        command, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    return done.returncode, done.stdout
+
+
+def test_the_same_sources_give_the_same_bytes(rebuilt: Rebuilt) -> None:
+    """Built elsewhere on the disk, the page is the committed one; its types and tests pass on the way."""
+    assert rebuilt.status == 0, rebuilt.output
+    assert "web-check: all well" in rebuilt.output
+
+
+def test_a_changed_page_is_seen(rebuilt: Rebuilt) -> None:
+    """The comparison names a committed file that the sources do not give."""
+    page = rebuilt.root / DIST.relative_to(ROOT)
+    with (page / "app.css").open("a", encoding="utf-8") as file:
+        file.write(" ")
+    spec = importlib.util.spec_from_file_location("rebuilt_make", rebuilt.root / "make.py")
+    assert spec is not None
+    assert spec.loader is not None
+    make = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(make)
+
+    assert make.files_that_differ(DIST, page) == ["app.css"]
+
+
+def test_a_wrong_type_is_seen(rebuilt: Rebuilt) -> None:
+    """The check of types reports an error in a component and one in a module; it has been known to pass over both."""
+    web = rebuilt.root / WEB.relative_to(ROOT)
+    component, module = web / "src" / "Canary.svelte", web / "src" / "canary.ts"
+    component.write_text(f'<script lang="ts">\n  export {WRONG}</script>\n', encoding="utf-8")
+    module.write_text(f"export {WRONG}", encoding="utf-8")
+
+    status, output = run(rebuilt.root, str(shutil.which("npm")), "--prefix", str(web), "run", "check")
+
+    assert status != 0
+    assert len(re.findall(r"Type 'string' is not assignable to type 'number'", output)) == NUM_WRONG
+    assert "Canary.svelte" in output
+    assert "canary.ts" in output

@@ -1,0 +1,135 @@
+"""The claims: rules that can say yes and no, numbers that texts and cards show, recordings that come out again."""
+
+import json
+import math
+import string
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anybatch_guide.catalogue import experiments, names
+from anybatch_guide.claims import equality, loops, rules
+from anybatch_guide.claims.catalogue import CLAIMS
+from anybatch_guide.claims.claim import Verdict, judged
+from anybatch_guide.recording import differences, plain, read_recording
+
+pytest.importorskip("sklearn.datasets", reason="needs the extra anybatch[guide]")
+
+RECORDINGS = Path(__file__).parents[1] / "web" / "recordings"
+QUICK = (
+    *("divide_by_n", "equivalent", "less_memory", "not_free", "on_cpus", "stale_gradients"),
+    *("sync_batch_norm", "three_lines"),
+)
+MADE_UP: list[tuple[str, Verdict, dict[str, float]]] = [
+    ("less_memory", "true", {"ratio_in_four": 0.5}),
+    ("less_memory", "false", {"ratio_in_four": 0.95}),
+    ("equivalent", "true", dict.fromkeys(CLAIMS["equivalent"].numbers, 1e-7)),
+    ("equivalent", "only_if", dict.fromkeys(CLAIMS["equivalent"].numbers, 1e-7) | {"token_error": 0.1}),
+    ("equivalent", "false", dict.fromkeys(CLAIMS["equivalent"].numbers, 0.1)),
+    ("on_cpus", "true", {"gradient_error": 1e-7, "memory_ratio": 0.3}),
+    ("on_cpus", "false", {"gradient_error": 1e-2, "memory_ratio": 0.3}),
+    ("on_cpus", "false", {"gradient_error": 1e-7, "memory_ratio": 1.3}),
+    ("three_lines", "true", {"changed_lines": 3, "findings": 0}),
+    ("three_lines", "only_if", {"changed_lines": 3, "findings": 1}),
+    ("three_lines", "false", {"changed_lines": 4, "findings": 0}),
+    ("n_times_longer", "true", {"accumulation_steps": 4, "ratio_to_same_samples": 3.9, "ratio_to_one_micro_batch": 4}),
+    ("n_times_longer", "only_if", {"accumulation_steps": 4, "ratio_to_same_samples": 1, "ratio_to_one_micro_batch": 4}),
+    ("n_times_longer", "false", {"accumulation_steps": 4, "ratio_to_same_samples": 1, "ratio_to_one_micro_batch": 1}),
+    ("batch_norm", "true", {"gradient_error": 0.2, "group_norm_error": 1e-7}),
+    ("batch_norm", "only_if", {"gradient_error": 0.2, "group_norm_error": 0.1}),
+    ("batch_norm", "false", {"gradient_error": 1e-6, "group_norm_error": 1e-7}),
+    ("stale_gradients", "false", {"moved": 0.0, "gradient_error": 1e-7}),
+    ("stale_gradients", "true", {"moved": 0.1, "gradient_error": 1e-7}),
+    ("stale_gradients", "true", {"moved": 0.0, "gradient_error": 0.1}),
+    ("not_free", "true", {"extra_at_peak": 5, "extra_in_forward": 10, "weight_bytes": 10}),
+    ("not_free", "only_if", {"extra_at_peak": 5, "extra_in_forward": 5, "weight_bytes": 10}),
+    ("not_free", "false", {"extra_at_peak": 0, "extra_in_forward": 10, "weight_bytes": 10}),
+    ("small_micro_batches", "true", {"ratio_16": 1.5, "ratio_4": 2, "ratio_1": 8}),
+    ("small_micro_batches", "only_if", {"ratio_16": 1.05, "ratio_4": 2, "ratio_1": 8}),
+    ("small_micro_batches", "false", {"ratio_16": 1, "ratio_4": 1, "ratio_1": 1.1}),
+    ("larger_is_faster", "true", dict(zip(CLAIMS["larger_is_faster"].numbers, (2, 2, 2, 2), strict=True))),
+    ("larger_is_faster", "only_if", dict(zip(CLAIMS["larger_is_faster"].numbers, (2, 2, 1.5, 1), strict=True))),
+    ("larger_is_faster", "false", dict(zip(CLAIMS["larger_is_faster"].numbers, (1, 1, 1, 1), strict=True))),
+    ("divide_by_n", "true", {"even_error": 1e-7, "uneven_error": 1e-7, "token_error": 1e-7}),
+    ("divide_by_n", "only_if", {"even_error": 1e-7, "uneven_error": 1e-7, "token_error": 0.1}),
+    ("divide_by_n", "false", {"even_error": 0.1, "uneven_error": 0.1, "token_error": 0.1}),
+    ("forgetting", "true", {"chance": 2.3, "sgd_no_division": math.inf, "adam_no_division": 2.3}),
+    ("forgetting", "only_if", {"chance": 2.3, "sgd_no_division": math.inf, "adam_no_division": 0.1}),
+    ("forgetting", "false", {"chance": 2.3, "sgd_no_division": 1.0, "adam_no_division": 0.1}),
+    ("sync_batch_norm", "true", {"sync_error": 1e-7, "sync_error_4_ranks": 1e-7}),
+    ("sync_batch_norm", "only_if", {"sync_error": 0.1, "sync_error_4_ranks": 1e-7}),
+    ("sync_batch_norm", "false", {"sync_error": 0.1, "sync_error_4_ranks": 0.1}),
+]
+
+
+@pytest.mark.parametrize(("name", "verdict", "numbers"), MADE_UP)
+def test_rules_say_yes_and_no(name: str, verdict: Verdict, numbers: Mapping[str, float]) -> None:
+    """Each rule gives each of its verdicts for numbers that are made for it."""
+    assert CLAIMS[name].rule(numbers) == verdict
+
+
+def test_every_verdict_that_has_a_text_is_given() -> None:
+    """No text is there for a verdict that the rule never gives, and none is missing."""
+    given: dict[str, set[Verdict]] = {name: set() for name in CLAIMS}
+    for name, verdict, _ in MADE_UP:
+        given[name].add(verdict)
+
+    assert given == {name: set(claim.texts) for name, claim in CLAIMS.items()}
+
+
+def test_texts_name_numbers_that_there_are() -> None:
+    """Every `{name}` of a text is a number of its claim; no digit is written into a text by hand."""
+    for claim in CLAIMS.values():
+        for text in claim.texts.values():
+            parts = list(string.Formatter().parse(text))
+            assert {name for _, name, _, _ in parts if name} <= set(claim.numbers), claim.name
+
+
+def test_the_lists_are_whole() -> None:
+    """Four advantages and four limitations as they are usually listed are there, and an experiment for each claim."""
+    sides = {
+        side: [claim.name for claim in CLAIMS.values() if claim.side == side] for side in ("advantage", "limitation")
+    }
+
+    assert sides["advantage"] == ["less_memory", "equivalent", "on_cpus", "three_lines"]
+    assert {"n_times_longer", "batch_norm", "stale_gradients", "not_free"} < set(sides["limitation"])
+    assert {name.removeprefix("claims_") for name in names() if name.startswith("claims_")} == set(CLAIMS)
+
+
+def test_other_numbers_are_refused() -> None:
+    """A measurement that returns other numbers than its card shows is our own mistake, and said."""
+    with pytest.raises(ValueError, match="measured"):
+        judged(CLAIMS["on_cpus"], {"gradient_error": 0.0})
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_recording_comes_out_again(name: str) -> None:
+    """Measured now, a claim has the numbers of its recording, within its tolerance, and the same verdict."""
+    experiment = experiments()[f"claims_{name}"]
+    recording = read_recording(RECORDINGS / f"claims_{name}.json")
+    found = plain(experiment.run(lambda _: None))
+
+    assert differences(recording.data, found, tolerance=experiment.tolerance, noisy=experiment.noisy) == []
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_a_recording_is_of_the_claim_as_it_is(name: str) -> None:
+    """What a recording says of the claim, its rule and its text, is what the code says now."""
+    claim = CLAIMS[name]
+    data = read_recording(RECORDINGS / f"claims_{name}.json").data
+    numbers = {key: float(number["value"]) for key, number in data["numbers"].items()}
+
+    assert plain(judged(claim, numbers)) == json.loads(json.dumps(data)) | {"numbers": _as_floats(data["numbers"])}
+
+
+def _as_floats(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: {**number, "value": plain(float(number["value"]))} for name, number in numbers.items()}
+
+
+def test_changed_lines_are_counted() -> None:
+    """Lines that are only moved to the right have not changed, and a name that another function has does not count."""
+    assert equality.changed(loops.whole_batch, loops.whole_batch) == 0
+    assert equality.changed(loops.whole_batch, loops.three_lines) == 3
+    assert rules.three_lines({"changed_lines": 3, "findings": 0}) == "true"

@@ -1,0 +1,169 @@
+"""`anybatch guide`: what it serves, exports and records, and what it says where it cannot."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import webbrowser
+from pathlib import Path
+
+import pytest
+
+from anybatch.cli.main import main
+from anybatch.cli.status import Status
+from anybatch_guide.command import make_parser, open_browser
+from guide.tests.served import PAGE, Served, wait_for_end
+from tests.architecture.source_tree import ROOT
+
+SERVE = (sys.executable, "-m", "anybatch", "guide", "--no-browser", "--page", str(PAGE))
+LIGHT = """
+import sys
+from anybatch.cli.main import main
+import anybatch_guide.server
+main(["guide", "export", "--page", sys.argv[1], "--single-file", sys.argv[2]])
+assert "torch" not in sys.modules
+"""
+
+
+def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
+    """Ctrl-C ends server and worker, in the middle of a run and with a page that watches, with a word and status 0."""
+    with Served(tmp_path, command=SERVE) as server:
+        server.until_idle()
+        worker = server.worker()
+        with server.events() as events:
+            server.begin("mathematics", paused=True)
+            next(data for event, data, _ in events if event == "status" and data["worker"] == "running")
+            server.process.send_signal(signal.SIGINT)
+            assert [event for event, _, _ in events][-1] == "close"
+        said, errors = server.process.communicate(timeout=60)
+        assert server.process.returncode == 0
+        assert said.endswith("guide  ended\n")
+        assert errors == ""
+        assert wait_for_end(worker)
+
+
+def test_sigterm_ends_everything(tmp_path: Path) -> None:
+    """SIGTERM, before the worker is warm, ends both as well."""
+    with Served(tmp_path, command=SERVE) as server:
+        assert server.ask("GET", "/api/state").status == 200
+        worker = server.worker()
+        server.process.terminate()
+        server.process.wait(timeout=60)
+        assert server.process.returncode == -signal.SIGTERM
+        assert wait_for_end(worker)
+
+
+def test_secret_is_told_once(tmp_path: Path) -> None:
+    """The address with the secret is printed once, and no request is written anywhere."""
+    with Served(tmp_path, command=SERVE) as server:
+        for path in (f"/?k={server.secret}", "/?k=wrong", "/", "/nothing"):
+            server.ask("GET", path)
+        secret = server.secret
+    printed = "".join(server.said)
+    assert secret not in printed
+    assert "wrong" not in printed
+    assert "GET" not in printed
+
+
+def test_taken_port(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A port that is taken is said, with status 2."""
+    with Served(tmp_path, command=SERVE) as server:
+        assert main(["guide", "--no-browser", "--page", str(PAGE), "--port", str(server.port)]) == Status.USAGE
+    assert f"nothing can listen at 127.0.0.1, port {server.port}" in capsys.readouterr().err
+
+
+def test_other_machines_need_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    """An address that other machines reach is refused, with what is better, until the user says that it is meant."""
+    for host in ("0.0.0.0", "192.0.2.7", "::"):  # noqa: S104 (refused)
+        assert main(["guide", "--no-browser", "--page", str(PAGE), "--host", host]) == Status.USAGE
+        assert "ssh -L" in capsys.readouterr().err
+    assert main(["guide", "--no-browser", "--page", str(PAGE), "--host", "192.0.2.7", "--i-understand"]) == Status.USAGE
+    assert "nothing can listen at 192.0.2.7" in capsys.readouterr().err
+
+
+def test_server_and_export_are_light(tmp_path: Path) -> None:
+    """Neither the server nor an export imports torch: that is the worker's."""
+    done = subprocess.run(  # noqa: S603 (a fixed program)
+        [sys.executable, "-c", LIGHT, str(PAGE), str(tmp_path / "guide.html")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "guide.html").exists()
+
+
+def test_no_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the page was not built, that is said, with status 2, by every verb that needs it."""
+    for words in (
+        ["--no-browser"],
+        ["export", str(tmp_path / "out")],
+        ["export", "--single-file", str(tmp_path / "a")],
+    ):
+        assert main(["guide", *words, "--page", str(tmp_path)]) == Status.USAGE
+        assert "holds no built page" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`export` writes a folder or one file, and says which; without either, or with both, it says what it needs."""
+    assert main(["guide", "export", "--page", str(PAGE), str(tmp_path / "out")]) == Status.DONE
+    assert main(["guide", "export", "--page", str(PAGE), "--single-file", str(tmp_path / "a.html")]) == Status.DONE
+    assert capsys.readouterr().out == f"wrote {tmp_path / 'out'}\nwrote {tmp_path / 'a.html'}\n"
+    for words in ([], ["out", "--single-file", "a.html"]):
+        assert main(["guide", "export", *words]) == Status.USAGE
+        assert "name a folder, or --single-file FILE" in capsys.readouterr().err
+
+
+def test_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`record` runs what is named and writes it; a name that is none is refused before anything is run."""
+    assert main(["guide", "record", "mathematics", "--to", str(tmp_path)]) == Status.DONE
+    assert capsys.readouterr().out == f"mathematics ... {tmp_path / 'mathematics.json'}\n"
+    assert main(["guide", "record", "mathematics", "split_sum", "--to", str(tmp_path)]) == Status.DONE
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["mathematics.json", "split_sum.json"]
+    assert capsys.readouterr().out.count("\n") == 2
+    assert main(["guide", "record", "mathematics", "nothing", "--to", str(tmp_path)]) == Status.USAGE
+    assert "there is no experiment 'nothing'" in capsys.readouterr().err
+    assert main(["guide", "record", "--to", str(tmp_path / "none")]) == Status.USAGE
+    assert "there is no folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--port", "70000"], ["--port", "http"], ["--prot", "1"], ["exprot"]])
+def test_wrong_options(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """What is wrong with an option is said in a sentence, with status 2."""
+    assert main(["guide", *words]) == Status.USAGE
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_options_are_documented() -> None:
+    """docs/command_line.md has every option of `guide`, and none besides."""
+    options = [action.option_strings[-1] for action in make_parser()._actions if action.option_strings]  # noqa: SLF001
+    text = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8")
+    section = text.partition("\n## `anybatch guide")[2].partition("\n## ")[0]
+    documented = re.findall(r"^\| `(--[a-z-]+)", section, flags=re.MULTILINE)
+    assert sorted(options) == sorted(["--help", *documented])
+
+
+def test_browser_of_its_own_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A browser is started if it has a window of its own; one that would take the terminal is not."""
+    started: list[str] = []
+
+    class Window(webbrowser.BackgroundBrowser):
+        def open(self, url: str, new: int = 0, autoraise: bool = True) -> bool:
+            del new, autoraise
+            started.append(url)
+            return True
+
+    class Terminal(webbrowser.GenericBrowser):
+        def open(self, url: str, new: int = 0, autoraise: bool = True) -> bool:
+            raise AssertionError(url, new, autoraise)
+
+    monkeypatch.setattr(webbrowser, "get", lambda: Window("window"))
+    open_browser("http://127.0.0.1:1/")
+    assert started == ["http://127.0.0.1:1/"]
+    terminal = webbrowser.GenericBrowser(os.devnull)
+    monkeypatch.setattr(webbrowser, "get", lambda: terminal)
+    monkeypatch.setattr(terminal, "open", Terminal(os.devnull).open)
+    open_browser("http://127.0.0.1:1/")

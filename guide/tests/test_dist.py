@@ -1,0 +1,189 @@
+"""The page that is committed: of these sources, small, and without anything that its policy forbids. Needs no Node."""
+
+import gzip
+import hashlib
+import re
+from pathlib import Path
+
+import pytest
+
+from guide.tests.page import DIST, WEB, account, digest, files, sources
+from tests.architecture.source_tree import ROOT
+
+KB = 1000
+BUDGETS = {"app.js": 92 * KB, "app.css": 14 * KB, "math.woff2": 60 * KB}
+"""Most bytes, gzipped, of what is loaded first."""
+TEXT_BUDGET, EMBEDDED_BUDGET, RECORDINGS_BUDGET, FOLDER_BUDGET = 100 * KB, 50 * KB, 1200 * KB, 2500 * KB
+EMBEDDED = re.compile(rb'<script type="application/json" id="[\w-]+">.*?</script>', re.DOTALL)
+FORBIDDEN = {
+    "raw markup": re.compile(r"\{@html|innerHTML|outerHTML|insertAdjacentHTML|document\.write"),
+    "code from text": re.compile(r"\beval\(|new Function\(|setTimeout\(\s*[\"'`]"),
+    "an inline style": re.compile(r"(?<![\w-])style(=|:)|setAttribute\(\s*[\"'`]style"),
+    "an inline handler": re.compile(r"<[a-z][^>]*\son[a-z]+=[\"']"),
+    "something loaded from elsewhere": re.compile(r"(src|srcset|@import|url\()\s*=?\s*[\"']?(https?:)?//"),
+}
+"""What the page's policy refuses, or would have to allow."""
+CONTRAST_OF_TEXT, CONTRAST_OF_MARKS = 4.5, 3.0
+TEXT_COLOURS = ("ink", "ink-soft", "ink-faint", "accent", "accent-strong", "good", "bad")
+MARK_COLOURS = (
+    *("edge", "weights", "gradients", "optimizer", "activations", "temporary"),
+    *("first", "second", "third", "fourth", "unit-1", "unit-2", "unit-3", "unit-4"),
+)
+
+
+def gzipped(content: bytes) -> int:
+    """Return the bytes that travel."""
+    return len(gzip.compress(content, 9, mtime=0))
+
+
+def forbidden(text: str) -> list[str]:
+    """Return what a source does that the page may not."""
+    return [name for name, pattern in FORBIDDEN.items() if pattern.search(text)]
+
+
+def script_sources() -> list[Path]:
+    """Return the sources that become part of the page."""
+    return [path for path in (WEB / "src").rglob("*") if path.suffix in {".svelte", ".ts", ".css"}]
+
+
+def colours(text: str) -> dict[str, tuple[str, str]]:
+    """Return the colours of tokens.css, each in both lights."""
+    pairs = re.findall(r"--([\w-]+): light-dark\((#[0-9a-f]{6}), (#[0-9a-f]{6})\)", text)
+    return {name: (light, dark) for name, light, dark in pairs}
+
+
+def luminance(colour: str) -> float:
+    """Return the relative luminance of a colour (WCAG 2.2)."""
+    shares = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one: str, other: str) -> float:
+    """Return the contrast ratio of two colours (WCAG 2.2)."""
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_the_page_is_built_from_these_sources() -> None:
+    """The digest that the build wrote is that of the sources as they are: nobody forgot `make web`."""
+    build = account()
+
+    assert digest(sources(ROOT, build["quoted"])) == build["sources"], "guide/web/ has changed since `make web`"
+
+
+def test_every_quoted_file_counts() -> None:
+    """What the page quotes from the project is part of the digest."""
+    quoted = {
+        name
+        for path in (WEB / "src").rglob("*.svelte")
+        for name in re.findall(r'<Code\s[^>]*?file="([^"]+)"', path.read_text(encoding="utf-8"))
+    }
+
+    assert quoted == set(account()["quoted"])
+
+
+def test_a_changed_source_is_seen(tmp_path: Path) -> None:
+    """The digest changes with content and with names, and not with what has no part in the page."""
+    (tmp_path / "guide" / "web" / "src").mkdir(parents=True)
+    source = tmp_path / "guide" / "web" / "src" / "a.ts"
+    source.write_text("1", encoding="utf-8")
+    before = digest(sources(tmp_path, []))
+
+    (tmp_path / "guide" / "web" / "tests").mkdir()
+    (tmp_path / "guide" / "web" / "tests" / "a.test.ts").write_text("2", encoding="utf-8")
+    (tmp_path / "guide" / "web" / "README.md").write_text("3", encoding="utf-8")
+    assert digest(sources(tmp_path, [])) == before
+    source.write_text("2", encoding="utf-8")
+    assert digest(sources(tmp_path, [])) != before
+    source.write_text("1", encoding="utf-8")
+    source.rename(source.with_name("b.ts"))
+    assert digest(sources(tmp_path, [])) != before
+
+
+def test_nothing_built_was_changed_by_hand() -> None:
+    """Every file is as the build left it, and there are no others."""
+    build = account()["files"]
+    found = {name: hashlib.sha256(text).hexdigest() for name, text in files(DIST).items() if name != "BUILD.json"}
+
+    assert found == build
+
+
+def test_recordings_are_those_of_the_sources() -> None:
+    """The page brings every recording of guide/web/recordings along, unchanged."""
+    recorded = {f"rec/{path.name}": path.read_bytes() for path in (WEB / "recordings").glob("*.json")}
+
+    assert {name: text for name, text in files(DIST).items() if name.startswith("rec/")} == recorded
+
+
+def test_the_page_is_light() -> None:
+    """What is loaded first, all recordings and the whole folder keep to their budgets."""
+    built = files(DIST)
+    page = built["index.html"]
+    embedded = sum(map(gzipped, EMBEDDED.findall(page)))
+
+    for name, budget in BUDGETS.items():
+        assert gzipped(built[name]) <= budget, name
+    assert gzipped(EMBEDDED.sub(b"", page)) <= TEXT_BUDGET
+    assert embedded <= EMBEDDED_BUDGET
+    assert sum(gzipped(text) for name, text in built.items() if name.startswith("rec/")) <= RECORDINGS_BUDGET
+    assert sum(map(len, built.values())) <= FOLDER_BUDGET
+
+
+def test_sources_keep_to_the_policy() -> None:
+    """No raw markup, code from text, inline style or handler, and nothing from elsewhere, in any source."""
+    found = {path.name: forbidden(path.read_text(encoding="utf-8")) for path in script_sources()}
+
+    assert {name: faults for name, faults in found.items() if faults} == {}
+
+
+def test_the_built_page_keeps_to_the_policy() -> None:
+    """The page has no inline style or handler, and all its scripts are its own file or data."""
+    page = (DIST / "index.html").read_text(encoding="utf-8")
+    body = EMBEDDED.sub(b"", page.encode()).decode()
+
+    assert not re.search(r"<style|\sstyle=|<[a-z][^>]*\son[a-z]+=", body)
+    assert re.findall(r"<script[^>]*>", body) == ['<script defer src="app.js">']
+    assert re.findall(r'<link rel="stylesheet" href="([^"]+)">', body) == ["app.css"]
+    assert 'name="anybatch-guide" content="live"' in body
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{@html text}",
+        "element.innerHTML = text",
+        "eval(text)",
+        "new Function(text)",
+        'setTimeout("run()", 1)',
+        '<p style="color: red">',
+        "<p style:color={red}>",
+        "element.setAttribute('style', text)",
+        '<p onclick="run()">',
+        '<img src="https://example.org/a.png">',
+        "@import url(//example.org/a.css)",
+    ],
+)
+def test_forbidden_constructs_are_seen(text: str) -> None:
+    """Each of them is found."""
+    assert forbidden(text)
+
+
+def test_colours_can_be_told_apart() -> None:
+    """In both lights, text and marks stand out from the page and from what figures stand on."""
+    tokens = colours((WEB / "src" / "tokens.css").read_text(encoding="utf-8"))
+
+    for light in (0, 1):
+        for ground in ("page", "raised", "sunken", "accent-wash"):
+            for name in TEXT_COLOURS:
+                assert contrast(tokens[name][light], tokens[ground][light]) >= CONTRAST_OF_TEXT, (name, ground, light)
+        for name in MARK_COLOURS:
+            for ground in ("page", "raised", "sunken"):
+                assert contrast(tokens[name][light], tokens[ground][light]) >= CONTRAST_OF_MARKS, (name, ground, light)
+        assert contrast(tokens["on-accent"][light], tokens["accent"][light]) >= CONTRAST_OF_TEXT
+
+
+def test_contrast_is_that_of_the_standard() -> None:
+    """Black on white is 21, and a known grey pair is 4.54, as WCAG's own examples have it."""
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+    assert contrast("#767676", "#ffffff") == pytest.approx(4.54, abs=0.01)

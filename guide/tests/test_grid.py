@@ -1,0 +1,93 @@
+"""The recorded grid: what the page has without an engine, in few bytes, and the same again."""
+
+import gzip
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anybatch.testing.ranks import RankPool
+from anybatch_guide import grid
+from anybatch_guide.exercises.exercise import EXERCISES, described
+from anybatch_guide.experiments import exercises_eight
+from anybatch_guide.playground import Setting, as_command, as_python, parse_setting
+from anybatch_guide.programs import templates
+from anybatch_guide.recording import differences, plain, read_recording
+
+pytest.importorskip("sklearn.datasets", reason="needs the extra anybatch[guide]")
+
+RECORDINGS = Path(__file__).parents[1] / "web" / "recordings"
+TASKS = ("opening", "digits", "spirals", "shapes", "text")
+MAX_ZIPPED = 250_000
+
+
+def runs(name: str) -> list[dict[str, Any]]:
+    """Return the recorded runs of a task."""
+    found: list[dict[str, Any]] = read_recording(RECORDINGS / f"playground_{name}.json").data["runs"]
+    return found
+
+
+def test_the_page_opens_on_sixty_four_digits() -> None:
+    """The first run is 16 x 4 = 64 digits with nothing wrong; its first loss is that of chance, 2.30."""
+    first = runs("opening")[0]
+
+    assert parse_setting(first["setting"]) == Setting() == grid.opening()[0]
+    assert f"{first['losses'][0]:.2f}" == "2.30"
+    assert max(first["relative_differences"]) < 1e-5
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_grid_is_what_the_code_asks_for(name: str) -> None:
+    """Recorded settings are those of the code, each once, and each is one that the page may ask for."""
+    settings = [parse_setting(run["setting"]) for run in runs(name)]
+
+    assert settings == getattr(grid, name)()
+    assert len(set(settings)) == len(settings)
+    for run, setting in zip(runs(name), settings, strict=True):
+        assert len(run["losses"]) == setting.steps or run["status"] == "failed"
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_recordings_are_small(name: str) -> None:
+    """No file takes more than 250 kB to send."""
+    assert len(gzip.compress((RECORDINGS / f"playground_{name}.json").read_bytes())) <= MAX_ZIPPED
+
+
+@pytest.mark.parametrize(("name", "at"), [("opening", 0), ("spirals", 1), ("shapes", 4)])
+def test_a_run_comes_out_again(name: str, at: int) -> None:
+    """Run now, a recorded setting has the numbers of the recording."""
+    recorded = runs(name)[at]
+    setting = parse_setting(recorded["setting"])
+    found = plain(grid.compact(setting, lambda _: None))
+
+    assert differences(recorded, found, tolerance=1e-3, noisy=grid.NOISY) == []
+
+
+def test_programs_of_the_page_are_ours() -> None:
+    """The templates and examples that the page has are what the code makes."""
+    data = read_recording(RECORDINGS / "playground_opening.json").data
+    examples = [(parse_setting(one["setting"]), one["python"], one["command"]) for one in data["examples"]]
+
+    assert data["programs"] == templates()
+    assert all((as_python(setting), as_command(setting)) == (python, command) for setting, python, command in examples)
+
+
+def test_bugs_are_where_the_answers_say() -> None:
+    """The checker finds in each of the six loops what the answer says, and its wrong lines are lines of it."""
+    recorded = read_recording(RECORDINGS / "exercises_loops.json").data["loops"]
+    with RankPool(2) as pool:
+        found = [plain(described(exercise, pool)) for exercise in EXERCISES]
+
+    assert found == recorded
+    for exercise, one in zip(EXERCISES, found, strict=True):
+        assert exercise.finding in {finding["code"] for finding in one["findings"]}
+        assert one["wrong"]
+        assert set(one["wrong"]) <= set(range(1, len(one["lines"]) + 1))
+
+
+def test_eight_comes_out_again() -> None:
+    """Eight at once and eight times one hold what the recording says, to the byte."""
+    recorded = read_recording(RECORDINGS / "exercises_eight.json").data
+    experiment = exercises_eight.EXPERIMENT
+
+    assert differences(recorded, plain(experiment.run(lambda _: None)), noisy=experiment.noisy) == []

@@ -1,0 +1,171 @@
+"""Who the guard lets in: the page, by all the ways a user may come, with the headers that hold it to itself."""
+
+import asyncio
+from collections.abc import Mapping
+
+import httpx
+import pytest
+
+from anybatch_guide.guard import HEADERS, Admission, Guard, Receive, Scope, Send, host_name
+from anybatch_guide.limits import Limits
+
+PORT = 8123
+
+
+async def inner(scope: Scope, receive: Receive, send: Send) -> None:
+    """Say what was asked for, in a response that tries to loosen the policy."""
+    body = b""
+    if scope["method"] == "POST":
+        body = (await receive())["body"]
+    headers = [(b"Content-Security-Policy", b"default-src *"), (b"x-own", b"yes")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": scope["path"].encode() + b" " + body})
+
+
+def ask(
+    admission: Admission,
+    path: str = "/",
+    *,
+    method: str = "GET",
+    host: str = "127.0.0.1:8123",
+    content: bytes = b"",
+    **headers: str,
+) -> httpx.Response:
+    """Send one request through the guard."""
+
+    async def send() -> httpx.Response:
+        transport = httpx.ASGITransport(app=Guard(inner, admission, Limits()))
+        async with httpx.AsyncClient(transport=transport, base_url=f"http://{host}") as client:
+            named = {name.replace("_", "-"): value for name, value in headers.items()}
+            return await client.request(method, path, headers=named, content=content)
+
+    return asyncio.run(send())
+
+
+def cookie(admission: Admission) -> str:
+    """Return the cookie of a browser that was let in."""
+    return f"other=1; {admission.cookie_name}={admission.secret}; more=2"
+
+
+def test_launch() -> None:
+    """The printed address gives a cookie that no script and no other site gets, and leads to an address without it."""
+    admission = Admission(port=PORT)
+    answer = ask(admission, f"/?k={admission.secret}", Sec_Fetch_Site="none", Sec_Fetch_Dest="document")
+
+    assert (answer.status_code, answer.headers["location"]) == (303, "/")
+    assert answer.headers["set-cookie"] == f"anybatch-8123={admission.secret}; HttpOnly; SameSite=Strict; Path=/"
+    page = ask(admission, "/", Cookie=cookie(admission), Sec_Fetch_Site="none", Sec_Fetch_Dest="document")
+    assert (page.status_code, page.text) == (200, "/ ")
+
+
+def test_secret_is_new_and_long() -> None:
+    """Every server has a secret of its own, of 256 bits, and does not show it with its other values."""
+    one, other = Admission(port=PORT), Admission(port=PORT)
+
+    assert one.secret != other.secret
+    assert len(one.secret) >= 43
+    assert one.secret not in repr(one)
+
+
+def test_address_for_a_browser_is_used_up() -> None:
+    """The address that a browser is started with, which other users may see, lets in one browser, once."""
+    admission = Admission(port=PORT, once="for-a-browser")
+
+    assert ask(admission, "/?k=for-a-browser").status_code == 303
+    assert ask(admission, "/?k=for-a-browser").status_code == 403
+    assert ask(admission, f"/?k={admission.secret}").status_code == 303
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1:8123", "localhost:8123", "LOCALHOST:1", "[::1]:8123", "[::1]", "localhost"]
+)
+def test_names_of_loopback(host: str) -> None:
+    """Every name of loopback is good, at any port: a tunnel changes it, and rebinding needs a foreign name."""
+    admission = Admission(port=PORT)
+
+    assert ask(admission, host=host, Host=host, Cookie=cookie(admission)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["127.0.0.2", "0", "[::ffff:127.0.0.1]", "[::2]", "localhost:", "localhost:x", "", "a b", "[", "é"],
+)
+def test_other_names(host: str) -> None:
+    """No other name is, however near it is."""
+    name = host_name(host.encode("latin-1"))
+
+    assert name is None or name not in Admission(port=PORT).hosts
+
+
+def test_name_that_was_allowed() -> None:
+    """A name is good that the user has allowed, and no longer one."""
+    admission = Admission(port=PORT, hosts=frozenset({"gpu7.example"}))
+
+    assert ask(admission, Host="GPU7.example:80", Cookie=cookie(admission)).status_code == 200
+    assert ask(admission, Host="x.gpu7.example", Cookie=cookie(admission)).status_code == 421
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Sec_Fetch_Site": "same-origin", "Origin": "http://127.0.0.1:8123"},
+        {"Origin": "HTTP://127.0.0.1:8123"},
+        {"Content_Type": "application/json; charset=utf-8"},
+    ],
+)
+def test_page_may_change(headers: Mapping[str, str]) -> None:
+    """What the page sends is passed on whole, whether its browser says where it is from or is too old to."""
+    admission = Admission(port=PORT)
+    usual = {"Cookie": cookie(admission), "X_Anybatch": "1", "Content_Type": "application/json"}
+    answer = ask(admission, "/api/runs", method="POST", content=b'{"a": 1}', **{**usual, **headers})
+
+    assert (answer.status_code, answer.text) == (200, '/api/runs {"a": 1}')
+
+
+def test_headers_cannot_be_loosened() -> None:
+    """Every response carries the policy, once, whatever the application says; its other headers stay."""
+    admission = Admission(port=PORT)
+    for answer in (ask(admission, Cookie=cookie(admission)), ask(admission), ask(admission, Host="evil.example")):
+        for name, value in HEADERS:
+            assert answer.headers.get_list(name.decode()) == [value.decode()]
+    assert ask(admission, Cookie=cookie(admission)).headers["x-own"] == "yes"
+
+
+def test_two_hosts() -> None:
+    """Two Host headers are refused also where the web server would let them through."""
+    admission = Admission(port=PORT)
+    answered = raw(
+        admission, [(b"host", b"localhost"), (b"host", b"localhost"), (b"cookie", cookie(admission).encode())]
+    )
+
+    assert answered == 421
+
+
+def test_two_origins() -> None:
+    """A header that decides something may stand once."""
+    admission = Admission(port=PORT)
+    own = [(b"host", b"localhost"), (b"cookie", cookie(admission).encode())]
+
+    assert raw(admission, [*own, (b"origin", b"http://localhost")]) == 200
+    assert raw(admission, [*own, (b"origin", b"http://localhost"), (b"origin", b"http://evil.example")]) == 400
+
+
+def test_websocket_is_closed() -> None:
+    """A WebSocket is closed before it is open."""
+    assert raw(Admission(port=PORT), [], kind="websocket") == 1008
+
+
+def raw(admission: Admission, headers: list[tuple[bytes, bytes]], kind: str = "http") -> int:
+    """Give the guard headers that no client would send, and return the status of its answer."""
+    sent: list[int] = []
+
+    async def receive() -> dict[str, object]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Mapping[str, object]) -> None:
+        sent.extend(int(str(message[name])) for name in ("status", "code") if name in message)
+
+    scope = {"type": kind, "method": "GET", "path": "/", "query_string": b"", "headers": headers}
+    asyncio.run(Guard(inner, admission, Limits())(scope, receive, send))
+    return sent[0]

@@ -1,0 +1,210 @@
+"""What the experiments about the loop return, against the plain computation."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+
+import anybatch as ab
+from anybatch.events.jsonl import read_jsonl
+from anybatch_guide.experiments import full_loop as loop_experiment
+from anybatch_guide.experiments import one_batch as batch_experiment
+from anybatch_guide.experiments import split_sum as split_experiment
+from anybatch_guide.listings import full_loop, one_batch, one_mistake, split_sum
+from anybatch_guide.recording import read_recording
+from tests.architecture.source_tree import ROOT
+
+EXACT = 1e-12
+
+
+def say_nothing(_line: object) -> None:
+    """Take a line and do nothing."""
+
+
+def plain_losses(dtype: torch.dtype, clip: float | None = None) -> list[float]:
+    """Return the losses of the training of "one batch", undivided and without the engine."""
+    model, (points, arms) = one_batch.make_model(dtype), one_batch.spirals()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses = []
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = cross_entropy(model(points.to(dtype)), arms)
+        loss.backward()
+        losses.append(loss.item())
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return losses
+
+
+@pytest.fixture(scope="module")
+def batch_data() -> Any:
+    """What the experiment "one batch" returns, once for all tests."""
+    return batch_experiment.run(say_nothing)
+
+
+@pytest.fixture(scope="module")
+def split_data() -> Any:
+    """What the experiment "split, accumulate" returns."""
+    return split_experiment.run(say_nothing)
+
+
+@pytest.mark.parametrize("size", [64, 16, 4])
+@pytest.mark.parametrize("clip", [None, one_mistake.CLIP])
+def test_ways_train_as_the_plain_loop(size: int, clip: float | None) -> None:
+    """However the batch is cut, 60 steps have the losses of the undivided plain loop, clipped or not."""
+    found = one_batch.train(size, torch.float64, clip)
+
+    assert found == pytest.approx(plain_losses(torch.float64, clip), rel=EXACT)
+
+
+def test_loop_without_mistake_is_right() -> None:
+    """The loop the mistakes are made in is the plain training while none is made in it, ragged or not."""
+    expected = plain_losses(torch.float64)
+
+    assert one_mistake.train(16, "") == pytest.approx(expected, rel=EXACT)
+    assert one_mistake.train(21, "") == pytest.approx(expected, rel=EXACT)
+
+
+def test_four_ways_coincide(batch_data: Any) -> None:
+    """All four ways, two real ranks among them, differ by rounding: 1e-12 in float64, 1e-4 in float32."""
+    assert set(batch_data["gaps"]["float64"]) == {"16x4", "4x16", "2x8x4"}
+    assert batch_data["largest_gap"]["float64"] < EXACT
+    assert batch_data["largest_gap"]["float32"] < 1e-4
+    assert batch_data["losses"] == pytest.approx(plain_losses(torch.float64), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["no_division", "clip_each", "mean_of_means"])
+def test_mistakes_split_the_ways(batch_data: Any, name: str) -> None:
+    """Each mistake takes every divided way a hundredth or more from its reference; 64 x 1 has nothing to get wrong."""
+    (found,) = [mistake for mistake in batch_data["mistakes"] if mistake["name"] == name]
+    clip = one_mistake.CLIP if name == "clip_each" else None
+
+    assert found["reference"] == pytest.approx(plain_losses(torch.float64, clip), rel=1e-5)
+    assert max(found["reference_gap"].values()) < EXACT
+    assert found["largest_gap"]["64x1"] < EXACT
+    assert all(found["largest_gap"][way] > 0.01 for way in ("16x4", "4x16", "2x8x4"))
+
+
+def test_parts_add_up_to_the_whole(split_data: Any) -> None:
+    """Every cut's sum is the gradient of the undivided batch, to 1e-12 in float64; the recorded whole is that too."""
+    model, (points, arms) = split_sum.make_model(torch.float64), split_sum.spirals(torch.float64)
+    binary_cross_entropy_with_logits(model(points)[:, 0], arms).backward()
+    whole = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    assert len(whole) == 64
+    for cut in split_data["cuts"]:
+        *_, total = split_sum.running_sums(cut["sizes"], torch.float64)
+        assert split_experiment.relative(total, whole) < EXACT
+        assert sum(cut["sizes"]) == 64
+        assert cut["largest_difference"] < 1e-6
+        assert cut["largest_difference_float64"] < 1e-15
+    drawn = torch.tensor(split_data["whole"], dtype=torch.float64) * split_data["unit"]
+    assert float((drawn - whole).abs().max()) <= 0.6 * split_data["unit"]
+
+
+def test_wrong_division_shows(split_data: Any) -> None:
+    """A tail of one sample, divided by its own size, moves the gradient by more than a tenth of its length."""
+    ragged = [cut for cut in split_data["cuts"] if "wrong_sums" in cut]
+
+    assert [cut["sizes"][-1] for cut in ragged] == [1, 1, 1]
+    assert all(cut["wrong_relative_difference"] > 0.1 for cut in ragged)
+
+
+def test_running_sums_grow_by_micro_batch(split_data: Any) -> None:
+    """Each strip is the one before plus the gradient of one micro-batch's loss sum over the whole batch's count."""
+    cut = split_data["cuts"][1]
+    model, (points, arms) = split_sum.make_model(torch.float64), split_sum.spirals(torch.float64)
+    loss = binary_cross_entropy_with_logits(model(points[21:42])[:, 0], arms[21:42], reduction="sum") / 64
+    second = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+
+    assert cut["sizes"] == [21, 21, 21, 1]
+    found = torch.tensor(cut["sums"][1]) - torch.tensor(cut["sums"][0])
+    assert float((found * split_data["unit"] - second).abs().max()) < 2 * split_data["unit"]
+
+
+def test_log_is_of_the_same_training_as_the_strips(tmp_path: Path) -> None:
+    """The run that writes the log and the run whose gradients are copied have the same losses, bit for bit."""
+    with ab.JsonlLog(tmp_path / "log.jsonl") as log:
+        logged = full_loop.train(3, log, full_loop.make_model())
+    strips = loop_experiment.Strips()
+
+    assert full_loop.train(3, strips, strips.model) == logged
+
+
+def test_log_columns_hold_the_log(tmp_path: Path) -> None:
+    """Decoded, the columns say of each line what the log says, and when."""
+    path = tmp_path / "log.jsonl"
+    with ab.JsonlLog(path) as log:
+        full_loop.train(1, log, full_loop.make_model())
+    lines = [line for line in read_jsonl(path) if line.get("step") == 0]
+    columns = json.loads(json.dumps(loop_experiment.log_columns(lines)))
+
+    for index, line in enumerate(lines):
+        for field in loop_experiment.FIELDS:
+            assert columns[field]["words"][columns[field]["of"][index]] == line.get(field)
+        assert columns["seconds"][index] == pytest.approx(line["time_seconds"] - lines[0]["time_seconds"], abs=2e-6)
+
+
+def test_engine_and_hand_take_the_same_step() -> None:
+    """The steps whose times are compared have the same gradient: the native one's, by the engine too."""
+    model = full_loop.make_model().double()
+    batch = torch.utils.data.default_collate(full_loop.sentences(64))
+    full_loop.token_loss(model, batch).backward()
+    whole = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss = ab.mean_over_tokens(full_loop.token_loss, shift=False)
+    found = ab.Engine(model, optimizer, loss, micro_batch_size=16).gradients(batch)
+
+    for name, gradient in found.items():
+        assert gradient is not None
+        assert torch.allclose(gradient, whole[name], rtol=1e-10, atol=1e-14)
+
+
+def printed(program: str, *arguments: str) -> str:
+    """Return what a program of the guide prints, started as its "take it along" says."""
+    command = [sys.executable, "-m", f"anybatch_guide.listings.{program}", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)  # noqa: S603 (ours)
+    return done.stdout
+
+
+def test_programs_to_take_along_print_what_is_shown(batch_data: Any, split_data: Any) -> None:
+    """What a reader takes along prints, to the digits shown, the losses and differences of the figures."""
+    single, double = (line.split()[1:] for line in printed("one_batch", "16").splitlines())
+    clipped = printed("one_batch", "4", str(one_mistake.CLIP)).splitlines()[1].split()[1:]
+    wrong = printed("one_mistake", "clip_each", "16").split()
+    differences = [float(line.split()[-1]) for line in printed("split_sum").splitlines()]
+    mistakes = {one["name"]: one for one in batch_data["mistakes"]}
+
+    assert batch_experiment.significant(map(float, double), 6) == batch_data["losses"]
+    assert list(map(float, single)) == pytest.approx(batch_data["losses"], rel=1e-4)
+    assert batch_experiment.significant(map(float, clipped), 6) == mistakes["clip_each"]["reference"]
+    assert batch_experiment.significant(map(float, wrong), 6) == mistakes["clip_each"]["losses"]["16x4"]
+    shown = {cut["wrong_largest_difference"] for cut in split_data["cuts"] if "wrong_sums" in cut}
+    assert shown <= set(differences)
+    assert {cut["largest_difference"] for cut in split_data["cuts"]} <= set(differences)
+
+
+def test_recorded_log_is_of_the_program() -> None:
+    """The losses of the recorded log's steps are those that the program prints, to six digits."""
+    data = read_recording(ROOT / "guide" / "web" / "recordings" / "full_loop.json").data
+    losses = full_loop.train(4, None, full_loop.make_model())
+    logged = [numbers["loss"] for _, numbers in data["log"]["numbers"] if "loss" in numbers]
+
+    assert logged == pytest.approx(losses[data["first_step"] :], rel=1e-6)
+
+
+def test_recorded_losses_come_again(batch_data: Any) -> None:
+    """Training the four ways again, and with each mistake, gives the recorded losses to the recorded digits."""
+    recorded = read_recording(ROOT / "guide" / "web" / "recordings" / "one_batch.json").data
+
+    assert recorded["losses"] == pytest.approx(batch_data["losses"], rel=2e-6)
+    for old, new in zip(recorded["mistakes"], batch_data["mistakes"], strict=True):
+        for way, losses in old["losses"].items():
+            assert losses == pytest.approx(new["losses"][way], rel=1e-3), (old["name"], way)

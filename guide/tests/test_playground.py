@@ -1,0 +1,205 @@
+"""A run of the playground is a run of the library: the same losses, told in lines that its log would hold."""
+
+import base64
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+
+import anybatch.events
+from anybatch_guide.play import main
+from anybatch_guide.playground import Setting, as_python, run
+from anybatch_guide.programs import templates
+from anybatch_guide.setting import Mistake
+from anybatch_guide.tasks.digits import network
+
+pytest.importorskip("sklearn.datasets", reason="needs the extra anybatch[guide]")
+
+SCHEMA = json.loads((Path(anybatch.events.__file__).parent / "schema.json").read_text())
+SHORT: dict[str, Any] = {"micro_batch_size": 4, "accumulation_steps": 4, "steps": 6}
+Line = Mapping[str, Any]
+
+
+def played(**changes: Any) -> tuple[Mapping[str, Any], list[Line]]:
+    """Return what a short run found, and its lines."""
+    lines: list[Line] = []
+    return run(Setting(**{**SHORT, **changes}), lines.append), lines
+
+
+def of_kind(lines: list[Line], kind: str) -> list[Line]:
+    """Return the lines of a kind."""
+    return [line for line in lines if line["kind"] == kind]
+
+
+SETTINGS = (
+    Setting(**SHORT),
+    Setting(**SHORT, task="shapes", norm="batch", optimizer="sgd", learning_rate=0.1, seed=7),
+    Setting(**SHORT, task="spirals", precision="bf16"),
+    Setting(**SHORT, task="text", mistake="mean_of_means"),
+    Setting(**{**SHORT, "steps": 33}, task="spirals", mistake="drop_tail", optimizer="sgd", learning_rate=0.5),
+)
+RUN_ALL = """
+import json, sys
+for text in json.load(sys.stdin):
+    print("program")
+    try:
+        exec(text, {"__name__": "__main__"})
+    except SystemExit:
+        pass
+"""
+
+
+def test_losses_are_those_of_the_programs() -> None:
+    """What the programs that the page hands out print in another process are the losses of the runs, to the bit."""
+    texts = json.dumps([as_python(setting) for setting in SETTINGS])
+    done = subprocess.run(  # noqa: S603 (our own programs)
+        [sys.executable, "-c", RUN_ALL], input=texts, capture_output=True, text=True, check=False
+    )
+    printed = [list(map(float, part.split())) for part in done.stdout.split("program\n")[1:]]
+
+    assert done.returncode == 0, done.stderr
+    assert printed == [run(setting, lambda _: None)["losses"] for setting in SETTINGS]
+    assert list(map(len, printed)) == [setting.steps for setting in SETTINGS]
+
+
+@pytest.mark.parametrize("mistake", Mistake.__args__)  # type: ignore[attr-defined]
+def test_every_program_is_python(mistake: Mistake) -> None:
+    """Each template, filled, compiles and has no name left to fill."""
+    text = as_python(Setting(mistake=mistake))
+
+    compile(text, "program", "exec")
+    assert "$" not in text
+    assert set(templates()) == set(Mistake.__args__)  # type: ignore[attr-defined]
+
+
+def test_a_command_writes_the_same_losses(capsys: pytest.CaptureFixture[str]) -> None:
+    """The command line writes the losses that the run has; a word that it does not know ends it with status 2."""
+    words = ["task=spirals", "steps=3"]
+    written: list[str] = []
+    status = main(words, written.append)
+
+    assert status == 0
+    assert list(map(float, written)) == run(Setting(task="spirals", steps=3), lambda _: None)["losses"]
+    assert main(["steps=0"], written.append) == 2
+    assert "must be from 1 to 2,000" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mistake", ["", "zero_each"])
+def test_lines_are_those_of_the_log(mistake: Mistake) -> None:
+    """Every record's line holds to the log's schema, the engine's and the loop's alike, numbered without a gap."""
+    data, lines = played(mistake=mistake, task="spirals")
+    records = [line for line in lines if not line["kind"].startswith("guide.")]
+    validator = jsonschema.Draft202012Validator(SCHEMA)
+
+    assert [line["sequence"] for line in lines] == list(range(len(lines)))
+    assert [error.message for line in records for error in validator.iter_errors(line)] == []
+    assert [line["kind"] for line in records][:2] == ["start", "micro_batch"]
+    assert [line["loss"] for line in of_kind(lines, "step")] == data["losses"]
+    assert len(of_kind(lines, "micro_batch")) == 2 * 4 * 6
+    assert records[-1]["status"] == "completed"
+    assert records[-1]["digest"] == data["digest"]
+
+
+def test_the_engine_matches_the_native_batch() -> None:
+    """After each step, the parameters are those of the batch that was not cut, up to rounding."""
+    data, lines = played(task="spirals")
+    told = [line["relative_difference"] for line in of_kind(lines, "guide.match")]
+
+    assert told == data["relative_differences"]
+    assert 0 < max(told) < 1e-5
+    assert played(task="spirals", accumulation_steps=1)[0]["relative_differences"] == [0.0] * 6
+
+
+@pytest.mark.parametrize("mistake", ["no_division", "zero_each", "clip_each", "schedule_each", "mean_of_means"])
+def test_a_mistake_leaves_the_native_batch(mistake: Mistake) -> None:
+    """With a mistake, the parameters move away from those of the native batch at once, or as soon as it acts."""
+    data, _ = played(task="text", optimizer="sgd", learning_rate=1.0, mistake=mistake)
+
+    assert data["relative_differences"][-1] > 1e-4
+
+
+def test_memory_is_told_by_category() -> None:
+    """A step holds weights, gradients and the rest; its peak is the highest of its parts."""
+    data, lines = played()
+    parts = of_kind(lines, "guide.memory")
+    highest = max(parts, key=lambda line: sum(line["category_bytes"].values()))
+    weights = sum(parameter.nbytes for parameter in network().parameters())
+
+    assert highest["category_bytes"] == data["peak"]
+    assert data["peak_bytes"] == sum(data["peak"].values())
+    assert (data["peak"]["weights"], data["peak"]["gradients"]) == (weights, weights)
+    assert {line["position"] for line in parts} == {None, 0, 1, 2, 3}
+
+
+def test_memory_of_a_loop_is_that_of_the_engine() -> None:
+    """A loop by hand holds what the engine holds, but for the inputs of its whole window and single numbers."""
+    by_engine, by_hand = (played(mistake=mistake)[0]["peak"] for mistake in ("", "schedule_each"))
+
+    assert by_hand.keys() == by_engine.keys()
+    for name in by_engine.keys() - {"inputs"}:
+        assert by_hand[name] == pytest.approx(by_engine[name], rel=0.01, abs=8)
+
+
+def test_surfaces_are_bytes() -> None:
+    """Spirals tell a surface of 40 x 40 bytes now and then, the last one at the end."""
+    _, lines = played(task="spirals", steps=6)
+    surfaces = of_kind(lines, "guide.surface")
+
+    assert [line["step"] for line in surfaces] == list(range(6))
+    assert {len(base64.b64decode(line["values"])) for line in surfaces} == {40 * 40}
+
+
+@pytest.mark.parametrize("mistake", ["", "no_division"])
+def test_a_run_that_blows_up_is_a_result(mistake: Mistake) -> None:
+    """A loss that is not finite ends the run as failed, with what it was; nothing is raised, and JSON can hold it."""
+    data, lines = played(task="shapes", norm="none", optimizer="sgd", learning_rate=10.0, steps=60, mistake=mistake)
+    end = lines[-1]
+
+    assert (end["kind"], end["status"]) == ("end", "failed")
+    assert "not" in end["message"] or "nan" in end["message"] or "inf" in end["message"]
+    assert data["num_steps"] < 60
+    assert json.loads(json.dumps([data, lines], allow_nan=False))
+
+
+class _Stopped(BaseException):
+    """What a teller raises to end a run."""
+
+
+@pytest.mark.parametrize("mistake", ["", "clip_each"])
+def test_telling_ends_a_run(mistake: Mistake) -> None:
+    """What `tell` raises in the middle of a step comes out, and the process is as before."""
+    threads, random = torch.get_num_threads(), torch.get_rng_state()
+    lines: list[Line] = []
+
+    def tell(line: Line) -> None:
+        lines.append(line)
+        if len(lines) == 20:
+            raise _Stopped
+
+    with pytest.raises(_Stopped):
+        run(Setting(**SHORT, task="spirals", mistake=mistake), tell)
+    assert torch.get_num_threads() == threads
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_a_run_leaves_no_trace() -> None:
+    """The number of threads and the random numbers of the process are as before, and the clock is one's own."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)  # not what a run computes on
+    try:
+        random = torch.get_rng_state()
+        ticks = iter(range(1_000_000))
+        data = run(Setting(**SHORT, task="spirals"), lambda _: None, clock=lambda: float(next(ticks)))
+
+        assert torch.get_num_threads() == 3
+        assert torch.equal(torch.get_rng_state(), random)
+        assert math.isfinite(data["samples_per_second"])
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,179 @@
+"""What an experiment returned, as a file: whole, with its provenance, the same every time, and distrusted when read."""
+
+import datetime as dt
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from anybatch.errors import UserError
+from anybatch_guide.catalogue import experiments, names
+from anybatch_guide.experiment import Experiment, made_here
+from anybatch_guide.recording import (
+    Recording,
+    as_recording,
+    commit_here,
+    differences,
+    plain,
+    read_recording,
+    record,
+    recorded,
+    write_recording,
+)
+from guide.tests.recorded_again import RECORDINGS
+from tests.architecture.source_tree import GUIDE
+
+SHORT_SECONDS = 5.0
+TESTED_ELSEWHERE = ("claims_", "playground_", "walk_")
+"""Beginnings of experiments that tests of their own record again."""
+SHORT = [
+    name
+    for name, experiment in experiments().items()
+    if experiment.seconds <= SHORT_SECONDS and not name.startswith(TESTED_ELSEWHERE)
+]
+
+
+def small(data: dict[str, Any]) -> Recording:
+    """Return a recording with some data."""
+    experiment = Experiment(name="small", question="Why?", run=lambda _tell: data, seconds=0.0)
+    return as_recording(experiment, data, made_here("small", commit="abc", today=dt.date(2030, 1, 31)))
+
+
+def test_catalogue_is_the_folder() -> None:
+    """There is one experiment for each file, under the file's name."""
+    files = sorted(path.stem for path in (GUIDE / "experiments").glob("[a-z]*.py"))
+
+    assert list(names()) == files
+    assert {name: experiment.name for name, experiment in experiments().items()} == {name: name for name in files}
+    assert all("?" in experiment.question for experiment in experiments().values())
+
+
+def test_file_is_one_line(tmp_path: Path) -> None:
+    """A recording is one line of JSON, its keys in their order, its floats in full, and comes back as it was."""
+    recording = small({"b": 0.1 + 0.2, "a": [1, None, True, "ü"]})
+    file = write_recording(recording, tmp_path)
+    text = file.read_text(encoding="utf-8")
+
+    assert (file.name, text.count("\n"), text[-1]) == ("small.json", 1, "\n")
+    assert list(json.loads(text)) == ["name", "question", "made", "data"]
+    assert list(json.loads(text)["made"]) == ["date", "device", "versions", "commit", "command"]
+    assert '"data": {"b": 0.30000000000000004, "a": [1, null, true, "ü"]}}' in text
+    assert read_recording(file) == recording
+
+
+def test_what_json_lacks() -> None:
+    """NaN and infinities become the words of a run's log; what JSON has no word for is refused."""
+    assert plain({1: (float("nan"), float("inf"), -float("inf"), 1.5)}) == {"1": ["NaN", "Infinity", "-Infinity", 1.5]}
+    with pytest.raises(TypeError, match="Tensor"):
+        plain([torch.ones(1)])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("small.json", "{"),
+        ("small.json", "[]"),
+        ("small.json", "[" * 100_000),
+        ("small.json", '{"name": "small"}'),
+        ("small.json", '{"name": "other", "question": "", "made": {MADE}, "data": {}}'),
+        ("small.json", '{"name": "small", "question": "", "made": {MADE}, "data": {"loss": NaN}}'),
+        ("small.json", '{"name": "small", "question": "", "made": {"shell": "rm"}, "data": {}}'),
+        ("Small.json", '{"name": "Small", "question": "", "made": {MADE}, "data": {}}'),
+        ("<img src=x>.json", "{}"),
+        ("small.py", "{}"),
+    ],
+)
+def test_foreign_files(tmp_path: Path, name: str, text: str) -> None:
+    """What is no recording, or has another name than its file, is refused in a sentence."""
+    made = '{"date": "", "device": "", "versions": {}, "commit": null, "command": ""}'
+    file = tmp_path / name
+    file.write_text(text.replace("{MADE}", made))
+
+    with pytest.raises(UserError):
+        read_recording(file)
+
+
+def test_large_files(tmp_path: Path) -> None:
+    """A file that is too large to be a recording is not even read."""
+    with (tmp_path / "small.json").open("wb") as file:
+        file.truncate(2**33)
+
+    with pytest.raises(UserError, match="at most"):
+        read_recording(tmp_path / "small.json")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "found"),
+    [
+        ({"a": 1.0}, {"a": 1.0}, 0),
+        ({"a": 1.0}, {"a": 1.001}, 1),
+        ({"a": [1, {"b": "x"}]}, {"a": [1, {"b": "y"}]}, 1),
+        ({"a": [1, 2]}, {"a": [1]}, 1),
+        ({"a": 1}, {"b": 1}, 2),
+        ({"a": 1}, {"a": "1"}, 1),
+        ({"seconds": 1.0}, {"seconds": 2.0}, 0),
+        ({"seconds": 1.0}, {}, 1),
+    ],
+)
+def test_differences(one: dict[str, Any], other: dict[str, Any], found: int) -> None:
+    """Two recordings differ where a number, a word or a name does; what is noisy has to be there, whatever it is."""
+    assert len(differences(one, other, tolerance=1e-6, noisy=("seconds",))) == found
+
+
+def test_tolerance_is_relative() -> None:
+    """A difference counts beside the larger of the two numbers."""
+    assert differences({"a": 1000.0}, {"a": 1000.9}, tolerance=1e-3) == []
+    assert differences({"a": 1e-9}, {"a": 2e-9}, tolerance=1e-3) != []
+
+
+def test_record(tmp_path: Path) -> None:
+    """`record` writes what the experiment returns, with its command; a name that is none is refused."""
+    recording = read_recording(record("mathematics", tmp_path))
+
+    assert recording.made.command == "anybatch guide record mathematics"
+    assert recording.made.device.endswith("1 threads)")
+    assert recording.made.commit == commit_here()
+    with pytest.raises(UserError, match="mathematics"):
+        record("nothing", tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["mathematics.json"]
+
+
+def test_commit_says_what_ran() -> None:
+    """In a clone the commit stands in a recording, marked where the sources are not those of the commit."""
+    commit = commit_here()
+
+    assert commit is None or len(commit.removesuffix("+")) == 12
+
+
+@pytest.fixture(scope="module")
+def again(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with recordings of the short experiments, made by the command in a process of its own."""
+    folder = tmp_path_factory.mktemp("again")
+    command = [sys.executable, "-m", "anybatch", "guide", "record", *SHORT, "--to", str(folder)]
+    subprocess.run(command, check=True, capture_output=True, timeout=600)  # noqa: S603 (a fixed program)
+    return folder
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_recording_is_made_again(name: str, again: Path) -> None:
+    """The command that stands in a recording makes its numbers again, wherever the software is the same."""
+    made = read_recording(again / f"{name}.json")
+    committed = read_recording(RECORDINGS / f"{name}.json")
+
+    assert made.made.command == committed.made.command
+    if made.made.versions == committed.made.versions:
+        experiment = experiments()[name]
+        found = differences(committed.data, made.data, tolerance=experiment.tolerance, noisy=experiment.noisy)
+        assert found == [], f"record it again: {committed.made.command}"
+
+
+def test_experiment_leaves_no_trace() -> None:
+    """An experiment that is recorded leaves torch's random state and the number of threads as they were."""
+    before = torch.get_rng_state().tolist(), torch.get_num_threads()
+    recorded(experiments()["mathematics"])
+
+    assert (torch.get_rng_state().tolist(), torch.get_num_threads()) == before

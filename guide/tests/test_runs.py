@@ -1,0 +1,427 @@
+"""Runs in a real worker: begun, paused, stepped, cancelled and limited, under a clock that the test sets."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from anybatch_guide.limits import Limits
+from anybatch_guide.runs import RefusedError, Runs
+from anybatch_guide.stream import Stream
+from guide.tests.served import LIMITS, WORKER
+from guide.tests.test_stream import Page
+from guide.tests.worker import FLOOD, HOSTILE, NUM_MICRO_BATCHES, NUM_STEPS
+
+MIB = 2**20
+USUAL = Limits(messages_per_second=1e9, look_seconds=0.01, **{**LIMITS, "starts_per_second": 2})
+Scene = Coroutine[Any, Any, None]
+
+
+class Desk:
+    """A worker with one page that watches it, and the time."""
+
+    def __init__(self, limits: Limits, *, keep: bool = False, command: tuple[str, ...] = WORKER) -> None:
+        self.now = 0.0
+        self.stream = Stream(limits, lambda: self.now)
+        self.runs = Runs(self.stream, limits, lambda: self.now, command=command, keep=keep)
+        self.page = Page(self.stream)
+
+    async def begin(self, name: str, *, paused: bool = False) -> str:
+        """Begin an experiment, a second after whatever was before."""
+        self.now += 1.0
+        return await self.runs.begin({"kind": "experiment", "name": name}, paused=paused)
+
+    async def until(self, event: str, run: str) -> Any:
+        """Wait for an event of a run, and return its data."""
+        await self.page.until(
+            lambda page: any(found == event and data.get("run") == run for found, data, _ in page.events())
+        )
+        return next(data for found, data, _ in self.page.events() if found == event and data.get("run") == run)
+
+    async def until_idle(self) -> None:
+        """Wait until the last status says that there is nothing to do."""
+        await self.page.until(lambda _page: json.loads(self.stream.status)["worker"] == "idle")
+
+    def lines(self, run: str) -> list[dict[str, Any]]:
+        """Return the lines of a run that have come until now."""
+        told = [data for event, data, _ in self.page.events() if event == "lines" and data["run"] == run]
+        return [line for data in told for line in data["lines"]]
+
+
+@asynccontextmanager
+async def open_desk(limits: Limits, **options: Any) -> AsyncIterator[Desk]:
+    """Open a desk whose worker is warm, and close it."""
+    desk = Desk(limits, **options)
+    desk.runs.open()
+    try:
+        await desk.until_idle()
+        yield desk
+    finally:
+        await desk.page.leave()
+        await desk.runs.close()
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    """One event loop for all tests of this file."""
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def play(runner: asyncio.Runner) -> Iterator["Play"]:
+    """Give a function that plays a scene at one desk, whose worker is started once."""
+    context = open_desk(USUAL)
+    desk = runner.run(context.__aenter__())
+    yield lambda scene: runner.run(scene(desk))
+    runner.run(context.__aexit__(None, None, None))
+
+
+@pytest.fixture
+def play_alone(runner: asyncio.Runner) -> "Play":
+    """Give a function that plays a scene at a desk of its own: what happens to its worker is nobody else's affair."""
+
+    async def at_own_desk(scene: Callable[[Desk], Scene]) -> None:
+        async with open_desk(USUAL) as desk:
+            await scene(desk)
+
+    return lambda scene: runner.run(at_own_desk(scene))
+
+
+Play = Callable[[Callable[[Desk], Scene]], None]
+
+
+def test_run(play: Play) -> None:
+    """A run tells its lines in order, then its result with its provenance; NaN and infinity come as words."""
+
+    async def scene(desk: Desk) -> None:
+        run = await desk.begin("counting")
+        result = await desk.until("result", run)
+        await desk.until_idle()
+        assert [line["kind"] for line in desk.lines(run)].count("micro_batch") == 2 * NUM_STEPS * NUM_MICRO_BATCHES
+        assert [line["loss"] for line in desk.lines(run) if line["kind"] == "step"] == ["NaN"] * NUM_STEPS
+        recording = result["recording"]
+        assert recording["data"] == {"steps": NUM_STEPS, "worst": "Infinity"}
+        assert recording["made"]["command"] == "anybatch guide record counting"
+        assert set(recording["made"]["versions"]) == {"anybatch", "torch", "python"}
+
+    play(scene)
+
+
+def test_warm(play: Play) -> None:
+    """What the first run would wait for is done once, before the worker says that it is ready."""
+
+    async def scene(desk: Desk) -> None:
+        for _ in range(2):
+            result = await desk.until("result", await desk.begin("warmed"))
+            await desk.until_idle()
+            assert result["recording"]["data"] == {"warmed": ["once"]}
+
+    play(scene)
+
+
+def test_ids_are_drawn(play: Play) -> None:
+    """The name of a run is twelve letters and digits, and no two are the same."""
+
+    async def scene(desk: Desk) -> None:
+        runs = []
+        for _ in range(3):
+            runs.append(await desk.begin("counting"))
+            await desk.until_idle()
+        assert len(set(runs)) == 3
+        assert all(len(run) == 12 and run.isascii() and run.isalnum() and run.islower() for run in runs)
+
+    play(scene)
+
+
+def test_two_at_once(play: Play) -> None:
+    """Of two requests in the same moment one is taken, and the other learns which."""
+
+    async def scene(desk: Desk) -> None:
+        desk.now += 1.0
+        asked = [desk.runs.begin({"kind": "experiment", "name": "counting"}) for _ in range(2)]
+        one, other = await asyncio.gather(*asked, return_exceptions=True)
+        assert isinstance(one, str)
+        assert isinstance(other, RefusedError)
+        assert (other.status, other.failure.code, other.run) == (409, "busy", one)
+        await desk.until_idle()
+
+    play(scene)
+
+
+def test_too_often(play: Play) -> None:
+    """No more than two runs are begun in a second."""
+
+    async def scene(desk: Desk) -> None:
+        desk.now += 1.0
+        for _ in range(2):
+            await desk.runs.begin({"kind": "experiment", "name": "counting"})
+            await desk.until_idle()
+        with pytest.raises(RefusedError) as refused:
+            await desk.runs.begin({"kind": "experiment", "name": "counting"})
+        assert (refused.value.status, refused.value.failure.code) == (429, "often")
+        await desk.begin("counting")
+        await desk.until_idle()
+
+    play(scene)
+
+
+@pytest.mark.parametrize(("name", "code"), [("nothing", "unknown_experiment"), ("only_recorded", "only_recorded")])
+def test_refused(play: Play, name: str, code: str) -> None:
+    """What the worker does not run is refused before it is a run, and leaves the worker free."""
+
+    async def scene(desk: Desk) -> None:
+        with pytest.raises(RefusedError) as refused:
+            await desk.begin(name)
+        assert (refused.value.status, refused.value.failure.code) == (422, code)
+        await desk.begin("counting")
+        await desk.until_idle()
+
+    play(scene)
+
+
+def test_one_micro_batch_at_a_time(play: Play) -> None:
+    """Begun paused, a run stands before its first micro-batch; asked for one it runs one; the last makes the step."""
+
+    async def scene(desk: Desk) -> None:
+        run = await desk.begin("counting", paused=True)
+        for number in range(NUM_MICRO_BATCHES):
+            desk.runs.steer(run, "micro")
+            await desk.page.until(lambda _, wanted=number + 1: ends(desk, run) == wanted)  # type: ignore[misc]
+        await desk.page.until(lambda _: [line["kind"] for line in desk.lines(run)].count("step") == 1)
+        assert ends(desk, run) == NUM_MICRO_BATCHES
+        assert json.loads(desk.stream.status)["paused"]
+        desk.runs.steer(run, "resume")
+        await desk.until("result", run)
+        await desk.until_idle()
+        assert ends(desk, run) == NUM_STEPS * NUM_MICRO_BATCHES
+
+    play(scene)
+
+
+def ends(desk: Desk, run: str) -> int:
+    """Return how many micro-batches of a run are over."""
+    return sum(line["kind"] == "micro_batch" and line["event"] == "end" for line in desk.lines(run))
+
+
+def test_cancel_while_paused(play: Play) -> None:
+    """A run that is paused can be cancelled; the worker stays the same."""
+
+    async def scene(desk: Desk) -> None:
+        worker = desk.runs.worker_number
+        run = await desk.begin("endless", paused=True)
+        desk.runs.cancel(run)
+        desk.runs.cancel(run)  # twice is once
+        await desk.until("cancelled", run)
+        await desk.until_idle()
+        assert desk.runs.worker_number == worker
+        with pytest.raises(RefusedError):
+            desk.runs.cancel(run)
+
+    play(scene)
+
+
+def test_cancel_in_the_middle(play: Play) -> None:
+    """A run that goes on can be cancelled; the worker stays the same, and nothing is told after the end."""
+
+    async def scene(desk: Desk) -> None:
+        worker = desk.runs.worker_number
+        run = await desk.begin("endless")
+        await desk.until("lines", run)
+        desk.runs.cancel(run)
+        await desk.until("cancelled", run)
+        await desk.until_idle()
+        assert desk.runs.worker_number == worker
+        of_run = [event for event, data, _ in desk.page.events() if data.get("run") == run]
+        assert of_run[-1] == "cancelled"
+
+    play(scene)
+
+
+@pytest.mark.parametrize("name", ["stuck", "deaf"])
+def test_cancel_what_does_not_listen(play_alone: Play, name: str) -> None:
+    """A run that cannot be asked to end is ended with its process, by SIGTERM or else by SIGKILL; another one comes."""
+
+    async def scene(desk: Desk) -> None:
+        worker = desk.runs.worker_number
+        run = await desk.begin(name)
+        await desk.until("lines", run)
+        desk.runs.cancel(run)
+        await desk.until("cancelled", run)
+        await desk.until_idle()
+        assert desk.runs.worker_number not in (None, worker)
+        again = await desk.begin("counting")
+        await desk.until("result", again)
+        await desk.until_idle()
+
+    play_alone(scene)
+
+
+def test_killed_worker(play_alone: Play) -> None:
+    """A worker that is killed takes its run along, which is told; another one is started and works."""
+
+    async def scene(desk: Desk) -> None:
+        run = await desk.begin("endless")
+        await desk.until("lines", run)
+        assert desk.runs.worker_number is not None
+        os.kill(desk.runs.worker_number, signal.SIGKILL)
+        assert (await desk.until("failed", run))["code"] == "worker"
+        again = await desk.begin("counting")  # waits for the new one
+        await desk.until("result", again)
+        await desk.until_idle()
+
+    play_alone(scene)
+
+
+def test_failing_run(play: Play) -> None:
+    """An experiment with a fault ends with a short word, without a traceback, and the worker goes on."""
+
+    async def scene(desk: Desk) -> None:
+        worker = desk.runs.worker_number
+        failed = await desk.until("failed", await desk.begin("failing"))
+        await desk.until_idle()
+        assert failed["code"] == "error"
+        assert "Traceback" not in failed["message"]
+        assert desk.runs.worker_number == worker
+
+    play(scene)
+
+
+def test_what_is_printed_is_no_answer(play: Play) -> None:
+    """What an experiment prints does not reach the page; lines that are none, or too long, are skipped and counted."""
+
+    async def scene(desk: Desk) -> None:
+        run = await desk.begin("noisy")
+        result = await desk.until("result", run)
+        await desk.until_idle()
+        assert [line["text"] for line in desk.lines(run)] == [HOSTILE]
+        assert result["recording"]["data"] == {"text": HOSTILE}
+        assert json.loads(desk.stream.status)["skipped"] == 2
+
+    play(scene)
+
+
+def test_flood(play: Play) -> None:
+    """A run that tells faster than a page reads loses no step, and the page learns how much it has missed."""
+
+    async def scene(desk: Desk) -> None:
+        desk.page.may_read.clear()
+        run = await desk.begin("flood")
+        async with asyncio.timeout(60):
+            while json.loads(desk.stream.status)["worker"] != "idle":  # noqa: ASYNC110 (the page, which waits, is stuck)
+                await asyncio.sleep(0.01)
+        desk.page.may_read.set()
+        await desk.until("result", run)
+        dropped = sum(
+            data["dropped"] for event, data, _ in desk.page.events() if event == "lines" and data["run"] == run
+        )
+        kinds = [line["kind"] for line in desk.lines(run)]
+        assert kinds.count("step") == 1
+        assert kinds.count("micro_batch") + dropped == FLOOD
+        await desk.until_idle()
+
+    play(scene)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "paused", "code"),
+    [(119.0, False, ""), (121.0, False, "time"), (599.0, True, ""), (601.0, True, "paused")],
+)
+def test_time_is_limited(play: Play, seconds: float, paused: bool, code: str) -> None:
+    """A run ends after 120 seconds of running, and after 600 in which it was paused; not before."""
+
+    async def scene(desk: Desk) -> None:
+        run = await desk.begin("endless", paused=paused)
+        desk.now += seconds
+        if code:
+            assert (await desk.until("failed", run))["code"] == code
+        else:
+            await looked(desk)
+            desk.runs.cancel(run)
+            await desk.until("cancelled", run)
+        await desk.until_idle()
+
+    play(scene)
+
+
+async def looked(desk: Desk) -> None:
+    """Wait until the time and memory of a run have surely been looked at."""
+    looks = asyncio.Event()
+    read = desk.runs._clock  # noqa: SLF001 (nothing else tells that nothing was done)
+    left = [3]
+
+    def counted() -> float:
+        left[0] -= 1
+        if left[0] == 0:
+            looks.set()
+        return read()
+
+    desk.runs._clock = counted  # noqa: SLF001 (the same)
+    async with asyncio.timeout(60):
+        await looks.wait()
+    desk.runs._clock = read  # noqa: SLF001 (the same)
+
+
+def test_nobody_watches(runner: asyncio.Runner) -> None:
+    """A run that no page has watched for a minute is ended; with `keep` it goes on."""
+
+    async def scene(*, keep: bool) -> str:
+        limits = Limits(messages_per_second=1e9, look_seconds=0.01, **LIMITS)
+        async with open_desk(limits, keep=keep) as desk:
+            run = await desk.begin("endless")
+            await desk.page.leave()
+            desk.now += 61.0
+            if keep:
+                await looked(desk)
+            else:
+                async with asyncio.timeout(60):
+                    while json.loads(desk.stream.status)["worker"] != "idle":  # noqa: ASYNC110 (nobody watches)
+                        await asyncio.sleep(0.01)
+            page = desk.page = Page(desk.stream)
+            if keep:
+                desk.runs.cancel(run)
+                return str((await desk.until("cancelled", run))["run"] == run)
+            await page.until(lambda page: any(event == "failed" for event, _, _ in page.events()))
+            return str((await desk.until("failed", run))["code"])
+
+    assert runner.run(scene(keep=False)) == "alone"
+    assert runner.run(scene(keep=True)) == "True"
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="the system does not tell what a process holds")  # noqa: PTH110 (a condition)
+def test_memory_is_limited(runner: asyncio.Runner) -> None:
+    """A run whose process takes more memory than it may is ended, with its process if need be."""
+
+    async def scene() -> None:
+        limits = Limits(messages_per_second=1e9, look_seconds=0.01, resident_bytes=600 * MIB, **LIMITS)
+        async with open_desk(limits) as desk:
+            run = await desk.begin("greedy")
+            assert (await desk.until("failed", run))["code"] == "memory"
+            await desk.until_idle()
+
+    runner.run(scene())
+
+
+def test_worker_that_cannot_start(runner: asyncio.Runner, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where no worker can be started, a request for a run is answered in time, and everything can be closed."""
+
+    async def scene(command: tuple[str, ...]) -> None:
+        limits = Limits(**{**LIMITS, "answer_seconds": 0.5})
+        desk = Desk(limits, command=command)
+        desk.runs.open()
+        with pytest.raises(RefusedError) as refused:
+            await desk.begin("counting")
+        assert (refused.value.status, refused.value.failure.code) == (503, "worker")
+        await desk.page.leave()
+        await desk.runs.close()
+
+    runner.run(scene(("/no/such/program",)))
+    assert "cannot be started" in capsys.readouterr().err
+    runner.run(scene((sys.executable, "-c", "print('no JSON')")))
+    runner.run(scene((sys.executable, "-c", "import signal; signal.pause()")))

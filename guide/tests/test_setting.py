@@ -1,0 +1,119 @@
+"""What the playground may be asked: exact keys, exact types, limits on each value and on all together."""
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anybatch.errors import UserError
+from anybatch_guide.play import read
+from anybatch_guide.programs import as_command
+from anybatch_guide.setting import LIMITS, Setting, SettingError, parse_setting
+
+GOOD: dict[str, Any] = asdict(Setting())
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def code_of(value: object) -> str:
+    """Return why a value is refused."""
+    with pytest.raises(SettingError) as refused:
+        parse_setting(value)
+    return refused.value.code
+
+
+def test_a_setting_comes_back_as_it_was() -> None:
+    """What `asdict` makes of a setting is read as the same setting, also where a rate is a whole number."""
+    assert parse_setting(GOOD) == Setting()
+    assert parse_setting({**GOOD, "learning_rate": 1}) == Setting(learning_rate=1.0)
+
+
+@given(ANYTHING)
+def test_foreign_objects_are_refused(value: object) -> None:
+    """Whatever JSON holds that is no setting is refused, with a UserError and no other error."""
+    with pytest.raises(UserError):
+        parse_setting(value)
+
+
+@given(st.sampled_from(sorted(GOOD)), ANYTHING)
+def test_a_foreign_value_is_refused_or_as_it_should_be(name: str, value: object) -> None:
+    """With one value replaced, a setting is refused, or holds that value with its type and within its limits."""
+    try:
+        setting = parse_setting({**GOOD, name: value})
+    except SettingError:
+        return
+    found = getattr(setting, name)
+    assert found == value
+    assert type(found) is type(GOOD[name])
+    if name in LIMITS:
+        lowest, highest = LIMITS[name]
+        assert lowest <= found <= highest
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"micro_batch_size": True}, "micro_batch_size"),
+        ({"micro_batch_size": 16.0}, "micro_batch_size"),
+        ({"micro_batch_size": 0}, "micro_batch_size"),
+        ({"micro_batch_size": "16"}, "micro_batch_size"),
+        ({"learning_rate": math.nan}, "learning_rate"),
+        ({"learning_rate": math.inf}, "learning_rate"),
+        ({"learning_rate": True}, "learning_rate"),
+        ({"learning_rate": 10**400}, "learning_rate"),
+        ({"seed": 2**32}, "seed"),
+        ({"seed": -1}, "seed"),
+        ({"task": "os"}, "task"),
+        ({"task": ["digits"]}, "task"),
+        ({"mistake": "right"}, "mistake"),
+        ({"norm": "batch"}, "norm_of_task"),
+        ({"mistake": "zero_each", "precision": "bf16"}, "precision_of_mistake"),
+        ({"micro_batch_size": 256, "accumulation_steps": 64}, "batch_too_large"),
+        ({"micro_batch_size": 256, "accumulation_steps": 16, "steps": 2_000}, "too_much_work"),
+        ({"task": "text", "micro_batch_size": 256, "accumulation_steps": 16, "steps": 1}, "too_much_memory"),
+        ({"extra": 1}, "keys"),
+    ],
+)
+def test_each_refusal_has_its_code(change: dict[str, Any], code: str) -> None:
+    """Types are exact, limits are held, and what is too much together is refused."""
+    assert code_of({**GOOD, **change}) == code
+
+
+def test_a_missing_key_is_refused() -> None:
+    """Every key has to be there: nothing is filled in silently."""
+    for name in GOOD:
+        assert code_of({key: value for key, value in GOOD.items() if key != name}) == "keys"
+
+
+@given(
+    st.builds(
+        Setting,
+        task=st.sampled_from(["digits", "spirals", "text"]),
+        micro_batch_size=st.integers(1, 16),
+        accumulation_steps=st.integers(1, 16),
+        optimizer=st.sampled_from(["sgd", "adamw"]),
+        learning_rate=st.floats(1e-6, 10.0),
+        steps=st.integers(1, 2_000),
+        seed=st.integers(0, 2**32 - 1),
+        mistake=st.sampled_from(["", "drop_tail"]),
+    )
+)
+def test_a_command_line_is_the_setting(setting: Setting) -> None:
+    """The words of the command line are read back as the setting that they were made of."""
+    program, *words = as_command(setting).split()[2:]
+
+    assert program == "anybatch_guide.play"
+    assert read(words) == setting
+
+
+@pytest.mark.parametrize("word", ["steps", "stepz=1", "steps=many", "steps=1.5", "=", "steps=true"])
+def test_words_that_mean_nothing_are_refused(word: str) -> None:
+    """A command line with another word is refused."""
+    with pytest.raises(SettingError):
+        read([word])

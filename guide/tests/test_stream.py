@@ -1,0 +1,305 @@
+"""One run told to many pages: all of it, in order, once; a slow page loses what only shows progress."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from anybatch_guide.guard import Message
+from anybatch_guide.limits import Limits
+from anybatch_guide.stream import FIRM_KINDS, Ring, RingFullError, Stream
+from guide.tests.served import parsed
+
+FAST = Limits(messages_per_second=1e9)
+Event = tuple[str, Any, str | None]
+
+
+class Page:
+    """A page that reads a stream, as slowly as a test wants it to."""
+
+    def __init__(self, stream: Stream, last: str | None = None) -> None:
+        self.status = 0
+        self.text = b""
+        self.may_read = asyncio.Event()
+        self.may_read.set()
+        self.may_stay = asyncio.Event()
+        self._grown = asyncio.Condition()
+        headers = [] if last is None else [(b"last-event-id", last.encode())]
+        scope = {"type": "http", "method": "GET", "headers": headers}
+        self._task = asyncio.ensure_future(stream(scope, self._receive, self._send))
+
+    async def _receive(self) -> Message:
+        await self.may_stay.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        await self.may_read.wait()
+        async with self._grown:
+            self.status = message.get("status", self.status)
+            self.text += message.get("body", b"")
+            self._grown.notify_all()
+
+    def events(self) -> list[Event]:
+        """Return what has come until now."""
+        return list(parsed(iter(self.text.splitlines())))
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Return the lines that have come until now."""
+        return [line for event, data, _ in self.events() if event == "lines" for line in data["lines"]]
+
+    async def until(self, holds: Callable[["Page"], bool]) -> None:
+        """Read until something holds."""
+        async with asyncio.timeout(60), self._grown:
+            await self._grown.wait_for(lambda: holds(self))
+
+    async def end(self) -> None:
+        """Wait until the stream is over."""
+        async with asyncio.timeout(60):
+            await self._task
+
+    async def leave(self) -> None:
+        """Close the tab."""
+        self.may_stay.set()
+        await self.end()
+
+
+def zero() -> float:
+    """Return the time where no time goes by."""
+    return 0.0
+
+
+def micro_batch(number: int) -> dict[str, Any]:
+    """Return a line that only shows progress."""
+    return {"kind": "micro_batch", "number": number}
+
+
+def test_every_page_gets_everything() -> None:
+    """A page that was there and one that comes later get the same lines, in order; the status comes first."""
+
+    async def scene() -> None:
+        stream = Stream(FAST, zero)
+        stream.tell("status", {"worker": "idle"})
+        early = Page(stream)
+        await early.until(lambda page: page.text != b"")
+        stream.begin()
+        stream.tell("status", {"worker": "running"})
+        for number in range(1000):
+            stream.tell_line("run", micro_batch(number))
+        late = Page(stream)
+        await late.until(lambda page: page.text != b"")
+        stream.tell("result", {"run": "run", "recording": {}}, "run")
+        stream.tell("status", {"worker": "idle"})
+        for page in (early, late):
+            await page.until(
+                lambda page: page.events()[-1][:2] == ("status", {"worker": "idle"}) and bool(page.lines())
+            )
+            assert [line["number"] for line in page.lines()] == list(range(1000))
+            assert [event for event, _, _ in page.events()].index("result") > 0
+        assert [data["worker"] for event, data, _ in early.events() if event == "status"] == ["idle", "running", "idle"]
+        assert late.events()[0][:2] == ("status", {"worker": "running"})
+        await early.leave()
+        await late.leave()
+
+    asyncio.run(scene())
+
+
+def test_page_comes_back() -> None:
+    """A page that names the last event it saw gets what came after it, and nothing twice."""
+
+    async def scene() -> None:
+        stream = Stream(FAST, zero)
+        page = Page(stream)
+        for number in range(3):
+            stream.tell_line("run", micro_batch(number))
+        await page.until(lambda page: len(page.lines()) == 3)
+        last = page.events()[-1][2]
+        await page.leave()
+        for number in range(3, 6):
+            stream.tell_line("run", micro_batch(number))
+        again = Page(stream, last)
+        await again.until(lambda page: len(page.lines()) == 3)
+        assert [line["number"] for line in again.lines()] == [3, 4, 5]
+        await again.leave()
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize(
+    "last", ["", "x", "aaaaaaaa-1", "-", "-1", "{name}-x", "{name}-99999999999999999999", "{name}-²"]
+)
+def test_page_that_names_nonsense(last: str) -> None:
+    """A page that names no event of this server gets everything there is."""
+
+    async def scene() -> None:
+        stream = Stream(FAST, zero)
+        stream.tell_line("run", micro_batch(0))
+        first = Page(stream)
+        await first.until(lambda page: bool(page.lines()))
+        name = str(first.events()[-1][2]).partition("-")[0]
+        page = Page(stream, last.format(name=name))
+        await page.until(lambda page: len(page.lines()) == 1)
+        await first.leave()
+        await page.leave()
+
+    asyncio.run(scene())
+
+
+def test_messages_are_few() -> None:
+    """What is told between two messages goes together: no more messages than the limit, and every line is there."""
+
+    async def scene() -> None:
+        stream = Stream(Limits(messages_per_second=20.0), zero)
+        page = Page(stream)
+        loop = asyncio.get_running_loop()
+        begun, number = loop.time(), 0
+        while loop.time() - begun < 1.0:
+            stream.tell_line("run", micro_batch(number))
+            number += 1
+            await asyncio.sleep(0)
+        seconds = loop.time() - begun
+        told = [data for event, data, _ in page.events() if event == "lines"]
+        assert 2 <= len(told) <= 20.0 * seconds + 1
+        await page.until(lambda page: len(page.lines()) == number)
+        await page.leave()
+
+    asyncio.run(scene())
+
+
+def test_slow_page_loses_progress_first() -> None:
+    """A page that is far behind misses micro-batches, is told how many, and gets every step, diagnosis and end."""
+
+    async def scene() -> None:
+        stream = Stream(Limits(messages_per_second=1e9, behind_lines=100), zero)
+        page = Page(stream)
+        await page.until(lambda page: page.text != b"")
+        page.may_read.clear()
+        stream.tell_line("run", micro_batch(-1))
+        await asyncio.sleep(0)  # it takes that line now, and is stuck with it
+        for number in range(1000):
+            stream.tell_line("run", micro_batch(number))
+            if number % 100 == 0:
+                stream.tell_line("run", {"kind": "step", "number": number})
+        for kind in ("diagnosis", "end"):
+            stream.tell_line("run", {"kind": kind})
+        page.may_read.set()
+        await page.until(lambda page: any(line["kind"] == "end" for line in page.lines()))
+        kinds = [line["kind"] for line in page.lines()]
+        dropped = sum(data["dropped"] for event, data, _ in page.events() if event == "lines")
+        assert (kinds.count("step"), kinds.count("diagnosis"), kinds.count("end")) == (10, 1, 1)
+        assert dropped > 800
+        assert kinds.count("micro_batch") + dropped == 1001
+        await page.leave()
+
+    asyncio.run(scene())
+
+
+def test_ring_drops_progress_first() -> None:
+    """A full ring forgets the oldest lines that only show progress; where only others are left, it says so."""
+    ring = Ring(Limits(ring_lines=10))
+    for number in range(20):
+        ring.add("lines", "run", json.dumps(number), light=number % 4 != 0)
+    kept = [int(entry.text) for entry in ring.behind(0)]
+
+    assert [number for number in kept if number % 4 == 0] == [0, 4, 8, 12, 16]
+    assert [number for number in kept if number % 4 != 0] == [14, 15, 17, 18, 19]
+    for number in range(5):
+        ring.add("lines", "run", json.dumps(number))
+    with pytest.raises(RingFullError):
+        ring.add("lines", "run", "one too many")
+
+
+def test_ring_counts_bytes() -> None:
+    """A ring is full by its bytes, too, and is empty after it was cleared."""
+    ring = Ring(Limits(ring_bytes=1000))
+    for _ in range(100):
+        ring.add("lines", "run", "x" * 100, light=True)
+    assert sum(len(entry.text) for entry in ring.behind(0)) == 1000
+    ring.clear()
+    assert list(ring.behind(0)) == []
+    ring.add("lines", "run", "x" * 1000)
+    assert len(list(ring.behind(0))) == 1
+
+
+def test_eight_streams() -> None:
+    """The ninth page is told to come later; when one has gone there is room again, and nobody is counted for ever."""
+
+    async def scene() -> None:
+        stream = Stream(FAST, zero)
+        pages = [Page(stream) for _ in range(8)]
+        for page in pages:
+            await page.until(lambda page: page.status == 200)
+        ninth = Page(stream)
+        await ninth.end()
+        assert ninth.status == 503
+        await pages[0].leave()
+        tenth = Page(stream)
+        await tenth.until(lambda page: page.status == 200)
+        for page in (*pages[1:], tenth):
+            await page.leave()
+
+    asyncio.run(scene())
+
+
+def test_silence_has_a_pulse() -> None:
+    """A stream on which nothing happens gets a comment now and then, which is no event."""
+
+    async def scene() -> None:
+        stream = Stream(Limits(heartbeat_seconds=0.01), zero)
+        page = Page(stream)
+        await page.until(lambda page: page.text.count(b": beat\n\n") >= 2)
+        assert [event for event, _, _ in page.events()] == ["status"]
+        await page.leave()
+
+    asyncio.run(scene())
+
+
+def test_good_bye() -> None:
+    """A server that ends tells its pages what is left, then to go, so that they do not knock for ever."""
+
+    async def scene() -> None:
+        stream = Stream(FAST, zero)
+        page = Page(stream)
+        await page.until(lambda page: page.status == 200)
+        stream.tell_line("run", micro_batch(0))
+        stream.close()
+        await page.end()
+        assert [event for event, _, _ in page.events()] == ["status", "lines", "close"]
+
+    asyncio.run(scene())
+
+
+def test_alone() -> None:
+    """Time alone is counted from the last page that left, and not while one is there."""
+
+    async def scene() -> None:
+        now = [0.0]
+        stream = Stream(FAST, lambda: now[0])
+        now[0] = 5.0
+        assert stream.alone_seconds == 5.0
+        page = Page(stream)
+        await page.until(lambda page: page.status == 200)
+        now[0] = 50.0
+        assert stream.alone_seconds == 0.0
+        await page.leave()
+        now[0] = 57.0
+        assert stream.alone_seconds == 7.0
+        stream.begin()
+        assert stream.alone_seconds == 0.0
+
+    asyncio.run(scene())
+
+
+def test_lines_that_are_too_long() -> None:
+    """A line that is too long is left out, and whoever tells it learns that."""
+    stream = Stream(Limits(line_bytes=100), zero)
+
+    assert stream.tell_line("run", {"kind": "start"})
+    assert not stream.tell_line("run", {"kind": "start", "text": "x" * 100})
+
+
+def test_firm_kinds_are_kinds() -> None:
+    """What is never dropped holds the kinds that the design names."""
+    assert {"start", "step", "diagnosis", "end"} <= FIRM_KINDS
+    assert "micro_batch" not in FIRM_KINDS

@@ -1,0 +1,126 @@
+"""The tasks: the same data everywhere, a loss of chance to begin with, and limits that know what they take."""
+
+import hashlib
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from anybatch.memory.ledger import MemoryLedger
+from anybatch.memory.timeline import timeline
+from anybatch_guide.mistakes.windows import items, share, windows
+from anybatch_guide.setting import SAMPLE_BYTES
+from anybatch_guide.tasks.spirals import surface
+from anybatch_guide.tasks.task import IGNORED, MicroBatches, Task, TaskName, cross_entropy, load
+from anybatch_guide.tasks.text import encoded, in_words, sentences
+
+pytest.importorskip("sklearn.datasets", reason="needs the extra anybatch[guide]")
+
+NAMES = get_args(TaskName)
+
+
+def first_loss(task: Task, num_samples: int) -> Tensor:
+    """Return the loss of a new network on the first samples."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        return cross_entropy(task.model()(task.rows.inputs[:num_samples]), task.rows.targets[:num_samples])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_first_loss_is_that_of_chance(name: str) -> None:
+    """A new network knows nothing: its loss is within a tenth of the logarithm of the number of classes."""
+    task = load(name)
+
+    assert first_loss(task, 64).item() == pytest.approx(task.chance, rel=0.1)
+
+
+def test_digits_begin_at_ln_10() -> None:
+    """The opening state shows 2.30, which is ln 10, chance for ten classes."""
+    assert f"{first_loss(load('digits'), 64).item():.2f}" == "2.30"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_data_are_made_alike(name: str) -> None:
+    """Loaded twice, a task has the same data to the bit, and leaves torch's own random numbers alone."""
+    before = torch.get_rng_state()
+    first, second = (
+        hashlib.sha256(rows.inputs.numpy().tobytes() + rows.targets.numpy().tobytes()).hexdigest()
+        for rows in (load(name).rows, load(name).rows)
+    )
+
+    assert first == second
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_sample_takes_is_known(name: TaskName) -> None:
+    """What 64 more samples add to the peak of a forward and backward is within the stated bytes, and near."""
+    task = load(name, norm="batch" if name == "shapes" else "none")
+    model = task.model()
+
+    def peak(num_samples: int) -> int:
+        ledger = MemoryLedger(device_type="cpu")
+        with ledger:
+            cross_entropy(model(task.rows.inputs[:num_samples]), task.rows.targets[:num_samples]).backward()
+        found = timeline(ledger.trace()).peak_bytes
+        ledger.forget()
+        return found
+
+    peak(2)
+    taken = (peak(128) - peak(64)) / 64
+
+    assert SAMPLE_BYTES[name] / 2 <= taken <= SAMPLE_BYTES[name]
+
+
+def test_sentences_are_sums() -> None:
+    """Numbers are written as English writes them, and a sentence is what comes back from its bytes."""
+    assert [in_words(number) for number in (0, 19, 20, 42, 57)] == [
+        "zero",
+        "nineteen",
+        "twenty",
+        "forty-two",
+        "fifty-seven",
+    ]
+    (text,) = sentences(1, seed=5)
+    inputs, targets = encoded([text])
+    codes = targets[targets != IGNORED]
+
+    assert bytes(codes.tolist()).decode() == f"{text}\n"
+    assert inputs[0, 1 : len(codes)].tolist() == codes[:-1].tolist()
+
+
+def test_micro_batches_are_every_sample_once() -> None:
+    """An epoch holds each sample once, in another order than the epoch before; windows do not cross its end."""
+    rows = load("spirals").rows
+    loader = MicroBatches(rows, 64, seed=0)
+    epochs = [torch.cat([inputs for inputs, _ in loader]) for _ in range(2)]
+    sizes = [[len(targets) for _, targets in window] for window in windows(loader, 3)]
+
+    assert all(sorted(epoch.tolist()) == sorted(rows.inputs.tolist()) for epoch in epochs)
+    assert not torch.equal(*epochs)
+    assert sizes == [[64, 64, 64], [64, 64, 64], [64, 52]]
+    assert len(loader) == sum(map(len, sizes))
+
+
+def test_shares_of_a_window_add_up_to_one() -> None:
+    """What a micro-batch counts in its window is its items, not its samples; ignored targets are none."""
+    pairs = [
+        (torch.zeros(2, 3), torch.tensor([[1, 2, IGNORED], [1, IGNORED, IGNORED]])),
+        (torch.zeros(1), torch.ones(1)),
+    ]
+
+    assert [items(targets) for _, targets in pairs] == [3, 1]
+    assert [share(targets, pairs) for _, targets in pairs] == [0.75, 0.25]
+
+
+def test_a_surface_is_seen_from_above() -> None:
+    """The first row is the top of the square, the first column its left; a hook of the model hears nothing."""
+    task = load("spirals")
+    model = task.model()
+    model.register_forward_pre_hook(lambda *_: pytest.fail("the surface went through the hook"))
+    top, bottom = (torch.tensor([[-1.17, y]]) for y in (1.17, -1.17))
+    found = surface(model, 40)
+    expected = [model.forward(point).softmax(1)[0, 1].item() for point in (top, bottom)]
+
+    assert [found[0, 0].item(), found[-1, 0].item()] == pytest.approx(expected)

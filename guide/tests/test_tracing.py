@@ -1,0 +1,149 @@
+"""Which line ran: the traces of the walk-through, held against the files and against what the programs do."""
+
+import ast
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anybatch_guide.experiments import walk_anybatch, walk_ddp, walk_plain
+from anybatch_guide.recording import read_recording
+from anybatch_guide.tracing import Source, trace_program
+from tests.architecture.source_tree import ROOT
+
+PROGRAM = '''"""A program."""
+
+
+def add(numbers):
+    total = 0
+    for number in numbers:
+        total += number
+    return total
+
+
+if __name__ == "__main__":
+    print(add([1, 2, 3]))
+'''
+
+
+def statements(path: Path) -> set[int]:
+    """Return the lines on which something of a file can run."""
+    return {node.lineno for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if hasattr(node, "lineno")}
+
+
+def say_nothing(_line: object) -> None:
+    """Take a line and do nothing."""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Source:
+    """A small program as a file."""
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM, encoding="utf-8")
+    return Source(path, "program.py")
+
+
+def test_lines_come_as_they_ran(program: Source) -> None:
+    """The trace is the lines in the order in which Python runs them, and what was printed."""
+    found = trace_program([program])
+
+    assert found["lines"] == [12, 5, 6, 7, 6, 7, 6, 7, 6, 8]
+    assert found["output"] == "6\n"
+    assert found["skipped"] == []
+
+
+def test_bodies_of_classes_are_not_noted(program: Source) -> None:
+    """What runs when a file is imported, and not when the program does, is not noted: a class's fields neither."""
+    program.path.write_text("class Unused:\n    field = 1\n\n\n" + PROGRAM, encoding="utf-8")
+
+    assert trace_program([program])["lines"] == [line + 4 for line in (12, 5, 6, 7, 6, 7, 6, 7, 6, 8)]
+
+
+def test_repeats_are_left_out_and_counted(program: Source) -> None:
+    """A line that ran often is noted a few times; how many were left out stands with the next that is noted."""
+    found = trace_program([program], repeats=2)
+
+    assert found["lines"] == [12, 5, 6, 7, 6, 7, 8]
+    assert found["skipped"] == [[6, 3]]
+
+
+def test_a_program_that_fails_is_told(program: Source) -> None:
+    """A program that raises gives no trace; nothing of this process is traced, before or after."""
+    before = sys.gettrace()
+    program.path.write_text("raise OSError", encoding="utf-8")
+    with pytest.raises(EOFError):
+        trace_program([program])
+
+    assert sys.gettrace() is before
+
+
+@pytest.mark.parametrize("experiment", [walk_plain, walk_anybatch], ids=["plain", "anybatch"])
+def test_walks_are_of_the_files(experiment: Any) -> None:
+    """Every line of a walk is one on which something runs, of the file as it is, and those recorded; three updates."""
+    found = experiment.run(say_nothing)
+    recorded = recorded_traces()[experiment.EXPERIMENT.name.removeprefix("walk_")]
+    file_of = found["file_of"] or [0] * len(found["lines"])
+
+    paths = [ROOT / file["path"] for file in found["files"]]
+    assert [Source(path, "").digest for path in paths] == [file["sha256"] for file in found["files"]]
+    assert all(line in statements(paths[file]) for file, line in zip(file_of, found["lines"], strict=True))
+    assert (found["lines"], found["file_of"]) == (recorded["lines"], recorded["file_of"])
+    assert found["values"]["updates"][-1][1] == 3
+    assert found["output"].count("\n") == 3
+
+
+def test_micro_batches_and_losses_are_those_of_the_program() -> None:
+    """In the plain walk, the losses after the division add up to what the program prints; four a step."""
+    found = walk_plain.run(say_nothing)
+    losses = [value for _, value in found["values"]["loss"] if value is not None]
+
+    assert len(losses) == 12
+    printed = [float(line.split()[3]) for line in found["output"].splitlines()]
+    assert [sum(losses[i : i + 4]) for i in (0, 4, 8)] == pytest.approx(printed, abs=1e-5)
+    assert max(value for _, value in found["values"]["micro_batches"]) == 4
+
+
+def test_walks_print_the_same() -> None:
+    """Plain PyTorch, anybatch and DDP on two ranks train alike: the same losses and norms to twelve digits."""
+    plain, ours, ddp = (walk.run(say_nothing) for walk in (walk_plain, walk_anybatch, walk_ddp))
+
+    assert plain["output"] == ours["output"] == ddp["output"]
+    assert ddp["values"]["updates"][-1][1] == 3
+    assert max(value for _, value in ddp["values"]["micro_batches"]) == 2
+
+
+def test_nothing_is_noted_of_other_files(program: Source) -> None:
+    """Lines of a file that is not watched are not noted."""
+    program.path.write_text('import json\n\nif __name__ == "__main__":\n    json.dumps({})\n', encoding="utf-8")
+
+    assert trace_program([program])["lines"] == [4]
+
+
+def recorded_traces() -> dict[str, Any]:
+    """Return all traces that were recorded, by name."""
+    folder = ROOT / "guide" / "web" / "recordings"
+    walks = {name: read_recording(folder / f"walk_{name}.json").data for name in ("plain", "ddp", "anybatch")}
+    return {**walks, **read_recording(folder / "walk_ladder.json").data["programs"]}
+
+
+@pytest.mark.parametrize("name", sorted(recorded_traces()))
+def test_recorded_lines_are_those_of_the_files(name: str) -> None:
+    """What was recorded is of the files as they are now: their text, and lines on which something runs."""
+    trace = recorded_traces()[name]
+    file_of = trace["file_of"] or [0] * len(trace["lines"])
+    paths = [ROOT / file["path"] for file in trace["files"]]
+
+    assert [Source(path, "").digest for path in paths] == [file["sha256"] for file in trace["files"]], (
+        f"record it again: anybatch guide record walk_{name if '_' not in name else 'ladder'}"
+    )
+    assert [path.read_text(encoding="utf-8") for path in paths] == [file["text"] for file in trace["files"]]
+    assert all(line in statements(paths[file]) for file, line in zip(file_of, trace["lines"], strict=True))
+
+
+def test_every_program_of_the_ladder_is_recorded() -> None:
+    """The walk-through has all nine programs."""
+    names = {path.name for path in (ROOT / "examples" / "from_scratch").glob("0*.py")}
+
+    assert names <= set(recorded_traces())
+    assert len(names) == 9

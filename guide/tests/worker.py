@@ -1,0 +1,111 @@
+"""A worker with experiments that misbehave, beside the real ones: `main([FILE])`, for what it connects to."""
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from anybatch_guide.experiment import Data, Experiment, Tell
+from anybatch_guide.worker import Repertoire, everything, work
+from guide.tests.connections import watch_connections
+
+NUM_STEPS, NUM_MICRO_BATCHES = 3, 4
+FLOOD = 30_000
+HOSTILE = "</script><img src=x onerror=alert(1)>\u2028]]>'\"&"
+
+
+def micro_batch(event: str, step: int, position: int) -> dict[str, object]:
+    """Return a line like the engine's."""
+    return {"kind": "micro_batch", "event": event, "step": step, "position": position}
+
+
+def counting(tell: Tell) -> Data:
+    """Tell steps of micro-batches, as the engine does."""
+    tell({"kind": "start"})
+    for step in range(NUM_STEPS):
+        for position in range(NUM_MICRO_BATCHES):
+            tell(micro_batch("begin", step, position))
+            tell(micro_batch("end", step, position))
+        tell({"kind": "step", "step": step, "loss": float("nan")})
+    tell({"kind": "end"})
+    return {"steps": NUM_STEPS, "worst": float("inf")}
+
+
+def endless(tell: Tell) -> Data:
+    """Go on for ever, whatever goes wrong, and tell so."""
+    done = 0
+    while True:
+        with suppress(Exception):
+            tell({"kind": "guide.progress", "done": done, "of": 0, "what": "endless"})
+        done += 1
+        time.sleep(0.001)
+
+
+def stuck(tell: Tell) -> Data:
+    """Tell one line and no more, so that it cannot be cancelled by asking."""
+    tell({"kind": "start"})
+    while True:
+        signal.pause()
+
+
+def deaf(tell: Tell) -> Data:
+    """Do not even listen to SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return stuck(tell)
+
+
+def greedy(tell: Tell) -> Data:
+    """Take a lot of memory, and wait."""
+    held = bytearray(400 * 2**20)
+    held[:: 2**12] = b"x" * len(held[:: 2**12])
+    return stuck(tell)
+
+
+def failing(tell: Tell) -> Data:
+    """Fail as code with a fault does."""
+    tell({"kind": "start"})
+    return {"never": 1 / 0}
+
+
+def noisy(tell: Tell) -> Data:
+    """Print what looks like answers, and tell lines that are none."""
+    sys.stdout.write('{"id": "x", "done": true}\nnoise\n')
+    sys.stdout.flush()
+    tell({"no": "kind"})
+    tell({"kind": "start", "long": "x" * 100_000})
+    tell({"kind": "start", "text": HOSTILE})
+    return {"text": HOSTILE}
+
+
+def flood(tell: Tell) -> Data:
+    """Tell more than a slow page can follow."""
+    for number in range(FLOOD):
+        tell(micro_batch("end", 0, number))
+    tell({"kind": "step", "step": 0})
+    return {}
+
+
+EXPERIMENTS: tuple[Callable[[Tell], Data], ...] = (*(counting, endless, stuck, deaf, greedy, failing, noisy, flood),)
+
+
+def repertoire() -> Repertoire:
+    """Return all that the guide has, and what misbehaves."""
+    real = everything()
+    own = {run.__name__: Experiment(name=run.__name__, question="?", run=run, seconds=1.0) for run in EXPERIMENTS}
+    warmed: list[str] = []
+    own["warmed"] = Experiment(name="warmed", question="?", run=lambda _tell: {"warmed": warmed}, seconds=1.0)
+    only_recorded = Experiment(name="only_recorded", question="?", run=counting, seconds=600.0, runs_here=False)
+    return Repertoire(
+        experiments={**real.experiments, **own, "only_recorded": only_recorded},
+        playground=real.playground,
+        warm=lambda: warmed.append("once"),
+    )
+
+
+def main(words: Sequence[str]) -> None:
+    """Become a worker."""
+    if words:
+        watch_connections(Path(words[0]))
+    work(repertoire)

@@ -1,0 +1,139 @@
+/**
+ * Builds the page into a folder: `node make/page.js [FOLDER]`, by default the one that is committed.
+ * The script is built, then a version of it that renders the page beforehand, then the files are put together.
+ * The same sources give the same bytes, wherever they lie.
+ */
+import { mkdtempSync, mkdirSync, readFileSync, rmSync, writeFileSync } from "node:fs";
+import { tmpdir } from "node:os";
+import { join, resolve } from "node:path";
+import { pathToFileURL } from "node:url";
+
+import { svelte } from "@sveltejs/vite-plugin-svelte";
+import { build } from "vite";
+
+import settings from "../svelte.config.js";
+import { quoted, ROOT } from "./code.js";
+import { digest, sha256, sources } from "./digest.js";
+import { mathFont } from "./font.js";
+import { proseOnce } from "./prose.js";
+import { recordings, recordingElements } from "./recordings.js";
+
+const WEB = join(ROOT, "guide/web");
+const TOOLS = ["@fontsource/stix-two-math", "katex", "shiki", "subset-font", "svelte", "typescript", "vite"];
+
+const folder = resolve(process.argv[2] ?? join(ROOT, "guide/src/anybatch_guide/dist"));
+const work = mkdtempSync(join(tmpdir(), "anybatch-page-"));
+try {
+  const { script, style } = await builtScript();
+  const all = recordings();
+  const { render } = await import(pathToFileURL(await builtRenderer()).href);
+  const { body, used } = render(all);
+  /** @type {Map<string, string | Uint8Array>} */
+  const files = new Map();
+  files.set("app.js", script);
+  files.set("app.css", style);
+  files.set("math.woff2", await mathFont());
+  files.set("index.html", page(body, recordingElements(all, used)));
+  for (const [name, text] of all) files.set(`rec/${name}.json`, text);
+  files.set("BUILD.json", account(files));
+  write(files);
+} finally {
+  rmSync(work, { recursive: true });
+}
+
+/** The script that brings the page to life, and the style sheet. */
+async function builtScript() {
+  const built = await build({
+    ...common([...settings.preprocess, proseOnce()]),
+    build: {
+      write: false,
+      target: "es2022",
+      cssTarget: ["chrome123", "firefox120", "safari17.5"], // which have light-dark(): it stays as it is
+      modulePreload: false,
+      assetsInlineLimit: 0,
+      cssCodeSplit: false,
+      // no module: a page that is opened from a disk may load plain scripts only
+      rolldownOptions: { input: join(WEB, "src/main.ts"), output: { format: "iife", entryFileNames: "app.js", assetFileNames: "app.[ext]" } },
+    },
+  });
+  const outputs = [built].flat().flatMap((one) => ("output" in one ? one.output : []));
+  const script = outputs.find((one) => one.type === "chunk");
+  const style = outputs.find((one) => one.type === "asset" && one.fileName.endsWith(".css"));
+  if (script?.type !== "chunk" || style?.type !== "asset" || outputs.length !== 2) {
+    throw new Error(`expected one script and one style sheet, got ${outputs.map((one) => one.fileName).join(", ")}`);
+  }
+  return { script: script.code, style: String(style.source) };
+}
+
+/** The same page as a program that renders it. */
+async function builtRenderer() {
+  await build({
+    ...common(settings.preprocess),
+    ssr: { noExternal: true },
+    build: { ssr: join(WEB, "src/prerender.ts"), outDir: work, target: "node20", emptyOutDir: true, rolldownOptions: { output: { entryFileNames: "prerender.mjs" } } },
+  });
+  return join(work, "prerender.mjs");
+}
+
+/**
+ * @param {import("svelte/compiler").PreprocessorGroup[]} preprocess
+ * @returns {import("vite").InlineConfig}
+ */
+function common(preprocess) {
+  return {
+    root: WEB,
+    configFile: false,
+    logLevel: "warn",
+    publicDir: false,
+    plugins: [
+      svelte({
+        ...settings,
+        configFile: false,
+        preprocess,
+        onwarn: (warning, otherwise) => {
+          if (warning.code !== "a11y_missing_content") otherwise?.(warning); // prose that travels once looks empty to it
+        },
+      }),
+    ],
+  };
+}
+
+/**
+ * @param {string} body
+ * @param {string} data
+ */
+function page(body, data) {
+  return readFileSync(join(WEB, "index.html"), "utf8")
+    .replace(/<!--note:.*?-->\n/s, "")
+    .replace(/<script type="module".*<\/script>/, "")
+    .replace("<!--assets-->", '<link rel="stylesheet" href="app.css">\n<script defer src="app.js"></script>')
+    .replace("<!--page-->", () => body)
+    .replace("<!--recordings-->", () => data)
+    .replace(/\n{2,}/g, "\n");
+}
+
+/**
+ * What the files were made from, and their own digests.
+ * @param {Map<string, string | Uint8Array>} files
+ */
+function account(files) {
+  const lock = JSON.parse(readFileSync(join(WEB, "package-lock.json"), "utf8"));
+  const paths = sources(quoted);
+  const text = {
+    sources: digest(paths),
+    quoted: [...quoted].sort(),
+    tools: Object.fromEntries(TOOLS.map((name) => [name, lock.packages[`node_modules/${name}`].version])),
+    files: Object.fromEntries([...files].sort(([a], [b]) => (a < b ? -1 : 1)).map(([name, bytes]) => [name, sha256(bytes)])),
+  };
+  return `${JSON.stringify(text, undefined, 2)}\n`;
+}
+
+/**
+ * Write into an empty folder, so that nothing is left of an earlier build.
+ * @param {Map<string, string | Uint8Array>} files
+ */
+function write(files) {
+  rmSync(folder, { recursive: true, force: true });
+  mkdirSync(join(folder, "rec"), { recursive: true });
+  for (const [name, bytes] of files) writeFileSync(join(folder, name), bytes);
+}

@@ -1,0 +1,43 @@
+/** The recordings of guide/web/recordings: what stands behind the page's numbers. */
+import { readdirSync, readFileSync } from "node:fs";
+import { fileURLToPath } from "node:url";
+
+const FOLDER = fileURLToPath(new URL("../recordings/", import.meta.url));
+
+/** @typedef {{ name: string, question: string, made: object, data: object }} Recording */
+
+/** @returns {Map<string, string>} name to the file's text */
+export function recordings() {
+  const names = readdirSync(FOLDER).filter((name) => name.endsWith(".json")).sort();
+  return new Map(names.map((name) => [name.slice(0, -".json".length), readFileSync(FOLDER + name, "utf8")]));
+}
+
+/**
+ * What the page says about every recording, also about those it fetches when they are needed.
+ * @param {Map<string, string>} all
+ */
+export function about(all) {
+  return Object.fromEntries([...all].map(([name, text]) => {
+    const { question, made } = /** @type {Recording} */ (JSON.parse(text));
+    return [name, { question, made }];
+  }));
+}
+
+/**
+ * Elements that hold recordings in the page.
+ * @param {Map<string, string>} all
+ * @param {Iterable<string>} embedded
+ */
+export function recordingElements(all, embedded = all.keys()) {
+  const elements = [element("rec-index", JSON.stringify(about(all)))];
+  for (const name of [...embedded].sort()) elements.push(element(`rec-${name}`, (all.get(name) ?? "").trim()));
+  return elements.join("\n");
+}
+
+/**
+ * @param {string} id
+ * @param {string} json
+ */
+function element(id, json) {
+  return `<script type="application/json" id="${id}">${json.replaceAll("<", "\\u003c")}</script>`;
+}

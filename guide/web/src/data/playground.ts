@@ -1,0 +1,239 @@
+/** The playground without a document: what a run is, how lines become one, which recorded run is nearest. */
+import { oneOf, real, whole, type ValueOf } from "./address";
+import type { Category, Line, Made, Setting } from "./types";
+
+/** A run as the page holds it, recorded or live: columns by step. */
+export interface Run {
+  setting: Setting;
+  status: "running" | "completed" | "stopped" | "failed";
+  message?: string;
+  losses: (number | null)[];
+  gradient_norms: (number | null)[];
+  learning_rates: (number | null)[];
+  relative_differences: (number | null)[];
+  /** Bytes at the highest moment of the step that was looked at, by what they hold. */
+  peak: Record<string, number>;
+  samples_per_second: number | null;
+  digest: string | null;
+  surfaces: { step: number; values: string }[];
+}
+
+export interface Beginning {
+  steps: number;
+  adamw: number;
+  sgd: number;
+  norm: Setting["norm"];
+  classes: number;
+}
+
+/** What the page holds from the start. */
+export interface Opening {
+  runs: Run[];
+  beginnings: Record<Setting["task"], Beginning>;
+  limits: Record<string, [number, number]>;
+  together: { effective: number; samples: number; bytes: number };
+  sample_bytes: Record<Setting["task"], number>;
+  programs: Record<Setting["mistake"], string>;
+  examples: { setting: Setting; python: string; command: string }[];
+}
+
+export interface Grid {
+  runs: Run[];
+  points?: [number, number, number][];
+  extent?: number;
+}
+
+export const TASKS = ["digits", "spirals", "shapes", "text"] as const;
+export const MISTAKES = ["", "no_division", "zero_each", "clip_each", "schedule_each", "drop_tail", "mean_of_means"] as const;
+export const MISTAKE_NAMES: Record<Setting["mistake"], string> = {
+  "": "none: the engine",
+  no_division: "forget to divide",
+  zero_each: "zero in every micro-batch",
+  clip_each: "clip in every micro-batch",
+  schedule_each: "schedule in every micro-batch",
+  drop_tail: "drop the tail",
+  mean_of_means: "mean of means",
+};
+
+const SHAPE = {
+  task: oneOf(...TASKS),
+  norm: oneOf("batch", "group", "none"),
+  micro: whole(1, 256),
+  accumulation: whole(1, 64),
+  optimizer: oneOf("sgd", "adamw"),
+  rate: real(1e-6, 10),
+  steps: whole(1, 2000),
+  seed: whole(0, 2 ** 32 - 1),
+  precision: oneOf("fp32", "bf16"),
+  mistake: oneOf(...MISTAKES),
+};
+type Address = ValueOf<typeof SHAPE>;
+
+/** How a setting stands in an address. */
+export const addressShape = SHAPE;
+
+export function toAddress(setting: Setting): Address {
+  const { micro_batch_size: micro, accumulation_steps: accumulation, learning_rate: rate, ...same } = setting;
+  return { ...same, micro, accumulation, rate };
+}
+
+export function fromAddress(address: Address): Setting {
+  const { micro, accumulation, rate, ...same } = address;
+  return { ...same, micro_batch_size: micro, accumulation_steps: accumulation, learning_rate: rate };
+}
+
+/** Why the engine would refuse a setting, or null: the same rules as in guide/src/anybatch_guide/setting.py. */
+export function refusal(setting: Setting, opening: Opening): string | null {
+  const { effective, samples, bytes } = opening.together;
+  const size = setting.micro_batch_size * setting.accumulation_steps;
+  if (setting.norm !== "none" && setting.task !== "shapes") return "Only shapes have a norm to choose.";
+  if (setting.mistake !== "" && setting.precision !== "fp32") return "Loops with a mistake run in float32 only.";
+  if (size > effective) return `A step may have ${effective} samples at most.`;
+  if (size * setting.steps > samples) return "That is too much work: take fewer steps, or smaller batches.";
+  if (size * opening.sample_bytes[setting.task] > bytes) return "The batch at once, which runs beside it, would take too much memory.";
+  return null;
+}
+
+/** The setting with what its task begins with, where the task is another one. */
+export function withTask(setting: Setting, task: Setting["task"], opening: Opening): Setting {
+  const own = opening.beginnings[task];
+  return { ...setting, task, norm: own.norm, steps: own.steps, learning_rate: own[setting.optimizer] };
+}
+
+export function same(one: Setting, other: Setting): boolean {
+  return (Object.keys(one) as (keyof Setting)[]).every((key) => one[key] === other[key]);
+}
+
+/** The recorded run that is nearest to a wish: what was changed last counts most, then mistake, optimizer, norm, cut. */
+export function nearest(wish: Setting, runs: readonly Run[], changed?: keyof Setting): Run | undefined {
+  const far = (run: Run): number => {
+    const { setting } = run;
+    const doublings = (key: "micro_batch_size" | "accumulation_steps") => Math.abs(Math.log2(setting[key] / wish[key]));
+    let sum = doublings("micro_batch_size") + doublings("accumulation_steps");
+    if (setting.mistake !== wish.mistake) sum += 100;
+    if (setting.norm !== wish.norm) sum += 50;
+    if (setting.optimizer !== wish.optimizer) sum += 25;
+    if (changed && setting[changed] !== wish[changed]) sum += 1000;
+    return sum;
+  };
+  return runs.filter((run) => run.setting.task === wish.task).reduce<Run | undefined>((best, run) => (best === undefined || far(run) < far(best) ? run : best), undefined);
+}
+
+/** The program that does what a setting does: the template with its names filled. */
+export function program(template: string, setting: Setting): string {
+  const values: Record<string, string> = {
+    ...Object.fromEntries(Object.entries(setting).map(([key, value]) => [key, String(value)])),
+    effective_batch_size: String(setting.micro_batch_size * setting.accumulation_steps),
+    optimizer_class: setting.optimizer === "sgd" ? "SGD" : "AdamW",
+  };
+  return template.replace(/\$([a-z_]+)/g, (whole_, name: string) => values[name] ?? whole_);
+}
+
+/** The command line that does it; what is as by default is left out. */
+export function commandLine(setting: Setting, usual: Setting): string {
+  const words = (Object.keys(usual) as (keyof Setting)[]).filter((key) => setting[key] !== usual[key]).map((key) => `${key}=${setting[key]}`);
+  return ["python -m anybatch_guide.play", ...words].join(" ");
+}
+
+/** Bytes by the five things that fill memory; what is small goes with what it is most like. */
+export function inFive(peak: Record<string, number>): Partial<Record<Category, number>> {
+  return {
+    weights: (peak["weights"] ?? 0) + (peak["buffers"] ?? 0),
+    gradients: peak["gradients"] ?? 0,
+    optimizer: peak["optimizer"] ?? 0,
+    activations: (peak["activations"] ?? 0) + (peak["inputs"] ?? 0),
+    temporary: peak["temporaries"] ?? 0,
+  };
+}
+
+export function total(peak: Record<string, number>): number {
+  return Object.values(peak).reduce((sum, bytes) => sum + bytes, 0);
+}
+
+/** A run that grows line by line. */
+export class Growing {
+  readonly run: Run;
+  readonly id: string;
+  made: Made | null = null;
+  /** Where it stands: step and micro-batch, both from 0. */
+  step = 0;
+  position = -1;
+  #begun = 0;
+  #samples = 0;
+  #seconds = 0;
+  #paused = false;
+
+  constructor(id: string, setting: Setting) {
+    this.id = id;
+    this.run = {
+      setting,
+      status: "running",
+      losses: [],
+      gradient_norms: [],
+      learning_rates: [],
+      relative_differences: [],
+      peak: {},
+      samples_per_second: null,
+      digest: null,
+      surfaces: [],
+    };
+  }
+
+  /** A step during which it was paused says nothing about its speed. */
+  pause(): void {
+    this.#paused = true;
+  }
+
+  take(lines: readonly Line[]): void {
+    for (const line of lines) this.#take(line);
+  }
+
+  #take(line: Line): void {
+    const { run } = this;
+    switch (line.kind) {
+      case "micro_batch":
+        this.step = Number(line["step"]);
+        this.position = Number(line["position"]);
+        if (line["event"] === "begin" && this.position === 0) this.#begun = Number(line["time_seconds"]);
+        break;
+      case "step": {
+        run.losses.push(finite(line["loss"]));
+        run.gradient_norms.push(finite(line["gradient_norm"]));
+        run.learning_rates.push(finite((line["learning_rates"] as unknown[])[0]));
+        this.#time(line);
+        break;
+      }
+      case "guide.match":
+        run.relative_differences.push(finite(line["relative_difference"]));
+        break;
+      case "guide.memory": {
+        const bytes = line["category_bytes"] as Record<string, number>;
+        if (total(bytes) > total(run.peak)) run.peak = bytes;
+        break;
+      }
+      case "guide.surface":
+        run.surfaces.push({ step: Number(line["step"]), values: String(line["values"]) });
+        break;
+      case "end":
+        run.status = line["status"] as Run["status"];
+        run.message = String(line["message"] ?? "");
+        run.digest = (line["digest"] as string | null) ?? null;
+        break;
+    }
+  }
+
+  /** The first two steps are slow: one makes the optimizer's state, the other is looked at. */
+  #time(line: Line): void {
+    if (Number(line["step"]) > 1 && !this.#paused) {
+      this.#samples += Number(line["num_samples"]);
+      this.#seconds += Number(line["time_seconds"]) - this.#begun;
+      if (this.#seconds > 0) this.run.samples_per_second = this.#samples / this.#seconds;
+    }
+    this.#paused = false;
+  }
+}
+
+/** A number that is one; those that JSON lacks come as words. */
+function finite(value: unknown): number | null {
+  return typeof value === "number" && Number.isFinite(value) ? value : null;
+}

@@ -1,0 +1,46 @@
+/** What a claim's recording holds: see guide/src/anybatch_guide/claims/claim.py. */
+export type Verdict = "true" | "only_if" | "false";
+
+export interface ClaimNumber {
+  label: string;
+  unit: string;
+  /** A word where JSON has no number: "Infinity". */
+  value: number | string;
+}
+
+export interface ClaimData {
+  claim: string;
+  side: "advantage" | "limitation" | "recipe";
+  title: string;
+  said: string;
+  sources: string[];
+  how: string;
+  rule: string;
+  verdict: Verdict;
+  text: string;
+  numbers: Record<string, ClaimNumber>;
+}
+
+export const VERDICTS: Record<Verdict, { name: string; mark: string }> = {
+  true: { name: "true", mark: "✓" },
+  only_if: { name: "true only if", mark: "≈" },
+  false: { name: "false", mark: "✕" },
+};
+
+/** A text in pieces: words, and names of numbers. */
+export function pieces(text: string): { words?: string; name?: string }[] {
+  return text
+    .split(/(\{\w+\})/)
+    .filter((piece) => piece !== "")
+    .map((piece) => (piece.startsWith("{") ? { name: piece.slice(1, -1) } : { words: piece }));
+}
+
+/** How a number is shown: with a unit of `Value`, and few digits unless it is counted. */
+export function shape(number: ClaimNumber): { value: number; unit?: string; digits?: number } {
+  const value = Number(number.value);
+  if (number.unit === "bytes") return { value, unit: "bytes" };
+  if (number.unit === "%") return { value, unit: "%", digits: 3 };
+  if (number.unit === "x") return { value, unit: "times", digits: 2 };
+  if (number.unit !== "") return { value };
+  return Number.isInteger(value) ? { value } : { value, digits: Math.abs(value) < 0.01 ? 2 : 3 };
+}

@@ -1,0 +1,81 @@
+/** The planner's arithmetic against Python's, on a thousand random plans: guide/tests/planner_cases.py writes them. */
+import { createHash } from "node:crypto";
+import { readFileSync } from "node:fs";
+
+import { describe, expect, test } from "vitest";
+
+import { budgetOf, byPurpose, envelopes, evenSize, plan, unpacked, type Envelope, type PlannerData } from "../src/math/planner";
+import { CATEGORIES, geometry, inBytes, words } from "../src/math/words";
+
+type Case = [
+  variant: number, device: string, total: number, effective: number, ranks: number, headroom: number,
+  largest: number, size: number, steps: number, peak: number, reserved: number,
+  activations: number, binds: string, digest: string,
+];
+
+const file = (path: string) => new URL(path, import.meta.url);
+const golden = JSON.parse(readFileSync(file("planner.golden.json"), "utf8")) as Case[];
+const data = (JSON.parse(readFileSync(file("../recordings/memory_planner.json"), "utf8")) as { data: PlannerData }).data;
+
+describe("a plan", () => {
+  const steps = new Map<number, [Envelope, Envelope]>();
+  const stepsOf = (number: number): [Envelope, Envelope] => {
+    const found = steps.get(number) ?? envelopes(data, data.variants[number]!);
+    steps.set(number, found);
+    return found;
+  };
+
+  test("is that of Python, in a thousand random cases", { timeout: 600_000 }, () => {
+    expect(golden.length).toBe(1000);
+    const wrong = [];
+    for (const row of golden) {
+      const [number, device, total, effective, ranks, headroom, ...expected] = row;
+      const name = /^\d+GiB$/.test(device) ? "" : device;
+      const budget = budgetOf(data, name, total, ranks, headroom);
+      const found = plan(data, data.variants[number]!, stepsOf(number), { budget, effective, ranks });
+      const activations = byPurpose(data, found).find(([purpose]) => purpose === "activations")?.[1] ?? 0;
+      const digest = createHash("sha256").update(words(found).join("\n")).digest("hex").slice(0, 16);
+      const numbers = [found.largest, found.size, found.steps, found.peak.bytes, found.reserved, activations, found.binds, digest];
+      if (JSON.stringify(numbers) !== JSON.stringify(expected)) wrong.push({ row, numbers, words: words(found) });
+    }
+    expect(wrong).toEqual([]);
+  });
+
+  test("has categories in the order of the recording", () => {
+    expect(data.categories).toEqual(CATEGORIES);
+  });
+
+  test("never takes more than the device is to give, and adds up", { timeout: 600_000 }, () => {
+    for (const [number, , total, effective, ranks, headroom] of golden.slice(0, 40)) {
+      const found = plan(data, data.variants[number]!, stepsOf(number), { budget: budgetOf(data, "", total, ranks, headroom), effective, ranks });
+      expect(found.peak.held.reduce((sum, bytes) => sum + bytes, 0)).toBe(found.peak.bytes);
+      if (found.largest) expect(found.reserved).toBeLessThanOrEqual(found.budget.usable);
+      expect(found.size * found.steps * ranks).toBeGreaterThanOrEqual(effective);
+    }
+  });
+});
+
+describe("numbers", () => {
+  test("unpack copies that overlap what they make", () => {
+    expect(unpacked([7, 0, 1, 3, 5, 0, 2, 3])).toEqual([7, 7, 7, 7, 5, 7, 5, 7]);
+  });
+
+  test("are cut into even parts", () => {
+    expect(evenSize(64, 20)).toBe(16);
+    expect(evenSize(64, 64)).toBe(64);
+    expect(evenSize(5, 2)).toBe(2);
+  });
+
+  test("are rounded as Python rounds them, half to even", () => {
+    expect([1.125, 1.375, 2.5].map((value) => inBytes(value * 2 ** 30))).toEqual(["1.12 GiB", "1.38 GiB", "2.50 GiB"]);
+    expect([999, 1000, 1023.5 * 1024, 0].map(inBytes)).toEqual(["999 bytes", "0.977 KiB", "1.00 MiB", "0 bytes"]);
+  });
+});
+
+describe("geometry", () => {
+  test("says what is ragged", () => {
+    expect(geometry(256, 2, 16)).toBe("256 samples = 2 ranks x 8 micro-batches x 16");
+    expect(geometry(64, 3, 11)).toBe("64 samples = 3 ranks x 2 micro-batches x 11, ragged: rank 0: 2 x 11; ranks 1-2: 11 + 10");
+    expect(geometry(1, 2, 1)).toBe("1 sample = 2 ranks x 1 micro-batch x 1, ragged: rank 0: 1; rank 1: nothing");
+  });
+});

@@ -1,6 +1,0 @@
-"""The claim "sync_batch_norm", measured and judged; see guide/claims/catalogue.py."""
-
-from anybatch.guide.claims.catalogue import CLAIMS
-from anybatch.guide.claims.claim import experiment_of
-
-EXPERIMENT = experiment_of(CLAIMS["sync_batch_norm"])

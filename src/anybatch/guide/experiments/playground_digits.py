@@ -1,5 +1,0 @@
-"""Runs of the playground's task `digits`, for a page without an engine."""
-
-from anybatch.guide.grid import digits, experiment_of
-
-EXPERIMENT = experiment_of("digits", digits(), seconds=70)

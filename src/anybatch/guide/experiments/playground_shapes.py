@@ -1,5 +1,0 @@
-"""Runs of the playground's task `shapes`, for a page without an engine."""
-
-from anybatch.guide.grid import experiment_of, shapes
-
-EXPERIMENT = experiment_of("shapes", shapes(), seconds=25)

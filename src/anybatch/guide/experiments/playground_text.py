@@ -1,5 +1,0 @@
-"""Runs of the playground's task `text`, for a page without an engine."""
-
-from anybatch.guide.grid import experiment_of, text
-
-EXPERIMENT = experiment_of("text", text(), seconds=40)
