@@ -25,6 +25,7 @@ from torch.nn import functional
 import anybatch as ab
 from anybatch.core.geometry import ceil_div
 from anybatch.engine.micro_batch_size.search import Auto
+from anybatch.engine.spec import TrainSpec
 from anybatch.planner.envelopes import find_envelopes
 from anybatch.planner.trace.step_spec import StepSpec
 from anybatch.recipes.planning.size_limit import planned_largest
@@ -178,7 +179,10 @@ class Asked:
         declared = ab.mean_over_samples(loss)
         device = torch.device("cpu")
         self._plan = planned_largest(
-            case.model, optimizer, declared, device=device, budget_bytes=num_bytes, headroom=0.0
+            lambda: TrainSpec(model=case.model(), optimizer=optimizer, loss=declared),
+            device=device,
+            budget_bytes=num_bytes,
+            headroom=0.0,
         )
         self.seconds = 0.0
 
@@ -238,9 +242,7 @@ def row_of_asking(case: Case, *, enforced: bool) -> str:
 def planned_bytes(case: Case, size: int) -> int:
     """Return what a step in micro-batches of `size` is planned to hold."""
     spec = StepSpec(
-        model=case.model,
-        optimizer=optimizer,
-        loss=ab.mean_over_samples(loss),
+        train=lambda: TrainSpec(model=case.model(), optimizer=optimizer, loss=ab.mean_over_samples(loss)),
         sample=case.batch,
         strategy="single",
         profile="cpu",

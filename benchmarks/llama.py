@@ -16,6 +16,7 @@ from torch.optim import AdamW
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from anybatch.core.loss import mean_over_samples
+from anybatch.engine.spec import TrainSpec
 from anybatch.planner.trace.step_spec import StepSpec
 
 Tokens = tuple[torch.Tensor, torch.Tensor]
@@ -183,13 +184,14 @@ def loss(model: nn.Module, batch: Tokens) -> torch.Tensor:
     return F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())
 
 
-def spec(shape: Shape, **how: Any) -> StepSpec:  # noqa: ANN401 (fields of a spec)
+def spec(shape: Shape, **how: Any) -> StepSpec:  # noqa: ANN401 (fields of a spec, `model` and `precision`)
     """Return the training of a model of that shape."""
     sample = torch.zeros(1, shape.num_tokens, dtype=torch.long, device="meta")
-    chosen = {
-        "model": partial(Llama, shape),
-        "optimizer": partial(AdamW, foreach=True),
-        "loss": mean_over_samples(loss),
-        "sample": (sample, sample),
-    }
-    return StepSpec(**chosen | how)
+    make = how.pop("model", partial(Llama, shape))
+    precision = how.pop("precision", "fp32")
+    optimizer, mean = partial(AdamW, foreach=True), mean_over_samples(loss)
+
+    def train() -> TrainSpec:
+        return TrainSpec(model=make(), optimizer=optimizer, loss=mean, precision=precision)
+
+    return StepSpec(train=train, sample=(sample, sample), **how)

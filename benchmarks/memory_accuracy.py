@@ -26,6 +26,7 @@ from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
 import anybatch as ab
+from anybatch.engine.spec import TrainSpec
 from anybatch.memory.ledger import MemoryLedger
 from anybatch.memory.trace import MemoryEnvelope, fit
 from anybatch.planner.trace.step_spec import StepSpec
@@ -195,16 +196,13 @@ class Case:
 
     def spec(self) -> StepSpec:
         """Return what is planned."""
-        return StepSpec(
-            model=self.model,
-            optimizer=self.optimizer,
-            loss=self.loss,
-            sample=self.batch(1),
-            clip=1.0,
-            world_size=self.world_size,
-            profile="cpu",
-            **self.options,
-        )
+        options = dict(self.options)
+        strategy = options.pop("strategy", "auto")
+
+        def train() -> TrainSpec:
+            return TrainSpec(model=self.model(), optimizer=self.optimizer, loss=self.loss, clip=1.0, **options)
+
+        return StepSpec(train=train, sample=self.batch(1), strategy=strategy, world_size=self.world_size, profile="cpu")
 
 
 TOKENS, SAMPLES = ab.mean_over_tokens(next_token, shift=False), ab.mean_over_samples(of_class)

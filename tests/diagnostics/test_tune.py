@@ -12,6 +12,7 @@ import anybatch as ab
 from anybatch.diagnostics import TuneReport, tune
 from anybatch.diagnostics.figure import draw_tuning
 from anybatch.diagnostics.tune import LoadingResult, SizeResult, default_sizes
+from anybatch.engine.spec import TrainSpec
 from anybatch.errors import BatchSizeError, UserError
 
 NUM_SAMPLES = 48
@@ -74,9 +75,11 @@ def tuned(clock: Clock, model: nn.Module, *, seconds: float = 0.0, **options: An
             super().step(closure)
 
     return tune(
-        lambda: model,
-        lambda named: Slow(named, lr=1e-6),
-        ab.mean_over_samples(lambda net, batch: net(batch).square().mean()),
+        TrainSpec(
+            model=model,
+            optimizer=lambda named: Slow(named, lr=1e-6),
+            loss=ab.mean_over_samples(lambda net, batch: net(batch).square().mean()),
+        ),
         lambda _: ab.batches(Samples(clock, seconds), effective_batch_size=NUM_SAMPLES, epochs=6),
         clock=clock,
         world=ab.World(),
@@ -243,6 +246,24 @@ def test_figure(tmp_path: Path) -> None:
         draw_tuning(report_of(), tmp_path / "curves.gif")
 
 
+def test_what_is_timed_is_what_is_trained() -> None:
+    """Steps are those of the whole `TrainSpec`: clipped to nothing, they leave the parameters as they were."""
+    model = nn.Linear(5, 3)
+    before = model.weight.detach().clone()
+    tune(
+        TrainSpec(
+            model=model,
+            optimizer=lambda named: torch.optim.SGD(named, lr=1.0),
+            loss=ab.mean_over_samples(lambda net, batch: net(batch).square().mean()),
+            clip=1e-12,
+        ),
+        lambda _: ab.batches(Samples(Clock(), 0.0), effective_batch_size=NUM_SAMPLES, epochs=6),
+        world=ab.World(),
+    )
+
+    torch.testing.assert_close(model.weight, before)
+
+
 class Counted(torch.utils.data.IterableDataset[torch.Tensor]):
     """A stream: what has no index can be tuned on, too."""
 
@@ -255,9 +276,11 @@ def test_streams() -> None:
     clock = Clock()
     model = Model(clock)
     report = tune(
-        lambda: model,
-        lambda named: torch.optim.SGD(named, lr=1e-6),
-        ab.mean_over_samples(lambda net, batch: net(batch).square().mean()),
+        TrainSpec(
+            model=model,
+            optimizer=lambda named: torch.optim.SGD(named, lr=1e-6),
+            loss=ab.mean_over_samples(lambda net, batch: net(batch).square().mean()),
+        ),
         lambda _: ab.batches(Counted(), effective_batch_size=12, shuffle=False),
         num_workers=[0],
         clock=clock,

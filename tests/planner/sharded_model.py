@@ -14,6 +14,7 @@ import anybatch as ab
 from anybatch.memory.ledger import MemoryLedger
 from anybatch.planner.trace.fsdp_trace import resizes_booked
 from anybatch.planner.trace.step_spec import StepSpec
+from tests.planner.step_specs import step_spec
 
 Tokens = tuple[torch.Tensor, torch.Tensor]
 
@@ -68,8 +69,8 @@ def sharded_task(world_size: int) -> StepSpec:
     """Return the spec of training the network, planned as it allocates on a CPU."""
     sample = torch.zeros(1, NUM_TOKENS, dtype=torch.long)
     mean = ab.mean_over_samples(loss)
-    return StepSpec(
-        model=Network, optimizer=adamw, loss=mean, sample=(sample, sample.clone()), world_size=world_size, profile="cpu"
+    return step_spec(
+        Network, optimizer=adamw, loss=mean, sample=(sample, sample.clone()), world_size=world_size, profile="cpu"
     )
 
 

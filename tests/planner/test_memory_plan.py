@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.profiler import record_function
 
 import anybatch as ab
+from anybatch.engine.spec import Hardware, TrainSpec
 from anybatch.errors import CannotPlanError, PlanError
 from anybatch.memory.ledger import MemoryLedger
 from anybatch.memory.trace import MemoryEnvelope, fit, in_order
@@ -23,6 +24,7 @@ from anybatch.planner.trace.cuda_emulation import Profile
 from anybatch.planner.trace.step_spec import StepSpec
 from anybatch.planner.trace.step_trace import NUM_MICRO_BATCHES, Tracing, trace_step
 from tests.planner.profiled import most_allocated
+from tests.planner.step_specs import changed, step_spec
 
 Batch = dict[str, torch.Tensor]
 
@@ -80,7 +82,7 @@ def numbers(count: int) -> Batch:
 def small(profile: Profile = "cpu", **options: Any) -> StepSpec:
     """Return a spec that is the perceptron's but for what is given."""
     defaults: dict[str, Any] = {"model": perceptron, "optimizer": adamw, "loss": ab.mean_over_samples(of_numbers)}
-    return StepSpec(**{**defaults, "sample": numbers(1), "profile": profile, "rng": None, **options})
+    return step_spec(**{**defaults, "sample": numbers(1), "profile": profile, "rng": None, **options})
 
 
 CASES: dict[str, tuple[StepSpec, Callable[[int], Batch]]] = {
@@ -95,19 +97,12 @@ CASES: dict[str, tuple[StepSpec, Callable[[int], Batch]]] = {
 
 def run(spec: StepSpec, batch: Batch, micro_batch_size: int) -> MemoryLedger:
     """Take two steps with the real engine; return the ledger, with the second one in "second" to "end"."""
-    make: Any = spec.model
+    make = spec.train
+    assert not isinstance(make, TrainSpec)
     with MemoryLedger() as ledger:
-        engine = ab.Engine(
-            make(),
-            spec.optimizer,
-            spec.loss,
-            micro_batch_size=micro_batch_size,
-            precision=spec.precision,
-            clip=spec.clip,
-            average_decay=spec.average_decay,
-            rng=spec.rng,
-            check_loss=False,
-            world=ab.World(),
+        engine = ab.Engine.from_spec(
+            dataclasses.replace(make(), check_loss=False),
+            Hardware(micro_batch_size=micro_batch_size, world=ab.World()),
         )
         # The batch belongs to what is booked: it is there before the step.
         ledger.hold("inputs", batch.values())
@@ -291,7 +286,7 @@ def test_an_effective_batch_of_a_joint_loss_is_seen_whole() -> None:
     inputs = (48 - NUM_MICRO_BATCHES * 6) * 16 * 4
     assert expected <= found + inputs <= expected + 4 * 6 * 16 * 4
     with pytest.raises(PlanError, match="effective_batch_size"):
-        trace_step(dataclasses.replace(spec, effective_batch_size=None), 2)
+        trace_step(changed(spec, effective_batch_size=None), 2)
 
 
 def target(num_bytes: int, *, headroom: float = 0.0, most_samples: int = 10**9) -> PlanTarget:
@@ -383,7 +378,7 @@ def recurrent(layer: Callable[[], nn.Module], profile: Profile) -> StepSpec:
         return rows.square().mean()
 
     spec = small(profile, loss=ab.mean_over_samples(all_rows))
-    return dataclasses.replace(spec, model=layer, sample={"x": torch.zeros(1, 5, 3)})
+    return dataclasses.replace(changed(spec, model=layer), sample={"x": torch.zeros(1, 5, 3)})
 
 
 @pytest.mark.parametrize(

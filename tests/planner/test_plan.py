@@ -27,6 +27,7 @@ from anybatch.planner.report import Plan
 from anybatch.planner.trace.blocks import Keeping, checkpoint_blocks, repeated_blocks
 from anybatch.planner.trace.step_spec import StepSpec
 from anybatch.planner.trace.step_trace import trace_step
+from tests.planner.step_specs import changed, step_spec
 
 VOCABULARY, TIME, WIDTH = 8192, 1024, 16
 MIB = 2**20
@@ -98,8 +99,8 @@ def adamw(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
 
 def task_of_classes(num_blocks: int = 4, width: int = 32) -> StepSpec:
     """Return a spec without logits to speak of."""
-    return StepSpec(
-        model=partial(Net, num_blocks, width),
+    return step_spec(
+        partial(Net, num_blocks, width),
         optimizer=adamw,
         loss=ab.mean_over_samples(classes),
         sample=torch.zeros(1, width),
@@ -108,8 +109,8 @@ def task_of_classes(num_blocks: int = 4, width: int = 32) -> StepSpec:
 
 def task_of_language(chunk: int | None = None) -> StepSpec:
     """Return a spec that consists of logits."""
-    return StepSpec(
-        model=partial(Language, chunk),
+    return step_spec(
+        partial(Language, chunk),
         optimizer=adamw,
         loss=ab.mean_over_samples(language),
         sample=torch.zeros(1, TIME, dtype=torch.int64),
@@ -154,12 +155,12 @@ def test_checkpointing_is_planned_as_it_is(keeping: Keeping) -> None:
     spec = task_of_classes()
     names = {"inputs": "checkpointing", "products": "checkpointing all but products"}
     change = next(one for one in possible_changes(spec) if one.name == names[keeping])
-    built = StepSpec(model=checkpoint_blocks(Net(), keeping), optimizer=adamw, loss=spec.loss, sample=spec.sample)
+    by_hand_spec = changed(spec, model=lambda: checkpoint_blocks(Net(), keeping))
 
-    plain, changed, by_hand = (trace_step(one, 64).steady.peak_bytes for one in (spec, change.spec, built))
+    plain, proposed, by_hand = (trace_step(one, 64).steady.peak_bytes for one in (spec, change.spec, by_hand_spec))
 
-    assert changed == by_hand
-    assert changed < plain
+    assert proposed == by_hand
+    assert proposed < plain
 
 
 def test_loss_in_chunks_is_planned_as_by_hand() -> None:
@@ -188,9 +189,7 @@ def test_fused_update_takes_no_temporaries() -> None:
 
 def test_what_is_proposed_fits_and_one_more_does_not() -> None:
     """At the size that is found tensors fit on a CPU, and at the next one they do not: seen by tracing both."""
-    spec = StepSpec(
-        model=Net, optimizer=adamw, loss=ab.mean_over_samples(classes), sample=torch.zeros(1, 32), profile="cpu"
-    )
+    spec = step_spec(Net, optimizer=adamw, loss=ab.mean_over_samples(classes), sample=torch.zeros(1, 32), profile="cpu")
     budget = budget_of("cpu:1MiB", headroom=0.0)
 
     target = PlanTarget(budget=budget, effective_batch_size=4096)
@@ -281,7 +280,7 @@ def test_changes_that_cannot_be_planned_are_left_out(monkeypatch: pytest.MonkeyP
         message = "no"
         raise UserError(message)
 
-    changes = [dataclasses.replace(broken[0], spec=dataclasses.replace(broken[0].spec, model=refuse)), *broken]
+    changes = [dataclasses.replace(broken[0], spec=changed(broken[0].spec, model=refuse)), *broken]
     monkeypatch.setattr(ranking, "possible_changes", lambda _: changes)
 
     assert [

@@ -15,6 +15,7 @@ from anybatch.planner.report import Plan
 from anybatch.planner.trace.cpu_workspaces import KernelMemory
 from anybatch.planner.trace.step_spec import StepSpec
 from anybatch.planner.verification import verify
+from tests.planner.step_specs import step_spec
 
 
 def net() -> nn.Module:
@@ -30,8 +31,8 @@ def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return value
 
 
-TASK = StepSpec(
-    model=net,
+TASK = step_spec(
+    net,
     optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
     loss=ab.mean_over_samples(loss),
     sample=torch.zeros(1, 3, 12, 12),

@@ -20,7 +20,8 @@ from anybatch.planner.proposals.more_ranks import candidate_sizes, extrapolated,
 from anybatch.planner.trace.blocks import repeated_blocks
 from anybatch.planner.trace.fsdp_trace import ShardedTrace, Sharding, trace_sharded
 from anybatch.planner.trace.step_spec import StepSpec
-from tests.planner.sharded_model import NUM_BLOCKS, Block, Held, Network, hold_for_real, sharded_task
+from tests.planner.sharded_model import NUM_BLOCKS, Block, Held, Network, adamw, hold_for_real, sharded_task
+from tests.planner.step_specs import changed, step_spec
 from tests.ranks_fixture import Ranks
 
 GLOO_COPY = "aten.split.Tensor"
@@ -188,7 +189,7 @@ def test_blocks_of_a_library_are_found() -> None:
 def made(spec: StepSpec) -> StepSpec:
     """Return the spec with its optimizer made already."""
     model = Network()
-    return replace(spec, model=model, optimizer=torch.optim.AdamW(model.parameters()))
+    return changed(spec, model=lambda: model, optimizer=torch.optim.AdamW(model.parameters()))
 
 
 def encode(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -200,9 +201,9 @@ def encode(model: nn.Module, batch: Any) -> torch.Tensor:
     ("spec", "words"),
     [
         (sharded_task(1), "world_size=1"),
-        (replace(sharded_task(2), model={"network": Network()}), "one module"),
+        (changed(sharded_task(2), model=lambda: {"network": Network()}), "one module"),
         (made(sharded_task(2)), "function named_parameters"),
-        (replace(sharded_task(2), loss=ab.joint(encode, encode)), "per micro-batch"),
+        (changed(sharded_task(2), loss=ab.joint(encode, encode)), "per micro-batch"),
     ],
     ids=["one rank", "two modules", "made optimizer", "joint loss"],
 )
@@ -248,8 +249,7 @@ def wide() -> StepSpec:
     def model() -> nn.Module:
         return nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(4)))
 
-    optimizer = sharded_task(2).optimizer
-    return StepSpec(model=model, optimizer=optimizer, loss=ab.mean_over_samples(loss), sample=torch.zeros(1, 1024))
+    return step_spec(model, optimizer=adamw, loss=ab.mean_over_samples(loss), sample=torch.zeros(1, 1024))
 
 
 def test_smallest_world_is_the_first_that_fits(wide: StepSpec) -> None:

@@ -11,8 +11,9 @@ import anybatch as ab
 from anybatch.errors import PlanError
 from anybatch.planner.budget import budget_of
 from anybatch.planner.plan import make_plan
-from anybatch.planner.trace.step_spec import StepSpec
+from anybatch.planner.trace.step_spec import built
 from anybatch.planner.verification import verify
+from tests.planner.step_specs import changed, step_spec
 
 
 def net() -> nn.Module:
@@ -25,8 +26,8 @@ def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return F.mse_loss(model(batch), batch[:, :4])
 
 
-TASK = StepSpec(
-    model=net,
+TASK = step_spec(
+    net,
     optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3),
     loss=ab.mean_over_samples(loss),
     sample=torch.ones(1, 16),
@@ -49,7 +50,7 @@ def test_a_plan_is_what_a_step_takes() -> None:
 def test_a_wrong_plan_is_seen() -> None:
     """A plan for another model does not hold."""
     plan = make_plan(TASK, budget_of("cpu:1MiB"), 512, proposals=False)
-    wider = dataclasses.replace(TASK, model=lambda: nn.Sequential(nn.Linear(16, 512), nn.GELU(), nn.Linear(512, 4)))
+    wider = changed(TASK, model=lambda: nn.Sequential(nn.Linear(16, 512), nn.GELU(), nn.Linear(512, 4)))
 
     found = verify(wider, plan.as_it_is, "cpu")
 
@@ -63,8 +64,8 @@ def test_what_cannot_be_verified() -> None:
 
     for spec in (
         dataclasses.replace(TASK, world_size=2),
-        dataclasses.replace(TASK, model=model),
-        dataclasses.replace(TASK, model=lambda: model, optimizer=torch.optim.SGD(model.parameters())),
+        built(TASK)[0],
+        changed(TASK, model=lambda: model, optimizer=torch.optim.SGD(model.parameters())),
     ):
         with pytest.raises(PlanError, match="plan it so"):
             verify(spec, plan.as_it_is, "cpu")

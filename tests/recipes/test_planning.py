@@ -1,5 +1,9 @@
 """`ab.plan` from all that can be planned, and `anybatch demo`."""
 
+from collections import Counter
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,8 +11,10 @@ import transformers
 from torch import nn
 
 import anybatch as ab
+from anybatch.engine.spec import TrainSpec
 from anybatch.errors import UserError
 from anybatch.planner.cost.step_time import Rates
+from anybatch.planner.report import Plan
 from anybatch.recipes.demonstration import run as demonstration
 
 RATES = Rates(
@@ -68,6 +74,84 @@ def test_a_job_brings_what_is_needed() -> None:
     assert plan.batch.num_samples == 32
     assert plan.optimizer == "SGD"
     assert plan.as_it_is.seconds is None
+
+
+class Block(nn.Module):
+    """A layer with BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(64, 64), nn.BatchNorm1d(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute it."""
+        return F.gelu(self.norm(self.linear(x)))
+
+
+def deep() -> nn.Module:
+    """Return a network of blocks with BatchNorm."""
+    return nn.Sequential(*(Block() for _ in range(4)), nn.Linear(64, 64))
+
+
+def trained(**fields: Any) -> TrainSpec:
+    """Return what is trained: the deep network, but for what is given."""
+    defaults: dict[str, Any] = {"model": deep(), "optimizer": partial(torch.optim.SGD, lr=0.1), "loss": loss}
+    return TrainSpec(**{**defaults, **fields})
+
+
+def planned(**fields: Any) -> Plan:
+    """Return the plan of a step of 64 samples in the memory of a CPU."""
+    return ab.plan(
+        partial(trained, **fields),
+        sample=torch.zeros(1, 64),
+        device="cpu:8MiB",
+        effective_batch_size=64,
+        proposals=False,
+    )
+
+
+def held(plan: Plan) -> Counter[str]:
+    """Return the bytes of each category that a step is planned to take, each piece of memory once."""
+    found: Counter[str] = Counter()
+    for one in plan.as_it_is.envelope.trace.allocations:
+        found[one.category] += one.num_bytes
+    return found
+
+
+def test_an_average_is_planned() -> None:
+    """With an exponential average of the weights one copy of them more is planned than without."""
+    weights = sum(parameter.nbytes for parameter in deep().parameters())
+
+    assert held(planned(average_decay=0.9))["optimizer"] - held(planned())["optimizer"] == weights
+
+
+def test_clipping_is_planned() -> None:
+    """A module is planned with its clipping: by value nothing is measured, by norm every gradient is."""
+    plain, clipped = (
+        {one.operation for one in planned(measure_gradient_norm=False, clip=clip).as_it_is.envelope.trace.allocations}
+        for clip in (None, 1.0)
+    )
+
+    assert {name for name in clipped - plain if "norm" in name}
+
+
+def test_batch_norm_is_planned() -> None:
+    """A module is planned under its policy about BatchNorm: frozen, it makes no statistics of the batch."""
+    kept, frozen = planned(norms="keep"), planned(norms="freeze")
+
+    assert len(frozen.as_it_is.envelope.trace.allocations) < len(kept.as_it_is.envelope.trace.allocations)
+
+
+def test_what_is_there_is_planned_and_left_alone() -> None:
+    """A `TrainSpec` is planned at its own batch size and precision, and changes of its blocks stay in the plan."""
+    train = trained(effective_batch_size=512, precision="bf16")
+
+    plan = ab.plan(train, sample=torch.zeros(1, 64), device="cpu:8MiB")
+
+    assert (plan.batch.num_samples, plan.precision) == (512, "bf16")
+    assert any("checkpointing" in fit.name for fit in plan.changes)
+    assert isinstance(train.model, nn.Module)
+    assert [str(module) for module in train.model.modules()] == [str(module) for module in deep().modules()]
 
 
 def test_time() -> None:

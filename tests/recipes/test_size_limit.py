@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import anybatch as ab
+from anybatch.core.loss import LossFunction
 from anybatch.engine.micro_batch_size.search import Auto
+from anybatch.engine.spec import TrainSpec
 from anybatch.errors import CannotPlanError, PlanError
-from anybatch.recipes.planning.size_limit import planned_largest
+from anybatch.recipes.planning.size_limit import Largest, planned_largest
 from anybatch.recipes.run import prepare
 from anybatch.recipes.run.session import train
 from anybatch.testing import memory_budget
@@ -40,10 +42,17 @@ def loss(model: nn.Module, batch: Tensor) -> Tensor:
     return F.cross_entropy(model(hidden), torch.zeros(len(hidden), dtype=torch.int64))
 
 
+def asked(function: LossFunction = loss, *, train: dict[str, Any] | None = None, **options: Any) -> Largest:
+    """Return the planner's function for the network, trained by this loss on a CPU."""
+    declared, fields = ab.mean_over_samples(function), train or {}
+    return planned_largest(
+        lambda: TrainSpec(model=net(), optimizer=sgd, loss=declared, **fields), device=CPU, **options
+    )
+
+
 def planned(num_bytes: int, **options: Any) -> int | None:
     """Return what is planned to fit into so many bytes."""
-    ask = planned_largest(net, sgd, ab.mean_over_samples(loss), device=CPU, budget_bytes=num_bytes, **options)
-    return ask(BATCH, NUM_SAMPLES)
+    return asked(budget_bytes=num_bytes, **options)(BATCH, NUM_SAMPLES)
 
 
 def runs(size: int, num_bytes: int) -> bool:
@@ -66,6 +75,14 @@ def test_what_is_planned_runs_and_one_more_does_not() -> None:
     assert not runs(size + 1, enforced)
 
 
+def test_an_average_counts() -> None:
+    """With an exponential average of the weights less fits, as a step under an enforced budget says, too."""
+    size = asked(train={"average_decay": 0.9}, budget_bytes=BUDGET, headroom=0.0)(BATCH, NUM_SAMPLES)
+
+    assert size is not None
+    assert size < (planned(BUDGET, headroom=0.0) or 0)
+
+
 def test_headroom_is_kept() -> None:
     """Where none is named 15% of the budget stay free."""
     assert planned(BUDGET) == planned(int(0.85 * BUDGET), headroom=0.0)
@@ -74,12 +91,12 @@ def test_headroom_is_kept() -> None:
 def test_all_there_is() -> None:
     """With enough memory it is the rank's share, on this machine too."""
     assert planned(2**40) == NUM_SAMPLES
-    assert planned_largest(net, sgd, ab.mean_over_samples(loss), device=CPU)(BATCH, NUM_SAMPLES) == NUM_SAMPLES
+    assert asked()(BATCH, NUM_SAMPLES) == NUM_SAMPLES
 
 
 def test_auto_takes_it() -> None:
     """An engine that is handed the planner tries nothing larger, and trains as one that was told the size does."""
-    ask = planned_largest(net, sgd, ab.mean_over_samples(loss), device=CPU, budget_bytes=BUDGET, headroom=0.0)
+    ask = asked(budget_bytes=BUDGET, headroom=0.0)
     with ab.Engine(net(), sgd, ab.mean_over_samples(loss), micro_batch_size=Auto(largest=ask)) as engine:
         report = engine.step(BATCH)
         size = report.plan.cut.micro_batch_size
@@ -108,7 +125,7 @@ def test_nothing_can_be_planned() -> None:
     def chosen(model: nn.Module, batch: Tensor) -> Tensor:
         return loss(model, batch[batch.sum(1) > -(10**9)])
 
-    ask = planned_largest(net, sgd, ab.mean_over_samples(chosen), device=CPU, budget_bytes=BUDGET)
+    ask = asked(chosen, budget_bytes=BUDGET)
     with pytest.raises(CannotPlanError, match="cannot plan, will probe"):
         ask(BATCH, NUM_SAMPLES)
     with pytest.raises(PlanError, match="not even one sample"):

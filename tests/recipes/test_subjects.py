@@ -13,7 +13,7 @@ from torch import nn
 from anybatch.errors import UserError
 from anybatch.recipes.planning.decoder import Block, Decoder
 from anybatch.recipes.planning.known_models import KNOWN_MODELS, Shape
-from anybatch.recipes.planning.subjects import Subject, load_subject, subject_of_config
+from anybatch.recipes.planning.subjects import PlanSubject, load_subject, subject_of_config
 
 pytest.importorskip("sklearn.datasets", reason="needs the extra anybatch[recipes]")
 
@@ -42,13 +42,13 @@ SMALL = Shape(
 )
 
 
-def loss_of(subject: Subject) -> float:
+def loss_of(subject: PlanSubject) -> float:
     """Return the loss of a subject's sample, twice over."""
     torch.manual_seed(0)
-    model = subject.model()
+    train = subject.train()
     batch = {name: torch.cat([value, value]) for name, value in subject.sample.items()}
-    function = subject.loss if callable(subject.loss) else subject.loss.function
-    return float(function(model, batch).detach())
+    function = train.loss if callable(train.loss) else train.loss.function
+    return float(function(train.model, batch).detach())
 
 
 @pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)
@@ -177,7 +177,9 @@ def test_recipes_bring_their_data() -> None:
     assert subject.effective_batch_size == 256
     assert loss_of(subject) > 0
     named = nn.Linear(2, 2).named_parameters()
-    assert isinstance(subject.optimizer(named), torch.optim.Optimizer)
+    make = subject.train().optimizer
+    assert callable(make)
+    assert isinstance(make(named), torch.optim.Optimizer)
 
 
 @pytest.mark.parametrize(

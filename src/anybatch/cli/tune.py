@@ -1,5 +1,6 @@
 """`anybatch tune RECIPE`: speed and memory by micro-batch size, and whether loading keeps up."""
 
+import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -110,15 +111,14 @@ def tune_recipe(
         )
 
     report = tune(
-        lambda: make_model(job, seed),
-        lambda named: job.optimizer(named, 1e-6 * job.defaults.learning_rate),  # one batch over and over may diverge
-        job.loss,
+        dataclasses.replace(job, model=lambda: make_model(job, seed)).train_spec(
+            learning_rate=1e-6 * job.defaults.learning_rate,  # one batch over and over may diverge
+            effective_batch_size=size,
+            precision=precision,
+        ),
         data,
         micro_batch_sizes=micro_batch_sizes,
         num_workers=_WORKERS if workers is None else workers,
-        precision=precision,
-        norms=job.norms,
-        rng=job.rng,
     )
     sys.stdout.write(f"{recipe}: which micro-batch size is the fastest?\n{report}\n")
     if figure is not None:

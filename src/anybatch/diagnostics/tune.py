@@ -11,18 +11,15 @@ import torch
 
 from anybatch.core.batch import EffectiveBatch, Foresight, Placement, Position, Positions
 from anybatch.core.geometry import ceil_div
-from anybatch.core.loss import Loss, LossFunction
 from anybatch.core.size_choice import NEAR_BEST, smallest_of_the_fastest
 from anybatch.core.splitting import Cut
 from anybatch.core.tree import Batch
 from anybatch.engine.engine import Engine
 from anybatch.engine.inputs import Model
-from anybatch.engine.rng.generators import Rng
-from anybatch.engine.update.precision import OptimizerFunction, PrecisionName
+from anybatch.engine.spec import Hardware, TrainSpec
 from anybatch.errors import BatchSizeError, MemoryExhaustedError
 from anybatch.memory.host_memory import device_name
 from anybatch.memory.ledger import MemoryLedger
-from anybatch.norms import Policy, PolicyName
 from anybatch.parallel.world import World
 
 NUM_ROUNDS = 3
@@ -152,16 +149,11 @@ class TuneReport:
 
 
 def tune(
-    model: Callable[[], Model],
-    optimizer: OptimizerFunction,
-    loss: Loss | LossFunction,
+    train: TrainSpec,
     data: Callable[[int], Iterable[EffectiveBatch]],
     *,
     micro_batch_sizes: Sequence[int] | None = None,
     num_workers: Sequence[int] = (),
-    precision: PrecisionName = "fp32",
-    norms: Policy | PolicyName = "keep",
-    rng: Rng = "micro_batch",
     most_seconds: float = 60.0,
     clock: Callable[[], float] = time.perf_counter,
     world: World | None = None,
@@ -181,15 +173,11 @@ def tune(
     that is not timed.
 
     Args:
-        model: function () -> model; what it returns is trained for some steps and thrown away.
-        optimizer: function named_parameters -> optimizer.
-        loss: as the engine takes it.
+        train: what is trained; its model is trained for some steps, so it should be a new one. The scheduler is left
+            out, since it would come to its end, and so is the check of the loss.
         data: function num_workers -> effective batches, such as `ab.batches`; the first one is trained on.
         micro_batch_sizes: sizes to try; None cuts the batch into 1, 2, 4, ... parts.
         num_workers: numbers of loading processes to try; empty does not look at loading.
-        precision: as the engine takes it; so are `norms` and `rng`.
-        norms: what to do about BatchNorm.
-        rng: what random numbers belong to.
         most_seconds: no further round is begun after so long; there is one in any case.
         clock: seconds that only go forward.
         world: the one rank that is measured; None asks the environment.
@@ -201,27 +189,17 @@ def tune(
     batch = next(iter(data(0)))
     num_samples = len(batch.sample_ids)
     sizes = _checked(default_sizes(num_samples) if micro_batch_sizes is None else micro_batch_sizes, num_samples)
-    trained = model()
+    train = dataclasses.replace(train, scheduler=None, check_loss=False)
 
     def engine(size: int) -> Engine:
-        return Engine(
-            trained,
-            optimizer,
-            loss,
-            micro_batch_size=size,
-            precision=precision,
-            norms=norms,
-            rng=rng,
-            check_loss=False,
-            world=world,
-        )
+        return Engine.from_spec(train, Hardware(micro_batch_size=size, world=world))
 
     steps = _Steps(engine, batch, world.device, clock)
     seconds = steps.seconds(sizes, most_seconds)
     if not seconds:
         message = f"micro-batches of {sizes[0]} samples do not fit into the memory of {world.device}. Try smaller ones."
         raise BatchSizeError(message)
-    peaks = steps.peaks or {size: _peak_bytes(trained, engine, batch, size) for size in seconds}
+    peaks = steps.peaks or {size: _peak_bytes(train.model, engine, batch, size) for size in seconds}
     report = TuneReport(
         num_samples=num_samples,
         device=device_name(world.device),

@@ -1,14 +1,12 @@
 """`plan`: what micro-batch size fits, what holds the memory, and what would change it; told without the device."""
 
 import time
-from typing import cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from anybatch.core.splitting import Cut, plan_batch
-from anybatch.engine.inputs import Model
 from anybatch.parallel.gradient_buckets import gradient_bytes
 from anybatch.planner.budget import Budget
 from anybatch.planner.cost.step_time import Rates, rates_of
@@ -44,7 +42,7 @@ def make_plan(
     """
     start = time.perf_counter()
     ready, _ = built(spec)
-    parameters = list(as_module(cast("Model", ready.model)).parameters())
+    parameters = list(as_module(ready.trained.model).parameters())
     target = PlanTarget(
         budget=budget,
         effective_batch_size=effective_batch_size,
@@ -54,14 +52,14 @@ def make_plan(
     envelopes = find_envelopes(ready, budget.usable_bytes, most_samples=target.share(spec.world_size))
     as_it_is = fit_of(spec, envelopes, target)
     changes = propose(spec, envelopes, target, fits=as_it_is.fits) if proposals else []
-    optimizer = ready.optimizer
+    optimizer = ready.trained.optimizer
     cut = Cut(micro_batch_size=as_it_is.micro_batch_size)
     return Plan(
         name=name,
         spec=spec,
         num_parameters=sum(parameter.numel() for parameter in parameters),
         optimizer=type(optimizer if isinstance(optimizer, Optimizer) else optimizer(_one_parameter())).__name__,
-        precision=spec.precision,
+        precision=ready.trained.precision,
         target=target,
         batch=plan_batch(effective_batch_size, spec.world_size, cut),
         as_it_is=as_it_is,

@@ -1,5 +1,6 @@
 """A plan against the device, where it is there: two micro-steps of the real engine, measured."""
 
+import dataclasses
 import warnings
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from anybatch.core.tree import Batch, resize_samples
 from anybatch.core.units import in_bytes
 from anybatch.diagnostics.memory.memory_report import record_memory
 from anybatch.engine.engine import Engine
+from anybatch.engine.spec import Hardware, TrainSpec
 from anybatch.errors import PlanError
 from anybatch.memory.device_memory import outside_bytes
 from anybatch.memory.host_memory import device_name
@@ -65,35 +67,25 @@ def verify(spec: StepSpec, fit: Fit, device: str | torch.device) -> Verified:
     A new model is made there, and nothing is kept. Samples are the planned one, over and over.
 
     Args:
-        spec: what was planned, on one rank; its model and optimizer must be functions.
+        spec: what was planned, on one rank, with a function that makes what is trained.
         fit: what fits of it.
         device: where.
 
     Raises:
         PlanError: the spec is for several ranks, or its model or optimizer is made already.
     """
-    if spec.world_size > 1 or not callable(spec.model) or isinstance(spec.model, torch.nn.Module):
-        message = "a plan is verified on one rank, with a function that makes the model: plan it so."
+    if spec.world_size > 1 or isinstance(spec.train, TrainSpec):
+        message = "a plan is verified on one rank, with a function that makes what is trained: plan it so."
         raise PlanError(message)
-    if isinstance(spec.optimizer, Optimizer):
+    made = spec.train()
+    if isinstance(made.optimizer, Optimizer):
         message = "a plan is verified with a function that makes the optimizer: plan it so."
         raise PlanError(message)
     device = torch.device(device)
     size = fit.micro_batch_size
-    engine = Engine(
-        spec.model(),
-        spec.optimizer,
-        spec.loss,
-        micro_batch_size=size,
-        precision=spec.precision,
-        clip=spec.clip,
-        measure_gradient_norm=spec.measure_gradient_norm,
-        average_decay=spec.average_decay,
-        norms=spec.norms,
-        rng=spec.rng,
-        check_loss=False,
-        world=World(device=device),
-    )
+    # The loss is not checked, as the plan does not: the check's own forwards would be in the peak.
+    train = dataclasses.replace(made, effective_batch_size=None, scheduler=None, check_loss=False)
+    engine = Engine.from_spec(train, Hardware(micro_batch_size=size, world=World(device=device)))
     with engine, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # whoever trains in earnest will see them
         batch = _repeated(spec.sample, NUM_MICRO_BATCHES * size)

@@ -16,7 +16,9 @@ from anybatch.engine.checkpoint_state import Scheduler
 from anybatch.engine.evaluation import MetricFunction
 from anybatch.engine.inputs import Model
 from anybatch.engine.rng.generators import Rng
+from anybatch.engine.spec import TrainSpec
 from anybatch.engine.update.clipping import ClipArgument, clip_policy
+from anybatch.engine.update.precision import PrecisionName
 from anybatch.errors import BatchSizeError, DataError, LossError, ParameterError, UserError
 from anybatch.norms import Policy, PolicyName
 
@@ -160,6 +162,32 @@ class Job:
             if not isinstance(value, kind) and not (name == "evaluate" and value is None):
                 message = f"Job({name}={value!r}) must be {name}=ab.{kind.__name__}(...), not {_kind(value)}."
                 raise UserError(message)
+
+    def train_spec(
+        self,
+        *,
+        learning_rate: float | None = None,
+        effective_batch_size: int | None = None,
+        precision: PrecisionName = "fp32",
+    ) -> TrainSpec:
+        """Return what the job trains, with a new model; its scheduler needs the number of steps, and is left out.
+
+        Args:
+            learning_rate: handed to the optimizer function; None for that of the defaults.
+            effective_batch_size: samples of one optimizer step, over all ranks; None for those of the defaults.
+            precision: number formats of forward and backward.
+        """
+        rate = self.defaults.learning_rate if learning_rate is None else learning_rate
+        return TrainSpec(
+            model=self.model(),
+            optimizer=lambda named: self.optimizer(named, rate),
+            loss=self.loss,
+            effective_batch_size=effective_batch_size or self.defaults.effective_batch_size,
+            precision=precision,
+            clip=self.clip,
+            norms=self.norms,
+            rng=self.rng,
+        )
 
 
 def _check_function(owner: str, name: str, value: object, arguments: str, error: type[UserError]) -> None:

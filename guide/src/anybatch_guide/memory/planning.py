@@ -7,11 +7,11 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 from anybatch.core.headroom import HEADROOM
 from anybatch.core.splitting import Cut, plan_batch
-from anybatch.engine.inputs import Model
+from anybatch.engine.spec import TrainSpec
 from anybatch.engine.update.precision import PrecisionName
 from anybatch.memory.trace import Category, Phase
 from anybatch.planner.budget import budget_of
@@ -54,20 +54,19 @@ class Variant:
     def task(self, world_size: int | None = None) -> StepSpec:
         """Return the step, as `ab.plan` plans it and its table of changes changes it."""
         subject = load_subject(self.model, sequence_length=self.sequence_length)
-        task = StepSpec(
-            model=subject.model,
-            optimizer=subject.optimizer,
-            loss=subject.loss,
-            sample=subject.sample,
-            precision=self.precision,
-            clip=subject.clip,
-            world_size=world_size or (_SEVERAL if self.several else 1),
-        )
+
+        def train() -> TrainSpec:
+            return dataclasses.replace(subject.train(), precision=self.precision)
+
+        task = StepSpec(train=train, sample=subject.sample, world_size=world_size or (_SEVERAL if self.several else 1))
         if self.checkpointing:
             task = _changed(task, "checkpointing")
         if self.optimizer == "fused AdamW":
             # this change comes with the model made; the one that is planned anew makes its own
-            task = dataclasses.replace(task, optimizer=_changed(task, "fused optimizer").optimizer)
+            fused = _changed(task, "fused optimizer").trained.optimizer
+            make = task.train
+            assert not isinstance(make, TrainSpec), "it is a function, before and after checkpointing"
+            task = dataclasses.replace(task, train=lambda: dataclasses.replace(make(), optimizer=fused))
         return task
 
 
@@ -140,7 +139,7 @@ def trace(variant: Variant) -> Traced:
         variant=variant,
         task=task,
         envelopes=find_envelopes(task, _PLENTY_BYTES, most_samples=8),
-        num_parameters=sum(one.numel() for one in as_module(cast("Model", ready.model)).parameters()),
+        num_parameters=sum(one.numel() for one in as_module(ready.trained.model).parameters()),
     )
 
 

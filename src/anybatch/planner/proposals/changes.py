@@ -3,19 +3,19 @@
 import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import cast
+from functools import partial
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from anybatch.core.tree import tensors_of
-from anybatch.engine.inputs import Model
+from anybatch.engine.spec import TrainSpec
 from anybatch.engine.update.precision import OptimizerFunction
 from anybatch.memory.trace import MemoryEnvelope, Polynomials
 from anybatch.planner.cost.step_time import CostLine, CostTrace
-from anybatch.planner.trace.blocks import Blocks, Keeping, as_module, checkpoint_blocks, repeated_blocks
-from anybatch.planner.trace.step_spec import StepSpec, built
+from anybatch.planner.trace.blocks import Keeping, as_module, checkpoint_blocks, repeated_blocks
+from anybatch.planner.trace.step_spec import MakeTrainSpec, StepSpec, built
 
 CHUNK_TOKENS = 1024
 """Tokens whose logits are there at once in a loss that is computed in chunks."""
@@ -49,13 +49,13 @@ def possible_changes(spec: StepSpec) -> list[Change]:
 
 def _of_update(spec: StepSpec) -> list[Change]:
     """Return the update in one kernel, without temporaries, where the optimizer offers one."""
-    if isinstance(spec.optimizer, Optimizer):
+    if isinstance(spec.trained.optimizer, Optimizer):
         return []
-    fused = _fused(spec.optimizer)
+    fused = _fused(spec.trained.optimizer)
     if fused is None:
         return []
     how = "torch.optim.AdamW(..., fused=True)"
-    return [Change(name="fused optimizer", how=how, spec=dataclasses.replace(spec, optimizer=fused))]
+    return [Change(name="fused optimizer", how=how, spec=spec.with_train(optimizer=fused))]
 
 
 def _fused(make: OptimizerFunction) -> OptimizerFunction | None:
@@ -73,38 +73,43 @@ def _fused(make: OptimizerFunction) -> OptimizerFunction | None:
 
 
 def _of_precision(spec: StepSpec) -> list[Change]:
-    if spec.precision != "fp32" or spec.profile == "cpu":
+    if spec.trained.precision != "fp32" or spec.profile == "cpu":
         return []
     how = 'ab.Engine(..., precision="bf16")'
-    return [Change(name="bf16 autocast", how=how, spec=dataclasses.replace(spec, precision="bf16"))]
+    return [Change(name="bf16 autocast", how=how, spec=spec.with_train(precision="bf16"))]
 
 
 def _of_blocks(spec: StepSpec, ready: StepSpec) -> list[Change]:
     """Return what can be run again in the backward instead of being kept."""
-    rows = repeated_blocks(cast("Model", ready.model))
-    if not rows or not callable(spec.model) or isinstance(spec.model, nn.Module):
+    rows = repeated_blocks(ready.trained.model)
+    make = spec.train
+    if not rows or isinstance(make, TrainSpec):  # blocks are wrapped in place, so each change takes a model of its own
         return []
     ways: tuple[tuple[str, Keeping, int], ...] = (
         ("checkpointing", "inputs", 1),
         ("checkpointing every 2nd block", "inputs", 2),
         ("checkpointing all but products", "products", 1),
     )
-    return [_checkpointing(spec, rows, *way) for way in ways]
+    where = ", ".join(map(str, rows))
+    return [
+        Change(
+            name=name,
+            how="torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False"
+            f"{', context_fn=...' if keeping == 'products' else ''}) for {where}",
+            spec=dataclasses.replace(spec, train=partial(_checkpointed, make, keeping, every)),
+        )
+        for name, keeping, every in ways
+    ]
 
 
-def _checkpointing(spec: StepSpec, rows: tuple[Blocks, ...], name: str, keeping: Keeping, every: int) -> Change:
-    make = cast("Callable[[], Model]", spec.model)
-    policy = ", context_fn=..." if keeping == "products" else ""
-    return Change(
-        name=name,
-        how=f"torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False{policy}) for {', '.join(map(str, rows))}",
-        spec=dataclasses.replace(spec, model=lambda: checkpoint_blocks(make(), keeping, every=every)),
-    )
+def _checkpointed(make: MakeTrainSpec, keeping: Keeping, every: int) -> TrainSpec:
+    train = make()
+    return dataclasses.replace(train, model=checkpoint_blocks(train.model, keeping, every=every))
 
 
 def _of_head(spec: StepSpec) -> list[Change]:
     """Return a loss over a large vocabulary in chunks."""
-    heads = [one.out_features for one in as_module(cast("Model", spec.model)).modules() if isinstance(one, nn.Linear)]
+    heads = [one.out_features for one in as_module(spec.trained.model).modules() if isinstance(one, nn.Linear)]
     vocabulary = max(heads, default=0)
     labels = [tensor for tensor in tensors_of(spec.sample) if not tensor.is_floating_point() and tensor.dim() > 1]
     if vocabulary < _LEAST_VOCABULARY or not labels:

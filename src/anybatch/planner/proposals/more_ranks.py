@@ -102,7 +102,7 @@ def smallest_world(
 
 def _where_state_fits(candidates: Sequence[int], spec: StepSpec, budget_bytes: int) -> int:
     """Return the first position at which weights, gradients and two averages of each, and nothing else, would fit."""
-    weights = cast("nn.Module", spec.model).parameters()
+    weights = cast("nn.Module", spec.trained.model).parameters()
     num_bytes = 4 * sum(weight.numel() * weight.element_size() for weight in weights)
     return next((at for at, size in enumerate(candidates) if num_bytes <= size * budget_bytes), len(candidates) - 1)
 

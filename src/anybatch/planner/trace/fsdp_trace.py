@@ -98,7 +98,7 @@ def trace_sharded(spec: StepSpec, micro_batch_size: int, sharding: Sharding | No
     ready, _ = built(spec)
     refuse_what_cannot_be_sharded(ready)
     mode = fake_mode()
-    model, loss = fake_twin((cast("nn.Module", ready.model), declared(ready.loss).function), mode)
+    model, loss = fake_twin((cast("nn.Module", ready.trained.model), declared(ready.trained.loss).function), mode)
     model.train()
     batch = partial(fake_batch, ready.sample, micro_batch_size, mode)
     ledger = FakeLedger(mode, pool=_Pools(), answers=spec.answers)
@@ -108,7 +108,7 @@ def trace_sharded(spec: StepSpec, micro_batch_size: int, sharding: Sharding | No
         mesh = init_device_mesh("cpu", (spec.world_size,))
         with refusing(), mode, reads, allocating_as(spec.profile):
             shard(model, mesh, sharding)
-            optimizer = cast("OptimizerFunction", ready.optimizer)(model.named_parameters())
+            optimizer = cast("OptimizerFunction", ready.trained.optimizer)(model.named_parameters())
             loop = ShardedLoop(model, optimizer, loss, batch, sharding)
             loop.begin()
             return loop.trace(ledger)
@@ -120,14 +120,14 @@ def refuse_what_cannot_be_sharded(spec: StepSpec) -> None:
     Raises:
         PlanError: says what stands in the way.
     """
-    what = ""
+    train, what = spec.trained, ""
     if spec.world_size < 2:  # noqa: PLR2004 (one rank has nobody to share with)
         what = f"world_size={spec.world_size} leaves nothing to share: it must be at least 2"
-    elif not isinstance(spec.model, nn.Module):
-        what = f"the model is a {type(spec.model).__name__}: it must be one module, whose forward gathers its weights"
-    elif isinstance(spec.optimizer, Optimizer):
+    elif not isinstance(train.model, nn.Module):
+        what = f"the model is a {type(train.model).__name__}: it must be one module, whose forward gathers its weights"
+    elif isinstance(train.optimizer, Optimizer):
         what = "the optimizer is made already: it must be a function named_parameters -> optimizer, for the shards"
-    elif declared(spec.loss).encode is not None:
+    elif declared(train.loss).encode is not None:
         what = "the loss looks at the outputs of all samples: it must be one that is computed per micro-batch"
     if what:
         message = f"FSDP2 cannot be planned for this spec, since {what}."

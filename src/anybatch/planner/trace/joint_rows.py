@@ -15,8 +15,10 @@ from anybatch.planner.trace.step_spec import StepSpec
 
 def joint_limit(spec: StepSpec) -> int | None:
     """Return the largest micro-batch of which there are more than two in a step, for a loss across samples."""
-    across = isinstance(spec.loss, Loss) and spec.loss.encode is not None and spec.effective_batch_size is not None
-    return (ceil_div(spec.effective_batch_size or 1, spec.world_size) - 1) // 2 if across else None
+    loss, num_samples = spec.trained.loss, spec.trained.effective_batch_size
+    if not isinstance(loss, Loss) or loss.encode is None or num_samples is None:
+        return None
+    return (ceil_div(num_samples, spec.world_size) - 1) // 2
 
 
 class AllRows(nn.Module):

@@ -19,6 +19,7 @@ from anybatch.core.tree import Batch, slice_samples, tensors_of
 from anybatch.engine.engine import Engine
 from anybatch.engine.inputs import Model, collect_modules
 from anybatch.engine.loss_check.check import BareLoss
+from anybatch.engine.spec import Hardware
 from anybatch.errors import CannotPlanError, PlanError, UserError
 from anybatch.memory.torch_internals import FakeTensorMode, tree_leaves
 from anybatch.memory.trace import Allocation, MemoryTrace, Phase
@@ -198,17 +199,17 @@ class _Stage:
         self._spec = spec
         self._mode = mode
         self._world = world
-        loss = declared(spec.loss)
-        instance = spec.optimizer if isinstance(spec.optimizer, Optimizer) else None
-        assert isinstance(spec.model, (nn.Module, Mapping)), "it has been built"
-        model: Model = spec.model
+        train = spec.trained
+        loss = declared(train.loss)
+        instance = train.optimizer if isinstance(train.optimizer, Optimizer) else None
+        model: Model = train.model
         self._model, optimizer, self._loss = fake_twin((model, instance, loss), mode)
-        self._optimizer = spec.optimizer if optimizer is None else optimizer
+        self._optimizer = train.optimizer if optimizer is None else optimizer
         if self._loss.terms is None:
             self._loss = dataclasses.replace(self._loss, function=BareLoss(self._loss.function, is_mean=True))
         self._rows: AllRows | None = None
         if self._loss.encode is not None:
-            self._rows = AllRows(self._loss, spec.effective_batch_size, world.size)
+            self._rows = AllRows(self._loss, train.effective_batch_size, world.size)
             self._loss = self._rows.in_place_of(self._loss)
         self._modules = collect_modules(self._model, self._loss)
         self._modules.train()
@@ -285,22 +286,21 @@ class _Stage:
 
     def _made_engine(self) -> Engine:
         spec = self._spec
-        return Engine(
-            self._model,
-            self._optimizer,
-            self._loss,
+        train = dataclasses.replace(
+            spec.trained,
+            model=self._model,
+            optimizer=self._optimizer,
+            loss=self._loss,
+            effective_batch_size=None,  # two micro-batches stand for all
+            scheduler=None,  # it would step an optimizer that is not the twin's
+            check_loss=False,  # it compares numbers, and there are none
+        )
+        hardware = Hardware(
             accumulation_steps=self._num_micro_batches,
             strategy=spec.strategy if isinstance(spec.strategy, str) else spec.strategy(),
-            precision=spec.precision,
-            clip=spec.clip,
-            measure_gradient_norm=spec.measure_gradient_norm,
-            average_decay=spec.average_decay,
-            norms=spec.norms,
-            rng=spec.rng,
-            check_loss=False,  # it compares numbers, and there are none
-            observer=self,
             world=self._world,
         )
+        return Engine.from_spec(train, hardware, observer=self)
 
     def _operation(self, *seen: Any) -> None:  # noqa: ANN401 (handed on)
         if self._recorder is not None:

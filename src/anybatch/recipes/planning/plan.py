@@ -1,13 +1,18 @@
 """`ab.plan`: from a job, a model or the name of one to a plan of its memory."""
 
+import copy
+import dataclasses
 from collections.abc import Callable
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 from torch import nn
+from torch.optim import Optimizer
 
 from anybatch.core.loss import Loss, LossFunction
 from anybatch.core.tree import Batch
 from anybatch.engine.inputs import Model
+from anybatch.engine.spec import TrainSpec
 from anybatch.engine.update.precision import OptimizerFunction, PrecisionName
 from anybatch.errors import UserError
 from anybatch.planner.budget import budget_of
@@ -16,13 +21,14 @@ from anybatch.planner.cost.step_time import Rates
 from anybatch.planner.measured import measured_of
 from anybatch.planner.plan import make_plan
 from anybatch.planner.report import Plan
-from anybatch.planner.trace.step_spec import StepSpec
+from anybatch.planner.trace.fake_model import build
+from anybatch.planner.trace.step_spec import MakeTrainSpec, StepSpec
 from anybatch.recipes.job import Job
-from anybatch.recipes.planning.subjects import Subject, adamw, load_subject, subject_of_config, subject_of_job
+from anybatch.recipes.planning.subjects import PlanSubject, adamw, load_subject, subject_of_config, subject_of_job
 
 
 def plan(
-    what: "str | Job | Model | Callable[[], Model] | object",
+    what: "str | Job | TrainSpec | MakeTrainSpec | Model | Callable[[], Model] | object",
     optimizer: OptimizerFunction | None = None,
     loss: Loss | LossFunction | None = None,
     sample: Batch | None = None,
@@ -30,7 +36,7 @@ def plan(
     device: str | int,
     effective_batch_size: int | None = None,
     world_size: int = 1,
-    precision: PrecisionName = "fp32",
+    precision: PrecisionName | None = None,
     sequence_length: int | None = None,
     strategy: str = "auto",
     headroom: float | None = None,
@@ -43,20 +49,21 @@ def plan(
     ```python
     print(ab.plan("llama-3.2-1b", device="RTX 4090", effective_batch_size=64, precision="bf16", sequence_length=1024))
     print(ab.plan(lambda: Net(), torch.optim.AdamW, loss, batch_of_one, device="24GiB", effective_batch_size=256))
+    print(ab.plan(make_train_spec, sample=batch_of_one, device="24GiB", effective_batch_size=256))
     ```
 
     The engine's own step runs on tensors without data, which are made to allocate as CUDA's do; see docs/memory.md.
 
     Args:
-        what: a `Job`, the name of a recipe or of a published model, a configuration of transformers, a module, or a
-            function that makes one.
+        what: a `Job`, the name of a recipe or of a published model, a configuration of transformers, a `TrainSpec`, a
+            module, or a function that makes one of the last two.
         optimizer: function `named_parameters -> optimizer`, for a module; None for AdamW.
-        loss: for a module, as `Engine` takes it.
-        sample: for a module, a batch of one sample; only its shapes and types are used.
+        loss: for a module, as `Engine` takes it. A function without a loss makes a `TrainSpec`.
+        sample: for a module or a `TrainSpec`, a batch of one sample; only its shapes and types are used.
         device: a name such as "RTX 4090" or "H100", a size such as "24GiB", or bytes; "cpu:8GiB" plans a CPU's.
-        effective_batch_size: samples of one step over all ranks; None for what a job says.
+        effective_batch_size: samples of one step over all ranks; None for what a job or a `TrainSpec` says.
         world_size: number of ranks.
-        precision: number formats of forward and backward.
+        precision: number formats of forward and backward; None for those of a `TrainSpec`, "fp32" of others.
         sequence_length: tokens of a sample of a published language model; None for its whole context.
         strategy: as `Engine` takes it by name.
         headroom: part of the device to leave free; None for 10% of what was measured on it, or 15% if nothing was.
@@ -72,26 +79,29 @@ def plan(
     """
     subject = _subject(what, optimizer, loss, sample, sequence_length)
     size = effective_batch_size or subject.effective_batch_size
+    if size is None or (precision is None and known is not None):
+        train, _ = build(subject.train)
+        size, precision = size or train.effective_batch_size, precision or train.precision
     if size is None:
         message = f"effective_batch_size must be given: nothing says how many samples a step of {subject.name} has."
         raise UserError(message)
-    measured = None if known is None or headroom is not None else measured_of(device, subject.name, precision, known)
-    budget = budget_of(device, world_size=world_size, headroom=headroom, measured=measured)
+    measured = None
+    if known is not None and headroom is None:
+        measured = measured_of(device, subject.name, precision or "fp32", known)
     spec = StepSpec(
-        model=subject.model,
-        optimizer=subject.optimizer,
-        loss=subject.loss,
+        train=partial(_chosen, subject.train, size, precision),
         sample=subject.sample,
-        precision=precision,
-        clip=subject.clip,
-        norms=subject.norms,
-        rng=subject.rng,
-        effective_batch_size=size,
         strategy=strategy,
         world_size=world_size,
         profile="cpu" if isinstance(device, str) and device.startswith("cpu:") else "cuda",
     )
+    budget = budget_of(device, world_size=world_size, headroom=headroom, measured=measured)
     return make_plan(spec, budget, size, name=subject.name, rates=rates, proposals=proposals)
+
+
+def _chosen(make: MakeTrainSpec, effective_batch_size: int, precision: PrecisionName | None) -> TrainSpec:
+    train = make()
+    return dataclasses.replace(train, effective_batch_size=effective_batch_size, precision=precision or train.precision)
 
 
 def _subject(
@@ -100,8 +110,8 @@ def _subject(
     loss: Loss | LossFunction | None,
     sample: Batch | None,
     sequence_length: int | None,
-) -> Subject:
-    """Return what is to be planned.
+) -> PlanSubject:
+    """Return the step to be planned.
 
     Raises:
         UserError: it is of no kind that can be.
@@ -112,22 +122,46 @@ def _subject(
         return subject_of_job(what)
     if hasattr(what, "model_type") and hasattr(what, "architectures"):
         return subject_of_config(what, sequence_length=sequence_length)
-    if not isinstance(what, nn.Module | dict) and not callable(what):
+    if not isinstance(what, nn.Module | dict | TrainSpec) and not callable(what):
         message = (
             f"what={what!r} cannot be planned. Give an ab.Job, the name of a recipe or model, a configuration of "
-            "transformers, a module, or a function that makes one."
+            "transformers, a TrainSpec, a module, or a function that makes one."
         )
         raise UserError(message)
-    if loss is None or sample is None:
+    is_model = isinstance(what, nn.Module | dict)
+    if sample is None or (is_model and loss is None):
         message = (
             "a module is planned with its loss and a batch of one sample: ab.plan(model, optimizer, loss, sample)."
         )
         raise UserError(message)
-    is_model = isinstance(what, nn.Module | dict)
-    return Subject(
-        name=type(what).__name__ if is_model else getattr(what, "__name__", "model"),
-        model=cast("Callable[[], Model]", (lambda: what) if is_model else what),
-        optimizer=optimizer or adamw,
-        loss=loss,
-        sample=sample,
-    )
+    return _subject_of_python(what, optimizer or adamw, loss, sample)
+
+
+def _subject_of_python(
+    what: Any,  # noqa: ANN401 (a TrainSpec, a module, or a function that makes one of them)
+    optimizer: OptimizerFunction,
+    loss: Loss | LossFunction | None,
+    sample: Batch,
+) -> PlanSubject:
+    """Return a `TrainSpec`, a module, or a function that makes one of them, with its sample."""
+    if isinstance(what, TrainSpec):
+        name = type(what.model).__name__
+        return PlanSubject(
+            name=name, train=partial(_copied, what), sample=sample, effective_batch_size=what.effective_batch_size
+        )
+    if isinstance(what, nn.Module | dict):
+        train = TrainSpec(model=what, optimizer=optimizer, loss=cast("Loss", loss))
+        return PlanSubject(name=type(what).__name__, train=partial(_copied, train), sample=sample)
+    name = getattr(what, "__name__", "model")
+    if loss is None:
+        return PlanSubject(name=name, train=what, sample=sample)
+    return PlanSubject(name=name, train=lambda: TrainSpec(model=what(), optimizer=optimizer, loss=loss), sample=sample)
+
+
+def _copied(train: TrainSpec) -> TrainSpec:
+    """Return the same with modules of its own around the same tensors, so that a change of blocks stays in the plan."""
+    if isinstance(train.optimizer, Optimizer):  # it holds these parameters, and its model is not changed
+        return train
+    modules = [train.model] if isinstance(train.model, nn.Module) else list(train.model.values())
+    tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    return dataclasses.replace(train, model=copy.deepcopy(train.model, {id(tensor): tensor for tensor in tensors}))

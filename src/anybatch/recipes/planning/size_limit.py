@@ -1,29 +1,25 @@
 """What the planner knows is handed to "auto": how large a micro-batch can be on the device at hand."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
-from anybatch.core.loss import Loss, LossFunction
 from anybatch.core.tree import Batch
-from anybatch.engine.inputs import Model
-from anybatch.engine.rng.generators import Rng
-from anybatch.engine.update.clipping import ClipArgument
-from anybatch.engine.update.precision import OptimizerFunction, PrecisionName
+from anybatch.engine.spec import TrainSpec
+from anybatch.engine.update.precision import PrecisionName
 from anybatch.errors import PlanError, UserError
 from anybatch.memory.device_memory import limit_of, memory_in_use, outside_bytes
 from anybatch.memory.host_memory import read_host
 from anybatch.memory.trace import MemoryEnvelope
-from anybatch.norms import Policy, PolicyName
 from anybatch.parallel.world import World
 from anybatch.planner.budget import COMMUNICATOR_BYTES, WORKSPACE_BYTES, DeviceMeasurements
 from anybatch.planner.cache.measured_devices import KnownDevices
 from anybatch.planner.envelopes import find_envelopes
 from anybatch.planner.measured import measured_here
 from anybatch.planner.torch_internals import outside_modes
-from anybatch.planner.trace.step_spec import StepSpec
+from anybatch.planner.trace.cuda_emulation import Profile
+from anybatch.planner.trace.step_spec import MakeTrainSpec, StepSpec, built
 from anybatch.recipes.job import Job
 
 Largest = Callable[[Batch, int], int | None]
@@ -31,14 +27,8 @@ Largest = Callable[[Batch, int], int | None]
 
 
 def planned_largest(
-    model: Model | Callable[[], Model],
-    optimizer: Optimizer | OptimizerFunction,
-    loss: Loss | LossFunction,
+    train: TrainSpec | MakeTrainSpec,
     *,
-    precision: PrecisionName = "fp32",
-    clip: ClipArgument = None,
-    norms: Policy | PolicyName = "keep",
-    rng: Rng = "micro_batch",
     device: torch.device | None = None,
     world_size: int = 1,
     budget_bytes: int | None = None,
@@ -48,20 +38,15 @@ def planned_largest(
     """Return a function for `Auto(largest=...)` that plans the engine's step when the first batch is there.
 
     ```python
-    auto = Auto(largest=planned_largest(make_model, make_optimizer, loss))
-    engine = ab.Engine(make_model(), make_optimizer, loss, micro_batch_size=auto)
+    auto = Auto(largest=planned_largest(make_train_spec))
+    engine = ab.Engine.from_spec(make_train_spec(), Hardware(micro_batch_size=auto))
     ```
 
     It is planned as on one rank, which is what a rank of `all_reduce` holds too, beside a communicator.
 
     Args:
-        model: a function () -> model; a module is traced as it is when the first batch comes, hooks and all.
-        optimizer: as `Engine` takes it; so are the others that have no description here.
-        loss: as `Engine` takes it.
-        precision: number formats of forward and backward.
-        clip: largest gradient norm, or a policy.
-        norms: what is done about BatchNorm.
-        rng: what random numbers belong to.
+        train: function () -> what is trained; a `TrainSpec` that is made already is traced as its modules are when the
+            first batch comes, hooks and all.
         device: where it will run; None for the accelerator that torch takes where there is one, else the CPU.
         world_size: number of ranks.
         budget_bytes: what tensors may hold; None for what is left of the device's memory.
@@ -74,24 +59,17 @@ def planned_largest(
 
     def largest(batch: Batch, num_samples: int) -> int:
         place = _accelerator_or_cpu() if device is None else device
-        spec = StepSpec(
-            model=model,
-            optimizer=optimizer,
-            loss=loss,
-            sample=batch,
-            precision=precision,
-            clip=clip,
-            norms=norms,
-            rng=rng,
-            effective_batch_size=num_samples,
-            strategy="single",
-            profile="cpu" if place.type == "cpu" else "cuda",
-        )
-        measured = DeviceMeasurements() if known is None else measured_here(place, "", precision, known)
-        left = measured.headroom if headroom is None else headroom
-        usable = _usable_bytes(place, world_size, left) if budget_bytes is None else int(budget_bytes * (1.0 - left))
+        profile: Profile = "cpu" if place.type == "cpu" else "cuda"
         try:
             with outside_modes():  # an enforced budget would count the twin
+                spec, _ = built(StepSpec(train=train, sample=batch, strategy="single", profile=profile))
+                spec = spec.with_train(effective_batch_size=num_samples)
+                precision = spec.trained.precision
+                measured = DeviceMeasurements() if known is None else measured_here(place, "", precision, known)
+                left = measured.headroom if headroom is None else headroom
+                usable = (
+                    _usable_bytes(place, world_size, left) if budget_bytes is None else int(budget_bytes * (1.0 - left))
+                )
                 envelopes = find_envelopes(spec, usable, most_samples=num_samples)
         except PlanError:
             raise
@@ -109,23 +87,9 @@ def planned_largest(
 def planned_for_job(
     job: Job, learning_rate: float, precision: PrecisionName, world: World, known: KnownDevices | None
 ) -> Largest:
-    """Return what `planned_largest` makes of a job."""
-
-    def optimizer(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
-        return job.optimizer(named, learning_rate)
-
-    return planned_largest(
-        job.model,
-        optimizer,
-        job.loss,
-        precision=precision,
-        clip=job.clip,
-        norms=job.norms,
-        rng=job.rng,
-        device=world.device,
-        world_size=world.size,
-        known=known,
-    )
+    """Return the limit that `planned_largest` finds for a job."""
+    train = partial(job.train_spec, learning_rate=learning_rate, precision=precision)
+    return planned_largest(train, device=world.device, world_size=world.size, known=known)
 
 
 def _accelerator_or_cpu() -> torch.device:

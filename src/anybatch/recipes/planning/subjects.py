@@ -3,9 +3,8 @@
 import difflib
 import importlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,51 +14,37 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from anybatch.core.batch import Placement
-from anybatch.core.loss import Loss, LossFunction, mean_over_samples, mean_over_tokens
+from anybatch.core.loss import mean_over_samples, mean_over_tokens
 from anybatch.core.splitting import Cut
 from anybatch.core.tree import Batch
 from anybatch.data.batches import batches
-from anybatch.engine.inputs import Model
-from anybatch.engine.rng.generators import Rng
-from anybatch.engine.update.clipping import ClipArgument
+from anybatch.engine.spec import TrainSpec
 from anybatch.errors import UserError
-from anybatch.norms import Policy, PolicyName
+from anybatch.planner.trace.step_spec import MakeTrainSpec
 from anybatch.recipes.job import Job
 from anybatch.recipes.load import RECIPES, load_recipe
 from anybatch.recipes.planning.decoder import Decoder
 from anybatch.recipes.planning.known_models import KNOWN_MODELS
 
-NamedOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
-    """What a plan is made for: what is learned, with a sample to learn from.
+class PlanSubject:
+    """A training step by its name, with a sample to learn from.
 
     Attributes:
-        name: what it is called.
-        model: function () -> module.
-        optimizer: function named_parameters -> optimizer.
-        loss: as `Engine` takes it.
+        name: of the recipe, model or class.
+        train: function () -> what is trained, with a new model each time.
         sample: a batch of one sample, on the CPU.
-        effective_batch_size: samples of one step; None if nothing says.
-        clip: as `Engine` takes it.
-        norms: as `Engine` takes it.
-        rng: as `Engine` takes it.
+        effective_batch_size: samples of one step, where that is known before the model is made.
     """
 
     name: str
-    model: Callable[[], Model]
-    optimizer: NamedOptimizer
-    loss: Loss | LossFunction
+    train: MakeTrainSpec
     sample: Batch
     effective_batch_size: int | None = None
-    clip: ClipArgument = None
-    norms: Policy | PolicyName = "keep"
-    rng: Rng = "micro_batch"
 
 
-def load_subject(name: str, *, sequence_length: int | None = None) -> Subject:
+def load_subject(name: str, *, sequence_length: int | None = None) -> PlanSubject:
     """Return what a name stands for.
 
     Args:
@@ -84,38 +69,34 @@ def load_subject(name: str, *, sequence_length: int | None = None) -> Subject:
     return subject_of_job(load_recipe(name), name)
 
 
-def subject_of_job(job: Job, name: str = "job") -> Subject:
+def subject_of_job(job: Job, name: str = "job") -> PlanSubject:
     """Return what a job is about, with the first sample of its data."""
-    rate = job.defaults.learning_rate
     data = batches(job.dataset(), effective_batch_size=1, steps=1, shuffle=job.shuffle, collate=job.collate)
-    return Subject(
+    return PlanSubject(
         name=name,
-        model=job.model,
-        optimizer=lambda named: job.optimizer(named, rate),
-        loss=job.loss,
+        train=job.train_spec,
         sample=next(Placement(Cut(), 1, 0).micro_batches(next(iter(data)))),
         effective_batch_size=job.defaults.effective_batch_size,
-        clip=job.clip,
-        norms=job.norms,
-        rng=job.rng,
     )
 
 
-def subject_of_known_model(name: str, *, sequence_length: int | None = None, checkpointed: bool = False) -> Subject:
+def subject_of_known_model(name: str, *, sequence_length: int | None = None, checkpointed: bool = False) -> PlanSubject:
     """Return a published language model, to be trained by AdamW to predict each token from those before it."""
     shape = KNOWN_MODELS[name]
     length = _length(sequence_length, shape.context, name) or shape.context
-    return Subject(
+    return PlanSubject(
         name=name,
-        model=partial(Decoder, replace(shape, context=length), checkpointed=checkpointed),
-        optimizer=adamw,
-        loss=mean_over_tokens(next_token_loss, labels="targets", shift=False),
+        train=lambda: TrainSpec(
+            model=Decoder(replace(shape, context=length), checkpointed=checkpointed),
+            optimizer=adamw,
+            loss=mean_over_tokens(next_token_loss, labels="targets", shift=False),
+            clip=1.0,
+        ),
         sample=dict.fromkeys(("inputs", "targets"), torch.zeros(1, length, dtype=torch.int64)),
-        clip=1.0,
     )
 
 
-def subject_of_config(config: Any, *, sequence_length: int | None = None) -> Subject:  # noqa: ANN401 (not a dependency)
+def subject_of_config(config: Any, *, sequence_length: int | None = None) -> PlanSubject:  # noqa: ANN401 (not a dependency)
     """Return the model of a configuration of `transformers`, with a sample as its tokenizer would make it.
 
     Args:
@@ -130,16 +111,13 @@ def subject_of_config(config: Any, *, sequence_length: int | None = None) -> Sub
     length = _length(sequence_length, getattr(config, "max_position_embeddings", None), name or config.model_type)
     sample = _sample(config, kind, length)
     over_tokens = sample["labels"].dim() > 1
-    return Subject(
+    # A model that predicts each token from those before it shifts its labels by itself.
+    of_tokens = mean_over_tokens(own_loss, labels="labels", shift=_predicts_the_next(kind))
+    loss = of_tokens if over_tokens else mean_over_samples(own_loss)
+    return PlanSubject(
         name=f"{kind.__name__} ({config.model_type})",
-        model=lambda: kind(config),
-        optimizer=adamw,
-        # A model that predicts each token from those before it shifts its labels by itself.
-        loss=mean_over_tokens(own_loss, labels="labels", shift=_predicts_the_next(kind))
-        if over_tokens
-        else mean_over_samples(own_loss),
+        train=lambda: TrainSpec(model=kind(config), optimizer=adamw, loss=loss, clip=1.0),
         sample=sample,
-        clip=1.0,
     )
 
 
