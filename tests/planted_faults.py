@@ -1,106 +1,47 @@
-"""Plants the faults of `planted_faults.toml` one by one, and sees the tests that are there for them fail.
+"""Plants the faults that stand beside tests (`tests/faults.py`) one by one, and sees those tests fail.
 
-python -m tests.planted_faults                    all of them; writes docs/planted_faults.md if every one was seen
+python -m tests.planted_faults                    all of them
 python -m tests.planted_faults clip resume        those with one of these words in their name
+python -m tests.planted_faults --stale            none; lists those whose text is not in its file any more
+python -m tests.planted_faults --seconds 60       some, drawn at random, until so much time has passed; for CI
+        --seed 7                                  those that were drawn before
 
-Each fault goes into a copy of the project in a temporary folder, where its tests run under a time limit. Before that
-all tests run once in an untouched copy, where they must pass: a test that always fails sees nothing.
+Each fault goes into a copy of the project in a temporary folder, where its tests run under a time limit. Unless they
+are drawn at random, all tests run once in an untouched copy before that, where they must pass: a test that always fails
+sees nothing.
 """
 
-import difflib
+import argparse
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-import tomllib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
 from tests.architecture.source_tree import ROOT
+from tests.faults import Fault, StaleFaultError, faulty, read_faults
 
-TABLE = Path(__file__).with_suffix(".toml")
-PAGE = ROOT / "docs" / "planted_faults.md"
-COPIED = (
-    "src",
-    "tests",
-    "guide/src",
-    "guide/tests",
-    "guide/web/recordings",
-    "guide/web/tests",
-    "examples",
-    "conftest.py",
-    "pyproject.toml",
-)
+COPIED = ("src", "tests", "examples", "guide", "pyproject.toml")
+LEFT_OUT = shutil.ignore_patterns("node_modules")
 TIME_LIMIT_SECONDS = 240.0  # a fault may make a test wait for ever
 UNTOUCHED_LIMIT_SECONDS = 3600.0
 CONSEQUENCE = "has ruined the"  # a test of ranks that were lost before it says nothing about the fault
-HEAD = """\
-# Planted faults
-
-A test that cannot fail proves nothing.
-Each of these faults was planted into a copy of the project, and every test named beside it failed there.
-Without the faults all of these tests pass.
-
-```bash
-python -m tests.planted_faults
-```
-
-writes this page, if every fault is seen.
-The faults are in `tests/planted_faults.toml`; a test holds that their places and tests are still there.
-
-| fault | in the code | seen by |
-|---|---|---|
-"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
-    """A fault: in `file`, `old` (which stands there exactly once) becomes `new`, and every one of `tests` must fail.
-
-    A test without parameters in its name fails if it does with any of them.
-    """
-
-    name: str
-    file: str
-    old: str
-    new: str
-    tests: tuple[str, ...]
-
-    @property
-    def difference(self) -> str:
-        """Return the lines that differ, as a cell of a table."""
-        lines = difflib.ndiff(self.old.strip("\n").splitlines(), self.new.strip("\n").splitlines())
-        changed = [line[0] + " " + line[2:].strip() for line in lines if line[0] in "+-" and line[2:].strip()]
-        return "<br>".join(f"`{line}`" for line in [self.file, *changed]).replace("|", "\\|")
-
-
-class StaleFaultError(Exception):
-    """The text that a fault replaces does not stand in its file exactly once."""
-
-
-def faults() -> tuple[Fault, ...]:
-    """Return the table."""
-    rows = tomllib.loads(TABLE.read_text(encoding="utf-8"))["fault"]
-    return tuple(Fault(**{**row, "tests": tuple(row["tests"])}) for row in rows)
 
 
 def plant(fault: Fault, project: Path) -> None:
-    """Change the file.
+    """Change the file of a fault.
 
     Raises:
         StaleFaultError: its text is not there exactly once.
     """
     path = project / fault.file
-    source = path.read_text(encoding="utf-8")
-    if (found := source.count(fault.old)) != 1:
-        message = f"{fault.name!r} replaces a text that stands {found} times in {fault.file}; bring it up to date."
-        raise StaleFaultError(message)
-    path.write_text(source.replace(fault.old, fault.new), encoding="utf-8")
+    path.write_text(faulty(path.read_text(encoding="utf-8"), fault), encoding="utf-8")
 
 
 def copy_project(target: Path) -> None:
@@ -108,7 +49,7 @@ def copy_project(target: Path) -> None:
     for name in COPIED:
         source = ROOT / name
         if source.is_dir():
-            shutil.copytree(source, target / name)
+            shutil.copytree(source, target / name, ignore=LEFT_OUT)
         else:
             shutil.copy2(source, target / name)
 
@@ -117,9 +58,9 @@ def failed_tests(
     project: Path, tests: Sequence[str], limit_seconds: float = TIME_LIMIT_SECONDS
 ) -> tuple[set[str], str]:
     """Run tests in a project; return which failed, and the end of what pytest said."""
-    told = project / "outcome.xml"
-    options = ["-q", "--tb=short", "-p", "no:cacheprovider", f"--junitxml={told}"]
-    sources = os.pathsep.join(str(project / name) for name in ("src", "guide/src"))
+    report = project / "outcome.xml"
+    options = ["-q", "--tb=short", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    sources = os.pathsep.join(str(project / folder) for folder in ("src", "guide/src"))
     environment = {**os.environ, "PYTHONPATH": sources, "CI": "1"}  # CI: Hypothesis always tries the same
     process = subprocess.Popen(  # noqa: S603 (our own tests)
         [sys.executable, "-m", "pytest", *options, *tests],
@@ -135,14 +76,14 @@ def failed_tests(
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # its ranks too
         said = process.communicate()[0] + f"\nended after {limit_seconds} seconds"
-    if not told.exists():
+    if not report.exists():
         return set(), said
-    return {name for name, failed in _outcomes(told) if failed}, said
+    return {name for name, failed in _outcomes(report) if failed}, said
 
 
-def _outcomes(told: Path) -> list[tuple[str, bool]]:
+def _outcomes(report: Path) -> list[tuple[str, bool]]:
     found = []
-    for case in ET.parse(told).iter("testcase"):  # noqa: S314 (pytest has just written it)
+    for case in ET.parse(report).iter("testcase"):  # noqa: S314 (pytest has just written it)
         name = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
         reasons = [*case.iter("failure"), *case.iter("error")]
         said = "".join((reason.get("message") or "") + (reason.text or "") for reason in reasons)
@@ -166,41 +107,79 @@ def see(fault: Fault) -> bool:
         failed, said = failed_tests(project, fault.tests)
     passed = unseen(fault.tests, failed)
     verdict = "NOT SEEN" if passed else "failed as wanted"
-    print(f"{verdict:16}  {fault.name}  ({time.monotonic() - start:.0f} s)", flush=True)  # noqa: T201 (a script)
+    _print(f"{verdict:16}  {fault.name}  ({time.monotonic() - start:.0f} s)")
     if passed:
-        print("\n".join([f"    by {test}" for test in passed] + [f"    | {x}" for x in said.splitlines()[-12:]]))  # noqa: T201
+        _print(f"    {fault.place}")
+        _print("\n".join([f"    by {test}" for test in passed] + [f"    | {x}" for x in said.splitlines()[-12:]]))
     return not passed
 
 
-def page(table: Sequence[Fault]) -> str:
-    """Return the page of the docs."""
-    rows = (
-        f"| {fault.name} | {fault.difference} | " + "<br>".join(_short(test) for test in fault.tests) + " |"
-        for fault in table
-    )
-    return HEAD + "\n".join(rows) + "\n"
-
-
-def _short(test: str) -> str:
-    path, _, name = test.partition("::")
-    return f"`{path.removeprefix('tests/').removesuffix('.py')}`: `{name.removeprefix('test_')}`"
-
-
-def main(words: Sequence[str]) -> int:
-    """See all faults, or those named; return the exit status."""
-    table = [fault for fault in faults() if not words or any(word in fault.name for word in words)]
+def see_all(table: Sequence[Fault]) -> bool:
+    """See every fault, after all their tests have passed without any."""
     tests = sorted({test for fault in table for test in fault.tests})
     with tempfile.TemporaryDirectory(prefix="no-fault-") as folder:
         copy_project(Path(folder))
         failed, said = failed_tests(Path(folder), tests, UNTOUCHED_LIMIT_SECONDS)
     if failed or " passed" not in said:
-        print(f"without any fault, these fail already: {sorted(failed)}\n{said[-2000:]}")  # noqa: T201
-        return 1
-    seen = [see(fault) for fault in table]
-    print(f"{sum(seen)} of {len(seen)} faults were seen, by {len(tests)} tests")  # noqa: T201
-    if all(seen) and not words:
-        PAGE.write_text(page(table), encoding="utf-8")
-    return 0 if all(seen) else 1
+        _print(f"without any fault, these fail already: {sorted(failed)}\n{said[-2000:]}")
+        return False
+    return _summed_up(see(fault) for fault in table)
+
+
+def see_some(table: Sequence[Fault], seconds: float, seed: int) -> bool:
+    """See faults drawn at random until time is up; the same seed draws them in the same order."""
+    _print(f"planting faults for {seconds:.0f} seconds; the same ones again: --seconds {seconds:.0f} --seed {seed}")
+    drawn = random.Random(seed).sample(table, len(table))
+    end = time.monotonic() + seconds
+    return _summed_up(see(fault) for fault in _until(end, drawn))
+
+
+def stale(table: Sequence[Fault]) -> list[str]:
+    """Return what is said of each fault that cannot be planted, with the files that have its text now."""
+    sources = {path.relative_to(ROOT).as_posix(): path for name in COPIED for path in (ROOT / name).rglob("*.py")}
+    texts = {name: path.read_text(encoding="utf-8") for name, path in sources.items() if "tests" not in path.parts}
+    found = []
+    for fault in table:
+        try:
+            faulty(texts.get(fault.file, ""), fault)
+        except StaleFaultError as error:
+            elsewhere = [name for name, text in texts.items() if text.count(fault.old) == 1 and name != fault.file]
+            found.append(f"{error} It stands in {elsewhere or 'no other file'}.\n{fault.old}")
+    return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    """See all faults, or those named or drawn; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.planted_faults")
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--stale", action="store_true")
+    parser.add_argument("--seconds", type=float)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
+    given = parser.parse_args(arguments)
+    table = [fault for fault in read_faults(ROOT) if not given.words or any(word in fault.name for word in given.words)]
+    if given.stale:
+        found = stale(table)
+        _print("\n".join([*found, f"{len(found)} of {len(table)} faults are stale"]))
+        return int(bool(found))
+    good = see_all(table) if given.seconds is None else see_some(table, given.seconds, given.seed)
+    return int(not good)
+
+
+def _until(end: float, table: Iterable[Fault]) -> Iterator[Fault]:
+    for fault in table:
+        if time.monotonic() > end:
+            return
+        yield fault
+
+
+def _summed_up(outcomes: Iterable[bool]) -> bool:
+    seen = list(outcomes)
+    _print(f"{sum(seen)} of {len(seen)} faults were seen")
+    return all(seen)
+
+
+def _print(text: str) -> None:
+    print(text, flush=True)  # noqa: T201 (a script)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from anybatch_guide.memory.accumulated import Way, measure_accumulated
 from anybatch_guide.memory.courses import drawn, in_order, peak_of
 from anybatch_guide.memory.native import trace_native, try_native
 from anybatch_guide.memory.small import ACCUMULATED, SMALL_MODELS, TRANSFORMER, SmallModel
+from tests.faults import sees
 
 PLAIN = Way(optimizer="adamw", precision="fp32", checkpointing=False)
 MODELS = pytest.mark.parametrize("model", SMALL_MODELS.values(), ids=lambda model: model.name)
@@ -38,6 +39,13 @@ def test_what_stays_from_step_to_step_is_what_the_tensors_sizes_say(model: Small
     assert held.get("gradients", 0) == 0
 
 
+@sees(
+    "the guide books gradients as something that comes and goes",
+    "guide/src/anybatch_guide/memory/native.py",
+    'ledger.hold("gradients", ',
+    'ledger.hold("temporaries", ',
+    cases=["transformer"],
+)
 @MODELS
 def test_gradients_are_one_copy_when_the_update_begins(model: SmallModel) -> None:
     """At the first moment of the update, gradients take as much as weights."""
@@ -46,6 +54,13 @@ def test_gradients_are_one_copy_when_the_update_begins(model: SmallModel) -> Non
     assert course.at(begin)["gradients"] == course.at(begin)["weights"]
 
 
+@sees(
+    "the guide enforces a budget that is a byte too large",
+    "guide/src/anybatch_guide/memory/native.py",
+    "memory_budget(budget_bytes, ",
+    "memory_budget(budget_bytes + 1, ",
+    cases=["transformer"],
+)
 @MODELS
 def test_a_step_runs_out_of_memory_exactly_below_its_peak(model: SmallModel) -> None:
     """A budget of the counted peak is enough; one byte less raises torch's error, in the phase of the peak."""
@@ -77,6 +92,12 @@ def test_the_largest_size_runs_and_the_next_does_not(monkeypatch: pytest.MonkeyP
         assert sum(peak["held"]) == peak["num_bytes"]
 
 
+@sees(
+    "the guide measures a step of one micro-batch as one of several",
+    "guide/src/anybatch_guide/memory/accumulated.py",
+    "batch = what.batch(effective_batch_size)",
+    "batch = what.batch(micro_batch_size)",
+)
 def test_accumulation_holds_exactly_one_more_copy_of_gradients() -> None:
     """4 x 16 against 16 alone: gradients differ by one copy, inputs by what waits, the rest by a few sums."""
     many = measure_accumulated(ACCUMULATED, PLAIN, effective_batch_size=64, micro_batch_size=16)
@@ -95,6 +116,12 @@ def test_accumulation_holds_exactly_one_more_copy_of_gradients() -> None:
     assert sum(gained.values()) - copy - waiting < 64  # the sums of losses and counts
 
 
+@sees(
+    "a course is drawn without its highest moments",
+    "guide/src/anybatch_guide/memory/courses.py",
+    "for pick in (max, min)",
+    "for pick in (min,)",
+)
 def test_the_courses_highest_moment_survives_the_drawing() -> None:
     """What is drawn holds the highest moment with its bytes by category, and only moments that there were."""
     course = measure_accumulated(ACCUMULATED, PLAIN, effective_batch_size=8, micro_batch_size=2).course
@@ -107,6 +134,12 @@ def test_the_courses_highest_moment_survives_the_drawing() -> None:
     assert len(moments) <= 41
 
 
+@sees(
+    "a course is drawn at moments that are no turns",
+    "guide/src/anybatch_guide/memory/courses.py",
+    "itertools.groupby(_turns(totals), key",
+    "itertools.groupby(range(len(totals)), key",
+)
 def test_the_order_within_a_fall_is_not_drawn() -> None:
     """Two courses that let the same pieces go in another order, one after the other, are drawn alike."""
     pieces = [8, 2, 4]

@@ -28,6 +28,7 @@ from anybatch_guide.memory.planning import (
     variants_of,
 )
 from guide.tests.planner_cases import GOLDEN, NUM_CASES, lines_of, recorded, row_of, wishes
+from tests.faults import sees
 
 GPT2 = Variant(
     model="gpt2", sequence_length=256, precision="bf16", optimizer="AdamW", checkpointing=False, several=False
@@ -53,6 +54,13 @@ def own(data: dict[str, Any]) -> Traced:
     return read(data, variants_of(data).index(GPT2))
 
 
+@sees(
+    "packed numbers are copied from one place too late",
+    "guide/src/anybatch_guide/memory/exported.py",
+    "out += [0, place - start, length]",
+    "out += [0, place - start - 1, length]",
+    also=["guide/tests/test_planner.py::test_a_recorded_step_holds_what_was_traced"],
+)
 @given(st.lists(st.integers(-3, 6).filter(bool)))
 def test_what_is_packed_comes_back(numbers: list[int]) -> None:
     """Packing loses nothing, whatever repeats."""
@@ -129,6 +137,12 @@ def test_every_combination_is_recorded(data: dict[str, Any]) -> None:
     assert variants_of(data) == [variant for one in OFFERED for variant in one.variants()]
 
 
+@sees(
+    "the page's planner forgets what ranks need to speak to each other",
+    "guide/src/anybatch_guide/memory/planning.py",
+    "budget_of(wish.device, world_size=wish.world_size, headroom=named)",
+    "budget_of(wish.device, headroom=named)",
+)
 def test_the_thousand_plans_are_ours(data: dict[str, Any]) -> None:
     """What the page's arithmetic is compared with is what Python plans: of every fortieth, all numbers and words."""
     golden = json.loads(GOLDEN.read_text(encoding="utf-8"))

@@ -11,6 +11,7 @@ from anybatch_guide.experiments import walk_anybatch, walk_ddp, walk_plain
 from anybatch_guide.recording import read_recording
 from anybatch_guide.tracing import Source, trace_program
 from tests.architecture.source_tree import ROOT
+from tests.faults import sees
 
 PROGRAM = '''"""A program."""
 
@@ -53,6 +54,12 @@ def test_lines_come_as_they_ran(program: Source) -> None:
     assert found["skipped"] == []
 
 
+@sees(
+    "a walk notes the bodies of classes",
+    "guide/src/anybatch_guide/tracing.py",
+    "if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:",
+    'if frame.f_code.co_name == "<module>":',
+)
 def test_bodies_of_classes_are_not_noted(program: Source) -> None:
     """What runs when a file is imported, and not when the program does, is not noted: a class's fields neither."""
     program.path.write_text("class Unused:\n    field = 1\n\n\n" + PROGRAM, encoding="utf-8")

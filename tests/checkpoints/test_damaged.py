@@ -26,6 +26,7 @@ from anybatch.errors import (
 )
 from tests.checkpoints.exactly import exactly
 from tests.checkpoints.faulty_disk import FaultyDisk, state_of
+from tests.faults import sees
 
 STATE, TENSORS, DIGESTS = FILES = ("state.json", "tensors.safetensors", "digests.json")
 EACH_FILE = pytest.mark.parametrize("name", FILES)
@@ -73,6 +74,17 @@ def test_a_file_cut_short_is_found(name: str, newest: Path) -> None:
         assert name == DIGESTS or f"has {length} of the {len(content)} bytes" in str(error)
 
 
+@sees(
+    "a checkpoint's digest is not checked",
+    "src/anybatch/checkpoints/files.py",
+    """
+        if sha256 != digest.sha256:
+""",
+    """
+        if False:
+""",
+    also=["tests/checkpoints/test_damaged.py::test_files_of_two_checkpoints_do_not_mix"],
+)
 @EACH_FILE
 def test_every_changed_byte_is_found(name: str, newest: Path) -> None:
     """Wherever in a file one byte is changed, the checkpoint is refused as damaged, and the older one is loaded."""

@@ -18,6 +18,7 @@ from anybatch.checkpoints import list_checkpoints, load, load_latest, save
 from anybatch.errors import CheckpointError, DiskFullError, MissingCheckpointError
 from tests.checkpoints.exactly import exactly
 from tests.checkpoints.faulty_disk import Crash, FaultyDisk, crash, failing, state_of
+from tests.faults import sees
 
 
 def save_two(folder: Path, *, disk: FaultyDisk) -> None:
@@ -75,6 +76,19 @@ def newest(folder: Path) -> object:
 OLD, NEW, NEXT = (exactly(state_of(number)) for number in (1, 2, 3))
 
 
+@sees(
+    "a checkpoint is removed under its name",
+    "src/anybatch/checkpoints/folder.py",
+    """
+    disk.rename(path, doomed)
+    disk.sync_folder(path.parent)
+    remove(doomed, disk=disk)
+""",
+    """
+    remove(path, disk=disk)
+""",
+    cases=["save_and_remove"],
+)
 @CASES
 def test_killed_at_any_operation(act: Act) -> None:
     """Killed before any operation, or half-way in a write, the former state or the new one is loaded, bit for bit."""
@@ -90,6 +104,14 @@ def test_killed_at_any_operation(act: Act) -> None:
     assert seen[-1] == NEW
 
 
+@sees(
+    "a file is not brought to the disk",
+    "src/anybatch/checkpoints/files.py",
+    """
+        disk.sync(file)
+""",
+    "",
+)
 @CASES
 def test_power_lost_at_any_operation(act: Act) -> None:
     """The same holds if bytes, names and renames that were not synced are lost as well, any number of the latter."""
@@ -113,6 +135,14 @@ def test_power_lost_at_any_operation(act: Act) -> None:
     assert max(lost) == (2 if act is replace else 1)
 
 
+@sees(
+    "a new name is not brought to the disk",
+    "src/anybatch/checkpoints/folder.py",
+    """
+    disk.sync_folder(target.parent)
+""",
+    "",
+)
 @CASES
 @pytest.mark.parametrize("prepare", [prepared, lambda folder: folder / "run" / "checkpoints"], ids=["second", "first"])
 def test_power_lost_after_a_save(prepare: Callable[[Path], Path], act: Act, tmp_path: Path) -> None:
@@ -152,6 +182,19 @@ def test_killed_in_the_first_save(tmp_path: Path) -> None:
             assert list_checkpoints(folder) == ()
 
 
+@sees(
+    "the former checkpoint goes before the new one is in place",
+    "src/anybatch/checkpoints/folder.py",
+    """
+        disk.rename(target, former)
+        try:
+""",
+    """
+        discard(target, disk=disk)
+        try:
+""",
+    also=["tests/checkpoints/test_interrupted.py::test_killed_at_any_operation[replace]"],
+)
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(1, 2), st.none() | st.integers(0, 30)), max_size=6))
 @settings(max_examples=60)
 def test_killed_again_and_again(saves: list[tuple[int, int, int | None]]) -> None:

@@ -8,6 +8,7 @@ from anybatch.checkpoints import list_checkpoints, load, load_latest, save, step
 from anybatch.errors import CheckpointError, NotACheckpointError, UserError
 from tests.checkpoints.exactly import exactly
 from tests.checkpoints.faulty_disk import FaultyDisk, state_of
+from tests.faults import sees
 
 
 def names(folder: Path) -> list[str]:
@@ -15,6 +16,12 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+@sees(
+    "the oldest checkpoints stay",
+    "src/anybatch/checkpoints/folder.py",
+    "for path in former + current[:-keep_last]:",
+    "for path in former:",
+)
 @pytest.mark.parametrize("keep_last", [1, 2, 5])
 def test_the_newest_are_kept(keep_last: int, tmp_path: Path) -> None:
     """After each save, `keep_last` checkpoints are there, or as many as were saved, and each is intact."""

@@ -20,6 +20,7 @@ from anybatch.checkpoints import load, save
 from anybatch.checkpoints.tensors import lay_out
 from tests.checkpoints.exactly import exactly
 from tests.checkpoints.faulty_disk import FaultyDisk
+from tests.faults import sees
 
 DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 QUANTIZED = {torch.qint8, torch.qint32, torch.quint8, torch.quint4x2, torch.quint2x4}
@@ -56,6 +57,13 @@ def there_and_back(state: dict[Any, Any], folder: Path | str) -> dict[Any, Any]:
     return load(save(folder, 0, state, disk=FaultyDisk()).path)
 
 
+@sees(
+    "integer keys come back as text",
+    "src/anybatch/checkpoints/structure.py",
+    "type(key) is str and _is_unicode(key) and key[:1]",
+    "_is_unicode(str(key)) and str(key)[:1]",
+    also=["tests/checkpoints/test_round_trip.py::test_an_optimizer_continues_bit_for_bit"],
+)
 @given(states)
 @example({"a": {"b": torch.ones(1)}, "a.b": torch.zeros(1), "a.b~2": torch.ones(2), "__metadata__": torch.ones(3)})
 @example({"\udcff": torch.ones(1), "\\udcff": torch.zeros(1), "": torch.ones(2)})
@@ -69,6 +77,16 @@ def test_a_state_comes_back_exactly(state: Any) -> None:
         assert exactly(there_and_back({"state": state}, folder)) == exactly({"state": state})
 
 
+@sees(
+    "the bits of NaN are lost",
+    "src/anybatch/checkpoints/structure.py",
+    """
+    (value,) = struct.unpack(">d", bytes.fromhex(text.split()[1]))
+""",
+    """
+    value = text.split()[0]
+""",
+)
 def test_the_bits_of_nan_are_kept(tmp_path: Path) -> None:
     """A NaN is restored with its sign and payload: as a number, and in tensors of every width."""
     bits = torch.tensor([0x7FF8000000001234, -0x7FFFFFFFFEDCC], dtype=torch.int64)
@@ -79,6 +97,12 @@ def test_the_bits_of_nan_are_kept(tmp_path: Path) -> None:
     assert exactly(there_and_back(state, tmp_path)) == exactly(state)
 
 
+@sees(
+    "a rare dtype comes back as bytes",
+    "src/anybatch/checkpoints/structure.py",
+    "if tensor.dtype not in STANDARD_DTYPES:",
+    "if tensor.dtype is None:",
+)
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype not in QUANTIZED], ids=str)
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 def test_every_dtype_comes_back(dtype: torch.dtype, tmp_path: Path) -> None:
@@ -92,6 +116,12 @@ def test_every_dtype_comes_back(dtype: torch.dtype, tmp_path: Path) -> None:
     assert exactly(there_and_back(state, tmp_path)) == exactly(state)
 
 
+@sees(
+    "a transposed tensor is stored as its memory lies",
+    "src/anybatch/checkpoints/tensors.py",
+    "return _resolved(tensor).contiguous().as_strided(",
+    "return _resolved(tensor).as_strided(",
+)
 @pytest.mark.parametrize(
     "make",
     [
@@ -115,6 +145,16 @@ def test_views_come_back_as_what_they_show(make: Callable[[torch.Tensor], torch.
     assert exactly(there_and_back(state, tmp_path)) == exactly(state)
 
 
+@sees(
+    "tied tensors come apart",
+    "src/anybatch/checkpoints/structure.py",
+    """
+        if memory not in self._names:
+""",
+    """
+        if True:
+""",
+)
 def test_tied_tensors_are_stored_once_and_tied_again(tmp_path: Path) -> None:
     """Tensors that show the same memory in the same way take their bytes once, and are one memory again."""
     weight = torch.rand(1000)
@@ -179,6 +219,12 @@ def test_loaded_tensors_are_ordinary_ones(tmp_path: Path) -> None:
     assert loaded["b"].tolist() == [0.0] * 4
 
 
+@sees(
+    "only the first window of a tensor is written",
+    "src/anybatch/checkpoints/tensors.py",
+    "_flat_bytes(tensor).split(len(window))",
+    "_flat_bytes(tensor).split(len(window))[:1]",
+)
 def test_a_tensor_wider_than_the_window_comes_back(tmp_path: Path) -> None:
     """A tensor goes to its file in pieces of at most 16 MiB, whatever its size, and is whole again when loaded."""
     large = torch.arange((1 << 23) + 5, dtype=torch.int32)[1:]  # 32 MiB and 16 bytes

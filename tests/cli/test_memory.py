@@ -17,6 +17,7 @@ from anybatch.recipes.run.session import Highest, SessionResult
 from tests.architecture.source_tree import ROOT
 from tests.cli.small import SPEC, step_bytes
 from tests.events.recorded_run import memory, step
+from tests.faults import sees
 
 NUM_WEIGHTS = 3 * 8 + 8 + 8 + 1
 
@@ -39,6 +40,12 @@ def test_a_step_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(rf"o optimizer +{16 * NUM_WEIGHTS + step_bytes()} bytes", text)
 
 
+@sees(
+    "memory report: the first step is measured",
+    "src/anybatch/cli/memory.py",
+    "        engine.step(first)",
+    "        pass",
+)
 def test_what_is_measured_is_the_second_step() -> None:
     """At the first moment the optimizer's state is there in full, and gradients are not."""
     report = record(
@@ -50,6 +57,12 @@ def test_what_is_measured_is_the_second_step() -> None:
     assert report.num_steps == 1
 
 
+@sees(
+    "memory report: loading is booked",
+    "src/anybatch/memory/ledger.py",
+    "        if self.paused:",
+    "        if self.paused is None:",
+)
 def test_a_step_is_booked_without_its_loading() -> None:
     """What is booked while a batch is loaded is the batch: a data set in memory, and each sample of it, are not."""
     report = record(
@@ -90,6 +103,13 @@ def test_a_terminal_gets_colours(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert "█" in capsys.readouterr().out
 
 
+@sees(
+    "memory report: the end of an epoch is measured",
+    "src/anybatch/cli/memory.py",
+    "if len(batch.sample_ids) < len(first.sample_ids):",
+    "if not batch.sample_ids:",
+    cases=["49"],
+)
 @pytest.mark.parametrize("num_samples", [25, 49, 50, 64])
 def test_a_whole_batch_is_measured(num_samples: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Where an epoch of 50 samples ends with a smaller batch, or has one batch only, a largest one is measured."""
@@ -163,6 +183,12 @@ def test_a_run_says_its_memory(tmp_path: Path, peak_bytes: int | None, limit_byt
     assert [line[13:] for line in lines if line.startswith("memory")] == ([] if said is None else [said])
 
 
+@sees(
+    "memory report: a run ends with the peak of its last step",
+    "src/anybatch/recipes/run/session.py",
+    " and (self.record is None or record.peak_bytes > self.record.peak_bytes)",
+    "",
+)
 def test_the_highest_peak_is_kept() -> None:
     """Of all memory records that of the highest peak is kept, whatever comes after it."""
     highest = Highest()

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from anybatch.core.geometry import ceil_div, resolve_sizes
 from anybatch.core.splitting import Cut, plan_batch
 from anybatch.errors import BatchSizeError
+from tests.faults import sees
 
 SIZES = st.integers(1, 64)
 
@@ -28,6 +29,12 @@ def test_the_product_follows_from_the_factors(ranks: int, steps: int, micro: int
     assert {len(share) for share in plan.shares} == {steps}
 
 
+@sees(
+    "the share of a rank is rounded down",
+    "src/anybatch/core/geometry.py",
+    "share = ceil_div(effective, world_size)",
+    "share = effective // world_size",
+)
 @given(ranks=SIZES, effective=st.integers(1, 4096), micro=SIZES)
 def test_all_three_agree_if_and_only_if_the_plan_has_that_many_steps(ranks: int, effective: int, micro: int) -> None:
     """Three sizes are accepted exactly where cutting the batch by the micro-batch size takes that many steps."""

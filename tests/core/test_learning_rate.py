@@ -32,6 +32,7 @@ from anybatch.core.learning_rate import (
     then,
 )
 from anybatch.errors import BatchSizeError, ParameterError, UserError
+from tests.faults import sees
 
 BASE_RATE = 0.1
 sizes = st.integers(1, 10_000)
@@ -70,6 +71,12 @@ def schedule_rates(schedule: Schedule, num_steps: int) -> list[float]:
 # --- rules -----------------------------------------------------------------------------------------------------------
 
 
+@sees(
+    "square-root scaling is linear",
+    "src/anybatch/core/learning_rate.py",
+    '"sqrt": math.sqrt(kappa)',
+    '"sqrt": kappa',
+)
 @given(base=sizes, effective=sizes)
 def test_rules_are_the_formulas(base: int, effective: int) -> None:
     """Linear multiplies with kappa, sqrt with its root, none with 1; only sqrt changes betas and eps."""
@@ -88,6 +95,13 @@ def test_rules_are_the_formulas(base: int, effective: int) -> None:
             assert (rate.betas, rate.eps) == ((0.9, 0.99), 1e-8)
 
 
+@sees(
+    "square-root scaling leaves betas alone",
+    "src/anybatch/core/learning_rate.py",
+    "tuple(beta**kappa if is_sqrt else beta for beta in betas)",
+    "tuple(betas)",
+    also=["tests/core/test_learning_rate.py::test_sqrt_agrees_to_first_order_with_the_published_form"],
+)
 @given(base=sizes, effective=sizes, beta=st.floats(0.5, 0.9999))
 def test_sqrt_keeps_the_half_life_in_samples(base: int, effective: int, beta: float) -> None:
     """After as many samples, the running average has forgotten as much, and its decay rate stays one."""
@@ -155,6 +169,16 @@ def test_bad_learning_rates_are_refused(learning_rate: float) -> None:
 # --- rules on an optimizer -------------------------------------------------------------------------------------------
 
 
+@sees(
+    "Adam is scaled linearly by default",
+    "src/anybatch/core/learning_rate.py",
+    """
+        return "sqrt"
+""",
+    """
+        return "linear"
+""",
+)
 @pytest.mark.parametrize(
     ("make", "rule"),
     [
@@ -181,6 +205,16 @@ def test_optimizers_without_a_known_rule_are_refused(make: Callable[..., torch.o
     assert optimizer.param_groups[0] == before
 
 
+@sees(
+    "the first group's scaled rate goes to all groups",
+    "src/anybatch/core/learning_rate.py",
+    """
+        _write(group, name, rate)
+""",
+    """
+        _write(group, name, scaled[0])
+""",
+)
 def test_every_group_keeps_its_own_rate_and_weight_decay() -> None:
     """Each group's own rate, betas and eps are scaled; weight decay and all else stay as they were."""
     weight, bias = parameters()
@@ -279,6 +313,16 @@ def test_linear_scaling_keeps_sgd_on_its_course() -> None:
 # --- schedules -------------------------------------------------------------------------------------------------------
 
 
+@sees(
+    "a warm-up is one step ahead",
+    "src/anybatch/core/learning_rate.py",
+    "else step / num_steps",
+    "else (step + 1) / num_steps",
+    also=[
+        "tests/core/test_learning_rate.py::test_linear_decay_is_torchs_linear_lr",
+        "tests/core/test_learning_rate.py::test_cosine_is_torchs_cosine_annealing",
+    ],
+)
 @given(num_steps=st.integers(1, 30), start=st.floats(0.01, 1.0))
 def test_warm_up_is_torchs_linear_lr(num_steps: int, start: float) -> None:
     """WarmUp gives the learning rates of torch's LinearLR, during and after the warm-up."""
@@ -304,6 +348,13 @@ def test_cosine_is_torchs_cosine_annealing(num_steps: int, floor: float) -> None
     assert ours[num_steps:] == pytest.approx([floor * BASE_RATE] * 3, abs=1e-12)
 
 
+@sees(
+    "a joined schedule counts from the start of the run",
+    "src/anybatch/core/learning_rate.py",
+    "self.parts[number](step - starts[number])",
+    "self.parts[number](step)",
+    also=["tests/core/test_learning_rate.py::test_then_runs_each_part_from_its_own_start"],
+)
 @given(warm_up=st.integers(1, 10), decay=st.integers(1, 20), start=st.floats(0.01, 1.0), floor=fractions)
 def test_then_is_torchs_sequential_lr(warm_up: int, decay: int, start: float, floor: float) -> None:
     """A warm-up and then a cosine gives the learning rates of torch's SequentialLR."""
@@ -411,6 +462,13 @@ def test_bad_schedules_are_refused_when_made(make: Callable[[], Schedule], name:
 # --- steps from samples and epochs -----------------------------------------------------------------------------------
 
 
+@sees(
+    "steps of samples are rounded down",
+    "src/anybatch/core/learning_rate.py",
+    "return ceil_div(num_samples, effective_batch_size)",
+    "return num_samples // effective_batch_size",
+    also=["tests/core/test_learning_rate.py::test_whole_epochs_are_the_batches_they_have"],
+)
 @given(num_samples=st.integers(0, 10**9), effective=sizes)
 def test_steps_of_samples_are_the_fewest_that_see_them(num_samples: int, effective: int) -> None:
     """One step fewer would not have seen the samples."""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import anybatch as ab
 from anybatch.core.loss import Loss, LossSum, Share, declared, returned_count, scaled, shares_of, unit_counts
 from anybatch.errors import LossError
+from tests.faults import sees
 
 ITEMS = st.lists(st.floats(-10, 10), min_size=0, max_size=6)
 UNITS = st.lists(ITEMS, min_size=1, max_size=6).filter(any)
@@ -59,6 +60,13 @@ def test_parts_add_up_to_the_whole_mean(form: str, units: list[list[float]]) -> 
     assert total_of(loss, outputs, counts) == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 
+@sees(
+    "the second term is divided by the first one's count",
+    "src/anybatch/core/loss.py",
+    "zip(weights, counts, divisors, strict=True)",
+    "zip(weights, counts, [divisors[0]] * len(divisors), strict=True)",
+    also=["tests/engine/test_exactness.py::test_gradient_is_that_of_the_unsplit_batch[1-rank-two terms]"],
+)
 @given(units=st.lists(st.tuples(ITEMS, ITEMS), min_size=1, max_size=5), weight=WEIGHTS)
 def test_every_term_has_its_own_divisor(units: list[tuple[list[float], list[float]]], weight: float) -> None:
     """Two terms over different items: each is a mean over its own, and a term without any item adds nothing."""
@@ -89,6 +97,12 @@ def test_dividing_by_the_number_of_micro_batches_is_something_else() -> None:
     assert total_of(loss, [torch.tensor(mean(unit)) for unit in units], counts) == 4.0
 
 
+@sees(
+    "a mean over nothing is not left out",
+    "src/anybatch/core/loss.py",
+    "shares[0])] if shares[0].count else []",
+    "shares[0])]",
+)
 def test_a_mean_over_nothing_is_left_out() -> None:
     """The mean of a micro-batch without items is NaN: it is never touched, where 0 times it would be NaN."""
     loss = ab.mean_over(never_called, count=lambda batch: batch)
@@ -111,6 +125,24 @@ def test_a_unit_of_weight_zero_adds_zero() -> None:
     assert weight.grad.tolist() == [0.0, 0.0, 0.0]
 
 
+@sees(
+    "masked tokens are counted",
+    "src/anybatch/core/loss.py",
+    "return (targets != ignore_index).sum()",
+    "return (targets == targets).sum()",
+    also=["tests/engine/test_exactness.py::test_gradient_is_that_of_the_unsplit_batch[1-rank-masked tokens]"],
+)
+@sees(
+    "the first position counts as a target of a causal model",
+    "src/anybatch/core/loss.py",
+    """
+        if shift:
+""",
+    """
+        if False:
+""",
+    also=["tests/engine/test_exactness.py::test_gradient_is_that_of_the_unsplit_batch[1-rank-masked tokens]"],
+)
 @given(
     labels=st.lists(st.lists(st.sampled_from([-100, 0, 1, 7]), min_size=5, max_size=5), min_size=1, max_size=4),
     ignored=st.sampled_from([-100, 7]),

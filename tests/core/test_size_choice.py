@@ -14,6 +14,7 @@ from anybatch.core.size_choice import (
     step_seconds,
 )
 from anybatch.core.splitting import Cut, plan_batch
+from tests.faults import sees
 
 SHARES = st.integers(1, 400)
 GROUPS = st.integers(1, 9)
@@ -25,6 +26,13 @@ def parts(share: int, size: int, group: int = 1) -> list[int]:
     return [unit.num_samples for unit in plan.units]
 
 
+@sees(
+    "as many samples as fit, and a small rest",
+    "src/anybatch/core/size_choice.py",
+    "return min(share, ceil_div(groups, parts) * group)",
+    "return min(share, max(1, limit // group) * group)",
+    also=["tests/core/test_size_choice.py::test_a_share_of_64_with_room_for_20"],
+)
 @given(share=SHARES, limit=st.integers(1, 500))
 def test_even_parts(share: int, limit: int) -> None:
     """The parts cover the share, none is above the limit, there are as few as can be, and all but the last are equal.
@@ -116,12 +124,29 @@ def test_a_step_is_the_sum_of_its_micro_batches(share: int, size: int, fixed: fl
     assert step_seconds(share, size, line.seconds(size), line) == pytest.approx(by_hand, rel=1e-9)
 
 
+@sees(
+    "the ragged last micro-batch costs nothing",
+    "src/anybatch/core/size_choice.py",
+    "return (full + part) * seconds",
+    "return full * seconds",
+    also=["tests/core/test_size_choice.py::test_a_step_is_the_sum_of_its_micro_batches"],
+)
 def test_the_ragged_last_one_counts() -> None:
     """Without a line the last micro-batch takes as long as a full one: 20 + 20 + 20 + 4 is four times 20."""
     assert step_seconds(64, 20, 1.0, None) == 4.0
     assert step_seconds(60, 20, 1.0, None) == 3.0
 
 
+@sees(
+    "the fastest size is taken, however little it gains",
+    "src/anybatch/core/size_choice.py",
+    "limit = NEAR_BEST * min(seconds.values())",
+    "limit = min(seconds.values())",
+    also=[
+        "tests/engine/test_micro_batch_size.py::test_the_smallest_where_it_makes_no_difference",
+        "tests/diagnostics/test_tune.py::test_as_printed",
+    ],
+)
 @given(st.dictionaries(st.integers(1, 300), st.floats(1.0, 1.1), min_size=1))
 def test_the_smallest_within_three_percent(seconds: dict[int, float]) -> None:
     """What is taken costs at most 3% more than the best, and everything smaller costs more than that."""

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from anybatch.core.geometry import ceil_div
 from anybatch.core.splitting import BatchPlan, Cut, Deal, even_parts, group_sizes, plan_batch, plan_shares
 from anybatch.errors import BatchSizeError, CompositionError
+from tests.faults import sees
 
 SIZES = st.none() | st.integers(1, 40)
 DEALS: st.SearchStrategy[Deal] = st.sampled_from(["balanced", "fixed"])
@@ -22,6 +23,16 @@ def positions(plan: BatchPlan) -> list[int]:
     return [position for unit in plan.units for position in range(unit.start, unit.stop)]
 
 
+@sees(
+    "the ragged tail is dropped",
+    "src/anybatch/core/splitting.py",
+    "(size,) * full + ((rest,) if rest else ())",
+    "(size,) * full",
+    also=[
+        "tests/engine/test_exactness.py::test_gradient_is_that_of_the_unsplit_batch[1-rank-ragged]",
+        "tests/data/test_indexed_batches.py::test_ranks_and_units_partition_an_epoch",
+    ],
+)
 @given(num_samples=st.integers(0, 200), world_size=st.integers(1, 9), cut=CUTS)
 def test_units_are_a_partition(num_samples: int, world_size: int, cut: Cut) -> None:
     """Every sample is in exactly one unit that counts, in global order; none is empty, and their numbers run on."""
@@ -61,6 +72,13 @@ def test_ranks_get_alike(num_samples: int, world_size: int, cut: Cut) -> None:
     assert max(loads) - min(loads) <= 1
 
 
+@sees(
+    "a fixed cut depends on the number of ranks",
+    "src/anybatch/core/splitting.py",
+    "sizes = _units_of(num_samples, cut.micro_batch_size or share, cut)",
+    "sizes = _units_of(num_samples, (cut.micro_batch_size or share) + world_size - 1, cut)",
+    also=["tests/engine/test_generators.py::test_dropout_does_not_depend_on_the_number_of_ranks[all_reduce]"],
+)
 @given(num_samples=st.integers(0, 200), size=st.integers(1, 40), world_sizes=st.lists(st.integers(1, 9), min_size=2))
 def test_a_fixed_cut_does_not_depend_on_the_ranks(num_samples: int, size: int, world_sizes: list[int]) -> None:
     """With deal="fixed" and a named size the units are the same on any number of ranks."""
@@ -68,6 +86,16 @@ def test_a_fixed_cut_does_not_depend_on_the_ranks(num_samples: int, size: int, w
     assert len({plan_batch(num_samples, world_size, cut).units for world_size in world_sizes}) == 1
 
 
+@sees(
+    "a unit that keeps ranks in lockstep counts",
+    "src/anybatch/core/splitting.py",
+    "borrowed.stop, weight=0.0)",
+    "borrowed.stop)",
+    also=[
+        "tests/core/test_splitting.py::test_units_are_a_partition",
+        "tests/parallel/test_fsdp_spike.py::test_a_rank_with_less_to_do_runs_along[7]",
+    ],
+)
 @given(num_samples=st.integers(1, 200), world_size=st.integers(1, 9), cut=CUTS)
 def test_lockstep_ranks_run_equally_many_units(num_samples: int, world_size: int, cut: Cut) -> None:
     """Under lockstep all ranks run as many units; those added count nothing and come last."""
@@ -90,6 +118,13 @@ def test_given_shares_stay_where_they_are(sizes: list[int], micro: int | None) -
     assert plan.num_samples == sum(sizes)
 
 
+@sees(
+    "what ranks cannot share evenly is dropped",
+    "src/anybatch/core/splitting.py",
+    "(quotient + 1,) * rest + (quotient,) * (num_parts - rest)",
+    "(quotient,) * num_parts",
+    also=["tests/engine/test_exactness.py::test_gradient_is_that_of_the_unsplit_batch[2-ranks-ragged]"],
+)
 @given(total=st.integers(0, 500), num_parts=st.integers(0, 40))
 def test_even_parts_differ_by_one(total: int, num_parts: int) -> None:
     """Parts add up to the total, differ by at most one, and the larger ones come first."""
@@ -109,6 +144,16 @@ def borders(num_samples: int, group: int) -> set[int]:
     return {*starts, num_samples}
 
 
+@sees(
+    "norms: a last sample alone is a group",
+    "src/anybatch/core/splitting.py",
+    """
+    if len(sizes) > 1 and sizes[-1] == 1:
+        return (*sizes[:-2], group + 1)
+""",
+    "",
+    also=["tests/engine/test_batch_norm.py::test_ghost_groups_are_one_function"],
+)
 @given(num_samples=st.integers(0, 200), group=GROUPS)
 def test_groups_are_a_partition(num_samples: int, group: int) -> None:
     """Groups add up to the batch; all have the named size but the last, which is a single sample only if all is."""
@@ -120,6 +165,12 @@ def test_groups_are_a_partition(num_samples: int, group: int) -> None:
     assert max(sizes, default=0) <= group + 1
 
 
+@sees(
+    "norms: units cut groups",
+    "src/anybatch/core/splitting.py",
+    "groups, per_unit = group_sizes(num_samples, cut.group), max(1, size // cut.group)",
+    "groups, per_unit = group_sizes(num_samples, 2), max(1, size // 2)",
+)
 @given(
     num_samples=st.integers(0, 200),
     world_size=st.integers(1, 9),

@@ -13,6 +13,7 @@ from torch.utils.data import default_collate
 
 from anybatch.core.tree import count_samples, map_tensors, slice_samples, take_apart, tensors_of
 from anybatch.errors import DataError
+from tests.faults import sees
 
 
 class Pair(NamedTuple):
@@ -124,6 +125,13 @@ def trees(number: int) -> st.SearchStrategy[Any]:
     return st.recursive(leaves(number), grow, max_leaves=8).map(lambda tree: {"x": torch.arange(number), "rest": tree})
 
 
+@sees(
+    "a slice of a batch lacks its last sample",
+    "src/anybatch/core/tree.py",
+    "leaf[start:stop] if _carries_samples(leaf)",
+    "leaf[start : max(start + 1, stop - 1)] if _carries_samples(leaf)",
+    also=["tests/examples/test_ladder_against_engine.py::test_trained_parameters"],
+)
 @given(data=st.data(), number=st.integers(1, 7))
 def test_slices_put_together_are_the_batch(data: st.DataObject, number: int) -> None:
     """Cutting a batch anywhere and concatenating the pieces gives the batch back, whatever it is made of."""

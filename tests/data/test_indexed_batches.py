@@ -17,6 +17,7 @@ from anybatch.core.batch import Placement, Position
 from anybatch.core.randomness import order_seed
 from anybatch.core.splitting import Cut
 from anybatch.data.fetch import pinned
+from tests.faults import sees
 
 ONE = Placement(Cut(), 1, 0)
 
@@ -67,6 +68,13 @@ def test_batches_are_the_plain_loop() -> None:
     assert all(torch.equal(left, right) for left, right in zip(fed, plain, strict=True))
 
 
+@sees(
+    "a sample is in two units",
+    "src/anybatch/data/indexed.py",
+    "tuple(taken(sample_ids, positions))",
+    "tuple(taken(sample_ids, range(max(0, positions[0] - 1), positions[-1] + 1)))",
+    also=["tests/engine/test_compatibility.py::test_exact[fp32-dealt]"],
+)
 @given(
     num_samples=st.integers(1, 40),
     size=st.integers(1, 20),
@@ -90,6 +98,17 @@ def test_ranks_and_units_partition_an_epoch(
     assert sorted(counted) == list(range(num_samples))
 
 
+@sees(
+    "the last batch of an epoch is dropped",
+    "src/anybatch/data/order.py",
+    "ceil_div(rest, self.effective_batch_size)",
+    "max(1, rest // self.effective_batch_size)",
+    cases=["False"],
+    also=[
+        "tests/data/test_indexed_batches.py::test_batches_are_the_plain_loop",
+        "tests/data/test_sample_order.py::test_the_last_step_of_an_epoch_is_smaller_or_left_out",
+    ],
+)
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_the_last_batch_of_an_epoch(drop_last: bool) -> None:
     """The last batch is smaller, or left out with drop_last; batches do not cross epochs; len() says how many."""
@@ -108,6 +127,13 @@ def test_a_data_set_smaller_than_one_batch() -> None:
     assert [batch.sample_ids for batch in batches] == [(0, 1, 2)] * 2
 
 
+@sees(
+    "a run of so many steps ends too early",
+    "src/anybatch/data/order.py",
+    "rest * self.effective_batch_size)",
+    "rest)",
+    also=["tests/data/test_sample_order.py::test_counting_steps_is_walking_them"],
+)
 def test_steps_run_over_epochs() -> None:
     """`steps` counts from the start, over as many epochs as it takes, and the batches are those of the epochs."""
     by_epochs = [batch.sample_ids for batch in ab.batches(range(10), effective_batch_size=4, epochs=3)]
@@ -119,6 +145,14 @@ def test_steps_run_over_epochs() -> None:
     assert [batch.sample_ids for batch in resumed] == by_epochs[3:7]
 
 
+@sees(
+    "positions are off by one",
+    "src/anybatch/data/indexed.py",
+    "self._schedule.normalized(Position(epoch, stop))",
+    "self._schedule.normalized(Position(epoch, stop - 1))",
+    cases=["False"],
+    also=["tests/engine/test_resume.py::test_resumed_run_ends_bit_for_bit_as_if_it_had_not_stopped[plain]"],
+)
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_a_run_resumed_anywhere_goes_on_as_it_would_have(drop_last: bool) -> None:
     """From the end of any batch the same batches follow, with the same augmentation; at the very end none do."""
@@ -148,6 +182,26 @@ def test_a_run_may_be_resumed_with_another_batch_size() -> None:
     )
 
 
+@sees(
+    "the key of augmentation lacks the sample",
+    "src/anybatch/core/randomness.py",
+    "_mix(_AUGMENTATION, seed, epoch, sample_id)",
+    "_mix(_AUGMENTATION, seed, epoch, 0)",
+    also=["tests/data/test_indexed_batches.py::test_collate_draws_from_a_key_of_its_own"],
+)
+@sees(
+    "the key of augmentation lacks the epoch",
+    "src/anybatch/core/randomness.py",
+    "_mix(_AUGMENTATION, seed, epoch, sample_id)",
+    "_mix(_AUGMENTATION, seed, 0, sample_id)",
+)
+@sees(
+    "augmentation depends on the unit",
+    "src/anybatch/data/fetch.py",
+    "self._sample(sample_id, key.epoch) for sample_id in key.sample_ids",
+    "self._sample(sample_id, key.epoch + len(key.sample_ids)) for sample_id in key.sample_ids",
+    also=["tests/engine/test_invariance.py::test_a_run_without_dropout_does_not_depend_on_the_cut"],
+)
 def test_augmentation_belongs_to_the_sample_and_the_epoch() -> None:
     """What a sample draws depends on seed, epoch and id: not on world size, cut, order or effective batch size."""
 
@@ -189,6 +243,14 @@ def _state() -> tuple[Any, ...]:
     return draws
 
 
+@sees(
+    "loading a sample takes the caller's random numbers",
+    "src/anybatch/data/random_state.py",
+    """
+        torch.default_generator.set_state(torch_state)
+""",
+    "",
+)
 def test_the_callers_generators_are_untouched() -> None:
     """Between units and after a failed one, python's, numpy's and torch's generators stand where the caller left them.
 

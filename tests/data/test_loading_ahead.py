@@ -16,6 +16,7 @@ import anybatch.data as ab
 from anybatch.core.batch import Placement
 from anybatch.core.splitting import Cut
 from anybatch.data.prefetch import Ahead
+from tests.faults import sees
 
 PAIRS = Placement(Cut(micro_batch_size=2), 1, 0)
 THREES = Placement(Cut(micro_batch_size=3), 1, 0)
@@ -87,6 +88,12 @@ def test_workers_change_nothing(num_workers: int, workers: Callable[[], set[int]
     assert states == global_states()
 
 
+@sees(
+    "workers go on where they are, whatever is asked for",
+    "src/anybatch/data/prefetch.py",
+    "if not self._keys.sent or self._keys.sent[0] != key:",
+    "if not self._keys.sent:",
+)
 def test_whatever_the_caller_does_the_data_is_right(workers: Callable[[], set[int]]) -> None:
     """Skipped batches, another placement, feeds left half-way, fed twice or side by side: never a wrong unit.
 

@@ -7,8 +7,15 @@ from hypothesis import strategies as st
 from anybatch.core.batch import Position
 from anybatch.core.randomness import order_seed
 from anybatch.data.order import Schedule, sample_order
+from tests.faults import sees
 
 
+@sees(
+    "every epoch has the same order",
+    "src/anybatch/core/randomness.py",
+    "_mix(_ORDER, seed, epoch, 0)",
+    "_mix(_ORDER, seed, 0, 0)",
+)
 def test_an_order_is_the_permutation_of_its_epoch_and_seed() -> None:
     """The order is torch's permutation under the key of (seed, epoch): other epochs and seeds give other orders."""
     order = sample_order(100, seed=7, epoch=3, shuffle=True)
@@ -23,6 +30,16 @@ def test_without_shuffling_the_order_is_the_data_sets_own() -> None:
     assert sample_order(5, seed=1, epoch=9, shuffle=False).tolist() == [0, 1, 2, 3, 4]
 
 
+@sees(
+    "the number of steps left is counted from the epoch's start",
+    "src/anybatch/data/order.py",
+    """
+        left = self._steps_from(start.sample_offset)
+""",
+    """
+        left = self.steps_per_epoch
+""",
+)
 @given(
     num_samples=st.integers(1, 40),
     size=st.integers(1, 20),

@@ -18,6 +18,7 @@ from anybatch.core.splitting import Cut
 from anybatch.data.serialization import packed, unpacked
 from anybatch.data.shards import ChunkKey, LaneReader
 from anybatch.errors import DataError
+from tests.faults import sees
 
 ONE = Placement(Cut(), 1, 0)
 
@@ -60,6 +61,12 @@ def streamed(stream: Any, **more: Any) -> ab.Batches:
     return ab.batches(stream, **arguments)
 
 
+@sees(
+    "the end of a stream is seen too late",
+    "src/anybatch/data/streams.py",
+    "size + 1 - len(held)",
+    "size - len(held)",
+)
 def test_a_stream_is_cut_as_it_comes() -> None:
     """Batches are the next samples, the last one of an epoch smaller; ids are positions in the stream."""
 
@@ -76,6 +83,16 @@ def test_a_stream_is_cut_as_it_comes() -> None:
     assert len(streamed(Letters(), epochs=None, steps=5)) == 5
 
 
+@sees(
+    "an ended shard ends the stream",
+    "src/anybatch/data/shards.py",
+    """
+                del parts[number]
+""",
+    """
+                return
+""",
+)
 @given(
     lengths=st.lists(st.integers(0, 7), min_size=1, max_size=4).filter(any),
     size=st.integers(1, 9),
@@ -93,6 +110,14 @@ def test_ranks_and_units_partition_a_stream(lengths: list[int], size: int, world
     assert counted == sorted((sample for part in parts for sample in part), key=lambda sample: (sample[1], sample[0]))
 
 
+@sees(
+    "a resumed stream begins anew",
+    "src/anybatch/data/streams.py",
+    """
+            _skip(stream, start)
+""",
+    "",
+)
 def test_a_stream_is_the_same_for_a_worker_and_after_a_resume() -> None:
     """With one worker, on any rank and from any position batches are the same, draws and the stream's own order too.
 
@@ -113,6 +138,12 @@ def test_a_stream_is_the_same_for_a_worker_and_after_a_resume() -> None:
     assert fed(streamed(Stream("s", 10)), second)[0][3] == [[sample] for sample in whole[0][3][0][2:]]
 
 
+@sees(
+    "what workers have read of a stream is not put in order",
+    "src/anybatch/data/streams.py",
+    "yield from sorted(samples, key=itemgetter(0))",
+    "yield from samples",
+)
 def test_any_number_of_workers_reads_shards_in_the_same_order() -> None:
     """Shards of any lengths, empty ones too, give the same batches and draws with 0 to 3 workers, resumed or not.
 
@@ -149,6 +180,12 @@ def test_skipped_samples_stay_in_the_worker() -> None:
     assert unpacked(reader(ChunkKey(0, 0, 7, keep_from=0)))[0][0] == 28, "another chunk than the next one"
 
 
+@sees(
+    "a tensor from a worker is turned round",
+    "src/anybatch/data/serialization.py",
+    ".view(dtype).reshape(shape)",
+    ".view(dtype).reshape(shape[::-1])",
+)
 @pytest.mark.parametrize(
     "tensor",
     [

@@ -40,6 +40,7 @@ from tests.diagnostics.faulty import (
     vectors,
     weights_of,
 )
+from tests.faults import sees
 
 
 def checked(subject: Subject) -> CheckReport:
@@ -47,6 +48,28 @@ def checked(subject: Subject) -> CheckReport:
     return check(subject.model(), subject.loss(), subject.batch())
 
 
+@sees(
+    "check: state between forwards goes unseen",
+    "src/anybatch/diagnostics/gradient_runs.py",
+    """
+        return changed if relative_error(again, first) > tolerance else []
+""",
+    """
+        return []
+""",
+    cases=["a module that counts its calls"],
+)
+@sees(
+    "check: masks are no candidates",
+    "src/anybatch/engine/loss_check/sample_choice.py",
+    """
+    for name, mask in _masks(batch).items():
+""",
+    """
+    for name, mask in ():
+""",
+    cases=["mask forgotten"],
+)
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_is_named(name: str) -> None:
     """A planted fault makes the check fail, under its own name and place, with a change that says how to mend it."""
@@ -117,6 +140,22 @@ def healthy() -> dict[str, Subject]:
 HEALTHY = healthy()
 
 
+@sees(
+    "check: the whole loss is off by a hundredth",
+    "src/anybatch/diagnostics/gradient_runs.py",
+    "shares_of(loss, counts, counts, 1.0)",
+    "shares_of(loss, [c * 1.01 for c in counts], counts, 1.0)",
+)
+@sees(
+    "check: randomness is not set aside",
+    "src/anybatch/diagnostics/check.py",
+    """
+    runs.resting |= {by_name[name] for name in draws}
+""",
+    """
+    by_name.clear()
+""",
+)
 @pytest.mark.parametrize("name", HEALTHY)
 def test_no_false_alarm(name: str) -> None:
     """What is right is found equal, with dropout and all, and no reason is given why it should not be."""

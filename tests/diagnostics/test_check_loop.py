@@ -23,6 +23,7 @@ from anybatch.diagnostics.loop_check.probe import RowModel, make_data
 from anybatch.errors import UserError
 from tests.architecture.source_tree import ROOT
 from tests.diagnostics import loops
+from tests.faults import sees
 from tests.ranks_fixture import Ranks
 
 Loop = Callable[..., Any]
@@ -86,6 +87,12 @@ def test_right_loops_are_exact(loop: Loop) -> None:
         assert window.found == pytest.approx(window.expected, rel=1e-6)
 
 
+@sees(
+    "loops: stale gradients go unseen",
+    "src/anybatch/diagnostics/loop_check/windows.py",
+    "        return not (self.is_stale or self.lost",
+    "        return not (self.lost",
+)
 @pytest.mark.parametrize(("loop", "codes"), loops.WRONG.items())
 def test_wrong_loops_are_named(loop: Loop, codes: set[str]) -> None:
     """Each published fault is found by its name, and nothing else is."""

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from anybatch.diagnostics.memory.bar import MemoryBar, cells_of, colours_of
 from anybatch.memory.timeline import ORDER
+from tests.faults import sees
 
 MIB = 2**20
 
@@ -20,6 +21,13 @@ def shown(bar: MemoryBar, width: int, **settings: object) -> list[str]:
     return stream.getvalue().splitlines()
 
 
+@sees(
+    "memory report: small pieces vanish from the bar",
+    "src/anybatch/diagnostics/memory/bar.py",
+    "        if size and not cells[number] and max(cells) > 1:",
+    "        if size and not cells[number] and max(cells) > 10**9:",
+    also=["tests/diagnostics/test_memory_bar.py::test_cells_are_shared_out"],
+)
 def test_a_bar_in_letters() -> None:
     """Pieces are drawn in proportion in their letters, what is free in points, with bytes and percent below."""
     lines = str(MemoryBar({"weights": 20 * MIB, "activations": 10 * MIB, "inputs": 1}, 40 * MIB)).splitlines()

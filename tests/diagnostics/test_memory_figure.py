@@ -15,6 +15,7 @@ from anybatch.diagnostics.memory.stacked_areas import highest_moments, make_figu
 from anybatch.errors import UserError
 from anybatch.memory.timeline import MemoryTimeline, timeline
 from anybatch.memory.trace import Allocation, MemoryTrace, Phase
+from tests.faults import sees
 
 MIB = 2**20
 PICTURE = MemoryPicture(title="the title", below="the line below", limit_bytes=40 * MIB, headroom=0.15)
@@ -109,6 +110,12 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert not list(tmp_path.iterdir())
 
 
+@sees(
+    "memory report: of a long step the first moment of each column is drawn",
+    "src/anybatch/diagnostics/memory/stacked_areas.py",
+    "[begin + int(totals[begin:end].argmax()) for begin, end in pairwise(borders)]",
+    "[begin for begin, end in pairwise(borders)]",
+)
 @given(totals=st.lists(st.integers(0, 9), min_size=1, max_size=200), num_columns=st.integers(1, 50))
 def test_what_stands_out_is_drawn(totals: list[int], num_columns: int) -> None:
     """Of a long timeline the highest moment, both ends and the highest of each stretch are drawn, in order."""

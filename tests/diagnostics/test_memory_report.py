@@ -19,6 +19,7 @@ from anybatch.errors import UserError
 from anybatch.memory.device_memory import MemoryInUse
 from anybatch.memory.timeline import MemoryTimeline
 from tests.engine.cases import InMemory
+from tests.faults import sees
 from tests.planner.profiled import most_allocated
 from tests.ranks_fixture import Ranks
 
@@ -145,6 +146,18 @@ def test_categories_are_what_the_engine_keeps() -> None:
     assert course.at(0)["gradients"] == 0
 
 
+@sees(
+    "memory report: gradients are taken for temporaries",
+    "src/anybatch/diagnostics/memory/memory_report.py",
+    """
+        if not begins:
+            self._hold()
+""",
+    """
+        if not begins:
+            pass
+""",
+)
 def test_gradients_add_up_in_one_place() -> None:
     """Gradients come in the first backward and stay, and the peak of the second micro-batch has all of them."""
     engine = make_engine(micro_batch_size=12)
@@ -206,6 +219,12 @@ def test_a_terminal_sees_the_same_words() -> None:
     assert lines[-1] == str(report).splitlines()[-1]
 
 
+@sees(
+    "memory report: gradient buffers are forgotten",
+    "src/anybatch/engine/update/resident_tensors.py",
+    "            *prepared.gradient_buffers,",
+    "",
+)
 def test_low_precision_gradients_are_there_from_the_beginning() -> None:
     """The float32 buffers in which bf16 gradients add up are gradients before the first backward, too."""
     engine = make_engine(dtype=torch.bfloat16)
@@ -284,6 +303,12 @@ class Allocator:
         )
 
 
+@sees(
+    "memory report: the allocator is asked at the end",
+    "src/anybatch/diagnostics/memory/memory_report.py",
+    "if self._allocator is not None and held_bytes > self._seen_bytes:",
+    "if self._allocator is not None:",
+)
 def test_an_allocator_is_asked_at_the_peak() -> None:
     """What is reserved and handed out is that of the moment when tensors hold most; workspaces are what is beyond."""
     engine, allocator = make_engine(), Allocator()

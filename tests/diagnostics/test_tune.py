@@ -14,6 +14,7 @@ from anybatch.diagnostics.figure import draw_tuning
 from anybatch.diagnostics.tune import LoadingResult, SizeResult, default_sizes
 from anybatch.engine.spec import TrainSpec
 from anybatch.errors import BatchSizeError, UserError
+from tests.faults import sees
 
 NUM_SAMPLES = 48
 AT_MOST = "loading is the bottleneck: of 98 samples/s at most"
@@ -87,6 +88,18 @@ def tuned(clock: Clock, model: nn.Module, *, seconds: float = 0.0, **options: An
     )
 
 
+@sees(
+    "tune times the end of a step only",
+    "src/anybatch/diagnostics/tune.py",
+    """
+                begun = self._now()
+                too_large += engine.step(self._batch).too_large
+""",
+    """
+                too_large += engine.step(self._batch).too_large
+                begun = self._now()
+""",
+)
 def test_whole_steps() -> None:
     """A rate is samples by the seconds of a whole step: every micro-batch, the smaller last one, and the update."""
     clock = Clock()
@@ -208,6 +221,12 @@ def test_as_printed() -> None:
     ]
 
 
+@sees(
+    "workers that load faster train faster",
+    "src/anybatch/diagnostics/tune.py",
+    "one.num_workers: min(rate, one.samples_per_second)",
+    "one.num_workers: one.samples_per_second",
+)
 @pytest.mark.parametrize(
     ("loaded", "said"),
     [

@@ -16,6 +16,7 @@ from anybatch.norms import Exact, Ghost, Policy, PolicyName
 from anybatch.testing import relative_error
 from tests.engine.cases import Batch, Split, arrive, vectors
 from tests.engine.compatibility_cases import Keeping
+from tests.faults import sees
 from tests.norms.residual import buffers_of, classify, images, largest_difference, native, network
 from tests.ranks_fixture import Ranks
 
@@ -66,6 +67,35 @@ def exact_errors() -> Errors:
     return errors
 
 
+@sees(
+    "norms: statistics are detached",
+    "src/anybatch/norms/merged_statistics.py",
+    """
+    mean = total / count
+""",
+    """
+    mean = (total / count).detach()
+""",
+    cases=["1-rank"],
+)
+@sees(
+    "norms: the variance between micro-batches is left out",
+    "src/anybatch/norms/merged_statistics.py",
+    """
+        own = chunk.squares + (chunk.mean - mean).square() * chunk.count
+""",
+    """
+        own = chunk.squares
+""",
+    cases=["1-rank"],
+)
+@sees(
+    "norms: the gradient of a sum over ranks is this rank's",
+    "src/anybatch/norms/merged_statistics.py",
+    "return ctx.total(grad.clone()), token_grad, None",
+    "return grad.clone(), token_grad, None",
+    cases=["2-ranks"],
+)
 def test_exact_is_the_unsplit_batch(ranks: Ranks) -> None:
     """On 1, 2 and 3 ranks, for every cut, gradients and buffers are those of one forward and backward over the batch.
 
@@ -186,6 +216,23 @@ def keep_statistics() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
     return buffers, {"norm.running_mean": mean, "norm.running_var": variance}
 
 
+@sees(
+    "norms: running statistics are not pooled over ranks",
+    "src/anybatch/norms/running_statistics.py",
+    """
+        if ranks.size > 1:
+            message = ranks.sum(message)
+""",
+    "",
+    cases=["2-ranks"],
+)
+@sees(
+    "norms: the running variance is biased",
+    "src/anybatch/norms/running_statistics.py",
+    "/ (counts - 1).clamp(min=1)",
+    "/ counts",
+    cases=["1-rank"],
+)
 def test_running_statistics_are_those_of_the_effective_batch(ranks: Ranks) -> None:
     """Under keep they move once per effective batch, by its pooled mean and variance, and are equal on all ranks.
 
@@ -257,6 +304,14 @@ def test_all_kinds_of_layers_are_updated_as_unsplit(size: int | None) -> None:
     assert int(found["twice.num_batches_tracked"]) == 4
 
 
+@sees(
+    "norms: looking at gradients moves running statistics",
+    "src/anybatch/engine/batch_norm/runner.py",
+    """
+            self._statistics.put_back()
+""",
+    "",
+)
 @pytest.mark.parametrize("norms", ["keep", "sync", "exact", Ghost(4), "freeze"])
 def test_looking_at_gradients_changes_no_statistics(norms: Any) -> None:
     """`engine.gradients` leaves buffers and momentum as they are, under every policy; `close` leaves no hook."""
@@ -274,6 +329,15 @@ def test_looking_at_gradients_changes_no_statistics(norms: Any) -> None:
         assert module.training
 
 
+@sees(
+    "norms: frozen layers normalise by the micro-batch",
+    "src/anybatch/engine/batch_norm/runner.py",
+    """
+            for layer in frozen:
+                layer.training = False
+""",
+    "",
+)
 def test_frozen_layers_train_weight_and_bias_only() -> None:
     """Freeze is the network in evaluation mode, cut or not, whatever train() says; statistics stay."""
     model = network().eval()

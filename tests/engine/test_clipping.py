@@ -12,6 +12,7 @@ from anybatch.engine.update.clipping import ClipByNorm, ClipByValue
 from anybatch.errors import UserError
 from anybatch.testing import relative_error
 from tests.engine.cases import NUM_CLASSES, STRATEGIES, InMemory, classify, perceptron, vectors
+from tests.faults import sees
 from tests.ranks_fixture import Ranks
 
 CLIPS: dict[str, Any] = {
@@ -56,6 +57,27 @@ def clipped(clip: str, strategy: str, num_steps: int) -> tuple[dict[str, torch.T
     return model.state_dict(), norms
 
 
+@sees(
+    "gradients are clipped in every micro-batch",
+    "src/anybatch/engine/accumulation/accumulate.py",
+    """
+            torch.autograd.backward(scale(total), inputs=inputs)
+""",
+    """
+            torch.autograd.backward(scale(total), inputs=inputs)
+            torch.nn.utils.clip_grad_norm_(inputs, 0.05)
+""",
+    cases=["by norm", "not"],
+)
+@sees(
+    "clipping by value cuts off at one side only",
+    "src/anybatch/core/torch_internals.py",
+    """
+        at_most(tensors, limit)
+""",
+    "",
+    cases=["by value"],
+)
 @pytest.mark.parametrize("clip", CLIPS)
 def test_clipping_is_that_of_the_unsplit_gradient(clip: str, one_rank: Ranks, two_ranks: Ranks) -> None:
     """Three clipped steps, and the norms from before clipping, are those of the whole batch clipped by torch."""

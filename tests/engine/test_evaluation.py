@@ -27,6 +27,7 @@ from tests.engine.cases import (
     sentences_masked,
     vectors,
 )
+from tests.faults import sees
 from tests.ranks_fixture import Ranks
 
 WORD_WEIGHTS = torch.linspace(0.1, 3.0, NUM_WORDS, dtype=torch.float64)
@@ -126,6 +127,28 @@ def evaluated(strategy: str) -> dict[tuple[str, int | None, bool], dict[str, flo
     return found
 
 
+@sees(
+    "class weights are forgotten in the count",
+    "src/anybatch/core/loss.py",
+    "num_samples if term.count is None else term.count(batch)",
+    'num_samples if term.unit != "tokens" else term.count(batch)',
+    cases=["1-rank-all_reduce"],
+    also=["tests/engine/test_exactness.py::test_gradient_is_that_of_the_unsplit_batch[1-rank-class weights]"],
+)
+@sees(
+    "evaluation is a mean of means",
+    "src/anybatch/engine/evaluation.py",
+    "(value * count, count) if count",
+    "(value, 1.0) if count",
+    cases=["1-rank-all_reduce"],
+)
+@sees(
+    "a metric is this rank's own",
+    "src/anybatch/engine/evaluation.py",
+    "machine.strategy.sum(torch.stack([totals.get(name, nothing) for name in names])).tolist()",
+    "torch.stack([totals.get(name, nothing) for name in names]).tolist()",
+    cases=["2-ranks-all_reduce"],
+)
 @pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
 def test_metrics_are_the_plain_ones(strategy: str, ranks: Ranks) -> None:
     """At any micro-batch size and rank count every metric is that of one forward over all samples, on every rank."""
@@ -145,6 +168,13 @@ def evaluated_by_one(strategy: str) -> dict[str, float]:
         return engine.evaluate([InMemory(sentences(1)), InMemory(sentences(1))], words_and_values)
 
 
+@sees(
+    "a rank without samples has no metrics",
+    "src/anybatch/engine/evaluation.py",
+    "sorted(set().union(*world.gather_objects(sorted(totals))))",
+    "sorted(totals)",
+    cases=["all_reduce"],
+)
 @pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
 def test_a_rank_without_samples_takes_part(strategy: str, three_ranks: Ranks) -> None:
     """A rank that has measured nothing returns the same metrics as the one that has."""
@@ -162,6 +192,16 @@ def make_engine(model: nn.Module, **options: Any) -> ab.Engine:
     return ab.Engine(model, optimizer, ab.mean_over_samples(classify), micro_batch_size=2, world=ab.World(), **options)
 
 
+@sees(
+    "evaluation leaves modules in evaluation mode",
+    "src/anybatch/engine/engine.py",
+    """
+                module.training = training
+""",
+    """
+                pass
+""",
+)
 def test_every_module_gets_its_own_mode_back() -> None:
     """A module that was in evaluation mode before stays there, and the others train again, also after an error."""
     model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 4)).double()
@@ -183,6 +223,15 @@ def test_every_module_gets_its_own_mode_back() -> None:
     assert before == [True, True, False, True, True]
 
 
+@sees(
+    "evaluation runs in training mode",
+    "src/anybatch/engine/engine.py",
+    """
+        self._modules.eval()
+""",
+    "",
+    also=["tests/engine/test_evaluation.py::test_metrics_are_the_plain_ones[1-rank-all_reduce]"],
+)
 def test_evaluation_changes_nothing() -> None:
     """Neither parameters nor buffers, gradients, progress or the caller's random numbers change."""
     model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 4)).double()
@@ -203,6 +252,22 @@ def test_nothing_to_evaluate_is_an_error() -> None:
         engine.evaluate([])
 
 
+@sees(
+    "a moving average moves the wrong way round",
+    "src/anybatch/engine/update/weight_average.py",
+    "1.0 - self.decay)",
+    "self.decay / 3)",
+)
+@sees(
+    "averaged weights stay in the model",
+    "src/anybatch/engine/update/weight_average.py",
+    """
+            self._put(own)
+""",
+    """
+            pass
+""",
+)
 def test_averaged_weights_are_there_only_meanwhile() -> None:
     """evaluate(averaged=True) measures the moving average of the weights, and the model has its own back afterwards."""
     torch.manual_seed(3)

@@ -19,6 +19,7 @@ from tests.engine.cases import (
     plain_gradients,
     sentences,
 )
+from tests.faults import sees
 from tests.ranks_fixture import Ranks, selected
 
 TOLERANCE = 1e-12
@@ -62,6 +63,68 @@ def errors(ranks: Ranks, request: pytest.FixtureRequest) -> list[Errors]:
     return found
 
 
+@sees(
+    "mean of means: every micro-batch is divided by its own count and their number",
+    "src/anybatch/engine/accumulation/planned_batch.py",
+    "shares_of(loss, counts[number], divisors, unit.weight)",
+    "shares_of(loss, counts[number], [len(running) * count for count in counts[number]], unit.weight)",
+    cases=["1-rank-ragged", "1-rank-masked tokens"],
+    also=[
+        "tests/engine/test_steps.py::test_a_run_is_the_plain_run[1-rank]",
+        "tests/examples/test_ladder_against_engine.py::test_spirals[3-arguments2]",
+        "tests/examples/test_ladder_against_engine.py::test_token_mean",
+    ],
+)
+@sees(
+    "a term without items takes part: NaN x 0",
+    "src/anybatch/core/loss.py",
+    """
+        for name, share in zip(loss.names, shares, strict=True)
+        if share.count
+""",
+    """
+        for name, share in zip(loss.names, shares, strict=True)
+""",
+    cases=["1-rank-two terms, some without targets"],
+)
+@sees(
+    "a count that came late is not divided by",
+    "src/anybatch/engine/accumulation/sums.py",
+    "factor = guess / count",
+    "factor = torch.ones_like(count)",
+    cases=["1-rank-loss sum, undeclared", "1-rank-one loss per target, undeclared"],
+)
+@sees(
+    "counts of the other ranks are left out",
+    "src/anybatch/engine/accumulation/planned_batch.py",
+    "divisors = tuple(sum(column) for column in zip(*rows, strict=True))[:-1]",
+    "divisors = tuple(number or 1.0 for number in own)",
+    cases=["2-ranks-masked tokens"],
+)
+@sees(
+    "DDP's average is not undone",
+    "src/anybatch/parallel/ddp.py",
+    "return flat  # it was summed in place",
+    "return flat / dist.get_world_size()",
+    cases=["2-ranks-even"],
+)
+@sees(
+    "reduction starts in the first micro-batch",
+    "src/anybatch/parallel/all_reduce.py",
+    "if turn.last and self._overlap:",
+    "if turn.first and self._overlap:",
+    cases=["2-ranks-ragged"],
+)
+@sees(
+    "a rank that ran nothing does not join DDP's reduction",
+    "src/anybatch/parallel/ddp.py",
+    """
+        if not self._reduced:
+            self._join_with_zeros()
+""",
+    "",
+    cases=["2-ranks-last ranks without targets"],
+)
 @pytest.mark.parametrize("case", CASES)
 def test_gradient_is_that_of_the_unsplit_batch(case: str, errors: list[Errors]) -> None:
     """On every rank, for every cut and strategy, the gradient is that of one backward over the whole batch.

@@ -6,6 +6,7 @@ import pytest
 
 from anybatch.testing import RankOutcome, run_ranks
 from tests.engine.failures import FAILING_STEP, FAILURES, train
+from tests.faults import sees
 from tests.ranks_fixture import selected
 
 TIMEOUT_SECONDS = 100.0
@@ -24,6 +25,49 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, list[RankOutcome]]:
         return {name: future.result() for name, future in started.items()}
 
 
+@sees(
+    "a failing rank does not say why",
+    "src/anybatch/engine/failure.py",
+    """
+        world.publish_failure(error, step())
+        raise
+""",
+    """
+        raise
+""",
+    cases=["raises, all_reduce", "the backward raises, all_reduce", "the feed raises, ddp"],
+)
+@sees(
+    "a failing loader does not say why",
+    "src/anybatch/engine/shares.py",
+    """
+            world.publish_failure(error, None)
+""",
+    """
+            del error
+""",
+    cases=["the loader raises, all_reduce"],
+)
+@sees(
+    "a broken reduction is DDP's own error",
+    "src/anybatch/parallel/ddp.py",
+    """
+            if self._reductions.broken:
+""",
+    """
+            if False:
+""",
+    cases=["exits, ddp"],
+)
+@sees(
+    "all failures are kept in one place",
+    "src/anybatch/parallel/world.py",
+    """
+            store.add(f"{_COUNT_KEY}/{self.rank}", 1)
+""",
+    "",
+    cases=["raises, all_reduce"],
+)
 @pytest.mark.parametrize("name", FAILURES)
 def test_the_others_end_with_the_first_error(name: str, outcomes: dict[str, list[RankOutcome]]) -> None:
     """No rank hangs: the others raise RankFailedError, which carries the failed rank's error if it left one."""

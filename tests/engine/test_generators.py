@@ -10,6 +10,7 @@ import anybatch as ab
 from anybatch.core.randomness import unit_seed
 from anybatch.testing import relative_error
 from tests.engine.cases import STRATEGIES, Batch, Gradients, InMemory, classify, cut, vectors
+from tests.faults import sees
 from tests.ranks_fixture import Ranks
 
 SEED, SIZE = 11, 3
@@ -56,6 +57,13 @@ def keyed_by_engine(strategy: str) -> tuple[Gradients, Gradients, bool]:
         return first, engine.gradients(batch), unchanged and torch.equal(before, torch.get_rng_state())
 
 
+@sees(
+    "the key of a micro-batch lacks the step",
+    "src/anybatch/engine/accumulation/planned_batch.py",
+    "unit_seed(opened.seed, step, ",
+    "unit_seed(opened.seed, 0, ",
+    cases=["all_reduce"],
+)
 @pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
 def test_dropout_does_not_depend_on_the_number_of_ranks(
     strategy: str, one_rank: Ranks, two_ranks: Ranks, three_ranks: Ranks
@@ -73,6 +81,12 @@ def test_dropout_does_not_depend_on_the_number_of_ranks(
             assert unchanged
 
 
+@sees(
+    "the key of a micro-batch has its place in the rank share",
+    "src/anybatch/engine/accumulation/planned_batch.py",
+    "opened.sample_ids[unit.start])",
+    "opened.units.index(unit))",
+)
 def test_the_engines_seed_comes_before_the_datas() -> None:
     """seed= replaces the data's seed as the first word of the keys."""
     batch = InMemory(vectors(29), seed=SEED)
@@ -85,6 +99,16 @@ def test_the_engines_seed_comes_before_the_datas() -> None:
     assert relative_error(other, keyed_by_hand(0)) > 0.1
 
 
+@sees(
+    "random numbers are keyed unasked",
+    "src/anybatch/engine/rng/generators.py",
+    """
+        return CallersRandomness(device)
+""",
+    """
+        return UnitRandomness(device)
+""",
+)
 def test_without_keys_random_numbers_run_on() -> None:
     """rng=None draws from the caller's generator, bit for bit as a plain loop does, and leaves it where it stopped."""
     by_hand, batch = dropping(), vectors(29)
@@ -106,6 +130,20 @@ def test_without_keys_random_numbers_run_on() -> None:
         assert torch.equal(gradient, parameter.grad)
 
 
+@sees(
+    "random numbers of the caller are lost",
+    "src/anybatch/engine/rng/generators.py",
+    """
+            generator.set_state(state)
+
+    def micro_batch(self, work: Work) -> AbstractContextManager[object]:
+""",
+    """
+            pass
+
+    def micro_batch(self, work: Work) -> AbstractContextManager[object]:
+""",
+)
 def test_the_callers_state_survives_an_error() -> None:
     """A loss that raises in the middle of a step leaves the caller's random state as it was."""
 

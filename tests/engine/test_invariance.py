@@ -8,6 +8,7 @@ from torch import nn
 
 import anybatch as ab
 from tests.engine.cases import Batch, classify
+from tests.faults import sees
 from tests.ranks_fixture import Ranks
 
 NUM_SAMPLES, SIZE, NUM_STEPS = 47, 20, 12
@@ -51,6 +52,12 @@ def train(dtype: torch.dtype, micro_batch_size: int, dropout: float) -> Run:
     return run
 
 
+@sees(
+    "the key of a micro-batch has the rank in it",
+    "src/anybatch/engine/accumulation/planned_batch.py",
+    "unit_seed(opened.seed, step, ",
+    "unit_seed(opened.seed + opened.plan.shares.index(opened.units), step, ",
+)
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-4)], ids=["float64", "float32"]
 )

@@ -35,12 +35,19 @@ from tests.engine.loss_declarations import (
     of_words,
     with_noise,
 )
+from tests.faults import sees
 from tests.ranks_fixture import Ranks
 
 HOLDS = "it holds"
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
 
+@sees(
+    "declaration: everything is rounding",
+    "src/anybatch/engine/loss_check/additivity.py",
+    "WIDE = Tolerance(rounding=1e-4,",
+    "WIDE = Tolerance(rounding=1e4,",
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_declarations_are_caught(name: str, dtype: str) -> None:
@@ -61,6 +68,16 @@ def test_wrong_declarations_are_caught(name: str, dtype: str) -> None:
     assert engine.num_steps == 0
 
 
+@sees(
+    "declaration: pieces count alike",
+    "src/anybatch/engine/loss_check/additivity.py",
+    """
+    counts = [trial.count(one, name) for one in passes]
+""",
+    """
+    counts = [1.0 for _ in passes]
+""",
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_declarations_are_silent(name: str, dtype: str) -> None:
@@ -135,6 +152,16 @@ def said_on_ranks(name: str, strategy: str, idle: bool) -> tuple[str, str]:
     return "", engine.decisions["loss"]
 
 
+@sees(
+    "declaration: a rank goes by its own verdict",
+    "src/anybatch/engine/loss_check/check.py",
+    """
+        self._agree(verdicts, decisions, tell)
+""",
+    """
+        self._agree(verdicts[self._world.rank :][:1], decisions, tell)
+""",
+)
 @pytest.mark.parametrize("idle", [False, True], ids=["uneven", "one-idle"])
 @pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
 @pytest.mark.parametrize(
@@ -254,6 +281,14 @@ def test_running_out_of_memory_is_no_error() -> None:
     assert "ran out of memory" in engine.decisions["loss"]
 
 
+@sees(
+    "declaration: it never gives up",
+    "src/anybatch/engine/loss_check/check.py",
+    """
+        self.pending = self._num_tries < _MOST_STEPS
+""",
+    "",
+)
 def test_it_gives_up_after_eight_steps_and_costs_nothing_then() -> None:
     """Eight batches that cannot tell are enough; from then on the model is called once per micro-batch."""
     called: list[int] = []
@@ -337,6 +372,14 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+@sees(
+    "declaration: buffers stay as the check has left them",
+    "src/anybatch/engine/side_effects.py",
+    """
+            buffers.restore()
+""",
+    "",
+)
 @pytest.mark.parametrize("kind", ["holds", "broken", "fails", "interrupted"])
 def test_nothing_is_touched(kind: str) -> None:
     """Parameters, buffers, attributes, modes, hooks, gradients and random numbers are as before, behind errors too."""

@@ -26,6 +26,7 @@ from anybatch.engine.micro_batch_size.trial_run import Run
 from anybatch.errors import BatchSizeError, CannotPlanError, CompositionError
 from anybatch.norms import Ghost
 from tests.engine.cases import Batch, InMemory, classify, vectors
+from tests.faults import sees
 from tests.parallel.fsdp_spike import FullyShard
 from tests.ranks_fixture import Ranks
 
@@ -124,6 +125,13 @@ def settled(model: Model, **options: Any) -> tuple[int | None, str]:
 # What is chosen
 
 
+@sees(
+    "the largest size that fits is taken",
+    "src/anybatch/engine/micro_batch_size/search.py",
+    "size = smallest_of_the_fastest(steps)",
+    "size = max(steps)",
+    also=["tests/engine/test_micro_batch_size.py::test_the_slowest_rank_counts"],
+)
 def test_the_fastest_of_a_few() -> None:
     """Whole steps are compared, the ragged last micro-batch included, and what was tried is said."""
     size, words = settled(Model())
@@ -292,6 +300,12 @@ class NoRoom:
         return max(self._fake.ran[-1]) < self._size
 
 
+@sees(
+    "sizes are doubled into memory that is not there",
+    "src/anybatch/engine/micro_batch_size/search.py",
+    "if not trial.may_double:",
+    "if False:",
+)
 def test_no_doubling_into_memory_that_is_not_there() -> None:
     """Where running out of memory would end the process, what cannot be sure to fit is not tried."""
     fake = Fake(straight, 64, 64)
@@ -303,6 +317,13 @@ def test_no_doubling_into_memory_that_is_not_there() -> None:
     assert "not enough memory left to be sure" in found.words
 
 
+@sees(
+    "a planned bound is not kept to",
+    "src/anybatch/engine/micro_batch_size/search.py",
+    "self._upper = self._share if planned is None else max(1, min(self._share, planned))",
+    "self._upper = self._share",
+    also=["tests/engine/test_micro_batch_size.py::test_never_above_what_fits"],
+)
 def test_a_plan_is_a_bound() -> None:
     """What is planned to fit is asked for with the rank's share on the host, and nothing larger is tried."""
     model, asked = Model(straight), []
@@ -319,6 +340,12 @@ def test_a_plan_is_a_bound() -> None:
     assert words.endswith("; 12 fits, as planned")
 
 
+@sees(
+    "auto: why there is no plan is not told",
+    "src/anybatch/engine/micro_batch_size/sizes.py",
+    'reason = next((found for found in plans if isinstance(found, str)), "")',
+    'reason = ""',
+)
 def test_no_plan() -> None:
     """A planner that cannot tell leaves it to doubling, and its reason is told; one that has none says nothing."""
     model = Model(straight)
@@ -338,6 +365,12 @@ def test_no_plan() -> None:
     assert "plan" not in words
 
 
+@sees(
+    "auto: a plan that did not hold is believed",
+    "src/anybatch/engine/micro_batch_size/search.py",
+    "if size != seed or 2 * below >= size:",
+    "if True:",
+)
 @given(planned=st.integers(2, 300), share=st.integers(2, 300), limit=st.integers(2, 300))
 def test_a_plan_leaves_sizes_out(planned: int, share: int, limit: int) -> None:
     """A plan that holds is tried at once, in the place of every power of two below; one that does not is no loss."""
@@ -354,6 +387,13 @@ def test_a_plan_leaves_sizes_out(planned: int, share: int, limit: int) -> None:
     assert len(tried) == len(set(tried))
 
 
+@sees(
+    "auto: a plan is only a bound, and every power of two is tried",
+    "src/anybatch/engine/micro_batch_size/search.py",
+    "below, seed = 0, self._seed(timed=timed)",
+    "below, seed = 0, 0",
+    also=["tests/engine/test_micro_batch_size.py::test_a_plan_leaves_sizes_out"],
+)
 def test_a_plan_is_where_timing_begins() -> None:
     """With a plan sizes are timed from a quarter of it on, unless that is so slow that there is no time for it."""
     fake = Fake(straight, 256, 10**9)
@@ -391,6 +431,28 @@ def after_steps(model: Model, engine: ab.Engine) -> After:
     return After([*model.state_dict().values(), *moments], draws, model.calls)
 
 
+@sees(
+    "trying sizes does not put buffers and random numbers back",
+    "src/anybatch/engine/micro_batch_size/sizes.py",
+    "with untouched(trying.modules, self._world.device, as_compiled=True):",
+    "if True:",
+    also=[
+        "tests/engine/test_micro_batch_size.py::test_running_out_of_memory_leaves_nothing_behind",
+        "tests/engine/test_micro_batch_size.py::test_an_interrupt_leaves_nothing_behind",
+    ],
+)
+@sees(
+    "trying sizes leaves gradients",
+    "src/anybatch/engine/micro_batch_size/sizes.py",
+    """
+            finally:
+                trying.clear()
+""",
+    """
+            finally:
+                pass
+""",
+)
 @pytest.mark.parametrize("rng", ["micro_batch", "per_sample", None])
 def test_as_if_the_size_had_been_given(rng: Any) -> None:
     """Parameters, buffers, optimizer state, attributes and all random numbers end bit for bit as with that size."""
@@ -485,6 +547,12 @@ UNTIMED: Mapping[str, tuple[Callable[[], Model], dict[str, Any], str]] = {
 }
 
 
+@sees(
+    "BatchNorm is cut for speed",
+    "src/anybatch/engine/batch_norm/runner.py",
+    "elif self._batch_norms and isinstance(self._policy, Keep | Sync):",
+    "elif False:",
+)
 @pytest.mark.parametrize("name", UNTIMED)
 def test_the_whole_share_on_a_cpu(name: str, one_rank: Ranks) -> None:
     """Where a clock must not decide, or need not, a CPU runs the share in one go; nothing is tried; that is said."""
@@ -680,6 +748,12 @@ def test_what_cannot_be_kept() -> None:
 # Resume
 
 
+@sees(
+    "a resumed run times sizes again",
+    "src/anybatch/engine/micro_batch_size/sizes.py",
+    'if not self.searches or "micro_batch_size" not in decisions:',
+    "if self.searches:",
+)
 @pytest.mark.parametrize(("make", "wanted"), [(Model, 8), (Small, None)])
 def test_a_resumed_run_takes_it_again(make: Callable[[], Model], wanted: int | None, tmp_path: Path) -> None:
     """What was chosen is in the checkpoint, and is taken again where a clock would choose something else."""
@@ -741,6 +815,12 @@ def test_the_slowest_rank_counts(strategy: str, two_ranks: Ranks) -> None:
     assert torch.equal(found[0].gradient, found[1].gradient)
 
 
+@sees(
+    "a rank settles on a size by itself",
+    "src/anybatch/engine/micro_batch_size/search.py",
+    "zip(*self._world.gather_numbers(numbers), strict=True)",
+    "zip(*[numbers], strict=True)",
+)
 @pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
 def test_the_smallest_memory_counts(strategy: str, two_ranks: Ranks) -> None:
     """Where one rank has less room than the other, both take a size that fits there, and the gradient is whole."""

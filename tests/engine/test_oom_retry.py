@@ -30,6 +30,7 @@ from tests.engine.out_of_memory_cases import (
     sweep,
     train,
 )
+from tests.faults import sees
 from tests.ranks_fixture import Ranks
 
 
@@ -56,6 +57,28 @@ SWEEPS: Mapping[str, tuple[Run, int]] = {
 }
 
 
+@sees(
+    "a step that is begun anew keeps its gradients",
+    "src/anybatch/engine/micro_batch_size/oom_retry.py",
+    """
+        self._clear()
+        self._buffers.restore()
+""",
+    """
+        self._buffers.restore()
+""",
+    cases=["all_reduce, after"],
+    also=["tests/engine/test_oom_retry.py::test_wherever_a_single_rank_fails[accumulation steps]"],
+)
+@sees(
+    "a step that is begun anew draws on",
+    "src/anybatch/engine/micro_batch_size/oom_retry.py",
+    """
+        self._randomness.rewind()
+""",
+    "",
+    cases=["the caller's numbers"],
+)
 @pytest.mark.parametrize("name", SWEEPS)
 def test_wherever_one_of_two_ranks_fails(name: str, two_ranks: Ranks) -> None:
     """At every allocation of forward, backward and reduction (every few, for some) both ranks end as planned.
@@ -87,6 +110,18 @@ ONE_RANK: Mapping[str, tuple[Run, Mapping[str, int | str], int]] = {
 }
 
 
+@sees(
+    "a step that is begun anew keeps its buffers",
+    "src/anybatch/engine/micro_batch_size/oom_retry.py",
+    """
+        self._clear()
+        self._buffers.restore()
+""",
+    """
+        self._clear()
+""",
+    cases=["accumulation steps"],
+)
 @pytest.mark.parametrize("name", ONE_RANK)
 def test_wherever_a_single_rank_fails(name: str) -> None:
     """The same on one rank, for other sizes, batches, policies and random numbers."""
@@ -108,6 +143,16 @@ def test_twice_in_one_step(two_ranks: Ranks) -> None:
         assert same(failing.weights, planned[1].weights), at
 
 
+@sees(
+    "a rank that runs out of memory before a meeting is waited for",
+    "src/anybatch/engine/accumulation/two_pass.py",
+    """
+    if None in told_by_all:
+        raise AbandonedError
+""",
+    "",
+    cases=["at2-joint"],
+)
 @pytest.mark.parametrize("loss", ["plain", "joint"])
 @pytest.mark.parametrize("at", [(3, 3, 3), (30, 0, 8), (0, 12, 31)])
 def test_several_of_three_ranks_fail_at_once(at: tuple[int, ...], loss: str, three_ranks: Ranks) -> None:
@@ -188,6 +233,18 @@ def test_a_budget_is_kept() -> None:
     assert same(model.state_dict(), planned_model.state_dict())
 
 
+@sees(
+    "what a failed try held stays in the error's frames",
+    "src/anybatch/engine/micro_batch_size/oom_retry.py",
+    """
+                shortage = Shortage(self.phase, str(error))
+                let_go(error)
+""",
+    """
+                shortage = Shortage(self.phase, str(error))
+                self.kept = error
+""",
+)
 def test_the_failed_try_lets_go_of_its_memory() -> None:
     """When the next try begins, no tensor of the failed one is held any more, garbage collector or not."""
     held: list[tuple[str, int]] = []
@@ -328,6 +385,12 @@ def test_shares_that_are_one_micro_batch_cannot_be_cut() -> None:
             engine.step(batch)
 
 
+@sees(
+    "an update that failed half-way is said to have changed nothing",
+    "src/anybatch/engine/micro_batch_size/oom_retry.py",
+    'if phase == "update":',
+    'if phase == "never":',
+)
 def test_an_update_that_fails_is_never_made_again() -> None:
     """The error says that weights may be half updated, and where to go back to."""
     _, engine = one_rank_engine(micro_batch_size=4)
@@ -352,6 +415,12 @@ def test_clipping_that_fails_leaves_everything_as_it_was() -> None:
         assert same(before, model.state_dict())
 
 
+@sees(
+    "an evaluation in halves leaves samples out",
+    "src/anybatch/engine/micro_batch_size/oom_halving.py",
+    "start += size",
+    "start += num_samples",
+)
 def test_an_evaluation_that_does_not_fit_gives_the_same_numbers() -> None:
     """A micro-batch of an evaluation is run in halves where it fails, whatever the loss; a metric stays what it is."""
     for loss in ("plain", "joint", "late"):
@@ -368,6 +437,12 @@ def test_an_evaluation_that_does_not_fit_gives_the_same_numbers() -> None:
         assert told[0] == "out of memory in an evaluation: micro-batch 8 -> 4 samples on rank 0"
 
 
+@sees(
+    "a checkpoint forgets the size that was found",
+    "src/anybatch/engine/checkpoint_state.py",
+    '"resized": progress.resized,',
+    '"resized": None,',
+)
 def test_a_resumed_run_keeps_the_smaller_size(tmp_path: Path) -> None:
     """A checkpoint knows the size that was found, so that the resumed run goes on bit for bit; another size counts."""
     model, engine = one_rank_engine(micro_batch_size=8)
@@ -408,6 +483,12 @@ def sizing_of(size: int | None) -> Sizing:
     return Sizing(ab.World(), effective_batch_size=None, micro_batch_size=size, accumulation_steps=None, deal="fixed")
 
 
+@sees(
+    "a size that failed again is tried as soon as before",
+    "src/anybatch/engine/micro_batch_size/backoff.py",
+    "self._wait *= 2",
+    "self._wait *= 1",
+)
 def test_a_named_size_stays_small_and_auto_grows_again() -> None:
     """Under "auto" the former size is tried after some steps, and after twice as many each time it fails again."""
     for grows in (False, True):
@@ -430,6 +511,13 @@ def test_a_named_size_stays_small_and_auto_grows_again() -> None:
         assert watch.told[0].startswith("trying the size before 8 samples at most again, from step 100 on")
 
 
+@sees(
+    "the next size is half of the last one, whatever is left over",
+    "src/anybatch/engine/micro_batch_size/backoff.py",
+    "ceil_div(sum(unit.num_samples for unit in counting), 2 * len(counting))",
+    "max(1, before // 2)",
+    cases=["9-9-5"],
+)
 @pytest.mark.parametrize(
     ("size", "num_samples", "expected"),
     [(None, 9, 5), (9, 9, 5), (5, 9, 3), (16, 64, 8), (3, 64, 2), (2, 2, 1), (1, 4, None), (7, 20, 4)],

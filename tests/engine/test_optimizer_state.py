@@ -13,6 +13,7 @@ from anybatch.errors import DoesNotFitError
 from anybatch.testing import memory_budget, out_of_memory_at
 from tests.engine.cases import InMemory
 from tests.engine.out_of_memory_cases import Listening, Run, engine_of, samples
+from tests.faults import sees
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
@@ -62,6 +63,19 @@ def three_steps(make: Make, *, early: bool) -> tuple[list[torch.Tensor], dict[An
     return [p.detach() for p in parameters], optimizer.state_dict()["state"]
 
 
+@sees(
+    "state is made with a gradient of one",
+    "src/anybatch/engine/update/optimizer_state.py",
+    "    return [parameter for parameter in parameters if parameter in found and parameter in optimizer.state]",
+    """
+    for parameter in optimizer.state:
+        for value in optimizer.state[parameter].values():
+            if isinstance(value, torch.Tensor):
+                value.add_(1)
+    return [parameter for parameter in parameters if parameter in found and parameter in optimizer.state]
+""",
+    cases=["AdamW"],
+)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_state_that_is_made_early_is_what_the_optimizer_makes(name: str) -> None:
     """Parameters and state after three steps are bit for bit those of the optimizer that was left to itself."""
@@ -76,6 +90,12 @@ def test_state_that_is_made_early_is_what_the_optimizer_makes(name: str) -> None
             assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other, key
 
 
+@sees(
+    "state that was made early stays for parameters that nobody uses",
+    "src/anybatch/engine/update/optimizer_state.py",
+    "if gradient is None and parameter in made:",
+    "if gradient is None and parameter not in made:",
+)
 def test_the_engine_makes_it_before_the_first_micro_batch() -> None:
     """The state is there when the first forward runs, and not for a parameter that nobody uses, once a step is over."""
     sizes = []
@@ -109,6 +129,13 @@ def test_no_room_for_it_is_an_error_before_anything_happens() -> None:
         assert engine.step(batch).step == 0
 
 
+@sees(
+    "the room for an update is not given to a step on several tensors at once",
+    "src/anybatch/engine/update/optimizer_state.py",
+    'group.get("foreach") is not False',
+    "False",
+    cases=["AdamW-True"],
+)
 @pytest.mark.parametrize("foreach", [True, False])
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "RMSprop", "Adadelta", "Adamax"])
 def test_the_room_for_an_update_is_what_it_takes(name: str, foreach: bool) -> None:

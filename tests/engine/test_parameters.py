@@ -13,6 +13,7 @@ import anybatch as ab
 from anybatch.core.loss import Loss
 from anybatch.testing import relative_error
 from tests.engine.cases import STRATEGIES, Batch, Gradients, InMemory, perceptron, plain_gradients, vectors
+from tests.faults import sees
 from tests.ranks_fixture import Ranks, selected
 
 TOLERANCE = 1e-12
@@ -239,6 +240,14 @@ def errors(ranks: Ranks, request: pytest.FixtureRequest) -> list[dict[tuple[str,
     return ranks.run(all_case_errors, selected(request, "case"))
 
 
+@sees(
+    "a parameter that only another rank has used stays behind",
+    "src/anybatch/parallel/all_reduce.py",
+    "return buffers.gradients(used), numbers",
+    "return buffers.gradients(buffers.used), numbers",
+    cases=["2-ranks-unused here and there"],
+    also=["tests/engine/test_parameters.py::test_what_nobody_uses_is_left_untouched[all_reduce]"],
+)
 @pytest.mark.parametrize("case", PARAMETER_CASES)
 def test_every_parameter_gets_the_plain_gradient(
     case: str, errors: list[dict[tuple[str, str], dict[str, float]]]
@@ -272,6 +281,13 @@ def unused_and_used(strategy: str) -> tuple[list[bool], list[bool]]:
     return unchanged, [gradient is None for gradient in gradients.values()]
 
 
+@sees(
+    "an unused parameter gets a gradient of zero",
+    "src/anybatch/parallel/gradient_buckets.py",
+    "[view if is_used else None for view, is_used in zip(self._views, used, strict=True)]",
+    "list(self._views)",
+    cases=["all_reduce"],
+)
 @pytest.mark.parametrize("strategy", ["all_reduce", "all_reduce, after", "ddp"])
 def test_what_nobody_uses_is_left_untouched(strategy: str, two_ranks: Ranks) -> None:
     """What no rank uses has no gradient and is not moved by weight decay; what one rank uses moves on all."""
@@ -312,6 +328,17 @@ class Bag(nn.Module):
         return logits
 
 
+@sees(
+    "a sparse gradient is not added up",
+    "src/anybatch/parallel/single.py",
+    """
+                parameter.grad = parameter.grad.coalesce()
+""",
+    """
+                pass
+""",
+    cases=["clipped-count first"],
+)
 @pytest.mark.parametrize("late", [False, True], ids=["count first", "count last"])
 @pytest.mark.parametrize("clip", [None, 0.01], ids=["unclipped", "clipped"])
 def test_sparse_gradients_on_one_rank(clip: float | None, late: bool) -> None:
@@ -421,6 +448,13 @@ def test_two_engines_do_not_touch_each_other(strategy: str, two_ranks: Ranks) ->
         assert found["critic"] <= TOLERANCE
 
 
+@sees(
+    "a backward reaches other engines' parameters",
+    "src/anybatch/engine/accumulation/accumulate.py",
+    "torch.autograd.backward(scale(total), inputs=inputs)",
+    "torch.autograd.backward(scale(total))",
+    also=["tests/engine/test_parameters.py::test_two_engines_do_not_touch_each_other[all_reduce]"],
+)
 def test_two_engines_on_one_rank(one_rank: Ranks) -> None:
     """The same on one rank, where gradients live in `.grad`."""
     (found,) = one_rank.run(gan_errors, "single")

@@ -44,6 +44,7 @@ from tests.engine.dropped import (
     make_engine,
 )
 from tests.engine.masks_by_hand import mask
+from tests.faults import sees
 from tests.ranks_fixture import Ranks
 
 
@@ -69,6 +70,12 @@ def gradient_errors(strategies: tuple[str, ...]) -> dict[tuple[str, str, int | N
     return errors
 
 
+@sees(
+    "masks: keyed by the place in the batch and not by the sample",
+    "src/anybatch/engine/rng/per_sample_dropout.py",
+    "sample_keys(work.key, work.unit.start, work.unit.stop)",
+    "sample_keys(work.key, 0, work.unit.num_samples)",
+)
 def test_gradients_are_those_of_the_unsplit_batch(one_rank: Ranks, two_ranks: Ranks, three_ranks: Ranks) -> None:
     """Every kind of dropout in any cut on 1, 2 and 3 ranks has the gradient of one plain backward under its masks."""
     found = one_rank.run(gradient_errors, ("single",))
@@ -173,6 +180,18 @@ def dropped(function: Callable[[torch.Tensor], torch.Tensor], values: torch.Tens
         return function(values)
 
 
+@sees(
+    "masks: what stays is not scaled",
+    "src/anybatch/engine/rng/per_sample_dropout.py",
+    """
+    scale = 1 / (1 - p) if p < 1 else 0.0
+    if inplace:
+        return values.mul_""",
+    """
+    scale = 1.0
+    if inplace:
+        return values.mul_""",
+)
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_rate_and_scale_are_right(p: float) -> None:
     """A share p is dropped, up to 4 standard deviations; what stays is divided by 1 - p; all and nothing are both."""
@@ -196,6 +215,12 @@ def test_alpha_dropout_has_torchs_values(function: Callable[..., torch.Tensor]) 
     assert torch.allclose(found, expected, rtol=1e-14)
 
 
+@sees(
+    "masks: every call has the same",
+    "src/anybatch/engine/rng/per_sample_dropout.py",
+    "bits = sample_bits(self._keys, call, shape or (1,))",
+    "bits = sample_bits(self._keys, 0, shape or (1,))",
+)
 def test_samples_and_calls_have_masks_of_their_own() -> None:
     """Two samples and two calls agree in half of their elements, as independent masks do."""
     values = torch.ones(40, 1000)
@@ -233,6 +258,17 @@ def test_outside_of_training_nothing_is_drawn() -> None:
     assert seeds == [0, 0, 0, 2, 2, 2]
 
 
+@sees(
+    "masks: the caller's random state is lost",
+    "src/anybatch/engine/rng/per_sample_dropout.py",
+    """
+        for generator, state in zip(self._draws.generators, self._states, strict=True):
+            generator.set_state(state)
+""",
+    """
+        del kind, error, traceback
+""",
+)
 @pytest.mark.parametrize("fails", [False, True], ids=["after a step", "after an error"])
 def test_the_callers_random_state_is_as_before(fails: bool) -> None:
     """A step leaves torch's generator as it was, and so does one that fails in the middle; no mode stays on."""
@@ -341,6 +377,16 @@ REFUSED_WHILE_RUNNING: Mapping[str, tuple[Callable[[torch.Tensor], torch.Tensor]
 }
 
 
+@sees(
+    "masks: other draws go unseen",
+    "src/anybatch/engine/rng/per_sample_dropout.py",
+    """
+        if self._probing and self._has_moved():
+""",
+    """
+        if False:
+""",
+)
 @pytest.mark.parametrize("name", REFUSED_WHILE_RUNNING)
 def test_what_cannot_be_keyed_is_refused_by_name(name: str) -> None:
     """In the first step an error says what draws, in which module, and what to do; nothing has been changed."""

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 import anybatch as ab
 from anybatch.testing import relative_error
 from tests.engine.cases import STRATEGIES, Batch, Gradients, InMemory, cut, num_samples, vectors
+from tests.faults import sees
 from tests.ranks_fixture import Ranks
 
 NUM_MICRO_BATCHES = 512
@@ -97,6 +98,14 @@ def step_one_weight(optimizer: Callable[[nn.Module], Any], number: int) -> tuple
     return model, report
 
 
+@sees(
+    "master weights do not reach the model",
+    "src/anybatch/engine/update/precision.py",
+    """
+                parameter.copy_(master)
+""",
+    "",
+)
 def test_master_weights_take_small_steps() -> None:
     """An optimizer given as a function holds float32 masters: 64 steps of 2**-12 arrive, and the report says how."""
     model, report = step_one_weight(lambda _: lambda named: torch.optim.SGD(named, lr=2**-12), 64)
@@ -125,6 +134,12 @@ def test_float32_parameters_are_updated_directly() -> None:
         assert all(one is other for one, other in zip(held, model.parameters(), strict=True))
 
 
+@sees(
+    "the summed gradient is rounded twice",
+    "src/anybatch/engine/update/precision.py",
+    "gradient.to(parameter.dtype)",
+    "gradient.to(torch.float8_e5m2).to(parameter.dtype)",
+)
 def test_cast_gradients_are_rounded_once() -> None:
     """The step of an optimizer over bf16 parameters takes the float32 sum rounded once, not a sum of roundings."""
     wide, _ = sum_of_narrow_gradients()
@@ -139,6 +154,12 @@ def test_cast_gradients_are_rounded_once() -> None:
         assert torch.equal(parameter.detach(), before[name] - gradient.bfloat16())
 
 
+@sees(
+    "autocast is off",
+    "src/anybatch/engine/update/precision.py",
+    "return lambda: torch.autocast(device.type, dtype)",
+    "return nullcontext",
+)
 def test_bf16_autocast_is_the_handwritten_loop() -> None:
     """precision='bf16' gives bit for bit what forward passes under autocast, and backward passes outside, give."""
     batch = {name: v.float() if v.is_floating_point() else v for name, v in vectors(29).items()}
@@ -229,6 +250,20 @@ def spiky_steps(strategy: str, clip: float | None = None) -> SpikyRun:
     return run._replace(parameters=[parameter.detach() for parameter in run.parameters])
 
 
+@sees(
+    "the scheduler is stepped in a skipped step",
+    "src/anybatch/engine/engine.py",
+    """
+            if self.scheduler is not None:
+                self.scheduler.step()
+""",
+    """
+        if self.scheduler is not None:
+            self.scheduler.step()
+""",
+    cases=["single"],
+    also=["tests/engine/test_precision.py::test_fp16_is_the_handwritten_loop[unclipped]"],
+)
 @pytest.mark.parametrize("strategy", ["single", "all_reduce", "ddp"])
 def test_fp16_overflow_skips_the_step_on_all_ranks(strategy: str, one_rank: Ranks, two_ranks: Ranks) -> None:
     """Where one rank's gradient overflows, no rank updates, the scheduler waits, the scale halves, and all go on."""
@@ -242,6 +277,19 @@ def test_fp16_overflow_skips_the_step_on_all_ranks(strategy: str, one_rank: Rank
         assert all(torch.equal(*pair) for pair in zip(run.parameters, found[0].parameters, strict=True))
 
 
+@sees(
+    "fp16 gradients are clipped before they are unscaled",
+    "src/anybatch/engine/engine.py",
+    """
+        self._machine.scaler.unscale()
+        gradients = self._present
+""",
+    """
+        gradients = self._present
+""",
+    cases=["clipped"],
+    also=["tests/engine/test_compatibility.py::test_exact[fp16-clip_norm]"],
+)
 @pytest.mark.parametrize("clip", [None, 0.05], ids=["unclipped", "clipped"])
 def test_fp16_is_the_handwritten_loop(clip: float | None, one_rank: Ranks) -> None:
     """precision='fp16' gives bit for bit what torch's GradScaler gives in a loop written by hand, overflow included.

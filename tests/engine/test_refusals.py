@@ -13,6 +13,7 @@ from anybatch.errors import AnyBatchError, NonFiniteError
 from anybatch.parallel.all_reduce import AllReduce
 from tests.engine.cases import STRATEGIES, Batch, InMemory, classify, classify_each, classify_weighted, vectors
 from tests.engine.refusals import ON_ONE_RANK, ON_TWO_RANKS, Refusal, one_model_per_rank, told, told_on_ranks
+from tests.faults import sees
 from tests.ranks_fixture import Ranks
 
 
@@ -97,6 +98,25 @@ def changed_by_poison(strategy: str, kind: str) -> tuple[bool, bool, bool]:
     return raised, unchanged, all(torch.equal(one, other) for one, other in zip(clean, found, strict=True))
 
 
+@sees(
+    "a gradient that is not finite is not looked at",
+    "src/anybatch/engine/engine.py",
+    "loss if norm is None else loss + norm",
+    "loss",
+    cases=["single-gradient"],
+    also=["tests/engine/test_refusals.py::test_refused_on_one_rank[a gradient of NaN]"],
+)
+@sees(
+    "a loss that is not finite is updated with",
+    "src/anybatch/engine/update/finite_check.py",
+    """
+                raise _error(step, late=False)
+""",
+    """
+                pass
+""",
+    cases=["all_reduce-loss"],
+)
 @pytest.mark.parametrize("kind", ["loss", "gradient"])
 @pytest.mark.parametrize("strategy", ["single", "all_reduce", "ddp"])
 def test_what_is_not_finite_changes_nothing(strategy: str, kind: str, one_rank: Ranks, two_ranks: Ranks) -> None:
@@ -137,6 +157,12 @@ def changed_by_refusal() -> dict[str, list[str]]:
     return found
 
 
+@sees(
+    "a failed step leaves its gradients",
+    "src/anybatch/engine/failure.py",
+    "for function in undo:",
+    "for function in undo[1:]:",
+)
 def test_a_refused_step_leaves_nothing_behind() -> None:
     """A loss that turns out wrong in the last of ten micro-batches leaves no gradient, no update and no progress."""
     assert changed_by_refusal() == {"a loss that fails late": [], "undeclared": [], "wrongly declared": []}
@@ -153,6 +179,17 @@ def align(initial: str) -> tuple[dict[str, str], list[torch.Tensor]]:
         return engine.decisions, list(model.state_dict().values())
 
 
+@sees(
+    "replicas are not made equal",
+    "src/anybatch/parallel/replicas.py",
+    """
+        _broadcast(tensors[name])
+""",
+    """
+        pass
+""",
+    also=["tests/examples/test_ladder_against_engine.py::test_parameter_check"],
+)
 def test_replicas_that_differ_take_the_first_ranks_values(two_ranks: Ranks) -> None:
     """Parameters and buffers that differ are overwritten with rank 0's, and the engine's decisions say which."""
     (decisions, first), (others, second) = two_ranks.run(align, "broadcast")

@@ -11,6 +11,7 @@ from torch.nn import functional
 import anybatch as ab
 from anybatch.errors import CheckpointError, RankFailedError
 from tests.engine.cases import Batch
+from tests.faults import sees
 from tests.ranks_fixture import Ranks
 
 NUM_SAMPLES, SIZE, EPOCHS, STOP = 55, 20, 3, 4
@@ -108,6 +109,86 @@ def same_bits(found: Weights, expected: Weights) -> bool:
     return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@sees(
+    "the number of steps is not restored",
+    "src/anybatch/engine/engine.py",
+    """
+        self.num_steps = int(loaded.state["num_steps"])
+""",
+    "",
+    cases=["plain"],
+)
+@sees(
+    "the position is not restored",
+    "src/anybatch/engine/engine.py",
+    """
+        self.position = Position(**loaded.state["position"])
+""",
+    "",
+    cases=["plain"],
+)
+@sees(
+    "the model is not restored",
+    "src/anybatch/engine/checkpoint_state.py",
+    """
+    parts.modules.load_state_dict(state["model"])
+""",
+    "",
+    cases=["plain", "batch_norm"],
+)
+@sees(
+    "the optimizer is not restored",
+    "src/anybatch/engine/checkpoint_state.py",
+    """
+    parts.target.optimizer.load_state_dict(copy.deepcopy(dict(state["optimizer"])))
+""",
+    "",
+    cases=["plain"],
+)
+@sees(
+    "the scheduler is not restored",
+    "src/anybatch/engine/checkpoint_state.py",
+    """
+        parts.scheduler.load_state_dict(dict(state["scheduler"]))
+""",
+    """
+        pass
+""",
+    cases=["plain"],
+)
+@sees(
+    "master weights are not restored",
+    "src/anybatch/engine/checkpoint_state.py",
+    """
+                weight.copy_(saved)
+""",
+    """
+                pass
+""",
+    cases=["master_weights"],
+)
+@sees(
+    "the average is not restored",
+    "src/anybatch/engine/checkpoint_state.py",
+    """
+        parts.average.load(state["average"])
+""",
+    """
+        pass
+""",
+    cases=["averaged"],
+)
+@sees(
+    "the loss scaler is not restored",
+    "src/anybatch/engine/checkpoint_state.py",
+    """
+        parts.scaler.scaler.load_state_dict(dict(state["scaler"]))
+""",
+    """
+        pass
+""",
+    cases=["fp16"],
+)
 @pytest.mark.parametrize("kind", ["plain", "batch_norm", "averaged", "master_weights", "fp16"])
 def test_resumed_run_ends_bit_for_bit_as_if_it_had_not_stopped(kind: Kind, tmp_path: Path) -> None:
     """On one rank: weights, buffers, averages, schedule and samples of a resumed run equal the uninterrupted one's."""
@@ -120,6 +201,14 @@ def test_resumed_run_ends_bit_for_bit_as_if_it_had_not_stopped(kind: Kind, tmp_p
     assert same_bits(found, expected)
 
 
+@sees(
+    "the seed is not restored",
+    "src/anybatch/engine/engine.py",
+    """
+        self._seed = loaded.state["seed"]
+""",
+    "",
+)
 def test_the_seed_of_the_run_is_part_of_its_state(tmp_path: Path) -> None:
     """An engine that was given a seed of its own saves it; one built without goes on with the same random numbers."""
 
@@ -142,6 +231,13 @@ def test_the_seed_of_the_run_is_part_of_its_state(tmp_path: Path) -> None:
     assert not same_bits(run(None), expected)
 
 
+@sees(
+    "the global order depends on the number of ranks",
+    "src/anybatch/data/order.py",
+    "manual_seed(order_seed(seed, epoch))",
+    "manual_seed(order_seed(seed + (torch.distributed.get_world_size() if torch.distributed.is_initialized() "
+    "else 0), epoch))",
+)
 def test_two_ranks_resume_bit_for_bit_and_on_other_numbers_of_ranks_up_to_rounding(
     one_rank: Ranks, two_ranks: Ranks, three_ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -165,6 +261,16 @@ def save_into(folder: Path) -> None:
         engine.save(folder)
 
 
+@sees(
+    "what one rank failed in is kept from the others",
+    "src/anybatch/parallel/world.py",
+    """
+            if failure is not None:
+""",
+    """
+            if failure is None:
+""",
+)
 def test_failed_save_is_an_error_on_every_rank(two_ranks: Ranks, tmp_path: Path) -> None:
     """Rank 0 cannot write: it raises its own error, and the other rank one that carries it, instead of waiting."""
     blocked = tmp_path / "a file, not a folder"
@@ -186,6 +292,14 @@ def error_of_save(folder: Path) -> tuple[str, str]:
     return "no error", ""
 
 
+@sees(
+    "another model's checkpoint is half loaded",
+    "src/anybatch/engine/checkpoint_state.py",
+    """
+    _check_model(parts.modules.state_dict(), state["model"])
+""",
+    "",
+)
 def test_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
     """A checkpoint whose tensors do not fit is refused with names and shapes, and the engine stays as it was."""
     stop_early("plain", tmp_path)

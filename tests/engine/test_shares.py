@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import anybatch as ab
 from anybatch.testing import relative_error
 from tests.engine.cases import STRATEGIES, classify, cut, perceptron, vectors
+from tests.faults import sees
 from tests.ranks_fixture import Ranks
 
 
@@ -37,6 +38,24 @@ def rounds(world_size: int) -> list[tuple[dict[str, torch.Tensor], list[tuple[in
     return found
 
 
+@sees(
+    "what ranks bring is divided by this rank's samples",
+    "src/anybatch/engine/accumulation/planned_batch.py",
+    "divisors = (float(opened.plan.num_samples),) * len(loss.names)",
+    "divisors = (float(sum(unit.num_samples for unit in opened.units)) or 1.0,) * len(loss.names)",
+    cases=["2-ranks"],
+    also=[
+        "tests/engine/test_exactness.py::test_gradient_is_that_of_the_unsplit_batch[2-ranks-ragged]",
+        "tests/examples/test_ladder_against_engine.py::test_all_reduce",
+    ],
+)
+@sees(
+    "shares end with the first rank's loader",
+    "src/anybatch/engine/shares.py",
+    "if not any(row[0] for row in more):",
+    "if not all(row[0] for row in more):",
+    cases=["2-ranks"],
+)
 def test_a_rank_that_is_done_first_does_not_stop_the_others(ranks: Ranks) -> None:
     """Ranks with 4, 3 and 2 batches make 4 steps, each the plain step on what was brought."""
     model = perceptron()

@@ -15,6 +15,7 @@ from anybatch.engine.telemetry import step_memory
 from anybatch.engine.update.resident_tensors import num_bytes_of
 from anybatch.memory.device_memory import MemoryInUse
 from tests.engine.cases import InMemory, vectors
+from tests.faults import sees
 from tests.ranks_fixture import Ranks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what a process holds")
@@ -92,6 +93,12 @@ def test_each_step_tells_it_once() -> None:
         assert (record.reserved_bytes, record.limit_bytes) == (None, None)
 
 
+@sees(
+    "memory report: the device is asked although nobody observes",
+    "src/anybatch/engine/telemetry/notifier.py",
+    "if self._observer is not None and self._memory is not None:",
+    "if self._memory is not None:",
+)
 def test_nobody_is_asked_unless_somebody_observes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an observer nothing is asked, and torch's peak counters are left to the user."""
     gauge = Gauge(monkeypatch, iter([]))
@@ -101,6 +108,12 @@ def test_nobody_is_asked_unless_somebody_observes(monkeypatch: pytest.MonkeyPatc
     assert gauge.happened == []
 
 
+@sees(
+    "memory report: the peak goes on from the step before",
+    "src/anybatch/engine/telemetry/notifier.py",
+    "            self._memory.begin()",
+    "            pass",
+)
 def test_the_peak_is_that_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device's peak begins anew in each step and is read at its end, so each record has its own step's."""
     gauge, notebook = Gauge(monkeypatch, iter([70 * GIB, 50 * GIB])), Notebook()
@@ -132,6 +145,12 @@ def test_categories_are_sums_of_sizes() -> None:
     )
 
 
+@sees(
+    "memory report: master weights are forgotten",
+    "src/anybatch/engine/update/resident_tensors.py",
+    '"optimizer": [*masters, *(',
+    '"optimizer": [*(',
+)
 def test_master_weights_and_averages_are_the_optimizers() -> None:
     """Under bf16 the optimizer holds a master weight, two moments and the average in float32, beside bf16 weights."""
     notebook = Notebook()
@@ -145,6 +164,13 @@ def test_master_weights_and_averages_are_the_optimizers() -> None:
     assert sizes["optimizer"] == 16 * NUM_WEIGHTS + steps
 
 
+@sees(
+    "memory report: memory that two tensors share counts twice",
+    "src/anybatch/engine/update/resident_tensors.py",
+    "sizes[storage_key(storage)] = storage.nbytes()",
+    "sizes[id(tensor)] = storage.nbytes()",
+    also=["tests/engine/test_step_memory.py::test_buffers_that_are_reduced_are_gradients"],
+)
 def test_shared_memory_counts_once() -> None:
     """Views of one tensor are its memory, a sparse tensor is its indices and values, and an empty one is nothing."""
     whole = torch.zeros(10, dtype=torch.float64)
@@ -155,6 +181,12 @@ def test_shared_memory_counts_once() -> None:
     assert num_bytes_of([torch.empty(0)]) == 0
 
 
+@sees(
+    "memory report: the warning about headroom comes in every step",
+    "src/anybatch/engine/telemetry/step_memory.py",
+    "            self._has_warned = True",
+    "            self._has_warned = False",
+)
 def test_used_up_headroom_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first peak above 85% of the limit is a warning with both values; later ones are not told again."""
     Gauge(monkeypatch, iter([85 * GIB, 86 * GIB, 99 * GIB]))
@@ -169,6 +201,16 @@ def test_used_up_headroom_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "micro_batch_size" in str(warning.remedy)
 
 
+@sees(
+    "memory report: who looked in for a block goes on looking in",
+    "src/anybatch/engine/telemetry/notifier.py",
+    "self._observer, self._on_batch = before",
+    "self._on_batch = before[1]",
+    also=[
+        "tests/engine/test_step_memory.py::test_an_observer_that_raises_has_gone_too",
+        "tests/diagnostics/test_memory_report.py::test_a_step_that_fails_is_let_go",
+    ],
+)
 def test_an_observer_may_come_later_and_go() -> None:
     """Who looks in for a block is told beside the engine's own observer, and not after it."""
     own, guest = Notebook(), Notebook()
@@ -205,6 +247,12 @@ def test_an_observer_that_raises_has_gone_too() -> None:
     assert len(guest.records) == told
 
 
+@sees(
+    "memory report: the engine keeps itself",
+    "src/anybatch/engine/engine.py",
+    "self._watch.measure_memory(self.world, self._target.parameters, self.held)",
+    "self._watch.measure_memory(self.world, self._target.parameters, lambda: self.held())",
+)
 def test_an_engine_goes_when_it_is_let_go() -> None:
     """What tells memory does not keep the engine: no cycle holds its memory until the collector comes."""
     engine = make_engine(Notebook())

@@ -27,6 +27,7 @@ from tests.engine.cases import (
     sentences_masked,
     vectors,
 )
+from tests.faults import sees
 from tests.ranks_fixture import Ranks
 
 TOLERANCE = 1e-12
@@ -89,6 +90,34 @@ def runs() -> dict[tuple[str, str], tuple[Any, ...]]:
     return {key: run(*key) for key in combinations(ab.World.from_environment().size)}
 
 
+@sees(
+    "the norm is measured after clipping",
+    "src/anybatch/engine/engine.py",
+    """
+        self._target.cast(self._gradients)
+        return norm
+""",
+    """
+        self._target.cast(self._gradients)
+        return norm if norm is None else total_norm(gradients)
+""",
+    cases=["1-rank"],
+    also=["tests/engine/test_clipping.py::test_clipping_is_that_of_the_unsplit_gradient[by norm]"],
+)
+@sees(
+    "the next step's learning rates are reported",
+    "src/anybatch/engine/engine.py",
+    "learning_rates=rates,",
+    'learning_rates=tuple(group["lr"] for group in self.optimizer.param_groups),',
+    cases=["1-rank"],
+)
+@sees(
+    "numbers of the report are this rank's own",
+    "src/anybatch/parallel/step_agreement.py",
+    "numbers = self._message[: self._num_together] if self._num_together else self._numbers",
+    "numbers = self._numbers",
+    cases=["2-ranks"],
+)
 def test_a_run_is_the_plain_run(ranks: Ranks) -> None:
     """Three clipped steps with momentum and a scheduler end at the plain parameters, on every rank, cut and strategy.
 
@@ -108,6 +137,13 @@ def test_a_run_is_the_plain_run(ranks: Ranks) -> None:
             ]
 
 
+@sees(
+    "the weight of a term is forgotten",
+    "src/anybatch/core/loss.py",
+    "unit_weight * weight / divisor",
+    "unit_weight / divisor",
+    also=["tests/engine/test_exactness.py::test_gradient_is_that_of_the_unsplit_batch[1-rank-two terms]"],
+)
 def test_a_loss_is_the_weighted_sum_of_its_terms() -> None:
     """report.loss is what is minimised, the plain terms times their weights, and report.losses are the plain terms."""
     model = CASE.model()
@@ -127,6 +163,12 @@ def make_engine(model: nn.Module, **options: Any) -> ab.Engine:
     return ab.Engine(model, optimizer, loss, **{"micro_batch_size": 3, "world": ab.World(), **options})
 
 
+@sees(
+    "the position of one's own batches begins anew",
+    "src/anybatch/engine/accumulation/planned_batch.py",
+    "end=Position(start.epoch, start.sample_offset + sum(sizes)),",
+    "end=Position(start.epoch, sum(sizes)),",
+)
 def test_positions_run_on() -> None:
     """A step ends where its batch ends; batches of one's own move the position by their samples."""
     with make_engine(perceptron()) as engine:
@@ -134,6 +176,17 @@ def test_positions_run_on() -> None:
         assert engine.step(vectors(7)).position == engine.position == Position(2, 36)
 
 
+@sees(
+    "looking at gradients leaves them",
+    "src/anybatch/engine/engine.py",
+    """
+            self._forget_gradients()
+        return found
+""",
+    """
+        return found
+""",
+)
 def test_looking_at_gradients_changes_nothing() -> None:
     """engine.gradients leaves parameters, gradients, progress and the next step as they were."""
     stepped, looked = perceptron(), perceptron()

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import anybatch as ab
 from tests.engine.cases import STRATEGIES, Batch, InMemory, vectors
+from tests.faults import sees
 from tests.ranks_fixture import Ranks
 
 COLLECTIVES = (
@@ -94,6 +95,31 @@ def calls_of_a_step(strategy: str, num_micro_batches: int) -> list[Call]:
     return calls
 
 
+@sees(
+    "DDP reduces in every micro-batch",
+    "src/anybatch/parallel/ddp.py",
+    """
+        if turn.last:
+            return self._reducing()
+""",
+    """
+        if turn is not None:
+            return self._reducing()
+""",
+    cases=["ddp"],
+)
+@sees(
+    "all_reduce sends in every micro-batch",
+    "src/anybatch/parallel/all_reduce.py",
+    """
+        return _NOTHING
+""",
+    """
+        dist.all_reduce(self._gradients.buckets[0].flat.clone())
+        return _NOTHING
+""",
+    cases=["all_reduce, after"],
+)
 @pytest.mark.parametrize("strategy", ["all_reduce", "all_reduce, after", "ddp"])
 def test_one_reduction_per_step(strategy: str, two_ranks: Ranks) -> None:
     """At 1, 4 and 16 accumulation steps the gradient collectives of a step carry the gradient's bytes, exactly once.
@@ -150,6 +176,13 @@ def waits_of_a_step(strategy: str) -> list[int]:
     return [work.times for work in started]
 
 
+@sees(
+    "a bucket is not waited for",
+    "src/anybatch/parallel/all_reduce.py",
+    "for work in self._started:",
+    "for work in self._started[1:]:",
+    cases=["all_reduce"],
+)
 @pytest.mark.parametrize("strategy", ["all_reduce", "all_reduce, after"])
 def test_all_that_was_started_is_waited_for(strategy: str, two_ranks: Ranks) -> None:
     """No bucket is read before it has arrived: each reduction that is started is waited for, once."""

@@ -38,6 +38,7 @@ from tests.engine.two_pass_cases import (
     plain_loss,
     sgd,
 )
+from tests.faults import sees
 from tests.parallel.fsdp_spike import FullyShard
 from tests.ranks_fixture import Ranks
 
@@ -82,6 +83,22 @@ def errors(ranks: Ranks) -> list[Errors]:
     return found
 
 
+@sees(
+    "joint: parameters of the loss count on every rank",
+    "src/anybatch/engine/accumulation/two_pass.py",
+    "gradient if meeting.tells else torch.zeros_like(gradient)",
+    "gradient",
+)
+@sees(
+    "joint: every rank tells the loss",
+    "src/anybatch/engine/accumulation/two_pass.py",
+    """
+    if meeting.tells:
+""",
+    """
+    if True:
+""",
+)
 @pytest.mark.parametrize("case", JOINT_CASES)
 def test_gradient_is_that_of_the_unsplit_batch(case: str, errors: list[Errors]) -> None:
     """On every rank, for every cut and strategy, gradient and loss are those of one graph over all samples."""
@@ -125,6 +142,22 @@ class Counted(Encoders):
         self.image.insert(0, Counting(layer(5)).double())  # type: ignore[operator]
 
 
+@sees(
+    "joint: buffers see samples twice",
+    "src/anybatch/engine/accumulation/two_pass.py",
+    """
+        after.restore()
+""",
+    """
+        pass
+""",
+)
+@sees(
+    "joint: the second pass is recorded, too",
+    "src/anybatch/engine/executors.py",
+    "workload.replay, meeting, record=record)",
+    "workload.replay, meeting)",
+)
 @pytest.mark.parametrize("size", [5, 10, 29])
 def test_buffers_are_as_after_one_pass(size: int) -> None:
     """Counters see a sample once in a step, as do running statistics, which are those of one forward of all."""
@@ -170,6 +203,12 @@ def outputs_of_both_passes(kind: str) -> list[torch.Tensor]:
     return [one.detach() for one in seen]
 
 
+@sees(
+    "joint: the second pass draws other numbers",
+    "src/anybatch/engine/accumulation/two_pass.py",
+    "        with machine.randomness.micro_batch(item), machine.strategy.micro_batch(turn):",
+    "        with machine.strategy.micro_batch(turn):",
+)
 @pytest.mark.parametrize("kind", ["eager", "asks", "compiled"])
 def test_both_passes_draw_the_same_numbers(kind: str, one_rank: Ranks) -> None:
     """With dropout the second pass encodes to the very same numbers, also compiled, or if it asks for gradients."""
@@ -225,6 +264,16 @@ def peak_of_step(num_samples: int, size: int | None) -> int:
         return peak_of_saved(lambda: engine.step(pairs(num_samples)))
 
 
+@sees(
+    "joint: every graph is kept",
+    "src/anybatch/engine/accumulation/two_pass.py",
+    """
+        outputs.graph = []  # the graph of the one before goes first
+""",
+    """
+        loss.function.kept = [*getattr(loss.function, "kept", ()), outputs.graph]
+""",
+)
 def test_activations_of_one_micro_batch_at_a_time() -> None:
     """What is kept for backwards in a step of many micro-batches is what one of them keeps, and the outputs' part."""
     one, many = peak_of_step(16, None), peak_of_step(256, 16)
@@ -255,6 +304,14 @@ def test_parameters_in_encoder_and_loss(size: int | None) -> None:
     assert relative_error(found, expected) <= TOLERANCE
 
 
+@sees(
+    "joint: what the loss itself draws is not keyed",
+    "src/anybatch/engine/accumulation/two_pass.py",
+    """
+    machine.randomness.whole(seed)
+""",
+    "",
+)
 def test_what_the_loss_draws_is_keyed() -> None:
     """Dropout inside the loss function draws the same numbers in every step of that number, whatever the cut."""
     case = JointCase(

@@ -29,6 +29,7 @@ from tests.events.recorded_run import (
     step,
     whole_run,
 )
+from tests.faults import sees
 
 WIDTHS = (60, 80, 100, 120, 160, 200)
 
@@ -255,6 +256,12 @@ def test_what_was_decided_is_said() -> None:
     assert lines[-2:] == ["decided: micro batch size: 16, by a search", "going on after step 500"]
 
 
+@sees(
+    'console: what "auto" has found is said twice',
+    "src/anybatch/events/console.py",
+    'case DiagnosisRecord(code="micro_batch_size"):',
+    'case DiagnosisRecord(code=""):',
+)
 def test_a_size_that_was_found_is_said_once() -> None:
     """What "auto" has found is told when it is found, and a person reads it once, among the decisions."""
     words = "16, the fastest of 8 and 16"

@@ -21,6 +21,7 @@ from tests.examples.ladder import (
     program,
     rows_of_numbers,
 )
+from tests.faults import sees
 from tests.ranks_fixture import Ranks
 
 
@@ -31,6 +32,17 @@ def engine_gradient(model: nn.Module, loss: Any, batch: Any, **options: Any) -> 
     return torch.cat([gradient.flatten() for gradient in found.values() if gradient is not None])
 
 
+@sees(
+    "the ladder's plain loop sums",
+    "examples/from_scratch/01_plain_loop.py",
+    """
+    loss.backward()
+""",
+    """
+    (loss * 2).backward()
+""",
+    cases=["1-arguments0"],
+)
 @pytest.mark.parametrize(("number", "arguments"), [(1, ()), (2, (16,)), (3, (16,))])
 def test_spirals(number: int, arguments: tuple[int, ...]) -> None:
     """The plain loop, equal micro-batches and a ragged tail give the engine's gradient."""
@@ -45,6 +57,15 @@ def test_spirals(number: int, arguments: tuple[int, ...]) -> None:
     assert distance(by_engine, by_hand) <= EXACT
 
 
+@sees(
+    "the ladder forgets to clear gradients",
+    "examples/from_scratch/02_accumulation.py",
+    """
+    model.zero_grad()
+""",
+    "",
+    also=["tests/examples/test_ladder_against_plain_torch.py::test_training_in_one_process[2-96]"],
+)
 def test_trained_parameters() -> None:
     """Fifty accumulated optimizer steps by hand and by the engine end at the same parameters."""
     ladder = program(2)
@@ -60,6 +81,16 @@ def test_trained_parameters() -> None:
     assert distance(parameters_of(model), by_hand) <= 1e-10
 
 
+@sees(
+    "the ladder counts masked targets",
+    "examples/from_scratch/04_token_mean.py",
+    "num_targets = (labels != -100).sum(dim=1)",
+    "num_targets = (labels == labels).sum(dim=1)",
+    also=[
+        "tests/examples/test_ladder_against_plain_torch.py::test_token_mean",
+        "tests/examples/test_ladder_against_plain_torch.py::test_micro_batch_without_targets",
+    ],
+)
 def test_token_mean() -> None:
     """The sum over the count of all targets is the engine's gradient; the mean of means is not."""
     ladder = program(4)
@@ -82,6 +113,17 @@ def all_reduced() -> tuple[float, float]:
     return distance(ways[0], by_engine), distance(ways[1], by_engine)
 
 
+@sees(
+    "all_reduce averages over ranks",
+    "src/anybatch/parallel/all_reduce.py",
+    """
+            work = dist.all_reduce(flat, async_op=True)
+""",
+    """
+            work = dist.all_reduce(flat.div_(self._world.size), async_op=True)
+""",
+    also=["tests/engine/test_exactness.py::test_gradient_is_that_of_the_unsplit_batch[2-ranks-ragged]"],
+)
 def test_all_reduce(three_ranks: Ranks) -> None:
     """On three ranks with shares of 11, 11 and 10: sum over count is the engine's gradient, mean of means is not."""
     for right, wrong in three_ranks.run(all_reduced):
@@ -103,6 +145,17 @@ def aligned() -> tuple[list[str], list[str], bool]:
     return before, ladder.digests(model), same and differed == ("weight", "bias")
 
 
+@sees(
+    "the ladder does not align",
+    "examples/from_scratch/06_parameter_check.py",
+    """
+            dist.broadcast(p.detach(), src=0)
+""",
+    """
+            pass
+""",
+    also=["tests/examples/test_ladder_against_plain_torch.py::test_replicas_keep_their_difference"],
+)
 def test_parameter_check(three_ranks: Ranks) -> None:
     """Replicas that differ have different digests, and end equal, as under the engine."""
     for before, after, same in three_ranks.run(aligned):
@@ -124,6 +177,13 @@ def dealt() -> tuple[float, float]:
     return errors[0], errors[1]
 
 
+@sees(
+    "the ladder does not undo DDP's average",
+    "examples/from_scratch/07_ddp_with_sampler.py",
+    "(losses.sum() * dist.get_world_size() / num_samples).backward()",
+    "(losses.sum() / num_samples).backward()",
+    also=["tests/examples/test_ladder_against_plain_torch.py::test_ddp_with_sampler[2-ranks-25-12]"],
+)
 def test_ddp_with_sampler(two_ranks: Ranks) -> None:
     """Every sample once is the engine's gradient; the sampler's padding is not."""
     for exact, padded in two_ranks.run(dealt):
@@ -144,6 +204,13 @@ def silently_synchronised() -> list[float]:
     return errors
 
 
+@sees(
+    "the ladder divides by a micro-batch under no_sync",
+    "examples/from_scratch/08_no_sync.py",
+    "(loss_sum * dist.get_world_size() / len(numbers)).backward()",
+    "(loss_sum * dist.get_world_size() / len(rows)).backward()",
+    also=["tests/examples/test_ladder_against_plain_torch.py::test_no_sync[2-ranks]"],
+)
 def test_no_sync(two_ranks: Ranks) -> None:
     """With no_sync around the forward too or not, the gradient is the engine's: a wrong place only costs time."""
     for errors in two_ranks.run(silently_synchronised):
@@ -161,6 +228,16 @@ def everything() -> float:
     return distance(by_hand, engine_gradient(make_model(), loss, batch, micro_batch_size=5))
 
 
+@sees(
+    "the ladder's last program divides by its own targets",
+    "examples/from_scratch/09_all_together.py",
+    "row, gradients = message[:-1] / message[-1],",
+    "row, gradients = message[:-1] / (labels[share] != -100).sum(),",
+    also=[
+        "tests/examples/test_ladder_against_plain_torch.py::test_all_together[2-ranks-3]",
+        "tests/examples/test_ladder_against_plain_torch.py::test_training_together[2-ranks]",
+    ],
+)
 def test_all_together(three_ranks: Ranks) -> None:
     """Ragged shares of ragged sentences on three ranks, in one reduction, give the engine's gradient."""
     assert max(three_ranks.run(everything)) <= EXACT

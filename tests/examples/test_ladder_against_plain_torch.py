@@ -30,6 +30,7 @@ from tests.examples.ladder import (
     program,
     rows_of_numbers,
 )
+from tests.faults import sees
 from tests.ranks_fixture import Ranks
 
 NUM_STEPS = 5
@@ -58,6 +59,13 @@ def test_plain_loop_averages_gradients() -> None:
     assert distance(ladder.gradient(ladder.make_model(), points, labels), torch.stack(alone).mean(dim=0)) <= EXACT
 
 
+@sees(
+    "the ladder accumulates without dividing",
+    "examples/from_scratch/02_accumulation.py",
+    "(loss / len(micro_batches)).backward()",
+    "loss.backward()",
+    also=["tests/examples/test_ladder_against_engine.py::test_spirals[2-arguments1]"],
+)
 @given(num_micro_batches=st.integers(1, 6), size=st.integers(1, 12), seed=st.integers(0, 99))
 def test_equal_micro_batches_are_exact(num_micro_batches: int, size: int, seed: int) -> None:
     """However many micro-batches of one size: their accumulated gradient is that of the un-split batch."""
@@ -79,6 +87,16 @@ def test_kept_bytes_grow_with_the_micro_batch() -> None:
     assert steps[0] >= 16 * 32 * 8  # 32 hidden numbers of 8 bytes for each of 16 more samples
 
 
+@sees(
+    "the ladder's ragged tail is a mean of means",
+    "examples/from_scratch/03_ragged_tail.py",
+    "divisor = len(labels) if exact else",
+    "divisor = len(labels) if not exact else",
+    also=[
+        "tests/examples/test_ladder_against_engine.py::test_spirals[3-arguments2]",
+        "tests/examples/test_ladder_against_plain_torch.py::test_training_in_one_process[3-33]",
+    ],
+)
 @given(num_samples=st.integers(1, 40), size=st.integers(1, 16), seed=st.integers(0, 99))
 def test_ragged_tail(num_samples: int, size: int, seed: int) -> None:
     """Sums over the count are exact for any tail; a mean of means weighs each sample by its micro-batch."""
@@ -121,6 +139,13 @@ def test_micro_batch_without_targets() -> None:
     assert distance(ladder.gradient(model, tokens, labels, 4, exact=False), whole / 2) <= EXACT
 
 
+@sees(
+    "the ladder predicts the token it has seen",
+    "examples/from_scratch/04_token_mean.py",
+    "tokens[:, 1:].where(",
+    "tokens[:, :-1].where(",
+    cases=["4"],
+)
 @pytest.mark.parametrize("number", [4, 9])
 def test_text_ends_with_its_padding(number: int) -> None:
     """Labels are the next tokens up to a sentence's length, and masked from there on; lengths differ."""
@@ -179,6 +204,17 @@ def summed(num_rows: int) -> tuple[float, float]:
     return distance(ways[0], whole), distance(ways[1], whole)
 
 
+@sees(
+    "the ladder divides by each rank's share",
+    "examples/from_scratch/05_all_reduce.py",
+    "divisor = len(numbers) if exact else",
+    "divisor = len(share) if exact else",
+    cases=["2-ranks-31"],
+    also=[
+        "tests/examples/test_ladder_against_engine.py::test_all_reduce",
+        "tests/examples/test_ladder_against_plain_torch.py::test_training_adders[2-ranks]",
+    ],
+)
 @pytest.mark.parametrize("num_rows", [1, 6, 7, 31])
 def test_all_reduce(ranks: Ranks, num_rows: int) -> None:
     """Sums over the count are exact for any shares, empty ones too; means of means only where shares are equal."""
@@ -233,6 +269,12 @@ def nudged() -> tuple[bool, bool]:
     return same, all(one != other for one, other in zip(ladder.digests(model), ladder.digests(twin), strict=True))
 
 
+@sees(
+    "the ladder's digest is of rounded numbers",
+    "examples/from_scratch/06_parameter_check.py",
+    "bytes(row.view(torch.uint8).tolist())",
+    "bytes(row.float().view(torch.uint8).tolist())",
+)
 def test_a_digest_sees_one_bit(two_ranks: Ranks) -> None:
     """The last bit of one parameter changes the digest; twins have the same one."""
     assert two_ranks.run(nudged) == [(True, True)] * 2
@@ -288,6 +330,13 @@ def sent_and_learnt() -> dict[str, tuple[list[int], float]]:
     return found
 
 
+@sees(
+    "the ladder reduces in every micro-batch",
+    "examples/from_scratch/08_no_sync.py",
+    "ddp.no_sync if count < len(micro_batches)",
+    "ddp.no_sync if count < 0",
+    cases=["2-ranks"],
+)
 def test_no_sync(ranks: Ranks) -> None:
     """Only around the forward does no_sync save reductions; the gradient is right in any place."""
     gradient_bytes = 9 * 8
@@ -311,6 +360,15 @@ def all_together(size: int) -> tuple[float, int]:
     return distance(row, whole), counted.call_count
 
 
+@sees(
+    "the ladder's last program reduces twice",
+    "examples/from_scratch/09_all_together.py",
+    "    dist.all_reduce(message := torch.cat(sums))",
+    """
+    dist.all_reduce(torch.zeros(1))
+    dist.all_reduce(message := torch.cat(sums))""",
+    cases=["2-ranks-3"],
+)
 @pytest.mark.parametrize("size", [1, 3, 10])
 def test_all_together(ranks: Ranks, size: int) -> None:
     """One reduction, and the un-split gradient, whatever the micro-batch size and the number of ranks."""

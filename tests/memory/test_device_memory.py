@@ -9,6 +9,7 @@ import torch
 
 from anybatch.memory import device_memory
 from anybatch.memory.device_memory import MemoryInUse, begin_peak, limit_of, memory_in_use
+from tests.faults import sees
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:1")
 
@@ -76,6 +77,12 @@ class Card:
         return self.counters if self.begun else {}
 
 
+@sees(
+    "memory report: the peak is read from what is reserved",
+    "src/anybatch/memory/device_memory.py",
+    'peak_bytes=counters["allocated_bytes"]["all"]["peak"]',
+    'peak_bytes=counters["reserved_bytes"]["all"]["peak"]',
+)
 def test_counters_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CUDA device the allocator's counters over all pools are read, and the limit is the share that is allowed."""
     card = Card(monkeypatch)
@@ -86,6 +93,12 @@ def test_counters_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert limit_of(CPU) is None
 
 
+@sees(
+    "memory report: asking begins a device",
+    "src/anybatch/memory/device_memory.py",
+    'if device.type == "cuda" and torch.cuda.is_initialized():',
+    'if device.type == "cuda":',
+)
 def test_a_device_that_was_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before CUDA has been begun nothing is said, and asking does not begin it."""
     card = Card(monkeypatch, begun=False)

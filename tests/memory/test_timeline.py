@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from anybatch.core.headroom import Reserve
 from anybatch.memory.timeline import ORDER, timeline
 from anybatch.memory.trace import Allocation, Category, MemoryTrace, Phase
+from tests.faults import sees
 
 KIB = 1024
 
@@ -47,6 +48,16 @@ def walked(trace: MemoryTrace) -> list[dict[str, int]]:
     return course
 
 
+@sees(
+    "memory report: what is let go stays in the running sum",
+    "src/anybatch/memory/timeline.py",
+    "torch.where(events > 0, sizes[numbers], -sizes[numbers])",
+    "torch.where(events > 0, sizes[numbers], 0 * sizes[numbers])",
+    also=[
+        "tests/memory/test_timeline.py::test_the_peak_is_that_of_the_trace",
+        "tests/diagnostics/test_memory_report.py::test_the_peak_is_the_allocators",
+    ],
+)
 @given(trace=traces())
 def test_a_timeline_is_the_walk(trace: MemoryTrace) -> None:
     """At every moment each category holds what counters hold that walk over the events, from the first moment on."""
@@ -72,6 +83,13 @@ def test_the_peak_is_that_of_the_trace(trace: MemoryTrace) -> None:
     ]
 
 
+@sees(
+    "memory report: marks stay where they were when the beginning is cut off",
+    "src/anybatch/memory/timeline.py",
+    "(max(0, place - first), name)",
+    "(place, name)",
+    also=["tests/diagnostics/test_memory_report.py::test_marks_and_phases"],
+)
 def test_what_was_there_before_is_one_moment() -> None:
     """Pieces without an operation at the beginning are there at the first moment; marks move with the moments."""
     weight = Allocation(4, "weights", "setup", "")
@@ -109,6 +127,13 @@ def test_headroom_is_kept_up_to_its_last_byte(limit: int, share: float, headroom
     assert reserve.left == 1.0 - peak / limit
 
 
+@sees(
+    "memory report: the last byte of the headroom belongs to the other side",
+    "src/anybatch/core/headroom.py",
+    "return self.peak_bytes <= math.floor",
+    "return self.peak_bytes < math.floor",
+    also=["tests/engine/test_step_memory.py::test_used_up_headroom_is_told_once"],
+)
 def test_the_border_belongs_to_what_is_kept() -> None:
     """85 of 100 bytes with a headroom of 15% are kept, and 86 are not."""
     assert Reserve(85, 100).kept

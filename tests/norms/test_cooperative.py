@@ -8,6 +8,7 @@ import pytest
 
 from anybatch.errors import CompositionError
 from anybatch.norms.cooperative import Meet, Rendezvous
+from tests.faults import sees
 
 Party = Callable[[Meet[int, int]], int]
 
@@ -79,6 +80,14 @@ def test_an_error_ends_all_parties_and_is_raised(when: str) -> None:
     assert set(cleaned) == ({0, 1, 2} if when == "before" else {0, 1, 2, 3})
 
 
+@sees(
+    "norms: micro-batches that meet at different layers are merged",
+    "src/anybatch/norms/cooperative.py",
+    """
+            self._refuse_strangers()
+""",
+    "",
+)
 def test_parties_that_miss_each_other_are_refused() -> None:
     """Another meeting, one less and one more are errors that say who is where."""
     together: Party = lambda meet: meet("a", 1) + meet("b", 1)  # noqa: E731 (three of a kind)
@@ -93,6 +102,17 @@ def test_parties_that_miss_each_other_are_refused() -> None:
             Rendezvous[int, int, int](total).run(parties)
 
 
+@sees(
+    "norms: random numbers run on while a micro-batch waits",
+    "src/anybatch/norms/cooperative.py",
+    """
+        with self._parked():
+""",
+    """
+        if True:
+""",
+    also=["tests/engine/test_batch_norm.py::test_random_numbers_belong_to_micro_batches"],
+)
 def test_parking_surrounds_every_wait() -> None:
     """What a party must find again is put away before others run, and put back after."""
     current = [0]

@@ -6,6 +6,7 @@ from torch import nn
 
 from anybatch.errors import DataError
 from anybatch.norms import coupling_layers
+from tests.faults import sees
 from tests.norms.residual import ResidualNetwork, buffers_of, images
 
 
@@ -62,6 +63,17 @@ def test_every_batch_norm_is_found_by_type() -> None:
     assert set(found) == {name for name, module in model.named_modules() if isinstance(module, nn.BatchNorm2d)}
 
 
+@sees(
+    "check: no module couples samples",
+    "src/anybatch/norms/probe.py",
+    """
+    return distance / scale if scale and distance > rounding * scale else 0.0
+""",
+    """
+    return 0.0
+""",
+    also=["tests/diagnostics/test_check.py::test_fault_is_named"],
+)
 def test_layers_of_ones_own_are_found_by_trying() -> None:
     """A layer that couples samples is named, the innermost one, and how much others move; flattened axes are fine."""
     model = nn.Sequential(nn.Linear(6, 6), Centred(), nn.Sequential(nn.GELU(), Ranked()), nn.Linear(6, 2))

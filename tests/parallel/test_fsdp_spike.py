@@ -10,6 +10,7 @@ import anybatch as ab
 from anybatch.errors import DataError
 from anybatch.testing import relative_error
 from tests.engine.cases import CASES, Batch, InMemory, cut, plain_gradients
+from tests.faults import sees
 from tests.parallel.fsdp_spike import FullyShard
 from tests.ranks_fixture import Ranks
 
@@ -69,6 +70,13 @@ def sharded_errors(case_name: str, num_samples: int | None, *, defer: bool) -> l
     return errors
 
 
+@sees(
+    "a unit that runs along counts",
+    "src/anybatch/engine/accumulation/planned_batch.py",
+    "number=unit.number, weight=0.0)",
+    "number=unit.number, weight=1.0)",
+    cases=["micro-batches whose mean is NaN-True"],
+)
 @pytest.mark.parametrize(
     ("case", "defer"),
     [*((case, True) for case in SHARDED_CASES), *((case, False) for case in REDUCED_IN_EVERY_MICRO_BATCH)],
@@ -79,6 +87,13 @@ def test_sharded_gradient_is_that_of_the_unsplit_batch(case: str, defer: bool, t
         assert max(errors) <= TOLERANCE
 
 
+@sees(
+    "evaluation counts what only keeps ranks in lockstep",
+    "src/anybatch/engine/evaluation.py",
+    "        if unit.weight:  # otherwise",
+    "        if unit.weight >= 0:  # otherwise",
+    cases=["7"],
+)
 @pytest.mark.parametrize("num_samples", [1, 7])
 def test_a_rank_with_less_to_do_runs_along(num_samples: int, two_ranks: Ranks) -> None:
     """A rank without a sample, or with one micro-batch less, runs another with weight 0, so that nobody waits for it.

@@ -8,10 +8,24 @@ from torch import nn
 
 from anybatch.core.dtypes import accumulation_dtype
 from anybatch.parallel.gradient_buckets import GradientBuffers
+from tests.faults import sees
 
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
 
 
+@sees(
+    "a full bucket is lost",
+    "src/anybatch/parallel/gradient_buckets.py",
+    "return closed + [tuple(members)",
+    "return closed[1:] + [tuple(members)",
+)
+@sees(
+    "all gradients are in one bucket",
+    "src/anybatch/parallel/gradient_buckets.py",
+    "if held_bytes[kind] >= bucket_bytes:",
+    "if held_bytes[kind] < 0:",
+    also=["tests/engine/test_traffic.py::test_several_buckets_are_reduced_one_by_one"],
+)
 @given(
     kinds=st.lists(st.tuples(st.integers(1, 40), DTYPES), min_size=1, max_size=12),
     bucket_bytes=st.none() | st.integers(1, 400),
@@ -33,6 +47,13 @@ def test_buckets_are_a_partition(kinds: list[tuple[int, torch.dtype]], bucket_by
     buffers.close()
 
 
+@sees(
+    "bf16 gradients add up in bf16",
+    "src/anybatch/core/dtypes.py",
+    "return torch.float32 if is_low_precision(tensor) else tensor.dtype",
+    "return tensor.dtype",
+    also=["tests/engine/test_precision.py::test_bf16_gradients_add_up_in_float32"],
+)
 def test_autograd_adds_into_the_buckets() -> None:
     """Two backward passes add up in the bucket itself: nothing is copied, and a bf16 gradient is widened and let go."""
     wide, narrow = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
@@ -50,6 +71,25 @@ def test_autograd_adds_into_the_buckets() -> None:
     assert narrow.grad is None
 
 
+@sees(
+    "an unused parameter keeps the last step's gradient",
+    "src/anybatch/parallel/gradient_buckets.py",
+    """
+            bucket.flat.zero_()
+""",
+    """
+            pass
+""",
+    also=["tests/engine/test_parameters.py::test_every_parameter_gets_the_plain_gradient[2-ranks-frozen]"],
+)
+@sees(
+    "what was used in a step counts as used for ever",
+    "src/anybatch/parallel/gradient_buckets.py",
+    """
+        self.used[:] = [False] * len(self.used)
+""",
+    "",
+)
 def test_what_was_not_used_has_no_gradient() -> None:
     """Only parameters that a backward reached count as used; clearing forgets it."""
     used, idle = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
@@ -66,6 +106,14 @@ def test_what_was_not_used_has_no_gradient() -> None:
     assert [gradient.tolist() for gradient in buffers.gradients(buffers.used) if gradient is not None] == [[1, 1]] * 2
 
 
+@sees(
+    "gradients have other strides than their parameters",
+    "src/anybatch/parallel/gradient_buckets.py",
+    'torch.empty_like(parameter, device="meta").stride()',
+    'torch.empty(parameter.shape, device="meta").stride()',
+    cases=["channels last"],
+    also=["tests/engine/test_parameters.py::test_gradients_have_their_parameters_strides[all_reduce]"],
+)
 @pytest.mark.parametrize(
     "parameter",
     [
@@ -87,6 +135,17 @@ def test_views_have_their_parameters_strides(parameter: torch.Tensor) -> None:
     buffers.close()
 
 
+@sees(
+    "hooks stay behind",
+    "src/anybatch/parallel/gradient_buckets.py",
+    """
+            hook.remove()
+""",
+    """
+            pass
+""",
+    also=["tests/engine/test_steps.py::test_a_closed_engine_leaves_no_hook_behind"],
+)
 def test_a_closed_buffer_leaves_the_parameters_alone() -> None:
     """After closing, a backward no longer reaches the buffer of a bf16 parameter."""
     narrow = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))

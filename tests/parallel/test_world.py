@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from anybatch.errors import RankFailedError, WorldError
 from anybatch.parallel.world import World
+from tests.faults import sees
 from tests.ranks_fixture import Ranks
 
 
@@ -60,6 +61,13 @@ def gathered() -> tuple[int, int, list[list[float]], list[object], list[float]]:
     )
 
 
+@sees(
+    "numbers that all ranks sum are not summed",
+    "src/anybatch/parallel/world.py",
+    "dist.all_reduce(numbers, group=self._control, async_op=True)",
+    "dist.all_reduce(numbers.clone(), group=self._control, async_op=True)",
+    cases=["2-ranks"],
+)
 def test_everybody_learns_what_everybody_said(ranks: Ranks) -> None:
     """Numbers arrive in float64 and in rank order, objects as they are, sums as they are."""
     size = ranks.world_size
@@ -81,6 +89,12 @@ def broken() -> list[str]:
     return said
 
 
+@sees(
+    "running out of memory is taken for another rank's end",
+    "src/anybatch/parallel/world.py",
+    "if self._silent or isinstance(error, torch.OutOfMemoryError):",
+    "if self._silent:",
+)
 def test_only_what_torch_raises_counts_as_broken(two_ranks: Ranks) -> None:
     """A RuntimeError in a collective is another rank's end; running out of memory and other errors stay as they are."""
     for collective, memory, own in two_ranks.run(broken):

@@ -14,6 +14,7 @@ from anybatch.memory.torch_internals import FakeTensor, FakeTensorMode
 from anybatch.memory.trace import MemoryTrace, in_order
 from anybatch.planner.trace.data_reads import HostReads
 from anybatch.planner.trace.fake_tensor_cache import Answers, FakeLedger, KnownResults, fake_mode, home, told
+from tests.faults import sees
 
 aten = torch.ops.aten
 
@@ -89,6 +90,18 @@ def test_what_is_known_is_not_run_again() -> None:
     assert [name for name in ran if not name.startswith("prim")] == ["aten.exp.default"] * 2
 
 
+@sees(
+    "each trace asks everything again",
+    "src/anybatch/planner/trace/fake_tensor_cache.py",
+    "self._answers = Answers() if answers is None else answers",
+    "self._answers = Answers()",
+)
+@sees(
+    "conjugates are not remembered",
+    "src/anybatch/planner/trace/fake_tensor_cache.py",
+    "is_conjugate=tensor.is_conj(),",
+    "is_conjugate=False,",
+)
 def test_answers_serve_other_traces() -> None:
     """What one ledger has asked another one knows, and what it makes belongs to its own mode; conjugates, too."""
     answers = Answers()
@@ -110,6 +123,12 @@ def test_answers_serve_other_traces() -> None:
     assert made[0] == made[1]
 
 
+@sees(
+    "numbers that were written are asked for",
+    "src/anybatch/planner/trace/fake_tensor_cache.py",
+    "if func is _READ and self._is_constant(args[0]):",
+    "if func is None and self._is_constant(args[0]):",
+)
 def test_a_written_number_is_read_without_asking() -> None:
     """A number that the program itself has written is read from where it was written, and counts as no read."""
     mode = FakeTensorMode()

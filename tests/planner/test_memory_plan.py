@@ -23,6 +23,7 @@ from anybatch.planner.proposals.ranking import Fit, PlanTarget, fit_of
 from anybatch.planner.trace.cuda_emulation import Profile
 from anybatch.planner.trace.step_spec import StepSpec
 from anybatch.planner.trace.step_trace import NUM_MICRO_BATCHES, Tracing, trace_step
+from tests.faults import sees
 from tests.planner.profiled import most_allocated
 from tests.planner.step_specs import changed, step_spec
 
@@ -130,6 +131,34 @@ def planned(spec: StepSpec) -> MemoryEnvelope:
     return fit(trace_step(spec, 2).steady, 2, trace_step(spec, 3).steady, 3)
 
 
+@sees(
+    "one micro-batch is planned",
+    "src/anybatch/planner/trace/step_trace.py",
+    "micro_batch_size * self._num_micro_batches * self._world.size",
+    "micro_batch_size * self._world.size",
+    cases=["words"],
+)
+@sees(
+    "the first step is planned for all",
+    "src/anybatch/planner/trace/step_trace.py",
+    "steady = ledger.trace(start)",
+    "steady = ledger.trace(0, start)",
+    cases=["pictures"],
+)
+@sees(
+    "a plan forgets averaged weights",
+    "src/anybatch/planner/trace/step_trace.py",
+    "check_loss=False,  # it compares numbers, and there are none",
+    "check_loss=False, average_decay=None,",
+    cases=["bf16, average"],
+)
+@sees(
+    "a plan forgets what was held before",
+    "src/anybatch/memory/ledger.py",
+    "there = sorted(_held_after(self._events[:start]))",
+    "there: list[int] = []",
+    cases=["pictures"],
+)
 @pytest.mark.parametrize("name", CASES)
 def test_the_plan_is_what_the_real_engine_holds(name: str) -> None:
     """Planned from micro-batches of 2 and 3, the peak of a step with others is that of the real engine, to the byte.
@@ -158,6 +187,20 @@ def test_the_plan_is_what_the_allocator_hands_out(name: str) -> None:
     assert most - envelope.peak_bytes(7) in (0, torch.get_rng_state().nbytes, 2 * torch.get_rng_state().nbytes)
 
 
+@sees(
+    "one step more has what the step before has left",
+    "src/anybatch/planner/trace/step_trace.py",
+    "allocations=(*found, *step.allocations[num_found:]),",
+    "allocations=step.allocations,",
+    cases=["single-cuda"],
+)
+@sees(
+    "what one step more finds is numbered as it was taken",
+    "src/anybatch/planner/trace/step_trace.py",
+    "renumbered.get(abs(event), abs(event))",
+    "abs(event)",
+    cases=["single-cuda"],
+)
 @pytest.mark.parametrize("profile", ["cpu", "cuda"])
 @pytest.mark.parametrize(
     "options", [{}, {"strategy": "ddp", "world_size": 2}, {"optimizer": adamw}], ids=["single", "ddp", "adamw"]
@@ -189,6 +232,16 @@ class Keeping(nn.Module):
         return rows
 
 
+@sees(
+    "a plan gives up where one step more does something else",
+    "src/anybatch/planner/envelopes.py",
+    """
+    except PlanError:
+        return False""",
+    """
+    except PlanError:
+        raise""",
+)
 def test_what_was_made_for_the_first_batch_is_planned() -> None:
     """Where one step more is none of its size, a trace from the beginning says whether memory follows a line."""
     spec = small(model=Keeping)
@@ -215,6 +268,12 @@ def test_categories_are_what_things_are() -> None:
     assert envelope.at_peak(1).phase == "update"
 
 
+@sees(
+    "a plan of fp16 has no update",
+    "src/anybatch/planner/trace/data_reads.py",
+    "if any(args[0] is overflow for overflow in self._overflows):",
+    "if not self._overflows:",
+)
 def test_an_update_in_fp16_is_planned() -> None:
     """The scaler reads whether gradients have overflowed; the plan is that of a step in which they have not."""
     weights = sum(parameter.nbytes for parameter in perceptron().parameters())
@@ -267,6 +326,12 @@ def test_ranks_are_imagined() -> None:
     assert weights < peaks["ddp"] - weights < weights + 200
 
 
+@sees(
+    "a loss across samples is planned for two micro-batches",
+    "src/anybatch/planner/trace/joint_rows.py",
+    "if self._num_missing <= 0:",
+    "if self._num_missing is not None:",
+)
 def test_an_effective_batch_of_a_joint_loss_is_seen_whole() -> None:
     """A loss across samples is planned for all its rows, though two micro-batches are traced.
 
@@ -328,6 +393,18 @@ def test_the_allocator_takes_more_than_tensors_hold() -> None:
     assert plan.binds == "allocator"
 
 
+@sees(
+    "a plan is not checked by a third trace",
+    "src/anybatch/planner/envelopes.py",
+    'if seen.verdict == "exact":',
+    "if seen.envelope:",
+)
+@sees(
+    "a plan is not checked by one step more",
+    "src/anybatch/planner/envelopes.py",
+    'return check(envelope, tracing.go_on(size), size).verdict == "exact"',
+    "return bool(check(envelope, tracing.go_on(size), size))",
+)
 def test_pairs_of_samples_grow_as_squares() -> None:
     """A loss that compares all samples of a micro-batch is found to be quadratic, and planned as such."""
 
@@ -381,6 +458,12 @@ def recurrent(layer: Callable[[], nn.Module], profile: Profile) -> StepSpec:
     return dataclasses.replace(changed(spec, model=layer), sample={"x": torch.zeros(1, 5, 3)})
 
 
+@sees(
+    "a recurrent layer on a GPU is planned as on a CPU",
+    "src/anybatch/planner/trace/step_trace.py",
+    'if profile == "cuda" and isinstance(module, nn.RNNBase):',
+    "if False:",
+)
 @pytest.mark.parametrize(
     ("layer", "profile", "words"),
     [
@@ -403,6 +486,13 @@ def test_a_recurrent_layer_of_plain_operations_is_planned() -> None:
     assert planned(spec).peak_bytes(5) == real_peak(spec, batch, 5)
 
 
+@sees(
+    "numbers that are read always have the same answer",
+    "src/anybatch/planner/trace/data_reads.py",
+    "return -1.5 if self._other else 0.5",
+    "return 0.5",
+    cases=["reading-reads 4 numbers and 0 truth values"],
+)
 @pytest.mark.parametrize(
     ("loss", "words"),
     [

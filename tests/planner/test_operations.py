@@ -11,6 +11,7 @@ from anybatch.memory.trace import Phase
 from anybatch.planner.cost.operations import OperationRecorder
 from anybatch.planner.cost.step_time import CostTrace, Operation
 from anybatch.planner.trace.fake_tensor_cache import FakeLedger
+from tests.faults import sees
 
 
 def recorded(run: "Run") -> CostTrace:
@@ -151,6 +152,12 @@ def test_fake_tensors_cost_the_same() -> None:
     assert fake == real
 
 
+@sees(
+    "a cost that is known again belongs to the first micro-batch",
+    "src/anybatch/planner/cost/operations.py",
+    "question = self.answered(), phase, self._micro_batch",
+    "question = self.answered(), phase, 0",
+)
 def test_costs_are_worked_out_once() -> None:
     """Where the ledger knows an operation again, its cost is that of the first time, in each phase and micro-batch."""
     expected = recorded(Run(3))

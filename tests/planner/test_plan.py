@@ -27,6 +27,7 @@ from anybatch.planner.report import Plan
 from anybatch.planner.trace.blocks import Keeping, checkpoint_blocks, repeated_blocks
 from anybatch.planner.trace.step_spec import StepSpec
 from anybatch.planner.trace.step_trace import trace_step
+from tests.faults import sees
 from tests.planner.step_specs import changed, step_spec
 
 VOCABULARY, TIME, WIDTH = 8192, 1024, 16
@@ -140,6 +141,12 @@ def test_checkpointed_blocks_give_the_same_gradient(keeping: Keeping) -> None:
         torch.testing.assert_close(one, other)
 
 
+@sees(
+    "plan: blocks in blocks are blocks",
+    "src/anybatch/planner/trace/blocks.py",
+    "if len(names) > 1 and composite and",
+    "if len(names) > 1 and",
+)
 def test_blocks_are_found() -> None:
     """Rows of composite modules are blocks; single layers, and blocks in blocks, are none."""
     model = nn.Sequential(
@@ -149,6 +156,12 @@ def test_blocks_are_found() -> None:
     assert [str(blocks) for blocks in repeated_blocks(model)] == ["2.* (2 x Block)", "3.0.blocks.* (3 x Block)"]
 
 
+@sees(
+    "plan: nothing is checkpointed",
+    "src/anybatch/planner/trace/blocks.py",
+    "for name in blocks.names[::every]:",
+    "for name in ():",
+)
 @pytest.mark.parametrize("keeping", ["inputs", "products"])
 def test_checkpointing_is_planned_as_it_is(keeping: Keeping) -> None:
     """What a plan says of checkpointed blocks is what a model that was built with them holds."""
@@ -163,6 +176,12 @@ def test_checkpointing_is_planned_as_it_is(keeping: Keeping) -> None:
     assert proposed < plain
 
 
+@sees(
+    "plan: a loss in chunks keeps its logits",
+    "src/anybatch/planner/proposals/changes.py",
+    "torch.where(chunk > 0, 0, allocated.slope),",
+    "allocated.slope,",
+)
 def test_loss_in_chunks_is_planned_as_by_hand() -> None:
     """The plan of a loss in chunks is within 15% of what a loss that is written so holds, at a third of the memory."""
     spec = task_of_language()
@@ -212,6 +231,12 @@ def test_parts_are_even() -> None:
         assert found.micro_batch_size * (found.accumulation_steps - 1) < share
 
 
+@sees(
+    "plan: changes are not ranked",
+    "src/anybatch/planner/plan.py",
+    "changes=tuple(best_first(changes)),",
+    "changes=tuple(changes),",
+)
 def test_changes_are_ranked() -> None:
     """Changes are listed by what they let fit, and each is better or worse than what is, as told."""
     spec, budget = task_of_language(), budget_of("900MiB", headroom=0.0)
@@ -261,6 +286,18 @@ def test_devices_that_are_none(device: str, headroom: float, said: str) -> None:
         budget_of(device, headroom=headroom)
 
 
+@sees(
+    "plan: nothing is kept free",
+    "src/anybatch/planner/budget.py",
+    "return int(self.total_bytes * (1.0 - self.headroom)) - self.outside_bytes - self.workspace_bytes",
+    "return self.total_bytes - self.outside_bytes - self.workspace_bytes",
+)
+@sees(
+    "plan: a rank more takes no communicator",
+    "src/anybatch/planner/budget.py",
+    "communicators = COMMUNICATOR_BYTES if world_size > 1 else 0",
+    "communicators = 0",
+)
 def test_budget_is_what_tensors_can_have() -> None:
     """Headroom, context, communicators and workspaces come off; on a CPU there is nothing but tensors."""
     one, two = budget_of("H100", headroom=0.1), budget_of("H100", world_size=2, headroom=0.1)

@@ -18,6 +18,7 @@ from anybatch.recipes.planning.size_limit import Largest, planned_largest
 from anybatch.recipes.run import prepare
 from anybatch.recipes.run.session import train
 from anybatch.testing import memory_budget
+from tests.faults import sees
 
 CPU = torch.device("cpu")
 NUM_SAMPLES = 64
@@ -83,6 +84,12 @@ def test_an_average_counts() -> None:
     assert size < (planned(BUDGET, headroom=0.0) or 0)
 
 
+@sees(
+    "auto: no headroom is kept of a named budget",
+    "src/anybatch/recipes/planning/size_limit.py",
+    "else int(budget_bytes * (1.0 - left))",
+    "else budget_bytes",
+)
 def test_headroom_is_kept() -> None:
     """Where none is named 15% of the budget stay free."""
     assert planned(BUDGET) == planned(int(0.85 * BUDGET), headroom=0.0)
@@ -111,6 +118,12 @@ def test_auto_takes_it() -> None:
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
+@sees(
+    "auto: an enforced budget counts what is only planned",
+    "src/anybatch/recipes/planning/size_limit.py",
+    "with outside_modes():  # an",
+    "if True:  # an",
+)
 def test_a_budget_does_not_count_what_is_only_planned() -> None:
     """Under an enforced budget that the plan's own tensors would pass, if they held anything, the plan is the same."""
     with memory_budget(2**20, BATCH) as budget:
@@ -136,6 +149,12 @@ def test_nothing_can_be_planned() -> None:
         assert "sizes were doubled, for a plan could not be made (cannot plan" in engine.decisions["micro_batch_size"]
 
 
+@sees(
+    "auto: the planner is not asked on an accelerator",
+    "src/anybatch/recipes/run/prepare.py",
+    'if world.device.type != "cuda":',
+    "if True:",
+)
 def test_who_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """A run on a CUDA device hands the planner in, with what the job says; one on a CPU does not."""
     given: list[Auto] = []

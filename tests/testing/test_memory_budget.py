@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from anybatch.testing import memory_budget, out_of_memory_at
+from tests.faults import sees
 
 
 def trained() -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], None]]:
@@ -26,6 +27,12 @@ def trained() -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], None]]:
     return model, optimizer, step
 
 
+@sees(
+    "a budget refuses its last byte",
+    "src/anybatch/testing/memory_budget.py",
+    "if held_bytes <= self.num_bytes:",
+    "if held_bytes < self.num_bytes:",
+)
 def test_what_passes_the_budget_is_refused() -> None:
     """As much as fits is let through, one byte more is not, and what was let go counts no longer."""
     with memory_budget(1000) as budget:
@@ -67,6 +74,12 @@ def test_what_was_there_before_is_booked() -> None:
         assert budget.held_bytes == weights + buffers + state
 
 
+@sees(
+    "a budget counts what it sees first",
+    "src/anybatch/testing/memory_budget.py",
+    "MemoryLedger(watcher=watcher, on_operation=book_arguments)",
+    "MemoryLedger(watcher=watcher)",
+)
 def test_what_is_seen_first_as_an_argument_never_raises() -> None:
     """A tensor from before that an operation takes is booked, and only what the operation makes can be refused."""
     before = torch.zeros(1000)
@@ -112,6 +125,17 @@ def test_each_allocation_can_fail_and_always_the_same(phase: str | None) -> None
         assert phase in {None, failed[0][0][1]}
 
 
+@sees(
+    "faults are not counted anew",
+    "src/anybatch/testing/memory_budget.py",
+    """
+            return
+        self._since_last = 0
+""",
+    """
+            return
+""",
+)
 def test_it_fails_as_often_as_it_was_told_to() -> None:
     """After each fault counting starts anew; after the last one nothing fails any more."""
     with out_of_memory_at(2, times=2) as fault:
