@@ -1,5 +1,6 @@
 """`ab.plan` from all that can be planned, and `anybatch demo`."""
 
+import dataclasses
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -204,3 +205,20 @@ def test_the_demonstration_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "".join(said)
     assert "OutOfMemoryError" in text
     assert "64 samples = 1 rank x" in text
+
+
+def test_an_average_of_the_weights_is_planned() -> None:
+    """A job with an average of its weights is planned one copy of them higher."""
+    job = ab.Job(
+        model=lambda: nn.Linear(64, 64),
+        optimizer=torch.optim.SGD,
+        loss=ab.mean_over_samples(lambda model, batch: F.mse_loss(model(batch), batch)),
+        dataset=lambda: torch.zeros(4, 64),
+        defaults=ab.Defaults(effective_batch_size=4, learning_rate=0.1),
+    )
+    jobs = (job, dataclasses.replace(job, average_decay=0.9))
+    plain, averaged = (ab.plan(each, device="1GiB", proposals=False).as_it_is for each in jobs)
+    model = job.model()
+    assert isinstance(model, nn.Module)
+    copy_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    assert copy_bytes <= averaged.peak.num_bytes - plain.peak.num_bytes < 2 * copy_bytes

@@ -10,7 +10,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import anybatch as ab
 from anybatch.errors import DataError, UserError
-from anybatch.recipes.run.start import Run, make_model, start
+from anybatch.recipes.job import make_model
+from anybatch.recipes.run.start import Run, start
 
 
 def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -111,6 +112,19 @@ def test_the_clip_of_the_job_is_used() -> None:
     assert float(moved.norm()) == pytest.approx(0.2 * 1e-3, rel=1e-2)
 
 
+def test_a_job_is_evaluated_by_its_averaged_weights() -> None:
+    """With an average, metrics are those of the averaged weights, which are those of the formula, step by step."""
+    held_out = ab.Evaluation(dataset=lambda: torch.ones(1, 1), metric=lambda model, batch: model(batch)[:, 0])
+    run = start(dataclasses.replace(JOB, average_decay=0.5, evaluate=held_out))
+    average = parameters_of(run)
+    for batch in run.batches:
+        run.engine.step(batch)
+        average = {name: 0.5 * average[name] + 0.5 * value for name, value in parameters_of(run).items()}
+    expected = float(sum(value.sum() for value in average.values()))
+    assert next(iter(run.evaluate().values())) == pytest.approx(expected, rel=1e-6)
+    assert expected != pytest.approx(float(sum(value.sum() for value in parameters_of(run).values())), rel=1e-3)
+
+
 def test_norms_and_rng_of_the_job_are_used() -> None:
     """What a job says about BatchNorm and random numbers is what its engine does."""
     model = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
@@ -168,5 +182,5 @@ def test_streams() -> None:
     assert len(rates_of(start(job, steps=2))) == 2
     scheduled = dataclasses.replace(job, scheduler=CosineAnnealingLR)
     assert len(rates_of(start(scheduled, steps=2))) == 2
-    with pytest.raises(DataError, match=r"the job's scheduler needs the number of steps, .* Give steps="):
+    with pytest.raises(DataError, match=r"the job's scheduler needs the number of steps, .* Say how many"):
         start(scheduled)

@@ -84,11 +84,10 @@ def check_recipe(
     from anybatch.diagnostics.check import check  # noqa: PLC0415 (brings torch)
     from anybatch.diagnostics.figure import draw_errors  # noqa: PLC0415 (brings torch)
     from anybatch.recipes.load import load_recipe  # noqa: PLC0415 (brings torch)
-    from anybatch.recipes.run.start import make_model  # noqa: PLC0415 (brings torch)
 
     job = load_recipe(recipe)
     report = check(
-        make_model(job, seed),
+        job.train_spec(seed=seed).model,
         job.loss,
         first_batch(job, num_samples, seed),
         micro_batch_sizes=micro_batch_sizes,

@@ -10,7 +10,7 @@ from typing import Final
 
 OWN_OPTIONS: Final = (
     *("effective-batch-size", "micro-batch-size", "accumulation-steps", "ranks", "epochs", "steps", "learning-rate"),
-    *("base-batch-size", "learning-rate-rule", "precision", "seed", "out", "resume"),
+    *("base-batch-size", "learning-rate-rule", "precision", "strategy", "average-decay", "seed", "out", "resume"),
 )
 
 # Where the same number means another batch here, the answer says so on the spot. For the rest our option is enough.
@@ -95,8 +95,8 @@ HINTS: Final = (
         _RECIPE,
     ),
     (
-        "ab.Engine(strategy=)",
-        "use-distributed-optimizer zero-stage fsdp strategy trainer.strategy deepspeed ddp",
+        "--strategy NAME",
+        "use-distributed-optimizer zero-stage fsdp trainer.strategy deepspeed ddp",
         "",
     ),
 )

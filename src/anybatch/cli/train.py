@@ -78,6 +78,8 @@ def make_parser() -> Parser:
         help="how the learning rate follows the effective batch size (default: by the optimizer)",
     )
     add("--precision", choices=("fp32", "bf16", "fp16"), help="number format of forward and backward (default: fp32)")
+    add("--strategy", metavar="NAME", help="how ranks sum gradients, such as all_reduce or ddp (default: auto)")
+    add("--average-decay", type=rate, metavar="X", help="average the weights over steps, and evaluate with them: 0.999")
     add("--seed", type=whole, metavar="N", help="of parameters, order, augmentation and dropout (default: 0)")
     add("--out", type=Path, metavar="FOLDER", help=f"for the log and checkpoints (default: {RUNS}/RECIPE-DATE-TIME)")
     add("--resume", action="store_true", help="go on with the run in --out; options not given are as they were")

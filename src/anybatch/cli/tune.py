@@ -1,6 +1,5 @@
 """`anybatch tune RECIPE`: speed and memory by micro-batch size, and whether loading keeps up."""
 
-import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -93,7 +92,6 @@ def tune_recipe(
     from anybatch.diagnostics.figure import draw_tuning  # noqa: PLC0415 (brings torch)
     from anybatch.diagnostics.tune import LOADED_STEPS, tune  # noqa: PLC0415 (brings torch)
     from anybatch.recipes.load import load_recipe  # noqa: PLC0415 (brings torch)
-    from anybatch.recipes.run.start import make_model  # noqa: PLC0415 (brings torch)
 
     job = load_recipe(recipe)
     size = effective_batch_size or job.defaults.effective_batch_size
@@ -111,7 +109,8 @@ def tune_recipe(
         )
 
     report = tune(
-        dataclasses.replace(job, model=lambda: make_model(job, seed)).train_spec(
+        job.train_spec(
+            seed=seed,
             learning_rate=1e-6 * job.defaults.learning_rate,  # one batch over and over may diverge
             effective_batch_size=size,
             precision=precision,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, get_args
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -127,6 +128,8 @@ class Job:
         clip: largest gradient norm, a clipping policy, or one per parameter group; once per effective batch.
         norms: what to do about BatchNorm in train mode, as `Engine` takes it.
         rng: what random numbers belong to, as `Engine` takes it.
+        average_decay: keep an exponential moving average of the weights, such as 0.999, and evaluate with it; None for
+            none.
         defaults: batch size, length and learning rate.
 
     Raises:
@@ -145,6 +148,7 @@ class Job:
     clip: ClipArgument = None
     norms: Policy | PolicyName = "keep"
     rng: Rng = "micro_batch"
+    average_decay: float | None = None
 
     def __post_init__(self) -> None:
         """Check what can be checked without calling anything."""
@@ -166,20 +170,22 @@ class Job:
     def train_spec(
         self,
         *,
+        seed: int | None = None,
         learning_rate: float | None = None,
         effective_batch_size: int | None = None,
         precision: PrecisionName = "fp32",
     ) -> TrainSpec:
-        """Return what the job trains, with a new model; its scheduler needs the number of steps, and is left out.
+        """Return the job as a value for an engine, with a new model; without a scheduler, which needs the steps.
 
         Args:
+            seed: of the initial parameters; None draws them from the caller's generator.
             learning_rate: handed to the optimizer function; None for that of the defaults.
             effective_batch_size: samples of one optimizer step, over all ranks; None for those of the defaults.
             precision: number formats of forward and backward.
         """
         rate = self.defaults.learning_rate if learning_rate is None else learning_rate
         return TrainSpec(
-            model=self.model(),
+            model=self.model() if seed is None else make_model(self, seed),
             optimizer=lambda named: self.optimizer(named, rate),
             loss=self.loss,
             effective_batch_size=effective_batch_size or self.defaults.effective_batch_size,
@@ -187,7 +193,18 @@ class Job:
             clip=self.clip,
             norms=self.norms,
             rng=self.rng,
+            average_decay=self.average_decay,
         )
+
+
+def make_model(job: Job, seed: int) -> Model:
+    """Return a new model whose initial parameters depend on `seed` alone; the caller's random numbers are as before.
+
+    Parameters are drawn on the CPU, so that they are the same whatever the run's device is.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return job.model()
 
 
 def _check_function(owner: str, name: str, value: object, arguments: str, error: type[UserError]) -> None:

@@ -1,6 +1,5 @@
 """Getting a run ready: built anew, or built and put where its newest checkpoint stands."""
 
-import copy
 import dataclasses
 import warnings
 from collections.abc import Callable
@@ -13,18 +12,16 @@ from anybatch.core.records import DiagnosisRecord, Observer
 from anybatch.data.batches import Batches, batches
 from anybatch.engine.engine import Engine
 from anybatch.engine.micro_batch_size.search import Auto, Memory
-from anybatch.errors import AnyBatchError, DataError, UserError
+from anybatch.errors import AnyBatchError, UserError
 from anybatch.parallel.world import World
 from anybatch.planner.cache.measured_devices import KnownDevices
 from anybatch.recipes.job import Job
 from anybatch.recipes.planning.size_limit import Largest, planned_for_job
 from anybatch.recipes.run.folder import Header, Origin, RunFolder, Stretch
 from anybatch.recipes.run.settings import LEARNED, Choices, Settings, apply, differences, settle
-from anybatch.recipes.run.start import Run, start
+from anybatch.recipes.run.start import Run, num_steps_of, scheduler_function, start
 
 ResultT = TypeVar("ResultT")
-Hyperparameters = dict[str, Any]
-_FOLLOW_THE_BATCH_SIZE = ("lr", "betas", "alpha", "eps")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,12 +67,14 @@ def prepare(
     former = None if header is None else header.stretches[-1]
     settings = settle(job, choices, None if former is None else former.settings, world_size=world.size)
     dataset = job.dataset()
+    job = dataclasses.replace(apply(settings, job), dataset=lambda: dataset)
     run = start(
-        # The scheduler is made below: how many steps it is for is known only once a checkpoint has been read.
-        dataclasses.replace(apply(settings, job), dataset=lambda: dataset, scheduler=None),
+        job,
+        schedule_steps=None if header is None else header.stretches[-1].schedule_steps,
         seed=settings.seed,
         micro_batch_size=_micro_batch_size(settings, known, _largest(job, settings, world, devices)),
         accumulation_steps=settings.accumulation_steps,
+        strategy=settings.strategy,
         precision=settings.precision,
         observer=observer,
         world=world,
@@ -83,16 +82,13 @@ def prepare(
     run.engine.decisions["learning_rate"] = "; ".join(dict.fromkeys(map(str, run.rates)))
     if header is None:
         num_steps = num_steps_of(run.batches)
-        make_scheduler(job, run.engine, num_steps)
         header, ready = Header(origin, (Stretch(0, settings, num_steps),)), Ready(run, run.batches, num_steps)
     else:
-        fresh = _hyperparameters(run.engine)
-        make_scheduler(job, run.engine, header.stretches[-1].schedule_steps)
         _load(run.engine, place, observer)
         rest = _rest(settings, dataset, job, run.engine)
         left = 0 if rest is None else num_steps_of(rest)
         ready = Ready(run, rest, None if left is None else run.engine.num_steps + left)
-        header = _follow_changes(job, header, settings, ready=ready, fresh=fresh, observer=observer)
+        header = _follow_changes(job, header, settings, ready=ready, observer=observer)
     header = dataclasses.replace(header, origin={**header.origin, **origin})
     on_first_rank(world, partial(place.write, header))
     return ready
@@ -122,31 +118,6 @@ def on_first_rank(world: World, act: Callable[[], ResultT]) -> ResultT:
     if failure is not None:
         raise failure
     return cast("ResultT", result)
-
-
-def num_steps_of(data: Batches) -> int | None:
-    """Return the number of steps to the end of some batches; None if their data does not tell."""
-    try:
-        return len(data)
-    except TypeError:
-        return None
-
-
-def make_scheduler(job: Job, engine: Engine, num_steps: int | None) -> None:
-    """Give the engine the job's scheduler, at its beginning.
-
-    Raises:
-        DataError: the job has one, and the number of steps is not known.
-    """
-    if job.scheduler is None:
-        return
-    if num_steps is None:
-        message = (
-            "the job's scheduler needs the number of steps, and the length of the data set is not known. "
-            "Say how many steps to make (--steps, or steps= in Defaults), or leave the scheduler out."
-        )
-        raise DataError(message)
-    engine.scheduler = job.scheduler(engine.optimizer, num_steps)
 
 
 def tell(observer: Observer, engine: Engine, code: str, message: str, *, is_warning: bool = False) -> None:
@@ -198,17 +169,7 @@ def _rest(settings: Settings, dataset: Any, job: Job, engine: Engine) -> Batches
     )
 
 
-def _hyperparameters(engine: Engine) -> list[Hyperparameters]:
-    """Return what belongs to the batch size in each parameter group."""
-    return [
-        {name: copy.deepcopy(group[name]) for name in _FOLLOW_THE_BATCH_SIZE if name in group}
-        for group in engine.optimizer.param_groups
-    ]
-
-
-def _follow_changes(
-    job: Job, header: Header, settings: Settings, *, ready: Ready, fresh: list[Hyperparameters], observer: Observer
-) -> Header:
+def _follow_changes(job: Job, header: Header, settings: Settings, *, ready: Ready, observer: Observer) -> Header:
     """Set the learning rates anew if the checkpoint was made under other settings; return the header that says so."""
     engine, last = ready.run.engine, header.stretches[-1]
     before = header.before(engine.num_steps)
@@ -217,10 +178,12 @@ def _follow_changes(
         unchanged = settings == last.settings
         return header if unchanged else header.with_change(Stretch(engine.num_steps, settings, last.schedule_steps))
     made = getattr(engine.scheduler, "last_epoch", 0)  # fewer than steps where fp16 has skipped some
-    for group, values in zip(engine.optimizer.param_groups, fresh, strict=True):
+    for group, values in zip(engine.optimizer.param_groups, ready.run.hyperparameters, strict=True):
         group.pop("initial_lr", None)
         group.update(values)
-    make_scheduler(job, engine, ready.num_steps)
+    make = scheduler_function(job, ready.num_steps)
+    if make is not None:
+        engine.scheduler = make(engine.optimizer)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of a scheduler that is stepped before its optimizer
         for _ in range(made):

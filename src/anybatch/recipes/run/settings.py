@@ -33,6 +33,8 @@ class Choices:
             measured in earlier runs.
         accumulation_steps: micro-batches per rank and step, instead of a micro-batch size.
         precision: "fp32", "bf16" or "fp16".
+        strategy: how ranks sum gradients: "auto", or a name in `anybatch.parallel.registry`.
+        average_decay: of an exponential moving average of the weights, between 0 and 1.
     """
 
     effective_batch_size: int | None = None
@@ -45,6 +47,8 @@ class Choices:
     micro_batch_size: MicroBatchSize | None = None
     accumulation_steps: int | None = None
     precision: PrecisionName | None = None
+    strategy: str | None = None
+    average_decay: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +68,9 @@ class Settings:
     micro_batch_size: MicroBatchSize
     accumulation_steps: int | None
     precision: PrecisionName
+    # With defaults: folders of runs that were begun before these settings existed are read, too.
+    strategy: str = "auto"
+    average_decay: float | None = None
 
 
 def settle(job: Job, choices: Choices, former: Settings | None, *, world_size: int) -> Settings:
@@ -123,7 +130,7 @@ def apply(settings: Settings, job: Job) -> Job:
         epochs=settings.epochs,
         steps=settings.steps,
     )
-    return dataclasses.replace(job, defaults=defaults)
+    return dataclasses.replace(job, defaults=defaults, average_decay=settings.average_decay)
 
 
 def differences(before: Settings, after: Settings, names: Iterable[str]) -> tuple[str, ...]:
@@ -148,4 +155,5 @@ def _defaults(job: Job) -> Settings:
         micro_batch_size="auto",
         accumulation_steps=None,
         precision="fp32",
+        average_decay=job.average_decay,
     )

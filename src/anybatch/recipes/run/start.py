@@ -1,19 +1,25 @@
 """From a job to something that can be stepped: the order in which its functions are called, in one place."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+import copy
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from anybatch.core.learning_rate import ScaledRate, scale_optimizer
+from anybatch.core.learning_rate import Rule, ScaledRate, scale_optimizer
+from anybatch.core.records import Observer
 from anybatch.data.batches import Batches, batches
 from anybatch.engine.engine import Engine
-from anybatch.engine.inputs import Model
+from anybatch.engine.spec import Hardware, SchedulerFunction
+from anybatch.engine.update.precision import PrecisionName
 from anybatch.errors import DataError
 from anybatch.recipes.job import Job
+
+Hyperparameters = Mapping[str, Any]
+_SCALED: Final = ("lr", "betas", "alpha", "eps")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -33,6 +39,7 @@ class Run:
         batches: the effective batches of the whole run.
         held_out: the batches of the job's evaluation; None where it has none.
         rates: how the learning rate of each parameter group was carried to the effective batch size.
+        hyperparameters: of each parameter group, what depends on the batch size, before a scheduler changes it.
     """
 
     job: Job
@@ -40,12 +47,52 @@ class Run:
     batches: Batches
     held_out: Batches | None
     rates: tuple[ScaledRate, ...]
+    hyperparameters: tuple[Hyperparameters, ...]
 
     def evaluate(self) -> dict[str, float]:
-        """Return the job's metrics on its held-out data; nothing where it has none."""
+        """Return the job's metrics on its held-out data, by the averaged weights if there are any; {} without data."""
         if self.held_out is None or self.job.evaluate is None:
             return {}
-        return self.engine.evaluate(self.held_out, self.job.evaluate.metric)
+        averaged = self.job.average_decay is not None
+        return self.engine.evaluate(self.held_out, self.job.evaluate.metric, averaged=averaged)
+
+
+@dataclass(slots=True, eq=False)
+class ScaledOptimizer:
+    """Makes a job's optimizer and carries its learning rate to the effective batch size.
+
+    Attributes:
+        job: makes the optimizer.
+        learning_rate: at the base batch size.
+        base_batch_size: samples per step that the learning rate was found with.
+        effective_batch_size: samples per step to train with.
+        rule: how the learning rate follows; None for the optimizer's own rule.
+        rates: how it was carried, for each parameter group; empty until the optimizer is made.
+        hyperparameters: of each parameter group, as they were scaled; empty until the optimizer is made.
+    """
+
+    job: Job
+    learning_rate: float
+    base_batch_size: int
+    effective_batch_size: int
+    rule: Rule | None
+    rates: tuple[ScaledRate, ...] = field(default=(), init=False)
+    hyperparameters: tuple[Hyperparameters, ...] = field(default=(), init=False)
+
+    def __call__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+        """Return a new optimizer over these parameters."""
+        made = self.job.optimizer(named_parameters, self.learning_rate)
+        self.rates = scale_optimizer(
+            made,
+            base_batch_size=self.base_batch_size,
+            effective_batch_size=self.effective_batch_size,
+            rule=self.rule,
+        )
+        # A scheduler overwrites these in its constructor; a resumed run whose settings change needs them as they are.
+        self.hyperparameters = tuple(
+            {name: copy.deepcopy(group[name]) for name in _SCALED if name in group} for group in made.param_groups
+        )
+        return made
 
 
 def start(
@@ -55,9 +102,13 @@ def start(
     learning_rate: float | None = None,
     epochs: int | None = None,
     steps: int | None = None,
+    schedule_steps: int | None = None,
     seed: int = 0,
     num_workers: int = 0,
-    **hardware: Any,  # noqa: ANN401 (handed on to the engine, which declares and checks each)
+    precision: PrecisionName = "fp32",
+    check_loss: bool = True,
+    observer: Observer | None = None,
+    **hardware: Any,  # noqa: ANN401 (each is declared by Hardware)
 ) -> Run:
     """Build a job's model, optimizer, scheduler and batches.
 
@@ -70,22 +121,30 @@ def start(
         learning_rate: at the base batch size.
         epochs: passes over the data set.
         steps: optimizer steps, instead of epochs.
+        schedule_steps: optimizer steps that the scheduler is made for; None for those of the batches.
         seed: of the initial parameters, the order, the augmentation and the model's random numbers.
         num_workers: processes that load data.
-        **hardware: what else `ab.Engine` takes: micro_batch_size, strategy, precision, observer, world.
+        precision: number format of forward and backward: "fp32", "bf16" or "fp16".
+        check_loss: compare the loss with its declaration in the first step.
+        observer: looks in on the engine.
+        **hardware: the fields of `Hardware`, such as micro_batch_size, strategy and world.
 
     Raises:
+        DataError: the job has a scheduler, and the number of steps is not known.
         UserError: what a function of the job returned, or an argument, cannot be used.
     """
     defaults = job.defaults
     size = defaults.effective_batch_size if effective_batch_size is None else effective_batch_size
-    rate = defaults.learning_rate if learning_rate is None else learning_rate
     if epochs is None and steps is None:
         epochs, steps = defaults.epochs, defaults.steps
-
-    def optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
-        return job.optimizer(named_parameters, rate)
-
+    base = defaults.base_batch_size or defaults.effective_batch_size
+    optimizer = ScaledOptimizer(
+        job=job,
+        learning_rate=defaults.learning_rate if learning_rate is None else learning_rate,
+        base_batch_size=base,
+        effective_batch_size=size,
+        rule=defaults.learning_rate_rule or ("none" if size == base else None),  # then no rule need be known
+    )
     data = batches(
         job.dataset(),
         effective_batch_size=size,
@@ -96,32 +155,47 @@ def start(
         collate=job.collate,
         num_workers=num_workers,
     )
-    engine = Engine(
-        make_model(job, seed),
-        optimizer,
-        job.loss,
-        effective_batch_size=size,
-        clip=job.clip,
-        norms=job.norms,
-        rng=job.rng,
-        **hardware,
+    spec = dataclasses.replace(
+        job.train_spec(seed=seed, effective_batch_size=size, precision=precision),
+        optimizer=optimizer,
+        scheduler=scheduler_function(job, num_steps_of(data) if schedule_steps is None else schedule_steps),
+        check_loss=check_loss,
     )
-    base = defaults.base_batch_size or defaults.effective_batch_size
-    rule = defaults.learning_rate_rule or ("none" if size == base else None)  # then no rule need be known
-    rates = scale_optimizer(engine.optimizer, base_batch_size=base, effective_batch_size=size, rule=rule)
-    if job.scheduler is not None:
-        engine.scheduler = job.scheduler(engine.optimizer, _num_steps(data))
-    return Run(job=job, engine=engine, batches=data, held_out=_held_out(job, size), rates=rates)
+    engine = Engine.from_spec(spec, Hardware(**hardware), observer=observer)
+    return Run(
+        job=job,
+        engine=engine,
+        batches=data,
+        held_out=_held_out(job, size),
+        rates=optimizer.rates,
+        hyperparameters=optimizer.hyperparameters,
+    )
 
 
-def make_model(job: Job, seed: int) -> Model:
-    """Return a new model whose initial parameters depend on `seed` alone; the caller's random numbers are as before.
+def scheduler_function(job: Job, num_steps: int | None) -> SchedulerFunction | None:
+    """Return what makes the job's scheduler for a run of `num_steps` steps; None if the job has none.
 
-    Parameters are drawn on the CPU, so that they are the same whatever the run's device is.
+    Raises:
+        DataError: the job has one, and the number of steps is not known.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        return job.model()
+    make = job.scheduler
+    if make is None:
+        return None
+    if num_steps is None:
+        message = (
+            "the job's scheduler needs the number of steps, and the length of the data set is not known. "
+            "Say how many steps to make (--steps, or steps= in Defaults), or leave the scheduler out."
+        )
+        raise DataError(message)
+    return lambda optimizer: make(optimizer, num_steps)
+
+
+def num_steps_of(data: Batches) -> int | None:
+    """Return the number of steps to the end of some batches; None if their data does not tell."""
+    try:
+        return len(data)
+    except TypeError:
+        return None
 
 
 def _held_out(job: Job, effective_batch_size: int) -> Batches | None:
@@ -129,14 +203,3 @@ def _held_out(job: Job, effective_batch_size: int) -> Batches | None:
         return None
     size = job.evaluate.effective_batch_size or effective_batch_size
     return batches(job.evaluate.dataset(), effective_batch_size=size, shuffle=False, collate=job.collate)
-
-
-def _num_steps(data: Batches) -> int:
-    try:
-        return len(data)
-    except TypeError:
-        message = (
-            "the job's scheduler needs the number of steps, and the length of the data set is not known. "
-            "Give steps= (here or in Defaults), or leave the scheduler out."
-        )
-        raise DataError(message) from None
