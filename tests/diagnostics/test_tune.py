@@ -265,6 +265,12 @@ def test_figure(tmp_path: Path) -> None:
         draw_tuning(report_of(), tmp_path / "curves.gif")
 
 
+@sees(
+    "tune does not clip",
+    "src/anybatch/diagnostics/tune.py",
+    "scheduler=None, check_loss=False)",
+    "scheduler=None, check_loss=False, clip=None)",
+)
 def test_what_is_timed_is_what_is_trained() -> None:
     """Steps are those of the whole `TrainSpec`: clipped to nothing, they leave the parameters as they were."""
     model = nn.Linear(5, 3)

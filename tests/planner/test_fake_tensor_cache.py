@@ -9,12 +9,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import anybatch as ab
 from anybatch.memory.ledger import MemoryLedger
 from anybatch.memory.torch_internals import FakeTensor, FakeTensorMode
 from anybatch.memory.trace import MemoryTrace, in_order
+from anybatch.planner.envelopes import find_envelopes
+from anybatch.planner.trace import fake_tensor_cache
+from anybatch.planner.trace.cuda_emulation import Profile
 from anybatch.planner.trace.data_reads import HostReads
-from anybatch.planner.trace.fake_tensor_cache import Answers, FakeLedger, KnownResults, fake_mode, home, told
+from anybatch.planner.trace.fake_tensor_cache import (
+    CachedOperations,
+    FakeLedger,
+    ResultCache,
+    fake_mode,
+    metadata_of,
+    results_can_be_remade,
+    storage_of,
+)
+from anybatch.planner.trace.step_spec import StepSpec
 from tests.faults import sees
+from tests.planner.step_specs import step_spec
 
 aten = torch.ops.aten
 
@@ -59,8 +73,8 @@ def seen(call: Callable[[Tensor], Any], *, ledger: MemoryLedger | None, mode: Fa
                 with ledger:
                     result = call(x)
             parts = [one for one in (result if isinstance(result, tuple | list) else [result]) if one is not None]
-            found.append([told(one) for one in parts])
-            found.append([home(one) == home(x) for one in parts])
+            found.append([metadata_of(one) for one in parts])
+            found.append([storage_of(one) == storage_of(x) for one in parts])
             found.append([one is x for one in parts])
             found.append([type(result), x.shape])
     return found
@@ -93,8 +107,8 @@ def test_what_is_known_is_not_run_again() -> None:
 @sees(
     "each trace asks everything again",
     "src/anybatch/planner/trace/fake_tensor_cache.py",
-    "self._answers = Answers() if answers is None else answers",
-    "self._answers = Answers()",
+    "self._cache = ResultCache() if cache is None else cache",
+    "self._cache = ResultCache()",
 )
 @sees(
     "conjugates are not remembered",
@@ -102,21 +116,21 @@ def test_what_is_known_is_not_run_again() -> None:
     "is_conjugate=tensor.is_conj(),",
     "is_conjugate=False,",
 )
-def test_answers_serve_other_traces() -> None:
+def test_results_serve_other_traces() -> None:
     """What one ledger has asked another one knows, and what it makes belongs to its own mode; conjugates, too."""
-    answers = Answers()
+    cache = ResultCache()
     ran: list[list[str]] = []
     made: list[object] = []
     for mode in (fake_mode(), fake_mode()):
         names: list[str] = []
         below = MemoryLedger(on_operation=lambda func, *_, names=names: names.append(str(func)))
-        with mode, below, FakeLedger(mode, answers=answers):
+        with mode, below, FakeLedger(mode, cache=cache):
             x = torch.empty(3, dtype=torch.complex64)
             result = x.conj().imag
         ran.append([name for name in names if not name.startswith("prim")])
         assert isinstance(result, FakeTensor)
         assert result.fake_mode is mode
-        made.append([*told(result)[:-1], result.is_neg()])
+        made.append([*metadata_of(result)[:-1], result.is_neg()])
 
     assert len(ran[0]) > 2
     assert ran[1] == []
@@ -137,11 +151,11 @@ def test_a_written_number_is_read_without_asking() -> None:
     ran: list[str] = []
     with mode, reads, below, FakeLedger(mode):
         five = torch.tensor(2) + torch.tensor(3)
-        answers = [five.item(), bool(five > 4)]
+        read = [five.item(), bool(five > 4)]
         five += torch.empty((), dtype=torch.long)
-        answers.append(five.item())
+        read.append(five.item())
 
-    assert answers == [5, True, 1]
+    assert read == [5, True, 1]
     assert reads.numbers["forward"] == 1
     assert ran.count("aten._local_scalar_dense.default") == 1
 
@@ -173,13 +187,13 @@ def test_reads_are_seen_each_time() -> None:
     reads = HostReads(lambda: "forward")
     with mode, reads, FakeLedger(mode):
         x = torch.empty(3).sum()
-        answers = [x.item(), (x + 1).item(), bool(x > 0), torch.equal(x, x), torch.equal(x, x)]
+        read = [x.item(), (x + 1).item(), bool(x > 0), torch.equal(x, x), torch.equal(x, x)]
         overflows = [torch.zeros(()) + x for _ in range(2)]
         for overflow in overflows:
             aten._amp_foreach_non_finite_check_and_unscale_([x], overflow, x)
-        answers += [overflow.item() for overflow in overflows]
+        read += [overflow.item() for overflow in overflows]
 
-    assert answers == [0.5, 0.5, False, False, False, 0.0, 0.0]
+    assert read == [0.5, 0.5, False, False, False, 0.0, 0.0]
     assert (reads.numbers["forward"], reads.truths["forward"]) == (2, 3)
 
 
@@ -212,7 +226,7 @@ ODD: dict[str, Callable[[Tensor, Tensor], Any]] = {
 def test_what_cannot_be_made_again_is_run_each_time(name: str) -> None:
     """Results that are more than a shape, a type and one home are not remembered."""
     mode = FakeTensorMode()
-    results = KnownResults(mode)
+    results = CachedOperations(mode)
     odd, plain = Odd(ODD[name]), Odd(lambda x, _: x + 1)
     with mode:
         x = torch.empty(4)
@@ -226,7 +240,7 @@ def test_what_cannot_be_made_again_is_run_each_time(name: str) -> None:
 def test_an_argument_is_returned_as_it_is() -> None:
     """Where an operation returns one of its arguments, the same object comes back, and not another look at it."""
     mode = FakeTensorMode()
-    results = KnownResults(mode)
+    results = CachedOperations(mode)
     second = Odd(lambda _, y: y)
     with mode:
         pairs = [(torch.empty(3), torch.empty(3)) for _ in range(2)]
@@ -296,12 +310,86 @@ def test_another_mode_is_left_alone() -> None:
 def test_without_remembering_operations_are_run() -> None:
     """Where torch lacks what results are made of, each operation is run as it comes, and the results are the same."""
     mode = fake_mode()
-    runs_all, remembers = KnownResults(mode, remembers=False), KnownResults(mode, remembers=True)
+    runs_all, remembers = (CachedOperations(mode, ResultCache(enabled=on)) for on in (False, True))
     with mode:
         x = torch.empty(4, 6)
         for _ in range(2):
             one, other = (results(aten.add.Tensor, (x, x), {}) for results in (runs_all, remembers))
-            assert told(one) == told(other)
+            assert metadata_of(one) == metadata_of(other)
 
-    assert runs_all.answer is None
-    assert remembers.answer is not None
+    assert runs_all.entry is None
+    assert remembers.entry is not None
+
+
+def deep() -> nn.Module:
+    """Return a network with convolutions, BatchNorm and dropout."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GELU(), nn.Dropout(0.1), nn.Flatten(), nn.Linear(8 * 36, 4)
+    )
+
+
+def spec(profile: Profile, *, enabled: bool) -> StepSpec:
+    """Return a step of the network in bf16, clipped, with an average, planned with or without the cache."""
+    return step_spec(
+        deep,
+        optimizer=torch.optim.AdamW,
+        loss=ab.mean_over_samples(lambda model, batch: model(batch).square().mean()),
+        sample=torch.zeros(1, 3, 8, 8),
+        precision="bf16",
+        clip=1.0,
+        average_decay=0.9,
+        profile=profile,
+        cache=ResultCache(enabled=enabled),
+    )
+
+
+@sees(
+    "results of other number types are taken from the cache",
+    "src/anybatch/planner/trace/fake_tensor_cache.py",
+    "value.stride(), value.dtype, value.storage_offset()",
+    "value.stride(), value.storage_offset()",
+)
+@pytest.mark.parametrize("profile", ["cpu", "cuda"])
+def test_the_plan_is_the_same_without_the_cache(profile: Profile) -> None:
+    """What a step holds at any size, allocation by allocation, and what it costs, is the same with the cache off."""
+    found, plain = (find_envelopes(spec(profile, enabled=on), 2**24, most_samples=64) for on in (True, False))
+
+    assert (found.steady.trace, found.first.trace) == (plain.steady.trace, plain.first.trace)
+    assert [found.peak_bytes(m) for m in (1, 7, 64)] == [plain.peak_bytes(m) for m in (1, 7, 64)]
+    assert found.costs == plain.costs
+    assert (found.verdict, found.checked_at) == (plain.verdict, plain.checked_at)
+
+
+@sees(
+    "the cache is used on any torch",
+    "src/anybatch/planner/trace/fake_tensor_cache.py",
+    "in SEEN and makes",
+    "and makes",
+)
+def test_the_cache_is_for_versions_of_torch_that_were_seen() -> None:
+    """It is used by itself on these, and neither on another one nor where a part is missing."""
+    assert ResultCache().enabled == results_can_be_remade()
+    assert results_can_be_remade("2.13.0+cpu")
+    assert not results_can_be_remade("2.99.0")
+    assert not results_can_be_remade("2.13.0+cpu", [torch, None])
+
+
+@pytest.mark.parametrize("wrong", ["refuses", "makes another"])
+def test_a_private_name_that_does_something_else_is_not_used(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch makes such a tensor in another way, or makes another one, the operation is run each time."""
+
+    def make(*_: Any, **__: Any) -> Any:
+        if wrong == "refuses":
+            message = "unexpected keyword argument"
+            raise TypeError(message)
+        with FakeTensorMode():
+            return torch.empty(1)
+
+    monkeypatch.setattr(fake_tensor_cache, "subclass_of", make)
+    mode = fake_mode()
+    results = CachedOperations(mode)
+    with mode:
+        x = torch.empty(4, 6)
+        for _ in range(2):
+            assert metadata_of(results(aten.add.Tensor, (x, x), {})) == metadata_of(x + x)
+            assert results.entry is None

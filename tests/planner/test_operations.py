@@ -155,15 +155,15 @@ def test_fake_tensors_cost_the_same() -> None:
 @sees(
     "a cost that is known again belongs to the first micro-batch",
     "src/anybatch/planner/cost/operations.py",
-    "question = self.answered(), phase, self._micro_batch",
-    "question = self.answered(), phase, 0",
+    "key = self.cached_result(), phase, self._micro_batch",
+    "key = self.cached_result(), phase, 0",
 )
 def test_costs_are_worked_out_once() -> None:
     """Where the ledger knows an operation again, its cost is that of the first time, in each phase and micro-batch."""
     expected = recorded(Run(3))
     mode, recorder = FakeTensorMode(), OperationRecorder()
     ledger = FakeLedger(mode, on_operation=recorder)
-    recorder.answered = ledger.answered
+    recorder.cached_result = ledger.cached_result
     with mode:
         run = Run(3)
         with ledger:

@@ -31,12 +31,12 @@ class OperationRecorder:
     Micro-batches are told apart by their backward: what comes after one belongs to the next.
 
     Attributes:
-        answered: says what stands for the operation and all it is given, where that is known: the same object each
-            time, so that its costs are worked out once.
+        cached_result: returns an object that stands for the operation and all its arguments, the same one each time,
+            so that its costs are worked out once; None where there is none.
     """
 
     def __init__(self) -> None:
-        self.answered: Callable[[], object | None] = lambda: None
+        self.cached_result: Callable[[], object | None] = lambda: None
         self._operations: list[Operation] = []
         self._known: dict[tuple[object, Phase, int], Operation] = {}
         self._micro_batch = 0
@@ -58,12 +58,12 @@ class OperationRecorder:
         elif phase == "forward" and self._after_backward:
             self._micro_batch += 1
             self._after_backward = False
-        question = self.answered(), phase, self._micro_batch
-        one = self._known.get(question)
+        key = self.cached_result(), phase, self._micro_batch
+        one = self._known.get(key)
         if one is None:
             one = operation_of(func, args, kwargs, result, phase=phase, micro_batch=self._micro_batch)
-            if question[0] is not None:
-                self._known[question] = one
+            if key[0] is not None:
+                self._known[key] = one
         self._operations.append(one)
 
     def trace(self) -> CostTrace:

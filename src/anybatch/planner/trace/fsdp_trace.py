@@ -101,7 +101,7 @@ def trace_sharded(spec: StepSpec, micro_batch_size: int, sharding: Sharding | No
     model, loss = fake_twin((cast("nn.Module", ready.trained.model), declared(ready.trained.loss).function), mode)
     model.train()
     batch = partial(fake_batch, ready.sample, micro_batch_size, mode)
-    ledger = FakeLedger(mode, pool=_Pools(), answers=spec.answers)
+    ledger = FakeLedger(mode, pool=_Pools(), cache=spec.cache)
     reads = HostReads(lambda: ledger.current_phase)
     with imagined_ranks(spec.world_size), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # whoever trains in earnest will see them

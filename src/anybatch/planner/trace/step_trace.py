@@ -192,7 +192,7 @@ class _Stage:
     def __init__(self, spec: StepSpec, mode: FakeTensorMode, world: World, num_micro_batches: int) -> None:
         kernels = spec.kernels if spec.profile == "cpu" else None
         watch = None if kernels is None else kernels.moments
-        self.ledger = FakeLedger(mode, on_operation=self._operation, kernels=watch, answers=spec.answers)
+        self.ledger = FakeLedger(mode, on_operation=self._operation, kernels=watch, cache=spec.cache)
         self._recorder: OperationRecorder | None = None
         self._num_micro_batches = num_micro_batches
         self.computing = False
@@ -240,7 +240,7 @@ class _Stage:
         is_first = not engine.num_steps
         self._recorder = recorder
         if recorder is not None:
-            recorder.answered = self.ledger.answered
+            recorder.cached_result = self.ledger.cached_result
         engine.step(_TracedBatch(self, micro_batch_size * self._num_micro_batches * self._world.size))
         self._recorder = None
         self._hold_states()
