@@ -205,7 +205,7 @@ def test_a_long_step_is_heard_of() -> None:
             out_of_memory(39),
             (
                 "step  40 of 100   warning: out of memory in forward and backward: "
-                "micro-batch 16 -> 8 samples, and the step begins anew"
+                "micro-batch 16 -> 8 samples, and the step is repeated"
             ),
             "warning",
         ),

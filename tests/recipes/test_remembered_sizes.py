@@ -1,4 +1,4 @@
-"""A job's micro-batch size is kept from one run to the next, unless it is asked for anew, or named."""
+"""A job's micro-batch size is kept from one run to the next, unless it is measured again, or named."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -56,9 +56,9 @@ def test_the_next_run_takes_it_again(tmp_path: Path) -> None:
     assert known.number == 2
 
 
-@pytest.mark.parametrize("size", ["anew", 4])
+@pytest.mark.parametrize("size", ["remeasure", 4])
 def test_who_does_not_want_to_know(tmp_path: Path, size: Any) -> None:
-    """Asked for anew, or named, a size is neither looked up nor kept."""
+    """Measured again, or named, a size is neither looked up nor kept."""
     known = Asked(tmp_path / "sizes.jsonl")
     train(job(), tmp_path / "run", Choices(micro_batch_size=size), known=known, stop=lambda: False)
 

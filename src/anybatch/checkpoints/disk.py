@@ -11,7 +11,7 @@ from typing import Final, Protocol, final
 
 
 class Disk(Protocol):
-    """What saving needs of a file system. All of it may raise OSError."""
+    """The operations of a file system that saving needs. Each may raise OSError."""
 
     def make_folder(self, path: Path, /) -> None:
         """Make a folder that does not exist yet; its parent does."""

@@ -34,14 +34,14 @@ _CURE = "Load an older checkpoint (load_latest falls back by itself), and remove
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """What a file must be: its length, and its SHA-256 in hexadecimal."""
+    """The length of a file, and its SHA-256 in hexadecimal."""
 
     num_bytes: int
     sha256: str
 
 
 def json_bytes(body: Mapping[str, Any]) -> bytes:
-    """Return a JSON file that begins by saying what it is."""
+    """Return the bytes of a JSON file that names its format and version first, then `body`."""
     text = json.dumps({**_HEAD, **body}, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode() + b"\n"
 
@@ -85,7 +85,7 @@ def read_digests(path: Path) -> dict[str, Digest]:
         digests = {name: Digest(**entry) for name, entry in body["files"].items()}
     except (AttributeError, KeyError, TypeError):
         digests = {}
-    # written again, it must be the same: that finds any byte that is not what it was
+    # Written again, it must be the same: that finds any byte that has changed.
     if digests.keys() != {STATE, TENSORS} or digests_bytes(digests) != content:
         message = f"{path / DIGESTS} is damaged: its {len(content)} bytes are not what this version writes. {_CURE}"
         raise DamagedCheckpointError(message, path=path / DIGESTS)
@@ -121,7 +121,7 @@ def intact(path: Path, digest: Digest) -> Iterator[BufferedReader]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[BufferedReader]:
-    """Open a file of a checkpoint, and say what it means if the system will not give its bytes."""
+    """Open a file of a checkpoint, and explain the error if the system does not give its bytes."""
     try:
         with path.open("rb") as file:
             yield file

@@ -126,7 +126,7 @@ def discard(path: Path, *, disk: Disk) -> None:
 
 
 def remove(path: Path, *, disk: Disk) -> None:
-    """Remove a folder and what is in it, or a file or link."""
+    """Remove a folder with its contents, or a file or link."""
     if path.is_symlink() or not path.is_dir():
         disk.remove_file(path)
         return

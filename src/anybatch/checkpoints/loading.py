@@ -19,7 +19,7 @@ class Skipped:
 
     Attributes:
         path: its folder.
-        reason: what is wrong with it, in sentences.
+        reason: why it cannot be used, in sentences.
     """
 
     path: Path
@@ -33,7 +33,7 @@ class Loaded:
     Attributes:
         path: its folder.
         state: what was saved.
-        skipped: newer ones that are damaged, newest first. Tell the user: the steps between are lost.
+        skipped: newer ones that are damaged, newest first. The user should hear of them: the steps between are lost.
     """
 
     path: Path
@@ -62,7 +62,7 @@ def load(path: str | os.PathLike[str]) -> dict[Any, Any]:
         with intact(path / TENSORS, digests[TENSORS]) as file:
             tensors = read_tensors(file)
         state: dict[Any, Any] = unpack(body["state"], tensors)
-    except (LookupError, TypeError, ValueError) as error:  # its digests hold, so this is what somebody wrote
+    except (LookupError, TypeError, ValueError) as error:  # its digests hold, so it was written like this
         message = f"{path} is intact, but not what this version writes ({error!r}). Load an older checkpoint."
         raise DamagedCheckpointError(message, path=path) from error
     return state

@@ -56,7 +56,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Content:
-    """What is going to be written."""
+    """The bytes and tensors of a checkpoint that is about to be written."""
 
     state: bytes
     tensors: TensorFile

@@ -96,7 +96,7 @@ class _Packer:
                 f"{_place(keys[:4])}... is nested more than {_MAX_DEPTH} levels deep, or contains itself. Flatten it."
             )
             raise UserError(message)
-        kind = type(value)  # exactly: a subclass could not be restored as what it is
+        kind = type(value)  # exactly: a subclass could not be restored as such
         if kind in _LEAVES:
             return _LEAVES[kind](value)
         if kind is list:

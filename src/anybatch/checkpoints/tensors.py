@@ -34,7 +34,7 @@ STANDARD_DTYPES: Final[Mapping[torch.dtype, str]] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""What the format has a name for. Other dtypes go through `as_standard`."""
+"""Names of the dtypes that the format knows. Others go through `as_standard`."""
 
 _DTYPES: Final = {name: dtype for dtype, name in STANDARD_DTYPES.items()}
 _LENGTH_BYTES = 8

@@ -50,14 +50,14 @@ def make_parser() -> Parser:
         metavar="N",
         help="a cut to try; may be given several times (default: 1, and 2 and 3 fifths of the batch)",
     )
-    parser.add_argument("--seed", type=whole, default=0, metavar="N", help="of what is drawn (default: 0)")
+    parser.add_argument("--seed", type=whole, default=0, metavar="N", help="of all random numbers (default: 0)")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="draw the errors by layer: .png, .svg or .pdf")
     loop = parser.add_argument_group("a loop of one's own")
     loop.add_argument("--loop", metavar="FILE.py:FUNCTION", help="the function that trains")
     loop.add_argument(
         "--data",
         choices=("classes", "tokens", "values"),
-        help="what it trains on (default: the first of these that it can run)",
+        help="the kind of data it trains on (default: the first of these that it can run)",
     )
     loop.add_argument(
         "--ranks", type=int, choices=(1, 2), help="processes to run it on (default: 2 if it uses torch.distributed)"

@@ -33,7 +33,7 @@ def software() -> dict[str, str]:
 
 
 def hardware() -> dict[str, str]:
-    """Return what can be computed on, and how ranks can talk."""
+    """Return the devices of this machine, and the backends over which ranks can communicate."""
     import torch  # noqa: PLC0415 (takes seconds)
     import torch.distributed as dist  # noqa: PLC0415 (takes seconds)
 

@@ -1,4 +1,4 @@
-"""What a user reads when something fails: a message for what was foreseen, their own frames for their own code."""
+"""The text of an error: a message where it was foreseen, the user's own frames where their code failed."""
 
 import errno
 import sys
@@ -13,7 +13,7 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def explain(error: BaseException, *, in_full: bool | None = None) -> str:
-    """Return what to print about an error.
+    """Return the text to print about an error.
 
     Args:
         error: what was raised.

@@ -1,4 +1,4 @@
-"""Several ranks on this machine, started by torch's own elastic launcher; what ends one of them is told once."""
+"""Several ranks on this machine, started by torch's own elastic launcher; the error that ends them is printed once."""
 
 import logging
 import multiprocessing
@@ -37,7 +37,7 @@ class Board:
     """Memory that the launcher shares with its ranks.
 
     Attributes:
-        stop: not 0 once somebody has asked the launcher to stop.
+        stop: not 0 once the launcher was asked to stop.
         statuses: how each rank ended, as far as it could say.
         last_words: what a rank knows that ended because of another one; shown if that other one left none.
         num_threads: of each rank, for torch's operators.
@@ -92,7 +92,7 @@ def serve(request: TrainRequest, board: Board) -> None:
     asked = _catch_signals()
     try:
         world = join()
-    except Exception as error:  # noqa: BLE001 (told by the status)
+    except Exception as error:  # noqa: BLE001 (the exit status says it)
         sys.exit(status_of(error))
     status, words = run_rank(
         request, world, lambda: bool(board.stop.value or asked or not _launcher_lives()), is_watched=True
@@ -139,7 +139,7 @@ def _how_it_ended(exit_code: int) -> str:
         names = {number.value: number.name for number in signal.Signals}  # SIGKILL is none of Windows' signals
         name = names.get(-exit_code, f"signal {-exit_code}")
         if name == "SIGKILL":
-            return "was killed (SIGKILL: by somebody, or by the system because memory ran out)."
+            return "was killed (SIGKILL: by a user, or by the system because memory ran out)."
         return f"was ended by {name}."
     return f"ended with exit code {exit_code} before it could say why."
 
@@ -184,7 +184,7 @@ def _listening(board: Board) -> Iterator[None]:
 
 @contextmanager
 def _without_logs() -> Iterator[None]:
-    """Silence the elastic launcher, which logs the traceback of each rank: what matters was told by the rank."""
+    """Silence the elastic launcher, which logs the traceback of each rank: the rank has printed what matters."""
     logging.disable(logging.CRITICAL)
     try:
         yield

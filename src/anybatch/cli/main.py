@@ -1,4 +1,4 @@
-"""`anybatch`: find the verb, hand over, and turn what is raised into a message and an exit status."""
+"""`anybatch`: find the verb, run it, and turn an error into a message and an exit status."""
 
 import difflib
 import importlib
@@ -17,7 +17,7 @@ class Verb:
     """Something the command line can do.
 
     Attributes:
-        name: what is typed; also the name of the module in this folder that does it, by `run(words) -> int`.
+        name: the word to type; also the name of the module in this folder that does it, by `run(words) -> int`.
         question: what a user who needs it asks.
         extra: the extra of anybatch whose package brings it, as an entry point of `ENTRY_POINTS`; None: it is ours.
     """
@@ -97,7 +97,7 @@ def overview() -> str:
 
 
 def unknown_verb(word: str) -> str:
-    """Return what to say about a word that is no verb."""
+    """Return a sentence about a word that is no verb, with the nearest verb."""
     names = [verb.name for verb in VERBS]
     near = difflib.get_close_matches(word, names, n=1)
     hint = f"Did you mean `anybatch {near[0]}`?" if near else f"It can: {', '.join(names)}."

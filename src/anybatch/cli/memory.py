@@ -1,4 +1,4 @@
-"""`anybatch memory`: run a step of a recipe and say what it held in memory."""
+"""`anybatch memory`: run a step of a recipe and report its memory."""
 
 import sys
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from anybatch.diagnostics.memory.memory_report import MemoryReport
 
 _DESCRIPTION = (
-    "Run the first steps of a recipe on one rank, and say of the last of them what it held in memory: for what, when "
-    "it was most, and what is left. The model is the recipe's, new; no run is begun, and nothing is kept."
+    "Run the first steps of a recipe on one rank, and report the memory of the last of them: for what, when it was "
+    "most, and how much is left. The model is the recipe's, new; no run is begun, and nothing is kept."
 )
 _EPILOG = "docs/command_line.md has an example. `anybatch train` says the peak of a whole run in its summary."
 _MOST_STEPS: Final = 3
@@ -45,7 +45,7 @@ def make_parser() -> Parser:
         "--accumulation-steps", type=count, metavar="N", help="micro-batches, instead of --micro-batch-size"
     )
     add("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="number format (default: fp32)")
-    add("--seed", type=whole, default=0, metavar="N", help="of parameters, order and what is drawn (default: 0)")
+    add("--seed", type=whole, default=0, metavar="N", help="of parameters, order and dropout (default: 0)")
     add("--limit", type=size, metavar="SIZE", help="what there is, such as 24GiB (default: what the accelerator has)")
     add("--figure", type=Path, metavar="FILE", help="draw memory over the step: .png, .svg or .pdf")
     add("--allocator", action="store_true", help="with torch.cuda.memory_summary, on a CUDA device")

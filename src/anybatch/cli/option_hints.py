@@ -100,7 +100,7 @@ HINTS: Final = (
         "",
     ),
 )
-"""What to type here, the options of other libraries for it, and what differs where the same number would mislead."""
+"""Our option, those of other libraries for it, and the difference where the same number would mislead."""
 
 
 def explain_unknown(words: Sequence[str]) -> str:

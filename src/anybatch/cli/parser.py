@@ -17,7 +17,7 @@ class Parser(argparse.ArgumentParser):
 
     Args:
         verb: its name.
-        description: what it does, in a sentence or two.
+        description: of the verb, in a sentence or two.
         epilog: what to say last in the help.
         explain_unknown: returns what to say about words that it does not know; None for the words themselves.
     """
@@ -39,7 +39,7 @@ class Parser(argparse.ArgumentParser):
         return values
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong and end the program."""
+        """Print the error and end the program."""
         sys.stderr.write(f"{self.prog}: {message}\n(`{self.prog} --help` lists what there is)\n")
         sys.exit(Status.USAGE)
 
@@ -58,9 +58,9 @@ def count_or_auto(text: str) -> int | Literal["auto"]:
     return "auto" if text == "auto" else count(text)
 
 
-def micro_batch_size(text: str) -> int | Literal["auto", "anew"]:
-    """Return a whole number of at least 1, "auto" or "anew"."""
-    return "anew" if text == "anew" else count_or_auto(text)
+def micro_batch_size(text: str) -> int | Literal["auto", "remeasure"]:
+    """Return a whole number of at least 1, "auto" or "remeasure"."""
+    return "remeasure" if text == "remeasure" else count_or_auto(text)
 
 
 def rate(text: str) -> float:
@@ -94,7 +94,7 @@ def add_recipe(parser: argparse.ArgumentParser, default: str | None, shown: str)
 
     Args:
         parser: of the verb.
-        default: what is taken if none is named; None to leave that to the verb.
+        default: the recipe if none is named; None to leave that to the verb.
         shown: what the help says is taken.
     """
     parser.add_argument(

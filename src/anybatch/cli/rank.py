@@ -1,4 +1,4 @@
-"""What one rank does for `anybatch train`: join, train, and say how it ended."""
+"""One rank of `anybatch train`: join the others, train, and report the outcome."""
 
 import sys
 import time

@@ -1,4 +1,4 @@
-"""What a person sees of a run: where it is, what happens in it, and how it ended."""
+"""The terminal's side of a run: where its files are, its progress, and a summary at the end."""
 
 import shlex
 import sys
@@ -100,7 +100,7 @@ class RunDisplay:
         if self._console is not None:
             self._console.close()
         if self._charts is not None:
-            # A full disk, say, has ended the run and ends this too: the first error is the one to tell.
+            # A full disk, say, has ended the run and ends this too: the first error is the one to show.
             with nullcontext() if error is None else suppress(Exception):
                 self._charts.close()
 
@@ -153,7 +153,7 @@ def _picture(folder: RunFolder) -> str:
 
 
 def resume_command(folder: Path) -> str:
-    """Return what to type to go on with a run."""
+    """Return the command that resumes a run."""
     return f"anybatch train --resume --out {shlex.quote(str(folder))}"
 
 

@@ -29,7 +29,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def read(words: Sequence[str]) -> TrainRequest:
-    """Return what a command line asks for, or end the program with a sentence about what is wrong in it."""
+    """Return the request of a command line, or end the program with a sentence about its first mistake."""
     parser = make_parser()
     given = vars(parser.parse(words))
     recipe, out, resume = given.pop("recipe"), given.pop("out"), given.pop("resume")
@@ -52,8 +52,8 @@ def make_parser() -> Parser:
         "--micro-batch-size",
         type=micro_batch_size,
         metavar="N",
-        help="most samples of one forward and backward; auto: the fastest of a few that fit; anew: the same, without "
-        "what was measured on this machine before (default: auto)",
+        help="most samples of one forward and backward; auto: the fastest of a few that fit; remeasure: the same, "
+        "without what was measured on this machine before (default: auto)",
     )
     add(
         "--accumulation-steps",

@@ -1,4 +1,4 @@
-"""What was typed after `anybatch train`, as a value that can be sent to other processes."""
+"""The request of an `anybatch train` command line, as a value that can be sent to other processes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -6,29 +6,29 @@ from dataclasses import dataclass
 from anybatch.core.units import in_bytes
 
 HEADROOM = 0.15
-"""Share of the memory that is kept free. A margin for what is not foreseen, such as fragments, not a speed-up."""
+"""Share of the memory that is kept free. A margin for the unforeseen, such as fragmentation, not a speed-up."""
 MEASURED_HEADROOM = 0.10
 """Share that is kept free of what a step was measured to take, on a device on which one has been."""
 
 
 def measured_headroom(excess: float) -> float:
-    """Return the share to keep free of what is planned so that `MEASURED_HEADROOM` of what is taken stays free.
+    """Return the headroom to plan with so that `MEASURED_HEADROOM` stays free although steps take more than planned.
 
     A plan of `P` bytes takes `(1 + excess) P`, so `(1 + excess) (1 - headroom) = 1 - MEASURED_HEADROOM`: 10% where
     the plan was right, and 15% where it was 5.9% too low.
 
     Args:
-        excess: by what share of the plan more was held than was planned; not below 0.
+        excess: memory measured beyond the plan, as a fraction of the plan; not below 0.
     """
     return 1.0 - (1.0 - MEASURED_HEADROOM) / (1.0 + excess)
 
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """The most that was held of a device's memory, and what that leaves.
+    """The peak memory on a device, and how much that leaves.
 
     Attributes:
-        peak_bytes: most that was held at once.
+        peak_bytes: the most memory used at once.
         limit_bytes: what there is.
         headroom: share of it that is to be kept free.
     """
@@ -39,7 +39,7 @@ class Reserve:
 
     @property
     def left(self) -> float:
-        """Share of the memory that was never held; below 0 if more was held than there is."""
+        """Fraction of the memory that was never used; below 0 if more was used than there is."""
         return 1.0 - self.peak_bytes / self.limit_bytes
 
     @property
@@ -49,9 +49,9 @@ class Reserve:
 
 
 def about_reserve(reserve: Reserve) -> str:
-    """Return what was held of a memory and what that leaves: `peak 10.2 of 24.0 GiB, 57% left: headroom of 15% kept`.
+    """Return the peak and the rest of a memory in words: `peak 10.2 of 24.0 GiB, 57% left: headroom of 15% kept`.
 
-    A share is rounded towards what is worse, so that what is said to be left was left.
+    Percentages are rounded down, so that at least as much was left as is said.
     """
     of = f"peak {in_bytes(reserve.peak_bytes, reserve.limit_bytes)}"
     if reserve.left < 0:

@@ -158,7 +158,7 @@ def scale_optimizer(
 
     An Adam-like optimizer's betas (RMSprop's alpha) and eps change with "sqrt", see `scale_rate`. Nothing else does:
     not momentum, and not the weight decay coefficient. Where weight decay is decoupled, torch multiplies it with the
-    learning rate, so what it takes away per step follows the learning rate.
+    learning rate, so the decay of a step follows the learning rate.
 
     Call it once, on a new optimizer: a second call scales again, and groups added later are not scaled.
 

@@ -1,9 +1,9 @@
-"""Chapter 9: what can be seen of a run. One seam, one method, eleven kinds of record.
+"""Chapter 9: a run as its observer sees it. One seam, one method, eleven kinds of record.
 
-The engine tells an observer what happens, as it happens, in frozen records. They hold no times: whoever needs those
-takes them when a record arrives, so spans come as a "begin" and an "end" record. Numbers may still be on the device:
-reading one waits for the device, so an observer reads late, or never. Tensors and mappings in a record are not changed
-by anyone after they were handed over.
+The engine hands its observer a frozen record for everything that happens, as it happens. Records hold no times: an
+observer that needs times takes them on arrival, so a span comes as a "begin" and an "end" record. Numbers may
+still be on the device: reading one waits for the device, so an observer reads late, or never. Tensors and mappings in a
+record do not change after it was handed over.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ class StartRecord:
     """A run starts, or goes on from a checkpoint. The header of all records after it.
 
     Attributes:
-        rank: the rank that tells this.
+        rank: the rank that reports this.
         world_size: number of ranks.
         first_step: number of the next step, 0 unless resumed; what earlier records say of this step and later ones
             was undone.
@@ -144,7 +144,7 @@ class StepRecord:
     """An optimizer step is over: its numbers for the effective batch, the same on every rank.
 
     Attributes:
-        rank: the rank that tells this.
+        rank: the rank that reports this.
         step: number of the step, from 0 on.
         epoch: epoch the data stands in after the step.
         sample_offset: samples of that epoch that have made a step, over all ranks.
@@ -177,16 +177,16 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRecord:
-    """What a rank's device holds when a step is over; told just before the step itself.
+    """The memory of a rank's device at the end of a step; comes just before the record of the step.
 
     Attributes:
         rank: the rank whose device it is.
         step: number of the step, from 0 on.
-        allocated_bytes: held by tensors; on a CPU by the whole process.
-        reserved_bytes: held by the allocator; None where there is none that tells.
-        peak_bytes: most that tensors held at once since the step began; on a CPU, that the process held since it began.
+        allocated_bytes: in use by tensors; on a CPU by the whole process.
+        reserved_bytes: taken by the caching allocator; None where there is none.
+        peak_bytes: most in use by tensors at once since the step began; on a CPU, by the process since it began.
         limit_bytes: what there is, or what the run was allowed; None for no limit.
-        category_bytes: weights, buffers, gradients, optimizer to their bytes: what the engine keeps, from their sizes.
+        category_bytes: weights, buffers, gradients, optimizer to their bytes: resident between steps, from their sizes.
     """
 
     kind: ClassVar[str] = "memory"
@@ -226,7 +226,7 @@ class EvaluateRecord:
     """An evaluation is over.
 
     Attributes:
-        rank: the rank that tells this.
+        rank: the rank that reports this.
         step: steps made before it.
         num_samples: samples that were evaluated, over all ranks.
         metrics: name of a metric to its value over these samples.
@@ -244,7 +244,7 @@ class CheckpointRecord:
     """A checkpoint was written or read.
 
     Attributes:
-        rank: the rank that tells this.
+        rank: the rank that reports this.
         event: fell_back means that this one could not be read and an older one is tried.
         step: steps made before it.
         path: where it is.
@@ -263,15 +263,15 @@ class CheckpointRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutOfMemoryRecord:
-    """A step ran out of memory on some rank, and every rank agreed on what to do. The step is begun anew.
+    """A step ran out of memory on some rank, and every rank agreed on what to do. The step is repeated.
 
     Attributes:
-        rank: the rank that tells this.
+        rank: the rank that reports this.
         step: number of the step, from 0 on; what earlier records say of its micro-batches was undone.
         phase: the phase it happened in; None if it happened on another rank only.
         micro_batch_size_before: most samples of a micro-batch until now.
         micro_batch_size_after: most samples of a micro-batch from now on; None if no smaller size can help.
-        message: what the allocator said; None if it happened on another rank only.
+        message: of the allocator; None if it happened on another rank only.
     """
 
     kind: ClassVar[str] = "out_of_memory"
@@ -288,7 +288,7 @@ class EndRecord:
     """A run is over. A run whose last record is another one was killed.
 
     Attributes:
-        rank: the rank that tells this.
+        rank: the rank that reports this.
         status: completed, stopped on request, or failed.
         num_steps: steps made since the very beginning, resumed ones included.
         message: why it stopped or failed; None if it completed.
@@ -316,11 +316,11 @@ Record = (
     | OutOfMemoryRecord
     | EndRecord
 )
-"""Whatever an observer is told. More kinds and fields may come: do nothing on a kind that is not known."""
+"""Any record. More kinds and fields may come: an observer does nothing on a kind that it does not know."""
 
 
 class Observer(Protocol):
-    """Whoever looks in. It may block, to pause a run or to step it by hand; it decides nothing."""
+    """Receives the records of a run. It may block, to pause a run or to step it by hand; it decides nothing."""
 
     def observe(self, record: Record, /) -> None:
         """Take one record. May be called from the thread of a backward hook. What it raises ends the run."""
@@ -333,10 +333,10 @@ class Observers:
     __slots__ = ("_observers",)
 
     def __init__(self, *observers: Observer) -> None:
-        """Take the observers to tell."""
+        """Keep the observers, in the order in which they are called."""
         self._observers = observers
 
     def observe(self, record: Record, /) -> None:
-        """Tell every observer."""
+        """Hand the record to every observer; the first that raises ends that."""
         for observer in self._observers:
             observer.observe(record)

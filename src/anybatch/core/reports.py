@@ -1,4 +1,4 @@
-"""Chapter 8: what a step tells about itself. Values stay on the device until they are read."""
+"""Chapter 8: the report of a step. Values stay on the device until they are read."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from anybatch.core.splitting import BatchPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepReport:
-    """What one effective batch did. Reading a number waits for the device; not reading it costs nothing.
+    """The outcome of one effective batch. Reading a number waits for the device; not reading it costs nothing.
 
     Attributes:
         step: number of this step, from 0.
@@ -26,7 +26,7 @@ class StepReport:
         weights: weight of each loss term, by name.
         counts: tensor (terms,): items of each term over the whole effective batch.
         gradient_norm: zero-axis tensor, the 2-norm over all gradients before clipping; None where not measured.
-        too_large: the largest micro-batches of the cuts that ran out of memory, in order; the step was begun anew after
+        too_large: the largest micro-batches of the cuts that ran out of memory, in order; the step was repeated after
             each, and `plan` is the cut that it was made with.
     """
 

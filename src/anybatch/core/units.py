@@ -33,7 +33,7 @@ def per_second(value: float | None) -> str:
 
 
 def in_bytes(num_bytes: float, limit_bytes: float | None = None) -> str:
-    """Return a number of bytes, `1.23 GiB`, or what is used of a limit in the limit's unit, `1.23 of 79.2 GiB`."""
+    """Return a number of bytes, `1.23 GiB`, or a part of a limit in the limit's unit, `1.23 of 79.2 GiB`."""
     largest, power = num_bytes if limit_bytes is None else limit_bytes, 0
     while float(f"{largest:.2e}") >= 1_000 and power < len(_BYTE_UNITS) - 1:  # noqa: PLR2004 (the three digits are full)
         largest, power = largest / 1024, power + 1
@@ -78,7 +78,7 @@ def parse_bytes(text: str) -> int:
     """Return the bytes that `"24GiB"`, `"80 GB"` or `"512MiB"` stand for, rounded down.
 
     Raises:
-        UserError: there is no number, or no unit that says what is meant.
+        UserError: there is no number, or no unit.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", text)
     if match is None:

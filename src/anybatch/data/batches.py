@@ -16,7 +16,7 @@ from anybatch.errors import DataError
 
 
 class Source(Protocol):
-    """What makes the effective batches: a data set with an index, or a stream."""
+    """A source of effective batches: a data set with an index, or a stream."""
 
     @property
     def steps_per_epoch(self) -> int:

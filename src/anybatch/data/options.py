@@ -1,4 +1,4 @@
-"""What was asked of `batches`, checked: all that does not depend on the kind of data set."""
+"""The arguments of `batches`, checked as far as they do not depend on the kind of data set."""
 
 from dataclasses import dataclass
 

@@ -16,7 +16,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class Loaded(Generic[Key, Value]):
-    """What a worker made of a key, with that key."""
+    """The batch that a worker loaded for a key, with that key."""
 
     key: Key
     value: Value
@@ -59,9 +59,9 @@ class Ahead(Generic[Key, Value]):
         """Return the value of `key`.
 
         Args:
-            key: what is wanted now.
+            key: the batch wanted now.
             onward: returns the keys that will be wanted, in order, beginning with `key`. Called when the workers have
-                to start anew.
+                to start over.
         """
         if not self._keys.sent or self._keys.sent[0] != key:
             self._start(onward())
@@ -69,7 +69,7 @@ class Ahead(Generic[Key, Value]):
             self._keys.sent.popleft()
             item = next(self._items)
         except BaseException as error:  # noqa: BLE001 (raised again)
-            self._keys.sent.clear()  # after an error or an interrupt, what comes next is not known: start anew
+            self._keys.sent.clear()  # after an error or an interrupt, the next keys are not known: start over
             # The frames that the loader raised through hold the error and the loader, in a cycle that would keep its
             # workers alive. What the user needs, the worker's own traceback, is in the message.
             raise error.with_traceback(None)  # noqa: B904 (the error itself, not another one)
@@ -87,7 +87,7 @@ class Ahead(Generic[Key, Value]):
         self._keys.sent.clear()
         if self._loader is None:
             self._loader = self._new_loader()
-        self._items = iter(self._loader)  # with persistent workers: what is under way is drained, processes stay
+        self._items = iter(self._loader)  # with persistent workers: batches under way are drained, processes stay
 
     def _new_loader(self) -> "DataLoader[Loaded[Key, Value]]":
         return DataLoader(

@@ -23,7 +23,7 @@ def packed(value: object) -> bytes:
 
 
 def unpacked(data: bytes) -> Any:  # noqa: ANN401 (whatever was packed)
-    """Return what was packed. For bytes of the run's own workers only."""
+    """Return the batch that was packed. For bytes of the run's own workers only."""
     return pickle.loads(data)  # noqa: S301 (from our own worker)
 
 

@@ -22,7 +22,7 @@ class Shards:
     """A stream in a fixed number of shards, read round robin: one sample of each in turn, ended ones left out.
 
     The order depends on the shards alone, so that any number of workers up to `num_shards` can share the reading. In
-    each epoch every shard is iterated anew, after a call of its `set_epoch(epoch)` if it has that method. Shards must
+    each epoch every shard is iterated again, after a call of its `set_epoch(epoch)` if it has that method. Shards must
     not divide themselves further by worker or by rank: every rank reads all of them and takes its share of each batch.
 
     The plain loop, for shards of equal length: `for row in zip(*parts): yield from row`.
@@ -126,7 +126,7 @@ class LaneReader:
             numbers = range(key.lane, self._shards.num_shards, self._num_lanes)
             self._rounds = read_rounds(self._shards, numbers, seed=self._seed, epoch=key.epoch)
             deque(itertools.islice(self._rounds, key.index * self._rounds_per_chunk), maxlen=0)
-        self._due = None  # should reading fail, the next call begins anew
+        self._due = None  # should reading fail, the next call starts over
         rounds = itertools.islice(self._rounds, self._rounds_per_chunk)
         chunk = [(i, sample if i >= key.keep_from else None) for round_ in rounds for i, sample in round_]
         self._due = replace(key, index=key.index + 1)

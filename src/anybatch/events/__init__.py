@@ -1,1 +1,1 @@
-"""What was seen of a run, written down: the schema of a line, and the log that writes and reads lines."""
+"""Where the records of a run go: a log with a schema, a console, TensorBoard, pictures."""

@@ -44,7 +44,7 @@ class Console:
 
     Rank 0 speaks; the records of other ranks are not looked at. Numbers are read from their device only when they are
     shown, four times a second at most, so the loop does not wait for the device in each step. There is no thread
-    behind it: what is shown changes when a record arrives. A terminal that goes away does not end the run.
+    behind it: the picture changes when a record arrives. A terminal that goes away does not end the run.
 
     Use it in a `with`, or let the run end (`Engine.close`), and the terminal is as it was.
 

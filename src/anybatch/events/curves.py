@@ -1,4 +1,4 @@
-"""What a log says of a run as curves: one value per step, with everything left out that a resume has undone."""
+"""The curves in a log: one value per step, with everything left out that a resume has undone."""
 
 import math
 import os
@@ -43,7 +43,7 @@ class Curves:
         loss_names: terms of the loss, and `loss` itself: metrics of these names are of the same kind as the loss.
         skipped: steps whose update was left out.
         resumed: steps after which the run was gone on with.
-        out_of_memory: steps that ran out of memory and were begun anew.
+        out_of_memory: steps that ran out of memory and were repeated.
     """
 
     sessions: Sequence[Session]
@@ -97,7 +97,7 @@ def smoothed(values: Float[torch.Tensor, " step"], num_steps: float) -> Float[to
 
 @dataclass(slots=True)
 class _Notes:
-    """What has been read of a log so far."""
+    """The part of a log that has been read so far."""
 
     sessions: list[Session] = field(default_factory=list)
     losses: dict[int, float] = field(default_factory=dict)
@@ -141,7 +141,7 @@ class _Notes:
         self.out_of_memory_at.add(int(line["step"]) + 1)
 
     def curves(self) -> Curves:
-        """Return what was noted."""
+        """Return the curves collected so far."""
         steps = sorted(self.losses)
         num_groups = max((len(rates) for rates in self.rates.values()), default=0)
         groups = [[(self.rates[number][group:] or [math.nan])[0] for number in steps] for group in range(num_groups)]

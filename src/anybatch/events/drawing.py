@@ -17,7 +17,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from anybatch.core.units import three_digits
 from anybatch.events.curves import Curves, smoothed
 
-# Shades of Okabe and Ito's blue and vermilion: colour-blind readers tell them apart, and in grey they are light, dark
+# Shades of Okabe and Ito's blue and vermilion: colour-blind readers can distinguish them; in grey they are light, dark
 # and between.
 RAW, SMOOTH, EVALUATION, FAINT, INK, GAP = "#9CC9E8", "#00507F", "#D55E00", "#8C8C8C", "#262626", "#EDEDED"
 
@@ -101,7 +101,7 @@ def make_figure(curves: Curves) -> Figure:
 
 
 def title(curves: Curves) -> tuple[str, str]:
-    """Return how the effective batch was cut, one line for each way, and what it ran on."""
+    """Return how the effective batch was cut, one line for each way, and the device."""
     geometries = list(dict.fromkeys(session.geometry for session in curves.sessions))
     geometries[1:] = [f"then {geometry}" for geometry in geometries[1:]]
     circumstances = "; then ".join(dict.fromkeys(session.circumstances for session in curves.sessions))

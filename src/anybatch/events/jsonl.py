@@ -75,7 +75,7 @@ class JsonlLog:
         self._num_steps_per_flush = num_steps_per_flush
         self._num_steps_pending = 0
         self._pending: list[Line] = []
-        self._lock = threading.Lock()  # reductions are told from the threads of backward hooks
+        self._lock = threading.Lock()  # records of reductions come from the threads of backward hooks
         self._file = _open(self._path)
         try:
             self._sequence = _resume(self._file, self._path)
@@ -94,7 +94,7 @@ class JsonlLog:
                 self._sync()
 
     def close(self) -> None:
-        """Write what is left, bring it to the disk, and close the file. Closing twice is allowed."""
+        """Write buffered lines, bring them to the disk, and close the file. Closing twice is allowed."""
         with self._lock:
             if self._file.closed:
                 return
@@ -147,7 +147,7 @@ class JsonlLog:
 
 
 class JsonlLines:
-    """The lines of a log, as dicts, read anew in every pass. Made by `read_jsonl`.
+    """The lines of a log, as dicts, read again in every pass. Made by `read_jsonl`.
 
     Attributes:
         num_skipped: lines that the latest pass left out, being of an unknown version or no lines of a log at all.
@@ -204,7 +204,7 @@ def _open(path: Path) -> BinaryIO:
         message = f"the log's path {path} is a directory. Name a file in it, such as {path / 'events.jsonl'}."
         raise UserError(message)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # unbuffered: forked loader workers must not inherit, and write again, what is in a buffer
+    # unbuffered: forked loader workers must not inherit, and write again, the lines in a buffer
     return path.open("a+b", buffering=0)
 
 

@@ -1,4 +1,4 @@
-"""What happened in a run, in a sentence for each record."""
+"""Each record as a sentence."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -40,7 +40,7 @@ def lines_of_start(record: StartRecord) -> Iterator[str]:
 
 
 def about(record: Record, total_steps: int | None, *, seconds: float | None = None) -> Sentence:
-    """Return what a record tells, in a sentence, and how much it matters.
+    """Return a record as a sentence, and how much it matters.
 
     Args:
         record: an evaluation, a checkpoint, a diagnosis, an out-of-memory event or the end.
@@ -103,7 +103,7 @@ def _about_out_of_memory(record: OutOfMemoryRecord, total_steps: int | None) -> 
     if after is None:
         text = f"error: out of memory {phase} at {before:,} samples per micro-batch, and no smaller size can help"
         return f"{where}   {text}", "error"
-    text = f"warning: out of memory {phase}: micro-batch {before:,} -> {after:,} samples, and the step begins anew"
+    text = f"warning: out of memory {phase}: micro-batch {before:,} -> {after:,} samples, and the step is repeated"
     return f"{where}   {text}", "warning"
 
 

@@ -8,7 +8,7 @@ from anybatch.core.records import Flag, Scalar
 
 
 def read_number(value: Scalar | Flag) -> float | None:
-    """Return a number, waiting for its device; None if the device failed, whose error is told elsewhere."""
+    """Return a number, waiting for its device; None if the device failed, whose error is reported elsewhere."""
     with contextlib.suppress(RuntimeError):
         return float(value.item() if isinstance(value, torch.Tensor) else value)
     return None

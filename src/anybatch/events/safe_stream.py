@@ -5,9 +5,9 @@ from typing import TextIO
 
 
 class Outlet(io.TextIOBase):
-    """A text stream in front of another one, for text that nobody's result depends on.
+    """A text stream in front of another one, for text that no result depends on.
 
-    A terminal that was closed, a pipe that nobody reads any more and a full disk make it fall silent. Characters that
+    A terminal that was closed, a pipe that is no longer read and a full disk make it fall silent. Characters that
     the encoding lacks are written as their codes.
 
     Args:

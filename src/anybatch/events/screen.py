@@ -1,4 +1,4 @@
-"""What a screen shows of a run at one moment, as values: every number is on the host and has its words."""
+"""The contents of a screen at one moment, as values: every number is on the host and has its words."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ class Cell:
     """A number with its name.
 
     Attributes:
-        label: what it is, and its unit if the value has none.
+        label: name of the number, and its unit if the value has none.
         value: the number, as text.
         value_width: characters to keep free for the value, so that nothing moves when it changes.
     """
@@ -27,7 +27,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """What a screen shows of a run at one moment.
+    """The contents of a screen at one moment.
 
     Attributes:
         num_steps: steps made since the very beginning.
@@ -61,7 +61,7 @@ class Moment:
 
 
 class Screen(Protocol):
-    """Where a run is shown. It shows what it is given; the console decides what and when."""
+    """Where a run is shown. It shows the moments it is given; the console decides which and when."""
 
     @property
     def seconds_per_step(self) -> float:
@@ -87,7 +87,7 @@ class Screen(Protocol):
         ...
 
     def close(self) -> None:
-        """Leave the terminal as it was. Showing something afterwards begins anew."""
+        """Leave the terminal as it was. Showing something afterwards starts over."""
         ...
 
 

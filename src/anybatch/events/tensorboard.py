@@ -31,7 +31,7 @@ Point = tuple[str, Scalar | Flag]
 
 
 class Writer(Protocol):
-    """What is used of torch's `SummaryWriter`."""
+    """The methods of torch's `SummaryWriter` that are used."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int, walltime: float) -> None:
         """Write a number."""
@@ -124,7 +124,7 @@ class TensorBoardLog:
                     return
 
     def close(self) -> None:
-        """Write what is left, and close the file. Closing twice is allowed."""
+        """Write buffered charts, and close the file. Closing twice is allowed."""
         with self._lock:
             if self._pending:
                 self._write()
@@ -206,7 +206,7 @@ def _points(record: StepRecord, samples_per_second: float | None) -> list[Point]
 
 
 def _points_of_memory(record: MemoryRecord) -> list[Point]:
-    """Return what a device held, in GiB, under the names of its charts."""
+    """Return the memory of a device, in GiB, under the names of its charts."""
     sizes = {
         "peak": record.peak_bytes,
         "allocated": record.allocated_bytes,

@@ -139,7 +139,7 @@ def _drawn(bar: ProgressBar, console: Terminal, options: ConsoleOptions) -> Sequ
     pieces = [(segment.text, str(segment.style or "")) for segment in console.render(bar, options)]
     drawn = sum(len(text) for text, _ in pieces)
     assert bar.width is not None
-    return [*pieces, (" " * (bar.width - drawn), "")]  # without colours only what is done is drawn
+    return [*pieces, (" " * (bar.width - drawn), "")]  # without colours only the finished part is drawn
 
 
 def _rows(cells: Sequence[Cell], width: int) -> Sequence[Text]:

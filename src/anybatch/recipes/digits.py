@@ -60,8 +60,8 @@ class Digits(torch.utils.data.Dataset[dict[str, Tensor]]):
 
     Args:
         split: "train" or "held_out". The latter is 36 images of each digit, always the same ones.
-        shifted: move each image by up to one pixel in each direction, drawn anew whenever it is loaded. Loaded through
-            `ab.batches`, an image is moved the same way in the same epoch, whoever loads it.
+        shifted: move each image by up to one pixel in each direction, drawn again whenever it is loaded. Loaded through
+            `ab.batches`, an image is moved the same way in the same epoch, in whatever process.
     """
 
     def __init__(self, split: Literal["train", "held_out"], *, shifted: bool = False) -> None:

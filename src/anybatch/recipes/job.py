@@ -32,7 +32,7 @@ Collate = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
-    """The numbers a job is run with unless told otherwise.
+    """The numbers a job is run with unless others are given.
 
     Args:
         effective_batch_size: samples of one optimizer step, over all ranks.
@@ -79,7 +79,7 @@ class Defaults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What a job is judged by: held-out data and a metric on it.
+    """Held-out data, and the metric on it that judges a job.
 
     Args:
         dataset: function () -> data set, as in `Job`. It is read in its own order, once per evaluation.
@@ -216,7 +216,7 @@ def _check_function(owner: str, name: str, value: object, arguments: str, error:
         raise error(message)
     try:
         signature = inspect.signature(value)
-    except ValueError:  # some built-in functions do not tell
+    except ValueError:  # some built-in functions have no signature
         return
     num_arguments = arguments.count(",") + (arguments != "()")
     try:

@@ -47,7 +47,7 @@ _JOB_NAMES = ("job", "recipe")
 
 @dataclass(frozen=True, slots=True)
 class _Sought:
-    """What is looked for, in the words of messages: what it is called, where it can be, what the function does."""
+    """A kind of function to look for, in the words of messages: its name, where it can be, what it does."""
 
     noun: str
     known: str
@@ -71,7 +71,7 @@ def load_recipe(name: str) -> Job:
 
     Raises:
         UserError: there is no such thing, importing or calling it fails (with the traceback from the user's own file
-            on), or what it returns is no `Job`.
+            on), or it returns no `Job`.
     """
     place, function_name = _split(RECIPES.get(name, name))
     module = _import_place(place, _RECIPE)
@@ -100,7 +100,7 @@ def load_function(name: str, noun: str, does: str) -> Callable[..., Any]:
 
     Args:
         name: "file.py:function" or "package.module:function"; without ":function" the only one that is there.
-        noun: what it is called in messages.
+        noun: its name in messages.
         does: what such a function does, in the third person.
 
     Raises:
@@ -233,7 +233,7 @@ def _says_job(function: Callable[..., Any]) -> bool:
 def _needed_arguments(function: Callable[..., Any]) -> list[str]:
     try:
         parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # some built-in functions do not tell
+    except ValueError:  # some built-in functions have no signature
         return []
     optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [each.name for each in parameters if each.default is each.empty and each.kind not in optional]

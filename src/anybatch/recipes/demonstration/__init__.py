@@ -1,1 +1,1 @@
-"""What `anybatch demo` runs: one training loop twice, as it is usually written and with three lines changed."""
+"""The programs of `anybatch demo`: one training loop twice, as it is usually written and with three lines changed."""

@@ -95,7 +95,7 @@ KNOWN_MODELS: Mapping[str, Shape] = MappingProxyType(
         ),
     }
 )
-"""Sizes as in the models' published configurations. `context` is what a sequence is taken to be unless told otherwise.
+"""Sizes as in the models' published configurations. `context` is the length of a sequence unless another one is given.
 
 Source: Radford et al. 2019 (GPT-2); Grattafiori et al. 2024, table 3, and the model cards of Llama 3.1 and 3.2; Jiang
 et al. 2023, table 1 (Mistral 7B, with the vocabulary of its first version); the Qwen2.5 report, table 1.

@@ -74,7 +74,7 @@ def plan(
         proposals: also plan what could be changed, which takes as long for each change.
 
     Raises:
-        CannotPlanError: what a step holds cannot be told without running it; says why.
+        CannotPlanError: the memory of a step is not known without running it; says why.
         UserError: an argument cannot be used, or the engine refuses the step.
     """
     subject = _subject(what, optimizer, loss, sample, sequence_length)

@@ -1,4 +1,4 @@
-"""What the planner knows is handed to "auto": how large a micro-batch can be on the device at hand."""
+"""The planner's bound for "auto": how large a micro-batch can be on the device at hand."""
 
 from collections.abc import Callable
 from functools import partial
@@ -23,7 +23,7 @@ from anybatch.planner.trace.step_spec import MakeTrainSpec, StepSpec, built
 from anybatch.recipes.job import Job
 
 Largest = Callable[[Batch, int], int | None]
-"""What `Auto(largest=...)` takes."""
+"""The argument of `Auto(largest=...)`: function (batch, num_samples) -> largest size, None for no limit."""
 
 
 def planned_largest(
@@ -49,7 +49,7 @@ def planned_largest(
             first batch comes, hooks and all.
         device: where it will run; None for the accelerator that torch takes where there is one, else the CPU.
         world_size: number of ranks.
-        budget_bytes: what tensors may hold; None for what is left of the device's memory.
+        budget_bytes: memory for tensors; None for the rest of the device's memory.
         headroom: part of the device to leave free; None for 10% where it has been measured, and 15% elsewhere.
         known: remembers what devices were measured to take; None for none.
 
@@ -98,10 +98,10 @@ def _accelerator_or_cpu() -> torch.device:
 
 
 def _usable_bytes(device: torch.device, world_size: int, headroom: float) -> int:
-    """Return what is left of a device for torch's tensors: what others hold is seen, context and all.
+    """Return the memory of a device left for torch's tensors: that of other processes and the context is subtracted.
 
     Raises:
-        PlanError: the device does not tell.
+        PlanError: the device does not report its memory.
     """
     limit = limit_of(device)
     if limit is not None:
@@ -115,7 +115,7 @@ def _usable_bytes(device: torch.device, world_size: int, headroom: float) -> int
 
 
 def _others_bytes(device: torch.device, envelope: MemoryEnvelope) -> int:
-    """Return what this process's allocator has handed out beyond what the plan counts: another model, say."""
+    """Return the bytes this process's allocator has handed out beyond those of the plan: for another model, say."""
     used = memory_in_use(device) if device.type == "cuda" else None
     if used is None:
         return 0

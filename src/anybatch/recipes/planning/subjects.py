@@ -1,4 +1,4 @@
-"""What can be planned: a recipe, a published model by its name, or a configuration of `transformers`."""
+"""Things that can be planned: a recipe, a published model by its name, or a configuration of `transformers`."""
 
 import difflib
 import importlib
@@ -45,7 +45,7 @@ class PlanSubject:
 
 
 def load_subject(name: str, *, sequence_length: int | None = None) -> PlanSubject:
-    """Return what a name stands for.
+    """Return the subject that a name stands for.
 
     Args:
         name: a published model (`llama-3.1-8b`), a file `config.json` of transformers, or what `load_recipe` takes.
@@ -70,7 +70,7 @@ def load_subject(name: str, *, sequence_length: int | None = None) -> PlanSubjec
 
 
 def subject_of_job(job: Job, name: str = "job") -> PlanSubject:
-    """Return what a job is about, with the first sample of its data."""
+    """Return the subject of a job, with the first sample of its data."""
     data = batches(job.dataset(), effective_batch_size=1, steps=1, shuffle=job.shuffle, collate=job.collate)
     return PlanSubject(
         name=name,
@@ -198,7 +198,7 @@ def _read_config(path: Path) -> Any:  # noqa: ANN401 (not a dependency)
     """Return the configuration in a file.
 
     Raises:
-        UserError: the file cannot be read, or transformers does not know what it is of.
+        UserError: the file cannot be read, or transformers does not know its kind.
     """
     transformers = _transformers()
     try:

@@ -1,8 +1,8 @@
-"""The folder of a run: what is where, who may write into it, and what the run was asked for.
+"""The folder of a run: its files, who may write them, and the settings asked for.
 
 ```text
 runs/digits-20300131-120000/
-├── run.json             what was asked for, and from which step on; read by whoever resumes
+├── run.json             the settings asked for, and from which step on; read to resume
 ├── events.jsonl         rank 0's log; events-rank-1.jsonl is rank 1's
 ├── losses.png           drawn at the end of a session, where matplotlib is installed; losses.svg is the same
 ├── tensorboard/         what TensorBoard shows, where it is installed
@@ -35,7 +35,7 @@ class Stretch:
 
     Attributes:
         first_step: number of its first step.
-        settings: what it is run with.
+        settings: those of its steps.
         schedule_steps: steps that the learning-rate schedule was made for; None if that is not known.
     """
 
@@ -46,10 +46,10 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a run was asked for.
+    """The request that began a run, and the settings of each stretch of it.
 
     Attributes:
-        origin: how it was asked for, in the words of whoever asked: the recipe, the number of ranks.
+        origin: how it was asked for, in the words of the command: the recipe, the number of ranks.
         stretches: its parts, in the order of their first steps; at least one.
     """
 
@@ -93,7 +93,7 @@ class RunFolder:
         return self.path / "tensorboard"
 
     def log(self, rank: int) -> Path:
-        """Return the file with what a rank has told."""
+        """Return the log of a rank."""
         return self.path / (f"events-rank-{rank}.jsonl" if rank else "events.jsonl")
 
     def refuse_used(self) -> None:
@@ -101,7 +101,7 @@ class RunFolder:
 
         Raises:
             UserError: there is something.
-            CheckpointAccessError: nobody may look.
+            CheckpointAccessError: the folder may not be read.
         """
         try:
             used = self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir()))
@@ -119,7 +119,7 @@ class RunFolder:
         raise UserError(message)
 
     def read(self) -> Header:
-        """Return what the run was asked for.
+        """Return the header of the run.
 
         Raises:
             MissingCheckpointError: no run was begun here.

@@ -1,4 +1,4 @@
-"""Getting a run ready: built anew, or built and put where its newest checkpoint stands."""
+"""Prepares a run: builds it, and loads its newest checkpoint where it is resumed."""
 
 import dataclasses
 import warnings
@@ -31,7 +31,7 @@ class Ready:
     Attributes:
         run: the model and its engine.
         rest: the effective batches from here to the end; None if nothing is left.
-        num_steps: steps of the whole run; None if the data does not tell.
+        num_steps: steps of the whole run; None if the data has no length.
     """
 
     run: Run
@@ -51,18 +51,18 @@ def prepare(
     devices: KnownDevices | None = None,
     observer: Observer,
 ) -> Ready:
-    """Build a run, load what there is to load, and write down what it was asked for.
+    """Build a run, load its newest checkpoint if there is one, and write its header.
 
     Args:
         job: what to learn.
-        choices: what is asked for.
+        choices: the settings asked for now.
         header: what the run in `place` was asked for before; None begins one.
         origin: how it is asked for, now.
         place: the run's folder.
         world: the ranks.
-        known: remembers the fastest micro-batch sizes; None times them anew.
+        known: remembers the fastest micro-batch sizes; None times them again.
         devices: remembers what steps were measured to take of devices; None takes this one for unknown.
-        observer: is told what was decided.
+        observer: receives records of decisions.
     """
     former = None if header is None else header.stretches[-1]
     settings = settle(job, choices, None if former is None else former.settings, world_size=world.size)
@@ -100,14 +100,14 @@ def _micro_batch_size(settings: Settings, known: Memory | None, largest: Largest
 
 
 def _largest(job: Job, settings: Settings, world: World, devices: KnownDevices | None) -> Largest | None:
-    """Return who is asked what fits; nobody on a CPU, where planning takes longer than what it saves (docs/log.md)."""
+    """Return the planner's bound; None on a CPU, where planning takes longer than it saves (docs/log.md)."""
     if world.device.type != "cuda":
         return None
     return planned_for_job(job, settings.learning_rate, settings.precision, world, devices)
 
 
 def on_first_rank(world: World, act: Callable[[], ResultT]) -> ResultT:
-    """Return on every rank what `act()` returns on rank 0; what it raises there is raised on every rank."""
+    """Return the result of `act()` on rank 0 on every rank; an error there is raised on every rank."""
     outcome: tuple[ResultT | None, Exception | None] = (None, None)
     if world.rank == 0:
         try:
@@ -120,8 +120,8 @@ def on_first_rank(world: World, act: Callable[[], ResultT]) -> ResultT:
     return cast("ResultT", result)
 
 
-def tell(observer: Observer, engine: Engine, code: str, message: str, *, is_warning: bool = False) -> None:
-    """Tell an observer what the user should know before the first step of a session."""
+def notify(observer: Observer, engine: Engine, code: str, message: str, *, is_warning: bool = False) -> None:
+    """Hand an observer a diagnosis for the user, before the first step of a session."""
     observer.observe(
         DiagnosisRecord(
             rank=engine.world.rank,
@@ -139,15 +139,15 @@ def _load(engine: Engine, place: RunFolder, observer: Observer) -> None:
     there = bool(list_checkpoints(place.checkpoints))
     if not any(engine.world.gather_objects(there)):
         message = "there is no checkpoint yet: the run begins again at its first step"
-        tell(observer, engine, "no_checkpoint", message, is_warning=True)
+        notify(observer, engine, "no_checkpoint", message, is_warning=True)
         return
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # each of them is a record, too, and observers are told
+        warnings.simplefilter("ignore", UserWarning)  # each of them reaches observers as a record
         engine.load(place.checkpoints)
 
 
 def _rest(settings: Settings, dataset: Any, job: Job, engine: Engine) -> Batches | None:  # noqa: ANN401 (any data set)
-    """Return what is left of the data; None if nothing is."""
+    """Return the batches that are left; None if there are none."""
     left = None if settings.steps is None else settings.steps - engine.num_steps
     if left is not None and left < 0:
         message = (
@@ -170,7 +170,7 @@ def _rest(settings: Settings, dataset: Any, job: Job, engine: Engine) -> Batches
 
 
 def _follow_changes(job: Job, header: Header, settings: Settings, *, ready: Ready, observer: Observer) -> Header:
-    """Set the learning rates anew if the checkpoint was made under other settings; return the header that says so."""
+    """Reset the learning rates if the checkpoint was made under other settings; return the header that says so."""
     engine, last = ready.run.engine, header.stretches[-1]
     before = header.before(engine.num_steps)
     changes = differences(before.settings, settings, LEARNED)
@@ -192,5 +192,5 @@ def _follow_changes(job: Job, header: Header, settings: Settings, *, ready: Read
     message = (
         f"from step {engine.num_steps} on learning rates are those of a run of {ready.num_steps} steps with {asked}"
     )
-    tell(observer, engine, "learning_rates_follow", message)
+    notify(observer, engine, "learning_rates_follow", message)
     return header.with_change(Stretch(engine.num_steps, settings, ready.num_steps))

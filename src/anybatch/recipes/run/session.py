@@ -37,7 +37,7 @@ class SessionStart:
     Attributes:
         folder: where the run's files are.
         first_step: number of the first step of this session.
-        num_steps: steps of the whole run, those before this session included; None if the data does not tell.
+        num_steps: steps of the whole run, those before this session included; None if the data has no length.
     """
 
     folder: RunFolder
@@ -57,7 +57,7 @@ class SessionResult:
         num_session_samples: samples of those, over all ranks.
         session_seconds: from its beginning to its end.
         stepping_seconds: the part of them that was neither start, evaluation nor saving.
-        peak_bytes: most that this rank held in a step, as `MemoryRecord` has it; None where the system does not tell.
+        peak_bytes: most memory of this rank in a step, as in `MemoryRecord`; None where the system does not report it.
         limit_bytes: what there is; None if that is not said.
         loss: of the last step; None if there was none.
         metrics: of the last evaluation; empty if there was none.
@@ -104,11 +104,11 @@ def train(
     Args:
         job: what to learn.
         folder: for the log and the checkpoints; must be empty, or not there, unless `resume`.
-        choices: what is not as the job says; when resumed, what is not as before. Whatever is None stays.
+        choices: settings that differ from the job's or, when resumed, from those before; None keeps a setting.
         resume: go on with the run in `folder`.
         origin: how the run was asked for, kept in the folder for who resumes it.
         world: the ranks; None asks the environment.
-        known: remembers which micro-batch sizes were the fastest, from one run to the next; None times them anew.
+        known: remembers which micro-batch sizes were the fastest, from one run to the next; None times them again.
         devices: remembers what steps were measured to take of devices; None takes them all for unknown.
         observer: function (session start) -> another observer on this rank, beside the log.
         stop: function () -> whether to stop after this step; one rank is enough. None stops on SIGINT and SIGTERM, and
@@ -158,7 +158,7 @@ def train(
 
 
 def _run(session: "_Session", engine: Engine) -> SessionResult:
-    """Step a session to its end, and let go of the engine however that comes."""
+    """Step a session to its end, and close the engine, also after an error."""
     try:
         outcome = session.run()
     except BaseException as error:
@@ -169,7 +169,7 @@ def _run(session: "_Session", engine: Engine) -> SessionResult:
 
 
 class Stopped(KeyboardInterrupt):
-    """What a run's log gives as the reason for its end when it was asked to stop. Nobody raises it."""
+    """The reason in a log for the end of a run that was asked to stop. It is never raised."""
 
 
 class Backlog:
@@ -216,7 +216,7 @@ class _Pace:
 
 
 class _Session:
-    """The loop of one session, and what it remembers between two steps."""
+    """The loop of one session, and its state between two steps."""
 
     def __init__(self, ready: Ready, place: RunFolder, pace: _Pace, highest: Highest) -> None:
         self._run, self._engine = ready.run, ready.run.engine
@@ -232,7 +232,7 @@ class _Session:
         self._metrics: Mapping[str, float] = {}
 
     def run(self) -> SessionResult:
-        """Step until the data ends or somebody asks to stop."""
+        """Step until the data ends or a stop is asked for."""
         begun = self._pace.clock()
         stopped = self._step_to_the_end()
         return self._outcome(stopped=stopped, loop_seconds=self._pace.clock() - begun)
@@ -307,7 +307,7 @@ class _Session:
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
-        """Count the time of what is no step."""
+        """Count the time of evaluations and checkpoints, which are no steps."""
         begun = self._pace.clock()
         yield
         self._aside_seconds += self._pace.clock() - begun

@@ -1,4 +1,4 @@
-"""What a run is asked for, and what it is run with: choices, defaults, and what an earlier part of the run had."""
+"""The settings of a run: those asked for, else those of an earlier part of the run, else the job's defaults."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from anybatch.engine.update.precision import PrecisionName
 from anybatch.errors import UserError
 from anybatch.recipes.job import Job
 
-MicroBatchSize = int | Literal["auto", "anew"]
+MicroBatchSize = int | Literal["auto", "remeasure"]
 
 LEARNED = ("effective_batch_size", "learning_rate", "base_batch_size", "learning_rate_rule", "epochs", "steps")
 """The settings that the learning rate of a step depends on."""
@@ -19,7 +19,7 @@ LEARNED = ("effective_batch_size", "learning_rate", "base_batch_size", "learning
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """What is asked for; whatever is None is left to the run that is resumed, or to the job's defaults.
+    """The settings asked for; None leaves one to the run that is resumed, or to the job's defaults.
 
     Args:
         effective_batch_size: samples of one optimizer step, over all ranks.
@@ -29,8 +29,8 @@ class Choices:
         epochs: passes over the data set, from the very beginning.
         steps: optimizer steps from the very beginning, instead of epochs.
         seed: of the initial parameters, the order, the augmentation and the model's random numbers.
-        micro_batch_size: most samples of one forward and backward, or "auto"; "anew" is "auto" without what was
-            measured in earlier runs.
+        micro_batch_size: most samples of one forward and backward, or "auto"; "remeasure" is "auto" without the
+            measurements of earlier runs.
         accumulation_steps: micro-batches per rank and step, instead of a micro-batch size.
         precision: "fp32", "bf16" or "fp16".
         strategy: how ranks sum gradients: "auto", or a name in `anybatch.parallel.registry`.
@@ -53,7 +53,7 @@ class Choices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What a run is run with; the fields are those of `Choices`, decided.
+    """The settings of a run; the fields are those of `Choices`, decided.
 
     `epochs` or `steps` is None, and so is `accumulation_steps` unless it takes the place of a micro-batch size.
     """
@@ -74,7 +74,7 @@ class Settings:
 
 
 def settle(job: Job, choices: Choices, former: Settings | None, *, world_size: int) -> Settings:
-    """Decide what a run is run with: what is chosen, else what it had before, else what the job says.
+    """Return the settings of a run: those chosen, else those it had before, else the job's.
 
     The micro-batch size times the accumulation steps times the ranks is the effective batch size of a new run for
     which both are chosen and it is not.

@@ -173,7 +173,7 @@ def start(
 
 
 def scheduler_function(job: Job, num_steps: int | None) -> SchedulerFunction | None:
-    """Return what makes the job's scheduler for a run of `num_steps` steps; None if the job has none.
+    """Return a function that makes the job's scheduler for a run of `num_steps` steps; None if the job has none.
 
     Raises:
         DataError: the job has one, and the number of steps is not known.
@@ -191,7 +191,7 @@ def scheduler_function(job: Job, num_steps: int | None) -> SchedulerFunction | N
 
 
 def num_steps_of(data: Batches) -> int | None:
-    """Return the number of steps to the end of some batches; None if their data does not tell."""
+    """Return the number of steps to the end of some batches; None if their data has no length."""
     try:
         return len(data)
     except TypeError:

@@ -10,7 +10,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """Whether somebody has asked the process to stop. Call it to know; signals are caught inside of its `with`.
+    """Whether the process was asked to stop. Call it to know; signals are caught inside of its `with`.
 
     SIGINT (Ctrl-C) and SIGTERM ask. SIGINT after either raises KeyboardInterrupt where the program stands. SIGTERM
     never does: those who send it may send it twice.
