@@ -5,6 +5,7 @@ setup    make .venv and install anybatch and its guide into it, editable, with a
 train    train the digits recipe at effective batch size 256; arguments are handed on: python make.py train text
 guide    open the guide in a browser; arguments are handed on: python make.py guide --no-browser
 test     run all tests, up to four files at a time; arguments are for pytest, in one process: make.py test -k accumulate
+matrix   run the fast and the exactness tests on every torch and Python that is supported and can be had
 check    lint, formatting, types, import layers and the tests of the architecture
 format   rewrite the sources the way `check` wants them
 web      build the guide's page from guide/web/ into its package; this and the next need Node
@@ -32,7 +33,16 @@ VENV = ROOT / ".venv"
 PROGRAMS = VENV / ("Scripts" if os.name == "nt" else "bin")
 STAMP = VENV / "anybatch-setup"
 CPU_CONSTRAINTS = ROOT / "constraints-cpu.txt"
-CACHES = (".hypothesis", ".import_linter_cache", ".mypy_cache", ".pytest_cache", ".ruff_cache", "build", "dist")
+CACHES = (
+    ".hypothesis",
+    ".import_linter_cache",
+    ".matrix",
+    ".mypy_cache",
+    ".pytest_cache",
+    ".ruff_cache",
+    "build",
+    "dist",
+)
 GUIDE = ROOT / "guide"  # a package of its own
 WEB = GUIDE / "web"
 PAGE = GUIDE / "src" / "anybatch_guide" / "dist"
@@ -94,6 +104,11 @@ def run_tests(arguments: Sequence[str]) -> int:
     setup()
     everything = ["-n", str(min(MOST_WORKERS, os.cpu_count() or 1)), "--dist", "loadfile"]
     return run([venv_program("python"), "-m", "pytest", *(arguments or everything)])
+
+
+def matrix(arguments: Sequence[str]) -> int:
+    """Test on several versions of torch and Python, each in an environment of its own, which takes long."""
+    return run([sys.executable, "benchmarks/version_matrix.py", *arguments])
 
 
 def check(arguments: Sequence[str]) -> int:
@@ -202,7 +217,9 @@ def clean(arguments: Sequence[str]) -> int:
 def refuse(arguments: Sequence[str]) -> None:
     """End the program if a verb that takes no arguments was given some."""
     if arguments:
-        sys.exit(f"make.py: unexpected arguments {' '.join(arguments)}; only `train`, `guide` and `test` take any.")
+        sys.exit(
+            f"make.py: unexpected arguments {' '.join(arguments)}; only `train`, `guide`, `test` and `matrix` take any."
+        )
 
 
 def run(command: Sequence[str], *, stop: bool = False) -> int:
@@ -225,6 +242,7 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "guide": guide,
     "test": run_tests,
+    "matrix": matrix,
     "check": check,
     "format": format_sources,
     "web": web,
