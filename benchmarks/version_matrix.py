@@ -117,7 +117,7 @@ def environment(pair: Pair) -> tuple[Path | None, str]:
     constraints = pair.folder / "constraints.txt"
     constraints.write_text(f"torch=={pair.torch}.*\n", encoding="utf-8")
     install = [str(program), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-    options = ["--constraint", str(constraints), "--editable", ".[test]"]
+    options = ["--constraint", str(constraints), "--editable", ".[test]", "--editable", "./guide"]
     done = subprocess.run([*install, *options], cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         last = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]

@@ -4,13 +4,15 @@ import ast
 import importlib
 import runpy
 import sys
+import tomllib
 from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
 
+from anybatch.core.torch_internals import SEEN
 from anybatch.errors import UnsupportedTorchError
-from tests.architecture.source_tree import PACKAGE, Found, dotted_name, parse, python_files
+from tests.architecture.source_tree import PACKAGE, PACKAGES, ROOT, Found, dotted_name, parse, python_files
 
 HOME = "torch_internals.py"
 BY_NAME = frozenset({"getattr", "hasattr", "setattr", "delattr", "attrgetter", "operator.attrgetter"})
@@ -44,13 +46,13 @@ def reaches_into(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
 
 
 def test_private_names_have_one_home_per_folder() -> None:
-    """No file of the library but `torch_internals.py` uses a private name of torch, or of anything but its own object.
+    """No file of the library or the guide but `torch_internals.py` uses private names, but those of its own objects.
 
     A private name of ours that another class needs is no private name: it is given a public one.
     """
     found = [
         Found(path, getattr(node, "lineno", 1), f"{what} belongs into a {HOME}")
-        for path in python_files(PACKAGE)
+        for path in python_files(*PACKAGES)
         if path.name != HOME
         for node, what in reaches_into(parse(path))
     ]
@@ -115,3 +117,17 @@ def test_missing_classes_are_refused(home: str, module: str, name: str, monkeypa
 
     with pytest.raises(UnsupportedTorchError, match=name):
         runpy.run_path(str(PACKAGE / home / HOME))
+
+
+def test_the_versions_are_those_of_the_matrix() -> None:
+    """What private names were seen on is what `make matrix` runs, and begins with the oldest torch that is promised."""
+    matrix = ast.parse((ROOT / "benchmarks" / "version_matrix.py").read_text(encoding="utf-8"))
+    values = {
+        node.targets[0].id: ast.literal_eval(node.value)
+        for node in matrix.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "TORCHES"
+    }
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+    assert values == {"TORCHES": SEEN}
+    assert f"torch >= {SEEN[0]}" in project["dependencies"]
