@@ -11,7 +11,7 @@ from rich.terminal_theme import TerminalTheme
 
 from anybatch.cli.screen import Screen, place_of, summary
 from anybatch.events.console import Console
-from anybatch.events.screen import Level, Moment
+from anybatch.events.screen import Level, ScreenContents
 from anybatch.events.terminal_screen import Frame, TerminalScreen
 from anybatch.recipes.digits import digits
 from anybatch.recipes.run.session import Outlook, train
@@ -46,13 +46,13 @@ class Picture:
     def __init__(self, terminal: Terminal) -> None:
         self._terminal = terminal
         self._screen = TerminalScreen(terminal)
-        self._last: Moment | None = None
+        self._last: ScreenContents | None = None
 
     def say(self, line: str, level: Level, /) -> None:
         """Print a line."""
         self._screen.say(line, level)
 
-    def show(self, moment: Moment, /) -> None:
+    def show(self, moment: ScreenContents, /) -> None:
         """Keep a moment."""
         self._last = moment
 

@@ -10,7 +10,7 @@ import torch
 
 from anybatch.cli.failure import explain
 from anybatch.cli.launch import number_of_ranks, warn_of_unused
-from anybatch.cli.local_ranks import judge, threads_per_rank
+from anybatch.cli.local_ranks import exit_status_of, threads_per_rank
 from anybatch.cli.status import Status, status_of
 from anybatch.cli.train_request import TrainRequest
 from anybatch.errors import (
@@ -111,7 +111,7 @@ def test_own_faults_are_shown_in_full() -> None:
 )
 def test_first_failure_counts(statuses: list[int], exit_codes: dict[int, int], status: Status, words: str) -> None:
     """The status of several ranks is that of the one that failed by itself, not of those that ended because of it."""
-    found, said = judge(statuses, exit_codes)
+    found, said = exit_status_of(statuses, exit_codes)
     assert found is status
     assert said.startswith(words)
     assert bool(said) == bool(words)

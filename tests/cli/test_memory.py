@@ -9,11 +9,11 @@ import torch
 
 from anybatch.cli.main import main
 from anybatch.cli.memory import make_parser, record
-from anybatch.cli.parser import size
+from anybatch.cli.parser import memory_size
 from anybatch.cli.screen import summary
 from anybatch.cli.status import Status
 from anybatch.recipes.run.folder import RunFolder
-from anybatch.recipes.run.session import Highest, SessionResult
+from anybatch.recipes.run.session import PeakMemory, SessionResult
 from tests.architecture.source_tree import ROOT
 from tests.cli.small import SPEC, step_bytes
 from tests.events.recorded_run import memory, step
@@ -131,7 +131,7 @@ def test_a_recipe_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_sizes_are_read(text: str, num_bytes: int) -> None:
     """A size has a unit, of 1,024 with an i and of 1,000 without."""
-    assert size(text) == num_bytes
+    assert memory_size(text) == num_bytes
 
 
 @pytest.mark.parametrize("text", ["24", "GiB", "-1GiB", "0GiB", "24 gigs"])
@@ -191,7 +191,7 @@ def test_a_run_says_its_memory(tmp_path: Path, peak_bytes: int | None, limit_byt
 )
 def test_the_highest_peak_is_kept() -> None:
     """Of all memory records that of the highest peak is kept, whatever comes after it."""
-    highest = Highest()
+    highest = PeakMemory()
     assert highest.record is None
     for number, peak in enumerate((2, 5, 3)):
         highest.observe(memory(number, peak_bytes=peak))

@@ -15,7 +15,7 @@ import torch
 import anybatch.data as ab
 from anybatch.core.batch import Placement
 from anybatch.core.splitting import Cut
-from anybatch.data.prefetch import Ahead
+from anybatch.data.prefetch import Prefetcher
 from tests.faults import sees
 
 PAIRS = Placement(Cut(micro_batch_size=2), 1, 0)
@@ -192,7 +192,7 @@ def test_an_error_in_a_worker_is_the_users_own(workers: Callable[[], set[int]]) 
 
 def test_an_interrupted_wait_loses_nothing(workers: Callable[[], set[int]]) -> None:
     """After an interrupt while waiting for a unit, the next one asked for is still the right one."""
-    ahead: Ahead[int, int] = Ahead(_square, num_workers=1, pin_memory=False)
+    ahead: Prefetcher[int, int] = Prefetcher(_square, num_workers=1, pin_memory=False)
     assert ahead.take(1, functools.partial(_upwards, 1)) == 1
     waiting = ahead._items  # noqa: SLF001 (an interrupt cannot be timed from outside)
     ahead._items = _interrupted()  # noqa: SLF001

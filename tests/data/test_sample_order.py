@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from anybatch.core.batch import Position
 from anybatch.core.randomness import order_seed
-from anybatch.data.order import Schedule, sample_order
+from anybatch.data.order import SampleSchedule, sample_order
 from tests.faults import sees
 
 
@@ -50,7 +50,7 @@ def test_without_shuffling_the_order_is_the_data_sets_own() -> None:
 @settings(deadline=None)
 def test_counting_steps_is_walking_them(num_samples: int, size: int, drop_last: bool, offset: int, steps: int) -> None:
     """The arithmetic of a schedule (number of steps, end) agrees with walking step by step from any offset."""
-    schedule = Schedule(num_samples, size if not drop_last else min(size, num_samples), drop_last)
+    schedule = SampleSchedule(num_samples, size if not drop_last else min(size, num_samples), drop_last)
     start = Position(2, min(offset, num_samples))
     walked: list[Position] = []
     position = schedule.normalized(start)
@@ -66,11 +66,11 @@ def test_counting_steps_is_walking_them(num_samples: int, size: int, drop_last: 
 
 def test_the_last_step_of_an_epoch_is_smaller_or_left_out() -> None:
     """The offsets of the steps are consecutive and end with the data, from any offset."""
-    assert list(Schedule(10, 4, drop_last=False).steps_of_epoch(Position(0, 1))) == [(1, 5), (5, 9), (9, 10)]
-    assert list(Schedule(10, 4, drop_last=True).steps_of_epoch(Position(0, 1))) == [(1, 5), (5, 9)]
+    assert list(SampleSchedule(10, 4, drop_last=False).steps_of_epoch(Position(0, 1))) == [(1, 5), (5, 9), (9, 10)]
+    assert list(SampleSchedule(10, 4, drop_last=True).steps_of_epoch(Position(0, 1))) == [(1, 5), (5, 9)]
 
 
-def _starts_before(schedule: Schedule, start: Position, end_epoch: int) -> list[Position]:
+def _starts_before(schedule: SampleSchedule, start: Position, end_epoch: int) -> list[Position]:
     starts = []
     for epoch in range(start.epoch, end_epoch):
         begin = start if epoch == start.epoch else Position(epoch)

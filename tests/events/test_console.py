@@ -13,8 +13,8 @@ from rich.console import Console as Terminal
 from anybatch.core.records import DiagnosisRecord, PhaseRecord, Record, StepRecord
 from anybatch.events.console import Console
 from anybatch.events.plain_screen import PlainScreen
-from anybatch.events.safe_stream import Outlet
-from anybatch.events.screen import Level, Moment
+from anybatch.events.safe_stream import SafeStream
+from anybatch.events.screen import Level, ScreenContents
 from anybatch.events.terminal_screen import Frame, TerminalScreen, is_capable
 from tests.events.recorded_run import (
     Clock,
@@ -43,13 +43,13 @@ class RecordingScreen:
 
     def __init__(self) -> None:
         self.lines: list[tuple[str, Level]] = []
-        self.moments: list[Moment] = []
+        self.moments: list[ScreenContents] = []
         self.num_closed = 0
 
     def say(self, line: str, level: Level, /) -> None:
         self.lines.append((line, level))
 
-    def show(self, moment: Moment, /) -> None:
+    def show(self, moment: ScreenContents, /) -> None:
         self.moments.append(moment)
 
     def close(self) -> None:
@@ -100,7 +100,7 @@ def watched(records: Sequence[Record], *, total_steps: int | None = None, second
     return screen
 
 
-def drawn(moment: Moment, width: int) -> list[str]:
+def drawn(moment: ScreenContents, width: int) -> list[str]:
     """Return a moment as a terminal of some width shows it, without colours."""
     terminal = Terminal(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
     with terminal.capture() as capture:
@@ -523,10 +523,14 @@ def test_what_suits_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     closed = TerminalStream()
     closed.close()
-    assert [is_capable(Outlet(stream)) for stream in (TerminalStream(), io.StringIO(), closed)] == [True, False, False]
+    assert [is_capable(SafeStream(stream)) for stream in (TerminalStream(), io.StringIO(), closed)] == [
+        True,
+        False,
+        False,
+    ]
 
     monkeypatch.setenv("TERM", "dumb")
-    assert not is_capable(Outlet(TerminalStream()))
+    assert not is_capable(SafeStream(TerminalStream()))
 
 
 def test_the_standard_error_is_meant_when_nothing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -566,7 +570,7 @@ def test_a_stream_that_fails_late() -> None:
             raise OSError
 
     stream = Full()
-    screen = PlainScreen(Outlet(stream))
+    screen = PlainScreen(SafeStream(stream))
     screen.say("a", "plain")
     screen.say("b", "plain")
     assert stream.getvalue() == "a\n"
@@ -576,7 +580,7 @@ def test_letters_that_an_encoding_lacks() -> None:
     """A metric with a Greek name is shown by codes on an ASCII terminal, where the bar is drawn in ASCII too."""
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii", errors="strict")
-    terminal = Terminal(file=Outlet(stream), width=80, force_terminal=True, color_system="standard")  # type: ignore[arg-type]
+    terminal = Terminal(file=SafeStream(stream), width=80, force_terminal=True, color_system="standard")  # type: ignore[arg-type]
     with Console(2, screen=TerminalScreen(terminal)) as console:
         for record in (start(), step(0), evaluation(1, μ=0.5)):
             console.observe(record)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.events.throughput import Pace
+from anybatch.events.throughput import Throughput
 
 SPANS = st.lists(st.floats(0.01, 20.0), min_size=3, max_size=40)
 
@@ -14,7 +14,7 @@ SPANS = st.lists(st.floats(0.01, 20.0), min_size=3, max_size=40)
 @given(SPANS, st.integers(1, 512))
 def test_rate_is_samples_over_time(spans: list[float], num_samples: int) -> None:
     """The rate is the samples of the latest steps that fill the window, over their time; the first step is left out."""
-    pace, now, ends = Pace(window_seconds=10.0), 5.0, [5.0]
+    pace, now, ends = Throughput(window_seconds=10.0), 5.0, [5.0]
     pace.begin(now)
     for span in spans:
         now += span
@@ -30,7 +30,7 @@ def test_rate_is_samples_over_time(spans: list[float], num_samples: int) -> None
 @given(SPANS, st.integers(0, 1_000), st.floats(0.0, 5.0))
 def test_time_left_is_steps_left_at_the_mean_pace(spans: list[float], num_left: int, waited: float) -> None:
     """The time left is the mean time of the steps after the first, times those to come, less what has passed since."""
-    pace, now = Pace(), 0.0
+    pace, now = Throughput(), 0.0
     pace.begin(now)
     for span in spans:
         now += span
@@ -42,7 +42,7 @@ def test_time_left_is_steps_left_at_the_mean_pace(spans: list[float], num_left: 
 
 def test_one_step_is_enough_to_say_something() -> None:
     """After the first step there is a pace, from the beginning on; it is dropped when there is a second step."""
-    pace = Pace()
+    pace = Throughput()
     pace.begin(0.0)
     pace.step(8.0, 64)
     assert (pace.samples_per_second, pace.seconds_left(8.0, 10)) == (8.0, 80.0)
@@ -53,7 +53,7 @@ def test_one_step_is_enough_to_say_something() -> None:
 
 def test_evaluations_slow_down_the_run_and_not_the_steps() -> None:
     """An evaluation is left out of samples per second, and counted in for the time that is left."""
-    pace = Pace()
+    pace = Throughput()
     pace.begin(0.0)
     pace.step(1.0, 64)
     pace.step(2.0, 64)
@@ -66,7 +66,7 @@ def test_evaluations_slow_down_the_run_and_not_the_steps() -> None:
 
 def test_a_long_step_is_seen_alone() -> None:
     """A step that takes longer than the window makes the rate by itself."""
-    pace = Pace(window_seconds=10.0)
+    pace = Throughput(window_seconds=10.0)
     pace.begin(0.0)
     for end in (1.0, 2.0, 102.0):
         pace.step(end, 64)
@@ -76,7 +76,7 @@ def test_a_long_step_is_seen_alone() -> None:
 
 def test_nothing_is_said_without_a_step() -> None:
     """Before the first step, and while the clock stands still, there is no pace; a run may begin with a step."""
-    pace = Pace()
+    pace = Throughput()
     assert (pace.samples_per_second, pace.seconds_left(0.0, 3), pace.seconds_since_begin(0.0)) == (None, None, None)
     pace.aside(1.0)
     pace.begin(2.0)
@@ -84,7 +84,7 @@ def test_nothing_is_said_without_a_step() -> None:
     pace.step(2.0, 64)
     assert pace.samples_per_second is None
 
-    late = Pace()
+    late = Throughput()
     late.step(1.0, 64)
     late.step(2.0, 64)
     assert late.samples_per_second is not None

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 import anybatch as ab
 from anybatch.errors import DataError, UserError
 from anybatch.recipes.job import make_model
-from anybatch.recipes.run.start import Run, start
+from anybatch.recipes.run.start import JobRun, start
 
 
 def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -41,13 +41,13 @@ class Unheard(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": rate})  # type: ignore[arg-type]
 
 
-def parameters_of(run: Run) -> dict[str, torch.Tensor]:
+def parameters_of(run: JobRun) -> dict[str, torch.Tensor]:
     """Return copies of the parameters of a run's model."""
     assert isinstance(run.engine.model, nn.Module)
     return {name: parameter.detach().clone() for name, parameter in run.engine.model.named_parameters()}
 
 
-def rates_of(run: Run) -> list[float]:
+def rates_of(run: JobRun) -> list[float]:
     """Return the learning rate that each step of a run uses."""
     return [float(run.engine.step(batch).learning_rates[0]) for batch in run.batches]
 

@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 from anybatch.errors import UserError
-from anybatch.recipes.planning.decoder import Block, Decoder
+from anybatch.recipes.planning.decoder import Decoder, DecoderBlock
 from anybatch.recipes.planning.known_models import KNOWN_MODELS, Shape
 from anybatch.recipes.planning.subjects import PlanSubject, load_subject, subject_of_config
 
@@ -85,7 +85,7 @@ def test_predictions_look_back_only(rotary: bool) -> None:
 def test_shared_keys_are_repeated_keys() -> None:
     """Attention with fewer heads of keys is attention in which each of them stands for a group of queries."""
     torch.manual_seed(0)
-    block = Block(dataclasses.replace(SMALL, rotary=False, num_key_heads=2))
+    block = DecoderBlock(dataclasses.replace(SMALL, rotary=False, num_key_heads=2))
     x = torch.randn(2, 5, 32)
     normed = block.attention_norm(x)
     query = block.query(normed).reshape(2, 5, 4, 8).transpose(1, 2)

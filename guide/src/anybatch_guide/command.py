@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from anybatch.cli.parser import Parser, whole
+from anybatch.cli.parser import Parser, integer
 from anybatch.cli.status import Status
 from anybatch.cli.threads import let_threads_sleep
 from anybatch.errors import UserError
@@ -133,7 +133,7 @@ def _record(words: Sequence[str]) -> int:
 
 def port(text: str) -> int:
     """Return the number of a port; 0 for one that is free."""
-    value = whole(text)
+    value = integer(text)
     if not 0 <= value <= _MAX_PORT:
         message = f"{text} must be from 0 to {_MAX_PORT}"
         raise argparse.ArgumentTypeError(message)

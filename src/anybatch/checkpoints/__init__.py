@@ -1,7 +1,16 @@
 """A run's state on disk: saved as a whole or not at all, checked byte by byte when it is loaded, never code."""
 
 from anybatch.checkpoints.folder import list_checkpoints, step_of
-from anybatch.checkpoints.loading import Loaded, Skipped, load, load_latest
-from anybatch.checkpoints.saving import Saved, save
+from anybatch.checkpoints.loading import LoadedCheckpoint, SkippedCheckpoint, load, load_latest
+from anybatch.checkpoints.saving import SavedCheckpoint, save
 
-__all__ = ["Loaded", "Saved", "Skipped", "list_checkpoints", "load", "load_latest", "save", "step_of"]
+__all__ = [
+    "LoadedCheckpoint",
+    "SavedCheckpoint",
+    "SkippedCheckpoint",
+    "list_checkpoints",
+    "load",
+    "load_latest",
+    "save",
+    "step_of",
+]

@@ -14,7 +14,7 @@ from anybatch.errors import DamagedCheckpointError, MissingCheckpointError, NotA
 
 
 @dataclass(frozen=True, slots=True)
-class Skipped:
+class SkippedCheckpoint:
     """A checkpoint that was passed over.
 
     Attributes:
@@ -27,7 +27,7 @@ class Skipped:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Loaded:
+class LoadedCheckpoint:
     """The newest intact checkpoint.
 
     Attributes:
@@ -38,7 +38,7 @@ class Loaded:
 
     path: Path
     state: dict[Any, Any]
-    skipped: tuple[Skipped, ...]
+    skipped: tuple[SkippedCheckpoint, ...]
 
 
 def load(path: str | os.PathLike[str]) -> dict[Any, Any]:
@@ -68,7 +68,7 @@ def load(path: str | os.PathLike[str]) -> dict[Any, Any]:
     return state
 
 
-def load_latest(folder: str | os.PathLike[str]) -> Loaded:
+def load_latest(folder: str | os.PathLike[str]) -> LoadedCheckpoint:
     """Load the newest intact checkpoint in `folder`, and say which damaged ones were passed over.
 
     A checkpoint that is intact but cannot be used here is not passed over: what can be put right, such as its
@@ -80,12 +80,12 @@ def load_latest(folder: str | os.PathLike[str]) -> Loaded:
         NewerCheckpointError: the newest is of a newer version of the format.
         CheckpointAccessError: the newest may not be read.
     """
-    skipped: list[Skipped] = []
+    skipped: list[SkippedCheckpoint] = []
     for path in reversed(list_checkpoints(folder)):
         try:
-            return Loaded(path, load(path), tuple(skipped))
+            return LoadedCheckpoint(path, load(path), tuple(skipped))
         except (DamagedCheckpointError, MissingCheckpointError, NotACheckpointError) as error:
-            skipped.append(Skipped(path, str(error)))
+            skipped.append(SkippedCheckpoint(path, str(error)))
     if not skipped:
         message = f"there is no checkpoint in {folder}. Start the run from the beginning, or give another folder."
         raise MissingCheckpointError(message, path=Path(folder))

@@ -40,7 +40,7 @@ _FULL: Final = {errno.ENOSPC, errno.EDQUOT}
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedCheckpoint:
     """A checkpoint that is complete and would survive a power failure.
 
     Attributes:
@@ -55,7 +55,7 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Content:
+class _CheckpointContent:
     """The bytes and tensors of a checkpoint that is about to be written."""
 
     state: bytes
@@ -76,7 +76,7 @@ def save(
     *,
     keep_last: int = 2,
     disk: Disk = LOCAL_DISK,
-) -> Saved:
+) -> SavedCheckpoint:
     """Save `state` as the checkpoint of `step`, and keep the `keep_last` newest up to it.
 
     Killed at any moment, `load_latest` finds either the checkpoints that were there before or this one with them.
@@ -105,7 +105,7 @@ def save(
     target = folder / folder_name(step)
     packed = pack(state)
     body = {"step": step, "state": packed.structure}
-    content = _Content(json_bytes(body), lay_out(packed.tensors))
+    content = _CheckpointContent(json_bytes(body), lay_out(packed.tensors))
     with _explained(target, content.num_bytes, disk):
         make_folders(folder, disk=disk)
         warnings = tidy(folder, disk=disk)
@@ -123,10 +123,10 @@ def save(
         for path in list_checkpoints(folder)
         if step_of(path) > step
     ]
-    return Saved(target, content.num_bytes, tuple(warnings))
+    return SavedCheckpoint(target, content.num_bytes, tuple(warnings))
 
 
-def _write(partial: Path, content: _Content, disk: Disk) -> None:
+def _write(partial: Path, content: _CheckpointContent, disk: Disk) -> None:
     disk.make_folder(partial)
     digests = {
         STATE: write_file(partial / STATE, [content.state], disk=disk),

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from anybatch.cli.parser import Parser, add_recipe, count, whole
+from anybatch.cli.parser import Parser, add_recipe, count, integer
 from anybatch.cli.status import Status
 from anybatch.cli.train_request import DEFAULT_RECIPE
 
@@ -50,7 +50,7 @@ def make_parser() -> Parser:
         metavar="N",
         help="a cut to try; may be given several times (default: 1, and 2 and 3 fifths of the batch)",
     )
-    parser.add_argument("--seed", type=whole, default=0, metavar="N", help="of all random numbers (default: 0)")
+    parser.add_argument("--seed", type=integer, default=0, metavar="N", help="of all random numbers (default: 0)")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="draw the errors by layer: .png, .svg or .pdf")
     loop = parser.add_argument_group("a loop of one's own")
     loop.add_argument("--loop", metavar="FILE.py:FUNCTION", help="the function that trains")

@@ -24,7 +24,7 @@ _CAN_GO_ON = frozenset({Status.UNEXPECTED, Status.NOT_FINITE, Status.RANKS, Stat
 
 def launch(request: TrainRequest) -> Status:
     """Run what was asked for on as many ranks as there should be, and return the exit status."""
-    request = as_before(request)
+    request = with_former_settings(request)
     if has_launcher():
         world = join()
         with StopRequest(say_stopping if world.rank == 0 else None) as asked:
@@ -48,7 +48,7 @@ def launch(request: TrainRequest) -> Status:
     return status
 
 
-def as_before(request: TrainRequest) -> TrainRequest:
+def with_former_settings(request: TrainRequest) -> TrainRequest:
     """Return the request with what was not given taken from the run that is resumed."""
     if not request.resume:
         return request

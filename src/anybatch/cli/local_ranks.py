@@ -33,7 +33,7 @@ _SECONDS_BEHIND = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Board:
+class SharedState:
     """Memory that the launcher shares with its ranks.
 
     Attributes:
@@ -53,7 +53,7 @@ def run_local_ranks(request: TrainRequest, num_ranks: int) -> Status:
     """Start ranks here, wait for them, and return the exit status."""
     start_fork_server()
     context = multiprocessing.get_context(START_METHOD)
-    board = Board(
+    board = SharedState(
         stop=context.RawValue("b", 0),
         statuses=context.RawArray("i", [_UNKNOWN] * num_ranks),
         last_words=context.RawArray("c", _MOST_BYTES),
@@ -80,13 +80,13 @@ def run_local_ranks(request: TrainRequest, num_ranks: int) -> Status:
         except KeyboardInterrupt as error:
             sys.stderr.write(f"{explain(error)}\n")
             return Status.INTERRUPTED
-    status, words = judge(list(board.statuses), {rank: failure.exitcode for rank, failure in failures.items()})
+    status, words = exit_status_of(list(board.statuses), {rank: failure.exitcode for rank, failure in failures.items()})
     if status is Status.RANKS:
         sys.stderr.write(f"anybatch: {words or board.last_words.value.decode(errors='replace')}\n")
     return status
 
 
-def serve(request: TrainRequest, board: Board) -> None:
+def serve(request: TrainRequest, board: SharedState) -> None:
     """Run one rank, in a process that the launcher has started."""
     torch.set_num_threads(board.num_threads)
     asked = _catch_signals()
@@ -114,7 +114,7 @@ def threads_per_rank(num_ranks: int) -> int:
     return min(torch.get_num_threads(), max(1, num_cores // num_ranks))
 
 
-def judge(statuses: Sequence[int], exit_codes: Mapping[int, int]) -> tuple[Status, str]:
+def exit_status_of(statuses: Sequence[int], exit_codes: Mapping[int, int]) -> tuple[Status, str]:
     """Return the exit status of a run from those of its ranks, and what to say of a rank that could not say it itself.
 
     Args:
@@ -161,7 +161,7 @@ def _launcher_lives() -> bool:
 
 
 @contextmanager
-def _listening(board: Board) -> Iterator[None]:
+def _listening(board: SharedState) -> Iterator[None]:
     """Let signals to the launcher ask the ranks to stop; a second Ctrl-C ends them at once."""
 
     def ask(number: int, _frame: FrameType | None) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from anybatch.cli.parser import Parser, add_recipe, count, count_or_auto, size, whole
+from anybatch.cli.parser import Parser, add_recipe, count, count_or_auto, integer, memory_size
 from anybatch.cli.status import Status
 from anybatch.cli.train_request import DEFAULT_RECIPE
 
@@ -45,8 +45,13 @@ def make_parser() -> Parser:
         "--accumulation-steps", type=count, metavar="N", help="micro-batches, instead of --micro-batch-size"
     )
     add("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="number format (default: fp32)")
-    add("--seed", type=whole, default=0, metavar="N", help="of parameters, order and dropout (default: 0)")
-    add("--limit", type=size, metavar="SIZE", help="what there is, such as 24GiB (default: what the accelerator has)")
+    add("--seed", type=integer, default=0, metavar="N", help="of parameters, order and dropout (default: 0)")
+    add(
+        "--limit",
+        type=memory_size,
+        metavar="SIZE",
+        help="memory there is, such as 24GiB (default: the accelerator's)",
+    )
     add("--figure", type=Path, metavar="FILE", help="draw memory over the step: .png, .svg or .pdf")
     add("--allocator", action="store_true", help="with torch.cuda.memory_summary, on a CUDA device")
     return parser

@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
 
 def count(text: str) -> int:
     """Return a whole number of at least 1."""
-    value = whole(text)
+    value = integer(text)
     if value < 1:
         message = f"{text} must be at least 1"
         raise argparse.ArgumentTypeError(message)
@@ -63,7 +63,7 @@ def micro_batch_size(text: str) -> int | Literal["auto", "remeasure"]:
     return "remeasure" if text == "remeasure" else count_or_auto(text)
 
 
-def rate(text: str) -> float:
+def number(text: str) -> float:
     """Return a number."""
     try:
         return float(text)
@@ -72,7 +72,7 @@ def rate(text: str) -> float:
         raise argparse.ArgumentTypeError(message) from None
 
 
-def size(text: str) -> int:
+def memory_size(text: str) -> int:
     """Return a number of bytes, written with its unit: 24GiB, 80GB, 512MiB."""
     try:
         return parse_bytes(text)
@@ -80,7 +80,7 @@ def size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def whole(text: str) -> int:
+def integer(text: str) -> int:
     """Return a whole number."""
     try:
         return int(text)

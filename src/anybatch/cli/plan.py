@@ -72,7 +72,7 @@ def make_parser() -> Parser:
     add("--strategy", default="auto", metavar="NAME", help="how ranks sum gradients, such as ddp (default: all_reduce)")
     add(
         "--headroom",
-        type=part,
+        type=fraction,
         metavar="X",
         help="part of the memory to leave free (default: 0.1 where --verify has measured, else 0.15)",
     )
@@ -86,7 +86,7 @@ def make_parser() -> Parser:
     return parser
 
 
-def part(text: str) -> float:
+def fraction(text: str) -> float:
     """Return a number from 0 to below 1."""
     try:
         value = float(text)

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from anybatch.core.headroom import Reserve, about_reserve
+from anybatch.core.headroom import Reserve, describe_reserve
 from anybatch.core.records import CheckpointRecord, DiagnosisRecord, EndRecord, Observer, Observers, Record, StartRecord
 from anybatch.core.units import duration, in_bytes, per_second, three_digits
 from anybatch.errors import UserError
@@ -172,7 +172,7 @@ def _effort(result: SessionResult) -> str:
 def _memory(peak_bytes: int, limit_bytes: int | None) -> str:
     if limit_bytes is None:
         return f"peak {in_bytes(peak_bytes)} in the process of rank 0"
-    return f"{about_reserve(Reserve(peak_bytes, limit_bytes))}, on the device of rank 0"
+    return f"{describe_reserve(Reserve(peak_bytes, limit_bytes))}, on the device of rank 0"
 
 
 def _listed(values: Mapping[str, float]) -> str:

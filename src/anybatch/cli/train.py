@@ -5,7 +5,7 @@ from pathlib import Path
 
 from anybatch.cli.fork_server import start_fork_server
 from anybatch.cli.option_hints import explain_unknown
-from anybatch.cli.parser import Parser, add_recipe, count, count_or_auto, micro_batch_size, rate, whole
+from anybatch.cli.parser import Parser, add_recipe, count, count_or_auto, integer, micro_batch_size, number
 from anybatch.cli.threads import let_threads_sleep
 from anybatch.cli.train_request import DEFAULT_RECIPE, RUNS, TrainRequest
 
@@ -70,7 +70,7 @@ def make_parser() -> Parser:
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--epochs", type=count, metavar="N", help="passes over the data, from the very beginning")
     length.add_argument("--steps", type=count, metavar="N", help="optimizer steps, from the very beginning")
-    add("--learning-rate", type=rate, metavar="X", help="at the base batch size")
+    add("--learning-rate", type=number, metavar="X", help="at the base batch size")
     add("--base-batch-size", type=count, metavar="N", help="samples per step that the learning rate was found with")
     add(
         "--learning-rate-rule",
@@ -79,8 +79,13 @@ def make_parser() -> Parser:
     )
     add("--precision", choices=("fp32", "bf16", "fp16"), help="number format of forward and backward (default: fp32)")
     add("--strategy", metavar="NAME", help="how ranks sum gradients, such as all_reduce or ddp (default: auto)")
-    add("--average-decay", type=rate, metavar="X", help="average the weights over steps, and evaluate with them: 0.999")
-    add("--seed", type=whole, metavar="N", help="of parameters, order, augmentation and dropout (default: 0)")
+    add(
+        "--average-decay",
+        type=number,
+        metavar="X",
+        help="average the weights over steps, to evaluate with: 0.999",
+    )
+    add("--seed", type=integer, metavar="N", help="of parameters, order, augmentation and dropout (default: 0)")
     add("--out", type=Path, metavar="FOLDER", help=f"for the log and checkpoints (default: {RUNS}/RECIPE-DATE-TIME)")
     add("--resume", action="store_true", help="go on with the run in --out; options not given are as they were")
     return parser

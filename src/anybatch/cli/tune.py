@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anybatch.cli.parser import Parser, add_recipe, count, whole
+from anybatch.cli.parser import Parser, add_recipe, count, integer
 from anybatch.cli.status import Status
 from anybatch.cli.threads import let_threads_sleep
 from anybatch.cli.train_request import DEFAULT_RECIPE
@@ -52,13 +52,13 @@ def make_parser() -> Parser:
     )
     add(
         "--workers",
-        type=whole,
+        type=integer,
         action="append",
         metavar="N",
         help="a number of loading processes to try; may be given several times (default: 0, 1 and 2)",
     )
     add("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="number format (default: fp32)")
-    add("--seed", type=whole, default=0, metavar="N", help="of the parameters and the order (default: 0)")
+    add("--seed", type=integer, default=0, metavar="N", help="of the parameters and the order (default: 0)")
     add("--figure", type=Path, metavar="FILE", help="draw both curves: .png, .svg or .pdf")
     return parser
 

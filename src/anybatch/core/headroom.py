@@ -48,7 +48,7 @@ class Reserve:
         return self.peak_bytes <= math.floor((1.0 - self.headroom) * self.limit_bytes)
 
 
-def about_reserve(reserve: Reserve) -> str:
+def describe_reserve(reserve: Reserve) -> str:
     """Return the peak and the rest of a memory in words: `peak 10.2 of 24.0 GiB, 57% left: headroom of 15% kept`.
 
     Percentages are rounded down, so that at least as much was left as is said.

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from anybatch.core.batch import Position
 from anybatch.data.effective_batch import DatasetBatches
 from anybatch.data.indexed import IndexedSource
-from anybatch.data.options import Request, end_epoch_of, pins
+from anybatch.data.options import BatchOptions, end_epoch_of, pins_memory
 from anybatch.data.shards import Shards, check_readable
 from anybatch.data.streams import StreamSource
 from anybatch.errors import DataError
@@ -127,7 +127,7 @@ def batches(
         BatchSizeError: `effective_batch_size` is not a whole number of at least 1.
         DataError: a data set that is empty or cannot be read, a `start` beyond it, or arguments that contradict.
     """
-    request = Request(
+    request = BatchOptions(
         effective_batch_size=effective_batch_size,
         shuffle=shuffle,
         seed=seed,
@@ -137,7 +137,7 @@ def batches(
         steps=steps,
         collate=default_collate if collate is None else collate,
         num_workers=num_workers,
-        pin_memory=pins(pin_memory),
+        pin_memory=pins_memory(pin_memory),
     )
     source = IndexedSource(dataset, request) if _has_index(dataset) else _stream_source(dataset, request)
     return Batches(effective_batch_size=effective_batch_size, seed=seed, start=start, source=source)
@@ -149,7 +149,7 @@ def _has_index(dataset: object) -> bool:
     return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
 
 
-def _stream_source(dataset: Any, request: Request) -> StreamSource:  # noqa: ANN401
+def _stream_source(dataset: Any, request: BatchOptions) -> StreamSource:  # noqa: ANN401
     if isinstance(dataset, (DataLoader, Batches)):
         message = (
             f"dataset is a {type(dataset).__name__}, which yields batches; ab.batches cuts batches itself. "

@@ -13,9 +13,9 @@ from anybatch.core.batch import Foresight, Position, Positions, taken
 from anybatch.core.tree import Batch
 from anybatch.data.effective_batch import DatasetBatch, DatasetBatches
 from anybatch.data.fetch import UnitKey, UnitLoader, pinned
-from anybatch.data.options import Request
-from anybatch.data.order import Schedule, sample_order
-from anybatch.data.prefetch import Ahead
+from anybatch.data.options import BatchOptions
+from anybatch.data.order import SampleSchedule, sample_order
+from anybatch.data.prefetch import Prefetcher
 from anybatch.data.random_state import preserved_random_state
 from anybatch.errors import DataError
 
@@ -31,10 +31,10 @@ class IndexedSource:
         DataError: nothing would be yielded, or the start lies beyond the data.
     """
 
-    def __init__(self, dataset: Any, request: Request) -> None:  # noqa: ANN401 (what a data set is, torch leaves open)
+    def __init__(self, dataset: Any, request: BatchOptions) -> None:  # noqa: ANN401 (what a data set is, torch leaves open)
         self._loader = UnitLoader(dataset, request.collate, request.seed)
         self._request = request
-        self._schedule = Schedule(len(dataset), request.effective_batch_size, request.drop_last)
+        self._schedule = SampleSchedule(len(dataset), request.effective_batch_size, request.drop_last)
         _check_schedule(self._schedule, request.start)
 
     @property
@@ -51,9 +51,9 @@ class IndexedSource:
         """Yield the effective batches from the start on; workers stop when this generator does."""
         request = self._request
         walk = _Walk(self._schedule, request)
-        ahead: Ahead[UnitKey, Batch] | None = None
+        ahead: Prefetcher[UnitKey, Batch] | None = None
         if request.num_workers:
-            ahead = Ahead(self._loader, num_workers=request.num_workers, pin_memory=request.pin_memory)
+            ahead = Prefetcher(self._loader, num_workers=request.num_workers, pin_memory=request.pin_memory)
         feeder = _Feeder(walk, self._loader, ahead, pin_memory=request.pin_memory)
         try:
             for start, end, sample_ids in walk.steps(self._schedule.normalized(request.start)):
@@ -66,7 +66,7 @@ class IndexedSource:
 class _Walk:
     """Which samples make which step from any position on. The batches and the workers ahead of them walk here."""
 
-    def __init__(self, schedule: Schedule, request: Request) -> None:
+    def __init__(self, schedule: SampleSchedule, request: BatchOptions) -> None:
         self._schedule = schedule
         self._seed = request.seed
         self._shuffle = request.shuffle
@@ -105,7 +105,7 @@ class _Feeder:
 
     walk: _Walk
     loader: UnitLoader
-    ahead: Ahead[UnitKey, Batch] | None
+    ahead: Prefetcher[UnitKey, Batch] | None
     pin_memory: bool
 
     def __call__(self, batch: DatasetBatch, units: Sequence[Positions], foresight: Foresight | None) -> Iterator[Batch]:
@@ -133,7 +133,7 @@ def _unit_keys(epoch: int, sample_ids: Sequence[int], units: Sequence[Positions]
     return [UnitKey(epoch, tuple(taken(sample_ids, positions))) for positions in units]
 
 
-def _check_schedule(schedule: Schedule, start: Position) -> None:
+def _check_schedule(schedule: SampleSchedule, start: Position) -> None:
     num_samples, size = schedule.num_samples, schedule.effective_batch_size
     if num_samples == 0:
         message = "the data set is empty: len(dataset)=0, and a step needs at least 1 sample. Check what it reads."

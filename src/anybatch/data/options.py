@@ -11,7 +11,7 @@ from anybatch.errors import BatchSizeError, DataError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class BatchOptions:
     """The arguments of `batches`, with what follows where nothing was given.
 
     Attributes:
@@ -82,7 +82,7 @@ def end_epoch_of(epochs: int | None, steps: int | None, start: Position) -> int 
     return last
 
 
-def pins(pin_memory: bool | None) -> bool:  # noqa: FBT001 (the user's argument, handed on)
+def pins_memory(pin_memory: bool | None) -> bool:  # noqa: FBT001 (the user's argument, handed on)
     """Return whether to pin: as asked, or where there is an accelerator that reads pinned memory.
 
     Raises:

@@ -22,7 +22,7 @@ def sample_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> t
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class SampleSchedule:
     """How an epoch of `num_samples` is cut into steps. Batches do not cross epochs; the last one may be smaller.
 
     Any offset may be a step's start, not only multiples of the effective batch size: a run may be resumed with another.

@@ -15,18 +15,18 @@ Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded(Generic[Key, Value]):
+class LoadedUnit(Generic[Key, Value]):
     """The batch that a worker loaded for a key, with that key."""
 
     key: Key
     value: Value
 
-    def pin_memory(self) -> "Loaded[Key, Value]":
+    def pin_memory(self) -> "LoadedUnit[Key, Value]":
         """Return the same with its tensors in pinned memory. The loader's pinning thread calls this."""
-        return Loaded(self.key, pinned(self.value))
+        return LoadedUnit(self.key, pinned(self.value))
 
 
-class Ahead(Generic[Key, Value]):
+class Prefetcher(Generic[Key, Value]):
     """Values loaded in worker processes before they are asked for.
 
     The caller says, whenever asked, which keys it expects to ask for next. As long as it then asks for them in that
@@ -52,8 +52,8 @@ class Ahead(Generic[Key, Value]):
         self._pin_memory = pin_memory
         self._start_worker = start_worker
         self._keys: _KeySequence[Key] = _KeySequence()
-        self._loader: DataLoader[Loaded[Key, Value]] | None = None
-        self._items: Iterator[Loaded[Key, Value]] = iter(())
+        self._loader: DataLoader[LoadedUnit[Key, Value]] | None = None
+        self._items: Iterator[LoadedUnit[Key, Value]] = iter(())
 
     def take(self, key: Key, onward: Callable[[], Iterator[Key]]) -> Value:
         """Return the value of `key`.
@@ -89,7 +89,7 @@ class Ahead(Generic[Key, Value]):
             self._loader = self._new_loader()
         self._items = iter(self._loader)  # with persistent workers: batches under way are drained, processes stay
 
-    def _new_loader(self) -> "DataLoader[Loaded[Key, Value]]":
+    def _new_loader(self) -> "DataLoader[LoadedUnit[Key, Value]]":
         return DataLoader(
             _Keyed(self._load),
             batch_size=None,
@@ -122,8 +122,8 @@ class _Keyed(Dataset[Any]):
 
     load: Callable[[Any], Any]
 
-    def __getitem__(self, key: Any) -> Loaded[Any, Any]:  # noqa: ANN401 (the caller's key)
-        return Loaded(key, self.load(key))
+    def __getitem__(self, key: Any) -> LoadedUnit[Any, Any]:  # noqa: ANN401 (the caller's key)
+        return LoadedUnit(key, self.load(key))
 
 
 def _unchanged(item: Any) -> Any:  # noqa: ANN401 (instead of torch's conversion of numbers and arrays to tensors)

@@ -18,7 +18,7 @@ def packed(value: object) -> bytes:
     if importlib.util.find_spec("numpy") is None:  # torch then has no cheap way to the bytes of a tensor
         return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
     buffer = io.BytesIO()
-    _Packer(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    _BatchPacker(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     return buffer.getvalue()
 
 
@@ -27,7 +27,7 @@ def unpacked(data: bytes) -> Any:  # noqa: ANN401 (whatever was packed)
     return pickle.loads(data)  # noqa: S301 (from our own worker)
 
 
-class _Packer(pickle.Pickler):
+class _BatchPacker(pickle.Pickler):
     def reducer_override(self, value: object) -> Any:  # noqa: ANN401 (a tuple or NotImplemented)
         """Reduce a plain tensor to its bytes, and leave everything else, unusual tensors too, to pickle."""
         if type(value) is not torch.Tensor or not _is_plain(value):

@@ -12,9 +12,9 @@ from anybatch.core.geometry import ceil_div
 from anybatch.core.tree import Batch
 from anybatch.data.effective_batch import DatasetBatch, DatasetBatches
 from anybatch.data.fetch import Collate, collate_unit, pinned
-from anybatch.data.options import Request
-from anybatch.data.order import Schedule
-from anybatch.data.prefetch import Ahead
+from anybatch.data.options import BatchOptions
+from anybatch.data.order import SampleSchedule
+from anybatch.data.prefetch import Prefetcher
 from anybatch.data.random_state import preserved_random_state
 from anybatch.data.serialization import unpacked
 from anybatch.data.shards import ChunkKey, LaneReader, Shards, StreamSample, hide_worker, read_rounds
@@ -35,7 +35,7 @@ class StreamSource:
         DataError: a shuffled stream, or more workers than shards.
     """
 
-    def __init__(self, shards: Shards, num_samples: int | None, request: Request) -> None:
+    def __init__(self, shards: Shards, num_samples: int | None, request: BatchOptions) -> None:
         self._shards = shards
         self._num_samples = num_samples
         self._request = request
@@ -63,19 +63,19 @@ class StreamSource:
             if ahead is not None:
                 ahead.close()
 
-    def _stated_schedule(self) -> Schedule:
+    def _stated_schedule(self) -> SampleSchedule:
         if self._num_samples is None:
             message = "the number of steps is not known: the stream states no length. Give steps=, or add a __len__."
             raise TypeError(message)  # the type that list() and others expect of an object without length
-        return Schedule(self._num_samples, self._request.effective_batch_size, self._request.drop_last)
+        return SampleSchedule(self._num_samples, self._request.effective_batch_size, self._request.drop_last)
 
-    def _workers(self) -> Ahead[ChunkKey, bytes]:
+    def _workers(self) -> Prefetcher[ChunkKey, bytes]:
         num_lanes, num_shards = self._request.num_workers, self._shards.num_shards
         rounds = ceil_div(self._request.effective_batch_size, 2 * num_shards)  # two are under way: one effective batch
         reader = LaneReader(self._shards, seed=self._request.seed, num_lanes=num_lanes, rounds_per_chunk=rounds)
-        return Ahead(reader, num_workers=num_lanes, pin_memory=False, start_worker=hide_worker)
+        return Prefetcher(reader, num_workers=num_lanes, pin_memory=False, start_worker=hide_worker)
 
-    def _batches(self, ahead: Ahead[ChunkKey, bytes] | None) -> Iterator[DatasetBatch]:
+    def _batches(self, ahead: Prefetcher[ChunkKey, bytes] | None) -> Iterator[DatasetBatch]:
         start = self._request.start
         while start.epoch != self._request.end_epoch:
             stream = self._samples_here(start) if ahead is None else self._samples_from_workers(start, ahead)
@@ -88,7 +88,7 @@ class StreamSource:
         rounds = read_rounds(self._shards, numbers, seed=self._request.seed, epoch=start.epoch)
         return itertools.chain.from_iterable(rounds)
 
-    def _samples_from_workers(self, start: Position, ahead: Ahead[ChunkKey, bytes]) -> Iterator[StreamSample]:
+    def _samples_from_workers(self, start: Position, ahead: Prefetcher[ChunkKey, bytes]) -> Iterator[StreamSample]:
         """Yield the samples of an epoch from its first one on; those before `start` may come as None."""
         num_lanes, num_shards = self._request.num_workers, self._shards.num_shards
         # At most n samples have an id below n: these all lie before the start and stay in the worker.
@@ -171,7 +171,7 @@ def _nothing_to_yield(epoch: int, num_samples: int, effective_batch_size: int) -
     )
 
 
-def _check_request(request: Request, num_shards: int) -> None:
+def _check_request(request: BatchOptions, num_shards: int) -> None:
     if request.shuffle:
         message = (
             "shuffle=True needs a data set with an index, and this one is a stream, which comes in its own order. "

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from anybatch.checkpoints import Loaded, Saved, load, load_latest, save
+from anybatch.checkpoints import LoadedCheckpoint, SavedCheckpoint, load, load_latest, save
 from anybatch.core.batch import Position
 from anybatch.core.geometry import Sizes
 from anybatch.engine.update.precision import LossScaler, Target
@@ -147,21 +147,23 @@ def _check_optimizer(target: Target, saved: Mapping[str, Any]) -> None:
         raise CheckpointError(message)
 
 
-def save_on_first_rank(folder: Path, step: int, state: Mapping[str, Any], world: World, *, keep_last: int) -> Saved:
+def save_on_first_rank(
+    folder: Path, step: int, state: Mapping[str, Any], world: World, *, keep_last: int
+) -> SavedCheckpoint:
     """Write a checkpoint on rank 0 while the others wait; return what was saved on every rank.
 
     Raises:
         CheckpointError: on rank 0, which could not write it; a RankFailedError carries it on the others.
     """
 
-    def write() -> Saved:
+    def write() -> SavedCheckpoint:
         return save(folder, step, state, keep_last=keep_last)
 
-    saved: Saved = world.together(write if world.rank == 0 else None)[0]
+    saved: SavedCheckpoint = world.together(write if world.rank == 0 else None)[0]
     return saved
 
 
-def load_on_all_ranks(path: Path, world: World) -> Loaded:
+def load_on_all_ranks(path: Path, world: World) -> LoadedCheckpoint:
     """Read the newest intact checkpoint, the same one on every rank.
 
     Args:
@@ -171,12 +173,12 @@ def load_on_all_ranks(path: Path, world: World) -> Loaded:
     Raises:
         CheckpointError: there is none, none is intact, or ranks do not see the same one.
     """
-    loaded: Loaded | None = None
+    loaded: LoadedCheckpoint | None = None
 
     def read() -> int:
         nonlocal loaded
         is_one = (path / "digests.json").exists()
-        loaded = Loaded(path=path, state=load(path), skipped=()) if is_one else load_latest(path)
+        loaded = LoadedCheckpoint(path=path, state=load(path), skipped=()) if is_one else load_latest(path)
         return int(loaded.state["num_steps"])
 
     steps = world.together(read)

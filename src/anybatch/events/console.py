@@ -24,13 +24,13 @@ from anybatch.core.records import (
     StepRecord,
 )
 from anybatch.core.units import duration, in_bytes, per_second, shortened, three_digits
-from anybatch.events.messages import about, lines_of_start, skipped_line
+from anybatch.events.messages import lines_of_start, message_of, skipped_line
 from anybatch.events.plain_screen import PlainScreen
 from anybatch.events.readings import read_number
-from anybatch.events.safe_stream import Outlet
-from anybatch.events.screen import CELL_WIDTH, Cell, Moment, Screen
+from anybatch.events.safe_stream import SafeStream
+from anybatch.events.screen import CELL_WIDTH, Screen, ScreenCell, ScreenContents
 from anybatch.events.terminal_screen import is_capable, make_terminal_screen
-from anybatch.events.throughput import Pace
+from anybatch.events.throughput import Throughput
 
 _LABEL_WIDTH = CELL_WIDTH - len(" -1.23e-100")
 
@@ -67,7 +67,7 @@ class Console:
         self._screen = _screen_for(sys.stderr if stream is None else stream) if screen is None else screen
         self._clock = clock
         self._lock = threading.Lock()  # a record may come from the thread of a backward hook
-        self._pace = Pace()
+        self._pace = Throughput()
         self._num_steps = 0
         self._step: StepRecord | None = None
         self._micro_batch: MicroBatchRecord | None = None
@@ -129,7 +129,7 @@ class Console:
         """Begin a session: how it is cut and what was decided, and the bar at its first step."""
         for line in lines_of_start(record):
             self._screen.say(line, "plain")
-        self._pace, self._num_steps = Pace(), record.first_step
+        self._pace, self._num_steps = Throughput(), record.first_step
         self._step = self._micro_batch = self._memory = self._shown_steps = None
         self._pace.begin(now)
         if self._screen.shows_beginning:
@@ -154,7 +154,7 @@ class Console:
         self._say(record, seconds=self._pace.seconds_since_begin(now))
 
     def _say(self, record: Record, *, seconds: float | None = None) -> None:
-        line, level = about(record, self._total_steps, seconds=seconds)
+        line, level = message_of(record, self._total_steps, seconds=seconds)
         self._screen.say(line, level)
 
     def _show_if_due(self, now: float, seconds: float) -> None:
@@ -170,19 +170,19 @@ class Console:
         self._screen.show(self._moment(now))
         self._shown_seconds, self._shown_steps = self._clock(), self._num_steps  # reading may have waited
 
-    def _moment(self, now: float) -> Moment:
+    def _moment(self, now: float) -> ScreenContents:
         total = self._total_steps
         left = None if total is None else self._pace.seconds_left(now, max(0, total - self._num_steps))
         num_done, num_micro_batches = self._micro_batches()
         within = self._micro_batch is not None
-        return Moment(
+        return ScreenContents(
             num_steps=self._num_steps,
             total_steps=total,
             share_of_step=num_done / num_micro_batches if within else 0.0,
             is_within_step=within,
             time_left=None if left is None else duration(left),
             cells=self._cells(now),
-            underway=Cell("micro-batch", f"{num_done:,} of {num_micro_batches:,}", 10)
+            underway=ScreenCell("micro-batch", f"{num_done:,} of {num_micro_batches:,}", 10)
             if num_micro_batches > 1
             else None,
         )
@@ -193,38 +193,38 @@ class Console:
             return self._micro_batch.position + (self._micro_batch.event == "end"), self._micro_batch.num_micro_batches
         return (0, 0) if self._step is None else (self._step.num_micro_batches, self._step.num_micro_batches)
 
-    def _cells(self, now: float) -> list[Cell]:
+    def _cells(self, now: float) -> list[ScreenCell]:
         cells = [] if self._step is None else _cells_of_step(self._step)
-        cells.append(Cell("samples/s", per_second(self._pace.samples_per_second)))
+        cells.append(ScreenCell("samples/s", per_second(self._pace.samples_per_second)))
         if self._memory is not None:
             limit = self._memory.limit_bytes
-            cells.append(Cell("memory", in_bytes(self._memory.peak_bytes, limit), 8 if limit is None else 16))
+            cells.append(ScreenCell("memory", in_bytes(self._memory.peak_bytes, limit), 8 if limit is None else 16))
         if self._step is not None:
-            cells.append(Cell("epoch", f"{self._step.epoch + (self._step.sample_offset > 0):,}", 3))
-        cells.append(Cell("time", duration(self._pace.seconds_since_begin(now)), 11))
+            cells.append(ScreenCell("epoch", f"{self._step.epoch + (self._step.sample_offset > 0):,}", 3))
+        cells.append(ScreenCell("time", duration(self._pace.seconds_since_begin(now)), 11))
         return cells
 
 
-def _cells_of_step(record: StepRecord) -> list[Cell]:
+def _cells_of_step(record: StepRecord) -> list[ScreenCell]:
     """Return the numbers of a step, waiting for its device."""
-    cells = [Cell("loss", three_digits(read_number(record.loss)))]
+    cells = [ScreenCell("loss", three_digits(read_number(record.loss)))]
     if len(record.losses) > 1:
         terms: Mapping[str, Scalar] = record.losses
         cells += [
-            Cell(shortened(name, _LABEL_WIDTH), three_digits(read_number(value))) for name, value in terms.items()
+            ScreenCell(shortened(name, _LABEL_WIDTH), three_digits(read_number(value))) for name, value in terms.items()
         ]
     if record.gradient_norm is not None:
-        cells.append(Cell("gradient norm", three_digits(read_number(record.gradient_norm))))
+        cells.append(ScreenCell("gradient norm", three_digits(read_number(record.gradient_norm))))
     rates = [read_number(rate) for rate in record.learning_rates]
     if len(set(rates)) == 1:
-        cells.append(Cell("learning rate", three_digits(rates[0])))
+        cells.append(ScreenCell("learning rate", three_digits(rates[0])))
     elif rates:
         known = [rate for rate in rates if rate is not None]
-        cells.append(Cell("highest rate", three_digits(max(known, default=None))))
-        cells.append(Cell("lowest rate", three_digits(min(known, default=None))))
+        cells.append(ScreenCell("highest rate", three_digits(max(known, default=None))))
+        cells.append(ScreenCell("lowest rate", three_digits(min(known, default=None))))
     return cells
 
 
 def _screen_for(stream: TextIO) -> Screen:
-    outlet = Outlet(stream)
-    return make_terminal_screen(outlet) if is_capable(outlet) else PlainScreen(outlet)
+    safe = SafeStream(stream)
+    return make_terminal_screen(safe) if is_capable(safe) else PlainScreen(safe)

@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 
-from anybatch.events.jsonl import Line, read_jsonl
+from anybatch.events.jsonl import JsonLine, read_jsonl
 
 _REACH = 4
 """Standard deviations after which a bell is as good as zero."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Session:
+class LogSession:
     """A part of a run between two starts.
 
     Attributes:
@@ -46,7 +46,7 @@ class Curves:
         out_of_memory: steps that ran out of memory and were repeated.
     """
 
-    sessions: Sequence[Session]
+    sessions: Sequence[LogSession]
     steps: Sequence[int]
     losses: Float[torch.Tensor, " step"]
     learning_rates: Sequence[Float[torch.Tensor, " step"]]
@@ -63,8 +63,8 @@ def read_curves(path: str | os.PathLike[str]) -> Curves:
     Raises:
         OSError: the log cannot be opened.
     """
-    notes = _Notes()
-    take: Mapping[str, Callable[[Line], None]] = {
+    notes = _CurveCollector()
+    take: Mapping[str, Callable[[JsonLine], None]] = {
         "start": notes.start,
         "step": notes.step,
         "evaluate": notes.evaluate,
@@ -96,10 +96,10 @@ def smoothed(values: Float[torch.Tensor, " step"], num_steps: float) -> Float[to
 
 
 @dataclass(slots=True)
-class _Notes:
+class _CurveCollector:
     """The part of a log that has been read so far."""
 
-    sessions: list[Session] = field(default_factory=list)
+    sessions: list[LogSession] = field(default_factory=list)
     losses: dict[int, float] = field(default_factory=dict)
     rates: dict[int, list[float]] = field(default_factory=dict)
     metrics: dict[str, dict[int, float]] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class _Notes:
     skipped: set[int] = field(default_factory=set)
     out_of_memory_at: set[int] = field(default_factory=set)
 
-    def start(self, line: Line) -> None:
+    def start(self, line: JsonLine) -> None:
         """Begin a session: what was noted of later steps was undone."""
         first = int(line["first_step"])
         self.losses = {number: loss for number, loss in self.losses.items() if number <= first}
@@ -120,9 +120,9 @@ class _Notes:
         self.out_of_memory_at = {number for number in self.out_of_memory_at if number <= first}
         self.sessions = [session for session in self.sessions if session.first_step < first]
         circumstances = ", ".join(str(line[name]) for name in ("device", "precision", "strategy"))
-        self.sessions.append(Session(first_step=first, geometry=str(line["geometry"]), circumstances=circumstances))
+        self.sessions.append(LogSession(first_step=first, geometry=str(line["geometry"]), circumstances=circumstances))
 
-    def step(self, line: Line) -> None:
+    def step(self, line: JsonLine) -> None:
         """Note a step."""
         number = int(line["step"]) + 1
         self.losses[number] = _number(line["loss"])
@@ -131,12 +131,12 @@ class _Notes:
         if line["skipped"] is True:
             self.skipped.add(number)
 
-    def evaluate(self, line: Line) -> None:
+    def evaluate(self, line: JsonLine) -> None:
         """Note an evaluation; one that was repeated after a resume replaces the first."""
         for name, value in line["metrics"].items():
             self.metrics.setdefault(name, {})[int(line["step"])] = _number(value)
 
-    def out_of_memory(self, line: Line) -> None:
+    def out_of_memory(self, line: JsonLine) -> None:
         """Note that a step ran out of memory."""
         self.out_of_memory_at.add(int(line["step"]) + 1)
 

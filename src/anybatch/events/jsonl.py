@@ -34,7 +34,7 @@ from anybatch.core.whole_numbers import checked_int
 from anybatch.errors import UserError
 from anybatch.events.schema import SCHEMA_VERSION
 
-Line = dict[str, Any]
+JsonLine = dict[str, Any]
 _LINE_START = b'{"version":'
 _BLOCK_BYTES = 1 << 16
 
@@ -74,7 +74,7 @@ class JsonlLog:
         self._clock = clock
         self._num_steps_per_flush = num_steps_per_flush
         self._num_steps_pending = 0
-        self._pending: list[Line] = []
+        self._pending: list[JsonLine] = []
         self._lock = threading.Lock()  # records of reductions come from the threads of backward hooks
         self._file = _open(self._path)
         try:
@@ -160,7 +160,7 @@ class JsonlLines:
         self._path = path
         self.num_skipped = 0
 
-    def __iter__(self) -> Iterator[Line]:
+    def __iter__(self) -> Iterator[JsonLine]:
         """Yield line after line; an unfinished last line, which is still being written, is not looked at."""
         self.num_skipped = 0
         with self._path.open("rb") as file:
@@ -186,13 +186,13 @@ def read_jsonl(path: str | os.PathLike[str]) -> JsonlLines:
     return JsonlLines(Path(path))
 
 
-def line_of(record: Record, *, sequence: int, time_seconds: float) -> Line:
+def line_of(record: Record, *, sequence: int, time_seconds: float) -> JsonLine:
     """Return the line of a record as a log would give it back; waits for the devices that its numbers are on."""
-    line: Line = json.loads(_encoded(_line(record, sequence, time_seconds)))
+    line: JsonLine = json.loads(_encoded(_line(record, sequence, time_seconds)))
     return line
 
 
-def _line(record: Record, sequence: int, time_seconds: float) -> Line:
+def _line(record: Record, sequence: int, time_seconds: float) -> JsonLine:
     """Return the line of a record; numbers that are on a device stay there."""
     body = {field.name: _plain(getattr(record, field.name)) for field in fields(record)}
     head = {"version": SCHEMA_VERSION, "sequence": sequence, "time_seconds": round(time_seconds, 6)}
@@ -276,17 +276,17 @@ def _read(tensor: torch.Tensor) -> float | str | None:
     return value if isinstance(value, bool | int) else _finite(value)
 
 
-def _encoded(line: Line) -> bytes:
+def _encoded(line: JsonLine) -> bytes:
     return json.dumps(line, default=_read, allow_nan=False, separators=(",", ":")).encode() + b"\n"
 
 
-def _decoded(text: bytes) -> Line | None:
+def _decoded(text: bytes) -> JsonLine | None:
     """Return a line of a version that is known; None for anything else."""
     line = _decoded_object(text)
     return line if line is not None and line.get("version") == SCHEMA_VERSION else None
 
 
-def _decoded_object(text: bytes) -> Line | None:
+def _decoded_object(text: bytes) -> JsonLine | None:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):  # not JSON, not even text, or made to hurt

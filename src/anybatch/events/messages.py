@@ -39,7 +39,7 @@ def lines_of_start(record: StartRecord) -> Iterator[str]:
         yield f"going on after step {record.first_step:,}"
 
 
-def about(record: Record, total_steps: int | None, *, seconds: float | None = None) -> Sentence:
+def message_of(record: Record, total_steps: int | None, *, seconds: float | None = None) -> Sentence:
     """Return a record as a sentence, and how much it matters.
 
     Args:

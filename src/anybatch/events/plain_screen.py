@@ -2,34 +2,36 @@
 
 from collections.abc import Iterable
 
-from anybatch.events.safe_stream import Outlet
-from anybatch.events.screen import Cell, Level, Moment
+from anybatch.events.safe_stream import SafeStream
+from anybatch.events.screen import Level, ScreenCell, ScreenContents
 
 
 class PlainScreen:
     """Writes lines, one for each moment and one for each thing that happens.
 
     Args:
-        outlet: where to.
+        stream: where to.
         seconds_per_step: least time between two lines about steps.
         seconds_per_micro_batch: least time between two lines within a step.
     """
 
     shows_beginning = False
 
-    def __init__(self, outlet: Outlet, *, seconds_per_step: float = 5.0, seconds_per_micro_batch: float = 30.0) -> None:
+    def __init__(
+        self, stream: SafeStream, *, seconds_per_step: float = 5.0, seconds_per_micro_batch: float = 30.0
+    ) -> None:
         self.seconds_per_step = seconds_per_step
         self.seconds_per_micro_batch = seconds_per_micro_batch
-        self._outlet = outlet
+        self._stream = stream
 
     def say(self, line: str, level: Level, /) -> None:  # noqa: ARG002 (the line itself says "warning" or "error")
         """Write a line."""
-        self._outlet.write(f"{line}\n")
-        self._outlet.flush()
+        self._stream.write(f"{line}\n")
+        self._stream.flush()
 
-    def show(self, moment: Moment, /) -> None:
+    def show(self, moment: ScreenContents, /) -> None:
         """Write how far the run is, in columns."""
-        left = [] if moment.time_left is None else [Cell("left", moment.time_left, 11)]
+        left = [] if moment.time_left is None else [ScreenCell("left", moment.time_left, 11)]
         if moment.is_within_step and moment.underway is not None:
             cells = [moment.underway, *left]
         else:
@@ -40,5 +42,5 @@ class PlainScreen:
         """Do nothing: every line has been written."""
 
 
-def _columns(cells: Iterable[Cell]) -> Iterable[str]:
+def _columns(cells: Iterable[ScreenCell]) -> Iterable[str]:
     return (f"{cell.label} {cell.value:>{cell.value_width}}" for cell in cells)

@@ -4,7 +4,7 @@ import io
 from typing import TextIO
 
 
-class Outlet(io.TextIOBase):
+class SafeStream(io.TextIOBase):
     """A text stream in front of another one, for text that no result depends on.
 
     A terminal that was closed, a pipe that is no longer read and a full disk make it fall silent. Characters that

@@ -11,7 +11,7 @@ CELL_WIDTH = 24
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class ScreenCell:
     """A number with its name.
 
     Attributes:
@@ -26,7 +26,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
+class ScreenContents:
     """The contents of a screen at one moment.
 
     Attributes:
@@ -44,8 +44,8 @@ class Moment:
     share_of_step: float
     is_within_step: bool
     time_left: str | None
-    cells: Sequence[Cell]
-    underway: Cell | None
+    cells: Sequence[ScreenCell]
+    underway: ScreenCell | None
 
     @property
     def heading(self) -> str:
@@ -82,7 +82,7 @@ class Screen(Protocol):
         """Show a line that stays."""
         ...
 
-    def show(self, moment: Moment, /) -> None:
+    def show(self, moment: ScreenContents, /) -> None:
         """Show how far the run is."""
         ...
 

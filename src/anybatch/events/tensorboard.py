@@ -23,9 +23,9 @@ from anybatch.core.records import (
     StepRecord,
 )
 from anybatch.errors import UserError
-from anybatch.events.messages import about, lines_of_start
+from anybatch.events.messages import lines_of_start, message_of
 from anybatch.events.readings import read_number
-from anybatch.events.throughput import Pace
+from anybatch.events.throughput import Throughput
 
 Point = tuple[str, Scalar | Flag]
 
@@ -92,7 +92,7 @@ class TensorBoardLog:
         self._clock, self._wall_clock = clock, wall_clock
         self._lock = threading.Lock()  # a record may come from the thread of a backward hook
         self._writer: Writer | None = None
-        self._pace = Pace()
+        self._pace = Throughput()
         self._pending: list[tuple[float, Record, float | None]] = []
         self._written_seconds = clock()
         self._has_skipped = False
@@ -152,7 +152,7 @@ class TensorBoardLog:
             self._write()
             self._writer.close()
         self._writer = self._make_writer(str(self._folder), purge_step=record.first_step + 1)
-        self._pace = Pace()
+        self._pace = Throughput()
         self._pace.begin(now)
         text = "\n".join(f"- {line}" for line in lines_of_start(record))
         self._writer.add_text("run", text, record.first_step, self._wall_clock())
@@ -177,7 +177,7 @@ class TensorBoardLog:
             elif isinstance(record, MemoryRecord):
                 _add_scalars(writer, _points_of_memory(record), record.step + 1, wall_seconds)
             else:
-                line, _ = about(record, None)
+                line, _ = message_of(record, None)
                 writer.add_text("happenings", line, _steps_made(record), wall_seconds)
         writer.flush()
         self._written_seconds = self._clock()

@@ -13,8 +13,8 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from anybatch.events.safe_stream import Outlet
-from anybatch.events.screen import CELL_WIDTH, Cell, Level, Moment
+from anybatch.events.safe_stream import SafeStream
+from anybatch.events.screen import CELL_WIDTH, Level, ScreenCell, ScreenContents
 
 _GAP = "   "
 _INDENT, _BAR_STYLE = "    ", "cyan"
@@ -51,7 +51,7 @@ class TerminalScreen:
         )  # a path stays whole, so that it can be copied
         self._terminal.print(Text("\n".join(lines), style=_STYLES[level]), soft_wrap=True)
 
-    def show(self, moment: Moment, /) -> None:
+    def show(self, moment: ScreenContents, /) -> None:
         """Draw the bar and the numbers."""
         if self._live is None:
             self._live = self._begin()
@@ -83,7 +83,7 @@ class Frame:
         moment: what to draw.
     """
 
-    def __init__(self, moment: Moment) -> None:
+    def __init__(self, moment: ScreenContents) -> None:
         self._moment = moment
 
     def __rich_console__(self, console: Terminal, options: ConsoleOptions) -> RenderResult:
@@ -114,18 +114,18 @@ class Frame:
         yield line
 
 
-def is_capable(outlet: Outlet) -> bool:
+def is_capable(stream: SafeStream) -> bool:
     """Return whether something can be drawn there: a terminal that can move its cursor."""
-    return outlet.isatty() and not _terminal(outlet).is_dumb_terminal
+    return stream.isatty() and not _terminal(stream).is_dumb_terminal
 
 
-def make_terminal_screen(outlet: Outlet) -> TerminalScreen:
+def make_terminal_screen(stream: SafeStream) -> TerminalScreen:
     """Return a screen that draws on a terminal."""
-    return TerminalScreen(_terminal(outlet))
+    return TerminalScreen(_terminal(stream))
 
 
-def _terminal(outlet: Outlet) -> Terminal:
-    return Terminal(file=cast("IO[str]", outlet), highlight=False, markup=False, emoji=False)
+def _terminal(stream: SafeStream) -> Terminal:
+    return Terminal(file=cast("IO[str]", stream), highlight=False, markup=False, emoji=False)
 
 
 def _room(heading: Text, end: str, options: ConsoleOptions) -> int:
@@ -142,7 +142,7 @@ def _drawn(bar: ProgressBar, console: Terminal, options: ConsoleOptions) -> Sequ
     return [*pieces, (" " * (bar.width - drawn), "")]  # without colours only the finished part is drawn
 
 
-def _rows(cells: Sequence[Cell], width: int) -> Sequence[Text]:
+def _rows(cells: Sequence[ScreenCell], width: int) -> Sequence[Text]:
     """Return cells in columns, in rows that are about equally full."""
     fitting = max(1, (width + len(_GAP)) // (CELL_WIDTH + len(_GAP)))
     num_rows = -(-len(cells) // fitting)
@@ -154,5 +154,5 @@ def _rows(cells: Sequence[Cell], width: int) -> Sequence[Text]:
     ]
 
 
-def _drawn_cell(cell: Cell, width: int) -> Text:
+def _drawn_cell(cell: ScreenCell, width: int) -> Text:
     return Text.assemble((cell.label, "dim"), " ", cell.value.rjust(width - len(cell.label) - 1))

@@ -16,7 +16,7 @@ class _StepEnd:
     num_samples: int
 
 
-class Pace:
+class Throughput:
     """The pace of a session, from the times at which its steps were over.
 
     Samples per second are those of the last seconds, or of the last step if it took longer. Evaluations and

@@ -46,7 +46,7 @@ _JOB_NAMES = ("job", "recipe")
 
 
 @dataclass(frozen=True, slots=True)
-class _Sought:
+class _FunctionKind:
     """A kind of function to look for, in the words of messages: its name, where it can be, what it does."""
 
     noun: str
@@ -55,7 +55,7 @@ class _Sought:
 
 
 _PLACES = "a file (file.py:function) or a module (package.module:function)"
-_RECIPE = _Sought("recipe", f"A recipe is one of {', '.join(map(repr, RECIPES))}, {_PLACES}", "returns an ab.Job")
+_RECIPE = _FunctionKind("recipe", f"A recipe is one of {', '.join(map(repr, RECIPES))}, {_PLACES}", "returns an ab.Job")
 
 
 def load_recipe(name: str) -> Job:
@@ -106,7 +106,7 @@ def load_function(name: str, noun: str, does: str) -> Callable[..., Any]:
     Raises:
         UserError: there is no such thing, or importing it fails.
     """
-    sought = _Sought(noun, f"A {noun} is named as {_PLACES}", does)
+    sought = _FunctionKind(noun, f"A {noun} is named as {_PLACES}", does)
     place, function_name = _split(name)
     module = _import_place(place, sought)
     if function_name:
@@ -118,7 +118,7 @@ def load_function(name: str, noun: str, does: str) -> Callable[..., Any]:
     raise UserError(message)
 
 
-def _import_place(place: str, sought: _Sought) -> ModuleType:
+def _import_place(place: str, sought: _FunctionKind) -> ModuleType:
     """Import a file or a module."""
     return _import_file(Path(place), sought) if _is_file_name(place) else _import_module(place, sought)
 
@@ -133,7 +133,7 @@ def _is_file_name(place: str) -> bool:
     return place.endswith(".py") or "/" in place or "\\" in place
 
 
-def _import_file(path: Path, sought: _Sought) -> ModuleType:
+def _import_file(path: Path, sought: _FunctionKind) -> ModuleType:
     """Import a file under its own name, so that worker processes can find what it defines."""
     if not path.is_file():
         message = f"there is no file {str(path)!r} (looked in {Path.cwd()}). {sought.known}."
@@ -164,7 +164,7 @@ def _import_file(path: Path, sought: _Sought) -> ModuleType:
     return module
 
 
-def _import_module(name: str, sought: _Sought) -> ModuleType:
+def _import_module(name: str, sought: _FunctionKind) -> ModuleType:
     _find_first(Path.cwd())
     with _users_traceback(f"importing {name} failed"):
         if not all(part.isidentifier() for part in name.split(".")) or _is_missing(name):
@@ -188,7 +188,7 @@ def _find_first(folder: Path) -> None:
         sys.path.insert(0, str(folder))
 
 
-def _named(module: ModuleType, name: str, place: str, sought: _Sought) -> Callable[..., Any]:
+def _named(module: ModuleType, name: str, place: str, sought: _FunctionKind) -> Callable[..., Any]:
     function = getattr(module, name, None)
     if function is None:
         message = f"{place} has no function {name!r}. {_listed(_functions(module))}"

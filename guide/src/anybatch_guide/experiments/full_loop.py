@@ -11,7 +11,7 @@ from torch import Tensor
 
 import anybatch as ab
 from anybatch.core.records import MicroBatchRecord, PhaseRecord, Record
-from anybatch.events.jsonl import Line, read_jsonl
+from anybatch.events.jsonl import JsonLine, read_jsonl
 from anybatch_guide.experiment import Data, Experiment, Tell
 from anybatch_guide.listings.full_loop import make_model, measured, train, ways
 
@@ -87,7 +87,7 @@ def strip_rows(rows: Sequence[tuple[int, str, int | None, list[float]]]) -> dict
     return {"largest": float(f"{largest:.4g}"), "rows": found}
 
 
-def log_columns(lines: Sequence[Line]) -> dict[str, Any]:
+def log_columns(lines: Sequence[JsonLine]) -> dict[str, Any]:
     """Return lines of a log as columns: what happened, when in seconds since the first, and the numbers that came."""
     start = lines[0]["time_seconds"]
     columns: dict[str, Any] = {"first_sequence": lines[0]["sequence"]}
@@ -104,7 +104,7 @@ def shortened(values: Sequence[object]) -> dict[str, Any]:
     return {"words": distinct, "of": [distinct.index(value) for value in values]}
 
 
-def numbers_of(line: Line) -> dict[str, Any]:
+def numbers_of(line: JsonLine) -> dict[str, Any]:
     """Return what a line says in numbers, if it says any."""
     if line["kind"] == "step":
         return {name: line[name] for name in ("loss", "gradient_norm", "clipped", "counts", "num_samples")}

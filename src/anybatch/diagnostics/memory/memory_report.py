@@ -12,7 +12,7 @@ import torch
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from anybatch.core.headroom import HEADROOM, Reserve, about_reserve
+from anybatch.core.headroom import HEADROOM, Reserve, describe_reserve
 from anybatch.core.records import MicroBatchRecord, PhaseRecord, Record, StepRecord
 from anybatch.core.tree import tensors_of
 from anybatch.core.units import in_bytes
@@ -112,7 +112,7 @@ class MemoryReport:
             UserError: matplotlib is not installed, or the picture has another ending than .png, .svg or .pdf.
             OSError: it cannot be written.
         """
-        left = "" if self.reserve is None else f"; {about_reserve(self.reserve)}"
+        left = "" if self.reserve is None else f"; {describe_reserve(self.reserve)}"
         picture = MemoryPicture(
             title=self._where, below=f"{self._what}{left}", limit_bytes=self.limit_bytes, headroom=self.headroom
         )
@@ -152,7 +152,7 @@ class MemoryReport:
         lines = [] if self.allocator is None else [str(self.allocator)]
         reserve = self.reserve
         if reserve is not None:
-            lines.append(f"{'' if reserve.kept else 'warning: '}{about_reserve(reserve)}")
+            lines.append(f"{'' if reserve.kept else 'warning: '}{describe_reserve(reserve)}")
         return lines
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from anybatch.core.headroom import Reserve, about_reserve
+from anybatch.core.headroom import Reserve, describe_reserve
 from anybatch.core.records import DiagnosisRecord, MemoryRecord
 from anybatch.engine.update.resident_tensors import Held, num_bytes_of
 from anybatch.memory.device_memory import begin_peak, memory_in_use
@@ -70,6 +70,6 @@ def headroom_used_up(rank: int, step: int, reserve: Reserve) -> DiagnosisRecord:
         step=step,
         code="headroom_used_up",
         level="warning",
-        message=f"memory: {about_reserve(reserve)}",
+        message=f"memory: {describe_reserve(reserve)}",
         remedy="A smaller micro_batch_size gives the same result with less memory.",
     )

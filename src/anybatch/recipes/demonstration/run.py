@@ -59,7 +59,7 @@ def _run_plain(write: Write) -> bool:
     model, optimizer = _fresh()
     try:
         with memory_budget(BUDGET_BYTES, model):
-            plain.train(model, optimizer, loss, _batches(), _teller(write))
+            plain.train(model, optimizer, loss, _batches(), _step_printer(write))
     except torch.OutOfMemoryError as error:
         write(f"   {type(error).__name__}: {error}\n")
         return True
@@ -70,7 +70,7 @@ def _run_plain(write: Write) -> bool:
 def _run_changed(write: Write) -> bool:
     """Return whether all steps were made within the budget."""
     model, optimizer = _fresh()
-    told = _teller(write)
+    told = _step_printer(write)
     with memory_budget(BUDGET_BYTES, model) as budget:
         three_lines.train(model, optimizer, loss, _batches(), told)
     write(f"   Most memory at once: {in_bytes(budget.peak_bytes, BUDGET_BYTES)}.\n")
@@ -91,7 +91,7 @@ def _compare(write: Write) -> bool:
     return error < 1e-12  # noqa: PLR2004 (the first of the five promises)
 
 
-class _Teller:
+class _StepPrinter:
     """Writes a line for each step."""
 
     def __init__(self, write: Write) -> None:
@@ -103,8 +103,8 @@ class _Teller:
         self._write(f"   step {self.num_steps}  loss {value:.3f}  {plan}\n")
 
 
-def _teller(write: Write) -> _Teller:
-    return _Teller(write)
+def _step_printer(write: Write) -> _StepPrinter:
+    return _StepPrinter(write)
 
 
 def _fresh_model() -> Transformer:

@@ -23,7 +23,7 @@ class Decoder(nn.Module):
         self.checkpointed = checkpointed
         self.embedding = nn.Embedding(shape.vocabulary, shape.width)
         self.positions = None if shape.rotary else nn.Embedding(shape.context, shape.width)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
+        self.blocks = nn.ModuleList(DecoderBlock(shape) for _ in range(shape.num_layers))
         self.norm = _norm(shape)
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
         if shape.tied:
@@ -40,7 +40,7 @@ class Decoder(nn.Module):
         return logits
 
 
-class Block(nn.Module):
+class DecoderBlock(nn.Module):
     """Attention over time, then two or three matrices at each time; each sees a normed copy and adds to the rest."""
 
     def __init__(self, shape: Shape) -> None:

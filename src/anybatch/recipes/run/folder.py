@@ -45,7 +45,7 @@ class Stretch:
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class RunHeader:
     """The request that began a run, and the settings of each stretch of it.
 
     Attributes:
@@ -61,9 +61,11 @@ class Header:
         earlier = [stretch for stretch in self.stretches if stretch.first_step < step]
         return earlier[-1] if earlier else self.stretches[0]
 
-    def with_change(self, change: Stretch) -> "Header":
+    def with_change(self, change: Stretch) -> "RunHeader":
         """Return this header with another last part."""
-        return Header(self.origin, (*[each for each in self.stretches if each.first_step < change.first_step], change))
+        return RunHeader(
+            self.origin, (*[each for each in self.stretches if each.first_step < change.first_step], change)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,7 @@ class RunFolder:
         message = f"{self.path} is {kind}. {cure}"
         raise UserError(message)
 
-    def read(self) -> Header:
+    def read(self) -> RunHeader:
         """Return the header of the run.
 
         Raises:
@@ -141,7 +143,7 @@ class RunFolder:
                 Stretch(each["first_step"], Settings(**each["settings"]), each["schedule_steps"])
                 for each in found["stretches"]
             ]
-            return Header(found["origin"], (stretches[0], *stretches[1:]))
+            return RunHeader(found["origin"], (stretches[0], *stretches[1:]))
         except (KeyError, TypeError, ValueError, IndexError) as error:
             message = (
                 f"{self.header} is not what this version of anybatch writes ({error!r}). "
@@ -149,7 +151,7 @@ class RunFolder:
             )
             raise CheckpointError(message, path=self.header) from error
 
-    def write(self, header: Header) -> None:
+    def write(self, header: RunHeader) -> None:
         """Write down what the run is asked for, so that it is there as a whole or not at all."""
         content: dict[str, Any] = {
             "version": _VERSION,

@@ -17,15 +17,15 @@ from anybatch.parallel.world import World
 from anybatch.planner.cache.measured_devices import KnownDevices
 from anybatch.recipes.job import Job
 from anybatch.recipes.planning.size_limit import Largest, planned_for_job
-from anybatch.recipes.run.folder import Header, Origin, RunFolder, Stretch
-from anybatch.recipes.run.settings import LEARNED, Choices, Settings, apply, differences, settle
-from anybatch.recipes.run.start import Run, num_steps_of, scheduler_function, start
+from anybatch.recipes.run.folder import Origin, RunFolder, RunHeader, Stretch
+from anybatch.recipes.run.settings import LEARNED, Choices, Settings, differences, resolve_settings, with_settings
+from anybatch.recipes.run.start import JobRun, num_steps_of, scheduler_function, start
 
 ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Ready:
+class PreparedRun:
     """A run that can be stepped from where it stands.
 
     Attributes:
@@ -34,7 +34,7 @@ class Ready:
         num_steps: steps of the whole run; None if the data has no length.
     """
 
-    run: Run
+    run: JobRun
     rest: Batches | None
     num_steps: int | None
 
@@ -42,7 +42,7 @@ class Ready:
 def prepare(
     job: Job,
     choices: Choices,
-    header: Header | None,
+    header: RunHeader | None,
     origin: Origin,
     *,
     place: RunFolder,
@@ -50,7 +50,7 @@ def prepare(
     known: Memory | None = None,
     devices: KnownDevices | None = None,
     observer: Observer,
-) -> Ready:
+) -> PreparedRun:
     """Build a run, load its newest checkpoint if there is one, and write its header.
 
     Args:
@@ -65,9 +65,9 @@ def prepare(
         observer: receives records of decisions.
     """
     former = None if header is None else header.stretches[-1]
-    settings = settle(job, choices, None if former is None else former.settings, world_size=world.size)
+    settings = resolve_settings(job, choices, None if former is None else former.settings, world_size=world.size)
     dataset = job.dataset()
-    job = dataclasses.replace(apply(settings, job), dataset=lambda: dataset)
+    job = dataclasses.replace(with_settings(settings, job), dataset=lambda: dataset)
     run = start(
         job,
         schedule_steps=None if header is None else header.stretches[-1].schedule_steps,
@@ -82,12 +82,12 @@ def prepare(
     run.engine.decisions["learning_rate"] = "; ".join(dict.fromkeys(map(str, run.rates)))
     if header is None:
         num_steps = num_steps_of(run.batches)
-        header, ready = Header(origin, (Stretch(0, settings, num_steps),)), Ready(run, run.batches, num_steps)
+        header, ready = RunHeader(origin, (Stretch(0, settings, num_steps),)), PreparedRun(run, run.batches, num_steps)
     else:
         _load(run.engine, place, observer)
         rest = _rest(settings, dataset, job, run.engine)
         left = 0 if rest is None else num_steps_of(rest)
-        ready = Ready(run, rest, None if left is None else run.engine.num_steps + left)
+        ready = PreparedRun(run, rest, None if left is None else run.engine.num_steps + left)
         header = _follow_changes(job, header, settings, ready=ready, observer=observer)
     header = dataclasses.replace(header, origin={**header.origin, **origin})
     on_first_rank(world, partial(place.write, header))
@@ -169,7 +169,9 @@ def _rest(settings: Settings, dataset: Any, job: Job, engine: Engine) -> Batches
     )
 
 
-def _follow_changes(job: Job, header: Header, settings: Settings, *, ready: Ready, observer: Observer) -> Header:
+def _follow_changes(
+    job: Job, header: RunHeader, settings: Settings, *, ready: PreparedRun, observer: Observer
+) -> RunHeader:
     """Reset the learning rates if the checkpoint was made under other settings; return the header that says so."""
     engine, last = ready.run.engine, header.stretches[-1]
     before = header.before(engine.num_steps)

@@ -21,7 +21,7 @@ from anybatch.parallel.world import World
 from anybatch.planner.cache.measured_devices import KnownDevices
 from anybatch.recipes.job import Job
 from anybatch.recipes.run.folder import NO_ORIGIN, Origin, RunFolder
-from anybatch.recipes.run.prepare import Ready, on_first_rank, prepare
+from anybatch.recipes.run.prepare import PreparedRun, on_first_rank, prepare
 from anybatch.recipes.run.settings import Choices
 from anybatch.recipes.run.stop import StopRequest
 
@@ -125,13 +125,13 @@ def train(
     world = World.from_environment() if world is None else world
     place = RunFolder(Path(folder))
     header = on_first_rank(world, place.read if resume else place.refuse_used)
-    ready: Ready | None = None
+    ready: PreparedRun | None = None
     try:
         with (
             contextlib.nullcontext(stop) if stop is not None else StopRequest() as asked,
             JsonlLog(place.log(world.rank)) as log,
         ):
-            highest = Highest()
+            highest = PeakMemory()
             backlog = Backlog()
             observers = Observers(log, highest) if observer is None else Observers(log, highest, backlog)
             ready = prepare(
@@ -149,7 +149,7 @@ def train(
                 first_step = ready.run.engine.num_steps
                 session_start = SessionStart(folder=place, first_step=first_step, num_steps=ready.num_steps)
                 backlog.forward_to(observer(session_start))
-            pace = _Pace(asked, checkpoint_seconds, clock, begun)
+            pace = _Timing(asked, checkpoint_seconds, clock, begun)
             return _run(_Session(ready, place, pace, highest), ready.run.engine)
     except BaseException:
         if header is None and (ready is None or ready.run.engine.num_steps == 0):
@@ -164,11 +164,11 @@ def _run(session: "_Session", engine: Engine) -> SessionResult:
     except BaseException as error:
         engine.close(error)
         raise
-    engine.close(Stopped("as asked") if outcome.stopped else None)
+    engine.close(StoppedOnRequest("as asked") if outcome.stopped else None)
     return outcome
 
 
-class Stopped(KeyboardInterrupt):
+class StoppedOnRequest(KeyboardInterrupt):
     """The reason in a log for the end of a run that was asked to stop. It is never raised."""
 
 
@@ -193,7 +193,7 @@ class Backlog:
         self._records, self._observer = [], observer
 
 
-class Highest:
+class PeakMemory:
     """An observer that keeps the memory record of the highest peak."""
 
     def __init__(self) -> None:
@@ -206,7 +206,7 @@ class Highest:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Pace:
+class _Timing:
     """When to stop, when to save, and what time it is."""
 
     asked: Callable[[], bool]
@@ -218,7 +218,7 @@ class _Pace:
 class _Session:
     """The loop of one session, and its state between two steps."""
 
-    def __init__(self, ready: Ready, place: RunFolder, pace: _Pace, highest: Highest) -> None:
+    def __init__(self, ready: PreparedRun, place: RunFolder, pace: _Timing, highest: PeakMemory) -> None:
         self._run, self._engine = ready.run, ready.run.engine
         self._rest = ready.rest
         self._num_steps = ready.num_steps

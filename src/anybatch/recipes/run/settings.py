@@ -11,7 +11,7 @@ from anybatch.engine.update.precision import PrecisionName
 from anybatch.errors import UserError
 from anybatch.recipes.job import Job
 
-MicroBatchSize = int | Literal["auto", "remeasure"]
+MicroBatchSizeChoice = int | Literal["auto", "remeasure"]
 
 LEARNED = ("effective_batch_size", "learning_rate", "base_batch_size", "learning_rate_rule", "epochs", "steps")
 """The settings that the learning rate of a step depends on."""
@@ -44,7 +44,7 @@ class Choices:
     epochs: int | None = None
     steps: int | None = None
     seed: int | None = None
-    micro_batch_size: MicroBatchSize | None = None
+    micro_batch_size: MicroBatchSizeChoice | None = None
     accumulation_steps: int | None = None
     precision: PrecisionName | None = None
     strategy: str | None = None
@@ -65,7 +65,7 @@ class Settings:
     epochs: int | None
     steps: int | None
     seed: int
-    micro_batch_size: MicroBatchSize
+    micro_batch_size: MicroBatchSizeChoice
     accumulation_steps: int | None
     precision: PrecisionName
     # With defaults: folders of runs that were begun before these settings existed are read, too.
@@ -73,7 +73,7 @@ class Settings:
     average_decay: float | None = None
 
 
-def settle(job: Job, choices: Choices, former: Settings | None, *, world_size: int) -> Settings:
+def resolve_settings(job: Job, choices: Choices, former: Settings | None, *, world_size: int) -> Settings:
     """Return the settings of a run: those chosen, else those it had before, else the job's.
 
     The micro-batch size times the accumulation steps times the ranks is the effective batch size of a new run for
@@ -115,7 +115,7 @@ def settle(job: Job, choices: Choices, former: Settings | None, *, world_size: i
     )
 
 
-def apply(settings: Settings, job: Job) -> Job:
+def with_settings(settings: Settings, job: Job) -> Job:
     """Return the job with these settings as its defaults.
 
     Raises:

@@ -23,7 +23,7 @@ _SCALED: Final = ("lr", "betas", "alpha", "eps")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Run:
+class JobRun:
     """A job that is ready to be stepped.
 
     ```python
@@ -109,7 +109,7 @@ def start(
     check_loss: bool = True,
     observer: Observer | None = None,
     **hardware: Any,  # noqa: ANN401 (each is declared by Hardware)
-) -> Run:
+) -> JobRun:
     """Build a job's model, optimizer, scheduler and batches.
 
     Whatever is None comes from `job.defaults`. The learning rate belongs to the defaults' base batch size; optimizer
@@ -162,7 +162,7 @@ def start(
         check_loss=check_loss,
     )
     engine = Engine.from_spec(spec, Hardware(**hardware), observer=observer)
-    return Run(
+    return JobRun(
         job=job,
         engine=engine,
         batches=data,
