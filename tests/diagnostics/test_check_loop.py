@@ -19,7 +19,7 @@ from anybatch.cli.status import Status
 from anybatch.diagnostics import check_loop
 from anybatch.diagnostics.loop_check import sentences
 from anybatch.diagnostics.loop_check.loop_report import LoopVerdict, fraction, ranges
-from anybatch.diagnostics.loop_check.probe import RowModel, make_data
+from anybatch.diagnostics.loop_check.probe_model import RowModel, make_data
 from anybatch.errors import UserError
 from tests.architecture.source_tree import ROOT
 from tests.diagnostics import loops

@@ -13,7 +13,7 @@ from anybatch.planner.cache.measured_devices import KnownDevices, MeasuredStep
 from anybatch.planner.measured import keep, measured_of, subject
 from anybatch.planner.plan import make_plan
 from anybatch.planner.report import Plan
-from anybatch.planner.verification import Verified, verify
+from anybatch.planner.verification import Verification, verify
 from tests.faults import sees
 from tests.planner.test_verification import TASK
 
@@ -38,7 +38,7 @@ def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KnownDevices:
     return KnownDevices(tmp_path / "devices.jsonl", today=lambda: "2030-12-31")
 
 
-def on_this_cpu(known: KnownDevices) -> tuple[Plan, Verified]:
+def on_this_cpu(known: KnownDevices) -> tuple[Plan, Verification]:
     """Return a plan for this CPU, and what its step took."""
     del known
     plan = make_plan(TASK, budget_of("cpu:1MiB"), 4096, name="net", proposals=False)

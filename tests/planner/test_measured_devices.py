@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.planner.cache.cache_file import MOST_BYTES, KeptLines
+from anybatch.planner.cache.cache_file import MOST_BYTES, JsonLinesFile
 from anybatch.planner.cache.measured_devices import KnownDevices, MeasuredStep, driver_version
 from tests.faults import sees
 
@@ -129,7 +129,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     """A pipe in the place of the file is refused at once, though nobody writes into it."""
     os.mkfifo(tmp_path / "pipe")
 
-    lines = KeptLines(tmp_path / "pipe")
+    lines = JsonLinesFile(tmp_path / "pipe")
 
     assert lines.read() == []
     assert lines.refused == "it is no file"

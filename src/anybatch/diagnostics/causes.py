@@ -34,7 +34,7 @@ def find_causes(
             found += 1
         if still:
             yield _coupling(still)
-            return  # whether the loss adds up over samples cannot be told behind a model that joins them
+            return  # whether the loss adds up over samples cannot be decided behind a model that joins them
         losses = _losses(runs)
         yield from losses
         found += len(losses)
@@ -91,7 +91,7 @@ def _coupling(names: Sequence[str]) -> CheckFinding:
 
 
 def _losses(runs: GradientRuns) -> list[CheckFinding]:
-    """Return what is wrong with the declaration of the loss, term by term, as the engine's first step judges it."""
+    """Check the declaration of the loss, term by term, as the engine's first step does."""
     if runs.loss.encode is not None:  # a loss of the whole batch has no pieces
         return []
     try:

@@ -1,4 +1,4 @@
-"""What `check` found, as a value and as text."""
+"""The report of `check`, as a value and as text."""
 
 import itertools
 import math
@@ -109,7 +109,7 @@ def in_words(sizes: Sequence[int]) -> str:
 
 
 def verdict_of(error: float, tolerance: float) -> CheckVerdict:
-    """Return what an error means where rounding alone may cause `tolerance`."""
+    """Return the verdict on a relative error where rounding alone may cause `tolerance`."""
     if math.isnan(error):
         return "not equal"
     if error <= EXACT:

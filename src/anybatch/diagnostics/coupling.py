@@ -12,8 +12,8 @@ from anybatch.norms.probe import tried_couplings
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """What one forward showed, modules by name, each in the order in which it ended.
+class ForwardTraits:
+    """Modules by what one forward showed of them, by name, in the order in which they ended.
 
     Attributes:
         draws: modules that advanced torch's generator, but no child of theirs did.
@@ -26,7 +26,7 @@ class Seen:
     narrowest: torch.dtype | None
 
 
-def look(modules: nn.Module, run: Callable[[], object], num_samples: int) -> Seen:
+def look(modules: nn.Module, run: Callable[[], object], num_samples: int) -> ForwardTraits:
     """Run a forward and look at every module that it calls; buffers are the caller's to put back.
 
     Args:
@@ -56,7 +56,7 @@ def look(modules: nn.Module, run: Callable[[], object], num_samples: int) -> See
     finally:
         for hook in hooks:
             hook.remove()
-    return Seen(
+    return ForwardTraits(
         draws=tuple(names[m] for m in _innermost(dict.fromkeys(drew))),
         couples=tuple(tried_couplings(modules, run, num_samples)),
         narrowest=min(dtypes, key=lambda dtype: torch.finfo(dtype).bits, default=None),

@@ -12,7 +12,7 @@ from torch import nn
 from anybatch.core.comparison import Gradients, relative_error
 from anybatch.core.loss import Loss, returned_count, scaled, shares_of, unit_counts
 from anybatch.core.tree import Batch, count_samples, map_tensors
-from anybatch.diagnostics.coupling import Seen, look
+from anybatch.diagnostics.coupling import ForwardTraits, look
 from anybatch.engine.engine import Engine
 from anybatch.engine.inputs import Model, collect_modules
 from anybatch.engine.loss_check.additivity import Finding, findings, subject_of
@@ -86,7 +86,7 @@ class GradientRuns:
                 engine.close()
 
     def findings(self) -> dict[str, Finding]:
-        """Return what the engine's first step would find of the loss's declaration, by term.
+        """Check the loss's declaration as the engine's first step does; return the findings by term.
 
         Raises:
             UndecidedError: nothing can be said.
@@ -95,7 +95,7 @@ class GradientRuns:
             subject, _ = subject_of(self.loss, self.model, self.batch, autocast=nullcontext, is_low=False, draws=draws)
             return findings(subject)
 
-    def look(self) -> Seen:
+    def look(self) -> ForwardTraits:
         """Look at every module in one forward of the whole batch."""
         with self._untouched(self.seed):
             return look(self.modules, lambda: self._output(self.batch), self.num_samples)
@@ -138,7 +138,7 @@ class GradientRuns:
             yield draws
 
     def _output(self, batch: Batch) -> Any:  # noqa: ANN401 (whatever the user's loss function returns)
-        """Return what the loss function returns for a batch as a whole."""
+        """Return the loss function's output for a batch as a whole."""
         encode = self.loss.encode
         return self.loss.function(self.model, batch if encode is None else encode(self.model, batch))
 

@@ -38,7 +38,7 @@ class SizeResult:
         size: samples of a micro-batch.
         num_micro_batches: of them in a step.
         samples_per_second: of whole steps, update included; None if memory ran out.
-        peak_bytes: the most that tensors held in a step; None if memory ran out, or it cannot be told.
+        peak_bytes: the most that tensors held in a step; None if memory ran out, or the device does not report it.
     """
 
     size: int
@@ -107,7 +107,7 @@ class TuneReport:
 
     @property
     def loading_verdict(self) -> str:
-        """What loading does to training at the recommended size, in a sentence; empty if it was not measured."""
+        """How loading limits training at the recommended size, in a sentence; empty if it was not measured."""
         if not self.loading:
             return ""
         rate, found = self.rates[self.recommended], self.rates_with_loading

@@ -1,1 +1,1 @@
-"""What a training step holds in memory: booked as it happens, on real tensors and on tensors without data."""
+"""Memory of a training step: recorded as it happens, on real tensors and on tensors without data."""

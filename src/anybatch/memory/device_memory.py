@@ -14,11 +14,11 @@ class MemoryInUse:
     """Memory in use.
 
     Attributes:
-        allocated_bytes: on a CUDA device what tensors hold, on a CPU what the process holds, its code and all.
+        allocated_bytes: on a CUDA device that of tensors, on a CPU the resident memory of the process, code included.
         peak_bytes: most of it at once: on a CUDA device since `begin_peak`, on a CPU since the process began.
-        reserved_bytes: what the allocator holds; None on a CPU.
-        limit_bytes: what the process may hold; None where nobody has set a limit.
-        num_retries: how often the allocator has let go of all that it had cached, to find room, since it began.
+        reserved_bytes: memory that the allocator has reserved on the device; None on a CPU.
+        limit_bytes: memory that the process may allocate; None where there is no limit.
+        num_retries: how often the allocator has emptied its cache to find room, since it began.
     """
 
     allocated_bytes: int
@@ -29,7 +29,7 @@ class MemoryInUse:
 
 
 def memory_in_use(device: torch.device) -> MemoryInUse | None:
-    """Return what a CUDA device, or this process, holds; None where the system does not tell.
+    """Return the memory in use on a CUDA device, or by this process; None where the system does not report it.
 
     A CUDA device is not asked, and not waited for: torch's allocator keeps its own counters on the host.
     """
@@ -39,7 +39,7 @@ def memory_in_use(device: torch.device) -> MemoryInUse | None:
 
 
 def begin_peak(device: torch.device) -> None:
-    """Let the peak begin anew, which `torch.cuda.max_memory_allocated` returns too. On a CPU nothing happens."""
+    """Reset the peak, as `torch.cuda.reset_peak_memory_stats` does. On a CPU nothing happens."""
     if device.type == "cuda" and torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats(device)
 
@@ -53,7 +53,10 @@ def limit_of(device: torch.device) -> int | None:
 
 
 def outside_bytes(device: torch.device) -> int | None:
-    """Return what of a CUDA device torch's allocator has not: contexts, communicators and other programs; else None."""
+    """Return the bytes of a CUDA device in use outside of torch's allocator: contexts, communicators, other programs.
+
+    None on other devices.
+    """
     if device.type != "cuda":
         return None
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
@@ -74,7 +77,7 @@ def _of_cuda(device: torch.device) -> MemoryInUse | None:
 
 
 def _of_process() -> MemoryInUse | None:
-    """Return what the kernel says; `ru_maxrss` would be that of the program which has started this one."""
+    """Return the kernel's counts; `ru_maxrss` would include the program that has started this one."""
     try:
         text = _PROCESS.read_text(encoding="utf-8", errors="replace")
     except OSError:  # not Linux

@@ -1,4 +1,4 @@
-"""What this machine is, and how much memory a process may still take, as far as the system tells."""
+"""This machine's name, and the memory that a process may still take, as far as the system reports them."""
 
 import platform
 from collections.abc import Callable
@@ -15,9 +15,9 @@ class HostReading:
     """Memory of the host at one moment.
 
     Attributes:
-        available_bytes: what can still be taken before something has to give.
-        resident_bytes: what this process holds.
-        peak_bytes: the most that this process has held at once since it began.
+        available_bytes: memory that can still be allocated without swapping.
+        resident_bytes: resident memory of this process.
+        peak_bytes: its largest value since the process began.
     """
 
     available_bytes: int
@@ -26,7 +26,7 @@ class HostReading:
 
 
 def read_host(root: Path = Path("/")) -> HostReading | None:
-    """Return what Linux tells of the host's memory, the limit of a container included; None where it does not tell."""
+    """Return Linux's counts of the host's memory, within the limit of a container; None where there are none."""
     try:
         machine, process = _kilobytes(root / "proc/meminfo"), _kilobytes(root / "proc/self/status")
         available = machine["MemAvailable"]
@@ -51,7 +51,7 @@ class HostRoom:
 
     @property
     def available_bytes(self) -> int | None:
-        """What one process could take at the beginning; None where it is not known."""
+        """Memory that one process could take at the beginning; None where it is not known."""
         return None if self._start is None else self._start.available_bytes // self._num_sharing
 
     def may_double(self) -> bool:
@@ -67,7 +67,7 @@ class HostRoom:
 
 
 def device_name(device: torch.device) -> str:
-    """Return what a device is called; of a CPU, what decides its speed as far as it can be asked for."""
+    """Return a device's name; of a CPU model, instruction set and number of threads, which decide its speed."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type != "cpu":
@@ -92,7 +92,7 @@ def _kilobytes(path: Path) -> dict[str, int]:
 
 
 def _left_in_container(root: Path, otherwise: int) -> int:
-    """Return what the limit of the container leaves; `otherwise` without one."""
+    """Return the bytes that the limit of the container leaves; `otherwise` without one."""
     folder = root / "sys/fs/cgroup"
     try:
         limit, used = (int((folder / name).read_text(encoding="utf-8")) for name in ("memory.max", "memory.current"))

@@ -1,7 +1,7 @@
-"""A ledger of tensor memory: every storage is booked when it is made and struck off when it is let go.
+"""A ledger of tensor memory: every storage is recorded when it is made and when it is freed.
 
-It sees what operations return, on any device and on fake tensors alike. It does not see what a kernel takes for itself
-and gives back before it returns, unless it is told (`planner/trace/cpu_workspaces.py`).
+It sees the results of operations, on any device and on fake tensors alike. It does not see workspaces, which a kernel
+frees before it returns, unless `kernels` reports them (`planner/trace/cpu_workspaces.py`).
 """
 
 import weakref
@@ -21,36 +21,36 @@ from anybatch.memory.torch_internals import (
 from anybatch.memory.trace import Allocation, Category, MemoryTrace, Phase
 
 AllocationObserver = Callable[[int, int, str], None]
-"""Told (bytes held with the new allocation, bytes of it, operation) at each allocation; may raise."""
+"""Called with (bytes held, the new allocation included; bytes of it; operation) at each allocation; may raise."""
 
 OperationObserver = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any, Phase], None]
-"""Told (operation, arguments, keyword arguments, result, phase) after each operation."""
+"""Called with (operation, arguments, keyword arguments, result, phase) after each operation."""
 
 KernelWorkspaces = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], Iterable[int]]
-"""Told (operation, arguments, keyword arguments, result); says what its kernel held at its highest moments, in bytes,
-results included."""
+"""Called with (operation, arguments, keyword arguments, result); returns the bytes that its kernel held at each moment
+that can be its peak, results included."""
 
 PoolSelector = Callable[[], int]
-"""Says which of the allocator's pools memory comes from that is taken now."""
+"""Returns the number of the allocator's pool that the next allocation comes from."""
 
 DEVICE = torch.ops.prim.device.default
-"""The question where a tensor without data is."""
+"""The operation that returns the device of a tensor without data."""
 INSIDE = "the kernel of "
-"""What the operation is called for memory that its kernel takes and gives back before it returns."""
+"""Prefix of the operation's name for workspaces, which its kernel frees before it returns."""
 
 
 class MemoryLedger(TorchDispatchMode):
-    """Books tensor memory while it is entered.
+    """Records tensor memory while it is entered.
 
-    Memory that was there before is booked by `hold`, and while it is `paused` nothing else is. What is held after the
-    block is struck off as it goes, too, so `held_bytes` stays true for as long as the ledger lives.
+    Memory from before is recorded by `hold`, and while the ledger is `paused` nothing else is. Frees are recorded after
+    the block, too, so `held_bytes` stays right for as long as the ledger lives.
 
     Args:
-        watcher: told each allocation once it is booked. An error it raises comes out of the operation.
-        on_operation: told each operation.
-        device_type: books tensors on devices of this type alone; None for all of them.
-        pool: says which of the allocator's pools memory comes from that is taken now; None: all from pool 0.
-        kernels: says what an operation's kernel holds while it runs; None: what operations return is all there is.
+        watcher: called after each allocation is recorded. An error it raises comes out of the operation.
+        on_operation: called after each operation.
+        device_type: record tensors on devices of this type only; None for all of them.
+        pool: returns the number of the allocator's pool that memory comes from; None: all from pool 0.
+        kernels: returns the memory of an operation's kernel while it runs; None records results only.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class MemoryLedger(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 (whatever the operation returns)
-        """Run an operation, and book what it returns."""
+        """Run an operation, and record its results."""
         if func is DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # two thirds of all calls while nothing is computed, and the slowest answer
         if any(map(is_traceable_wrapper_subclass_type, types)):
@@ -105,20 +105,20 @@ class MemoryLedger(TorchDispatchMode):
 
     @property
     def current_phase(self) -> Phase:
-        """Return what is going on: what was set, or else forward or backward, as autograd says."""
+        """The phase that was set, or else forward or backward, as autograd reports."""
         if self.phase is not None:
             return self.phase
         return "backward" if is_in_backward() else "forward"
 
     def hold(self, category: Category, tensors: Iterable[torch.Tensor]) -> None:
-        """Book tensors as belonging to `category`, also those that were there before."""
+        """Record tensors as belonging to `category`, also those from before the block."""
         for tensor in tensors:
             number = self._book(tensor, "")
             if number is not None:
                 self._categories[number] = category
 
     def resized(self, category: Category, storage: torch.UntypedStorage) -> None:
-        """Book that a storage has been given another size, which no operation tells."""
+        """Record that a storage was resized, which is no operation and so is not seen."""
         number = self._book_storage(storage, "resize_")
         if number is not None:
             self._categories[number] = category
@@ -129,21 +129,21 @@ class MemoryLedger(TorchDispatchMode):
         return tuple(self._pools)
 
     def mark(self, name: str) -> None:
-        """Note that something happens between the last event and the next one."""
+        """Mark the place between the last event and the next one with a name."""
         self._marks.append((len(self._events), name))
 
     def hold_rest(self, category: Category) -> None:
-        """Book everything that is held now and of which nothing has been said as belonging to `category`."""
+        """Record everything that is held now and has no category as belonging to `category`."""
         for number, _ in self._live.values():
             self._categories.setdefault(number, category)
 
     @property
     def num_events(self) -> int:
-        """How many pieces were taken or let go so far."""
+        """Number of allocations and frees so far."""
         return len(self._events)
 
     def trace(self, start: int = 0, stop: int | None = None) -> MemoryTrace:
-        """Return what was booked.
+        """Return the recorded trace.
 
         Args:
             start: number of events to leave out. What was held after these is what was there before the rest.
@@ -162,7 +162,7 @@ class MemoryLedger(TorchDispatchMode):
         )
 
     def forget(self) -> None:
-        """Stop following what is still held, so that letting it go is not booked any more."""
+        """Stop following tensors that are still held: their frees are not recorded any more."""
         self._live.clear()
 
     def _see(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:  # noqa: ANN401
@@ -184,7 +184,7 @@ class MemoryLedger(TorchDispatchMode):
         return Allocation(self._sizes[number], self._category(number), phase, operation)
 
     def _category(self, number: int) -> Category:
-        """Return what was said of an allocation; what a forward makes is an activation, everything else temporary."""
+        """Return the category given to an allocation, or else activations in a forward and temporaries elsewhere."""
         default: Category = "activations" if self._phases[number] == "forward" else "temporaries"
         return self._categories.get(number, default)
 
@@ -234,7 +234,7 @@ class MemoryLedger(TorchDispatchMode):
         return number
 
     def _give_back(self, number: int) -> None:
-        """Book that what was taken is let go."""
+        """Record that an allocation is freed."""
         self._events.append(-(number + 1))
         self.held_bytes -= self._sizes[number]
 

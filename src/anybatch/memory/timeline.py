@@ -16,13 +16,13 @@ ORDER: tuple[Category, ...] = ("weights", "buffers", "optimizer", "gradients", "
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MemoryTimeline:
-    """What was held at each moment, by what it was held for. A moment is after one piece was taken or let go.
+    """Memory at each moment, by category. A moment is after one allocation or free.
 
     Attributes:
         categories: what memory is held for, in the order of the columns, those that nothing was held for left out.
         held_bytes: what was held at each moment.
         phases: what was going on.
-        operations: what took memory; empty at moments when some was let go.
+        operations: the operation that allocated; empty at moments of a free.
         marks: (number of moments before it, name) of what happened between two moments.
     """
 
@@ -34,7 +34,7 @@ class MemoryTimeline:
 
     @property
     def totals(self) -> Int[Tensor, " moment"]:
-        """What was held altogether at each moment."""
+        """Bytes at each moment, over all categories."""
         return self.held_bytes.sum(1)
 
     @property
@@ -48,7 +48,7 @@ class MemoryTimeline:
         return int(self.totals.max())
 
     def at(self, moment: int) -> Mapping[str, int]:
-        """Return what was held at a moment by category."""
+        """Return the bytes at a moment, by category."""
         return dict(zip(self.categories, self.held_bytes[moment].tolist(), strict=True))
 
     def mark_before(self, moment: int) -> str | None:
@@ -57,7 +57,7 @@ class MemoryTimeline:
 
 
 def timeline(trace: MemoryTrace) -> MemoryTimeline:
-    """Add a trace up: the running sum of what is taken and let go, category by category.
+    """Sum up a trace: the running total of allocations less frees, category by category.
 
     Equal to walking over the events with one counter for each category. What was there before the first operation
     counts as there at the first moment. A release belongs to the phase of the last piece that was taken.

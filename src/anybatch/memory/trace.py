@@ -1,4 +1,4 @@
-"""What a training step holds in memory, allocation by allocation, at every micro-batch size.
+"""Memory of a training step, allocation by allocation, at every micro-batch size.
 
 The size of an allocation is `a + b m` in the micro-batch size `m`. Two traces therefore give every size, and the sum of
 what is held after event `t` is a line too, `A_t + B_t m`. The peak is their envelope:
@@ -20,7 +20,7 @@ from jaxtyping import Int64
 from anybatch.errors import PlanError
 
 Category = Literal["weights", "buffers", "inputs", "gradients", "optimizer", "activations", "temporaries"]
-"""What memory is held for. Activations are made in a forward and kept for its backward; temporaries are the rest."""
+"""Purpose of memory. Activations are made in a forward and kept for its backward; temporaries are the rest."""
 
 Phase = Literal["setup", "forward", "backward", "reduce", "clip", "update"]
 """When memory was taken."""
@@ -28,7 +28,7 @@ Phase = Literal["setup", "forward", "backward", "reduce", "clip", "update"]
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """One piece of memory, from when it was taken to when it was let go.
+    """One piece of memory, from its allocation to its free.
 
     Attributes:
         num_bytes: its size.
@@ -45,11 +45,11 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class MemoryTrace:
-    """All memory that one run of a program took and let go, in order.
+    """All allocations and frees of one run of a program, in order.
 
     Attributes:
         allocations: every piece, in the order they were taken.
-        events: `n` where allocation number `n - 1` is taken, `-n` where it is let go.
+        events: `n` where allocation number `n - 1` is taken, `-n` where it is freed.
         marks: (number of events before it, name) of what happened between two events, in order.
     """
 
@@ -112,7 +112,7 @@ class Polynomials:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MemoryEnvelope:
-    """What a step holds at any micro-batch size. Made by `fit` and `fit_quadratic`.
+    """Memory of a step at any micro-batch size. Made by `fit` and `fit_quadratic`.
 
     Attributes:
         trace: the first trace; only its sizes belong to one micro-batch size.
@@ -236,11 +236,11 @@ def fit_quadratic(traces: Sequence[tuple[MemoryTrace, int]]) -> MemoryEnvelope:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Checked:
-    """What one more trace said of an envelope.
+class EnvelopeCheck:
+    """Comparison of an envelope with one more trace.
 
     Attributes:
-        verdict: "exact" if every size was as predicted; "quadratic" if sizes had to be fitted anew, as quadratics.
+        verdict: "exact" if every size was as predicted; "quadratic" if sizes had to be fitted again, as quadratics.
         envelope: the envelope to use from now on.
         predicted_bytes: the peak the envelope had predicted.
         found_bytes: the peak of the trace.
@@ -252,7 +252,7 @@ class Checked:
     found_bytes: int
 
 
-def check(envelope: MemoryEnvelope, trace: MemoryTrace, m: int) -> Checked:
+def check(envelope: MemoryEnvelope, trace: MemoryTrace, m: int) -> EnvelopeCheck:
     """Compare an envelope with a trace at a micro-batch size it was not made from.
 
     Where sizes differ from an affine envelope, a quadratic is put through all three; check that one again, elsewhere.
@@ -266,7 +266,7 @@ def check(envelope: MemoryEnvelope, trace: MemoryTrace, m: int) -> Checked:
     sizes = envelope.sizes(m)
     differing = [number for number, one in enumerate(found.allocations) if one.num_bytes != sizes[number]]
     if not differing:
-        return Checked("exact", envelope, predicted, found.peak_bytes)
+        return EnvelopeCheck("exact", envelope, predicted, found.peak_bytes)
     if len(envelope.traced) > 2:  # noqa: PLR2004 (it is a quadratic already)
         one = found.allocations[differing[0]]
         message = (
@@ -276,11 +276,11 @@ def check(envelope: MemoryEnvelope, trace: MemoryTrace, m: int) -> Checked:
         )
         raise PlanError(message)
     earlier = [(envelope.at(traced), traced) for traced in envelope.traced]
-    return Checked("quadratic", fit_quadratic([*earlier, (trace, m)]), predicted, found.peak_bytes)
+    return EnvelopeCheck("quadratic", fit_quadratic([*earlier, (trace, m)]), predicted, found.peak_bytes)
 
 
 def in_order(trace: MemoryTrace) -> MemoryTrace:
-    """Return the trace with what is let go in one go, between two allocations or marks, in order of its number.
+    """Return the trace with consecutive frees, between two allocations or marks, sorted by number.
 
     Caches are emptied in the order of pointers, which differs from run to run; no peak depends on it.
     """
@@ -299,7 +299,7 @@ def check_same_structure(trace_a: MemoryTrace, m_a: int, trace_b: MemoryTrace, m
     """Refuse two traces that differ in more than sizes.
 
     Raises:
-        PlanError: an operation is another, or memory is let go at another time.
+        PlanError: an operation is another, or memory is freed at another time.
     """
     for position, (event_a, event_b) in enumerate(zip(trace_a.events, trace_b.events, strict=False)):
         what_a, what_b = _told(trace_a, event_a), _told(trace_b, event_b)
@@ -334,7 +334,7 @@ def _envelope(trace: MemoryTrace, sizes: Polynomials, traced: tuple[int, ...]) -
 def _signs_and_numbers(
     events: tuple[int, ...],
 ) -> tuple[Int64[torch.Tensor, " event"], Int64[torch.Tensor, " event"]]:
-    """Return whether each event takes (1) or lets go (-1), and which allocation."""
+    """Return the sign of each event, 1 for an allocation and -1 for a free, and the number of the allocation."""
     all_events = torch.tensor(events, dtype=torch.int64)
     return all_events.sign(), all_events.abs() - 1
 

@@ -1,1 +1,1 @@
-"""What a step will hold in memory, predicted: the engine itself runs on tensors without data."""
+"""Predicts the memory and time of a step before it runs: the engine itself runs on tensors without data."""

@@ -19,13 +19,13 @@ NOT_MEASURED: Final = "nothing has been measured on it yet"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMeasurements:
-    """What measured steps say of a device, beside what a plan knows.
+    """Facts about a device that only measured steps can give.
 
     Attributes:
-        headroom: part of its memory to leave free.
-        outside_bytes: what is taken outside of torch's allocator on one rank; None if that was not seen.
-        why: why so much is left free.
-        notes: what the user should know of it.
+        headroom: share of its memory to leave free, from 0 to 1.
+        outside_bytes: memory taken outside of torch's allocator on one rank; None if that was not measured.
+        why: the reason for this headroom, as plans print it.
+        notes: remarks for the user.
     """
 
     headroom: float = HEADROOM
@@ -36,16 +36,16 @@ class DeviceMeasurements:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """A device's memory, and what of it tensors can have.
+    """A device's memory, and the part of it that tensors can have.
 
     Attributes:
-        total_bytes: what there is.
+        total_bytes: all of the device's memory.
         device: the device, if it is known by name.
-        headroom: part of it that is left free.
-        outside_bytes: what is taken outside of torch's allocator, for context and communicators.
-        workspace_bytes: what libraries hold inside of it.
-        why: why so much is left free.
-        notes: what the user should know of that.
+        headroom: share of it that is left free, from 0 to 1.
+        outside_bytes: memory taken outside of torch's allocator, for context and communicators.
+        workspace_bytes: memory that libraries keep inside of it.
+        why: the reason for this headroom, as plans print it.
+        notes: remarks for the user.
     """
 
     total_bytes: int
@@ -58,7 +58,7 @@ class Budget:
 
     @property
     def usable_bytes(self) -> int:
-        """Return what is left for tensors; it may be negative."""
+        """The bytes that are left for tensors; negative where overheads take more than there is."""
         return int(self.total_bytes * (1.0 - self.headroom)) - self.outside_bytes - self.workspace_bytes
 
     def __str__(self) -> str:
@@ -76,8 +76,8 @@ def budget_of(
         device: a name such as "RTX 4090", a size such as "24GiB", or bytes; "cpu:8GiB" for a budget that is enforced by
             counting tensors, which has no context.
         world_size: number of ranks.
-        headroom: part of it to leave free; None for what was measured, or else the default.
-        measured: what is known of it; left out where a headroom is named.
+        headroom: share to leave free, from 0 to below 1; None for the measured one, or else the default.
+        measured: results of measured steps; they are ignored where a headroom is given.
 
     Raises:
         UserError: nothing is known of such a device, or the headroom leaves nothing.

@@ -1,4 +1,4 @@
-"""What a step holds at any micro-batch size, from traces of a few."""
+"""Memory of a step at any micro-batch size, extrapolated from traces of a few."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -23,27 +23,27 @@ from anybatch.planner.trace.cpu_workspaces import KernelMemory
 from anybatch.planner.trace.cuda_emulation import Profile
 from anybatch.planner.trace.joint_rows import joint_limit
 from anybatch.planner.trace.step_spec import StepSpec, built
-from anybatch.planner.trace.step_trace import StepTrace, Tracing, trace_step, uncollected
+from anybatch.planner.trace.step_trace import StepTrace, Tracing, trace_step, without_garbage_collection
 
 TRACED = (2, 3)
 """Micro-batch sizes that are traced. A single sample is special: axes are squeezed, and BatchNorm refuses it."""
 _FURTHER = 5
 Binding = Literal["tensors", "allocator", "optimizer step", "batch"]
-"""What keeps a micro-batch from being larger; "batch" if all of the rank's samples fit at once."""
+"""The limit that a larger micro-batch would exceed; "batch" if all of the rank's samples fit at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Envelopes:
-    """What a step holds at any micro-batch size.
+    """Memory and cost of a step at any micro-batch size.
 
     Attributes:
         steady: every step but the first.
         first: the first step.
         verdict: "exact" if a further trace was as predicted; "quadratic" if sizes had to be fitted as quadratics.
         checked_at: the micro-batch size of that trace; the larger of the first two if nothing fits.
-        profile: whose allocations these are.
-        costs: what the operations of the step cost, at any micro-batch size.
-        notes: what the user should know of how this was found.
+        profile: the device type whose allocations these are.
+        costs: of the step's operations, at any micro-batch size.
+        notes: remarks for the user on how this was found.
     """
 
     steady: MemoryEnvelope
@@ -72,7 +72,13 @@ class Envelopes:
         return _smaller(largest_that_fits(self.steady, limit_bytes), largest_that_fits(self.first, limit_bytes))
 
     def binding(self, size: int, usable_bytes: int, most_samples: int) -> Binding:
-        """Return what the next larger micro-batch size would not fit for."""
+        """Return the limit that the next larger micro-batch size would exceed.
+
+        Args:
+            size: the micro-batch size, in samples.
+            usable_bytes: memory for tensors and the allocator's rounding.
+            most_samples: samples of the largest rank share.
+        """
         if size >= most_samples:
             return "batch"
         if self.peak_bytes(size + 1) <= usable_bytes:
@@ -85,13 +91,13 @@ class Envelopes:
         return (self.steady if later else self.first).at_peak(m)
 
     def reserved_bytes(self, m: int) -> int:
-        """Return what the allocator takes from a device that has enough."""
+        """Return the memory that the allocator reserves on a device that has enough, at a micro-batch size of `m`."""
         if self.profile == "cpu":
             return self.peak_bytes(m)
         return max(replay(one.trace.events, one.sizes(m)).peak_reserved_bytes for one in (self.steady, self.first))
 
 
-@uncollected()
+@without_garbage_collection()
 def find_envelopes(spec: StepSpec, usable_bytes: int, *, most_samples: int | None = None) -> Envelopes:
     """Trace two micro-batch sizes, and a third one, the largest that seems to fit, to see whether the two tell.
 
@@ -113,27 +119,27 @@ def find_envelopes(spec: StepSpec, usable_bytes: int, *, most_samples: int | Non
         alone = dataclasses.replace(ready, kernels=None)
         notes.append("what kernels take for themselves is not counted: it does not follow from traces")
         return _found(alone, usable_bytes, most_samples=most_samples, notes=notes)
-    return dataclasses.replace(found, notes=(*found.notes, *_told_of(kernels)))
+    return dataclasses.replace(found, notes=(*found.notes, *_kernel_notes(kernels)))
 
 
-def _told_of(kernels: KernelMemory) -> list[str]:
-    """Return what kernels were asked, in words."""
-    told = []
+def _kernel_notes(kernels: KernelMemory) -> list[str]:
+    """Return notes on the kernels that were measured."""
+    notes = []
     if kernels.num_asked:
         threads = ", ".join(map(str, kernels.num_threads))
-        told.append(
+        notes.append(
             f"what kernels take for themselves is counted: {kernels.num_asked} were run on this CPU, small, "
             f"with {threads} {'thread' if threads == '1' else 'threads'}"
         )
     if kernels.too_large:
         name, per_sample = kernels.too_large[0]
-        told.append(
+        notes.append(
             f"what {len(kernels.too_large)} kernels take for themselves is not counted: asking them would take more "
             f"than {in_bytes(kernels.most_bytes)}; {name} has {in_bytes(per_sample)} a sample"
         )
     if kernels.num_refused:
-        told.append(f"what {kernels.num_refused} kernels take for themselves is not counted: they would not run small")
-    return told
+        notes.append(f"what {kernels.num_refused} kernels take for themselves is not counted: they would not run small")
+    return notes
 
 
 def _found(ready: StepSpec, usable_bytes: int, *, most_samples: int | None, notes: Sequence[str]) -> Envelopes:

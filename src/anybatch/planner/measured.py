@@ -1,7 +1,7 @@
-"""What `--verify` has measured is kept, and counts in the next plan for that device.
+"""Measurements of `--verify`, kept in a file and used by the next plan for that device.
 
-Two things are the same for every step on a device: what its context takes, and that the planner's model of it was held
-against it. By how much a plan was wrong belongs to what was trained: to convolutions rather than to a device.
+Two things are the same for every step on a device: the size of its context, and that the planner's model was compared
+with it. The error of a plan belongs to the model that was trained: to its convolutions rather than to the device.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,13 +23,13 @@ from anybatch.planner.cache.measured_devices import (
 )
 from anybatch.planner.cost.devices import Device, find_device, parse_budget
 from anybatch.planner.report import Plan
-from anybatch.planner.verification import Verified, full_name
+from anybatch.planner.verification import Verification, full_name
 
 _CPU = "cpu:"
 
 
 def measured_of(device: str | int, name: str, precision: str, known: KnownDevices) -> DeviceMeasurements:
-    """Return what is known of a device that a plan is made for.
+    """Return the measurements of a device by its name or memory.
 
     A step counts that was measured on a device of that name, or under a budget of as many bytes, with the same versions
     of torch, of anybatch and of the driver. By how much the plan of the same model was too low is kept free beside 10%;
@@ -37,9 +37,9 @@ def measured_of(device: str | int, name: str, precision: str, known: KnownDevice
 
     Args:
         device: as `budget_of` takes it.
-        name: what is trained.
-        precision: in what.
-        known: remembers steps.
+        name: of what is trained.
+        precision: number formats of forward and backward.
+        known: the file of measured steps.
 
     Raises:
         UserError: nothing is known of such a device.
@@ -48,7 +48,7 @@ def measured_of(device: str | int, name: str, precision: str, known: KnownDevice
 
 
 def measured_here(device: torch.device, name: str, precision: str, known: KnownDevices) -> DeviceMeasurements:
-    """Return what is known of a device that is here; see `measured_of`."""
+    """Return the measurements of a device of this machine; see `measured_of`."""
     full = full_name(device)
     versions = _versions(on_cpu=device.type == "cpu")
     return _measured(lambda step: step.device == full, subject(name, precision), known, versions)
@@ -57,7 +57,7 @@ def measured_here(device: torch.device, name: str, precision: str, known: KnownD
 def _measured(
     belongs: Callable[[MeasuredStep], bool], of: str, known: KnownDevices, versions: dict[str, str | None]
 ) -> DeviceMeasurements:
-    """Return what the steps say that belong to a device."""
+    """Combine the measured steps of one device."""
     steps, refused = known.steps()
     mine = [step for step in steps if belongs(step)]
     fresh = [step for step in mine if step.versions == versions]
@@ -76,7 +76,7 @@ def _measured(
     )
 
 
-def keep(found: Verified, plan: Plan, known: KnownDevices) -> str:
+def keep(found: Verification, plan: Plan, known: KnownDevices) -> str:
     """Keep what a plan was found to take; return a sentence that says so, or why it was not."""
     step = _step(found, plan, known)
     if found.too_large:
@@ -95,11 +95,11 @@ def keep(found: Verified, plan: Plan, known: KnownDevices) -> str:
 
 
 def subject(name: str, precision: str) -> str:
-    """Return what a step is kept as: what was trained, and in what."""
+    """Return the key of a step in the file: the name of what was trained, and its precision."""
     return "".join(letter for letter in f"{name} in {precision}" if letter.isprintable())[-MOST_LETTERS:]
 
 
-def _step(found: Verified, plan: Plan, known: KnownDevices) -> MeasuredStep:
+def _step(found: Verification, plan: Plan, known: KnownDevices) -> MeasuredStep:
     """Return the pair of planned and measured bytes that is further apart: of tensors, or of the allocator."""
     workspace, outside = plan.budget.workspace_bytes, found.outside_bytes
     pairs = [(found.planned_bytes + workspace, found.measured_bytes)]

@@ -1,4 +1,4 @@
-"""`plan`: what micro-batch size fits, what holds the memory, and what would change it; told without the device."""
+"""Makes a plan: the micro-batch size that fits, the memory by purpose, and changes; without the device."""
 
 import time
 
@@ -29,11 +29,11 @@ def make_plan(
     """Plan a training step for a device.
 
     Args:
-        spec: what is trained.
+        spec: the step.
         budget: the device's memory.
         effective_batch_size: samples of one step, over all ranks.
-        name: what it is called.
-        rates: how fast the device is; None for what is known of it by name.
+        name: of the recipe, model or class, as the plan prints it.
+        rates: measured rates of the device; None for the data sheet's, where it is known by name.
         proposals: also plan every possible change, which takes as long for each.
 
     Raises:

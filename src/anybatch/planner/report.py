@@ -21,19 +21,19 @@ class Plan:
     """The micro-batch size that fits into a device, and why; `print(plan)` shows it.
 
     Attributes:
-        name: what is trained.
+        name: of the recipe, model or class.
         spec: the step.
         num_parameters: of the model, frozen ones included.
-        optimizer: its class.
+        optimizer: its class name.
         precision: number formats of forward and backward.
-        target: what it is planned for: the device's memory and rates, and the effective batch size.
-        batch: how the effective batch is cut and dealt at the size that is proposed.
-        as_it_is: what fits without a change.
+        target: the device's memory and rates, and the effective batch size.
+        batch: how the effective batch is cut and dealt at the proposed size.
+        as_it_is: the largest micro-batch that fits without a change.
         costs: of its operations, at any micro-batch size.
-        changes: what would fit with each change, the best first.
-        exact: whether every allocation was seen to follow its line; False if some follow a quadratic.
-        notes: what the user should know of how the plan was made.
-        seconds: how long planning took.
+        changes: the same with each change, the fastest first.
+        exact: whether every allocation is linear in the micro-batch size; False if some are quadratic.
+        notes: remarks for the user on how the plan was made.
+        seconds: time that planning took.
     """
 
     name: str
@@ -52,17 +52,17 @@ class Plan:
 
     @property
     def budget(self) -> Budget:
-        """Return the device's memory."""
+        """The device's memory, and the part of it that tensors can have."""
         return self.target.budget
 
     @property
     def micro_batch_size(self) -> int:
-        """Return the size to take; 0 if nothing fits."""
+        """The proposed size, in samples; 0 if not even one fits."""
         return self.as_it_is.micro_batch_size if self.as_it_is.fits else 0
 
     @property
     def accumulation_steps(self) -> int:
-        """Return the micro-batches per rank and step at that size."""
+        """Micro-batches per rank and step at that size."""
         return self.as_it_is.accumulation_steps
 
     def seconds_on(self, world_size: int) -> StepSeconds | None:
@@ -76,7 +76,7 @@ class Plan:
         return self.target.seconds(self.costs, size, world_size)
 
     def bytes_by_purpose(self) -> Mapping[str, int]:
-        """Return what the device's memory is held for at the peak: tensors by category, and what is beside them."""
+        """Return bytes of the device at the peak: tensors by category, the allocator's rounding, and libraries."""
         fit = self.as_it_is
         held: dict[str, int] = {name: fit.peak.by_category[name] for name in ORDER}
         held["allocator"] = fit.reserved_bytes - fit.peak.num_bytes
@@ -135,7 +135,7 @@ def _fitting(plan: Plan) -> list[str]:
 
 
 def _bound(plan: Plan) -> str:
-    """Return what keeps the micro-batch size from being larger."""
+    """Return, as text, the limit that a larger micro-batch would exceed."""
     fit, usable = plan.as_it_is, plan.budget.usable_bytes
     if fit.binds == "batch":
         return ", which is all there is for a rank"
@@ -148,7 +148,7 @@ def _bound(plan: Plan) -> str:
 
 
 def _nothing_fits(plan: Plan) -> list[str]:
-    """Say what does not fit even for a single sample, and the smallest change that would."""
+    """Return the rows for a step of which not even one sample fits, with the smallest change that would."""
     fit, usable = plan.as_it_is, max(0, plan.budget.usable_bytes)
     alone = [(size, name) for name, size in fit.peak.by_category.items() if size > usable]
     if alone:
@@ -173,7 +173,7 @@ def _moment(fit: Fit) -> str:
 
 
 def _table(plan: Plan) -> list[str]:
-    """Return what fits with each change, beside what fits without: the fastest first, and how to make the best one."""
+    """Return the table of changes, the fastest first, below the step as it is, and the code of the best one."""
     rows = [("what would change it", "micro-batch", "steps", "memory", "s/step")]
     rows += [_row("as it is", plan.as_it_is, plan.budget)]
     rows += [_row(change.name, change, plan.budget) for change in plan.changes]

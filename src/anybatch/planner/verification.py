@@ -24,17 +24,17 @@ from anybatch.planner.trace.step_trace import NUM_MICRO_BATCHES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verified:
-    """What a step was predicted to take, and what it took.
+class Verification:
+    """Predicted memory of a step beside the measured one.
 
     Attributes:
         device: where it ran.
         name: the device's type, and what its driver calls it.
-        planned_bytes: what tensors were to hold at most.
-        measured_bytes: what they held.
-        planned_reserved_bytes: what the allocator was to take, of a device that has more than enough; None on a CPU.
-        measured_reserved_bytes: what it took; None on a CPU.
-        outside_bytes: what was taken of the device outside of the allocator; None on a CPU.
+        planned_bytes: predicted peak of tensors.
+        measured_bytes: measured peak of tensors.
+        planned_reserved_bytes: predicted peak of the allocator, without a limit; None on a CPU.
+        measured_reserved_bytes: measured peak of the allocator; None on a CPU.
+        outside_bytes: memory of the device taken outside of the allocator; None on a CPU.
         too_large: micro-batch sizes that ran out of memory on the way.
     """
 
@@ -61,7 +61,7 @@ class Verified:
         return "\n".join([f"verified on {self.device}, in a step of {NUM_MICRO_BATCHES} micro-batches", *lines])
 
 
-def verify(spec: StepSpec, fit: Fit, device: str | torch.device) -> Verified:
+def verify(spec: StepSpec, fit: Fit, device: str | torch.device) -> Verification:
     """Run the planned step on a device, and compare.
 
     A new model is made there, and nothing is kept. Samples are the planned one, over and over.
@@ -87,7 +87,7 @@ def verify(spec: StepSpec, fit: Fit, device: str | torch.device) -> Verified:
     train = dataclasses.replace(made, effective_batch_size=None, scheduler=None, check_loss=False)
     engine = Engine.from_spec(train, Hardware(micro_batch_size=size, world=World(device=device)))
     with engine, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # whoever trains in earnest will see them
+        warnings.simplefilter("ignore")  # the real run shows them
         batch = _repeated(spec.sample, NUM_MICRO_BATCHES * size)
         too_large = engine.step(batch).too_large
         recording = record_memory(engine)
@@ -96,7 +96,7 @@ def verify(spec: StepSpec, fit: Fit, device: str | torch.device) -> Verified:
         outside = outside_bytes(device)
     found = recording.report
     allocator = found.allocator
-    return Verified(
+    return Verification(
         device=found.device,
         name=full_name(device),
         planned_bytes=fit.peak.num_bytes if allocator is not None else _of_tensors(fit.envelope).peak_bytes(size),

@@ -1,4 +1,4 @@
-"""What tests of training code need: real ranks, gradient comparison, faults on purpose. Public, for users too."""
+"""For tests of training code: real ranks, gradient comparison, faults on purpose. Public, for users too."""
 
 from anybatch.core.comparison import relative_error
 from anybatch.testing.gradients import assert_same_gradients

@@ -37,7 +37,7 @@ def _ledger(watcher: AllocationObserver) -> MemoryLedger:
 
 
 class MemoryBudget:
-    """What tensors may hold at once, and what they hold; made by `memory_budget`.
+    """A limit on the memory of tensors, and the memory in use; made by `memory_budget`.
 
     Attributes:
         num_bytes: the budget. Set it to lower or raise it in the middle of a run, as another tenant of a device would;
@@ -55,7 +55,7 @@ class MemoryBudget:
 
     @property
     def held_bytes(self) -> int:
-        """What tensors hold now, of what was booked."""
+        """Bytes that tensors hold now, of those that the budget has seen."""
         return self.ledger.held_bytes
 
     def hold(self, *holders: Holder) -> None:
@@ -167,7 +167,7 @@ def out_of_memory_at(number: int, *, phase: Phase | None = None, times: int = 1)
         number: which allocation.
         phase: count only those in "forward" (whatever is neither of the others), "backward" (what autograd runs) or
             "update" (inside of an optimizer's step); None counts all.
-        times: how many fail: after each fault counting starts anew, so that `times=2` fails again in what comes next.
+        times: how many fail: after each fault counting starts again, so that `times=2` fails again in what comes next.
 
     Yields:
         What has failed and how many allocations there were.

@@ -140,7 +140,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, rendezvous: str, timeou
             break
         try:
             outcome = RankOutcome(value=function(*args))
-        except Exception:  # noqa: BLE001 (whatever it was, the caller is told)
+        except Exception:  # noqa: BLE001 (the caller gets it as text)
             outcome = RankOutcome(error=traceback.format_exc())
         pipe.send(outcome)
         if outcome.error:

@@ -15,8 +15,8 @@ from anybatch.diagnostics.loop_check import sentences
 from anybatch.diagnostics.loop_check.judge import Evidence, judge
 from anybatch.diagnostics.loop_check.loop_report import LoopFinding, LoopReport, LoopVerdict, Window
 from anybatch.diagnostics.loop_check.loop_trace import LoopTrace, TableGradient
-from anybatch.diagnostics.loop_check.probe import NUM_ROWS, TARGET_KINDS, ProbeData, TargetKind, make_data
-from anybatch.diagnostics.loop_check.roles import Needs, read_needs
+from anybatch.diagnostics.loop_check.probe_model import NUM_ROWS, TARGET_KINDS, ProbeData, TargetKind, make_data
+from anybatch.diagnostics.loop_check.roles import LoopParameters, read_parameters
 from anybatch.diagnostics.loop_check.run_loop import (
     LOUD_GAIN,
     LearningLoop,
@@ -71,7 +71,7 @@ def check_loop(
     Raises:
         UserError: a parameter is not understood, or the loop itself raised; the message has its traceback.
     """
-    needs = read_needs(function)
+    needs = read_parameters(function)
     on_ranks = needs.ranks if ranks is None else ranks > 1
     failures = []
     for kind in TARGET_KINDS if data is None else (data,):
@@ -90,7 +90,7 @@ def check_loop(
     raise UserError(message)
 
 
-def _described(needs: Needs) -> str:
+def _described(needs: LoopParameters) -> str:
     return ", ".join(f"{name}: {role.replace('_', ' ')}" for name, role in needs.roles.items())
 
 
@@ -99,7 +99,7 @@ class _Runner:
     """Runs one loop on samples of one kind."""
 
     function: LearningLoop
-    needs: Needs
+    needs: LoopParameters
     kind: TargetKind  # and not the data: a tensor that is sent to ranks starts a thread that stays
     time_limit_seconds: float
 
@@ -172,7 +172,7 @@ class _Runner:
         parts = [parts_of(trace, rank, NUM_EPOCHS, num_batches) for rank, trace in enumerate(traces)]
         steps = steps_of(traces, parts)
         sizes = Counter(step.num_micro_batches for step in steps)
-        is_told = "accumulation_steps" in self.needs
+        knows_steps = "accumulation_steps" in self.needs
         units.of(IDS)
         return Evidence(
             traces=traces,
@@ -181,8 +181,10 @@ class _Runner:
             loud=loud,
             units=units,
             ids=IDS,
-            accumulation_steps=ACCUMULATION_STEPS if is_told or not sizes else max(sizes, key=lambda n: (sizes[n], n)),
-            is_told=is_told,
+            accumulation_steps=ACCUMULATION_STEPS
+            if knows_steps or not sizes
+            else max(sizes, key=lambda n: (sizes[n], n)),
+            knows_steps=knows_steps,
             micro_batch_size=MICRO_BATCH_SIZE,
             file=inspect.getsourcefile(self.function),
         )
@@ -192,15 +194,15 @@ class _Runner:
         ids = range(MICRO_BATCH_SIZE * ACCUMULATION_STEPS)
         last = ids[-MICRO_BATCH_SIZE:]
         split = self.run(ids, epochs=1)
-        told = split.returned
+        reported = split.returned
         whole = self.run(ids, size=len(ids), steps=1, epochs=1).returned
         alone = self.run(last, steps=1, epochs=1).returned
-        if any(values is None or len(values) != 1 for values in (told, whole, alone)):
+        if any(values is None or len(values) != 1 for values in (reported, whole, alone)):
             return ()
-        assert told is not None
+        assert reported is not None
         assert whole is not None
         assert alone is not None
-        found, window, micro_batch = told[0], whole[0], alone[0]
+        found, window, micro_batch = reported[0], whole[0], alone[0]
         if near(found, window) or not any(near(found, micro_batch / by) for by in (1, ACCUMULATION_STEPS)):
             return ()
         name = self.function.__code__.co_firstlineno

@@ -32,8 +32,8 @@ class Evidence:
         loud: a trace with gradients that every clipping touches; None on several ranks.
         units: the samples' unit gradients.
         ids: all samples of an epoch.
-        accumulation_steps: what the loop was told, or what it seems to use.
-        is_told: whether it was told.
+        accumulation_steps: those given to the loop, or those it seems to use.
+        knows_steps: whether the loop has a parameter for them.
         micro_batch_size: samples of one batch of the loader.
         file: the loop's file.
     """
@@ -45,7 +45,7 @@ class Evidence:
     units: UnitGradients
     ids: Sequence[int]
     accumulation_steps: int
-    is_told: bool
+    knows_steps: bool
     micro_batch_size: int
     file: str | None
 
@@ -69,7 +69,7 @@ class Evidence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
+class WeighedWindow:
     """A clean window with its weights."""
 
     step: StepParts
@@ -77,7 +77,7 @@ class Judged:
 
     @property
     def total(self) -> float:
-        """What the weights add up to: one, for a mean."""
+        """Sum of the weights: one, for a mean."""
         return sum(self.found.get(sample, 0.0) for sample in self.step.ids)
 
     @property
@@ -133,12 +133,12 @@ def _about_end(evidence: Evidence) -> Iterator[LoopFinding]:
 
 def _about_steps(evidence: Evidence) -> Iterator[LoopFinding]:
     """Yield what is wrong with when the loop steps."""
-    steps, told = evidence.steps, evidence.accumulation_steps
-    if evidence.cuts_batches or not evidence.is_told:
+    steps, steps_given = evidence.steps, evidence.accumulation_steps
+    if evidence.cuts_batches or not evidence.knows_steps:
         return
     sizes = [step.num_micro_batches for step in steps]
-    if told > 1 and max(sizes) == 1 and len(steps) > 1:
-        yield sentences.steps_every_micro_batch(told, evidence.where(steps[0].line))
+    if steps_given > 1 and max(sizes) == 1 and len(steps) > 1:
+        yield sentences.steps_every_micro_batch(steps_given, evidence.where(steps[0].line))
         return
     last = {(part.rank, part.epoch): part for parts in evidence.parts for part in parts}
     ends = set(last.values())
@@ -146,12 +146,14 @@ def _about_steps(evidence: Evidence) -> Iterator[LoopFinding]:
         step
         for step in steps
         if step.parts
-        and step.num_micro_batches != told
+        and step.num_micro_batches != steps_given
         and len(step.epochs) == 1
-        and not (step.num_micro_batches < told and ends & set(step.parts))
+        and not (step.num_micro_batches < steps_given and ends & set(step.parts))
     ]
     if odd:
-        yield sentences.window_size(odd[0].number + 1, odd[0].num_micro_batches, told, evidence.where(odd[0].line))
+        yield sentences.window_size(
+            odd[0].number + 1, odd[0].num_micro_batches, steps_given, evidence.where(odd[0].line)
+        )
 
 
 def _about_clearing(evidence: Evidence) -> Iterator[LoopFinding]:
@@ -172,8 +174,8 @@ def _about_clearing(evidence: Evidence) -> Iterator[LoopFinding]:
 
 def _about_tails(evidence: Evidence) -> Iterator[LoopFinding]:
     """Yield what happens to the micro-batches at the end of an epoch that do not fill a window."""
-    told, steps = evidence.accumulation_steps, evidence.steps
-    carried = [step for step in steps if len(step.epochs) > 1 and step.num_micro_batches != told]
+    steps_given, steps = evidence.accumulation_steps, evidence.steps
+    carried = [step for step in steps if len(step.epochs) > 1 and step.num_micro_batches != steps_given]
     dropped = [step for step in steps if step.lost_tail]
     done = [trace.steps[-1].num_forwards for trace in evidence.traces]
     left = [part for parts, start in zip(evidence.parts, done, strict=True) for part in parts[start:]]
@@ -181,14 +183,14 @@ def _about_tails(evidence: Evidence) -> Iterator[LoopFinding]:
         left = []
     if carried:
         step = carried[0]
-        yield sentences.tail_carried(step.number + 1, step.num_micro_batches, told, evidence.where(step.line))
+        yield sentences.tail_carried(step.number + 1, step.num_micro_batches, steps_given, evidence.where(step.line))
     elif dropped or left:
         parts = dropped[0].lost_tail if dropped else left
         number = sum(len(part.ids) for part in parts)
         yield sentences.tail_dropped(number, bool(dropped), evidence.where(steps[-1].line))
 
 
-def _judged(evidence: Evidence) -> tuple[list[Judged], list[StepParts]]:
+def _judged(evidence: Evidence) -> tuple[list[WeighedWindow], list[StepParts]]:
     """Return the clean windows with their weights, and those that are no weighted sum of their samples."""
     judged, others = [], []
     for step in evidence.steps:
@@ -196,12 +198,14 @@ def _judged(evidence: Evidence) -> tuple[list[Judged], list[StepParts]]:
         if units is None:
             continue
         if is_combination(step.gradient, units):
-            judged.append(Judged(step=step, found=weights(step.gradient, units)))
+            judged.append(WeighedWindow(step=step, found=weights(step.gradient, units)))
         else:
             others.append(step)
     if judged and not evidence.units.scale_is_known:
         factor = judged[0].total
-        judged = [Judged(step=each.step, found={s: w / factor for s, w in each.found.items()}) for each in judged]
+        judged = [
+            WeighedWindow(step=each.step, found={s: w / factor for s, w in each.found.items()}) for each in judged
+        ]
     return judged, others
 
 
@@ -217,7 +221,7 @@ def _about_weights(evidence: Evidence, findings: Sequence[LoopFinding]) -> Itera
     yield from _about_evenness(evidence, judged)
 
 
-def _about_totals(evidence: Evidence, judged: Sequence[Judged]) -> Iterator[LoopFinding]:
+def _about_totals(evidence: Evidence, judged: Sequence[WeighedWindow]) -> Iterator[LoopFinding]:
     """Yield what is wrong with what weights of a step add up to."""
     wrong = [each for each in judged if not near(each.total, 1.0)]
     if not wrong:
@@ -237,7 +241,7 @@ def _about_totals(evidence: Evidence, judged: Sequence[Judged]) -> Iterator[Loop
         yield sentences.wrong_total(number, total, where)
 
 
-def _about_evenness(evidence: Evidence, judged: Sequence[Judged]) -> Iterator[LoopFinding]:
+def _about_evenness(evidence: Evidence, judged: Sequence[WeighedWindow]) -> Iterator[LoopFinding]:
     """Yield why samples of one step weigh differently."""
     codes = set()
     for each in judged:

@@ -1,4 +1,4 @@
-"""What was found out about a loop: a verdict, findings with both values, and a table of its optimizer steps."""
+"""The report on a loop: a verdict, findings with both values, and a table of its optimizer steps."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ class LoopFinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """What one optimizer step was made of.
+    """The micro-batches and weights of one optimizer step.
 
     Attributes:
         step: its number, from 1.
@@ -63,16 +63,16 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopReport:
-    """What was found out about a loop.
+    """The report on a training loop.
 
     Attributes:
         loop: its name.
         verdict: on its gradients.
         findings: most important first; none if all is well.
         windows: its optimizer steps, over two epochs.
-        accumulation_steps: what it was told, or, where it cannot be told, what it did.
+        accumulation_steps: those given to it, or, where it has no parameter for them, those it used.
         num_ranks: ranks it ran on.
-        remarks: what could not be judged, and why.
+        remarks: aspects that could not be judged, and why.
     """
 
     loop: str

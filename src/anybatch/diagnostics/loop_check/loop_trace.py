@@ -1,4 +1,4 @@
-"""What a loop did, as a value: its forwards, backwards and steps in order, and the gradient each of them met."""
+"""The trace of a loop, as a value: its forwards, backwards and steps in order, with the gradient at each of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -72,7 +72,7 @@ class OptimizerStep:
 
 @dataclass(slots=True)
 class LoopTrace:
-    """All of it, on one rank.
+    """Everything a loop did, on one rank.
 
     Attributes:
         forwards: in order.

@@ -1,4 +1,4 @@
-"""What a loop's parameters are for, told by their names."""
+"""Roles of a loop's parameters, recognised by their names."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -39,7 +39,7 @@ ROLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "world_size": ("world_size",),
     }
 )
-"""What each role may be called, in any case."""
+"""The names that each role may have, in upper or lower case."""
 
 _ROLE_OF = {name: role for role, names in ROLES.items() for name in names}
 _RANK_WORDS = frozenset(
@@ -48,8 +48,8 @@ _RANK_WORDS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
-    """What a loop has to be given.
+class LoopParameters:
+    """The arguments that a loop needs.
 
     Attributes:
         roles: parameter name -> role, for all parameters whose names are understood.
@@ -64,16 +64,16 @@ class Needs:
     def __contains__(self, role: str) -> bool:
         return role in self.roles.values()
 
-    def bind(self, function: Callable[..., Any], things: Mapping[str, Any]) -> inspect.BoundArguments:
+    def bind(self, function: Callable[..., Any], values: Mapping[str, Any]) -> inspect.BoundArguments:
         """Return the arguments to call the loop with."""
         bound = inspect.signature(function).bind_partial()
         for name, role in self.roles.items():
-            bound.arguments[name] = things[role]
+            bound.arguments[name] = values[role]
         return bound
 
 
-def read_needs(function: Callable[..., Any]) -> Needs:
-    """Return what a loop needs, from its signature and from the names it uses.
+def read_parameters(function: Callable[..., Any]) -> LoopParameters:
+    """Read the arguments that a loop needs from its signature and from the names it uses.
 
     Raises:
         UserError: a parameter without default is not understood, or there is no model or nothing to train it on.
@@ -111,7 +111,7 @@ def read_needs(function: Callable[..., Any]) -> Needs:
     wraps = DistributedDataParallel in values or "DistributedDataParallel" in words
     ranks = bool(words & _RANK_WORDS) or wraps or DistributedSampler in values
     ranks = ranks or bool({dist.all_reduce, dist.get_rank, dist.get_world_size} & values)
-    return Needs(roles, ranks, wrapped=ranks and "no_sync" in words and not wraps)
+    return LoopParameters(roles, ranks, wrapped=ranks and "no_sync" in words and not wraps)
 
 
 def _known_names() -> str:

@@ -1,4 +1,4 @@
-"""Runs a user's loop on the stage, as a user would call it, and puts everything back as it was."""
+"""Runs a user's loop on the probe model, as a user would call it, and restores all global state."""
 
 import io
 import traceback
@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from anybatch.data.random_state import preserved_random_state
 from anybatch.diagnostics.loop_check.loop_trace import LoopTrace, numbers_in
-from anybatch.diagnostics.loop_check.probe import ProbeData, RowModel, RowSet, make_loader
+from anybatch.diagnostics.loop_check.probe_model import ProbeData, RowModel, RowSet, make_loader
 from anybatch.diagnostics.loop_check.recorder import Recorder
-from anybatch.diagnostics.loop_check.roles import Needs
+from anybatch.diagnostics.loop_check.roles import LoopParameters
 from anybatch.errors import UserError
 from anybatch.parallel.torch_internals import HashStore
 
@@ -38,7 +38,7 @@ class LoopSettings:
         data: the samples.
         ids: those that the loader or data set holds, on this rank where the loop gets a loader.
         micro_batch_size: samples of one batch of the loader.
-        accumulation_steps: what the loop is told.
+        accumulation_steps: given to the loop, where it has a parameter for them.
         num_epochs: how often it goes through them, in one call or in several.
         gain: size of the gradients.
         time_limit_seconds: after so long it is ended.
@@ -53,8 +53,8 @@ class LoopSettings:
     time_limit_seconds: float = 20.0
 
 
-def run_loop(function: LearningLoop, needs: Needs, settings: LoopSettings) -> LoopTrace:
-    """Return what a loop did.
+def run_loop(function: LearningLoop, needs: LoopParameters, settings: LoopSettings) -> LoopTrace:
+    """Run a loop, and return its trace.
 
     A function that knows no number of epochs is called once for each, with the same model and optimizer.
 
@@ -68,19 +68,19 @@ def run_loop(function: LearningLoop, needs: Needs, settings: LoopSettings) -> Lo
         torch.manual_seed(0)
         model = RowModel(settings.data, settings.gain, recorder)
         table = model.table
-        things = _things(model, settings, wrapped=needs.wrapped)
+        values = _arguments_by_role(model, settings, wrapped=needs.wrapped)
         with recorder:
-            recorder.watch(table, [things["optimizer"]] if "optimizer" in needs else [])
+            recorder.watch(table, [values["optimizer"]] if "optimizer" in needs else [])
             for call in range(num_calls):
-                bound = needs.bind(function, {**things, "epoch": call})
+                bound = needs.bind(function, {**values, "epoch": call})
                 value = _call(function, bound.args, bound.kwargs)
                 recorder.end_call()
                 recorder.trace.returned = numbers_in(value)
     return recorder.trace
 
 
-def _things(model: nn.Module, settings: LoopSettings, *, wrapped: bool) -> dict[str, Any]:
-    """Return what each role is filled with."""
+def _arguments_by_role(model: nn.Module, settings: LoopSettings, *, wrapped: bool) -> dict[str, Any]:
+    """Return the argument for each role."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = make_loader(settings.data, settings.ids, settings.micro_batch_size)
     num_windows = -(-len(loader) // settings.accumulation_steps)
@@ -107,7 +107,7 @@ def _things(model: nn.Module, settings: LoopSettings, *, wrapped: bool) -> dict[
 def _call(function: LearningLoop, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 (the user's)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the user's loop may warn of what is told better in the report
+            warnings.simplefilter("ignore")  # the report says it better than the user's own loop can
             return function(*args, **kwargs)
     except Exception as error:  # noqa: BLE001 (whatever it is, it is the loop's own, and is shown)
         trace = error.__traceback__

@@ -30,25 +30,25 @@ def does_not_end(num_forwards: int, where: str) -> LoopFinding:
     )
 
 
-def steps_every_micro_batch(told: int, where: str) -> LoopFinding:
+def steps_every_micro_batch(steps_given: int, where: str) -> LoopFinding:
     """The optimizer steps after each micro-batch."""
     return LoopFinding(
         code="steps_every_micro_batch",
         what="The optimizer steps after every micro-batch, so nothing is accumulated.",
         found="1 micro-batch per step",
-        expected=f"{told}",
+        expected=f"{steps_given}",
         where=where,
         change="Step where (i + 1) % accumulation_steps == 0, and at the end of the epoch.",
     )
 
 
-def window_size(step: int, found: int, told: int, where: str) -> LoopFinding:
+def window_size(step: int, found: int, steps_given: int, where: str) -> LoopFinding:
     """A window that should be full is not."""
     return LoopFinding(
         code="window_size",
         what=f"Step {step} is not made of as many micro-batches as the loop was told, and no epoch ends there.",
         found=f"{found} micro-batches",
-        expected=f"{told}",
+        expected=f"{steps_given}",
         where=where,
         change="Count from one: step where (i + 1) % accumulation_steps == 0, not where i % accumulation_steps == 0.",
     )
@@ -66,13 +66,13 @@ def zero_grad_missing(step: int, number: int, where: str) -> LoopFinding:
     )
 
 
-def zero_grad_inside_window(told: int, where: str) -> LoopFinding:
+def zero_grad_inside_window(steps_given: int, where: str) -> LoopFinding:
     """Gradients are cleared between micro-batches."""
     return LoopFinding(
         code="zero_grad_inside_window",
         what="Gradients are cleared between the micro-batches of one window: only the last one is stepped with.",
         found="1 micro-batch in the gradient",
-        expected=f"{told}",
+        expected=f"{steps_given}",
         where=where,
         change="Move zero_grad() behind optimizer.step(), under the same condition.",
     )
@@ -90,14 +90,14 @@ def zero_grad_before_step(number: int, where: str) -> LoopFinding:
     )
 
 
-def tail_carried(step: int, found: int, told: int, where: str) -> LoopFinding:
+def tail_carried(step: int, found: int, steps_given: int, where: str) -> LoopFinding:
     """An epoch's rest is added to the next epoch's first window."""
     return LoopFinding(
         code="tail_carried",
         what=f"The last micro-batches of an epoch are not stepped with; step {step}, in the next epoch, has them. "
         "After the last epoch they are lost.",
         found=f"{found} micro-batches in step {step}",
-        expected=f"at most {told}",
+        expected=f"at most {steps_given}",
         where=where,
         change="Step at the end of the epoch too: if (i + 1) % accumulation_steps == 0 or i + 1 == len(loader).",
     )
@@ -286,7 +286,7 @@ def clips_every_micro_batch(where: str) -> LoopFinding:
 
 
 def logs_last_loss(found: float, expected: float, where: str) -> LoopFinding:
-    """The loss that is told is that of the last micro-batch."""
+    """The reported loss is that of the last micro-batch."""
     return LoopFinding(
         code="logs_last_loss",
         what="The loss that the loop returns is that of the last micro-batch, not of the window.",

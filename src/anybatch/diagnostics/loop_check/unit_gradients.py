@@ -1,4 +1,4 @@
-"""What a sample's weight of one is: the loop's own gradient of an un-split batch, measured without splitting it.
+"""Unit gradients: the gradient in which a sample has weight one, measured on the loop's own un-split batch.
 
 The loss is the user's and unknown. So the loop itself is run on one batch, with accumulation steps of one: whatever it
 computes there is its un-split gradient, and a split one has to equal it. Where that cannot be had, the scale is taken
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from anybatch.diagnostics.loop_check.loop_trace import LoopTrace, TableGradient
-from anybatch.diagnostics.loop_check.probe import NUM_ROWS, ProbeData, TargetKind
+from anybatch.diagnostics.loop_check.probe_model import NUM_ROWS, ProbeData, TargetKind
 from anybatch.diagnostics.loop_check.windows import is_close
 
 OutputLoss = Callable[[Tensor, Tensor], Tensor]
@@ -49,7 +49,7 @@ USUAL_LOSSES: Mapping[TargetKind, tuple[OutputLoss, ...]] = MappingProxyType(
 
 @dataclass(slots=True)
 class UnitGradients:
-    """Unit gradients of samples: what a weight of one in a gradient looks like.
+    """Gradients of single samples with weight one.
 
     Attributes:
         data: the samples.
@@ -70,10 +70,10 @@ class UnitGradients:
         return self._found[key]
 
     def _measure(self, ids: tuple[int, ...]) -> TableGradient | None:
-        told = self.unsplit(ids)
-        if told is None or not bool(told[0][list(ids)].flatten(1).any(1).all()):
+        measured = self.unsplit(ids)
+        if measured is None or not bool(measured[0][list(ids)].flatten(1).any(1).all()):
             return None
-        gradient, has_scale = told
+        gradient, has_scale = measured
         if not has_scale:
             scaled = self._usual(gradient, ids)
             self.scale_is_known = self.scale_is_known and scaled is not None
@@ -103,7 +103,7 @@ def gradient_of(trace: LoopTrace, ids: Sequence[int], shape: torch.Size) -> Tabl
 
 
 def received(trace: LoopTrace, ids: Sequence[int], shape: torch.Size, *, by_size: bool) -> TableGradient | None:
-    """Return what the samples' outputs received, times the size of their micro-batch if asked for."""
+    """Return the gradients of the samples' outputs, times the size of their micro-batch if asked for."""
     if not set(ids) <= trace.by_sample.keys():
         return None
     size_of = {sample: len(forward.ids) for forward in reversed(trace.forwards) for sample in forward.ids}
@@ -114,7 +114,7 @@ def received(trace: LoopTrace, ids: Sequence[int], shape: torch.Size, *, by_size
 
 
 def rows_by_size(trace: LoopTrace, shape: torch.Size) -> TableGradient:
-    """Return what every sample's output received, times the size of its micro-batch; zeros where none came."""
+    """Return the gradient of every sample's output, times the size of its micro-batch; zeros where none came."""
     ids = [sample for sample in range(NUM_ROWS) if sample in trace.by_sample]
     rows = received(trace, ids, shape, by_size=True)
     assert rows is not None

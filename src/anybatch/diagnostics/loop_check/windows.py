@@ -26,7 +26,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepParts:
-    """What one optimizer step was made of, over all ranks.
+    """The micro-batches of one optimizer step, over all ranks, and the state of its gradient.
 
     Attributes:
         number: the step's, from 0.

@@ -1,4 +1,4 @@
-"""What a memory is held for, as one stacked bar with its legend, on a terminal and in a pipe."""
+"""Memory by purpose, as one stacked bar with its legend, on a terminal and in a pipe."""
 
 import itertools
 import string
@@ -120,7 +120,7 @@ def colours_of(names: Iterable[str]) -> dict[str, str]:
 def cells_of(sizes: Sequence[int], num_cells: int) -> list[int]:
     """Return how many of `num_cells` cells each size gets: in proportion, at least one, all of them together.
 
-    Largest remainders first; what was too small for a cell takes it from whoever has most.
+    Largest remainders first; a size that is too small for a cell takes it from the one that has most.
     """
     whole = sum(sizes)
     if not whole:

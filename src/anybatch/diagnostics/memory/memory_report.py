@@ -1,4 +1,4 @@
-"""What a step held in memory, measured while it ran: when, for what, and how much was left."""
+"""Memory of a step, measured while it ran: when, by purpose, and how much was left."""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -25,18 +25,18 @@ from anybatch.memory.ledger import MemoryLedger
 from anybatch.memory.timeline import MemoryTimeline, timeline
 
 UNSEEN = "not in tensors"
-"""What the allocator has handed out beyond the tensors that were seen: workspaces of kernels, and rounding."""
+"""Allocated memory beyond the tensors that were seen: workspaces of kernels, and rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorReport:
-    """What torch's CUDA allocator says of the recording.
+    """Counters of torch's CUDA allocator during the recording.
 
     Attributes:
-        peak_bytes: most that it had handed out at once, to kernels too.
-        allocated_bytes: what it had handed out at the moment when tensors held most.
-        reserved_bytes: what it had taken from the device by then.
-        num_retries: how often it let go of its cache to find room, during the recording.
+        peak_bytes: most that was allocated at once, by kernels too.
+        allocated_bytes: allocated at the moment when tensors held most.
+        reserved_bytes: reserved on the device by then.
+        num_retries: how often it emptied its cache to find room, during the recording.
         summary: `torch.cuda.memory_summary()` at the end; empty if it was not asked for.
     """
 
@@ -64,14 +64,14 @@ class MemoryReport:
     """The memory of the steps that were recorded. `print(report)` shows all of it.
 
     Attributes:
-        timeline: what tensors held at each moment, with marks where micro-batches begin.
+        timeline: memory of tensors at each moment, with marks where micro-batches begin.
         device: type and number of the device.
         num_steps: optimizer steps that were recorded.
         num_samples: samples of the last of them, over all ranks.
         num_micro_batches: micro-batches that this rank ran for it.
-        limit_bytes: what there is; None if that is not known.
+        limit_bytes: memory of the device; None if that is not known.
         headroom: share of it that is to be kept free.
-        allocator: what torch's allocator says; None on a CPU.
+        allocator: counters of torch's allocator; None on a CPU.
     """
 
     timeline: MemoryTimeline
@@ -91,13 +91,13 @@ class MemoryReport:
 
     @property
     def at_peak(self) -> Mapping[str, int]:
-        """What the memory was held for at the peak, in bytes."""
+        """Memory at the peak by purpose, in bytes."""
         unseen = self.peak_bytes - self.timeline.peak_bytes
         return {**self.timeline.at(self.timeline.peak_moment), **({UNSEEN: unseen} if unseen else {})}
 
     @property
     def reserve(self) -> Reserve | None:
-        """What the peak leaves of the limit; None where there is no limit."""
+        """The part of the limit that the peak leaves free; None where there is no limit."""
         return None if self.limit_bytes is None else Reserve(self.peak_bytes, self.limit_bytes, self.headroom)
 
     @property
@@ -187,7 +187,7 @@ class MemoryRecording:
 
     @property
     def report(self) -> MemoryReport:
-        """What was recorded.
+        """The report, once the block is over.
 
         Raises:
             UserError: the block is not over, or no step was made in it.

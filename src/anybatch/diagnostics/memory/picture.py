@@ -9,12 +9,12 @@ from anybatch.memory.timeline import MemoryTimeline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPicture:
-    """What stands around the drawing of a timeline.
+    """Title, limits and labels of the drawing of a timeline.
 
     Attributes:
         title: the first line, in bold.
         below: the line below it.
-        limit_bytes: what there is; None for no limit.
+        limit_bytes: memory of the device; None for no limit.
         headroom: share of it that is to be kept free; None for no line.
         axis: what the horizontal axis counts.
     """

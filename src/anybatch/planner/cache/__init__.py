@@ -1,1 +1,1 @@
-"""What was measured on this machine before, kept in files for the next plan."""
+"""Measurements of this machine, kept in files for the next plan."""

@@ -1,6 +1,6 @@
 """A small file of what was measured, kept from one process to the next: one line of JSON each, never more than a hint.
 
-The file is the user's, and anything may have become of it: it is read as what a stranger wrote.
+Anybody can edit the file, so it is read as untrusted input: a damaged line is skipped, never an error.
 """
 
 import json
@@ -25,7 +25,7 @@ def cache_file(name: str) -> Path:
     return Path(platformdirs.user_cache_dir("anybatch", appauthor=False)) / name
 
 
-class KeptLines:
+class JsonLinesFile:
     """The lines of a file. Whatever is wrong with it costs what was kept, and nothing else.
 
     Args:

@@ -1,4 +1,4 @@
-"""What planned steps were measured to take of devices, in a file: one line each, never more than a hint."""
+"""Planned and measured memory of steps by device, in a file with one line of JSON for each; only ever a hint."""
 
 import dataclasses
 import re
@@ -8,12 +8,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from anybatch.planner.cache.cache_file import JsonObject, KeptLines, cache_file
+from anybatch.planner.cache.cache_file import JsonLinesFile, JsonObject, cache_file
 from anybatch.planner.torch_internals import cuda_driver_number
 
 FILE_NAME = "measured_devices.jsonl"
 LEAST_OUTSIDE_BYTES, MOST_OUTSIDE_BYTES = 64 * 2**20, 2 * 2**30
-"""What a context can take. What is more belongs to other programs, which may be gone when the plan is used."""
+"""Bounds of a context's size. More than that belongs to other programs, which may be gone when the plan is used."""
 MOST_EXCESS = 1.0
 """A step that takes more than twice what was planned says that the plan is wrong, not by how much others are."""
 _MOST_BYTES = 1 << 50
@@ -28,11 +28,11 @@ class MeasuredStep:
 
     Attributes:
         device: its type, and what its driver calls it.
-        budget_bytes: what was taken for its memory in the plan.
-        subject: what was trained: model, optimizer, precision.
-        planned_bytes: what its memory was planned to hold: tensors and the allocator's rounding, and workspaces.
-        measured_bytes: what it held.
-        outside_bytes: what was taken outside of torch's allocator; None on a CPU, or where it cannot be told.
+        budget_bytes: the device's memory, as the plan took it.
+        subject: model, optimizer and precision, as one string.
+        planned_bytes: the predicted peak: tensors, the allocator's rounding, and workspaces.
+        measured_bytes: the measured peak.
+        outside_bytes: memory taken outside of torch's allocator; None on a CPU, or where the driver does not report it.
         versions: of torch, anybatch and the driver.
         date: when, as 2030-12-31.
     """
@@ -69,7 +69,7 @@ class KnownDevices:
         *,
         today: Callable[[], str] = lambda: datetime.now(tz=UTC).date().isoformat(),
     ) -> None:
-        self._lines = KeptLines(cache_file(FILE_NAME) if path is None else path)
+        self._lines = JsonLinesFile(cache_file(FILE_NAME) if path is None else path)
         self.today = today
 
     @property

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from anybatch.core.size_choice import KnownSize
-from anybatch.planner.cache.cache_file import JsonObject, KeptLines, cache_file, plain
+from anybatch.planner.cache.cache_file import JsonLinesFile, JsonObject, cache_file, plain
 
 FILE_NAME = "micro_batch_sizes.jsonl"
 MOST_RATE = 1e18
@@ -29,7 +29,7 @@ class KnownSizes:
         *,
         today: Callable[[], str] = lambda: datetime.now(tz=UTC).date().isoformat(),
     ) -> None:
-        self._lines = KeptLines(cache_file(FILE_NAME) if path is None else path)
+        self._lines = JsonLinesFile(cache_file(FILE_NAME) if path is None else path)
         self._today = today
 
     @property
@@ -38,7 +38,7 @@ class KnownSizes:
         return self._lines.path
 
     def find(self, circumstances: Mapping[str, Any]) -> KnownSize | None:
-        """Return what was kept last under exactly these circumstances; None for nothing.
+        """Return the size kept last under exactly these circumstances; None if there is none.
 
         Args:
             circumstances: all that the fastest size depends on; names to plain values.

@@ -1,1 +1,1 @@
-"""What a traced step costs on a device: its allocator, the time of its operations."""
+"""Costs of a traced step on a device: memory of its allocator, time of its operations."""

@@ -1,8 +1,8 @@
-"""What CUDA's caching allocator takes from the device for what tensors ask of it.
+"""A model of CUDA's caching allocator: the memory it reserves on the device for the allocations of a trace.
 
 A device runs out of *reserved* memory, not of tensors. The allocator rounds sizes, takes segments from the device and
-keeps them, hands out the smallest free block that is large enough, splits what is left off, and never moves anything;
-so holes remain. Where the device has no more to give, it hands back the segments that are wholly free, and tries again.
+keeps them, returns the smallest free block that is large enough, splits off the rest, and never moves anything, so
+memory fragments. Where the device has no more, it returns the segments that are wholly free, and tries again.
 
 Source: PyTorch, c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h of version 2.13, default settings.
 Limits: new segments are assumed to lie above older ones; memory used by several streams, which is free only once all of
@@ -36,13 +36,13 @@ _ENDLESS = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What the allocator did with a trace.
+    """Outcome of replaying a trace in the allocator.
 
     Attributes:
-        peak_reserved_bytes: the most it held of the device, as `torch.cuda.max_memory_reserved`.
-        peak_allocated_bytes: the most it had handed out, as `torch.cuda.max_memory_allocated`.
-        num_retries: how often it handed free segments back because the device had no more, as `num_alloc_retries`.
-        full_at: the event at which memory ran out all the same; None if it did not. The replay ends there.
+        peak_reserved_bytes: largest amount reserved on the device, as `torch.cuda.max_memory_reserved`.
+        peak_allocated_bytes: largest amount allocated, as `torch.cuda.max_memory_allocated`.
+        num_retries: number of times it freed cached segments because the device was full, as `num_alloc_retries`.
+        full_at: index of the event at which memory ran out all the same; None if it did not. The replay ends there.
     """
 
     peak_reserved_bytes: int
@@ -52,7 +52,7 @@ class Replay:
 
     @property
     def fits(self) -> bool:
-        """Return whether the trace went through."""
+        """Whether the whole trace fits."""
         return self.full_at is None
 
 
@@ -64,12 +64,12 @@ def replay(
     expandable: bool = False,
     pools: Sequence[int] | None = None,
 ) -> Replay:
-    """Return what the allocator does with a trace.
+    """Replay a trace in the allocator.
 
     Args:
-        events: `n` where allocation number `n - 1` is taken, `-n` where it is let go, as in a `MemoryTrace`.
-        sizes: bytes of each allocation; what has none is passed over.
-        limit_bytes: what the device has to give; None for no end of it.
+        events: `n` where allocation number `n - 1` is made, `-n` where it is freed, as in a `MemoryTrace`.
+        sizes: bytes of each allocation; those of 0 bytes are skipped.
+        limit_bytes: memory of the device; None for no limit.
         expandable: `expandable_segments:True`: one segment per pool that grows and shrinks by pages.
         pools: the number of the stream of each allocation; None for one stream. Streams share nothing.
     """
@@ -80,7 +80,7 @@ def replay(
         if sizes[number] <= 0:
             continue
         if event < 0:
-            allocator.let_go(number)
+            allocator.free(number)
         elif not allocator.take(number, sizes[number], 0 if pools is None else pools[number]):
             full_at = position
             break
@@ -92,9 +92,17 @@ def largest_that_fits(
 ) -> int | None:
     """Return the largest micro-batch size found to fit in `limit_bytes` of reserved memory.
 
-    0 if not even one sample fits, None if memory does not grow. Starts from what tensors would allow and halves the
-    interval where the allocator does not. Holes come and go with sizes, so a larger size might fit by luck; what is
-    returned has been replayed and does fit.
+    Starts from the size that tensors alone would allow, and bisects where the allocator needs more. Fragmentation is
+    not monotonic in the size, so a larger one might fit by luck; the returned one has been replayed and does fit.
+
+    Args:
+        envelope: memory of the step at any micro-batch size.
+        limit_bytes: memory that the allocator may reserve.
+        expandable: as in `replay`.
+        pools: as in `replay`.
+
+    Returns:
+        The size in samples; 0 if not even one fits, None if memory does not grow with the size.
     """
 
     def fits(m: int) -> bool:
@@ -117,12 +125,12 @@ def largest_that_fits(
 
 
 def rounded_bytes(num_bytes: int) -> int:
-    """Return the size of the block that an allocation asks for."""
+    """Return the bytes of the block that an allocation of `num_bytes` gets."""
     return ceil_div(max(num_bytes, 1), ROUNDING_BYTES) * ROUNDING_BYTES
 
 
 def segment_bytes(block_bytes: int) -> int:
-    """Return the size of the segment that is taken from the device where no block is free."""
+    """Return the bytes of the segment that is reserved on the device where no free block is large enough."""
     if block_bytes <= LARGEST_SMALL_BYTES:
         return SMALL_SEGMENT_BYTES
     if block_bytes < OWN_SEGMENT_FROM_BYTES:
@@ -170,7 +178,7 @@ class _Allocator:
         self._next_address = 0
 
     def take(self, number: int, num_bytes: int, stream: int) -> bool:
-        """Hand out a block; return False if there is no memory for it."""
+        """Allocate a block; return False if there is no memory for it."""
         size = rounded_bytes(num_bytes)
         pool = self._pool(stream, is_small=size <= LARGEST_SMALL_BYTES)
         grow = self._expand if self._expandable else self._add_segment
@@ -190,8 +198,8 @@ class _Allocator:
         self.peak_allocated = max(self.peak_allocated, self._allocated)
         return True
 
-    def let_go(self, number: int) -> None:
-        """Take a block back, and join it with free neighbours."""
+    def free(self, number: int) -> None:
+        """Free a block, and merge it with free neighbours."""
         block = self._taken.pop(number)
         self._allocated -= block.size
         block.is_taken = False
@@ -206,7 +214,7 @@ class _Allocator:
         return pool
 
     def _best_fit(self, pool: _Pool, size: int) -> _Block | None:
-        """Take the smallest free block that is large enough out of the pool, the lowest of several."""
+        """Remove the smallest free block that is large enough from the pool, at the lowest address of several."""
         at = bisect_left(pool.free, (size, -1))
         if at == len(pool.free):
             return None
@@ -223,7 +231,7 @@ class _Allocator:
         return size + (after.size if after is not None and not after.is_mapped else 0)
 
     def _add_segment(self, pool: _Pool, size: int) -> _Block | None:
-        """Take a new segment from the device; None if it has not that much left."""
+        """Reserve a new segment on the device; None if it has not that much left."""
         num_bytes = segment_bytes(size)
         if not self._reserve(num_bytes):
             return None
@@ -261,7 +269,7 @@ class _Allocator:
         return block
 
     def _hand_back(self) -> None:
-        """Give the device all free segments; of an expandable one, all whole pages that are free."""
+        """Return all free segments to the device; of an expandable one, all whole pages that are free."""
         for pool in self._pools.values():
             for _, address in list(pool.free):
                 block = pool.blocks[address]

@@ -111,7 +111,7 @@ def _measure(program: Program, clock: Clock, num_rounds: int, watching: float) -
 
 
 def _seconds_of_watching(program: Program, clock: Clock) -> float:
-    """Return what it costs to time an operation: how much longer those of a small program take one by one."""
+    """Return the seconds that timing adds to an operation: a small program takes longer when each is timed alone."""
     num_computing = sum(one.phase in _COMPUTING for one in _noted(program))
     rounds = [_timed(program, clock)[:num_computing] for _ in range(_NUM_SMALL_STEPS)]
     watched = statistics.median(map(sum, rounds))

@@ -28,7 +28,7 @@ _HEADS = ((60, 96, 700), (250, 160, 3000), (1500, 96, 900), (600, 200, 6000), (1
 """(tokens, width, vocabulary)."""
 _COLUMNS = 1000
 _POINTWISE_ROWS = (4, 64, 1000, 3000)
-"""What is done number by number is measured at these times a thousand numbers."""
+"""Sizes of the elementwise programs, in thousands of elements."""
 _LARGE_ROWS = 10_000
 """So many that an allocator does not keep them: every new tensor of 40 MB is new memory."""
 _PARAMETERS = ((2, 64), (2, 3000), (16, 100_000), (3, 1_200_000))
@@ -59,7 +59,7 @@ class Program:
 
 
 def programs() -> list[Callable[[], Program]]:
-    """Return what makes each of them, on whatever device is torch's default then."""
+    """Return functions that make the programs, each on torch's default device at the time of the call."""
     return [
         *(partial(_linear, *sizes) for sizes in _LINEARS),
         *(partial(_convolution, *sizes) for sizes in _CONVOLUTIONS),

@@ -1,4 +1,4 @@
-"""What is known of devices that are not here: memory and rates. Each figure with its source.
+"""Memory and peak rates of devices by name, each figure with its source.
 
 Rates are peaks of data sheets, dense, with sums in 32 bits; a program reaches 30 to 80% of them.
 """
@@ -13,7 +13,7 @@ from anybatch.core.units import parse_bytes
 from anybatch.errors import UserError
 
 Arithmetic = Literal["fp32", "tf32", "bf16", "fp16"]
-"""In what matrix products are computed."""
+"""Number formats of matrix products."""
 
 _GIB = 1 << 30
 _TERA = 1e12
@@ -22,16 +22,16 @@ _GIGA = 1e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """What is known of a device.
+    """A device's memory and peak rates.
 
     Attributes:
-        name: how it is called here.
-        memory_bytes: what a program sees of its memory (`total_memory` in torch), which is less than what is sold.
-        flops_per_second: peak of matrix products, by arithmetic; "fp32" is that of everything else, too.
+        name: as in `anybatch plan --device`.
+        memory_bytes: memory that a program can use (`total_memory` in torch), which is less than advertised.
+        flops_per_second: peak of matrix products, by number format; "fp32" is that of everything else, too.
         bytes_per_second: bandwidth of its memory.
-        link_bytes_per_second: to another device of the same machine, in one direction.
+        link_bytes_per_second: bandwidth to another device of the same machine, in one direction.
         source: where the rates are from.
-        also_called: other names, as torch or shops have them.
+        also_called: other names, as drivers and vendors write them.
     """
 
     name: str
@@ -252,7 +252,7 @@ def find_device(name: str) -> Device:
 
 
 def _plain(name: str) -> str:
-    """Return a name without what people write differently."""
+    """Return a name in lower case, without vendor, product line, spaces, hyphens and unit."""
     words = re.sub(r"\b(nvidia|amd|geforce|tesla|instinct)\b", "", name.lower())
     return re.sub(r"gi?b$", "", re.sub(r"[\s_-]+", "", words))
 

@@ -1,4 +1,4 @@
-"""What each operation of a step costs: arithmetic, and bytes read and written. Told by the ledger, one by one.
+"""Costs of each operation of a step: floating-point operations, and bytes read and written.
 
 Works on tensors without data as well: only shapes are looked at.
 """
@@ -26,7 +26,7 @@ _FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5
 
 
 class OperationRecorder:
-    """Notes every operation; an `OperationWatcher` for the ledger.
+    """Records the cost of every operation; an `OperationObserver` for the ledger.
 
     Micro-batches are told apart by their backward: what comes after one belongs to the next.
 
@@ -50,7 +50,7 @@ class OperationRecorder:
         result: Any,  # noqa: ANN401 (whatever the operation returned)
         phase: Phase,
     ) -> None:
-        """Note an operation."""
+        """Record an operation."""
         if func.namespace == "prim":  # questions about a tensor, which only those without data ask
             return
         if phase == "backward":
@@ -67,7 +67,7 @@ class OperationRecorder:
         self._operations.append(one)
 
     def trace(self) -> CostTrace:
-        """Return what was noted."""
+        """Return the costs recorded so far."""
         return CostTrace(tuple(self._operations))
 
 
@@ -80,7 +80,7 @@ def operation_of(
     phase: Phase,
     micro_batch: int = 0,
 ) -> Operation:
-    """Return what an operation costs, by its arguments and its result."""
+    """Return the cost of an operation, from its arguments and its result."""
     given = _tensors((args, kwargs))
     made = _tensors(result)
     changed = _changed(func, args, kwargs)

@@ -25,10 +25,10 @@ from anybatch.planner.cost.devices import Arithmetic, Device
 OperationKind = Literal[
     "view", "product", "convolution", "convolution backward", "attention", "attention backward", "foreach", "other"
 ]
-"""What sort of work an operation is. A view touches no data; "other" moves bytes and computes little."""
+"""Sort of work that an operation does. A view touches no data; "other" moves bytes and computes little."""
 
 StorageType = Literal["fp32", "bf16", "fp16"]
-"""What the numbers are stored in."""
+"""Number formats of tensors in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,7 +243,7 @@ class CostTrace:
 
     @property
     def once(self) -> tuple[Operation, ...]:
-        """Return what runs once per step: reducing, clipping, updating, and what follows the last backward."""
+        """Operations that run once per step: reducing, clipping, updating, and all that follows the last backward."""
         last = self.num_micro_batches
         return tuple(
             one for one in self.operations if one.phase not in {"forward", "backward"} or one.micro_batch >= last
@@ -308,7 +308,7 @@ def _between(one: Operation, other: Operation, part: float) -> Operation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduction:
-    """What ranks exchange once per step.
+    """The all-reduce of gradients, once per step.
 
     Attributes:
         num_bytes: of all gradients.
@@ -331,7 +331,11 @@ class Reduction:
         return 2 * (self.world_size - 1) / self.world_size * self.num_bytes / self.link_bytes_per_second
 
     def exposed_seconds(self, last_backward_seconds: float) -> float:
-        """Return what the reduction adds to a step: what the last backward does not hide, at least its last bucket."""
+        """Return the seconds that the reduction adds to a step: the last backward hides it, except the last bucket.
+
+        Args:
+            last_backward_seconds: time of the backward that runs meanwhile.
+        """
         num_buckets = max(1, ceil_div(self.num_bytes, self.bucket_bytes))
         return max(self.seconds - last_backward_seconds, self.seconds / num_buckets)
 

@@ -1,1 +1,1 @@
-"""What would make more fit, or the same faster: changes of a run, planned and ranked."""
+"""Changes that would make larger micro-batches fit, or steps faster: planned and ranked."""

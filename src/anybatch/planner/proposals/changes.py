@@ -1,4 +1,4 @@
-"""What can be changed so that more fits, or runs faster: each a function of the spec, to be planned anew."""
+"""Changes of a training step that let more fit, or run faster: each is another `StepSpec`, to be planned by itself."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -27,11 +27,11 @@ class Change:
     """A change of a training step.
 
     Attributes:
-        name: a few words.
-        how: what to write.
+        name: a few words for the table of a plan.
+        how: the code to write for it.
         spec: the step with the change.
-        reshape: what the change makes of the step's memory, where that is not traced.
-        recost: what it makes of its costs then; None for nothing.
+        reshape: maps the step's memory to that with the change, where the change itself is not traced.
+        recost: the same for its costs; None if they stay.
     """
 
     name: str
@@ -80,7 +80,7 @@ def _of_precision(spec: StepSpec) -> list[Change]:
 
 
 def _of_blocks(spec: StepSpec, ready: StepSpec) -> list[Change]:
-    """Return what can be run again in the backward instead of being kept."""
+    """Return the ways to checkpoint activations of repeated blocks."""
     rows = repeated_blocks(ready.trained.model)
     make = spec.train
     if not rows or isinstance(make, TrainSpec):  # blocks are wrapped in place, so each change takes a model of its own

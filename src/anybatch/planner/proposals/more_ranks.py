@@ -19,8 +19,8 @@ RANKS_PER_NODE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tried:
-    """What one number of ranks was found to need.
+class WorldSizeTrial:
+    """Memory that a step needs on one number of ranks.
 
     Attributes:
         world_size: number of ranks.
@@ -42,11 +42,11 @@ class SmallestWorld:
 
     Attributes:
         world_size: their number; None if even the most did not fit.
-        tried: what was traced to find out, by number of ranks: one that fits, and one that does not, next to it.
+        tried: the traced numbers of ranks, rising: one that fits, and its lower neighbour that does not.
     """
 
     world_size: int | None
-    tried: tuple[Tried, ...]
+    tried: tuple[WorldSizeTrial, ...]
 
 
 def smallest_world(
@@ -156,10 +156,10 @@ def extrapolated(
     return ShardedTrace(memory, trace_a.pools)
 
 
-def _tried(world_size: int, trace: ShardedTrace, budget_bytes: int) -> Tried:
+def _tried(world_size: int, trace: ShardedTrace, budget_bytes: int) -> WorldSizeTrial:
     sizes = [one.num_bytes for one in trace.memory.allocations]
     done = replay(trace.memory.events, sizes, limit_bytes=budget_bytes, pools=trace.pools)
-    return Tried(
+    return WorldSizeTrial(
         world_size=world_size,
         peak_bytes=trace.memory.peak_bytes,
         reserved_bytes=done.peak_reserved_bytes,

@@ -1,4 +1,4 @@
-"""What would fit more, run faster, or run at all: every possible change planned anew."""
+"""Plans every possible change of a step, and ranks them by time."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -20,23 +20,23 @@ from anybatch.planner.trace.step_spec import StepSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Fit:
-    """What fits, as it is or with a change.
+    """The largest micro-batch that fits, as the step is or with a change.
 
     Attributes:
         name: the change; empty for none.
-        how: what to write for it.
+        how: the code to write for it.
         world_size: number of ranks.
         largest: the largest micro-batch size that keeps the headroom; 0 if not even one sample fits.
         micro_batch_size: the size to take: the share in even parts no larger than that; that of one sample, if
             nothing fits.
         accumulation_steps: micro-batches per rank and step.
-        binds: what keeps the largest size from being larger; None where that is not known.
-        peak: the moment at which most is held, at that size.
-        reserved_bytes: what the allocator takes from the device at that size.
-        envelope: memory at any other size, of the step that holds most.
-        seconds: how long a step takes; None where that is not known.
-        freely_reserved_bytes: what the allocator takes at that size from a device that has more than enough; None
-            where that was not asked.
+        binds: the limit that a larger size would exceed; None where that is not known.
+        peak: the moment of the most memory, at that size.
+        reserved_bytes: memory that the allocator reserves at that size under the budget.
+        envelope: memory at any other size, of the step (first or later) that needs most.
+        seconds: time of a step; None where the device's rates are not known.
+        freely_reserved_bytes: memory that the allocator reserves at that size without a limit; None where that was not
+            computed.
     """
 
     name: str
@@ -60,13 +60,13 @@ class Fit:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlanTarget:
-    """What a step is planned for.
+    """The hardware and batch size that a step is planned for.
 
     Attributes:
         budget: the device's memory.
         effective_batch_size: samples of one step, over all ranks.
         rates: of the device; None if they are not known.
-        gradient_bytes: what ranks exchange.
+        gradient_bytes: payload of the gradient all-reduce.
     """
 
     budget: Budget
@@ -91,7 +91,15 @@ class PlanTarget:
 
 
 def fit_of(spec: StepSpec, envelopes: Envelopes, target: PlanTarget, *, name: str = "", how: str = "") -> Fit:
-    """Return what fits of a rank share."""
+    """Return the largest micro-batch that fits, and the cut of a rank share it gives.
+
+    Args:
+        spec: the step.
+        envelopes: its memory at any micro-batch size.
+        target: the hardware and batch size.
+        name: the change that `spec` makes; empty for none.
+        how: the code to write for it.
+    """
     usable, share = target.budget.usable_bytes, target.share(spec.world_size)
     found = envelopes.largest_allocated(usable) if usable > 0 else 0
     largest = share if found is None else min(share, found)
@@ -117,12 +125,12 @@ def fit_of(spec: StepSpec, envelopes: Envelopes, target: PlanTarget, *, name: st
 
 
 def propose(spec: StepSpec, envelopes: Envelopes, target: PlanTarget, *, fits: bool) -> list[Fit]:
-    """Return what would fit with each possible change; changes that cannot be planned are left out.
+    """Plan each possible change; changes that cannot be planned are left out.
 
     Args:
         spec: the step as it is.
         envelopes: its memory.
-        target: what it is planned for.
+        target: the hardware and batch size.
         fits: whether anything fits as it is. Where what stays from step to step is too large already, only dealing it
             to ranks is planned: no other change makes it smaller.
     """
@@ -148,7 +156,7 @@ def _changed(change: Change, envelopes: Envelopes, target: PlanTarget) -> Envelo
 
 
 def _dealt(spec: StepSpec, envelopes: Envelopes, target: PlanTarget, *, fits: bool) -> list[Fit]:
-    """Return what fits where weights, gradients or the optimizer's state are dealt to ranks."""
+    """Plan sharding of weights, gradients or the optimizer's state over ranks."""
     found = []
     try:
         if spec.world_size > 1:
@@ -162,7 +170,7 @@ def _dealt(spec: StepSpec, envelopes: Envelopes, target: PlanTarget, *, fits: bo
 
 
 def _smallest_world(spec: StepSpec, target: PlanTarget) -> list[Fit]:
-    """Return what fits with FSDP over the fewest devices, its blocks checkpointed where it has blocks."""
+    """Plan FSDP over the fewest devices that suffice, its blocks checkpointed where it has blocks."""
     checkpointed = next((one for one in possible_changes(spec) if one.name == "checkpointing"), None)
     spec = spec if checkpointed is None else checkpointed.spec
     smallest = smallest_world(spec, max(1, target.budget.usable_bytes)).world_size
@@ -187,7 +195,7 @@ def _zero1(spec: StepSpec, envelopes: Envelopes, target: PlanTarget) -> Fit:
 
 
 def _fsdp(spec: StepSpec, target: PlanTarget) -> Fit:
-    """Return what fits with FSDP2: weights gathered in bf16 block by block, gradients reduced in float32."""
+    """Plan FSDP2: weights gathered in bf16 block by block, gradients reduced in float32."""
     low, high = TRACED
     traces = [trace_sharded(spec, m) for m in (low, high)]
     envelope = fit(traces[0].memory, low, traces[1].memory, high)

@@ -12,7 +12,7 @@ from anybatch.engine.inputs import Model
 from anybatch.planner.torch_internals import checkpointed, known_operations
 
 Keeping = Literal["inputs", "products"]
-"""What a checkpointed block keeps: its inputs alone, or the results of its matrix products and attention as well."""
+"""Activations that a checkpointed block keeps: its inputs alone, or results of matrix products and attention, too."""
 
 _PRODUCTS: Final = known_operations(
     [

@@ -1,9 +1,9 @@
-"""What a CPU kernel takes for itself and gives back before it returns: the kernel is run once, small, and watched.
+"""Workspaces of CPU kernels, which are freed before the kernel returns: each kernel is run once, small, and measured.
 
 oneDNN computes convolutions in layouts of its own, so that a convolution holds copies of its input, weight and output
-which no operation returns. torch's CPU allocator hands them out, and tells a profiler so. Each operation of a list that
-is met in a trace is run on zeros, at two numbers of samples. What it holds at each of its moments is a line in the
-number of samples, and the most it ever holds is the maximum of these lines.
+which no operation returns. torch's CPU allocator reports them to a profiler. Each operation of a list that is met in a
+trace is run on zeros, at two numbers of samples. Its memory at each moment is linear in that number, and its peak is
+the maximum of these lines.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -43,7 +43,7 @@ SAMPLES_FIRST: Mapping[str, int] = {
     "_scaled_dot_product_flash_attention_for_cpu": 3,
     "_scaled_dot_product_flash_attention_for_cpu_backward": 6,
 }
-"""Operations to ask, and how many of their first arguments have samples along the first axis. Masks may, too."""
+"""Operations to measure, and how many of their first arguments have samples along the first axis. Masks may, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,41 +59,41 @@ class LinearBytes:
 
 
 class KernelMemory:
-    """Asks kernels what they take for themselves, each once: layers that are alike, and other sizes, have its answer.
+    """Measures the workspaces of kernels, each once; equal layers, and other numbers of samples, reuse the result.
 
     Args:
-        most_bytes: what asking one kernel may take: its arguments, its results and what it takes for itself.
+        most_bytes: largest memory that measuring one kernel may take: its arguments, results and workspaces.
     """
 
     def __init__(self, *, most_bytes: int = MOST_BYTES) -> None:
         self.most_bytes = most_bytes
-        self._answers: dict[_Question, tuple[LinearBytes, ...]] = {}
-        self._too_large: dict[_Question, int] = {}
-        self._refused: set[_Question] = set()
+        self._answers: dict[_KernelCall, tuple[LinearBytes, ...]] = {}
+        self._too_large: dict[_KernelCall, int] = {}
+        self._refused: set[_KernelCall] = set()
 
     @property
     def num_asked(self) -> int:
-        """Return how many kernels were asked."""
+        """Number of kernels that were measured."""
         return len(self._answers) - len(self._too_large) - self.num_refused
 
     @property
     def num_refused(self) -> int:
-        """Return how many kernels would not run on zeros of few samples."""
+        """Number of kernels that would not run on zeros of few samples."""
         return len(self._refused)
 
     @property
     def too_large(self) -> tuple[tuple[str, int], ...]:
-        """Return the operations that were not asked, as that would take too much, the largest first.
+        """The operations that were not measured, as that would take too much memory, the largest first.
 
         With each the bytes that a sample's arguments and results take.
         """
-        rows = [(str(question.func), per_sample) for question, per_sample in self._too_large.items()]
+        rows = [(str(call.func), per_sample) for call, per_sample in self._too_large.items()]
         return tuple(sorted(rows, key=lambda row: row[1], reverse=True))
 
     @property
     def num_threads(self) -> tuple[int, ...]:
-        """Return with how many threads kernels were asked, in order."""
-        return tuple(sorted({question.num_threads for question in self._answers}))
+        """The numbers of threads that kernels were measured with, rising."""
+        return tuple(sorted({call.num_threads for call in self._answers}))
 
     def moments(
         self,
@@ -102,53 +102,53 @@ class KernelMemory:
         kwargs: Mapping[str, Any],
         result: Any,  # noqa: ANN401 (whatever the operation returned)
     ) -> tuple[int, ...]:
-        """Return the bytes that a kernel holds at the moments that can be its highest, its results among them.
+        """Return the bytes that a kernel holds at the moments that can be its peak, its results included.
 
         Args:
-            func: the operation, as a dispatch mode is given it.
+            func: the operation, as a dispatch mode gets it.
             args: its arguments; tensors may be without data.
             kwargs: the same, by name.
-            result: what it returned.
+            result: its result.
 
         Returns:
-            Nothing for an operation that is not on the list, and for one that takes nothing for itself.
+            Empty for an operation that is not on the list, and for one without workspaces.
         """
-        question, num_samples = _question(func, args, kwargs)
-        if question is None:
+        call, num_samples = _kernel_call(func, args, kwargs)
+        if call is None:
             return ()
-        answer = self._answers.get(question)
+        answer = self._answers.get(call)
         if answer is None:
-            per_sample = ceil_div(question.num_bytes(num_samples) + _bytes_of(result), num_samples)
+            per_sample = ceil_div(call.num_bytes(num_samples) + _bytes_of(result), num_samples)
             flops = operation_of(func, args, kwargs, result, phase="forward").flops
-            answer = self._answers[question] = self._ask(question, per_sample, ceil_div(flops, num_samples))
+            answer = self._answers[call] = self._ask(call, per_sample, ceil_div(flops, num_samples))
         return tuple(line.at(num_samples) for line in answer)
 
-    def _ask(self, question: "_Question", per_sample: int, flops: int) -> tuple[LinearBytes, ...]:
-        """Return what a kernel holds, as lines; none if that cannot be asked for."""
+    def _ask(self, call: "_KernelCall", per_sample: int, flops: int) -> tuple[LinearBytes, ...]:
+        """Return the memory of a kernel, as lines; none if it cannot be measured."""
         if 2 * _FEW * per_sample > self.most_bytes:  # a copy of everything, in another layout
-            self._too_large[question] = per_sample
+            self._too_large[call] = per_sample
             return ()
         try:
-            return self._run(question, flops)
+            return self._run(call, flops)
         except Exception:  # noqa: BLE001 (whatever it is: the step to be planned has run without data)
-            self._refused.add(question)
+            self._refused.add(call)
             return ()
 
-    def _run(self, question: "_Question", flops: int) -> tuple[LinearBytes, ...]:
-        """Return what a kernel holds that fits with a few samples."""
-        first = question.held_bytes(_FEW)
-        growth = ceil_div(question.num_bytes(_FEW) + max(first, default=0), _FEW)
-        enough = max(_ENOUGH_SAMPLES, question.num_threads)
+    def _run(self, call: "_KernelCall", flops: int) -> tuple[LinearBytes, ...]:
+        """Return the memory of a kernel that fits with a few samples."""
+        first = call.held_bytes(_FEW)
+        growth = ceil_div(call.num_bytes(_FEW) + max(first, default=0), _FEW)
+        enough = max(_ENOUGH_SAMPLES, call.num_threads)
         high = min(enough, self.most_bytes // growth, max(_FEW + 1, _ENOUGH_FLOPS // max(1, flops)))
         if high <= _FEW:
-            return lines_through(question.held_bytes(1), 1, first, _FEW)
+            return lines_through(call.held_bytes(1), 1, first, _FEW)
         low = max(_FEW, high // 2)
-        held = first if low == _FEW else question.held_bytes(low)
-        return lines_through(held, low, question.held_bytes(high), high)
+        held = first if low == _FEW else call.held_bytes(low)
+        return lines_through(held, low, call.held_bytes(high), high)
 
 
 def lines_through(held_a: Sequence[int], n_a: int, held_b: Sequence[int], n_b: int) -> tuple[LinearBytes, ...]:
-    """Return the lines whose maximum is the most that a kernel holds.
+    """Return the lines whose maximum is the peak of a kernel.
 
     Each moment is a line. Where the kernel does something else at `n_b`, its highest moments are taken for one and the
     same. Moments that are the highest at no number of samples are left out, and so is what is held in the end: these
@@ -191,9 +191,9 @@ def _highest(lines: Sequence[LinearBytes]) -> list[LinearBytes]:
 
 
 def held_bytes(run: Callable[[], object]) -> tuple[int, ...]:
-    """Return what torch's CPU allocator has handed out to this thread in a call, each time that changes, in bytes.
+    """Return the bytes that this thread has allocated on the CPU during a call, after each change.
 
-    What is returned is held in the end. torch's newer profiler tells the same, and writes to the terminal.
+    The last entry is the size of the result. torch's newer profiler tells the same, and writes to the terminal.
     """
     return tuple(accumulate(cpu_allocations(run)))
 
@@ -222,8 +222,8 @@ class _Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class _Question:
-    """A kernel, and all that decides what it takes, but for the number of samples."""
+class _KernelCall:
+    """A kernel, and everything its workspaces depend on except the number of samples."""
 
     func: Any
     args: tuple[Any, ...]
@@ -251,8 +251,8 @@ class _Question:
             return held_bytes(lambda: self.func(*args, **kwargs))
 
 
-def _question(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[_Question | None, int]:  # noqa: ANN401 (torch's type)
-    """Return what to ask for an operation, and for how many samples; None for one that cannot be asked."""
+def _kernel_call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[_KernelCall | None, int]:  # noqa: ANN401 (torch's type)
+    """Return a kernel and its number of samples; None for one that cannot be measured."""
     count = SAMPLES_FIRST.get(func.overloadpacket.__name__) if func.namespace == "aten" else None
     if count is None or not all(isinstance(one, torch.Tensor) and one.dim() for one in args[:count]):
         return None, 0
@@ -268,8 +268,8 @@ def _question(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tu
     first = [shape(one, samples_first=True) for one in args[:count]]
     rest = tree_map_only(torch.Tensor, lambda one: shape(one, samples_first=False), args[count:])
     named = {name: _named(one, args[0], shape) for name, one in kwargs.items()}
-    question = _Question(func, _hashable((*first, *rest)), _hashable(sorted(named.items())), torch.get_num_threads())
-    return question, num_samples
+    call = _KernelCall(func, _hashable((*first, *rest)), _hashable(sorted(named.items())), torch.get_num_threads())
+    return call, num_samples
 
 
 def _named(value: Any, first: torch.Tensor, shape: Callable[..., _Shape]) -> Any:  # noqa: ANN401 (any argument)

@@ -20,7 +20,7 @@ Profile = Literal["cuda", "cpu"]
 """Whose allocations are imitated; "cpu" changes nothing."""
 
 AutocastPolicy = Literal["lower", "float32", "set_dtype", "append_dtype", "widest", "none"]
-"""What autocast does with an operation: casts its arguments down, or to float32; has it compute in float32 unless a
+"""Policies of autocast for an operation: casts its arguments down, or to float32; has it compute in float32 unless a
 type is asked for; passes float32 as one more argument; casts to the widest type among the arguments; nothing."""
 
 # Source: ATen/autocast_mode.h of torch 2.13, the operations that AutocastCUDA knows and AutocastCPU does not, or treats
@@ -109,7 +109,7 @@ def _registered(kernels: Iterable[tuple[str, Callable[..., Any]]], key: str) -> 
 def choose_foreach(optimizer: Optimizer, profile: Profile) -> None:
     """Make the choice that an optimizer leaves open as it would be made on the profile's device.
 
-    On CUDA torch's optimizers work on all parameters at once unless told otherwise, which takes memory.
+    On CUDA torch's optimizers work on all parameters at once by default, which takes memory.
     """
     if profile == "cpu":
         return
@@ -120,7 +120,7 @@ def choose_foreach(optimizer: Optimizer, profile: Profile) -> None:
 
 
 def _kernels() -> list[tuple[str, Callable[..., Any]]]:
-    """Return what to register under AutocastCPU."""
+    """Return the kernels to register under AutocastCPU, by operation."""
     on_cpu, on_cuda = registered_operations("AutocastCPU"), registered_operations("AutocastCUDA")
     made: list[tuple[str, Callable[..., Any]]] = [
         (name, torch.library.fallthrough_kernel) for name in sorted(on_cpu - on_cuda)
@@ -136,7 +136,7 @@ def _operation(name: str) -> Any:  # noqa: ANN401 (torch's type has no name in p
 
 
 def _kernel(operation: Any, policy: AutocastPolicy) -> Callable[..., Any]:  # noqa: ANN401 (torch's type)
-    """Return what autocast runs in the place of an operation."""
+    """Return the kernel that autocast runs in the place of an operation."""
 
     def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 (whatever the operation takes and returns)
         with without_autocast_kernels():

@@ -1,4 +1,4 @@
-"""Numbers that a program reads from tensors without data: answered, counted, and told by when they were read."""
+"""Numbers that a program reads from tensors without data: answered with a made-up value, and counted by phase."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -22,8 +22,8 @@ class HostReads(TorchDispatchMode):
 
     Whether fp16 gradients have overflowed is answered with no, since no update would follow otherwise.
 
-    What follows from an answer may be another program than with data. Whoever needs to know runs it a second time with
-    the other answers and compares.
+    What follows from an answer may be another program than with data. To find out,
+    it is run a second time with the other answers, and compared.
 
     Args:
         phase: says what is going on.
@@ -49,7 +49,7 @@ class HostReads(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 (whatever the operation returns)
-        """Run an operation; answer it if it reads a number that nobody knows."""
+        """Run an operation; make up the result if it reads a number of a tensor without data."""
         del types
         if func is _LOOKS_FOR_OVERFLOW:
             self._overflows.append(args[1])

@@ -12,7 +12,7 @@ from anybatch.planner.torch_internals import imagined_store
 
 
 @contextmanager
-def imagined_ranks(size: int) -> Iterator[World]:
+def fake_ranks(size: int) -> Iterator[World]:
     """Be rank 0 of `size` ranks without starting another process.
 
     Raises:

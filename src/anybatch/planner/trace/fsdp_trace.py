@@ -1,7 +1,7 @@
 """Memory of FSDP2 without devices: a plain accumulating loop over `fully_shard`, on fake tensors and fake ranks.
 
-What is traced is torch's own `fully_shard` as it gathers, computes, reduces and lets go, so that nothing about it is
-assumed here: prefetched gathers, buffers kept for the next group, padding of what does not divide evenly.
+torch's own `fully_shard` is traced as it gathers, computes, reduces and frees, so that nothing about it is assumed
+here: prefetched gathers, buffers kept for the next group, padding of dimensions that do not divide evenly.
 
     for number in range(accumulation_steps):
         loss(model, batch).backward()
@@ -34,10 +34,10 @@ from anybatch.planner.trace.blocks import repeated_blocks
 from anybatch.planner.trace.cuda_emulation import allocating_as
 from anybatch.planner.trace.data_reads import HostReads
 from anybatch.planner.trace.fake_model import fake_batch, fake_twin
-from anybatch.planner.trace.fake_ranks import imagined_ranks
+from anybatch.planner.trace.fake_ranks import fake_ranks
 from anybatch.planner.trace.fake_tensor_cache import FakeLedger, fake_mode
 from anybatch.planner.trace.step_spec import StepSpec, built
-from anybatch.planner.trace.step_trace import refusing, uncollected
+from anybatch.planner.trace.step_trace import as_planning_errors, without_garbage_collection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,21 +65,21 @@ class Sharding:
 
 @dataclass(frozen=True, slots=True)
 class ShardedTrace:
-    """What one optimizer step of rank 0 takes and lets go.
+    """Allocations of one optimizer step of rank 0.
 
     Attributes:
         memory: the trace; what is there before the step comes first.
         pools: of each allocation, the stream whose pool it comes from: 0 is where the model computes. Memory that is
-            let go in one pool is not used again in another.
+            freed in one pool is not used again in another.
     """
 
     memory: MemoryTrace
     pools: tuple[int, ...]
 
 
-@uncollected()
+@without_garbage_collection()
 def trace_sharded(spec: StepSpec, micro_batch_size: int, sharding: Sharding | None = None) -> ShardedTrace:
-    """Return what an optimizer step holds on rank 0 of `spec.world_size`, without ranks and without data.
+    """Trace the memory of an optimizer step on rank 0 of `spec.world_size`, without ranks and without data.
 
     Rank 0 holds the most where something does not divide evenly. Of the spec, its model, optimizer, loss, sample,
     world size and profile count: the engine has no such strategy yet, so number formats are those of `sharding`, and
@@ -103,10 +103,10 @@ def trace_sharded(spec: StepSpec, micro_batch_size: int, sharding: Sharding | No
     batch = partial(fake_batch, ready.sample, micro_batch_size, mode)
     ledger = FakeLedger(mode, pool=_Pools(), cache=spec.cache)
     reads = HostReads(lambda: ledger.current_phase)
-    with imagined_ranks(spec.world_size), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # whoever trains in earnest will see them
+    with fake_ranks(spec.world_size), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the real run shows them
         mesh = init_device_mesh("cpu", (spec.world_size,))
-        with refusing(), mode, reads, allocating_as(spec.profile):
+        with as_planning_errors(), mode, reads, allocating_as(spec.profile):
             shard(model, mesh, sharding)
             optimizer = cast("OptimizerFunction", ready.trained.optimizer)(model.named_parameters())
             loop = ShardedLoop(model, optimizer, loss, batch, sharding)
@@ -121,7 +121,7 @@ def refuse_what_cannot_be_sharded(spec: StepSpec) -> None:
         PlanError: says what stands in the way.
     """
     train, what = spec.trained, ""
-    if spec.world_size < 2:  # noqa: PLR2004 (one rank has nobody to share with)
+    if spec.world_size < 2:  # noqa: PLR2004 (one rank has no other to share with)
         what = f"world_size={spec.world_size} leaves nothing to share: it must be at least 2"
     elif not isinstance(train.model, nn.Module):
         what = f"the model is a {type(train.model).__name__}: it must be one module, whose forward gathers its weights"

@@ -25,7 +25,7 @@ class AllRows(nn.Module):
     """Stands in for the function of `ab.joint`: repeats its rows until there are those of a whole effective batch.
 
     What the engine keeps of micro-batches that are not traced, their outputs and the gradients of these, is taken too,
-    and let go when the step ends. Plans a few rows too much, never too little: outputs of the traced micro-batches are
+    and freed when the step ends. Plans a few rows too much, never too little: outputs of the traced micro-batches are
     there beside their repetition.
 
     Args:
@@ -69,7 +69,7 @@ class AllRows(nn.Module):
         return outputs
 
     def forward(self, model: Any, outputs: Batch) -> Any:  # noqa: ANN401 (the user's model, and what the loss returns)
-        """Return what the function makes of all rows."""
+        """Return the function's result for the rows of a whole effective batch."""
         own, _ = take_apart(outputs)
         self._differentiable = [tensor.detach()[:1] for tensor in own if tensor.requires_grad]
         self._num_missing = self._num_rows - len(own[0])
@@ -84,8 +84,8 @@ class AllRows(nn.Module):
             self._keep(self._differentiable, self._num_missing)
             self._differentiable = []
 
-    def let_go(self) -> None:
-        """Let go of what was kept in this step."""
+    def release(self) -> None:
+        """Free the tensors kept for this step."""
         self._kept.clear()
         self._num_encoded = 0
 

@@ -43,7 +43,7 @@ class StepSpec:
 
     @property
     def trained(self) -> TrainSpec:
-        """What is trained, of a step that `built` has returned."""
+        """The `TrainSpec` of a step that `built` has returned."""
         assert isinstance(self.train, TrainSpec), "the step has been built"
         return self.train
 

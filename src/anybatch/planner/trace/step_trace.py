@@ -28,7 +28,7 @@ from anybatch.planner.cost.operations import OperationRecorder
 from anybatch.planner.trace.cuda_emulation import Profile, allocating_as, choose_foreach
 from anybatch.planner.trace.data_reads import HostReads
 from anybatch.planner.trace.fake_model import fake_batch, fake_twin
-from anybatch.planner.trace.fake_ranks import imagined_ranks
+from anybatch.planner.trace.fake_ranks import fake_ranks
 from anybatch.planner.trace.fake_tensor_cache import FakeLedger, fake_mode
 from anybatch.planner.trace.joint_rows import AllRows
 from anybatch.planner.trace.step_spec import StepSpec, built
@@ -40,7 +40,7 @@ _PHASES: Mapping[str, Phase] = {"reduce": "reduce", "clip": "clip", "update": "u
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTrace:
-    """What one rank holds in a step.
+    """Allocations of one rank in a step.
 
     Attributes:
         steady: a step like all but the first: what the optimizer keeps is there from the beginning.
@@ -105,10 +105,10 @@ class Tracing:
     def __enter__(self) -> Self:
         """Imagine the ranks, and make the twin."""
         with ExitStack() as stack:
-            world = stack.enter_context(imagined_ranks(self._spec.world_size))
+            world = stack.enter_context(fake_ranks(self._spec.world_size))
             stack.enter_context(warnings.catch_warnings())
-            stack.enter_context(uncollected())
-            warnings.simplefilter("ignore")  # whoever trains in earnest will see them
+            stack.enter_context(without_garbage_collection())
+            warnings.simplefilter("ignore")  # the real run shows them
             self._stage = _Stage(self._spec, self._mode, world, self._num_micro_batches)
             stack.callback(self._stage.ledger.forget)
             self._entered = stack.pop_all()
@@ -173,7 +173,7 @@ class Tracing:
     @contextmanager
     def _running(self) -> Iterator[None]:
         assert self._stage is not None, "it is entered"
-        with refusing(), self._mode, self._reads, allocating_as(self._spec.profile), self._stage.ledger:
+        with as_planning_errors(), self._mode, self._reads, allocating_as(self._spec.profile), self._stage.ledger:
             yield
 
     def _close(self) -> None:
@@ -213,7 +213,7 @@ class _Stage:
             self._loss = self._rows.in_place_of(self._loss)
         self._modules = collect_modules(self._model, self._loss)
         self._modules.train()
-        _refuse_untold(self._modules, spec.profile)
+        _refuse_undescribed(self._modules, spec.profile)
         self._engine: Engine | None = None
 
     def make_engine(self) -> None:
@@ -252,7 +252,7 @@ class _Stage:
         ledger = self.ledger
         if isinstance(record, PhaseRecord):
             if self._rows is not None and record.name == "reduce":
-                self._rows.let_go()
+                self._rows.release()
             if record.name in _PHASES:
                 ledger.phase = _PHASES[record.name] if record.event == "begin" else None
                 self._hold_gradients()
@@ -363,7 +363,7 @@ def _as_in_a_run(
 ) -> MemoryTrace:
     """Return a step with what it leaves in the place of what it found, numbered as where `stays` is from.
 
-    Pieces are numbered as they were taken, and a first step takes some (a momentum) before what later ones find anew.
+    Pieces are numbered as they were taken, and a first step takes some (a momentum) before what later ones make.
 
     Args:
         step: the trace of the step.
@@ -389,10 +389,10 @@ def _tensors(tree: object) -> list[torch.Tensor]:
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
-    """Let no garbage collection decide when memory is let go: it would come at another moment in each run.
+def without_garbage_collection() -> Iterator[None]:
+    """Switch garbage collection off: cycles would be freed at another moment in each run.
 
-    Nor look through all of torch's modules each time some thousand objects have been made.
+    Collections also take long here, since they visit all of torch's modules.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -403,8 +403,8 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _refuse_untold(modules: nn.Module, profile: Profile) -> None:
-    """Refuse layers whose kernels on the device are others than a CPU's, and tell nobody what they keep.
+def _refuse_undescribed(modules: nn.Module, profile: Profile) -> None:
+    """Refuse layers whose kernels on the device differ from a CPU's and keep memory that no description mentions.
 
     Raises:
         CannotPlanError: there is one.
@@ -420,7 +420,7 @@ def _refuse_untold(modules: nn.Module, profile: Profile) -> None:
 
 
 @contextmanager
-def refusing() -> Iterator[None]:
+def as_planning_errors() -> Iterator[None]:
     """Say of a step that does not run without data that it cannot be planned.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a trainer is asked: these samples, in effective batches of this size, in micro-batches of at most that size."""
+"""The interface of a trainer, and the cases it gets: samples, effective batch size, largest micro-batch."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -8,8 +8,9 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from anybatch.core.comparison import Gradients
+
 Samples = Mapping[str, Tensor]
-Gradients = Mapping[str, Tensor | None]
 Over = Literal["samples", "targets", "class weights"]
 IGNORED = -100
 
@@ -30,7 +31,7 @@ class LossTerm:
     class_weights: tuple[float, ...] = ()
 
     def count(self, samples: Samples) -> float:
-        """Return what the mean of these samples is over: a number of samples or targets, or a sum of weights."""
+        """Return the divisor of the mean over these samples: a number of samples or targets, or a sum of weights."""
         if self.over == "samples":
             return float(num_samples(samples))
         labels = samples[self.labels]
@@ -94,7 +95,7 @@ class SplitCase:
 
     @property
     def loss(self) -> LossTerms:
-        """What to minimise."""
+        """The loss of the case."""
         return self.case.loss
 
     @property
@@ -113,7 +114,7 @@ class SplitCase:
 
 @dataclass(frozen=True, slots=True)
 class TrainerStep:
-    """What one optimizer step would be made with.
+    """The gradient and samples of one optimizer step.
 
     Attributes:
         gradients: parameter name -> gradient; None for a parameter that no backward has reached.
@@ -129,7 +130,7 @@ class Adapter(Protocol):
 
     @property
     def name(self) -> str:
-        """What it is called in tables."""
+        """Name of the trainer in tables."""
         ...
 
     def steps(self, split: SplitCase) -> Iterable[TrainerStep]:
@@ -149,7 +150,7 @@ def parts(samples: Samples, size: int) -> list[dict[str, Tensor]]:
 
 
 def gradients_of(model: nn.Module, *losses: Callable[[nn.Module], Tensor]) -> Gradients:
-    """Return what the backwards of some losses, one after the other, leave in a fresh model."""
+    """Return the gradients that the backwards of some losses, one after the other, leave in a fresh model."""
     for loss in losses:
         loss(model).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from anybatch.core.comparison import relative_error
+from anybatch.core.comparison import Gradients, relative_error
 from anybatch.testing.conformance.adapters import HandWrittenLoop, LoopFault
 from anybatch.testing.conformance.cases import CASES
-from anybatch.testing.conformance.protocol import Adapter, Case, Gradients, SplitCase, TrainerStep, num_samples
+from anybatch.testing.conformance.protocol import Adapter, Case, SplitCase, TrainerStep, num_samples
 
 _NAMED: tuple[LoopFault, ...] = ("mean of means", "constant divisor", "duplicated samples")
 
@@ -36,7 +36,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What came of a trainer."""
+    """The verdicts on a trainer, one row per case and split."""
 
     adapter: str
     rows: tuple[Row, ...]
@@ -48,7 +48,7 @@ class Table:
 
     @property
     def failures(self) -> tuple[Row, ...]:
-        """What does not hold."""
+        """The rows that do not hold."""
         return tuple(row for row in self.rows if not row.passed)
 
     def __str__(self) -> str:
@@ -88,12 +88,12 @@ def _row(adapter: Adapter, split: SplitCase, expected: Sequence[Gradients], tole
         partial_tail = num_samples(split.samples()) % split.effective_batch_size
         why = "dropped tail: " if partial_tail and len(steps) == len(expected) - 1 else ""
         return _verdict(split, float("inf"), f"{why}{len(steps)} steps, expected {len(expected)}")
-    told = _about_samples(split, steps)
+    about_samples = _about_samples(split, steps)
     wrong = [number for number, error in enumerate(errors) if not error <= tolerance]  # NaN is wrong too
     if not wrong:
-        return _verdict(split, max(errors), told)
+        return _verdict(split, max(errors), about_samples)
     named = [fault for fault in _NAMED if _is_fault(split, fault, steps, tolerance)]
-    why = told or " or ".join(named) or "another gradient"
+    why = about_samples or " or ".join(named) or "another gradient"
     return _verdict(split, max(errors, key=_nan_first), f"{why} (step {wrong[0] + 1} of {len(steps)})")
 
 
@@ -102,7 +102,7 @@ def _verdict(split: SplitCase, error: float, reason: str) -> Row:
 
 
 def _about_samples(split: SplitCase, steps: Sequence[TrainerStep]) -> str:
-    """Return what is wrong with the samples that a trainer says it used; empty if nothing is, or if it does not say."""
+    """Return the fault in the samples that a trainer reports; empty if there is none, or if it reports none."""
     if any(step.sample_ids is None for step in steps):
         return ""
     times = Counter(sample for step in steps for sample in step.sample_ids or ())

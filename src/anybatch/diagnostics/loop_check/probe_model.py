@@ -1,4 +1,4 @@
-"""The stage a loop is run on: a real model, real data, and gradients that can be read back into weights of samples.
+"""The probe model and data that a loop is run on: the weight of each sample can be read from its gradients.
 
 The model has one parameter, a table with one row per sample, and its output for sample i is
 
@@ -34,7 +34,7 @@ class ProbeData:
     Attributes:
         kind: "classes" (one class per sample), "values" (as many numbers as outputs) or "tokens" (a class per position,
             of which a different number is masked in each sample).
-        inputs: what the model is called with; sample i can be told from its values.
+        inputs: arguments of the model; each sample is recognised by its values.
         targets: what the loss compares with.
         outputs: one row per sample, with a position and an output axis.
     """
@@ -68,10 +68,10 @@ def make_data(kind: TargetKind) -> ProbeData:
 
 
 class ForwardObserver(Protocol):
-    """Whoever wants to know of forwards."""
+    """Gets each forward of the probe model."""
 
     def forward(self, ids: Sequence[int], outputs: Tensor) -> None:
-        """Take note of one."""
+        """Record a forward of these samples."""
         ...
 
 
@@ -81,13 +81,13 @@ class RowModel(nn.Module):
     Args:
         data: the samples it knows.
         gain: size of its gradients, as a power of two: small enough for no clipping to act, or large enough for any.
-        watcher: is told of every forward that a backward can follow.
+        observer: gets every forward that a backward can follow.
     """
 
-    def __init__(self, data: ProbeData, gain: float, watcher: ForwardObserver) -> None:
+    def __init__(self, data: ProbeData, gain: float, observer: ForwardObserver) -> None:
         super().__init__()
         self.table = nn.Parameter(torch.zeros_like(data.outputs))
-        self._data, self._gain, self._watcher = data, gain, watcher
+        self._data, self._gain, self._observer = data, gain, observer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 (called as the user's loop calls its model)
         """Return one row of outputs per sample, or an object with `loss` and `logits` where labels came too."""
@@ -104,7 +104,7 @@ class RowModel(nn.Module):
         if self._data.kind != "tokens":
             outputs = outputs.squeeze(1)
         if outputs.requires_grad:
-            self._watcher.forward(ids.tolist(), outputs)
+            self._observer.forward(ids.tolist(), outputs)
         if labels is None:
             return outputs
         return SimpleNamespace(loss=own_loss(self._data.kind, outputs, labels), logits=outputs)
