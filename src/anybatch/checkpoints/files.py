@@ -115,6 +115,7 @@ def intact(path: Path, digest: Digest) -> Iterator[BufferedReader]:
         if sha256 != digest.sha256:
             message = f"{path} is damaged: its SHA-256 is {sha256}, and {digest.sha256} was written. {_CURE}"
             raise DamagedCheckpointError(message, path=path)
+        # Read once for the digest and once to parse: nothing is parsed that was not checked.
         file.seek(0)
         yield file
 

@@ -64,6 +64,7 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> tuple[Path, ...]:
 def make_folders(folder: Path, *, disk: Disk) -> None:
     """Make a folder and those above it, where they are missing, so that they survive a power failure."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    # From the top down, and each name is brought to the disk before something is put into it.
     for path in reversed(missing):
         disk.make_folder(path)
         disk.sync_folder(path.parent)
@@ -77,6 +78,7 @@ def tidy(folder: Path, *, disk: Disk) -> list[str]:
             remove(path, disk=disk)
         elif _HALF_REMOVED.fullmatch(path.name):
             failures += _remains(path, disk=disk)
+        # A run that was killed between the two renames of `put_in_place` left only the former checkpoint.
         elif _CHECKPOINT.fullmatch(path.name) and path.suffix and not path.with_suffix("").exists():
             disk.rename(path, path.with_suffix(""))
     return failures
@@ -90,6 +92,7 @@ def put_in_place(partial: Path, target: Path, *, disk: Disk) -> None:
     else:
         if former.exists():
             discard(former, disk=disk)
+        # POSIX cannot swap two folders in one operation. Between these two renames the former one is found by its name.
         disk.rename(target, former)
         try:
             disk.rename(partial, target)
@@ -120,6 +123,7 @@ def prune(folder: Path, *, step: int, keep_last: int, disk: Disk) -> list[str]:
 def discard(path: Path, *, disk: Disk) -> None:
     """Remove a checkpoint: first its name, for good, then the rest."""
     doomed = path.with_name(path.name + DELETING)
+    # One rename takes the name away; a process killed while removing files leaves nothing that looks whole.
     disk.rename(path, doomed)
     disk.sync_folder(path.parent)
     remove(doomed, disk=disk)

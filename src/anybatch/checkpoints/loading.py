@@ -81,6 +81,7 @@ def load_latest(folder: str | os.PathLike[str]) -> LoadedCheckpoint:
         CheckpointAccessError: the newest may not be read.
     """
     skipped: list[SkippedCheckpoint] = []
+    # A checkpoint that may not be read, or is newer, raises: to fall back silently would lose steps for no reason.
     for path in reversed(list_checkpoints(folder)):
         try:
             return LoadedCheckpoint(path, load(path), tuple(skipped))

@@ -103,20 +103,24 @@ def save(
     checked_int("keep_last", keep_last)
     folder = Path(folder)
     target = folder / folder_name(step)
+    # Refusals come from here, before the first file is made.
     packed = pack(state)
     body = {"step": step, "state": packed.structure}
     content = _CheckpointContent(json_bytes(body), lay_out(packed.tensors))
     with _explained(target, content.num_bytes, disk):
         make_folders(folder, disk=disk)
+        # Before writing, because half-written folders of a killed run take room that this checkpoint may need.
         warnings = tidy(folder, disk=disk)
         partial = target.with_name(target.name + SAVING)
         try:
             _write(partial, content, disk)
             put_in_place(partial, target, disk=disk)
         except BaseException:
+            # The first error is the one to raise: a disk that is full may refuse the removal, too.
             with suppress(OSError):
                 remove(partial, disk=disk)
             raise
+    # Only now, when the new checkpoint is in place: a failure before this line leaves all older ones.
     warnings += prune(folder, step=step, keep_last=keep_last, disk=disk)
     warnings += [
         f"{path} is of a later step than {step}, and load_latest prefers it. Remove it unless it is to be resumed."
@@ -132,6 +136,7 @@ def _write(partial: Path, content: _CheckpointContent, disk: Disk) -> None:
         STATE: write_file(partial / STATE, [content.state], disk=disk),
         TENSORS: write_file(partial / TENSORS, content.tensors.blocks(), disk=disk),
     }
+    # Last, so that its presence says that the other two are complete.
     write_file(partial / DIGESTS, [digests_bytes(digests)], disk=disk)
     disk.sync_folder(partial)
 

@@ -58,6 +58,7 @@ def _from_users_code_on(error: BaseException) -> str | None:
         return None
     # A package between us and the recipe, such as one that decorates functions, is not where to look first.
     first = next((number for number in foreign if not _is_installed(shown.stack[number].filename)), foreign[0])
+    # Frames of anybatch and torch above the recipe are of no use to its author.
     shown.stack = traceback.StackSummary.from_list(list(shown.stack)[first:])
     return "".join(shown.format(chain=False)).rstrip()
 

@@ -25,10 +25,12 @@ _CAN_GO_ON = frozenset({Status.UNEXPECTED, Status.NOT_FINITE, Status.RANKS, Stat
 def launch(request: TrainRequest) -> Status:
     """Run what was asked for on as many ranks as there should be, and return the exit status."""
     request = with_former_settings(request)
+    # torchrun on several nodes starts this program once per rank: then there is nothing left to start here.
     if has_launcher():
         world = join()
         with StopRequest(say_stopping if world.rank == 0 else None) as asked:
             status, _ = run_rank(request, world, asked)
+        # After a failure other ranks may be gone already, and leaving the group together would wait for them.
         if status in (Status.DONE, Status.STOPPED):
             dist.destroy_process_group()
         return status
@@ -43,6 +45,7 @@ def launch(request: TrainRequest) -> Status:
         from anybatch.cli.local_ranks import run_local_ranks  # noqa: PLC0415 (brings torch's launcher, see above)
 
         status = run_local_ranks(request, num_ranks)
+    # Not after wrong options, where nothing has been trained, nor where it was the resuming that failed.
     if status in _CAN_GO_ON or (status is Status.FILES and not request.resume):
         say_how_to_resume(folder)
     return status

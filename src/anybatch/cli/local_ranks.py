@@ -71,6 +71,7 @@ def run_local_ranks(request: TrainRequest, num_ranks: int) -> Status:
         start_method=START_METHOD,
         signals_to_handle="SIGQUIT",  # the others are ours, see below
     )
+    # torch's launcher reports processes; the shared state has what the ranks themselves could say.
     failures: Mapping[int, ProcessFailure] = {}
     with _listening(board), _without_logs():
         try:
@@ -103,6 +104,7 @@ def serve(request: TrainRequest, board: SharedState) -> None:
         return
     if status is Status.RANKS:
         board.last_words.value = words.encode()[: _MOST_BYTES - 1]
+        # The launcher takes the first process that ends for the culprit.
         time.sleep(_SECONDS_BEHIND)
     sys.exit(status)  # which makes the launcher end the other ranks
 

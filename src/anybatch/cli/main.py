@@ -61,6 +61,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return Status.USAGE
     try:
         return int(function_of(verb)(words[1:]))
+    # argparse ends the program by itself on --help and on a wrong option.
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else Status.DONE
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (whatever it is, it ends here, in words)

@@ -81,7 +81,11 @@ def memory_size(text: str) -> int:
 
 
 def integer(text: str) -> int:
-    """Return a whole number."""
+    """Return a whole number.
+
+    Raises:
+        ArgumentTypeError: it is none; argparse shows the message.
+    """
     try:
         return int(text)
     except ValueError:

@@ -58,6 +58,7 @@ def run_rank(
             _quiet_warnings(world)
             return _train(request, world, stop), ""
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (whatever it is, the status says it)
+        # Every rank sees an error when one fails; only the rank that published first prints it.
         is_first = world.publish_failure(error, 0)
         words = explain(error)
         if is_first and not (isinstance(error, RankFailedError) and is_watched):
@@ -96,6 +97,7 @@ def new_folder(recipe: str | None) -> Path:
 
 def _quiet_warnings(world: World) -> None:
     """Show warnings as sentences, and once: ranks do the same, so they warn of the same."""
+    # Ranks run the same code, so their warnings are the same, too.
     if world.rank:
         warnings.simplefilter("ignore")
 

@@ -78,6 +78,7 @@ class RunDisplay:
 
         Progress goes to the standard error, so that the standard output is the result.
         """
+        # Before the first step, so that the place is known even if the run is killed within it.
         sys.stderr.write(f"{place_of(session)}\n")
         sys.stderr.flush()
         self._console = Console(session.num_steps)

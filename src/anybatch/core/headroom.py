@@ -52,6 +52,9 @@ def describe_reserve(reserve: Reserve) -> str:
     """Return the peak and the rest of a memory in words: `peak 10.2 of 24.0 GiB, 57% left: headroom of 15% kept`.
 
     Percentages are rounded down, so that at least as much was left as is said.
+
+    Args:
+        reserve: the peak and the limit, in bytes.
     """
     of = f"peak {in_bytes(reserve.peak_bytes, reserve.limit_bytes)}"
     if reserve.left < 0:

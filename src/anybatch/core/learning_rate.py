@@ -173,6 +173,7 @@ def scale_optimizer(
         ParameterError: the optimizer is under a scheduler, which would undo the scaling with its next step.
         UserError: a rule that does not exist, or none given and none known for this type of optimizer.
     """
+    # Every scheduler of torch computes from initial_lr, which it copied before the scaling.
     if any("initial_lr" in group for group in optimizer.param_groups):
         message = (
             f"this {type(optimizer).__name__} is already under a learning-rate scheduler (its groups have an "
@@ -329,6 +330,10 @@ def then(first: BoundedSchedule, *rest: BoundedSchedule) -> Sequential:
 
     `then(WarmUp(num_steps=500, start_factor=0.1), Cosine(num_steps=9500, floor=0.1))`.
 
+    Args:
+        first: a schedule with a number of steps, after which the next one begins.
+        rest: the schedules after it, in order; the last one need not end.
+
     Raises:
         UserError: a schedule that never ends stands before another one.
     """
@@ -374,6 +379,10 @@ def attach_schedule(optimizer: torch.optim.Optimizer, schedule: Schedule) -> Lam
     Call its `step` once after each optimizer step; its last_epoch counts optimizer steps. Its state holds the step and
     the base rates but not the schedule, which comes from the code: it loads with `weights_only=True`, and a resumed run
     follows the schedule it was given.
+
+    Args:
+        optimizer: its groups' learning rates are the factor 1.
+        schedule: function (step) -> factor, from step 0 on.
     """
     # LambdaLR saves, and on loading overwrites, the __dict__ of a callable object: a partial's is empty
     return LambdaLR(optimizer, partial(schedule))

@@ -150,6 +150,7 @@ def _has_index(dataset: object) -> bool:
 
 
 def _stream_source(dataset: Any, request: BatchOptions) -> StreamSource:  # noqa: ANN401
+    # A loader of batches would be cut a second time, into batches of batches.
     if isinstance(dataset, (DataLoader, Batches)):
         message = (
             f"dataset is a {type(dataset).__name__}, which yields batches; ab.batches cuts batches itself. "

@@ -50,6 +50,7 @@ class UnitLoader:
 
 def collate_unit(collate: Collate, samples: list[Any], sample_ids: Sequence[int], *, seed: int, epoch: int) -> Batch:
     """Return `collate(samples)` under a random key of the unit's first sample, which no sample has itself."""
+    # The complement of an id is no id, so this key differs from that of every sample.
     first = sample_ids[0]
     seed_generators(sample_seed(seed, epoch, ~first))
     try:

@@ -14,6 +14,12 @@ def sample_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> t
     """Return the ids of all samples in the order of `epoch`: int64 tensor (num_samples,).
 
     A function of its arguments only, so that every rank and every resumed run finds the same one.
+
+    Args:
+        num_samples: samples of the data set.
+        seed: of the run.
+        epoch: from 0 on; each has an order of its own.
+        shuffle: False for the order of the data set.
     """
     if not shuffle:
         return torch.arange(num_samples)

@@ -63,6 +63,7 @@ class Prefetcher(Generic[Key, Value]):
             onward: returns the keys that will be wanted, in order, beginning with `key`. Called when the workers have
                 to start over.
         """
+        # Keys that were sent are loaded in order, so the oldest of them is the only one that can come next.
         if not self._keys.sent or self._keys.sent[0] != key:
             self._start(onward())
         try:

@@ -31,7 +31,11 @@ def preserved_random_state() -> Iterator[None]:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the global generators of python, numpy and torch (CPU): those that augmentations draw from."""
+    """Seed the global generators of python, numpy and torch (CPU): those that augmentations draw from.
+
+    Args:
+        seed: 64 bits; numpy takes the lower 32.
+    """
     random.seed(seed)
     if _NUMPY is not None:
         _NUMPY.random.seed(seed % _NUMPY_SEEDS)  # which takes 32 bits

@@ -59,6 +59,7 @@ def check_readable(part: object, name: str) -> None:
     Raises:
         DataError: it cannot.
     """
+    # A generator is spent after one epoch, and would make all later ones empty without an error.
     if isinstance(part, Generator):
         message = (
             f"{name} is a generator, which can be read only once. Pass an object whose __iter__ starts afresh "
@@ -83,6 +84,7 @@ def read_rounds(shards: Shards, numbers: Sequence[int], *, seed: int, epoch: int
     for number in numbers:
         seed_generators(order_seed(order_seed(seed, number), epoch))
         parts[number] = shards.open(number, epoch)
+    # The id of a sample is its round times the number of shards plus its shard: the same for any number of readers.
     for first_id in itertools.count(0, shards.num_shards):
         samples = []
         for number, part in list(parts.items()):
@@ -125,9 +127,11 @@ class LaneReader:
         if key != self._due:
             numbers = range(key.lane, self._shards.num_shards, self._num_lanes)
             self._rounds = read_rounds(self._shards, numbers, seed=self._seed, epoch=key.epoch)
+            # A stream has no index: what comes before the chunk has to be read and dropped.
             deque(itertools.islice(self._rounds, key.index * self._rounds_per_chunk), maxlen=0)
         self._due = None  # should reading fail, the next call starts over
         rounds = itertools.islice(self._rounds, self._rounds_per_chunk)
+        # Samples before the run's position are read but not sent: only their places count.
         chunk = [(i, sample if i >= key.keep_from else None) for round_ in rounds for i, sample in round_]
         self._due = replace(key, index=key.index + 1)
         return packed(chunk)

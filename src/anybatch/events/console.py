@@ -78,6 +78,7 @@ class Console:
 
     def observe(self, record: Record, /) -> None:
         """Take a record, and show what has become due."""
+        # Every rank has the same loss, so the others would only repeat it; reductions and phases are for the log.
         if record.rank != 0 or isinstance(record, ReductionRecord | PhaseRecord):
             return
         with self._lock:
@@ -118,6 +119,7 @@ class Console:
             case EvaluateRecord() | CheckpointRecord():
                 self._pace.aside(now)
                 self._say(record)
+            # The search for a size reports it, and the decisions of the start repeat it: once is enough on a screen.
             case DiagnosisRecord(code="micro_batch_size"):
                 return  # the start, which comes next, says it among the decisions
             case DiagnosisRecord() | OutOfMemoryRecord():
@@ -140,6 +142,7 @@ class Console:
         self._pace.step(now, record.num_samples)
         is_first = self._step is None
         self._step, self._micro_batch, self._num_steps = record, None, record.step + 1
+        # On an accelerator the flag is a tensor that is not there yet, so it is kept and read when numbers are shown.
         if record.skipped is not False:
             self._flags.append((record.step + 1, record.skipped))
         if is_first or self._num_steps == self._total_steps:
@@ -148,6 +151,7 @@ class Console:
             self._show_if_due(now, self._screen.seconds_per_step)
 
     def _end(self, record: EndRecord, now: float) -> None:
+        # The last step is often not due yet when the run ends, and is the one that people look for.
         if self._shown_steps != self._num_steps and self._step is not None:
             self._show(now)
         self._screen.close()
@@ -168,6 +172,7 @@ class Console:
         if skipped:
             self._screen.say(skipped_line(skipped, self._total_steps), "warning")
         self._screen.show(self._moment(now))
+        # The clock is read again here: counted from before, a slow device would make every record due at once.
         self._shown_seconds, self._shown_steps = self._clock(), self._num_steps  # reading may have waited
 
     def _moment(self, now: float) -> ScreenContents:
@@ -215,6 +220,7 @@ def _cells_of_step(record: StepRecord) -> list[ScreenCell]:
         ]
     if record.gradient_norm is not None:
         cells.append(ScreenCell("gradient norm", three_digits(read_number(record.gradient_norm))))
+    # Parameter groups mostly share a rate; where they do not, the range says more than a list that does not fit.
     rates = [read_number(rate) for rate in record.learning_rates]
     if len(set(rates)) == 1:
         cells.append(ScreenCell("learning rate", three_digits(rates[0])))

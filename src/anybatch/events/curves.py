@@ -90,6 +90,7 @@ def smoothed(values: Float[torch.Tensor, " step"], num_steps: float) -> Float[to
     distances = torch.arange(-reach, reach + 1, dtype=torch.float64)
     bell = torch.exp(-0.5 * (distances / num_steps) ** 2)[None, None]
     finite = torch.isfinite(values)
+    # Values and their weights are convolved side by side, so that a gap, or an edge, has no weight at all.
     known = torch.stack([torch.where(finite, values.double(), 0.0), finite.double()])[:, None]
     sums, weights = F.conv1d(known, bell, padding=reach)[:, 0]
     return torch.where(finite, sums / weights, torch.nan)
@@ -110,6 +111,7 @@ class _CurveCollector:
     def start(self, line: JsonLine) -> None:
         """Begin a session: what was noted of later steps was undone."""
         first = int(line["first_step"])
+        # A resumed run goes back to its checkpoint: the steps behind it were made twice, and the second time counts.
         self.losses = {number: loss for number, loss in self.losses.items() if number <= first}
         self.rates = {number: rates for number, rates in self.rates.items() if number <= first}
         self.metrics = {
@@ -144,6 +146,7 @@ class _CurveCollector:
         """Return the curves collected so far."""
         steps = sorted(self.losses)
         num_groups = max((len(rates) for rates in self.rates.values()), default=0)
+        # A resumed run may have more or fewer parameter groups than before; where one is missing there is a gap.
         groups = [[(self.rates[number][group:] or [math.nan])[0] for number in steps] for group in range(num_groups)]
         return Curves(
             sessions=tuple(self.sessions),

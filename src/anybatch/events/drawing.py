@@ -67,6 +67,7 @@ _UNDATED: Mapping[str, Mapping[str, None]] = MappingProxyType(
 
 def draw(curves: Curves, paths: Sequence[Path]) -> None:
     """Draw a run into files, whatever settings of matplotlib the user has; they stay as they are."""
+    # The user's settings, a style sheet of a notebook say, would change what the colours and sizes here rely on.
     with mpl.rc_context():
         mpl.rcdefaults()
         mpl.rcParams.update(cast("Any", _SETTINGS))
@@ -89,6 +90,7 @@ def make_figure(curves: Curves) -> Figure:
         _draw_learning_rates(panels[-1], curves)
     for panel in panels:
         for step in curves.resumed:
+            # Between the two steps: the mark belongs to neither.
             panel.axvline(step + 0.5, color=INK, linewidth=0.8, linestyle=RESUMED, zorder=1)
         panel.grid(visible=False, axis="x")
     _draw_marks(loss_panel, curves)
@@ -130,6 +132,7 @@ def _draw_title(panel: Axes, curves: Curves) -> None:
 
 def _draw_loss(panel: Axes, curves: Curves) -> None:
     """Draw the loss, raw and smoothed, with those metrics that are losses too."""
+    # An infinite loss would stretch the axis until nothing else is seen; it is marked at the edge instead.
     losses = torch.where(torch.isfinite(curves.losses), curves.losses, torch.nan)
     is_long = len(curves.steps) >= LEAST_SMOOTHED_STEPS
     colour, width, marker = (RAW, 0.7, "None") if is_long else (SMOOTH, 1.4, "o")

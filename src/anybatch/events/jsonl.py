@@ -126,6 +126,7 @@ class JsonlLog:
 
     def _write_pending(self) -> None:
         lines, self._pending, self._num_steps_pending = self._pending, [], 0
+        # Encoding reads the tensors, so this line is where a run with a log waits for its device.
         unwritten = memoryview(b"".join(map(_encoded, lines)))
         with _errors_name(self._path):
             end = self._file.seek(0, os.SEEK_END)
@@ -165,6 +166,7 @@ class JsonlLines:
         self.num_skipped = 0
         with self._path.open("rb") as file:
             for text in file:
+                # A run may be writing this very line; the next pass will find it finished.
                 if not text.endswith(b"\n"):
                     return
                 line = _decoded(text)
@@ -180,6 +182,9 @@ def read_jsonl(path: str | os.PathLike[str]) -> JsonlLines:
     Lines come as they were written: numbers that are NaN or infinite as strings that `float` reads. Lines of unknown
     kinds and unknown fields come too; ignore them.
 
+    Args:
+        path: of a `JsonlLog`'s file, finished or still being written.
+
     Raises:
         OSError: the file cannot be opened; raised by the iteration.
     """
@@ -187,7 +192,13 @@ def read_jsonl(path: str | os.PathLike[str]) -> JsonlLines:
 
 
 def line_of(record: Record, *, sequence: int, time_seconds: float) -> JsonLine:
-    """Return the line of a record as a log would give it back; waits for the devices that its numbers are on."""
+    """Return the line of a record as a log would give it back; waits for the devices that its numbers are on.
+
+    Args:
+        record: as an observer receives it.
+        sequence: number of the line in its log, from 0 on.
+        time_seconds: since the log was opened.
+    """
     line: JsonLine = json.loads(_encoded(_line(record, sequence, time_seconds)))
     return line
 
@@ -223,10 +234,12 @@ def _resume(file: BinaryIO, path: Path) -> int:
     end = file.seek(0, os.SEEK_END)
     file.seek(0)
     head = file.read(len(_LINE_START)) if end else b""
+    # An empty file, and one that was killed within its first line, begin like a log as far as they go.
     if not _LINE_START.startswith(head):
         message = f"{path} exists and is not a log of anybatch. Move it away, or choose another path."
         raise UserError(message)
     tail, start = b"", end
+    # A log may be many gigabytes, and only its last full line is wanted: it is read in blocks from the end.
     while start and tail.count(b"\n") < 2:  # noqa: PLR2004 (one ends the last full line, one the line before it)
         size = min(start, _BLOCK_BYTES)
         start -= size
@@ -246,6 +259,7 @@ def _resume(file: BinaryIO, path: Path) -> int:
 
 def _plain(value: object) -> object:
     """Return `value` as something JSON has; a tensor stays, without its graph, until it is written."""
+    # bool stands before the numbers below because JSON has a literal of its own for it.
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, torch.Tensor):

@@ -67,6 +67,7 @@ class TerminalScreen:
         live = Live(
             console=self._terminal,
             auto_refresh=False,
+            # rich would draw a redirected print above the bar, so text that belongs into a file has to pass by it.
             redirect_stdout=sys.stdout.isatty(),  # what goes into a file or a pipe is none of the terminal's
             redirect_stderr=sys.stderr.isatty(),
             vertical_overflow="crop",
@@ -100,6 +101,7 @@ class Frame:
             return
         percent = f"{100 * share:>5.1f} %"
         left = f"{moment.time_left or '-':>11} left"
+        # On a narrow terminal the percentage goes first, then the time, and at last the bar.
         ends = next(
             (end for end in (f"{percent}{_GAP}{left}", left) if _room(heading, end, options) >= _LEAST_BAR_WIDTH), ""
         )
@@ -144,8 +146,10 @@ def _drawn(bar: ProgressBar, console: Terminal, options: ConsoleOptions) -> Sequ
 
 def _rows(cells: Sequence[ScreenCell], width: int) -> Sequence[Text]:
     """Return cells in columns, in rows that are about equally full."""
+    # The last column needs no gap behind it, hence the gap on both sides of the division.
     fitting = max(1, (width + len(_GAP)) // (CELL_WIDTH + len(_GAP)))
     num_rows = -(-len(cells) // fitting)
+    # As few rows as possible, and then evenly: seven cells in two rows are 4 and 3, not 6 and 1.
     num_columns = -(-len(cells) // max(1, num_rows))
     rows = [cells[start : start + num_columns] for start in range(0, len(cells), max(1, num_columns))]
     return [

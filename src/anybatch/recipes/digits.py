@@ -100,6 +100,9 @@ def _is_held_out(labels: Int[Tensor, " image"]) -> Bool[Tensor, " image"]:
 def scikit_learn_datasets(recipe: str) -> ModuleType:
     """Return the module that the images of a recipe come from.
 
+    Args:
+        recipe: its name, for the error.
+
     Raises:
         DataError: scikit-learn is not installed.
     """

@@ -215,6 +215,7 @@ def _check_function(owner: str, name: str, value: object, arguments: str, error:
         message = f"{owner}({name}=...) was given {_kind(value)}, already made; pass {cure}."
         raise error(message)
     try:
+        # Called for real it would cost a model; binding shows a wrong number of arguments as well.
         signature = inspect.signature(value)
     except ValueError:  # some built-in functions have no signature
         return
@@ -232,6 +233,7 @@ def _check_function(owner: str, name: str, value: object, arguments: str, error:
 def _check_loss(loss: object) -> None:
     function = loss.function if isinstance(loss, Loss) else loss
     encode = loss.encode if isinstance(loss, Loss) else None
+    # A loss with parameters would be made once and shared by every model that a verb builds.
     own = next((f for f in (function, encode) if isinstance(f, nn.Module) and any(True for _ in f.parameters())), None)
     if own is not None:
         message = (

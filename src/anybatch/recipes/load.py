@@ -141,6 +141,7 @@ def _import_file(path: Path, sought: _FunctionKind) -> ModuleType:
     path, name = path.resolve(), path.stem
     _find_first(path.parent)
     loaded = sys.modules.get(name)
+    # Two files of one name would replace each other for workers, which import by name.
     if loaded is not None:
         if getattr(loaded, "__file__", None) == str(path):
             return loaded
@@ -154,6 +155,7 @@ def _import_file(path: Path, sought: _FunctionKind) -> ModuleType:
         message = f"{str(path)!r} is no Python source file: its name must end in .py. {sought.known}."
         raise UserError(message)
     module = importlib.util.module_from_spec(spec)
+    # Before it is executed, as Python does: dataclasses and pickling look their module up there.
     sys.modules[name] = module
     try:
         with _users_traceback(f"importing {path} failed"):
@@ -252,6 +254,7 @@ def _users_traceback(what: str) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:  # noqa: BLE001 (whatever the user's code raises)
         lines = traceback.format_exception(type(error), error, _users_part(error.__traceback__))
+        # `from None`: the traceback in the message is all of it that concerns the user.
         message = f"{what}:\n\n{''.join(lines).rstrip()}"
         raise UserError(message) from None
 

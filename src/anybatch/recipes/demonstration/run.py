@@ -27,6 +27,9 @@ Write = Callable[[str], object]
 def demonstrate(write: Write = sys.stdout.write) -> int:
     """Run both loops under a budget, and compare their gradient with that of the batch that did not fit.
 
+    Args:
+        write: function (text) that prints a piece of the output.
+
     Returns:
         0 if everything came out as it is meant to; 1 otherwise.
     """

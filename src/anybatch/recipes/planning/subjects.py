@@ -122,7 +122,12 @@ def subject_of_config(config: Any, *, sequence_length: int | None = None) -> Pla
 
 
 def next_token_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Return the mean cross-entropy over all tokens to predict."""
+    """Return the mean cross-entropy over all tokens to predict.
+
+    Args:
+        model: from int64 (samples, tokens) to logits (samples, tokens, vocabulary).
+        batch: "inputs" and "targets", int64 (samples, tokens) each; targets are shifted already.
+    """
     return F.cross_entropy(model(batch["inputs"]).flatten(0, 1), batch["targets"].flatten())
 
 

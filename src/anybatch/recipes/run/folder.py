@@ -165,12 +165,14 @@ class RunFolder:
                 file.write(json.dumps(content, indent=2) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
+            # A rename on one file system is indivisible: a killed run leaves the old header or the new one.
             partial.replace(self.header)
         except PermissionError as error:
             raise _no_access(self.path, error) from error
 
     def clear(self, rank: int) -> None:
         """Remove what a rank has written of a run that made no step, and the folder if nothing else is in it."""
+        # Best effort: the folder may hold files of the user's, and then stays.
         with suppress(OSError):
             self.log(rank).unlink(missing_ok=True)
             if rank == 0:

@@ -79,6 +79,7 @@ def prepare(
         observer=observer,
         world=world,
     )
+    # Groups mostly share a rate, and then the line is printed once.
     run.engine.decisions["learning_rate"] = "; ".join(dict.fromkeys(map(str, run.rates)))
     if header is None:
         num_steps = num_steps_of(run.batches)
@@ -107,7 +108,15 @@ def _largest(job: Job, settings: Settings, world: World, devices: KnownDevices |
 
 
 def on_first_rank(world: World, act: Callable[[], ResultT]) -> ResultT:
-    """Return the result of `act()` on rank 0 on every rank; an error there is raised on every rank."""
+    """Return the result of `act()` on rank 0 on every rank; an error there is raised on every rank.
+
+    Args:
+        world: the ranks; all of them call this.
+        act: function () -> a small value that can be pickled; called on rank 0 only.
+
+    Raises:
+        AnyBatchError, OSError: as `act` on rank 0.
+    """
     outcome: tuple[ResultT | None, Exception | None] = (None, None)
     if world.rank == 0:
         try:
@@ -136,6 +145,7 @@ def notify(observer: Observer, engine: Engine, code: str, message: str, *, is_wa
 
 def _load(engine: Engine, place: RunFolder, observer: Observer) -> None:
     """Go on from the newest intact checkpoint; a run that was ended before its first one begins again."""
+    # Rank 0 writes checkpoints, but any rank may be on a machine that does not see the folder.
     there = bool(list_checkpoints(place.checkpoints))
     if not any(engine.world.gather_objects(there)):
         message = "there is no checkpoint yet: the run begins again at its first step"
@@ -181,6 +191,7 @@ def _follow_changes(
         return header if unchanged else header.with_change(Stretch(engine.num_steps, settings, last.schedule_steps))
     made = getattr(engine.scheduler, "last_epoch", 0)  # fewer than steps where fp16 has skipped some
     for group, values in zip(engine.optimizer.param_groups, ready.run.hyperparameters, strict=True):
+        # A scheduler leaves its base rate there, and the next one would take it for its own.
         group.pop("initial_lr", None)
         group.update(values)
     make = scheduler_function(job, ready.num_steps)

@@ -151,6 +151,7 @@ def train(
                 backlog.forward_to(observer(session_start))
             pace = _Timing(asked, checkpoint_seconds, clock, begun)
             return _run(_Session(ready, place, pace, highest), ready.run.engine)
+    # A new folder in which nothing was learned would be in the way of the same command.
     except BaseException:
         if header is None and (ready is None or ready.run.engine.num_steps == 0):
             place.clear(world.rank)  # so that the same command runs once the reason is gone
@@ -244,9 +245,11 @@ class _Session:
             self._report = report = self._engine.step(batch)
             self._num_samples += report.num_samples
             stopping, due = self._agree()
+            # Asked to stop in the very last step, the run is complete and ends as if it had not been asked.
             if stopping and self._engine.num_steps != self._num_steps:
                 self._save()
                 return True
+            # A position with no samples behind it is the beginning of an epoch, so the last one has just ended.
             ends_epoch = report.position.sample_offset == 0
             if ends_epoch or (often and self._engine.num_steps % often == 0):
                 self._evaluate()
@@ -279,6 +282,8 @@ class _Session:
     def _agree(self) -> tuple[bool, bool]:
         """Return whether to stop, which any rank may ask for, and whether to save, which is up to rank 0's clock."""
         is_due = self._pace.clock() - self._saved_at >= self._pace.checkpoint_seconds
+        # Signals reach ranks at different times and clocks differ: all ranks have to stop, and save, after the same
+        # step.
         votes = self._engine.world.gather_numbers([self._pace.asked(), is_due])
         return any(asked for asked, _ in votes), bool(votes[0][1])
 
@@ -299,6 +304,7 @@ class _Session:
             self._evaluated = self._engine.num_steps
 
     def _save(self) -> None:
+        # The end of an epoch and the clock may both ask for a checkpoint of the same step.
         if self._saved != self._engine.num_steps:
             with self._aside():
                 self._engine.save(self._place.checkpoints)

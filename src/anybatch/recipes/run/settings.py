@@ -94,12 +94,14 @@ def resolve_settings(job: Job, choices: Choices, former: Settings | None, *, wor
         )
         raise UserError(message)
     base = _defaults(job) if former is None else former
+    # The one that is given replaces the other one, which the base may have.
     if "epochs" in given or "steps" in given:
         base = dataclasses.replace(base, epochs=None, steps=None)
     if "micro_batch_size" in given or "accumulation_steps" in given:
         base = dataclasses.replace(base, micro_batch_size="auto", accumulation_steps=None)
     settings = dataclasses.replace(base, **given)
     micro_batch_size = None if isinstance(settings.micro_batch_size, str) else settings.micro_batch_size
+    # A resumed run keeps its effective batch: to change it, it has to be named.
     is_product = former is None and choices.effective_batch_size is None and choices.accumulation_steps is not None
     sizes = resolve_sizes(
         world_size=world_size,
