@@ -1,42 +1,50 @@
-"""Steps of published models, traced without data: what the page's planner computes with."""
+"""Plans of published models as tables: what the page's planner looks up."""
+
+import dataclasses
+from typing import get_args
 
 from anybatch.core.headroom import HEADROOM
-from anybatch.planner.budget import COMMUNICATOR_BYTES, CONTEXT_BYTES, WORKSPACE_BYTES
-from anybatch.planner.cost.devices import DEVICES
+from anybatch.memory.trace import Category, Phase
+from anybatch.planner.budget import COMMUNICATOR_BYTES, CONTEXT_BYTES, WORKSPACE_BYTES, budget_of
 from anybatch_guide.experiment import Data, Experiment, Tell
-from anybatch_guide.memory.planning import OFFERED, as_recorded, trace
+from anybatch_guide.memory.planning import OFFERED, trace
+from anybatch_guide.memory.tables import DEVICE_NAMES, EFFECTIVE_BATCH_SIZES, NUM_RANKS, tables
 
 
 def run(tell: Tell) -> Data:
-    """Trace every variant of every model, and write down the device table beside them."""
+    """Trace every variant of every model, and tabulate its plans for every device."""
     variants = [variant for one in OFFERED for variant in one.variants()]
-    steps = []
+    found = []
     for done, variant in enumerate(variants):
         tell({"kind": "guide.progress", "done": done, "of": len(variants), "what": variant.model})
-        steps.append(trace(variant))
-    return {
-        "models": [
+        traced = trace(variant)
+        assert (traced.envelopes.verdict, traced.envelopes.notes) == ("exact", ()), "the page has no words for more"
+        found.append(
             {
-                "name": one.name,
-                "sequence_lengths": list(one.sequence_lengths),
-                "precisions": list(one.precisions),
-                "ranks": one.ranks,
+                **dataclasses.asdict(variant),
+                "num_parameters": traced.num_parameters,
+                **tables(traced.envelopes, several=variant.several),
             }
-            for one in OFFERED
-        ],
-        "devices": [{"name": one.name, "memory_bytes": one.memory_bytes} for one in DEVICES],
+        )
+    budgets = {name: budget_of(name) for name in DEVICE_NAMES}
+    return {
+        "devices": [{"name": name, "memory_bytes": one.total_bytes} for name, one in budgets.items()],
+        "num_ranks": list(NUM_RANKS),
+        "effective_batch_sizes": list(EFFECTIVE_BATCH_SIZES),
         "headroom": HEADROOM,
         "context_bytes": CONTEXT_BYTES,
         "communicator_bytes": COMMUNICATOR_BYTES,
         "workspace_bytes": WORKSPACE_BYTES,
-        **as_recorded(steps),
+        "categories": list(get_args(Category)),
+        "phases": list(get_args(Phase)),
+        "variants": found,
     }
 
 
 EXPERIMENT = Experiment(
     name="memory_planner",
-    question="What does a step of a published model hold at every micro-batch size, piece by piece?",
+    question="What fits of a published model into a device, and what holds the memory, for every choice?",
     run=run,
-    seconds=480,
+    seconds=1500,
     runs_here=False,
 )

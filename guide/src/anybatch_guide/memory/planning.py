@@ -1,21 +1,18 @@
-"""Plans of published models for the page: traced once, and then planned for any device by the product's own functions.
+"""Plans of published models for the page: traced once, then planned for any device by the library's own functions.
 
 What is traced does not depend on the device, on the effective batch, or on how many ranks there are beyond one.
 """
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal
 
-from anybatch.core.headroom import HEADROOM
 from anybatch.core.splitting import Cut, plan_batch
 from anybatch.engine.spec import TrainSpec
 from anybatch.engine.update.precision import PrecisionName
-from anybatch.memory.trace import Category, Phase
 from anybatch.planner.budget import budget_of
-from anybatch.planner.cost.step_time import CostLine, CostTrace
 from anybatch.planner.envelopes import Envelopes, find_envelopes
 from anybatch.planner.proposals.changes import possible_changes
 from anybatch.planner.proposals.ranking import PlanTarget, fit_of
@@ -23,12 +20,10 @@ from anybatch.planner.report import Plan
 from anybatch.planner.trace.blocks import as_module
 from anybatch.planner.trace.step_spec import StepSpec, built
 from anybatch.recipes.planning.subjects import load_subject
-from anybatch_guide.memory.exported import Kind, as_numbers, envelopes_of
 
 OptimizerName = Literal["AdamW", "fused AdamW"]
 _PLENTY_BYTES = 1 << 50
 _SEVERAL = 2
-_NO_COSTS = CostLine((CostTrace(()), CostTrace(())), (2, 3))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,13 +146,11 @@ class Wish:
         device: a name or a size, as `anybatch plan` takes it.
         effective_batch_size: samples of one step, over all ranks.
         world_size: number of ranks.
-        headroom: part of the device to leave free.
     """
 
     device: str
     effective_batch_size: int
     world_size: int = 1
-    headroom: float = HEADROOM
 
 
 def planned(traced: Traced, wish: Wish) -> Plan:
@@ -165,8 +158,7 @@ def planned(traced: Traced, wish: Wish) -> Plan:
     variant, envelopes = traced.variant, traced.envelopes
     assert variant.several == (wish.world_size > 1), "it was traced for another number of ranks"
     task = dataclasses.replace(traced.task, world_size=wish.world_size)
-    named = None if wish.headroom == HEADROOM else wish.headroom  # as on the command line, where the default is no wish
-    budget = budget_of(wish.device, world_size=wish.world_size, headroom=named)
+    budget = budget_of(wish.device, world_size=wish.world_size)
     target = PlanTarget(budget=budget, effective_batch_size=wish.effective_batch_size)
     fit = fit_of(task, envelopes, target)
     return Plan(
@@ -184,53 +176,3 @@ def planned(traced: Traced, wish: Wish) -> Plan:
         notes=envelopes.notes,
         seconds=0.0,
     )
-
-
-def as_recorded(steps: Sequence[Traced]) -> dict[str, Any]:
-    """Return steps that have been traced as JSON can hold them; `read` is the way back."""
-    kinds: dict[Kind, int] = {}
-    variants = [
-        {
-            **dataclasses.asdict(one.variant),
-            "num_parameters": one.num_parameters,
-            "verdict": one.envelopes.verdict,
-            "notes": list(one.envelopes.notes),
-            **as_numbers((one.envelopes.steady, one.envelopes.first), kinds),
-        }
-        for one in steps
-    ]
-    operations = {name: number for number, name in enumerate(dict.fromkeys(kind[4] for kind in kinds))}
-    return {
-        "categories": list(get_args(Category)),
-        "phases": list(get_args(Phase)),
-        "operations": list(operations),
-        "kinds": [
-            [a, b, get_args(Category).index(category), get_args(Phase).index(phase), operations[operation]]
-            for a, b, category, phase, operation in kinds
-        ],
-        "variants": variants,
-    }
-
-
-def variants_of(data: Mapping[str, Any]) -> list[Variant]:
-    """Return what a recording has, in its order."""
-    names = [one.name for one in dataclasses.fields(Variant)]
-    return [Variant(**{name: numbers[name] for name in names}) for numbers in data["variants"]]
-
-
-def read(data: Mapping[str, Any], number: int) -> Traced:
-    """Return one of the steps of a recording. What its operations cost is not recorded."""
-    categories, phases, operations = (data[name] for name in ("categories", "phases", "operations"))
-    kinds = [(a, b, categories[c], phases[p], operations[o]) for a, b, c, p, o in data["kinds"]]
-    variant, numbers = variants_of(data)[number], data["variants"][number]
-    steady, first = envelopes_of(numbers, kinds)
-    envelopes = Envelopes(
-        steady=steady,
-        first=first,
-        verdict=numbers["verdict"],
-        checked_at=max(numbers["traced"]),
-        profile="cuda",
-        costs=_NO_COSTS,
-        notes=tuple(numbers["notes"]),
-    )
-    return Traced(variant=variant, task=variant.task(), envelopes=envelopes, num_parameters=numbers["num_parameters"])

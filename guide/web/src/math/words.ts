@@ -1,8 +1,6 @@
 /** A plan in the words of `anybatch plan`: src/anybatch/planner/report.py, core/splitting.py, core/units.py. */
 import type { Budget, Plan } from "./planner";
 
-const HEADROOM = 0.15; // what is left free where nothing is known and nothing was asked: core/headroom.py
-
 const BYTE_UNITS = ["bytes", "KiB", "MiB", "GiB", "TiB", "PiB"];
 
 /** The lines that `anybatch plan` prints, up to the bar; without times, and without what a change would make of it. */
@@ -25,11 +23,10 @@ function fitting(one: Plan): [string, string][] {
   const { budget, peak } = one;
   const taken = takenBytes(one);
   const left = 1 - taken / budget.total;
-  const why = budget.headroom === HEADROOM ? "nothing has been measured on it yet" : "as asked";
   return [
     ["fits", `micro-batches of ${one.size}: ${geometry(one.effective, one.ranks, one.size)}`],
     ["peak", `${inBytes(peak.bytes)} in tensors, ${inBytes(taken)} in all, ${moment(one)}`],
-    ["left", `${fixed(100 * left, 0)}% of the device; ${fixed(100 * budget.headroom, 0)}% is kept free (${why})`],
+    ["left", `${fixed(100 * left, 0)}% of the device; ${fixed(100 * budget.headroom, 0)}% is kept free (nothing has been measured on it yet)`],
     ["largest", `${one.largest}${bound(one)}`],
   ];
 }

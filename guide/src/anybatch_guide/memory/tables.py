@@ -1,0 +1,129 @@
+"""Plans as tables: of a traced step, what the page looks up for every choice that it offers.
+
+The peak of what tensors hold is piecewise linear in the micro-batch size, so it is written as its pieces, exact at
+every size. What the allocator reserves is no line, and neither is the largest size that it can serve from a device:
+both are replayed here, for each device and each size that a plan can come to, and written down.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, get_args
+
+from anybatch.core.geometry import ceil_div
+from anybatch.core.size_choice import even_size
+from anybatch.memory.trace import Category, MemoryEnvelope, Phase
+from anybatch.planner.budget import budget_of
+from anybatch.planner.cost.devices import DEVICES
+from anybatch.planner.envelopes import Envelopes
+
+SIZES_GIB = (4, 6, 8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256)
+"""Devices that are offered by their size alone, beside those that are known by name."""
+DEVICE_NAMES = (*(one.name for one in DEVICES), *(f"{size}GiB" for size in SIZES_GIB))
+"""Every device that is offered, as `anybatch plan` takes it."""
+NUM_RANKS = (1, 2, 3, 4, 6, 8, 16, 32, 64)
+"""Numbers of ranks that are offered."""
+EFFECTIVE_BATCH_SIZES = tuple(2**power for power in range(13))
+"""Effective batch sizes that are offered."""
+MEBIBYTE = 1 << 20
+
+
+def tables(envelopes: Envelopes, *, several: bool) -> dict[str, Any]:
+    """Return what the page looks up of a step.
+
+    Args:
+        envelopes: of the step, on a CUDA device.
+        several: whether it runs on several ranks.
+
+    Returns:
+        `steady` and `first`: the pieces of the peak, see `peak_pieces`, of every step but the first, and of the first.
+        `largest`: for each of `DEVICE_NAMES`, the largest micro-batch size that keeps the headroom; None for no limit.
+        `reserved_mebibytes`: (micro-batch size, what the allocator takes from a device with enough) for each size that
+        a plan can come to.
+    """
+    shares = rank_shares(several=several)
+    usable = [budget_of(name, world_size=2 if several else 1, headroom=None).usable_bytes for name in DEVICE_NAMES]
+    largest = [envelopes.largest_allocated(limit) if limit > 0 else 0 for limit in usable]
+    sizes = sorted({micro_batch_size(share, found) for share in shares for found in largest})
+    return {
+        "steady": [list(piece) for piece in peak_pieces(envelopes.steady)],
+        "first": [list(piece) for piece in peak_pieces(envelopes.first)],
+        "largest": largest,
+        "reserved_mebibytes": [[size, _whole_mebibytes(envelopes.reserved_bytes(size))] for size in sizes],
+    }
+
+
+def rank_shares(*, several: bool) -> list[int]:
+    """Return the largest rank share of every combination of effective batch size and number of ranks on offer."""
+    ranks = [number for number in NUM_RANKS if (number > 1) == several]
+    return sorted({ceil_div(size, number) for size in EFFECTIVE_BATCH_SIZES for number in ranks})
+
+
+def micro_batch_size(share: int, largest: int | None) -> int:
+    """Return the size that a plan takes: the share in even parts no larger than fits, one sample if nothing does."""
+    return even_size(share, max(1, share if largest is None else min(share, largest)))
+
+
+def peak_pieces(envelope: MemoryEnvelope) -> Iterator[tuple[int, int, str, list[int], list[int]]]:
+    """Yield the pieces of peak(m) = max over events t of (A_t + B_t m), for all m >= 1.
+
+    Yields:
+        The micro-batch size from which on a piece holds, the number of the phase (in `Phase`) and the operation at
+        the moment when most is held, and what is held then by category (in the order of `Category`), as constants and
+        as slopes in bytes.
+    """
+    assert envelope.is_affine, "a size is no line"
+    lines = _highest_by_slope(envelope)
+    size = 1
+    while True:
+        constant, slope, event = _highest(lines, size)
+        yield size, *_moment(envelope, event)
+        overtaken = [_overtakes(line, (constant, slope, event)) for line in lines if line[1] > slope]
+        if not overtaken:
+            return
+        size = max(size + 1, min(overtaken))
+
+
+_Line = tuple[int, int, int]
+"""What is held after an event, as constant and slope, and the number of the event."""
+
+
+def _highest_by_slope(envelope: MemoryEnvelope) -> list[_Line]:
+    """Return, of the lines of one slope, the highest, and the first of several: no other is ever the peak."""
+    best: dict[int, _Line] = {}
+    held = zip(envelope.held.constant.tolist(), envelope.held.slope.tolist(), strict=True)
+    for event, (constant, slope) in enumerate(held):
+        if slope not in best or constant > best[slope][0]:
+            best[slope] = (constant, slope, event)
+    return list(best.values())
+
+
+def _highest(lines: Sequence[_Line], size: int) -> _Line:
+    return max(lines, key=lambda line: (line[0] + line[1] * size, -line[2]))
+
+
+def _overtakes(steeper: _Line, line: _Line) -> int:
+    """Return the first size at which a steeper line is the peak rather than this one; of equals, the first event is."""
+    behind, gain = line[0] - steeper[0], steeper[1] - line[1]
+    size = ceil_div(behind, gain)
+    is_tie = size * gain == behind
+    return size + 1 if is_tie and steeper[2] > line[2] else size
+
+
+def _moment(envelope: MemoryEnvelope, event: int) -> tuple[int, str, list[int], list[int]]:
+    """Return phase, operation and what is held by category after an event, as `at_peak` does."""
+    trace = envelope.trace
+    constant, slope = envelope.allocated.constant.tolist(), envelope.allocated.slope.tolist()
+    categories = get_args(Category)
+    constants, slopes = [0] * len(categories), [0] * len(categories)
+    for one in trace.events[: event + 1]:
+        number, sign = abs(one) - 1, 1 if one > 0 else -1
+        place = categories.index(trace.allocations[number].category)
+        constants[place] += sign * constant[number]
+        slopes[place] += sign * slope[number]
+    last = trace.allocations[abs(trace.events[event]) - 1]
+    return get_args(Phase).index(last.phase), last.operation, constants, slopes
+
+
+def _whole_mebibytes(num_bytes: int) -> int:
+    whole, rest = divmod(num_bytes, MEBIBYTE)
+    assert rest == 0, "segments are whole mebibytes"
+    return whole
