@@ -32,6 +32,8 @@ def find_causes(
         if resting:
             yield _normalisation(runs, micro_batch_size, resting, by_name)
             found += 1
+        # A layer that couples samples in evaluation mode, too, cannot be put to rest, so nothing behind it can be
+        # judged.
         if still:
             yield _coupling(still)
             return  # whether the loss adds up over samples cannot be decided behind a model that joins them

@@ -66,15 +66,18 @@ def check(
 def _check(runs: GradientRuns, precision: str, micro_batch_sizes: Sequence[int] | None) -> CheckReport:
     num_samples = runs.num_samples
     seen = runs.look()
+    # Autocast inside of the model may compute in fewer bits than its parameters have.
     narrowest = min((d for d in (runs.dtype, seen.narrowest) if d), key=lambda dtype: torch.finfo(dtype).bits)
     tolerance = _TOLERANCES.get(narrowest, max(_TOLERANCES.values()))
     findings = []
     if (randomness := _set_randomness_aside(runs, seen.draws, tolerance)) is not None:
         findings.append(randomness)
+    # 1 and two ragged cuts: an even cut hides faults that divide by the number of micro-batches.
     sizes = micro_batch_sizes or sorted({1, round(num_samples * 0.4), round(num_samples * 0.6)})
     splits = tuple(_measure(runs, size, tolerance) for size in sizes)
     failing = [split for split in splits if split.verdict == "not equal"]
     if failing and not any(finding.breaks_equality for finding in findings):
+        # A cut that runs explains more than one that raises, and a larger error is easier to attribute.
         worst = max(failing, key=lambda split: (split.failure is None, split.error))
         findings += find_causes(runs, worst.sizes[0], seen.couples, tolerance)
         findings += [_cannot_run(s) for s in failing if s.failure and all(f.code == "unexplained" for f in findings)]

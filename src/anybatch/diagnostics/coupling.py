@@ -43,6 +43,7 @@ def look(modules: nn.Module, run: Callable[[], object], num_samples: int) -> For
         states[module] = torch.default_generator.get_state()
 
     def after(module: nn.Module, _args: object, output: object) -> None:
+        # A generator that has moved is the only sign of a draw that works for every module.
         if not torch.equal(states[module], torch.default_generator.get_state()):
             drew.append(module)
         with contextlib.suppress(TypeError):

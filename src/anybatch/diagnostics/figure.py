@@ -16,6 +16,10 @@ MARKS = "osD^vP"
 def draw_errors(report: CheckReport, path: Path) -> None:
     """Draw each parameter's part in the gradient error of each cut, on a logarithmic axis.
 
+    Args:
+        report: of `check`.
+        path: the file, which ends in .png, .svg or .pdf.
+
     Raises:
         UserError: matplotlib is not installed, or the picture has another ending than .png, .svg or .pdf.
         OSError: it cannot be written.
@@ -56,6 +60,10 @@ def draw_errors(report: CheckReport, path: Path) -> None:
 
 def draw_tuning(report: TuneReport, path: Path) -> None:
     """Draw samples per second above peak memory, by micro-batch size; the fastest and the recommended one are marked.
+
+    Args:
+        report: of `tune`.
+        path: the file, which ends in .png, .svg or .pdf.
 
     Raises:
         UserError: matplotlib is not installed, or the picture has another ending than .png, .svg or .pdf.

@@ -72,6 +72,7 @@ class GradientRuns:
         with self._untouched(self.seed):
             engine = Engine(
                 self.model,
+                # `gradients` makes no update; an optimizer without state keeps the copies as they are.
                 lambda named: torch.optim.SGD(named, lr=0.0),
                 self.loss,
                 micro_batch_size=micro_batch_size,
@@ -115,6 +116,7 @@ class GradientRuns:
             self._value(self.loss, self.batch)
             draws.seed(self.seed)
             again = self._backward(self._value(self.loss, self.batch))
+            # Counters change with every forward and matter to no gradient, so both are compared.
             changed = [name for name, value in self.modules.named_buffers() if not torch.equal(value, before[name])]
         return changed if relative_error(again, first) > tolerance else []
 

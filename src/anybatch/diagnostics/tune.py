@@ -199,6 +199,7 @@ def tune(
     if not seconds:
         message = f"micro-batches of {sizes[0]} samples do not fit into the memory of {world.device}. Try smaller ones."
         raise BatchSizeError(message)
+    # Counting tensors slows a step down, so on a CPU memory is measured in a run of its own.
     peaks = steps.peaks or {size: _peak_bytes(train.model, engine, batch, size) for size in seconds}
     report = TuneReport(
         num_samples=num_samples,
@@ -264,11 +265,13 @@ class _Steps:
         found: dict[int, float] = {}
         begun = self._clock()
         for number in range(NUM_ROUNDS):
+            # Sizes take turns, so that a machine that slows down slows all of them.
             for size in sizes if number == 0 else list(found):
                 taken = self._step(size)
                 if taken is None:
                     found.pop(size, None)
                     break  # what is larger does not fit either
+                # The shortest time: whatever else the machine does only ever adds to it.
                 found[size] = min(taken, found.get(size, math.inf))
             if self._clock() - begun > most_seconds:
                 break

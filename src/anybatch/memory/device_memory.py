@@ -32,6 +32,9 @@ def memory_in_use(device: torch.device) -> MemoryInUse | None:
     """Return the memory in use on a CUDA device, or by this process; None where the system does not report it.
 
     A CUDA device is not asked, and not waited for: torch's allocator keeps its own counters on the host.
+
+    Args:
+        device: a CUDA device or a CPU; None is returned for others.
     """
     if device.type == "cuda":
         return _of_cuda(device)
@@ -39,13 +42,21 @@ def memory_in_use(device: torch.device) -> MemoryInUse | None:
 
 
 def begin_peak(device: torch.device) -> None:
-    """Reset the peak, as `torch.cuda.reset_peak_memory_stats` does. On a CPU nothing happens."""
+    """Reset the peak, as `torch.cuda.reset_peak_memory_stats` does. On a CPU nothing happens.
+
+    Args:
+        device: whose peak is reset.
+    """
     if device.type == "cuda" and torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def limit_of(device: torch.device) -> int | None:
-    """Return the bytes that this process may allocate on a CUDA device; None elsewhere."""
+    """Return the bytes that this process may allocate on a CUDA device; None elsewhere.
+
+    Args:
+        device: any.
+    """
     if device.type != "cuda":
         return None
     total_bytes = torch.cuda.get_device_properties(device).total_memory

@@ -26,7 +26,11 @@ class HostReading:
 
 
 def read_host(root: Path = Path("/")) -> HostReading | None:
-    """Return Linux's counts of the host's memory, within the limit of a container; None where there are none."""
+    """Return Linux's counts of the host's memory, within the limit of a container; None where there are none.
+
+    Args:
+        root: the root of the file system, for tests.
+    """
     try:
         machine, process = _kilobytes(root / "proc/meminfo"), _kilobytes(root / "proc/self/status")
         available = machine["MemAvailable"]
@@ -67,7 +71,11 @@ class HostRoom:
 
 
 def device_name(device: torch.device) -> str:
-    """Return a device's name; of a CPU model, instruction set and number of threads, which decide its speed."""
+    """Return a device's name; of a CPU model, instruction set and number of threads, which decide its speed.
+
+    Args:
+        device: of this machine.
+    """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type != "cpu":

@@ -111,14 +111,24 @@ class MemoryLedger(TorchDispatchMode):
         return "backward" if is_in_backward() else "forward"
 
     def hold(self, category: Category, tensors: Iterable[torch.Tensor]) -> None:
-        """Record tensors as belonging to `category`, also those from before the block."""
+        """Record tensors as belonging to `category`, also those from before the block.
+
+        Args:
+            category: the purpose of their memory.
+            tensors: any; several views of one storage count once.
+        """
         for tensor in tensors:
             number = self._book(tensor, "")
             if number is not None:
                 self._categories[number] = category
 
     def resized(self, category: Category, storage: torch.UntypedStorage) -> None:
-        """Record that a storage was resized, which is no operation and so is not seen."""
+        """Record that a storage was resized, which is no operation and so is not seen.
+
+        Args:
+            category: the purpose of its memory.
+            storage: after it was resized.
+        """
         number = self._book_storage(storage, "resize_")
         if number is not None:
             self._categories[number] = category
@@ -129,11 +139,19 @@ class MemoryLedger(TorchDispatchMode):
         return tuple(self._pools)
 
     def mark(self, name: str) -> None:
-        """Mark the place between the last event and the next one with a name."""
+        """Mark the place between the last event and the next one with a name.
+
+        Args:
+            name: as reports and pictures print it.
+        """
         self._marks.append((len(self._events), name))
 
     def hold_rest(self, category: Category) -> None:
-        """Record everything that is held now and has no category as belonging to `category`."""
+        """Record everything that is held now and has no category as belonging to `category`.
+
+        Args:
+            category: the purpose of that memory.
+        """
         for number, _ in self._live.values():
             self._categories.setdefault(number, category)
 
@@ -149,6 +167,7 @@ class MemoryLedger(TorchDispatchMode):
             start: number of events to leave out. What was held after these is what was there before the rest.
             stop: number of events after which to end; None for all there are.
         """
+        # Memory that is held at `start` opens the trace, so that its running sum is the true one from there on.
         there = sorted(_held_after(self._events[:start]))
         rest = self._events[start:stop]
         taken = [event for event in rest if event > 0]
@@ -167,10 +186,12 @@ class MemoryLedger(TorchDispatchMode):
 
     def _see(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:  # noqa: ANN401
         """Tell of an operation that has run, and book what it has returned."""
+        # Costs are counted while the ledger is paused, too: only memory of loading is left out.
         if self._on_operation is not None:
             self._on_operation(func, args, kwargs, result, self.current_phase)
         if self.paused:
             return
+        # Workspaces come before the results: the kernel frees them while it runs, and its results outlive it.
         if self._kernels is not None:
             self._pass_through(self._kernels(func, args, kwargs, result), f"{INSIDE}{func}")
         for leaf in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
@@ -179,6 +200,7 @@ class MemoryLedger(TorchDispatchMode):
 
     def _allocation(self, number: int, *, before: bool) -> Allocation:
         phase, operation = self._phases[number], self._operations[number]
+        # The phase and operation of memory from before belong to a part that was left out.
         if before:
             phase, operation = "setup", ""
         return Allocation(self._sizes[number], self._category(number), phase, operation)
@@ -201,6 +223,7 @@ class MemoryLedger(TorchDispatchMode):
     def _book_storage(self, storage: torch.UntypedStorage, operation: str) -> int | None:
         """Book a storage, if that is new; return its number, None if it takes no memory."""
         address, num_bytes = storage_key(storage), storage.nbytes()
+        # A storage is recorded once, however many tensors view it.
         known = self._live.get(address)
         if known is not None:
             if self._sizes[known[0]] == num_bytes:
@@ -209,6 +232,7 @@ class MemoryLedger(TorchDispatchMode):
         if not num_bytes:
             return None
         number = self._take(num_bytes, operation)
+        # The callback runs when the last tensor on the storage is gone, which no operation reports.
         self._live[address] = number, weakref.ref(storage, lambda _: self._strike(address, number))
         if self._watcher is not None and operation:
             self._watcher(self.held_bytes, num_bytes, operation)
@@ -240,6 +264,7 @@ class MemoryLedger(TorchDispatchMode):
 
     def _strike(self, address: int, number: int) -> None:
         """Strike a storage off, unless it has been already."""
+        # An address may have been reused by a younger storage by the time the callback of the older one runs.
         if self._live.get(address, (None,))[0] == number:
             del self._live[address]
             self._give_back(number)

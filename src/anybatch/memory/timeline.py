@@ -48,11 +48,19 @@ class MemoryTimeline:
         return int(self.totals.max())
 
     def at(self, moment: int) -> Mapping[str, int]:
-        """Return the bytes at a moment, by category."""
+        """Return the bytes at a moment, by category.
+
+        Args:
+            moment: index of an event, from 0.
+        """
         return dict(zip(self.categories, self.held_bytes[moment].tolist(), strict=True))
 
     def mark_before(self, moment: int) -> str | None:
-        """Return the name of the last mark before a moment; None if there is none."""
+        """Return the name of the last mark before a moment; None if there is none.
+
+        Args:
+            moment: index of an event, from 0.
+        """
         return next((name for place, name in reversed(self.marks) if place <= moment), None)
 
 
@@ -61,6 +69,9 @@ def timeline(trace: MemoryTrace) -> MemoryTimeline:
 
     Equal to walking over the events with one counter for each category. What was there before the first operation
     counts as there at the first moment. A release belongs to the phase of the last piece that was taken.
+
+    Args:
+        trace: sizes in bytes, at one micro-batch size.
 
     Raises:
         ValueError: nothing was booked.
@@ -73,6 +84,7 @@ def timeline(trace: MemoryTrace) -> MemoryTimeline:
     sizes = torch.tensor([piece.num_bytes for piece in pieces], dtype=torch.int64)
     events = torch.tensor(trace.events)
     numbers = events.abs() - 1
+    # One row per event and one column per category turn the sum by category into a single cumulative sum.
     changes = torch.zeros(len(events), len(get_args(Category)), dtype=torch.int64)
     changes[torch.arange(len(events)), codes[numbers]] = torch.where(events > 0, sizes[numbers], -sizes[numbers])
     held = changes.cumsum(0)
@@ -100,6 +112,7 @@ def _course(trace: MemoryTrace) -> tuple[list[Phase], list[str]]:
     """Return the phase and the operation of each event."""
     phases: list[Phase] = []
     operations: list[str] = []
+    # A free has no phase: it is shown in that of the allocation before it.
     phase = trace.allocations[0].phase
     for event in trace.events:
         piece = trace.allocations[abs(event) - 1]

@@ -60,6 +60,7 @@ class MemoryTrace:
     @property
     def peak_bytes(self) -> int:
         """Return the most that was held at once."""
+        # Frees carry no size of their own: each subtracts that of the allocation it names.
         held = peak = 0
         for event in self.events:
             num_bytes = self.allocations[abs(event) - 1].num_bytes
@@ -101,11 +102,22 @@ class Polynomials:
     curvature: Int64[torch.Tensor, " entry"]
 
     def at(self, m: int) -> Int64[torch.Tensor, " entry"]:
-        """Return every function's value."""
+        """Return every function's value.
+
+        Args:
+            m: where they are evaluated.
+        """
+        # m (m - 1) is even, so the division is exact.
         return self.constant + self.slope * m + self.curvature * (m * (m - 1) // 2)
 
     def running_sums(self, signs: Int64[torch.Tensor, " event"], which: Int64[torch.Tensor, " event"]) -> "Polynomials":
-        """Return, after each event, the sum of the functions that have come (sign 1) and not gone (sign -1)."""
+        """Return, after each event, the sum of the functions that have come (sign 1) and not gone (sign -1).
+
+        Args:
+            signs: 1 or -1 for each event.
+            which: the number of the function of each event.
+        """
+        # A sum of polynomials is the sum of their coefficients, so one pass serves every micro-batch size.
         parts = (self.constant, self.slope, self.curvature)
         return Polynomials(*((signs * part[which]).cumsum(0) for part in parts))
 
@@ -136,11 +148,19 @@ class MemoryEnvelope:
         return tuple(self.allocated.at(m).tolist())
 
     def with_sizes(self, sizes: Polynomials) -> "MemoryEnvelope":
-        """Return the envelope of the same events with other sizes: what a change would make of it."""
+        """Return the envelope of the same events with other sizes: what a change would make of it.
+
+        Args:
+            sizes: bytes of each allocation.
+        """
         return _envelope(self.trace, sizes, self.traced)
 
     def peak_bytes(self, m: int) -> int:
-        """Return the most that is held at once at micro-batch size `m`: the maximum over all moments."""
+        """Return the most that is held at once at micro-batch size `m`: the maximum over all moments.
+
+        Args:
+            m: samples of a micro-batch.
+        """
         held = self.held.at(m)
         return max(0, int(held.max())) if len(held) else 0
 
@@ -149,9 +169,13 @@ class MemoryEnvelope:
 
         0 if not even one sample fits, None if memory does not grow with the micro-batch size. Each moment is a convex
         function of `m`, so the sizes that fit are an interval: it is doubled until one does not fit, then halved.
+
+        Args:
+            budget_bytes: memory for tensors.
         """
         if self.peak_bytes(1) > budget_bytes:
             return 0
+        # Frees cancel allocations in the running sums, so it is these, and not single sizes, that have to grow.
         if not bool(((self.held.slope > 0) | (self.held.curvature > 0)).any()):
             return None
         fits, too_large = 1, 2
@@ -166,11 +190,16 @@ class MemoryEnvelope:
         return fits
 
     def at_peak(self, m: int) -> Peak:
-        """Return the first moment at which most is held at micro-batch size `m`, and what is held then."""
+        """Return the first moment at which most is held at micro-batch size `m`, and what is held then.
+
+        Args:
+            m: samples of a micro-batch.
+        """
         if not self.trace.events:
             message = "the trace is empty: nothing was allocated while the ledger was entered."
             raise PlanError(message)
         held = self.held.at(m)
+        # argmax takes the first of several equal moments, so the answer does not depend on how a trace ends.
         index = int(held.argmax())
         last = self.trace.allocations[abs(self.trace.events[index]) - 1]
         sizes = self.sizes(m)
@@ -194,6 +223,12 @@ def fit(trace_a: MemoryTrace, m_a: int, trace_b: MemoryTrace, m_b: int) -> Memor
 
     Size 1 is better avoided: programs treat a single sample differently (squeezed axes, broadcasting).
 
+    Args:
+        trace_a: a step at micro-batch size `m_a`.
+        m_a: samples of a micro-batch in it, at least 1.
+        trace_b: the same step at `m_b`.
+        m_b: another number of samples.
+
     Raises:
         PlanError: the two did not do the same, or a size does not grow by whole bytes.
     """
@@ -201,6 +236,7 @@ def fit(trace_a: MemoryTrace, m_a: int, trace_b: MemoryTrace, m_b: int) -> Memor
     first, second = in_order(trace_a), in_order(trace_b)
     check_same_structure(first, m_a, second, m_b)
     s_a, s_b = _sizes(first), _sizes(second)
+    # Whole slopes keep predictions exact; a remainder means that a size is rounded or depends on the data.
     slope = _divided(s_b - s_a, m_b - m_a, first, (m_a, m_b))
     sizes = Polynomials(s_a - slope * m_a, slope, torch.zeros_like(slope))
     return _envelope(first, sizes, (m_a, m_b))
@@ -210,6 +246,9 @@ def fit_quadratic(traces: Sequence[tuple[MemoryTrace, int]]) -> MemoryEnvelope:
     """Return the envelope through three traces, each given with its micro-batch size: sizes may be quadratic.
 
     Three points always lie on a quadratic: only a fourth trace can tell whether it is the right one.
+
+    Args:
+        traces: three pairs (trace, samples of a micro-batch in it).
 
     Raises:
         PlanError: the three did not do the same, or what is held is not a quadratic that grows.
@@ -226,6 +265,7 @@ def fit_quadratic(traces: Sequence[tuple[MemoryTrace, int]]) -> MemoryEnvelope:
     pairs_a, pairs_b = (m * (m - 1) // 2 for m in (m_a, m_b))
     slope = _divided((s_b - s_a) - curvature * (pairs_b - pairs_a), m_b - m_a, first, sizes_m)
     found = _envelope(first, Polynomials(s_a - slope * m_a - curvature * pairs_a, slope, curvature), sizes_m)
+    # `largest` searches an interval, which needs convex functions.
     if bool((found.held.curvature < 0).any()):
         message = (
             f"what is held grows ever more slowly with the micro-batch size (traced at {_listed(sizes_m)}): "
@@ -257,6 +297,11 @@ def check(envelope: MemoryEnvelope, trace: MemoryTrace, m: int) -> EnvelopeCheck
 
     Where sizes differ from an affine envelope, a quadratic is put through all three; check that one again, elsewhere.
 
+    Args:
+        envelope: made from other traces.
+        trace: one more of the same step.
+        m: samples of a micro-batch in it.
+
     Raises:
         PlanError: the trace did something else, or its sizes are not those of the quadratic either.
     """
@@ -275,6 +320,7 @@ def check(envelope: MemoryEnvelope, trace: MemoryTrace, m: int) -> EnvelopeCheck
             f"it took {one.num_bytes:,}. Let the sizes be tried instead of planned."
         )
         raise PlanError(message)
+    # The envelope reproduces its own traces exactly, so these need not be kept beside it.
     earlier = [(envelope.at(traced), traced) for traced in envelope.traced]
     return EnvelopeCheck("quadratic", fit_quadratic([*earlier, (trace, m)]), predicted, found.peak_bytes)
 
@@ -289,6 +335,7 @@ def in_order(trace: MemoryTrace) -> MemoryTrace:
     freed: list[int] = []
     for position, event in enumerate(trace.events):
         if event > 0 or position in ends:
+            # Descending numbers of frees, which are negative: the earliest allocation first.
             events += sorted(freed, reverse=True)
             freed = []
         (events if event > 0 else freed).append(event)
@@ -298,9 +345,16 @@ def in_order(trace: MemoryTrace) -> MemoryTrace:
 def check_same_structure(trace_a: MemoryTrace, m_a: int, trace_b: MemoryTrace, m_b: int) -> None:
     """Refuse two traces that differ in more than sizes.
 
+    Args:
+        trace_a: a step at micro-batch size `m_a`.
+        m_a: named in the error.
+        trace_b: a step at micro-batch size `m_b`.
+        m_b: named in the error.
+
     Raises:
         PlanError: an operation is another, or memory is freed at another time.
     """
+    # The first difference names the cause; lengths are compared afterwards, since they differ as its consequence.
     for position, (event_a, event_b) in enumerate(zip(trace_a.events, trace_b.events, strict=False)):
         what_a, what_b = _told(trace_a, event_a), _told(trace_b, event_b)
         if event_a != event_b or what_a != what_b:

@@ -90,12 +90,14 @@ def budget_of(
     if isinstance(headroom, bool) or not 0.0 <= headroom < 1.0:
         message = f"{headroom=} must be a part of the memory to leave free, from 0 to below 1: 0.15 leaves 15%."
         raise UserError(message)
+    # A budget on a CPU is enforced by counting tensors: there is no context and no cached memory beside them.
     on_cpu = isinstance(device, str) and device.startswith("cpu:")
     if isinstance(device, int):
         total_bytes, known = device, None
     else:
         total_bytes, known = parse_budget(device.removeprefix("cpu:"))
     context_bytes = CONTEXT_BYTES if measured.outside_bytes is None else measured.outside_bytes
+    # Made by the first collective, so it is absent from what a single rank measures.
     communicators = COMMUNICATOR_BYTES if world_size > 1 else 0
     return Budget(
         total_bytes=total_bytes,

@@ -55,17 +55,28 @@ class Envelopes:
     notes: tuple[str, ...]
 
     def peak_bytes(self, m: int) -> int:
-        """Return the most that tensors hold at once, in any step."""
+        """Return the most that tensors hold at once, in any step.
+
+        Args:
+            m: samples of a micro-batch.
+        """
         return max(self.steady.peak_bytes(m), self.first.peak_bytes(m))
 
     def largest(self, budget_bytes: int) -> int | None:
-        """Return the largest micro-batch size whose tensors fit in every step; None for no limit."""
+        """Return the largest micro-batch size whose tensors fit in every step; None for no limit.
+
+        Args:
+            budget_bytes: memory for tensors.
+        """
         return _smaller(self.steady.largest(budget_bytes), self.first.largest(budget_bytes))
 
     def largest_allocated(self, limit_bytes: int) -> int | None:
         """Return the largest micro-batch size that the allocator can serve from that much; None for no limit.
 
         On a CPU, whose allocator keeps nothing back, it is the largest whose tensors fit.
+
+        Args:
+            limit_bytes: memory that the allocator may reserve.
         """
         if self.profile == "cpu":
             return self.largest(limit_bytes)
@@ -103,6 +114,11 @@ def find_envelopes(spec: StepSpec, usable_bytes: int, *, most_samples: int | Non
 
     On a CPU kernels are asked what they take for themselves. If a plan fails with that, it is made without.
 
+    Args:
+        spec: the step; its model is made if it is a function.
+        usable_bytes: memory for tensors and the allocator's rounding, which decides the size of the third trace.
+        most_samples: samples of the largest rank share; None for no limit.
+
     Raises:
         CannotPlanError: the step cannot be traced, or memory does not follow from traces; says why.
     """
@@ -114,6 +130,7 @@ def find_envelopes(spec: StepSpec, usable_bytes: int, *, most_samples: int | Non
     try:
         found = _found(ready, usable_bytes, most_samples=most_samples, notes=notes)
     except CannotPlanError:
+        # Without workspaces in the trace they cannot be the reason, and the error stands.
         if not kernels.num_asked:
             raise
         alone = dataclasses.replace(ready, kernels=None)

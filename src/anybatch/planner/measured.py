@@ -48,7 +48,14 @@ def measured_of(device: str | int, name: str, precision: str, known: KnownDevice
 
 
 def measured_here(device: torch.device, name: str, precision: str, known: KnownDevices) -> DeviceMeasurements:
-    """Return the measurements of a device of this machine; see `measured_of`."""
+    """Return the measurements of a device of this machine; see `measured_of`.
+
+    Args:
+        device: of this machine.
+        name: of what is trained.
+        precision: number formats of forward and backward.
+        known: the file of measured steps.
+    """
     full = full_name(device)
     versions = _versions(on_cpu=device.type == "cpu")
     return _measured(lambda step: step.device == full, subject(name, precision), known, versions)
@@ -60,12 +67,14 @@ def _measured(
     """Combine the measured steps of one device."""
     steps, refused = known.steps()
     mine = [step for step in steps if belongs(step)]
+    # Other versions of torch or of the driver allocate otherwise, so their measurements do not count.
     fresh = [step for step in mine if step.versions == versions]
     notes = (refused,) if refused else ()
     if not fresh:
         return DeviceMeasurements(notes=(*notes, *(_stale(step, versions) for step in mine[-1:])))
     same = [step for step in fresh if step.subject == of]
     excess = max(step.excess for step in same or fresh)
+    # An error seen on another model may lower the headroom, and never raises it.
     headroom = measured_headroom(excess) if same else min(HEADROOM, measured_headroom(excess))
     seen = [step.outside_bytes for step in fresh if step.outside_bytes is not None]
     last = (same or fresh)[-1]
@@ -77,7 +86,13 @@ def _measured(
 
 
 def keep(found: Verification, plan: Plan, known: KnownDevices) -> str:
-    """Keep what a plan was found to take; return a sentence that says so, or why it was not."""
+    """Keep what a plan was found to take; return a sentence that says so, or why it was not.
+
+    Args:
+        found: the step that was run.
+        plan: the plan it was run for.
+        known: the file to keep it in.
+    """
     step = _step(found, plan, known)
     if found.too_large:
         return "not kept: the planned size ran out of memory, so what was measured is another one's"
@@ -105,6 +120,7 @@ def _step(found: Verification, plan: Plan, known: KnownDevices) -> MeasuredStep:
     pairs = [(found.planned_bytes + workspace, found.measured_bytes)]
     if found.planned_reserved_bytes is not None and found.measured_reserved_bytes is not None:
         pairs.append((found.planned_reserved_bytes + workspace, found.measured_reserved_bytes))
+    # The worse of the two errors decides the headroom of later plans.
     planned, measured = max(pairs, key=lambda pair: pair[1] / pair[0])
     of_a_context = outside is not None and LEAST_OUTSIDE_BYTES <= outside <= MOST_OUTSIDE_BYTES
     return MeasuredStep(

@@ -42,6 +42,7 @@ def make_plan(
     """
     start = time.perf_counter()
     ready, _ = built(spec)
+    # The model is built once here; changes that need another one build their own.
     parameters = list(as_module(ready.trained.model).parameters())
     target = PlanTarget(
         budget=budget,
@@ -49,6 +50,7 @@ def make_plan(
         rates=rates_of(budget.device) if rates is None and budget.device is not None else rates,
         gradient_bytes=gradient_bytes(p for p in parameters if p.requires_grad),
     )
+    # Sizes beyond a rank's share are never run, so none of them is traced.
     envelopes = find_envelopes(ready, budget.usable_bytes, most_samples=target.share(spec.world_size))
     as_it_is = fit_of(spec, envelopes, target)
     changes = propose(spec, envelopes, target, fits=as_it_is.fits) if proposals else []

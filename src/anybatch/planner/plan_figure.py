@@ -17,6 +17,10 @@ def draw_plan(plan: Plan, path: Path) -> None:
     The line for what there is stands where tensors may go: context, libraries and the allocator's rounding are below
     it already.
 
+    Args:
+        plan: whose proposed size is drawn.
+        path: the file, which ends in .png, .svg or .pdf.
+
     Raises:
         UserError: matplotlib is not installed, or the picture has another ending than .png, .svg or .pdf.
         OSError: it cannot be written.

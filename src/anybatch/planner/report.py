@@ -69,6 +69,9 @@ class Plan:
         """Return how long a step of the same effective batch takes on so many devices; None where that is not known.
 
         The micro-batch size is the largest that fits on the planned number of them, or what there is for each.
+
+        Args:
+            world_size: number of devices.
         """
         if not self.as_it_is.fits:
             return None
@@ -108,8 +111,10 @@ def _time(plan: Plan) -> list[str]:
     known = "measured rates" if seconds.is_calibrated else "uncalibrated: from the data sheet"
     band = f"{in_seconds(seconds.least)} and {in_seconds(seconds.greatest)}"
     rows = _rows(time=f"{in_seconds(seconds.total)} a step, between {band} ({known})")
+    # One device and a node of eight are the usual choices; the planned number is added where it is another.
     for world_size in sorted({1, 8, plan.batch.world_size}):
         other = plan.seconds_on(world_size)
+        # Without a device by name the speed of its links is not known.
         if other is None or (world_size > 1 and plan.budget.device is None):
             continue
         rate = plan.batch.num_samples / other.total

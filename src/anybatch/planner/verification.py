@@ -89,6 +89,7 @@ def verify(spec: StepSpec, fit: Fit, device: str | torch.device) -> Verification
     with engine, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the real run shows them
         batch = _repeated(spec.sample, NUM_MICRO_BATCHES * size)
+        # The first step makes the optimizer's state, and is not the one that was planned.
         too_large = engine.step(batch).too_large
         recording = record_memory(engine)
         with recording:
@@ -110,6 +111,7 @@ def verify(spec: StepSpec, fit: Fit, device: str | torch.device) -> Verification
 
 def _of_tensors(envelope: MemoryEnvelope) -> MemoryEnvelope:
     """Return the envelope without what kernels take for themselves, which a ledger does not see."""
+    # The ledger of a real run does not see workspaces, so planned tensors are compared without them.
     inside = torch.tensor([one.operation.startswith(INSIDE) for one in envelope.trace.allocations])
     sizes = envelope.allocated
     parts = (part.masked_fill(inside, 0) for part in (sizes.constant, sizes.slope, sizes.curvature))

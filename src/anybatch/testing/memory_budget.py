@@ -66,6 +66,7 @@ class MemoryBudget:
 
     def _watch(self, held_bytes: int, num_bytes: int, operation: str) -> None:
         del operation
+        # The allocation has been made by now: raising makes its tensor unreachable, and so frees it.
         if held_bytes <= self.num_bytes:
             self.peak_bytes = max(self.peak_bytes, held_bytes)
             return
@@ -140,6 +141,7 @@ class AllocationFault:
         if self._since_last < self._number or len(self.failed) == self._times:
             return
         self._since_last = 0
+        # Counting starts again here, so that `times=2` fails once more in the retry.
         self.failed.append((operation, phase))
         self.ledger.phase = None  # the update does not come to its end
         message = (

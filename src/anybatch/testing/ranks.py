@@ -45,6 +45,7 @@ class RankPool:
         self._timeout_seconds = timeout_seconds
         self._folder = tempfile.TemporaryDirectory(prefix="anybatch-ranks-")
         rendezvous = Path(self._folder.name, "store").as_uri()
+        # fork would copy torch's threads and locks into the child in whatever state they are.
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
@@ -70,6 +71,7 @@ class RankPool:
             for rank, pipe in enumerate(self._pipes):
                 if pipe in ready:
                     found[rank] = self._receive(rank)
+        # A rank that hangs would hang the test session, so it becomes an outcome instead.
         late = RankOutcome(error=f"no answer after {self._timeout_seconds} seconds")
         return [found.get(rank, late) for rank in range(len(self._pipes))]
 
@@ -119,12 +121,20 @@ def run_ranks(
     *args: Any,  # noqa: ANN401 (the function's)
     timeout_seconds: float = 120.0,
 ) -> list[RankOutcome]:
-    """Run `function(*args)` once on fresh ranks and return how each ended, in rank order."""
+    """Run `function(*args)` once on fresh ranks and return how each ended, in rank order.
+
+    Args:
+        world_size: number of ranks.
+        function: at the top of a module, so that ranks can import it.
+        *args: of the function; they are pickled.
+        timeout_seconds: how long a rank waits for another, and the caller for all.
+    """
     with RankPool(world_size, timeout_seconds=timeout_seconds) as pool:
         return pool.outcomes(function, *args)
 
 
 def _serve(pipe: Connection, rank: int, world_size: int, rendezvous: str, timeout_seconds: float) -> None:
+    # Ranks share the cores of one machine: with a pool of threads each they would wait for each other.
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",

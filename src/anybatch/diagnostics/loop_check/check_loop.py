@@ -39,7 +39,12 @@ class RankRunner(Protocol):
     """Ranks that run already, such as `anybatch.testing.RankPool`."""
 
     def outcomes(self, function: Callable[..., Any], *args: Any) -> list[RankOutcome]:  # noqa: ANN401 (the function's)
-        """Run a function on each and return how that ended."""
+        """Run a function on each and return how that ended.
+
+        Args:
+            function: at the top of a module, so that ranks can import it.
+            *args: of the function; they are pickled.
+        """
         ...
 
 
@@ -155,6 +160,7 @@ class _Runner:
         instead, with accumulation steps of one, as if the loss were a mean over samples.
         """
         has_steps, shape = "accumulation_steps" in self.needs, self.data.outputs.shape
+        # Only a loader can be given one batch of everything; what becomes of a data set is up to the loop.
         whole = "loader" in self.needs
         rows = rows_by_size(trace if whole else self.run(range(NUM_ROWS), steps=1, epochs=1), shape)
 
@@ -167,6 +173,7 @@ class _Runner:
         return UnitGradients(self.data, unsplit)
 
     def _evidence(self, traces: Sequence[LoopTrace], loud: LoopTrace | None, units: UnitGradients) -> Evidence:
+        # Ranks differ by one sample at most, and the last one's epoch ends with a smaller micro-batch.
         share = -(-len(IDS) // len(traces))
         num_batches = -(-share // MICRO_BATCH_SIZE)
         parts = [parts_of(trace, rank, NUM_EPOCHS, num_batches) for rank, trace in enumerate(traces)]

@@ -102,6 +102,7 @@ def judge(evidence: Evidence) -> tuple[tuple[Window, ...], tuple[LoopFinding, ..
         return (), (sentences.never_steps(evidence.where()), *_about_end(evidence))
     windows = tuple(_window(step, evidence.units, _clean_units(step, evidence)) for step in evidence.steps)
     findings = [*_about_end(evidence), *_about_steps(evidence)]
+    # A step per micro-batch explains every later symptom, which would only repeat it.
     if "steps_every_micro_batch" not in {finding.code for finding in findings}:
         findings += [*_about_clearing(evidence), *_about_tails(evidence), *_about_rates(evidence)]
         findings += _about_weights(evidence, findings)
@@ -202,6 +203,7 @@ def _judged(evidence: Evidence) -> tuple[list[WeighedWindow], list[StepParts]]:
         else:
             others.append(step)
     if judged and not evidence.units.scale_is_known:
+        # Without a known scale weights are compared with each other, so the first window defines 1.
         factor = judged[0].total
         judged = [
             WeighedWindow(step=each.step, found={s: w / factor for s, w in each.found.items()}) for each in judged
@@ -229,6 +231,7 @@ def _about_totals(evidence: Evidence, judged: Sequence[WeighedWindow]) -> Iterat
     shown = wrong[0]
     number, total, where = shown.step.number + 1, shown.total, evidence.where(shown.step.line)
     per_micro_batch = [each.total / each.step.num_micro_batches for each in judged]
+    # The same weight per micro-batch in full and partial windows: the loop divides by a constant.
     is_constant = all(near(each, per_micro_batch[0]) for each in per_micro_batch)
     if is_constant and near(per_micro_batch[0], 1.0):
         yield sentences.not_divided(number, total, where)
@@ -253,6 +256,7 @@ def _about_evenness(evidence: Evidence, judged: Sequence[WeighedWindow]) -> Iter
         inside = any(not _all_near([each.weight_of(part) for part in parts]) for parts in by_rank.values())
         means = [[each.weight_of(part) * len(part.ids) for part in parts] for parts in by_rank.values()]
         if inside:
+            # Equal sums per micro-batch mean that each was averaged by itself, whatever its size.
             by_size = all(map(_all_near, means))
             by_targets = evidence.has_targets and all(map(each.is_even_in, each.step.parts))
             code = "mean_of_means" if by_size else "mean_of_token_means" if by_targets else "uneven_weights"
@@ -314,6 +318,7 @@ def _about_clipping(evidence: Evidence) -> Iterator[LoopFinding]:
     if evidence.loud is None:
         return
     lines = rescaled_lines(evidence.loud)
+    # Clipping acts on large gradients and not on small ones; other rescaling acts on both.
     if lines and not rescaled_lines(evidence.traces[0]):
         yield sentences.clips_every_micro_batch(evidence.where(*lines))
 

@@ -103,6 +103,7 @@ class Recorder:
         """Take note of a backward; the gradient holds it already, and has not been reduced yet."""
         assert self._incoming is not None
         forwards, self._pending = tuple(self._pending), {}
+        # The hook runs after the addition, so the gradient from before is recovered by subtraction.
         before = self._gradient() - self._incoming
         before[before.abs() <= 1e-12 * self._incoming.abs().max()] = 0.0  # what rounding left of nothing
         self.trace.backwards.append(Backward(forwards, self._incoming, before, self._synced(), self._line()))
@@ -129,6 +130,7 @@ class Recorder:
         def reduce(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
             if bucket.is_last():
                 self.trace.reductions = (self.trace.reductions or 0) + 1
+            # The user's own reduction is kept; this one only counts.
             return allreduce_hook(wrapper.process_group, bucket)
 
         module.register_comm_hook(None, reduce)
@@ -176,6 +178,7 @@ class _TimeLimit:
         self._timer.cancel()
         with self._lock:
             self._running = False
+        # The timer may be raising right now; it must be over before the pending exception is withdrawn.
         self._timer.join()
         self._raise_in_thread(None)  # an interruption that came too late must not hit what follows
 

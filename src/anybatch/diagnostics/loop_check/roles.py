@@ -122,6 +122,7 @@ def _names_used(function: Callable[..., Any]) -> tuple[frozenset[str], frozenset
     """Return the names in a function, and in functions of its own module that it calls, with what they stand for."""
     words: set[str] = set()
     values: set[Any] = set()
+    # Helpers of the same module count as part of the loop; libraries do not.
     waiting, seen = [inspect.unwrap(function)], set()
     while waiting:
         current = waiting.pop()

@@ -63,6 +63,7 @@ def run_loop(function: LearningLoop, needs: LoopParameters, settings: LoopSettin
     """
     code = getattr(function, "__code__", None)
     recorder = Recorder(None if code is None else code.co_filename, settings.gain, settings.time_limit_seconds)
+    # A loop without a number of epochs is one epoch, so it is called once for each.
     num_calls = 1 if "epochs" in needs or "max_steps" in needs else settings.num_epochs
     with state_kept(), redirect_stdout(io.StringIO()):
         torch.manual_seed(0)

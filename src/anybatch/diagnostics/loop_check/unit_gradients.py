@@ -87,6 +87,7 @@ class UnitGradients:
             (rows,) = torch.autograd.grad(loss(outputs, self.data.targets[list(ids)]), outputs)
             usual = torch.zeros_like(gradient)
             usual[list(ids)] = rows
+            # A loss with the right direction differs by a factor, which is the unknown scale.
             ratio = float((gradient * usual).sum() / usual.square().sum())
             if ratio > 0 and is_close(ratio * usual, gradient):
                 return usual

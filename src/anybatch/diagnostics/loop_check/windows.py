@@ -85,6 +85,7 @@ def parts_of(trace: LoopTrace, rank: int, num_epochs: int, num_batches: int) -> 
         num_batches: micro-batches of an epoch, where neither calls nor an even division tell.
     """
     total = len(trace.forwards)
+    # Epochs are not visible to hooks, so they are counted in forwards.
     per_epoch = total // num_epochs if total and total % num_epochs == 0 and trace.ended else num_batches
     ends = trace.calls if len(trace.calls) == num_epochs else [per_epoch * (1 + epoch) for epoch in range(total)]
     epochs = [next(epoch for epoch, end in enumerate(ends) if number < end) for number in range(total)]
@@ -139,6 +140,7 @@ def _share(trace: LoopTrace, parts: Sequence[Part], number: int) -> _Share:
     kept, lost, lost_tail = list(_parts(backwards[0], parts)), [], []
     for earlier, later in pairwise(backwards):
         new = _parts(later, parts)
+        # The gradient was there after one backward and gone before the next: the loop has cleared it in between.
         if _is_zero(later.before) and not _is_zero(earlier.after):
             if new and kept and new[0].epoch > kept[-1].epoch:
                 lost_tail += kept
@@ -167,6 +169,7 @@ def rescaled_lines(trace: LoopTrace) -> list[int | None]:
 
 def weights(gradient: TableGradient, units: TableGradient) -> Mapping[int, float]:
     """Return each sample's weight in a gradient: the multiple of its unit gradient that is nearest."""
+    # The least-squares multiple; rows of samples do not mix, so each is its own one-dimensional problem.
     products, squares = (gradient * units).sum((1, 2)), units.square().sum((1, 2))
     found = torch.where(squares > 0, products / squares, 0.0)
     return {sample: weight for sample, weight in enumerate(found.tolist()) if abs(weight) > TOLERANCE / 100}

@@ -129,6 +129,7 @@ def cells_of(sizes: Sequence[int], num_cells: int) -> list[int]:
     remainders = sorted(range(len(sizes)), key=lambda number: -(num_cells * sizes[number] % whole))
     for number in remainders[: num_cells - sum(cells)]:
         cells[number] += 1
+    # A part of less than a cell would vanish from the bar while the legend still names it.
     for number, size in enumerate(sizes):
         if size and not cells[number] and max(cells) > 1:
             cells[cells.index(max(cells))] -= 1

@@ -92,6 +92,7 @@ class MemoryReport:
     @property
     def at_peak(self) -> Mapping[str, int]:
         """Memory at the peak by purpose, in bytes."""
+        # Workspaces of kernels are in the allocator's count, and in no tensor.
         unseen = self.peak_bytes - self.timeline.peak_bytes
         return {**self.timeline.at(self.timeline.peak_moment), **({UNSEEN: unseen} if unseen else {})}
 
@@ -107,6 +108,9 @@ class MemoryReport:
 
     def draw(self, path: str | Path) -> None:
         """Draw memory over time.
+
+        Args:
+            path: the file, which ends in .png, .svg or .pdf.
 
         Raises:
             UserError: matplotlib is not installed, or the picture has another ending than .png, .svg or .pdf.
@@ -273,6 +277,7 @@ class MemoryRecording:
 
     def _watch(self, held_bytes: int, _num_bytes: int, _operation: str) -> None:
         """Ask the allocator whenever tensors hold more than ever before."""
+        # Reading the allocator's counters is slow, so it is done at new peaks only.
         if self._allocator is not None and held_bytes > self._seen_bytes:
             self._seen_bytes = held_bytes
             self._at_peak = self._allocator()

@@ -31,6 +31,11 @@ def draw_memory(course: MemoryTimeline, picture: MemoryPicture, path: Path) -> N
 
     The same timeline gives the same SVG, byte for byte, with the same matplotlib.
 
+    Args:
+        course: memory at each moment, in bytes by category.
+        picture: title, limits and labels.
+        path: the file, which ends in .png, .svg or .pdf.
+
     Raises:
         UserError: matplotlib is not installed, or the picture has another ending than .png, .svg or .pdf.
         OSError: it cannot be written.

@@ -69,12 +69,14 @@ class JsonLinesFile:
 
     def _text(self) -> str:
         """Return the file's text, or nothing with the reason in `refused`; a pipe is not waited for."""
+        # Opening a pipe would block until another process writes; O_NONBLOCK returns at once, and it is refused below.
         number = os.open(self.path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
         try:
             if not stat.S_ISREG(os.fstat(number).st_mode):
                 self.refused = "it is no file"
                 return ""
             with os.fdopen(number, "rb", closefd=False) as file:
+                # One byte more than allowed shows that the file is too large, without reading all of it.
                 content = file.read(MOST_BYTES + 1)
         finally:
             os.close(number)

@@ -90,7 +90,11 @@ class KnownDevices:
         return found, f"{self.path} was passed over, in whole or in part: {'; '.join(reasons)}. It can be deleted"
 
     def keep(self, step: MeasuredStep) -> bool:
-        """Keep a step, in the place of one of the same subject on the same device; return whether that was possible."""
+        """Keep a step, in the place of one of the same subject on the same device; return whether that was possible.
+
+        Args:
+            step: the measurement.
+        """
         others = [one for one in self.steps()[0] if (one.device, one.subject) != (step.device, step.subject)]
         return self._lines.write(dataclasses.asdict(one) for one in (*others, step))
 

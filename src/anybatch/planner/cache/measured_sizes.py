@@ -51,7 +51,13 @@ class KnownSizes:
         return None
 
     def keep(self, circumstances: Mapping[str, Any], size: int, samples_per_second: float) -> bool:
-        """Keep a size, in the place of what was kept under the same circumstances; return whether that was possible."""
+        """Keep a size, in the place of what was kept under the same circumstances; return whether that was possible.
+
+        Args:
+            circumstances: all that the fastest size depends on; names to plain values.
+            size: samples of a micro-batch.
+            samples_per_second: measured at that size.
+        """
         wanted = plain(circumstances)
         line = {
             "circumstances": wanted,

@@ -77,6 +77,7 @@ def replay(
     full_at = None
     for position, event in enumerate(events):
         number = abs(event) - 1
+        # An allocation of nothing returns no block, and its free has nothing to return.
         if sizes[number] <= 0:
             continue
         if event < 0:
@@ -109,6 +110,7 @@ def largest_that_fits(
         sizes = envelope.sizes(m)
         return replay(envelope.trace.events, sizes, limit_bytes=limit_bytes, expandable=expandable, pools=pools).fits
 
+    # Reserved memory is never less than allocated memory, so this is an upper bound.
     most = envelope.largest(limit_bytes)
     if most is None:
         return None if fits(1) else 0
@@ -182,6 +184,8 @@ class _Allocator:
         size = rounded_bytes(num_bytes)
         pool = self._pool(stream, is_small=size <= LARGEST_SMALL_BYTES)
         grow = self._expand if self._expandable else self._add_segment
+        # The order of PyTorch's `malloc`: a cached block, then more of the device, then the same after emptying the
+        # cache.
         block = self._best_fit(pool, size) or grow(pool, size)
         if block is None:
             self.num_retries += 1
@@ -189,6 +193,7 @@ class _Allocator:
             block = grow(pool, size)
         if block is None:
             return False
+        # A large block keeps a small rest to itself: splitting it off would only make small holes.
         rest = block.size - size
         if rest >= ROUNDING_BYTES if pool.is_small or self._expandable else rest > LARGEST_SMALL_BYTES:
             self._put(self._split(block, size))
@@ -215,6 +220,7 @@ class _Allocator:
 
     def _best_fit(self, pool: _Pool, size: int) -> _Block | None:
         """Remove the smallest free block that is large enough from the pool, at the lowest address of several."""
+        # Addresses are never negative, so -1 finds the first block of at least this size.
         at = bisect_left(pool.free, (size, -1))
         if at == len(pool.free):
             return None
@@ -241,6 +247,7 @@ class _Allocator:
 
     def _expand(self, pool: _Pool, size: int) -> _Block | None:
         """Map pages from the lowest address on where there is room; None if the device has not that many left."""
+        # The reserved address range is endless here, so some unmapped block always has room.
         block = next(start for address in pool.unmapped if (start := _room_around(pool.blocks[address], size)))
         if not block.is_mapped:
             mapped = self._map(block, min(block.size, size))
@@ -275,12 +282,14 @@ class _Allocator:
                 block = pool.blocks[address]
                 if self._expandable:
                     self._unmap(block)
+                # Only a segment that is one free block can be returned: the device knows segments, not blocks.
                 elif block.before is None and block.after is None:
                     self._remove(block)
                     self._reserved -= block.size
 
     def _unmap(self, block: _Block) -> None:
         page = block.pool.page_bytes
+        # Pages are returned whole; the ends of the block that share a page with a neighbour stay mapped.
         start, stop = ceil_div(block.address, page) * page, (block.address + block.size) // page * page
         if start >= stop:
             return

@@ -65,6 +65,7 @@ def _plain_rates(name: str, measured: list[tuple[Operation, float]]) -> Rates:
 
 def _high(values: Iterable[float]) -> float:
     """Return the value that nine of ten do not reach."""
+    # Not the maximum: a single measurement that was too short would set the peak of all predictions.
     return statistics.quantiles(values, n=10)[-1]
 
 
@@ -103,6 +104,7 @@ def _measure(program: Program, clock: Clock, num_rounds: int, watching: float) -
     operations = _noted(program)
     rounds = [_timed(program, clock)]
     if sum(rounds[0]) < _LONG_SECONDS:
+        # Long programs vary little, and repeating them would take most of the calibration.
         rounds += [_timed(program, clock) for _ in range(num_rounds - 1)]
     alike: dict[tuple[object, ...], tuple[Operation, list[float]]] = {}
     for one, found in zip(operations, zip(*rounds, strict=True), strict=True):
@@ -140,6 +142,7 @@ def _with_host_seconds(rates: Rates, program: Program, clock: Clock, watching: f
     for names, taken in zip((_COMPUTING, update), _unwatched(program, clock), strict=True):
         part = [max(_LEAST_SECONDS, seconds - watching) for one, seconds in rows if one.phase in names]
         phases |= dict.fromkeys(names, max(0.0, statistics.median(taken) - sum(part)) / max(1, len(part)))
+    # The small program neither clips nor reduces; both are loops over parameters, as the update is.
     phases["clip"] = phases["reduce"] = phases["update"]
     return replace(rates, host_seconds=phases)
 

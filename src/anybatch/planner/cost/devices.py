@@ -229,6 +229,9 @@ DEVICES = (
 def find_device(name: str) -> Device:
     """Return the device of that name; case, spaces, hyphens and the maker's name do not matter.
 
+    Args:
+        name: such as "RTX 4090" or "NVIDIA H100 80GB HBM3".
+
     Raises:
         UserError: none has it, or several do; says which are near.
     """
@@ -259,6 +262,9 @@ def _plain(name: str) -> str:
 
 def parse_budget(text: str) -> tuple[int, Device | None]:
     """Return the bytes of a budget given as a size or as a device's name, and the device if it was one.
+
+    Args:
+        text: a size such as "24GiB", or a device's name.
 
     Raises:
         UserError: it is neither.

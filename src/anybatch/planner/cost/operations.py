@@ -51,10 +51,12 @@ class OperationRecorder:
         phase: Phase,
     ) -> None:
         """Record an operation."""
+        # These ask for a device or a layout, and only tensors without data are asked.
         if func.namespace == "prim":  # questions about a tensor, which only those without data ask
             return
         if phase == "backward":
             self._after_backward = True
+        # A forward after a backward opens the next micro-batch; recomputation runs inside of a backward.
         elif phase == "forward" and self._after_backward:
             self._micro_batch += 1
             self._after_backward = False
@@ -80,13 +82,23 @@ def operation_of(
     phase: Phase,
     micro_batch: int = 0,
 ) -> Operation:
-    """Return the cost of an operation, from its arguments and its result."""
+    """Return the cost of an operation, from its arguments and its result.
+
+    Args:
+        func: the operation, as a dispatch mode gets it.
+        args: its arguments; tensors may be without data.
+        kwargs: the same, by name.
+        result: its result.
+        phase: in which it ran.
+        micro_batch: number of the micro-batch in the step, from 0.
+    """
     given = _tensors((args, kwargs))
     made = _tensors(result)
     changed = _changed(func, args, kwargs)
     name = func.overloadpacket.__name__
     kind = _kind(name)
     homes = {home for tensor in given if (home := _home(tensor)) is not None}
+    # Results that share memory with an argument are views of it, and move no bytes.
     fresh = [tensor for tensor in made if _home(tensor) not in homes]
     if kind == "other" and not fresh and not changed:
         kind = "view"
@@ -157,11 +169,13 @@ def _bytes_moved(name: str, given: list[torch.Tensor], written_to: list[torch.Te
     written = sum(_num_bytes(tensor) for tensor in written_to)
     reads = [_num_bytes(tensor) for tensor in given]
     if name in _LOOK_UPS and reads:
+        # A look-up reads the rows it returns, not the whole table.
         reads[0] = min(reads[0], written)
     return sum(reads), written
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
+    # An expanded axis has stride 0: its elements are in memory once.
     there = math.prod(length for length, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
     return there * tensor.element_size()
 

@@ -124,8 +124,13 @@ class Rates:
         return bool(self.samples)
 
     def roofline_seconds(self, operation: Operation) -> float:
-        """Return the time of an operation at the device's peaks, and to start it."""
+        """Return the time of an operation at the device's peaks, and to start it.
+
+        Args:
+            operation: with its floating-point operations and bytes.
+        """
         peak = self.flops_per_second.get(operation.stored_as, self.flops_per_second["fp32"])
+        # The roofline: an operation is bound by arithmetic or by memory, whichever takes longer.
         work = max(operation.flops / peak, operation.num_bytes / self.bytes_per_second)
         return self.launch_seconds * operation.num_tensors + work
 
@@ -199,15 +204,18 @@ def operation_seconds(operations: Iterable[Operation], rates: Rates) -> float:
     device = host = 0.0
     for one in operations:
         host += rates.host_seconds.get(one.phase, 0.0) * one.num_tensors
+        # A view launches no kernel, so on an accelerator it costs only the host.
         if one.kind == "view" and rates.overlaps:
             continue
         key = (one.name, one.stored_as, one.features)
         correction = corrections.get(key)
         if correction is None:
             found = _correction(rates.samples, one)
+            # Without measurements the share of the roofline by kind stands in for them.
             correction = 1 / rates.efficiency.get(one.kind, 1.0) if found is None else found
             corrections[key] = correction
         device += rates.roofline_seconds(one) * correction
+    # An accelerator computes while the host prepares the next operations; a CPU does both in turn.
     return max(device, host) if rates.overlaps else device + host
 
 
@@ -217,6 +225,7 @@ def _correction(samples: Sequence[Sample], one: Operation | Sample) -> float | N
     The mean of their logarithms, each weighted by the inverse square of its distance in powers of two.
     """
     of_kind = [sample for sample in samples if sample.kind == one.kind and sample.stored_as == one.stored_as]
+    # Another operation of the same kind is a better guess than none.
     like = [sample for sample in of_kind if sample.name == one.name] or of_kind
     distances = sorted((math.dist(sample.features, one.features), sample.ratio) for sample in like)
     nearest = [(1 / (_SAME_SHAPE + distance * distance), ratio) for distance, ratio in distances[:_NUM_NEIGHBOURS]]
@@ -258,8 +267,13 @@ class CostLine:
     traced: tuple[int, int]
 
     def at(self, m: int) -> CostTrace:
-        """Return the operations at micro-batch size `m`."""
+        """Return the operations at micro-batch size `m`.
+
+        Args:
+            m: samples of a micro-batch.
+        """
         m_a, m_b = self.traced
+        # Beyond the traced sizes this extrapolates: everything counted here is affine in the micro-batch size.
         part = (m - m_a) / (m_b - m_a)
         pairs = zip(*(trace.operations for trace in self.traces), strict=True)
         return CostTrace(tuple(_between(one, other, part) for one, other in pairs))
@@ -269,6 +283,12 @@ def fit_costs(trace_a: CostTrace, m_a: int, trace_b: CostTrace, m_b: int) -> Cos
     """Return the costs through two traces of the same program, at micro-batch sizes `m_a` and `m_b`.
 
     Limits: the traffic of a loss over all pairs of samples is quadratic; trace at the size of interest instead.
+
+    Args:
+        trace_a: a step at micro-batch size `m_a`.
+        m_a: samples of a micro-batch in it.
+        trace_b: the same step at `m_b`.
+        m_b: another number of samples.
 
     Raises:
         PlanError: the two did not do the same.
@@ -390,10 +410,12 @@ def step_seconds(
     """
     seconds = {m: _micro_batch_seconds(costs.at(m), rates) for m in set(sizes)}
     all_of_them = sum(seconds[m][0 if number == 0 else 1] for number, m in enumerate(sizes))
+    # Clipping and the update work on parameters, so any traced size gives the same.
     once = operation_seconds(costs.traces[0].once, rates)
     exposed = 0.0
     if reduction is not None and reduction.world_size > 1:
         last = costs.at(sizes[-1]) if sizes else costs.traces[0]
+        # Only the last micro-batch reduces, so only its backward can hide the reduction.
         backward = [one for one in last.micro_batch(last.num_micro_batches - 1) if one.phase == "backward"]
         exposed = reduction.exposed_seconds(operation_seconds(backward, rates))
     return StepSeconds(
@@ -412,6 +434,7 @@ def _micro_batch_seconds(trace: CostTrace, rates: Rates) -> tuple[float, float]:
         return 0.0, 0.0
     first, later = (sum(one.flops for one in part) for part in (parts[0], parts[-1]))
     seconds = [operation_seconds(part, rates) for part in parts]
+    # Adding to gradients makes later micro-batches a little dearer; a first one that is much dearer ran all forwards.
     if first > 1.05 * later:
         mean = sum(seconds) / len(seconds)
         return mean, mean

@@ -42,7 +42,11 @@ class Change:
 
 
 def possible_changes(spec: StepSpec) -> list[Change]:
-    """Return the changes that this spec has not made yet, one by one."""
+    """Return the changes that this spec has not made yet, one by one.
+
+    Args:
+        spec: the step as it is; its model is made if it is a function.
+    """
     ready, _ = built(spec)
     return [*_of_update(ready), *_of_precision(ready), *_of_blocks(spec, ready), *_of_head(ready)]
 
@@ -59,6 +63,7 @@ def _of_update(spec: StepSpec) -> list[Change]:
 
 
 def _fused(make: OptimizerFunction) -> OptimizerFunction | None:
+    # Whether an optimizer has a fused kernel is known only of an instance, so it is made over one number.
     trial = make([("weight", nn.Parameter(torch.zeros(1)))])
     if any("fused" not in group or group["fused"] for group in trial.param_groups):
         return None
@@ -110,10 +115,12 @@ def _checkpointed(make: MakeTrainSpec, keeping: Keeping, every: int) -> TrainSpe
 def _of_head(spec: StepSpec) -> list[Change]:
     """Return a loss over a large vocabulary in chunks."""
     heads = [one.out_features for one in as_module(spec.trained.model).modules() if isinstance(one, nn.Linear)]
+    # The head is taken to be the widest linear layer: vocabularies are larger than any hidden size in use.
     vocabulary = max(heads, default=0)
     labels = [tensor for tensor in tensors_of(spec.sample) if not tensor.is_floating_point() and tensor.dim() > 1]
     if vocabulary < _LEAST_VOCABULARY or not labels:
         return []
+    # Labels have one entry per token; inputs of a model of images, say, are floating-point and are left out.
     num_tokens = max(tensor[0].numel() for tensor in labels)
     if num_tokens <= CHUNK_TOKENS // 2:
         return []

@@ -90,6 +90,7 @@ def smallest_world(
 
     at = 0
     if len(candidates) > 1:
+        # Traces near the answer extrapolate best: where dimensions do not divide evenly, padding differs by ranks.
         upper = max(1, _where_state_fits(candidates, ready, budget_bytes))
         pair = candidates[upper - 1 : upper + 1]
         traces = trace(pair[0]), trace(pair[1])
@@ -103,6 +104,7 @@ def smallest_world(
 def _where_state_fits(candidates: Sequence[int], spec: StepSpec, budget_bytes: int) -> int:
     """Return the first position at which weights, gradients and two averages of each, and nothing else, would fit."""
     weights = cast("nn.Module", spec.trained.model).parameters()
+    # Weights, gradients, and Adam's two averages: a lower bound that needs no trace.
     num_bytes = 4 * sum(weight.numel() * weight.element_size() for weight in weights)
     return next((at for at, size in enumerate(candidates) if num_bytes <= size * budget_bytes), len(candidates) - 1)
 
@@ -113,6 +115,7 @@ def first_that_fits(candidates: Sequence[int], guess: int, fits: Callable[[int],
     A larger one than one that fits is taken to fit too. `fits` is asked again about the same candidates.
     """
     at = min(guess, len(candidates) - 1)
+    # The guess comes from an extrapolation, so it is walked to the border with real traces.
     while at < len(candidates) - 1 and not fits(candidates[at]):
         at += 1
     while at > 0 and fits(candidates[at]) and fits(candidates[at - 1]):
@@ -147,6 +150,7 @@ def extrapolated(
     check_same_structure(trace_a.memory, size_a, trace_b.memory, size_b)
 
     def at(a: Allocation, b: Allocation) -> Allocation:
+        # Two equations in a and b, solved for b; whole numbers as long as both traces shard evenly.
         shared = (a.num_bytes - b.num_bytes) * size_a * size_b // (size_b - size_a)  # b of a + b / ranks
         num_bytes = a.num_bytes - shared // size_a + ceil_div(shared, world_size)
         return dataclasses.replace(a, num_bytes=num_bytes)

@@ -79,7 +79,13 @@ class PlanTarget:
         return ceil_div(self.effective_batch_size, world_size)
 
     def seconds(self, costs: CostLine, size: int, world_size: int) -> StepSeconds | None:
-        """Return how long a step takes on `world_size` ranks in micro-batches of `size` at most."""
+        """Return how long a step takes on `world_size` ranks in micro-batches of `size` at most.
+
+        Args:
+            costs: of the step's operations.
+            size: largest number of samples of a micro-batch.
+            world_size: number of ranks.
+        """
         if self.rates is None:
             return None
         share, reduction, device = self.share(world_size), None, self.budget.device
@@ -101,9 +107,12 @@ def fit_of(spec: StepSpec, envelopes: Envelopes, target: PlanTarget, *, name: st
         how: the code to write for it.
     """
     usable, share = target.budget.usable_bytes, target.share(spec.world_size)
+    # Overheads alone may exceed a small device, and a negative budget has no largest size.
     found = envelopes.largest_allocated(usable) if usable > 0 else 0
     largest = share if found is None else min(share, found)
+    # Where nothing fits, one sample is shown, so that a plan can say by how much it does not.
     size = even_size(share, max(1, largest))
+    # The first step also allocates the optimizer's state, and may need more than all later ones.
     envelope = max((envelopes.steady, envelopes.first), key=lambda one: one.peak_bytes(size))
     reserved = freely = envelopes.reserved_bytes(size)
     if largest:  # it makes do with what there is, by giving back what it does not use
@@ -162,6 +171,7 @@ def _dealt(spec: StepSpec, envelopes: Envelopes, target: PlanTarget, *, fits: bo
         if spec.world_size > 1:
             found.append(_zero1(spec, envelopes, target))
             found.append(_fsdp(spec, target))
+        # More devices than planned are a proposal only where nothing on the planned number of them helps.
         if not fits and not any(one.fits for one in found):
             found += _smallest_world(spec, target)
     except UserError:  # a model, a loss or an optimizer that cannot be dealt
@@ -198,6 +208,7 @@ def _fsdp(spec: StepSpec, target: PlanTarget) -> Fit:
     """Plan FSDP2: weights gathered in bf16 block by block, gradients reduced in float32."""
     low, high = TRACED
     traces = [trace_sharded(spec, m) for m in (low, high)]
+    # FSDP2 is traced by a loop of its own, so its time is not known, and the proposal has none.
     envelope = fit(traces[0].memory, low, traces[1].memory, high)
     return _fit_in_pools(envelope, traces[0].pools, spec.world_size, target)
 
@@ -223,10 +234,15 @@ def _fit_in_pools(envelope: MemoryEnvelope, pools: Sequence[int], world_size: in
 
 
 def best_first(fits: Iterable[Fit]) -> list[Fit]:
-    """Return the fits by predicted time; where that is not known, those with fewer and larger micro-batches first."""
+    """Return the fits by predicted time; where that is not known, those with fewer and larger micro-batches first.
+
+    Args:
+        fits: in any order.
+    """
 
     def place(one: Fit) -> tuple[bool, float, int, int, int]:
         seconds = float("inf") if one.seconds is None else one.seconds.total
+        # False sorts before True: changes that fit come first.
         return not one.fits, seconds, one.accumulation_steps, -one.largest, one.reserved_bytes
 
     return sorted(fits, key=place)

@@ -63,11 +63,15 @@ def repeated_blocks(model: Model) -> tuple[Blocks, ...]:
     """Return the outermost rows of at least two modules of one class that hold modules and parameters of their own.
 
     Such are the layers of a transformer and the stages of a residual network. Nothing inside a block is one.
+
+    Args:
+        model: with data or without.
     """
     modules = as_module(model)
     found: list[Blocks] = []
     inside: list[str] = []
     for path, parent in modules.named_modules():
+        # Blocks within blocks are recomputed with the outer one.
         if any(path == taken or path.startswith(f"{taken}.") for taken in inside):
             continue
         if not isinstance(parent, _CONTAINERS):
@@ -75,6 +79,7 @@ def repeated_blocks(model: Model) -> tuple[Blocks, ...]:
         for kind in dict.fromkeys(type(child) for child in parent.children()):
             names = tuple(name for name, child in parent.named_children() if type(child) is kind)
             first = parent.get_submodule(names[0])
+            # A single layer gains nothing from recomputation: its input is kept either way.
             composite = any(True for _ in first.children()) and not isinstance(first, _CONTAINERS)
             if len(names) > 1 and composite and any(True for _ in first.parameters()):
                 found.append(Blocks(parent, names, path, kind))

@@ -125,6 +125,7 @@ class KernelMemory:
 
     def _ask(self, call: "_KernelCall", per_sample: int, flops: int) -> tuple[LinearBytes, ...]:
         """Return the memory of a kernel, as lines; none if it cannot be measured."""
+        # A convolution may copy everything into another layout, hence twice.
         if 2 * _FEW * per_sample > self.most_bytes:  # a copy of everything, in another layout
             self._too_large[call] = per_sample
             return ()
@@ -139,6 +140,7 @@ class KernelMemory:
         first = call.held_bytes(_FEW)
         growth = ceil_div(call.num_bytes(_FEW) + max(first, default=0), _FEW)
         enough = max(_ENOUGH_SAMPLES, call.num_threads)
+        # As many samples as fit the memory and time limits: kernels choose another algorithm for small batches.
         high = min(enough, self.most_bytes // growth, max(_FEW + 1, _ENOUGH_FLOPS // max(1, flops)))
         if high <= _FEW:
             return lines_through(call.held_bytes(1), 1, first, _FEW)
@@ -173,6 +175,7 @@ def lines_through(held_a: Sequence[int], n_a: int, held_b: Sequence[int], n_b: i
 def _line(bytes_a: int, n_a: int, bytes_b: int, n_b: int) -> LinearBytes:
     """Return a line through what is held at `n_b`: that through both, unless it falls, or starts below zero."""
     slope = max(0, ceil_div(bytes_b - bytes_a, n_b - n_a))
+    # A line below zero at no samples is no size; the steepest one through the origin stands in for it.
     if slope * n_b > bytes_b:
         return LinearBytes(0, ceil_div(bytes_b, n_b))
     return LinearBytes(bytes_b - slope * n_b, slope)
@@ -180,6 +183,7 @@ def _line(bytes_a: int, n_a: int, bytes_b: int, n_b: int) -> LinearBytes:
 
 def _highest(lines: Sequence[LinearBytes]) -> list[LinearBytes]:
     """Return the lines that are the highest somewhere from one sample on, the least steep first."""
+    # The upper envelope of the lines, walked from one sample upwards.
     highest = [max(lines, key=lambda line: (line.at(1), line.slope))]
     while True:
         last = highest[-1]

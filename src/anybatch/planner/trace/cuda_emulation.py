@@ -77,6 +77,7 @@ def allocating_as(profile: Profile) -> Iterator[None]:
     if profile == "cpu":
         yield
         return
+    # The order matters when leaving: kernels are unregistered before another thread may register its own.
     with _LOCK, autocast_as_on_cuda(), _kernels_as_on_cuda():
         yield
 
@@ -123,7 +124,9 @@ def _kernels() -> list[tuple[str, Callable[..., Any]]]:
     """Return the kernels to register under AutocastCPU, by operation."""
     on_cpu, on_cuda = registered_operations("AutocastCPU"), registered_operations("AutocastCUDA")
     made: list[tuple[str, Callable[..., Any]]] = [
-        (name, torch.library.fallthrough_kernel) for name in sorted(on_cpu - on_cuda)
+        # Operations that autocast knows on the CPU only must pass through unchanged, as on CUDA.
+        (name, torch.library.fallthrough_kernel)
+        for name in sorted(on_cpu - on_cuda)
     ]
     for policy, names in POLICIES.items():
         made += [(name, _kernel(_operation(name), policy)) for name in names if name in on_cuda]
@@ -139,6 +142,7 @@ def _kernel(operation: Any, policy: AutocastPolicy) -> Callable[..., Any]:  # no
     """Return the kernel that autocast runs in the place of an operation."""
 
     def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 (whatever the operation takes and returns)
+        # Calling the operation again would come back here, to the kernel that replaced it.
         with without_autocast_kernels():
             if policy == "set_dtype":
                 names = [argument.name for argument in schema_of(operation).arguments]
@@ -219,6 +223,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, weight: torch.Tensor | None, num_axes: int) -> torch.Tensor:  # noqa: ANN401 (torch's type)
+        # The fused kernel keeps the reciprocal root mean square of each row, in float32.
         rows = values.new_empty((*values.shape[: values.dim() - num_axes], *[1] * num_axes), dtype=torch.float32)
         ctx.save_for_backward(values, weight, rows)
         return torch.empty_like(values)

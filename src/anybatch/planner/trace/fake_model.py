@@ -34,6 +34,7 @@ def build(factory: Callable[[], ValueT]) -> tuple[ValueT, str | None]:
     Returns:
         What it made, and why it could not be made without memory; None if it could.
     """
+    # Initialisation draws random numbers, and a plan must not move the user's generators.
     with torch.random.fork_rng(devices=[]):
         try:
             with torch.device("meta"):

@@ -29,6 +29,7 @@ def fake_ranks(size: int) -> Iterator[World]:
         )
         raise CannotPlanError(message)
     hook = sys.excepthook  # torch puts one of its own before it, and leaves it there: "[rank0]:" before each line
+    # Collectives on this backend return at once without communicating, so sharded code runs on one process.
     dist.init_process_group("fake", rank=0, world_size=size, store=imagined_store())
     try:
         yield World(rank=0, size=size)

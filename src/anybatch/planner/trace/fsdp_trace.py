@@ -117,6 +117,9 @@ def trace_sharded(spec: StepSpec, micro_batch_size: int, sharding: Sharding | No
 def refuse_what_cannot_be_sharded(spec: StepSpec) -> None:
     """Refuse a spec that FSDP2 has no form for.
 
+    Args:
+        spec: the step, whose model is made.
+
     Raises:
         PlanError: says what stands in the way.
     """
@@ -135,7 +138,13 @@ def refuse_what_cannot_be_sharded(spec: StepSpec) -> None:
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, sharding: Sharding) -> None:
-    """Shard every block, then what is left."""
+    """Shard every block, then what is left.
+
+    Args:
+        model: changed in place.
+        mesh: of one axis, over all ranks.
+        sharding: number formats, and what is gathered again.
+    """
     policy = MixedPrecisionPolicy(param_dtype=sharding.param_dtype, reduce_dtype=sharding.reduce_dtype)
     blocks = [block for row in repeated_blocks(model) for block in row.modules]
     for block in blocks:
@@ -178,7 +187,11 @@ class ShardedLoop:
         self.optimizer.zero_grad()
 
     def trace(self, ledger: MemoryLedger) -> ShardedTrace:
-        """Run one step, with the optimizer's state there already, and return what it held."""
+        """Run one step, with the optimizer's state there already, and return what it held.
+
+        Args:
+            ledger: that has not been entered.
+        """
         ledger.phase = "setup"
         ledger.hold("weights", map(local_part, self.model.parameters()))
         ledger.hold("buffers", self.model.buffers())
@@ -197,6 +210,7 @@ class ShardedLoop:
         for number in range(self.sharding.accumulation_steps):
             last = number == self.sharding.accumulation_steps - 1
             reduce = last or not self.sharding.defer
+            # Deferring keeps whole gradients until the last micro-batch: less traffic for more memory.
             root.set_requires_gradient_sync(reduce)
             # A backward that reduces, but is not said to be the last, keeps its last buffer into the next forward.
             root.set_is_last_backward(reduce)
@@ -205,6 +219,7 @@ class ShardedLoop:
             ledger.hold("inputs", _tensors(batch))
             loss = _total(self.loss(self.model, batch))
             loss.backward()
+            # The next micro-batch is loaded before these names are assigned again, and would be held beside them.
             del loss, batch
             ledger.mark(f"micro-batch {number} ends")
         ledger.phase = "update"
@@ -235,6 +250,7 @@ def _with_gradients(trace: MemoryTrace) -> MemoryTrace:
     for position, event in enumerate(trace.events):
         one = trace.allocations[abs(event) - 1]
         if event > 0 and one.phase == "backward" and one.category == "temporaries":
+            # A backward's result that is still there when its micro-batch ends is a gradient; the rest was temporary.
             end = next((end for end in ends if end > position), None)
             if end is not None and gone_at.get(event - 1, end) >= end:
                 kept.add(event - 1)

@@ -14,7 +14,11 @@ from anybatch.planner.trace.step_spec import StepSpec
 
 
 def joint_limit(spec: StepSpec) -> int | None:
-    """Return the largest micro-batch of which there are more than two in a step, for a loss across samples."""
+    """Return the largest micro-batch of which there are more than two in a step, for a loss across samples.
+
+    Args:
+        spec: the step, whose model is made.
+    """
     loss, num_samples = spec.trained.loss, spec.trained.effective_batch_size
     if not isinstance(loss, Loss) or loss.encode is None or num_samples is None:
         return None
@@ -62,6 +66,7 @@ class AllRows(nn.Module):
         """Return the outputs of a micro-batch; with the first, take what the outputs of the others hold."""
         assert self._encode is not None
         outputs = self._encode(model, batch)
+        # Once per step: what is kept stands for the outputs of all micro-batches that are not traced.
         if not self._num_encoded:
             own, _ = take_apart(outputs)
             self._keep(own, self._own_rows - 2 * len(own[0]) if own else 0)
@@ -75,6 +80,7 @@ class AllRows(nn.Module):
         self._num_missing = self._num_rows - len(own[0])
         if self._num_missing <= 0:
             return self._function(model, outputs)
+        # Indexing takes memory as concatenating the outputs of all micro-batches would.
         rows = torch.arange(self._num_rows) % len(own[0])
         return self._function(model, map_tensors(outputs, lambda tensor: tensor[rows]))
 

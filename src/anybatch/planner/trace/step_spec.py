@@ -59,10 +59,14 @@ class StepSpec:
 def built(spec: StepSpec) -> tuple[StepSpec, str | None]:
     """Return the step with its model made, without memory where that is possible.
 
+    Args:
+        spec: the step; what it trains may be made already.
+
     Returns:
         The step, and why its model could not be made without memory; None if it could, or was there already.
     """
     if isinstance(spec.train, TrainSpec):
         return spec, None
+    # On the meta device, where a model of any size is made in no memory, unless its code reads numbers.
     train, reason = build(spec.train)
     return dataclasses.replace(spec, train=train), reason

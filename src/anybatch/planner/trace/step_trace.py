@@ -139,6 +139,7 @@ class Tracing:
             self._stage.step(micro_batch_size, recorder)
         computing: tuple[Phase, ...] = ("forward", "backward")
         steady = ledger.trace(start)
+        # `go_on` needs to know which pieces of a steady step stay, in order to renumber those of later steps.
         self._stays = _which_stay(steady, len(ledger.trace(start, start).allocations))
         return StepTrace(
             steady=steady,
@@ -152,6 +153,9 @@ class Tracing:
 
         The step before was of another size, and what it has left (its last inputs, say) with it. What this step leaves
         stands in its place.
+
+        Args:
+            micro_batch_size: samples of each micro-batch.
 
         Raises:
             CannotPlanError: the step cannot run without data; says why.
@@ -206,12 +210,14 @@ class _Stage:
         self._model, optimizer, self._loss = fake_twin((model, instance, loss), mode)
         self._optimizer = train.optimizer if optimizer is None else optimizer
         if self._loss.terms is None:
+            # A bare loss is decided by numbers in the first step, of which a trace has none: a mean is the common case.
             self._loss = dataclasses.replace(self._loss, function=BareLoss(self._loss.function, is_mean=True))
         self._rows: AllRows | None = None
         if self._loss.encode is not None:
             self._rows = AllRows(self._loss, train.effective_batch_size, world.size)
             self._loss = self._rows.in_place_of(self._loss)
         self._modules = collect_modules(self._model, self._loss)
+        # A plan is for training whatever mode the user's model is in; the twin is a copy, so nothing of theirs changes.
         self._modules.train()
         _refuse_undescribed(self._modules, spec.profile)
         self._engine: Engine | None = None

@@ -49,6 +49,7 @@ class EngineAdapter:
             for batch in parts(split.samples(), split.effective_batch_size):
                 last = first + num_samples(batch)
                 found = {
+                    # The engine reuses its gradients in the next step.
                     name: None if gradient is None else gradient.clone()
                     for name, gradient in engine.gradients(batch).items()
                 }

@@ -92,6 +92,7 @@ def _row(adapter: Adapter, split: SplitCase, expected: Sequence[Gradients], tole
     wrong = [number for number, error in enumerate(errors) if not error <= tolerance]  # NaN is wrong too
     if not wrong:
         return _verdict(split, max(errors), about_samples)
+    # The known faulty loops are run as references: equal gradients name the fault.
     named = [fault for fault in _NAMED if _is_fault(split, fault, steps, tolerance)]
     why = about_samples or " or ".join(named) or "another gradient"
     return _verdict(split, max(errors, key=_nan_first), f"{why} (step {wrong[0] + 1} of {len(steps)})")
