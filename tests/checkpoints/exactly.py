@@ -1,4 +1,4 @@
-"""What two states must share to be the same, bit for bit."""
+"""Comparison of two states, bit for bit."""
 
 import struct
 from collections import Counter, OrderedDict

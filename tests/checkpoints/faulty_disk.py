@@ -16,7 +16,7 @@ from anybatch.checkpoints.disk import LOCAL_DISK
 
 
 class Crash(BaseException):
-    """The process is dead: nobody handles this."""
+    """The process is dead: this is never handled."""
 
 
 def no_fault() -> None:

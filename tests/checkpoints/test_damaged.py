@@ -50,7 +50,7 @@ def refused(path: Path) -> CheckpointError:
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the state file of a checkpoint and make its digest hold again, as somebody with an editor would."""
+    """Change the state file of a checkpoint and make its digest hold again, as a user with an editor would."""
     body = json.loads((path / STATE).read_bytes())
     change(body)
     content = json.dumps(body, separators=(",", ":")).encode() + b"\n"
@@ -101,7 +101,7 @@ def test_every_changed_byte_is_found(name: str, newest: Path) -> None:
 
 
 def test_a_changed_byte_shows_both_digests(newest: Path) -> None:
-    """A changed file is told by the digest it has and the one it was written with."""
+    """A changed file is reported with the digest it has and the one it was written with."""
     written = hashlib.sha256((newest / TENSORS).read_bytes()).hexdigest()
     content = bytearray((newest / TENSORS).read_bytes())
     content[-1] ^= 1
@@ -122,7 +122,7 @@ def test_a_file_that_grew_is_found(name: str, newest: Path) -> None:
 
 @EACH_FILE
 def test_a_missing_file_is_found(name: str, newest: Path) -> None:
-    """A checkpoint that lacks one of its files is damaged, not missing: a run must not start anew because of it."""
+    """A checkpoint that lacks one of its files is damaged, not missing: a run must not start over because of it."""
     (newest / name).unlink()
 
     assert f"{newest / name} is missing" in str(refused(newest))
@@ -138,7 +138,7 @@ def test_files_of_two_checkpoints_do_not_mix(newest: Path) -> None:
 
 
 def test_several_damaged_ones_are_all_told(tmp_path: Path) -> None:
-    """Every damaged checkpoint that was passed over is told, newest first."""
+    """Every damaged checkpoint that was passed over is reported, newest first."""
     for step in range(4):
         save(tmp_path, step, state_of(step), keep_last=4, disk=FaultyDisk())
     (tmp_path / "step-00000003" / STATE).write_text("")
@@ -203,7 +203,7 @@ def test_what_nobody_saved_is_refused(state: object, newest: Path) -> None:
 
 @pytest.mark.parametrize("make", [Path.mkdir, Path.touch, lambda path: (path / "model").mkdir(parents=True)])
 def test_something_else_is_refused(make: Callable[[Path], object], newest: Path) -> None:
-    """A file, an empty folder and another folder are told to be no checkpoint, and are passed over."""
+    """A file, an empty folder and another folder are reported to be no checkpoint, and are passed over."""
     path = newest.with_name("step-00000003")
     make(path)
     with pytest.raises(NotACheckpointError, match=f"{path} is not a checkpoint"):
@@ -237,7 +237,7 @@ def forbidden(path: Path, mode: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("name", [".", *FILES])
 def test_reading_may_be_forbidden(name: str) -> None:
-    """A checkpoint that may not be read is told as that, and nothing older is loaded in its place."""
+    """A checkpoint that may not be read is reported as such, and nothing older is loaded in its place."""
     with TemporaryDirectory() as place:  # that of pytest is closed to the user whom an administrator becomes here
         Path(place).chmod(0o755)
         save(place, 1, state_of(1))
@@ -255,7 +255,7 @@ def test_listing_may_be_forbidden(tmp_path: Path) -> None:
 
 
 def test_writing_may_be_forbidden(tmp_path: Path) -> None:
-    """A folder that may not be written is told as that, and what is in it stays."""
+    """A folder that may not be written is reported as such, and what is in it stays."""
     folder = tmp_path / "checkpoints"
     save(folder, 1, state_of(1))
     with forbidden(folder, 0o500), pytest.raises(CheckpointAccessError, match="is not permitted to this process"):

@@ -146,7 +146,7 @@ def test_power_lost_at_any_operation(act: Act) -> None:
 @CASES
 @pytest.mark.parametrize("prepare", [prepared, lambda folder: folder / "run" / "checkpoints"], ids=["second", "first"])
 def test_power_lost_after_a_save(prepare: Callable[[Path], Path], act: Act, tmp_path: Path) -> None:
-    """What save has returned from survives a power failure, the folders it made for its first checkpoint included."""
+    """A saved checkpoint survives a power failure, the folders made for the first one included."""
     folder = prepare(tmp_path)
     disk = FaultyDisk()
     act(folder, disk=disk)

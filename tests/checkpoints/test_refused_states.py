@@ -1,4 +1,4 @@
-"""What cannot be restored as it is, is refused before anything is written, with its place and a way out."""
+"""A state that cannot be restored exactly is refused before anything is written, with its place and a way out."""
 
 import enum
 import re

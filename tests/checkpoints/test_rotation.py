@@ -48,7 +48,7 @@ def test_the_same_step_is_replaced(tmp_path: Path) -> None:
 
 
 def test_later_steps_are_kept_and_told(tmp_path: Path) -> None:
-    """A run taken up from an earlier step keeps what it saves; later steps are not counted, not removed, and told."""
+    """A run resumed from an earlier step keeps its checkpoints; later steps are neither counted nor removed, but reported."""
     for step in (10, 20, 30):
         save(tmp_path, step, state_of(step), keep_last=3, disk=FaultyDisk())
     saved = save(tmp_path, 15, state_of(15), keep_last=1, disk=FaultyDisk())
@@ -158,7 +158,7 @@ def test_none_cannot_be_kept(tmp_path: Path) -> None:
 
 
 def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
-    """A file where the folder of checkpoints should be is told as that by all three."""
+    """A file where the folder of checkpoints should be is reported as such by all three."""
     path = tmp_path / "checkpoints"
     path.touch()
 

@@ -1,4 +1,4 @@
-"""What was saved is what is loaded, to the last bit."""
+"""A loaded state is the saved one, to the last bit."""
 
 import math
 import warnings
@@ -170,7 +170,7 @@ def test_tied_tensors_are_stored_once_and_tied_again(tmp_path: Path) -> None:
 
 
 def test_tensors_without_items_are_tied_only_if_they_are_one(tmp_path: Path) -> None:
-    """Empty tensors all lie at the same address; they are told apart all the same."""
+    """Empty tensors all lie at the same address; they are distinguished all the same."""
     empty = torch.empty(0)
     loaded = there_and_back({"a": empty, "b": torch.empty(0), "c": empty}, tmp_path)
 
@@ -302,7 +302,7 @@ def test_a_scheduler_continues_bit_for_bit(make: Callable[[Optimizer], Any], tmp
             learning_rates.append(optimizer.param_groups[0]["lr"])
         return learning_rates
 
-    with warnings.catch_warnings():  # SequentialLR itself calls step as torch tells others not to
+    with warnings.catch_warnings():  # SequentialLR itself calls step as torch warns others not to
         warnings.simplefilter("ignore", UserWarning)
         optimizer, scheduler = build()
         rates(optimizer, scheduler)

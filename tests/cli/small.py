@@ -34,7 +34,7 @@ SPEC = "tests.cli.small:job"
 
 
 class FaultError(Exception):
-    """Somebody's own exception."""
+    """A user's own exception."""
 
 
 @dataclass
@@ -209,7 +209,7 @@ def samples_of_steps(folder: Path) -> dict[int, list[int]]:
     return {step: sorted(ids) for step, ids in sorted(steps.items())}
 
 
-def told(folder: Path, kind: str) -> list[dict[str, Any]]:
+def logged(folder: Path, kind: str) -> list[dict[str, Any]]:
     """Return the lines of one kind in rank 0's log."""
     return [line for line in lines(folder) if line["kind"] == kind]
 

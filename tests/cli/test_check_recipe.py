@@ -1,4 +1,4 @@
-"""`anybatch check RECIPE`: built-in recipes are exact, and a recipe that is not says so to whoever runs it."""
+"""`anybatch check RECIPE`: built-in recipes are exact, and a recipe that is not is reported."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What is said when something fails, and with which status."""
+"""The message of a failure, and its exit status."""
 
 import errno
 import re
@@ -85,7 +85,7 @@ def test_users_code_is_shown_from_its_file_on(tmp_path: Path) -> None:
 
 
 def test_own_faults_are_shown_in_full() -> None:
-    """An error without a frame of the user is ours: the whole traceback, and whom to tell."""
+    """An error without a frame of the user is ours: the whole traceback, and where to report it."""
     error = ValueError("deep inside")
     said = explain(error, in_full=False)
     assert "anybatch env" in said

@@ -19,7 +19,7 @@ from anybatch.cli.status import Status
 from anybatch.cli.train import make_parser, read
 from anybatch.cli.train_request import TrainRequest, short_name
 from tests.architecture.source_tree import ROOT
-from tests.cli.small import SPEC, told
+from tests.cli.small import SPEC, logged
 
 LIGHT = """
 import os, sys
@@ -67,7 +67,7 @@ def test_unknown_verb(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_torch_is_imported_late() -> None:
-    """Help and wrong options do not wait for torch, so how its threads wait can be settled, if nobody has."""
+    """Help and wrong options do not wait for torch, so how its threads wait can be settled, unless it is already."""
     done = subprocess.run(  # noqa: S603 (a fixed program)
         [sys.executable, "-c", LIGHT], capture_output=True, text=True, check=False
     )
@@ -131,7 +131,7 @@ def test_short_name(recipe: str) -> None:
     ],
 )
 def test_wrong_options(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is wrong with an option is said in a sentence, with status 2."""
+    """A wrong option is explained in a sentence, with status 2."""
     assert main(["train", *words.split()]) == Status.USAGE
     printed = capsys.readouterr().err
     assert said in printed
@@ -246,7 +246,7 @@ def test_resume_by_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     printed = capsys.readouterr()
     assert "effective_batch_size 8 -> 16" in printed.err
     assert "2 steps (5 in all), 26 samples" in printed.out
-    first, second = told(tmp_path / "run", "start")
+    first, second = logged(tmp_path / "run", "start")
     assert (first["seed"], second["seed"], second["micro_batch_size"]) == (5, 5, 3)
 
     assert main(["train", SPEC, *out]) == Status.USAGE
@@ -266,7 +266,7 @@ def test_resume_by_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_messages_without_traceback(
     words: str, status: Status, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What was foreseen is a message and a status, and leaves no folder behind."""
+    """A foreseen error is a message and a status, and leaves no folder behind."""
     assert main(["train", *words.split(), "--out", str(tmp_path / "run")]) == status
     printed = capsys.readouterr().err
     assert said in printed

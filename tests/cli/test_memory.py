@@ -1,4 +1,4 @@
-"""`anybatch memory`: a step of a recipe, what it held, and what is left; and what a run says of its memory."""
+"""`anybatch memory`: a step of a recipe, its memory and what is left; and what a run reports of its memory."""
 
 import re
 import sys
@@ -64,7 +64,7 @@ def test_what_is_measured_is_the_second_step() -> None:
     "        if self.paused is None:",
 )
 def test_a_step_is_booked_without_its_loading() -> None:
-    """What is booked while a batch is loaded is the batch: a data set in memory, and each sample of it, are not."""
+    """Memory booked while a batch is loaded is the batch: a data set in memory, and each sample of it, are not."""
     report = record(
         SPEC, limit=None, allocator=False, micro_batch_size=8, accumulation_steps=None, precision="fp32", seed=0
     )
@@ -136,7 +136,7 @@ def test_sizes_are_read(text: str, num_bytes: int) -> None:
 
 @pytest.mark.parametrize("text", ["24", "GiB", "-1GiB", "0GiB", "24 gigs"])
 def test_sizes_without_sense(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is no size is refused with an example of one."""
+    """Text that is no size is refused with an example of one."""
     assert main(["memory", f"--limit={text}"]) == Status.USAGE
     assert "GiB" in capsys.readouterr().err
 
@@ -150,7 +150,7 @@ def test_the_verb_is_documented() -> None:
 
 
 def outcome(folder: Path, peak_bytes: int | None, limit_bytes: int | None) -> SessionResult:
-    """Return the outcome of a run that held so much."""
+    """Return the result of a session with this peak."""
     return SessionResult(
         folder=RunFolder(folder),
         stopped=False,

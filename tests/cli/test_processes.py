@@ -17,10 +17,10 @@ from tests.cli.small import (
     SPEC,
     STEPS_PER_EPOCH,
     lines,
+    logged,
     parameters,
     run,
     samples_of_steps,
-    told,
 )
 from tests.cli.test_session import resume, same_bits
 from tests.ranks_fixture import Ranks
@@ -39,7 +39,7 @@ class Ended:
 
 
 def train(folder: Path, *extra: str, fault: str = "", ranks: int = 1, torchrun: bool = False) -> Ended:
-    """Train the small job on the CPU, one sample at a time, and wait until everybody who may write has ended."""
+    """Train the small job on the CPU, one sample at a time, and wait until every process that may write has ended."""
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PACKAGE.parent)}
     said = folder.with_name("said")
     starter = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if torchrun else []
@@ -74,7 +74,7 @@ def test_killed_rank_alone(tmp_path: Path, through: dict[int, Path]) -> None:
     assert lines(tmp_path / "run")[-1]["kind"] != "end"
 
     resume(tmp_path / "run")
-    assert [line["first_step"] for line in told(tmp_path / "run", "start")] == [0, STEPS_PER_EPOCH]
+    assert [line["first_step"] for line in logged(tmp_path / "run", "start")] == [0, STEPS_PER_EPOCH]
     assert same_bits(parameters(tmp_path / "run"), parameters(through[1]))
 
 
@@ -91,7 +91,7 @@ def test_killed_rank_of_two(tmp_path: Path, through: dict[int, Path], two_ranks:
 
 
 def test_error_of_all_ranks(tmp_path: Path) -> None:
-    """An error that every rank raises by itself, such as a loss of NaN, is told by one of them; its status stands."""
+    """An error that every rank raises by itself, such as a loss of NaN, is printed by one; its status stands."""
     ended = train(tmp_path / "run", "--learning-rate", "1e300", ranks=2)
 
     assert ended.status == Status.NOT_FINITE, ended.said
@@ -104,7 +104,7 @@ def test_stopped_launcher(tmp_path: Path, through: dict[int, Path], two_ranks: R
     assert ended.status == Status.STOPPED, ended.said
     (printed,) = [line for line in ended.result.splitlines() if line.startswith("resume")]
     assert printed.split(maxsplit=1)[1] == f"anybatch train --resume --out {tmp_path / 'run'}"
-    assert told(tmp_path / "run", "end")[-1]["num_steps"] == 11
+    assert logged(tmp_path / "run", "end")[-1]["num_steps"] == 11
 
     two_ranks.run(resume, tmp_path / "run")
     assert samples_of_steps(tmp_path / "run") == samples_of_steps(through[1])
@@ -116,9 +116,9 @@ def test_killed_launcher(tmp_path: Path) -> None:
     ended = train(tmp_path / "run", ranks=2, fault=f"kill_launcher:{IN_STEP_10[2]}:0")
 
     assert ended.status == -signal.SIGKILL, ended.said
-    (end,) = told(tmp_path / "run", "end")
+    (end,) = logged(tmp_path / "run", "end")
     assert (end["status"], end["num_steps"]) == ("stopped", 11)
-    assert told(tmp_path / "run", "checkpoint")[-1]["step"] == 11
+    assert logged(tmp_path / "run", "checkpoint")[-1]["step"] == 11
 
 
 def test_second_interrupt_of_a_launcher(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_second_interrupt_of_a_launcher(tmp_path: Path) -> None:
     assert "SIGINT: stopping after this step" in ended.said
     assert "Traceback" not in ended.said
     assert "To go on from the newest checkpoint" in ended.said
-    assert told(tmp_path / "run", "end") == []
+    assert logged(tmp_path / "run", "end") == []
 
 
 def test_under_torchrun(tmp_path: Path) -> None:
@@ -139,5 +139,5 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert ended.status != 0
     assert ended.said.count("FaultError: mine") == 1
     assert ended.said.count("the recipe's own code failed") == 1
-    (start,) = told(tmp_path / "run", "start")
+    (start,) = logged(tmp_path / "run", "start")
     assert start["world_size"] == 2

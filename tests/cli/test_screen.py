@@ -1,4 +1,4 @@
-"""What a person sees of `anybatch train`, and which files are there at the end."""
+"""The terminal output of `anybatch train`, and the files at its end."""
 
 import io
 import re
@@ -57,7 +57,7 @@ def test_banner_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_missing_extras_do_not_end_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without matplotlib and TensorBoard a run is the same, and each is told in one line with its pip line."""
+    """Without matplotlib and TensorBoard a run is the same, and each is reported in one line with its pip line."""
 
     def no_charts(_: object) -> None:
         message = f"there is no tensorboard. Install it: {TENSORBOARD}"
@@ -75,7 +75,7 @@ def test_missing_extras_do_not_end_a_run(
 def test_picture_that_fails_does_not_end_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A picture that cannot be drawn, for whatever reason, is told in the summary of a run that is done."""
+    """A picture that cannot be drawn, for whatever reason, is reported in the summary of a finished run."""
 
     def fail(*_: object) -> None:
         message = "no\nfonts"

@@ -23,7 +23,7 @@ from anybatch.recipes.run.session import SessionStart, train
 from anybatch.recipes.run.settings import Choices
 from anybatch.testing import relative_error
 from tests.cli import small
-from tests.cli.small import BATCH_SIZE, NUM_SAMPLES, NUM_STEPS, STEPS_PER_EPOCH, header, parameters, run, told
+from tests.cli.small import BATCH_SIZE, NUM_SAMPLES, NUM_STEPS, STEPS_PER_EPOCH, header, logged, parameters, run
 from tests.ranks_fixture import Ranks
 
 ONE = World()
@@ -52,7 +52,7 @@ def test_stopped_and_resumed_is_the_same_run(straight: Path, tmp_path: Path, num
     assert (resumed.stopped, resumed.num_steps, resumed.num_session_steps) == (False, NUM_STEPS, NUM_STEPS - num_steps)
     assert same_bits(parameters(straight), parameters(tmp_path / "run"))
     assert small.samples_of_steps(straight) == small.samples_of_steps(tmp_path / "run")
-    assert resumed.metrics["error"] == told(straight, "evaluate")[-1]["metrics"]["error"]
+    assert resumed.metrics["error"] == logged(straight, "evaluate")[-1]["metrics"]["error"]
 
 
 def test_own_order_is_kept_by_a_resume(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_failed_and_resumed_is_the_same_run(straight: Path, tmp_path: Path, fail
     run(tmp_path / "run", Choices(), resume=True)
 
     assert same_bits(parameters(straight), parameters(tmp_path / "run"))
-    assert [line["first_step"] for line in told(tmp_path / "run", "start")] == [0, epoch * STEPS_PER_EPOCH]
+    assert [line["first_step"] for line in logged(tmp_path / "run", "start")] == [0, epoch * STEPS_PER_EPOCH]
     assert small.samples_of_steps(straight) == small.samples_of_steps(tmp_path / "run")
 
 
@@ -97,9 +97,9 @@ def test_resumed_on_other_ranks(straight: Path, tmp_path: Path, two_ranks: Ranks
     for name in ("one", "two", "three"):
         assert small.samples_of_steps(tmp_path / name) == small.samples_of_steps(straight), name
         assert relative_error(parameters(tmp_path / name), parameters(straight)) <= 1e-12, name
-    (_, start) = told(tmp_path / "three", "start")
+    (_, start) = logged(tmp_path / "three", "start")
     assert (start["first_step"], start["world_size"]) == (10, 3)
-    assert any("world_size 2 -> 3" in line["message"] for line in told(tmp_path / "three", "diagnosis"))
+    assert any("world_size 2 -> 3" in line["message"] for line in logged(tmp_path / "three", "diagnosis"))
 
 
 def run_and_stop_second(folder: Path) -> object:
@@ -120,15 +120,15 @@ def test_damaged_checkpoint_is_passed_over(straight: Path, tmp_path: Path) -> No
     tensors.write_bytes(tensors.read_bytes()[:-1])
     run(tmp_path / "run", Choices(), resume=True)
 
-    (fell_back,) = [line for line in told(tmp_path / "run", "checkpoint") if line["event"] == "fell_back"]
+    (fell_back,) = [line for line in logged(tmp_path / "run", "checkpoint") if line["event"] == "fell_back"]
     assert fell_back["path"] == str(newest)
-    assert told(tmp_path / "run", "start")[-1]["first_step"] == STEPS_PER_EPOCH
+    assert logged(tmp_path / "run", "start")[-1]["first_step"] == STEPS_PER_EPOCH
     assert same_bits(parameters(straight), parameters(tmp_path / "run"))
 
 
 def learning_rates(folder: Path) -> list[float]:
     """Return the learning rate of each step, from the log."""
-    rates = {line["step"]: line["learning_rates"][0] for line in told(folder, "step")}
+    rates = {line["step"]: line["learning_rates"][0] for line in logged(folder, "step")}
     return [rates[step] for step in sorted(rates)]
 
 
@@ -149,7 +149,7 @@ def test_changes_are_followed(tmp_path: Path, scheduled: bool) -> None:
     train(job, tmp_path / "fresh", fresh, world=ONE, stop=lambda: False)
     assert outcome.num_steps == num_steps
     assert learning_rates(tmp_path / "run")[STEPS_PER_EPOCH:] == learning_rates(tmp_path / "fresh")[STEPS_PER_EPOCH:]
-    messages = [line["message"] for line in told(tmp_path / "run", "diagnosis")]
+    messages = [line["message"] for line in logged(tmp_path / "run", "diagnosis")]
     (followed,) = [message for message in messages if message.startswith("from step")]
     assert "effective_batch_size 8 -> 16, learning_rate 0.01 -> 0.02" in followed
 
@@ -159,7 +159,7 @@ def test_strategy_and_average_are_settings_of_a_run(tmp_path: Path) -> None:
     choices = Choices(average_decay=0.5, strategy="single")
     run(tmp_path, choices, stop_after=2)
     run(tmp_path, resume=True, stop_after=2)
-    assert [line["strategy"] for line in told(tmp_path, "start")] == ["single", "single"]
+    assert [line["strategy"] for line in logged(tmp_path, "start")] == ["single", "single"]
     settings = header(tmp_path)["stretches"][0]["settings"]
     assert (settings["strategy"], settings["average_decay"]) == ("single", 0.5)
 
@@ -185,7 +185,7 @@ def test_change_is_not_lost_with_its_checkpoints(tmp_path: Path) -> None:
     shutil.rmtree(list_checkpoints(tmp_path / "checkpoints")[-1])
     train(small.job(), tmp_path, resume=True, world=ONE, stop=lambda: False)
 
-    assert told(tmp_path, "start")[-1]["first_step"] == STEPS_PER_EPOCH
+    assert logged(tmp_path, "start")[-1]["first_step"] == STEPS_PER_EPOCH
     assert [each["first_step"] for each in header(tmp_path)["stretches"]] == [0, STEPS_PER_EPOCH]
     assert learning_rates(tmp_path)[STEPS_PER_EPOCH] > 0.2
 
@@ -229,7 +229,7 @@ def test_signals_stop_a_run(straight: Path, tmp_path: Path, number: signal.Signa
 
     assert (outcome.stopped, outcome.num_steps) == (True, 3)
     assert signal.getsignal(number) is former
-    assert [line["status"] for line in told(tmp_path / "run", "end")] == ["stopped", "completed"]
+    assert [line["status"] for line in logged(tmp_path / "run", "end")] == ["stopped", "completed"]
     assert same_bits(parameters(straight), parameters(tmp_path / "run"))
 
 
@@ -246,12 +246,12 @@ def test_second_interrupt_ends_at_once(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         train(small.job(strike), tmp_path, world=ONE)
 
-    assert told(tmp_path, "step")[-1]["step"] == STEPS_PER_EPOCH
+    assert logged(tmp_path, "step")[-1]["step"] == STEPS_PER_EPOCH
     assert run(tmp_path, Choices(), resume=True).num_session_steps == NUM_STEPS - STEPS_PER_EPOCH
 
 
 def test_used_folder_is_refused(tmp_path: Path) -> None:
-    """A folder that holds something is left alone, and the message tells a run from anything else."""
+    """A folder that holds something is left alone, and the message distinguishes a run from anything else."""
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "a.txt").write_text("dear")
     with pytest.raises(UserError, match=r"not empty\. Name another folder"):
@@ -286,7 +286,7 @@ def test_other_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_header_that_is_none(tmp_path: Path) -> None:
-    """A run.json that nobody wrote is an error of the checkpoint kind, with what to do."""
+    """A run.json of another form is an error of the checkpoint kind, with what to do."""
     run(tmp_path, stop_after=1)
     RunFolder(tmp_path).header.write_text(json.dumps({"stretches": []}))
     with pytest.raises(CheckpointError, match="Begin a new run"):
@@ -306,7 +306,7 @@ def test_saves_by_the_clock(tmp_path: Path) -> None:
         clock=lambda: float(next(seconds)),
     )
 
-    saved = [line["step"] for line in told(tmp_path, "checkpoint")]
+    saved = [line["step"] for line in logged(tmp_path, "checkpoint")]
     assert saved[-1] == STEPS_PER_EPOCH
     assert len(saved) > 1
 
@@ -316,22 +316,22 @@ def test_short_runs_are_evaluated_four_times(tmp_path: Path) -> None:
     run(tmp_path / "short", Choices(steps=6))
     run(tmp_path / "long", Choices(steps=9))
 
-    assert [line["step"] for line in told(tmp_path / "short", "evaluate")] == [2, 4, 6]
-    assert [line["step"] for line in told(tmp_path / "long", "evaluate")] == [STEPS_PER_EPOCH, 9]
+    assert [line["step"] for line in logged(tmp_path / "short", "evaluate")] == [2, 4, 6]
+    assert [line["step"] for line in logged(tmp_path / "long", "evaluate")] == [STEPS_PER_EPOCH, 9]
 
 
 def test_observer_misses_nothing(tmp_path: Path) -> None:
-    """Who looks in is told what comes next before anything happens, and then all that the log is told."""
+    """A late observer learns the length of the run first, and then receives all records of the log."""
     seen: list[Record] = []
-    outlooks: list[SessionStart] = []
+    starts: list[SessionStart] = []
 
     class Watcher:
         def observe(self, record: Record, /) -> None:
             seen.append(record)
 
-    def look(outlook: SessionStart) -> Watcher:
+    def look(start: SessionStart) -> Watcher:
         assert not seen
-        outlooks.append(outlook)
+        starts.append(start)
         return Watcher()
 
     run(tmp_path, stop_after=5)
@@ -340,7 +340,7 @@ def test_observer_misses_nothing(tmp_path: Path) -> None:
     logged = [line["kind"] for line in small.lines(tmp_path)]
     assert [record.kind for record in seen] == logged[len(logged) - len(seen) :]
     assert seen[0].kind == "checkpoint"
-    assert [(each.first_step, each.num_steps) for each in outlooks] == [(5, NUM_STEPS)]
+    assert [(each.first_step, each.num_steps) for each in starts] == [(5, NUM_STEPS)]
 
 
 def test_records_are_not_kept(tmp_path: Path) -> None:
@@ -373,7 +373,7 @@ def test_sizes_follow(tmp_path: Path, choices: Choices, size: int, geometry: str
     """Of effective batch, micro-batch and accumulation steps any two give the third; one leaves the job's batch."""
     run(tmp_path, choices, stop_after=1)
 
-    (start,) = told(tmp_path, "start")
+    (start,) = logged(tmp_path, "start")
     assert start["geometry"].startswith(geometry)
     assert header(tmp_path)["stretches"][0]["settings"]["effective_batch_size"] == size
     assert str(size) in start["decisions"]["learning_rate"]

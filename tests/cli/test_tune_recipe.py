@@ -29,6 +29,6 @@ def test_tune_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_size_above_the_batch(capsys: pytest.CaptureFixture[str]) -> None:
-    """What cannot be tried is said with both numbers, and ends as wrong use does."""
+    """A size that cannot be tried is refused with both numbers, and ends as wrong use does."""
     assert main(["tune", SPEC, "--effective-batch-size", "4", "--micro-batch-size", "5"]) == Status.USAGE
     assert "micro_batch_size=5 must be from 1 to the 4 samples" in capsys.readouterr().err

@@ -13,7 +13,7 @@ KINDS = get_args(Record)
 
 
 class Seen:
-    """An observer that keeps what it is told."""
+    """An observer that keeps the records it receives."""
 
     def __init__(self, log: list[tuple[str, Record]], name: str) -> None:
         """Keep the log to add to, and the name to add under."""
@@ -109,12 +109,12 @@ def test_observers_are_told_in_order() -> None:
 
 
 def test_no_observers_take_everything() -> None:
-    """Observers of nobody do nothing."""
+    """`Observers` without an observer does nothing."""
     Observers().observe(end())
 
 
 def test_what_an_observer_raises_reaches_the_engine() -> None:
-    """An observer that fails is not passed over in silence, and later ones are not told."""
+    """An observer that fails is not passed over in silence, and later ones receive nothing."""
     log: list[tuple[str, Record]] = []
     with pytest.raises(OSError, match="cannot take end"):
         Observers(Seen(log, "before"), Refusing(), Seen(log, "after")).observe(end())

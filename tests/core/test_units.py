@@ -37,7 +37,7 @@ def test_three_digits(value: float | None, text: str) -> None:
 
 @given(st.floats(-1e300, 1e300))
 def test_three_digits_are_the_number(value: float) -> None:
-    """What is shown is the number up to half a unit of its third digit, in at most nine characters."""
+    """The text is the number up to half a unit of its third digit, in at most nine characters."""
     text = three_digits(value)
 
     assert math.isclose(float(text.replace(",", "")), value, rel_tol=0.005_000_1, abs_tol=1e-320)

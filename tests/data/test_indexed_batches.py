@@ -169,7 +169,7 @@ def test_a_run_resumed_anywhere_goes_on_as_it_would_have(drop_last: bool) -> Non
 
 
 def test_a_run_may_be_resumed_with_another_batch_size() -> None:
-    """From any offset on, the rest of the epoch's order is cut anew; its end is the next epoch."""
+    """From any offset on, the rest of the epoch's order is cut again; its end is the next epoch."""
     order = [i for batch in ab.batches(range(10), effective_batch_size=3) for i in batch.sample_ids]
     rest = list(ab.batches(range(10), effective_batch_size=4, start=Position(0, 3)))
     assert [list(batch.sample_ids) for batch in rest] == [order[3:7], order[7:]]
@@ -203,7 +203,7 @@ def test_a_run_may_be_resumed_with_another_batch_size() -> None:
     also=["tests/engine/test_invariance.py::test_a_run_without_dropout_does_not_depend_on_the_cut"],
 )
 def test_augmentation_belongs_to_the_sample_and_the_epoch() -> None:
-    """What a sample draws depends on seed, epoch and id: not on world size, cut, order or effective batch size."""
+    """A sample draws by seed, epoch and id: not by world size, cut, order or effective batch size."""
 
     def drawn(size: int, cut: Cut, world_size: int, **more: Any) -> list[Any]:
         batches = ab.batches(Drawing(13), effective_batch_size=size, epochs=2, collate=list, **more)

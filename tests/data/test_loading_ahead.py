@@ -156,7 +156,7 @@ def test_workers_run_ahead_into_the_following_batches(workers: Callable[[], set[
 
 @pytest.mark.usefixtures("without_cycle_collection")
 def test_dropping_the_iterator_ends_its_workers(workers: Callable[[], set[int]]) -> None:
-    """Workers end when the iterator is dropped half-way, and a feed that nobody holds any more."""
+    """Workers end when the iterator is dropped half-way, and a feed that is no longer referenced."""
     run = iter(made(1))
     next(PAIRS.micro_batches(next(run)))
     assert workers()

@@ -1,4 +1,4 @@
-"""What `batches` refuses: every message says what is wrong, with both values, and what to do."""
+"""The refusals of `batches`: every message has both values, and says what to do."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -37,7 +37,7 @@ class Stream(IterableDataset):  # type: ignore[type-arg]
 
 
 class Reopened(Stream):
-    """A stream that divides itself among workers, as many libraries' do, and is told the epoch."""
+    """A stream that divides itself among workers, as many libraries' do, and is given the epoch."""
 
     epoch = -1
 
@@ -147,7 +147,7 @@ def test_a_stream_is_the_same_for_a_worker_and_after_a_resume() -> None:
 def test_any_number_of_workers_reads_shards_in_the_same_order() -> None:
     """Shards of any lengths, empty ones too, give the same batches and draws with 0 to 3 workers, resumed or not.
 
-    Also when they would divide themselves among workers; each is told the epoch.
+    Also when they would divide themselves among workers; each is given the epoch.
     """
     shards = ab.Shards([Reopened(name, length) for name, length in zip("abcd", (5, 0, 9, 3), strict=True)])
     whole = fed(streamed(shards))

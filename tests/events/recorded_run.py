@@ -1,4 +1,4 @@
-"""Records as a run tells them, with everything that a test does not care about filled in."""
+"""Records as a run makes them, with everything that a test does not care about filled in."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -112,7 +112,7 @@ def diagnosis(message: str, **changes: Any) -> DiagnosisRecord:
 
 
 def memory(number: int, **changes: Any) -> MemoryRecord:
-    """Return what a device held in a step."""
+    """Return the memory record of a step."""
     record = MemoryRecord(
         rank=0,
         step=number,

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a bar on a terminal, lines elsewhere, the same numbers in both."""
+"""The console of a run: a bar on a terminal, lines elsewhere, the same numbers in both."""
 
 import io
 import re
@@ -139,7 +139,7 @@ def test_lines_of_a_run() -> None:
 
 
 def test_the_last_step_is_known_beforehand() -> None:
-    """Where the number of steps is known, the last one has its line at once, and needs no end to be told."""
+    """Where the number of steps is known, the last one has its line at once, without waiting for the end."""
     assert [line[:11] for line in plain([step(0), step(1), step(2)], total_steps=3)] == ["step 1 of 3", "step 3 of 3"]
 
 
@@ -263,7 +263,7 @@ def test_what_was_decided_is_said() -> None:
     'case DiagnosisRecord(code=""):',
 )
 def test_a_size_that_was_found_is_said_once() -> None:
-    """What "auto" has found is told when it is found, and a person reads it once, among the decisions."""
+    """The size found by "auto" is a record at once, and a person reads it once, among the decisions."""
     words = "16, the fastest of 8 and 16"
     found = DiagnosisRecord(
         rank=0, step=0, code="micro_batch_size", level="info", message=f"micro_batch_size: {words}", remedy=None
@@ -416,7 +416,7 @@ def test_a_narrow_terminal_drops_what_it_must() -> None:
 
 
 def test_a_terminal_that_is_resized() -> None:
-    """What is drawn next has the new width."""
+    """The next drawing has the new width."""
     terminal = Terminal(file=io.StringIO(), width=100, height=40, force_terminal=True, color_system=None)
     clock = Clock()
     with Console(3, screen=TerminalScreen(terminal), clock=clock) as console:
@@ -546,7 +546,7 @@ def test_the_standard_error_is_meant_when_nothing_is_said(capsys: pytest.Capture
 
 @pytest.mark.parametrize("error", [BrokenPipeError, OSError, ValueError])
 def test_a_lost_stream_does_not_end_the_run(error: type[Exception]) -> None:
-    """When nobody can be spoken to any more, the console falls silent, and the run goes on."""
+    """When its stream is gone, the console falls silent, and the run goes on."""
 
     class Lost(io.StringIO):
         num_tried = 0

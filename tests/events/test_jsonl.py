@@ -410,13 +410,13 @@ def test_threads_share_a_log(tmp_path: Path) -> None:
     ready = threading.Barrier(4)
     interval = sys.getswitchinterval()
 
-    def tell(log: JsonlLog, rank: int) -> None:
+    def write(log: JsonlLog, rank: int) -> None:
         ready.wait()
         for number in range(50):
             log.observe(phase(rank) if number % 5 else step(number))
 
     with JsonlLog(path, clock=lambda: sum(range(1000))) as log:
-        threads = [threading.Thread(target=tell, args=(log, rank)) for rank in range(4)]
+        threads = [threading.Thread(target=write, args=(log, rank)) for rank in range(4)]
         sys.setswitchinterval(1e-6)  # so that threads get in each other's way, were they not kept apart
         try:
             for thread in threads:
@@ -439,7 +439,7 @@ def test_reading_skips_and_counts_what_it_does_not_know(tmp_path: Path) -> None:
     broken = [b"not json\n", b"[1]\n", b"\xff\xfe\n", b"\n", b"[" * 100_000 + b"\n"]
     path.write_bytes(known + later + unknown + b"".join(broken) + known + known[:20])
     lines = read_jsonl(path)
-    for _ in range(2):  # a second pass counts anew
+    for _ in range(2):  # a second pass counts again
         assert [line["kind"] for line in lines] == ["end", "added_later", "end"]
         assert lines.num_skipped == 1 + len(broken)
 

@@ -1,4 +1,4 @@
-"""What TensorBoard shows of a run is what its records say, over the steps made."""
+"""TensorBoard shows the numbers of the records, over the steps made."""
 
 import importlib
 import math
@@ -114,7 +114,7 @@ def test_terms_groups_and_skipped_steps(tmp_path: Path) -> None:
 
 
 def test_memory_is_a_chart_of_each_number(tmp_path: Path) -> None:
-    """What a device held in a step stands at that step in GiB; what is not known has no chart."""
+    """A device's memory in a step stands at that step in GiB; an unknown number has no chart."""
     known = memory(0, allocated_bytes=2**29, reserved_bytes=2**31, peak_bytes=2**30, limit_bytes=2**34)
     written(tmp_path / "device", [start(), known, step(0)])
     written(tmp_path / "process", [start(), memory(2, peak_bytes=2**30), step(2)])

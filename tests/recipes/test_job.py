@@ -1,4 +1,4 @@
-"""What a job holds, and what it refuses before anything is called."""
+"""The fields of a job, and its refusals before anything is called."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What a recipe may be called, and what is said when it cannot be had."""
+"""The names of recipes, and the messages when there is none."""
 
 import sys
 from collections.abc import Iterator
@@ -113,7 +113,7 @@ def test_the_one_function_that_must_be_meant(text: str, tmp_path: Path) -> None:
     ],
 )
 def test_functions(text: str, suffix: str, message: str, tmp_path: Path) -> None:
-    """Missing, ambiguous and unfit functions are told apart, and what there is is listed."""
+    """Missing, ambiguous and unfit functions have messages of their own, which list the functions there are."""
     with pytest.raises(UserError, match=f"(?s){message}"):
         load_recipe(written(tmp_path, text) + suffix)
 
@@ -157,7 +157,7 @@ def test_files_that_are_no_source(tmp_path: Path) -> None:
     ],
 )
 def test_errors_of_the_user(text: str, doing: str, last: str, tmp_path: Path) -> None:
-    """What the user's code raises is shown with its traceback from the user's file on, once."""
+    """An error in the user's code is shown with its traceback from the user's file on, once."""
     name = written(tmp_path, text)
     with pytest.raises(UserError) as caught:
         load_recipe(name)
@@ -194,7 +194,7 @@ def test_errors_below_the_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_our_own_errors_stay_what_they_are(tmp_path: Path) -> None:
-    """What `Job` refuses inside a recipe is raised as it is, with its type."""
+    """A refusal of `Job` inside a recipe is raised as it is, with its type."""
     text = SMALLEST_RECIPE.replace("loss=ab.mean_over_samples(loss)", "loss=None")
     with pytest.raises(LossError, match=r"Job\(loss=None\) must be a declared loss"):
         load_recipe(written(tmp_path, text))

@@ -199,7 +199,7 @@ def test_time() -> None:
     ],
 )
 def test_what_is_missing(arguments: dict[str, object], said: str) -> None:
-    """What a plan cannot do without is asked for."""
+    """An argument that a plan cannot do without is asked for."""
     with pytest.raises(UserError, match=said):
         ab.plan(device="24GiB", **arguments)  # type: ignore[arg-type]
 

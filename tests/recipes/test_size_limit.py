@@ -1,4 +1,4 @@
-"""What the planner hands to "auto": the largest size that runs, or why it cannot tell."""
+"""The planner's bound for "auto": the largest size that runs, or why it is not known."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -102,19 +102,19 @@ def test_all_there_is() -> None:
 
 
 def test_auto_takes_it() -> None:
-    """An engine that is handed the planner tries nothing larger, and trains as one that was told the size does."""
+    """An engine that is handed the planner tries nothing larger, and trains as one that was given the size does."""
     ask = asked(budget_bytes=BUDGET, headroom=0.0)
     with ab.Engine(net(), sgd, ab.mean_over_samples(loss), micro_batch_size=Auto(largest=ask)) as engine:
         report = engine.step(BATCH)
         size = report.plan.cut.micro_batch_size
         words = engine.decisions["micro_batch_size"]
-    with ab.Engine(net(), sgd, ab.mean_over_samples(loss), micro_batch_size=size) as told:
-        told.step(BATCH)
+    with ab.Engine(net(), sgd, ab.mean_over_samples(loss), micro_batch_size=size) as named:
+        named.step(BATCH)
 
     assert size is not None
     assert size <= (planned(BUDGET, headroom=0.0) or 0)
     assert "fits, as planned" in words
-    pairs = zip(engine.model.parameters(), told.model.parameters(), strict=True)  # type: ignore[union-attr]
+    pairs = zip(engine.model.parameters(), named.model.parameters(), strict=True)  # type: ignore[union-attr]
     assert all(torch.equal(one, other) for one, other in pairs)
 
 

@@ -126,7 +126,7 @@ def test_a_job_is_evaluated_by_its_averaged_weights() -> None:
 
 
 def test_norms_and_rng_of_the_job_are_used() -> None:
-    """What a job says about BatchNorm and random numbers is what its engine does."""
+    """The engine follows a job's choices about BatchNorm and random numbers."""
     model = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
     job = dataclasses.replace(JOB, model=lambda: model, norms="freeze", rng="per_sample")
 
@@ -162,7 +162,7 @@ def test_evaluation_is_over_all_held_out_samples_once() -> None:
 
 
 def test_held_out_data_may_be_a_stream() -> None:
-    """What is evaluated is read in its own order, so it needs no index, whatever is trained on."""
+    """Held-out data is read in its own order, so it needs no index, whatever the training data is."""
 
     class Three(torch.utils.data.IterableDataset[torch.Tensor]):
         def __iter__(self) -> Iterator[torch.Tensor]:

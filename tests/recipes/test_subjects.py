@@ -1,4 +1,4 @@
-"""What a plan can be made for."""
+"""The things that a plan can be made for."""
 
 import dataclasses
 import json
@@ -53,7 +53,7 @@ def loss_of(subject: PlanSubject) -> float:
 
 @pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)
 def test_published_models_have_their_published_size(name: str) -> None:
-    """A known model has exactly as many parameters as the published one, and holds no data to tell."""
+    """A known model has exactly as many parameters as the published one, and needs no data for that."""
     with torch.device("meta"):
         model = Decoder(KNOWN_MODELS[name])
 
