@@ -48,7 +48,7 @@ def test_the_same_step_is_replaced(tmp_path: Path) -> None:
 
 
 def test_later_steps_are_kept_and_told(tmp_path: Path) -> None:
-    """A run resumed from an earlier step keeps its checkpoints; later steps are neither counted nor removed, but reported."""
+    """A run resumed from an earlier step keeps its own; later steps are neither counted nor removed, but reported."""
     for step in (10, 20, 30):
         save(tmp_path, step, state_of(step), keep_last=3, disk=FaultyDisk())
     saved = save(tmp_path, 15, state_of(15), keep_last=1, disk=FaultyDisk())
