@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import anybatch as ab
-from anybatch.core.loss import Loss, LossSum, Share, declared, returned_count, scaled, shares_of, unit_counts
+from anybatch.core.loss import Loss, LossSum, TermFactors, declared, factors_of, returned_count, scaled, unit_counts
 from anybatch.errors import LossError
 from tests.faults import sees
 
@@ -30,7 +30,7 @@ def total_of(loss: Loss, outputs: list[Any], counts: list[tuple[float, ...]]) ->
     terms = [
         term
         for output, count in zip(outputs, counts, strict=True)
-        for term in scaled(loss, output, shares_of(loss, count, divisors, 1.0))
+        for term in scaled(loss, output, factors_of(loss, count, divisors, 1.0))
     ]
     return float(torch.stack(terms).sum())
 
@@ -107,7 +107,7 @@ def test_a_mean_over_nothing_is_left_out() -> None:
     """The mean of a micro-batch without items is NaN: it is never touched, where 0 times it would be NaN."""
     loss = ab.mean_over(never_called, count=lambda batch: batch)
     nothing = torch.zeros(0, requires_grad=True)
-    (share,) = shares_of(loss, (0.0,), (4.0,), 1.0)
+    (share,) = factors_of(loss, (0.0,), (4.0,), 1.0)
 
     assert bool(torch.isnan(nothing.mean() * 0.0))
     assert scaled(loss, nothing.mean(), [share]) == []
@@ -117,7 +117,7 @@ def test_a_unit_of_weight_zero_adds_zero() -> None:
     """A unit that only keeps ranks in lockstep contributes exactly 0 and its gradient is 0."""
     loss = ab.mean_over_samples(never_called)
     weight = torch.ones(3, requires_grad=True)
-    (term,) = scaled(loss, weight.mean(), shares_of(loss, (3.0,), (10.0,), 0.0))
+    (term,) = scaled(loss, weight.mean(), factors_of(loss, (3.0,), (10.0,), 0.0))
     term.backward()
 
     assert float(term.detach()) == 0.0
@@ -183,9 +183,9 @@ def test_an_undeclared_loss_brings_its_count() -> None:
     """One loss per item counts its elements, a LossSum says its count; both are divided by a guess first."""
     loss = declared(never_called)
     items = torch.arange(6.0).reshape(2, 3)
-    share = shares_of(loss, unit_counts(loss, None, 4), (8.0,), 1.0)
+    share = factors_of(loss, unit_counts(loss, None, 4), (8.0,), 1.0)
 
-    assert share == (Share(0.5, 0.125, 4.0),)
+    assert share == (TermFactors(0.5, 0.125, 4.0),)
     assert float(scaled(loss, items, share)[0]) == 15 / 8
     assert returned_count(items) == 6
     assert returned_count(LossSum(items.sum(), 5)) == 5
@@ -200,10 +200,10 @@ def test_a_joint_loss_is_one_term_over_all_samples() -> None:
     """A loss across samples has one term, counted in samples, and two functions; both have to be functions."""
     loss = ab.joint(mean_of_vectors, never_called)
 
-    assert loss.encode is mean_of_vectors
+    assert loss.kind.encode is mean_of_vectors
     assert loss.function is never_called
     assert (loss.names, loss.weights, loss.needs_data_to_count) == (("loss",), {"loss": 1.0}, False)
-    assert ab.mean_over_samples(never_called).encode is None
+    assert ab.mean_over_samples(never_called).kind.encode is None
     for encode, function in ((0.5, never_called), (never_called, 0.5)):
         with pytest.raises(LossError, match=r"not from float 0\.5"):
             ab.joint(encode, function)  # type: ignore[arg-type]
@@ -232,7 +232,7 @@ def test_impossible_counts_are_refused(count: float) -> None:
 def test_losses_per_item_match_the_declaration(declare: Any, values: int, fits: bool) -> None:
     """One loss per sample must be as many as samples; per target at least as many: masked ones may be there."""
     loss = ab.sum_of(never_called, term=declare)
-    shares = shares_of(loss, (4.0,), (8.0,), 1.0)
+    shares = factors_of(loss, (4.0,), (8.0,), 1.0)
     output = {"term": torch.ones(values)}
     if fits:
         assert float(scaled(loss, output, shares)[0]) == values / 8

@@ -284,7 +284,7 @@ def test_a_step_that_fails_is_let_go() -> None:
         engine.step(InMemory({"x": torch.zeros(4, NUM_PLACES, WIDTH), "y": None}))  # type: ignore[dict-item]
     engine.step(data())
 
-    assert not engine._watch.watching  # noqa: SLF001 (nothing public would tell)
+    assert not engine._parts.notifier.has_observer  # noqa: SLF001 (nothing public would tell)
 
 
 class Allocator:

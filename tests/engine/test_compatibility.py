@@ -13,14 +13,15 @@ import anybatch as ab
 from anybatch.core.compatibility import Feature, Verdict, cell, pairs
 from anybatch.core.geometry import resolve_sizes
 from anybatch.core.loss import declared
-from anybatch.engine.batch_norm.runner import policy_features
-from anybatch.engine.compatibility import features_of_choices, features_of_ranks, features_of_training
+from anybatch.engine.compatibility import features_of, features_of_ranks
 from anybatch.engine.inputs import collect_modules
+from anybatch.engine.spec import TrainSpec
 from anybatch.engine.update.clipping import clip_policy
 from anybatch.errors import CompositionError, UserError
 from anybatch.norms import policy_of
 from anybatch.parallel.all_reduce import AllReduce
 from anybatch.parallel.ddp import DDP
+from anybatch.parallel.registry import STRATEGIES
 from anybatch.parallel.single import Single
 from anybatch.parallel.strategy import Capabilities, Strategy
 from anybatch.testing import relative_error
@@ -152,14 +153,21 @@ def test_features_are_recognised(feature: Feature) -> None:
         micro_batch_size=given.get("micro_batch_size"),
         accumulation_steps=given.get("accumulation_steps"),
     )
-    seen = features_of_training(modules, loss, optimizer, rng=given.get("rng", "micro_batch"))
-    seen |= features_of_choices(
-        precision=given.get("precision", "fp32"),
-        deal=given.get("deal", "balanced"),
+    seen = features_of(
+        TrainSpec(
+            model=network,
+            optimizer=optimizer,
+            loss=loss,
+            precision=given.get("precision", "fp32"),
+            rng=given.get("rng", "micro_batch"),
+        ),
+        modules,
+        loss,
         sizes=sizes,
+        deal=given.get("deal", "balanced"),
         clip=clip_policy(given.get("clip")),
+        policy=policy_of(given.get("norms", "keep")),
     )
-    seen |= policy_features(policy_of(given.get("norms", "keep")))
 
     assert set(seen) == features & set(IN_ARGUMENTS)
 
@@ -175,7 +183,7 @@ def test_ranks_are_recognised(one_rank: Ranks, two_ranks: Ranks) -> None:
 
 def names_of_ranks(strategy: str) -> list[str]:
     """Run on every rank: return the names of the features of that strategy on these ranks."""
-    found = features_of_ranks(Capabilities(name=strategy), ab.World.from_environment())
+    found = features_of_ranks(STRATEGIES[strategy]().capabilities, ab.World.from_environment())
     return [feature.name.lower() for feature in found]
 
 

@@ -54,10 +54,10 @@ def test_wrong_declarations_are_caught(name: str, dtype: str) -> None:
     """The error names the likely right declaration, both gradients and how far apart they are; nothing has changed."""
     case = WRONG[name]
     with engine_for(case, DTYPES[dtype]) as engine:
-        before = {key: value.clone() for key, value in engine._modules.state_dict().items()}  # noqa: SLF001
+        before = {key: value.clone() for key, value in engine._parts.modules.state_dict().items()}  # noqa: SLF001
         with pytest.raises(LossError) as caught:
             engine.step(batch_of(case, DTYPES[dtype]))
-        after = engine._modules.state_dict()  # noqa: SLF001
+        after = engine._parts.modules.state_dict()  # noqa: SLF001
     message = str(caught.value)
 
     assert [word for word in case.words if word not in message] == [], message
@@ -103,7 +103,7 @@ def test_a_run_is_the_same_with_and_without_the_check(name: str) -> None:
             torch.manual_seed(3)
             for _ in range(2):
                 engine.step(batch_of(case))
-            ends.append([*engine._modules.state_dict().values(), torch.get_rng_state()])  # noqa: SLF001
+            ends.append([*engine._parts.modules.state_dict().values(), torch.get_rng_state()])  # noqa: SLF001
 
     assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
 
@@ -187,7 +187,7 @@ def steps_on_ranks(strategy: str) -> tuple[str, list[torch.Tensor], str, list[to
         with engine_for(case, world=world, strategy=strategy, check_loss=check_loss) as engine:
             for _ in range(2):
                 engine.step(cut(batch, start, stop))
-            found += [engine.decisions.get("loss", ""), list(engine._modules.state_dict().values())]  # noqa: SLF001
+            found += [engine.decisions.get("loss", ""), list(engine._parts.modules.state_dict().values())]  # noqa: SLF001
     return tuple(found)
 
 
@@ -324,7 +324,7 @@ def test_an_undeclared_mean_over_samples_is_one() -> None:
     for case in (RIGHT["one number, undeclared"], RIGHT["samples"]):
         with engine_for(case) as engine:
             reports = [engine.step(batch_of(case)) for _ in range(2)]
-            trained = [*engine._modules.parameters()]  # noqa: SLF001
+            trained = [*engine._parts.modules.parameters()]  # noqa: SLF001
             found.append(([float(one.loss) for one in reports], engine.evaluate([vectors(9)]), trained))
     (losses, metrics, trained), (expected, expected_metrics, references) = found
 
@@ -351,7 +351,7 @@ def test_a_resumed_run_remembers_what_its_loss_is(tmp_path: Path) -> None:
 
 def watched_state(engine: ab.Engine, hooked: list[str]) -> list[Any]:
     """Return everything that a check must leave as it was."""
-    modules: nn.Module = engine._modules  # noqa: SLF001
+    modules: nn.Module = engine._parts.modules  # noqa: SLF001
     plain = [
         {key: value for key, value in vars(module).items() if isinstance(value, (bool, int, float, str, type(None)))}
         for module in modules.modules()
@@ -399,11 +399,11 @@ def test_nothing_is_touched(kind: str) -> None:
 
     case = Declared(Classifier, lambda: vectors(23), lambda: ab.mean_over_samples(loss))
     with engine_for(case, rng=None) as engine:
-        engine._modules.get_submodule("body.3").eval()  # noqa: SLF001
-        engine._modules.get_parameter("head.weight").register_hook(lambda _: hooked.append("head"))  # noqa: SLF001
+        engine._parts.modules.get_submodule("body.3").eval()  # noqa: SLF001
+        engine._parts.modules.get_parameter("head.weight").register_hook(lambda _: hooked.append("head"))  # noqa: SLF001
         batch = vectors(23)
         seen.append([*watched_state(engine, hooked), *(value.clone() for value in batch.values())])
-        look = engine._check.look  # noqa: SLF001
+        look = engine._parts.check.look  # noqa: SLF001
 
         def looking(*args: Any) -> Any:
             try:
@@ -411,7 +411,7 @@ def test_nothing_is_touched(kind: str) -> None:
             finally:
                 seen.append([*watched_state(engine, hooked), *(value.clone() for value in batch.values())])
 
-        engine._check.look = looking  # type: ignore[assignment, method-assign]  # noqa: SLF001
+        engine._parts.check.look = looking  # type: ignore[assignment, method-assign]  # noqa: SLF001
         try:
             engine.step(batch)
         except (LossError, ZeroDivisionError, KeyboardInterrupt):

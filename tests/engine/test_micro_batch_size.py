@@ -22,7 +22,7 @@ from anybatch.core.size_choice import KnownSize, even_size
 from anybatch.engine.accumulation.planned_batch import RankShare
 from anybatch.engine.micro_batch_size.search import Auto, Search
 from anybatch.engine.micro_batch_size.sizes import WORTH_TIMING
-from anybatch.engine.micro_batch_size.trial_run import Run
+from anybatch.engine.micro_batch_size.trial_run import TrialResult
 from anybatch.errors import BatchSizeError, CannotPlanError, CompositionError
 from anybatch.norms import Ghost
 from tests.engine.cases import Batch, InMemory, classify, vectors
@@ -171,15 +171,15 @@ class Fake:
         self.limit = limit
         self.ran: list[list[int]] = []
 
-    def run(self, size: int, most: int) -> Run:
+    def run(self, size: int, most: int) -> TrialResult:
         """Take the time of the first micro-batches."""
         parts = [min(size, self.num_samples - start) for start in range(0, self.num_samples, size)][:most]
         self.ran.append(parts)
         if max(parts) > self.limit:
-            return Run("out_of_memory")
+            return TrialResult("out_of_memory")
         seconds = tuple(self.seconds(part) for part in parts)
         self.clock.now += sum(seconds)
-        return Run("ran", seconds)
+        return TrialResult("ran", seconds)
 
 
 def search_of(fake: Fake, **options: Any) -> Search:
@@ -543,7 +543,6 @@ UNTIMED: Mapping[str, tuple[Callable[[], Model], dict[str, Any], str]] = {
     "small": (Small, {}, "a step takes too little to be worth timing"),
     "BatchNorm": (Normalised, {}, "what BatchNorm makes of a sample depends on its micro-batch"),
     "BatchNorm, synchronised": (Normalised, {"norms": "sync"}, "what BatchNorm makes of a sample depends on"),
-    "lockstep": (Model, {"strategy": FullyShard}, "ranks run in lockstep"),
 }
 
 
@@ -845,7 +844,7 @@ def refused_search() -> str:
     model = Model()
     loss = ab.mean_over_samples(classify)
     engine = ab.Engine(model, lambda named: torch.optim.SGD(named, lr=0.1), loss, strategy=FullyShard(), world=world)
-    engine._sizing.may_run_out = True  # noqa: SLF001 (as on an accelerator)
+    engine._parts.sizes.may_run_out = True  # noqa: SLF001 (as on an accelerator)
     with pytest.raises(CompositionError) as caught:
         engine.step(InMemory(vectors(58)))
     return str(caught.value)

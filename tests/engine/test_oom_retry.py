@@ -12,8 +12,9 @@ import anybatch as ab
 from anybatch.core.buffers import BufferKeeper
 from anybatch.core.geometry import Sizes
 from anybatch.core.records import DiagnosisRecord, OutOfMemoryRecord, Record
-from anybatch.engine.micro_batch_size.backoff import FIRST_WAIT, Resizing
-from anybatch.engine.micro_batch_size.sizes import Sizing
+from anybatch.engine.micro_batch_size.backoff import FIRST_WAIT, SizeBackoff
+from anybatch.engine.micro_batch_size.sizes import RunSizes
+from anybatch.engine.telemetry.decisions import Decisions
 from anybatch.errors import DoesNotFitError, HalfUpdatedError
 from anybatch.norms import Exact
 from anybatch.testing import memory_budget, out_of_memory_at, run_ranks
@@ -478,9 +479,14 @@ class Recorded:
         self.told.append(message)
 
 
-def sizing_of(size: int | None) -> Sizing:
+def sizing_of(size: int | None) -> RunSizes:
     """Return sizes on one rank."""
-    return Sizing(ab.World(), effective_batch_size=None, micro_batch_size=size, accumulation_steps=None, deal="fixed")
+    return RunSizes(ab.World(), effective_batch_size=None, micro_batch_size=size, accumulation_steps=None, deal="fixed")
+
+
+def backoff_of(sizes: RunSizes, notified: Recorded | None = None) -> SizeBackoff:
+    """Return the backoff of a run that nothing has happened to."""
+    return SizeBackoff(sizes, Decisions(), notified or Recorded())  # type: ignore[arg-type]  # of a notifier one method
 
 
 @sees(
@@ -492,23 +498,24 @@ def sizing_of(size: int | None) -> Sizing:
 def test_a_named_size_stays_small_and_auto_grows_again() -> None:
     """Under "auto" the former size is tried after some steps, and after twice as many each time it fails again."""
     for grows in (False, True):
-        sizing, watch, decisions = sizing_of(16), Recorded(), dict[str, str]()
-        resizing = Resizing(sizing, grows=grows, whole=False)
+        sizing, notified = sizing_of(16), Recorded()
+        sizing.is_auto = grows
+        resizing = backoff_of(sizing, notified)
         tried = []
         for step in range(8 * FIRST_WAIT):
-            resizing.begin(step, watch, decisions)  # type: ignore[arg-type]
+            resizing.begin_step(step)
             if sizing.sizes.micro_batch_size == 16:
                 tried.append(step)
                 if step < 2 * FIRST_WAIT + FIRST_WAIT:
-                    plan = sizing.placement(lockstep=False).plan(range(32))
-                    assert resizing.shrink(plan, step, decisions) == (16, 8)
+                    plan = sizing.placement.plan(range(32))
+                    assert resizing.shrink(plan, step) == (16, 8)
         if not grows:
             assert tried == [0]
             assert sizing.sizes.micro_batch_size == 8
             continue
         assert tried[:3] == [0, FIRST_WAIT, 3 * FIRST_WAIT]
         assert tried[3:] == list(range(3 * FIRST_WAIT + 1, 8 * FIRST_WAIT))
-        assert watch.told[0].startswith("trying the size before 8 samples at most again, from step 100 on")
+        assert notified.told[0].startswith("trying the size before 8 samples at most again, from step 100 on")
 
 
 @sees(
@@ -526,26 +533,25 @@ def test_the_next_size_makes_even_micro_batches(size: int | None, num_samples: i
     """Twice as many micro-batches, of as equal size as can be; never as large as before."""
     sizing = sizing_of(size)
     before = sizing.sizes
-    plan = sizing.placement(lockstep=False).plan(range(num_samples))
-    _, after = Resizing(sizing, grows=False, whole=False).shrink(plan, 0, {})
+    plan = sizing.placement.plan(range(num_samples))
+    _, after = backoff_of(sizing).shrink(plan, 0)
     assert after == expected
     if after is None:
         assert sizing.sizes is before
     else:
-        sizes = [unit.num_samples for unit in sizing.placement(lockstep=False).plan(range(num_samples)).units]
+        sizes = [unit.num_samples for unit in sizing.placement.plan(range(num_samples)).units]
         assert max(sizes) == after
 
 
 def test_state_of_resizing_survives_a_checkpoint() -> None:
     """What was saved in the middle of a try is taken up there."""
-    sizing, decisions = sizing_of(16), dict[str, str]()
-    resizing = Resizing(sizing, grows=True, whole=False)
-    resizing.shrink(sizing.placement(lockstep=False).plan(range(32)), 0, decisions)
-    resizing.begin(FIRST_WAIT, Recorded(), decisions)  # type: ignore[arg-type]
-    again_sizing = sizing_of(16)
-    again = Resizing(again_sizing, grows=True, whole=False)
+    sizing, again_sizing = sizing_of(16), sizing_of(16)
+    sizing.is_auto = again_sizing.is_auto = True
+    resizing, again = backoff_of(sizing), backoff_of(again_sizing)
+    resizing.shrink(sizing.placement.plan(range(32)), 0)
+    resizing.begin_step(FIRST_WAIT)
     saved: Any = {"world_size": 1, "effective_batch_size": None, "micro_batch_size": 16, "accumulation_steps": None}
-    again.resume({"sizes": saved, "resized": resizing.state(), "decisions": {}}, Recorded())  # type: ignore[arg-type]
+    again.resume({"sizes": saved, "resized": resizing.state(), "decisions": {}})
     assert again.state() == resizing.state()
     assert again_sizing.sizes == sizing.sizes == Sizes(**saved)
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import anybatch as ab
 from anybatch.core.randomness import BatchKey
 from anybatch.core.splitting import Unit
-from anybatch.engine.accumulation.accumulate import Work
+from anybatch.engine.accumulation.accumulate import MicroBatch
 from anybatch.engine.rng.per_sample_dropout import PerSample, SampleRandomness
 from anybatch.errors import CompositionError, UserError
 from anybatch.parallel.strategy import Turn
@@ -175,8 +175,8 @@ def dropped(function: Callable[[torch.Tensor], torch.Tensor], values: torch.Tens
     """Return what a function makes of values while they are one micro-batch."""
     randomness = SampleRandomness(PerSample(), nn.Identity(), torch.device("cpu"))
     unit = Unit(0, 0, len(values))
-    work = Work(unit, (), Turn(first=True, last=True), 0, BatchKey(SEED, 0, range(len(values))))
-    with randomness, randomness.micro_batch(work):
+    micro_batch = MicroBatch(unit, (), Turn(first=True, last=True), 0, BatchKey(SEED, 0, range(len(values))))
+    with randomness, randomness.micro_batch(micro_batch):
         return function(values)
 
 

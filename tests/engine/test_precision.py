@@ -246,7 +246,7 @@ def spiky_steps(strategy: str, clip: float | None = None) -> SpikyRun:
             run.skipped.append(report.skipped)
             run.moved.append(any(not torch.equal(*pair) for pair in zip(before, run.parameters, strict=True)))
             run.scheduled.append(scheduler.last_epoch)
-            run.scales.append(engine._machine.scaler.scaler.get_scale())  # noqa: SLF001 (no report tells it)
+            run.scales.append(engine._parts.updater.scaler.scaler.get_scale())  # noqa: SLF001 (no report tells it)
     return run._replace(parameters=[parameter.detach() for parameter in run.parameters])
 
 

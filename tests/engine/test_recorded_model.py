@@ -11,20 +11,20 @@ from hypothesis import strategies as st
 from torch import nn
 
 from anybatch.core.tree import tensors_of
-from anybatch.engine.loss_check.recorded_model import Call, Rows, StandIn, UndecidedError, sample_axes
+from anybatch.engine.loss_check.recorded_model import Call, RecordedModel, RecordedRows, UndecidedError, sample_axes
 from tests.engine.cases import perceptron, vectors
 
 
 @given(data=st.data(), number=st.integers(1, 5), interleaved=st.booleans())
 def test_rows_are_those_of_the_samples(data: st.DataObject, number: int, interleaved: bool) -> None:
-    """Rows are what indexing by hand gives, along however many axes, side by side or interleaved."""
+    """RecordedRows are what indexing by hand gives, along however many axes, side by side or interleaved."""
     entries = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=2), "entries per sample")
     sizes = [number * each for each in entries]
     tensor = torch.randn(*sizes, 2, dtype=torch.float64)
     start = data.draw(st.integers(0, number - 1), "start")
     stop = data.draw(st.integers(start + 1, number), "stop")
 
-    rows = Rows(tensor, tuple(enumerate(entries)), number, interleaved=interleaved)
+    rows = RecordedRows(tensor, tuple(enumerate(entries)), number, interleaved=interleaved)
     found = rows.shaped(rows.leaf(start, stop, wide=True))
 
     expected = tensor
@@ -110,7 +110,7 @@ def test_every_way_of_calling_is_replayed(way: str) -> None:
     torch.manual_seed(0)
     model = Model()
     x = vectors(7)["x"].float()
-    stand_in = StandIn(model, ())
+    stand_in = RecordedModel(model, ())
     recorded = stand_in.record(lambda: WAYS[way](stand_in.model, x))
     answers = [[tensor.clone().requires_grad_() for tensor in call.tensors] for call in recorded]
     found, _ = stand_in.replay(recorded, answers, lambda: WAYS[way](stand_in.model, x))
@@ -127,7 +127,7 @@ def test_opened_modules_run_on_their_childrens_answers() -> None:
     """An opened module runs its own forward, and its children answer from the recording."""
     model = Model()
     x = vectors(7)["x"].float()
-    stand_in = StandIn(model, {id(model)})
+    stand_in = RecordedModel(model, {id(model)})
     recorded = stand_in.record(lambda: stand_in.model(x))  # type: ignore[operator]
 
     assert [call.module for call in recorded] == [model.body, *model.blocks]
@@ -143,7 +143,7 @@ def test_other_calls_than_recorded_are_no_answer(other: str) -> None:
     """A loss function that calls the model differently for fewer samples cannot be looked at."""
     model = Model()
     x = vectors(7)["x"].float()
-    stand_in = StandIn(model, ())
+    stand_in = RecordedModel(model, ())
     clone: Any = stand_in.model
     recorded = stand_in.record(lambda: (clone.body(x), clone.body(x)))
     runs: dict[str, Callable[[], Any]] = {
@@ -161,7 +161,7 @@ def test_hooks_of_the_model_stay_silent_in_a_replay() -> None:
     model.register_forward_hook(lambda *_: seen.append("forward"))
     model.temperature.register_hook(lambda _: seen.append("gradient"))
     x = vectors(7)["x"].float()
-    stand_in = StandIn(model, ())
+    stand_in = RecordedModel(model, ())
     clone: Any = stand_in.model
     recorded = stand_in.record(lambda: clone(x))
     assert seen == ["forward"]

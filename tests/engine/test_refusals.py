@@ -176,7 +176,7 @@ def align(initial: str) -> tuple[dict[str, str], list[torch.Tensor]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss = ab.mean_over_samples(classify)
     with ab.Engine(model, optimizer, loss, strategy=strategy, world=ab.World.from_environment()) as engine:
-        return engine.decisions, list(model.state_dict().values())
+        return dict(engine.decisions), list(model.state_dict().values())
 
 
 @sees(

@@ -71,7 +71,7 @@ def final(model: nn.Module, engine: ab.Engine) -> Weights:
     weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
     if engine.average is not None:
         weights |= {f"average {name}": value.clone() for name, value in engine.average.weights.items()}
-    scaler = engine._machine.scaler  # noqa: SLF001 (no report tells it)
+    scaler = engine._parts.updater.scaler  # noqa: SLF001 (no report tells it)
     if scaler.enabled:
         weights |= {f"scale {name}": torch.tensor(value) for name, value in scaler.scaler.state_dict().items()}
     rates = [group["lr"] for group in engine.optimizer.param_groups]

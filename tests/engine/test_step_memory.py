@@ -272,7 +272,7 @@ def gradient_bytes_held() -> tuple[int, int]:
     notebook = Notebook()
     world = ab.World.from_environment(device="cpu")
     with make_engine(notebook, world=world, strategy="all_reduce") as engine:
-        before = num_bytes_of(engine.held()["gradients"])
+        before = num_bytes_of(engine.resident_tensors()["gradients"])
         engine.step(InMemory(vectors(11)))
     return before, notebook.memory()[0].category_bytes["gradients"]
 

@@ -518,9 +518,9 @@ def test_search_for_a_size() -> None:
     for size in (29, "auto"):
         torch.manual_seed(0)
         with engine_of(case, micro_batch_size=size) as engine:
-            engine._sizing.may_run_out = True  # noqa: SLF001 (as on an accelerator)
+            engine._parts.sizes.may_run_out = True  # noqa: SLF001 (as on an accelerator)
             engine.step(InMemory(pairs()))
-            states.append(list(engine._modules.state_dict().values()))  # noqa: SLF001
+            states.append(list(engine._parts.modules.state_dict().values()))  # noqa: SLF001
             words = engine.decisions.get("micro_batch_size", "")
 
     assert words == "29, by a doubling search on cpu"

@@ -1,15 +1,45 @@
 """FSDP2 behind the strategy seam: a sketch that shows what a sharding strategy needs, not a product."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from anybatch.parallel.strategy import Capabilities, Prepared, ReductionObserver, Turn, trainable
+from anybatch.parallel.strategy import Capabilities, ParameterLayout, Prepared, ReductionObserver, Turn, trainable
 from anybatch.parallel.world import World
+
+
+def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the norm over all shards of all ranks."""
+    norm: Any = torch.nn.utils.get_total_norm(list(gradients))
+    whole: torch.Tensor = norm.full_tensor()
+    return whole
+
+
+def gather(tensor: Any) -> torch.Tensor:
+    """Return a sharded tensor in one piece; others are whole on every rank."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def scatter(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a whole tensor, sharded like another."""
+    if not isinstance(like, DTensor):
+        return whole
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+
+
+SHARDED = ParameterLayout(
+    local=lambda tensor: tensor.to_local() if isinstance(tensor, DTensor) else tensor,
+    gather=gather,
+    scatter=scatter,
+    norm=total_norm,
+)
 
 
 class FullyShard:
@@ -43,7 +73,7 @@ class FullyShard:
             module.set_force_sum_reduction_for_comms(True)
         parameters = trainable(modules)
         self._parameters = list(parameters.values())
-        return Prepared(parameters=parameters, call=lambda function, batch: function(model, batch))
+        return Prepared(parameters=parameters, call=lambda function, batch: function(model, batch), layout=SHARDED)
 
     def micro_batch(self, turn: Turn) -> AbstractContextManager[object]:
         """Choose whether this backward reduces."""

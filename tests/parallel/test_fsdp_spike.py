@@ -1,6 +1,7 @@
 """The strategy seam carries FSDP2: parameters replaced, ranks in lockstep, sums instead of means."""
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from anybatch.errors import DataError
 from anybatch.testing import relative_error
 from tests.engine.cases import CASES, Batch, InMemory, cut, plain_gradients
 from tests.faults import sees
-from tests.parallel.fsdp_spike import FullyShard
+from tests.parallel.fsdp_spike import FullyShard, gather
 from tests.ranks_fixture import Ranks
 
 TOLERANCE = 1e-12
@@ -33,6 +34,11 @@ def whole(tensor: Any) -> torch.Tensor:
 def sgd(named: Any) -> torch.optim.Optimizer:
     """Build an optimizer over the parameters that sharding has made."""
     return torch.optim.SGD(named, lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+def adamw(named: Any) -> torch.optim.Optimizer:
+    """Build an optimizer with two states per parameter."""
+    return torch.optim.AdamW(named, lr=0.01)
 
 
 def sharded_errors(case_name: str, num_samples: int | None, *, defer: bool) -> list[float]:
@@ -106,6 +112,64 @@ def test_a_rank_with_less_to_do_runs_along(num_samples: int, two_ranks: Ranks) -
 
 def _sharded(case: str, num_samples: int | None, defer: bool) -> list[float]:
     return sharded_errors(case, num_samples, defer=defer)
+
+
+def state_errors(folder: str) -> list[float]:
+    """Run on every rank: train sharded, save, go on replicated and sharded; return how far these are from each other.
+
+    Clipping, the optimizer's state and averaged weights are all in it.
+    """
+    warnings.filterwarnings("ignore", message=NOT_TO_BE_CHANGED_IN_PLACE)
+    world, case = ab.World.from_environment(), CASES["ragged"]
+    batch, ends = InMemory(case.batch()), []
+    for strategy, saved in ((FullyShard(), None), (FullyShard(), "load"), ("all_reduce", "load"), ("all_reduce", None)):
+        model = case.model()
+        with ab.Engine(
+            model, adamw, case.loss, micro_batch_size=3, strategy=strategy, clip=0.01, average_decay=0.5, world=world
+        ) as engine:
+            if saved is None:
+                for _ in range(2):
+                    engine.step(batch)
+                if strategy != "all_reduce":
+                    engine.save(folder)
+            else:
+                engine.load(folder)
+            engine.step(batch)
+            engine.evaluate([batch], averaged=True)
+            assert engine.average is not None
+            found = {**dict(model.named_parameters()), **{f"{n} avg": w for n, w in engine.average.weights.items()}}
+            ends.append({name: gather(tensor.detach()) for name, tensor in found.items()})
+    return [relative_error(end, ends[-1]) for end in ends[:-1]]
+
+
+def test_a_checkpoint_is_the_same_under_any_strategy(two_ranks: Ranks, tmp_path: Path) -> None:
+    """A run that is saved sharded goes on sharded and replicated, clipped and averaged, as the replicated run does."""
+    for errors in two_ranks.run(state_errors, str(tmp_path)):
+        assert max(errors) <= TOLERANCE
+
+
+def lockstep_decisions() -> list[str]:
+    """Run on every rank: return what is decided about a bare loss and about "auto" where ranks run in lockstep."""
+    warnings.filterwarnings("ignore", message=NOT_TO_BE_CHANGED_IN_PLACE)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(200, 200), torch.nn.ReLU(), torch.nn.Linear(200, 3))
+    batch = InMemory({"x": torch.randn(85, 200), "y": torch.randint(0, 3, (85,))})
+
+    def loss(net: Any, part: Batch) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(net(part["x"]), part["y"])
+
+    with ab.Engine(model, sgd, loss, strategy=FullyShard(), world=ab.World.from_environment()) as engine:
+        engine.step(batch)
+        return [engine.decisions["loss"], engine.decisions["micro_batch_size"]]
+
+
+def test_lockstep_keeps_auto_and_the_check_of_the_loss(two_ranks: Ranks) -> None:
+    """A bare loss is found to be a mean over samples, and "auto" times sizes: all ranks decide alike, none hangs."""
+    first, second = two_ranks.run(lockstep_decisions)
+
+    assert first == second
+    assert first[0].startswith("taken as a mean over samples")
+    assert "samples/s" in first[1]
 
 
 def messages_of_idle_ranks() -> list[str]:

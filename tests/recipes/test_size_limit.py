@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import anybatch as ab
-from anybatch.core.loss import LossFunction
+from anybatch.core.loss_kinds import LossFunction
 from anybatch.engine.micro_batch_size.search import Auto
 from anybatch.engine.spec import TrainSpec
 from anybatch.errors import CannotPlanError, PlanError

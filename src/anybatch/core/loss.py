@@ -17,18 +17,20 @@ import torch
 from jaxtyping import Num
 from torch import Tensor
 
+from anybatch.core.loss_kinds import (
+    COUNTED,
+    ONLY_TERM,
+    TOKENS,
+    AcrossSamples,
+    Count,
+    CountedBefore,
+    CountedByLoss,
+    LossFunction,
+    LossKind,
+    Term,
+)
 from anybatch.core.tree import Batch
 from anybatch.errors import LossError
-
-LossFunction = Callable[[Any, Batch], Any]
-Count = Callable[[Batch], "int | float | torch.Tensor"]
-_ONLY_TERM = "loss"
-ONE_NUMBER = (
-    "the loss function returned one number and does not say over what it is a mean. Declare it: "
-    "ab.mean_over_samples(loss) for a mean over samples, ab.mean_over_tokens(loss) for a mean over unmasked targets, "
-    "ab.mean_over(loss, count) otherwise; or return one loss per item, or ab.LossSum(total, count)."
-)
-"""What an undeclared loss is told if it is not a mean over samples, or if that cannot be found out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,47 +47,36 @@ class LossSum:
 
 
 @dataclass(frozen=True, slots=True)
-class Term:
-    """One term of a loss: what it is a mean over, and its weight in the loss.
-
-    `count(batch)` must be computable before the forward, from the labels, say; None counts samples. Make terms with
-    `samples`, `tokens` and `counted`.
-    """
-
-    count: Count | None
-    weight: float = 1.0
-    unit: str = "samples"
-
-
-@dataclass(frozen=True, slots=True)
 class Loss:
     """A loss function together with what its values mean. Made by the declarations of this module.
 
-    `terms` is None when only the function itself knows its count (it returns `LossSum` or one loss per item): then the
-    gradients are divided once after the last micro-batch instead of before the first.
-    `named` says that the function returns a dict with one value per term.
-    `encode` is there for a loss across samples: `function` gets what it has made of the whole effective batch.
+    Attributes:
+        function: `function(model, batch)`, or `function(model, outputs)` where it looks across samples.
+        kind: what its value depends on, and what it is divided by.
     """
 
     function: LossFunction
-    terms: Mapping[str, Term] | None
-    named: bool = False
-    encode: LossFunction | None = None
+    kind: LossKind
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the terms, in the order counts and sums are kept."""
-        return (_ONLY_TERM,) if self.terms is None else tuple(self.terms)
+        return tuple(self.kind.terms)
 
     @property
     def weights(self) -> dict[str, float]:
         """Weight of each term, by name."""
-        return {_ONLY_TERM: 1.0} if self.terms is None else {name: term.weight for name, term in self.terms.items()}
+        return {name: term.weight for name, term in self.kind.terms.items()}
+
+    @property
+    def functions(self) -> dict[str, LossFunction]:
+        """The functions that are called with the model, by the name under which their parameters are kept."""
+        return {"loss": self.function} | ({} if self.kind.encode is None else {"encode": self.kind.encode})
 
     @property
     def needs_data_to_count(self) -> bool:
         """Whether counts are known only once the micro-batches are loaded."""
-        return self.terms is not None and any(term.count is not None for term in self.terms.values())
+        return any(term.count is not None for term in self.kind.terms.values())
 
 
 def samples(*, weight: float = 1.0) -> Term:
@@ -117,12 +108,12 @@ def tokens(
             targets = targets[..., 1:]
         return (targets != ignore_index).sum()
 
-    return Term(count, weight, "tokens")
+    return Term(count, weight, TOKENS)
 
 
 def counted(count: Count, *, weight: float = 1.0) -> Term:
     """Declare a term as the mean over whatever `count(batch)` says: class weights, boxes, pairs."""
-    return Term(count, weight, "counted")
+    return Term(count, weight, COUNTED)
 
 
 def mean_over_samples(function: LossFunction) -> Loss:
@@ -130,7 +121,7 @@ def mean_over_samples(function: LossFunction) -> Loss:
 
     The plain loop: `(function(model, micro_batch) * len(micro_batch) / len(effective_batch)).backward()`.
     """
-    return Loss(_callable(function), {_ONLY_TERM: samples()})
+    return Loss(_callable(function), CountedBefore({ONLY_TERM: samples()}))
 
 
 def mean_over_tokens(
@@ -144,7 +135,8 @@ def mean_over_tokens(
 
     This is what `output.loss` of a causal language model is. See `tokens` for the arguments.
     """
-    return Loss(_callable(function), {_ONLY_TERM: tokens(labels, ignore_index=ignore_index, shift=shift)})
+    terms = {ONLY_TERM: tokens(labels, ignore_index=ignore_index, shift=shift)}
+    return Loss(_callable(function), CountedBefore(terms))
 
 
 def mean_over(function: LossFunction, count: Count) -> Loss:
@@ -153,7 +145,7 @@ def mean_over(function: LossFunction, count: Count) -> Loss:
     A class-weighted cross-entropy is a mean over the sum of its targets' weights:
     `mean_over(loss, count=lambda batch: class_weights[batch["label"]].sum())`.
     """
-    return Loss(_callable(function), {_ONLY_TERM: counted(_callable(count))})
+    return Loss(_callable(function), CountedBefore({ONLY_TERM: counted(_callable(count))}))
 
 
 def sum_of(function: LossFunction, **terms: Term) -> Loss:
@@ -171,7 +163,7 @@ def sum_of(function: LossFunction, **terms: Term) -> Loss:
         if not isinstance(term, Term):
             message = f"sum_of term {name}={term!r} must be made with ab.samples, ab.tokens or ab.counted."
             raise LossError(message)
-    return Loss(_callable(function), dict(terms), named=True)
+    return Loss(_callable(function), CountedBefore(dict(terms), named=True))
 
 
 def joint(encode: LossFunction, function: LossFunction) -> Loss:
@@ -196,12 +188,12 @@ def joint(encode: LossFunction, function: LossFunction) -> Loss:
 
     Source: Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021, section 3.
     """
-    return Loss(_callable(function), {_ONLY_TERM: samples()}, encode=_callable(encode))
+    return Loss(_callable(function), AcrossSamples(_callable(encode)))
 
 
 def declared(loss: "Loss | LossFunction") -> Loss:
     """Return `loss` if it is declared; take a bare function as one that returns `LossSum` or one loss per item."""
-    return loss if isinstance(loss, Loss) else Loss(_callable(loss), None)
+    return loss if isinstance(loss, Loss) else Loss(_callable(loss), CountedByLoss())
 
 
 def unit_counts(loss: Loss, batch: Batch, num_samples: int) -> tuple[float, ...]:
@@ -210,10 +202,8 @@ def unit_counts(loss: Loss, batch: Batch, num_samples: int) -> tuple[float, ...]
     Raises:
         LossError: a count is negative or not finite.
     """
-    if loss.terms is None:
-        return (float(num_samples),)
     counts = []
-    for name, term in loss.terms.items():
+    for name, term in loss.kind.terms.items():
         count = float(num_samples if term.count is None else term.count(batch))
         if not 0.0 <= count < float("inf"):
             message = f"the count of loss term {name!r} is {count}; it must be a finite number that is not negative."
@@ -223,7 +213,7 @@ def unit_counts(loss: Loss, batch: Batch, num_samples: int) -> tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class TermFactors:
     """What one micro-batch's value of one term is multiplied with, before the backward.
 
     Args:
@@ -237,26 +227,27 @@ class Share:
     count: float
 
 
-def shares_of(loss: Loss, counts: Sequence[float], divisors: Sequence[float], unit_weight: float) -> tuple[Share, ...]:
-    """Return the share of each term for a micro-batch with `counts`, in an effective batch with `divisors`.
+def factors_of(
+    loss: Loss, counts: Sequence[float], divisors: Sequence[float], unit_weight: float
+) -> tuple[TermFactors, ...]:
+    """Return the factors of each term for a micro-batch with `counts`, in an effective batch with `divisors`.
 
-    A term whose divisor is 0 has nothing to say in the whole effective batch and gets the share 0.
+    A term whose divisor is 0 has nothing to say in the whole effective batch and gets the factor 0.
     """
-    weights = [1.0] if loss.terms is None else [term.weight for term in loss.terms.values()]
-    shares = []
-    for weight, count, divisor in zip(weights, counts, divisors, strict=True):
+    factors = []
+    for weight, count, divisor in zip(loss.weights.values(), counts, divisors, strict=True):
         of_sum = unit_weight * weight / divisor if divisor else 0.0
-        shares.append(Share(of_sum * count, of_sum, count))
-    return tuple(shares)
+        factors.append(TermFactors(of_sum * count, of_sum, count))
+    return tuple(factors)
 
 
-def scaled(loss: Loss, output: object, shares: Sequence[Share]) -> list[torch.Tensor]:
+def scaled(loss: Loss, output: object, factors: Sequence[TermFactors]) -> list[torch.Tensor]:
     """Return each term's contribution to the loss of the effective batch, ready for the backward.
 
     Args:
         loss: the declaration.
         output: what the loss function returned for this micro-batch.
-        shares: one per term, from `shares_of`.
+        factors: one per term, from `factors_of`.
 
     Returns:
         One zero-axis tensor per term that has a count here; terms with count 0 are left out, since a mean over zero
@@ -265,8 +256,8 @@ def scaled(loss: Loss, output: object, shares: Sequence[Share]) -> list[torch.Te
     Raises:
         LossError: the output is not what was declared.
     """
-    if not loss.named:
-        return [_contribution(loss, _ONLY_TERM, output, shares[0])] if shares[0].count else []
+    if not loss.kind.named:
+        return [_contribution(loss, ONLY_TERM, output, factors[0])] if factors[0].count else []
     if not isinstance(output, Mapping) or set(output) != set(loss.names):
         found = sorted(output) if isinstance(output, Mapping) else type(output).__name__
         message = (
@@ -275,9 +266,9 @@ def scaled(loss: Loss, output: object, shares: Sequence[Share]) -> list[torch.Te
         )
         raise LossError(message)
     return [
-        _contribution(loss, name, output[name], share)
-        for name, share in zip(loss.names, shares, strict=True)
-        if share.count
+        _contribution(loss, name, output[name], factor)
+        for name, factor in zip(loss.names, factors, strict=True)
+        if factor.count
     ]
 
 
@@ -289,18 +280,16 @@ def returned_count(output: object) -> "int | float | torch.Tensor":
     return output.numel()
 
 
-def _contribution(loss: Loss, name: str, value: object, share: Share) -> torch.Tensor:
+def _contribution(loss: Loss, name: str, value: object, factor: TermFactors) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         if value.dim():
-            _check_items(loss, name, value, share)
-            return value.sum() * share.of_sum
-        if loss.terms is None:
-            raise LossError(ONE_NUMBER)
-        return value * share.of_mean
+            loss.kind.check_items(name, value, factor.count)
+            return value.sum() * factor.of_sum
+        return loss.kind.mean(value, factor.of_mean)
     if isinstance(value, LossSum):
-        _check_loss_sum(loss, name, value, share)
-        return value.total * share.of_sum
-    if isinstance(value, Mapping) and not loss.named:
+        _check_loss_sum(loss, name, value, factor)
+        return value.total * factor.of_sum
+    if isinstance(value, Mapping) and not loss.kind.named:
         message = (
             f"the loss function returned a dict with the terms {sorted(value)}, but was not declared with terms. "
             "Every term needs its own divisor: use ab.sum_of(loss, name=ab.tokens(), other=ab.samples(weight=0.01))."
@@ -313,35 +302,14 @@ def _contribution(loss: Loss, name: str, value: object, share: Share) -> torch.T
     raise LossError(message)
 
 
-def _check_items(loss: Loss, name: str, values: torch.Tensor, share: Share) -> None:
-    """Refuse losses per item that cannot be one for each item the term counts; a tensor (1,) is a mean gone astray."""
-    unit = "counted" if loss.terms is None else loss.terms[name].unit
-    fewer_allowed = unit == "counted"  # weights need not be as many as items
-    more_allowed = unit != "samples"  # masked targets may be there, with a loss of 0
-    num_values = values.numel()
-    if (num_values < share.count and not fewer_allowed) or (num_values > share.count and not more_allowed):
-        message = (
-            f"the loss function returned a tensor of shape {tuple(values.shape)} for term {name!r}, a mean over "
-            f"{unit}, of which the micro-batch has {share.count:g}. Return the mean itself (one number, no axis), or "
-            f"one loss for each of the {share.count:g} {unit}."
-        )
-        raise LossError(message)
-
-
-def _check_loss_sum(loss: Loss, name: str, value: LossSum, share: Share) -> None:
+def _check_loss_sum(loss: Loss, name: str, value: LossSum, factor: TermFactors) -> None:
     if value.total.dim():
         message = (
             f"LossSum.total of term {name!r} has shape {tuple(value.total.shape)}; it must be one number, the sum."
         )
         raise LossError(message)
-    if loss.terms is None or isinstance(value.count, torch.Tensor):  # reading a tensor would wait for the device
-        return
-    if abs(value.count - share.count) > 1e-6 * share.count:
-        message = (
-            f"the loss function returned LossSum with count={value.count} for term {name!r}, but the declaration "
-            f"counts {share.count:g} in the same micro-batch. Make the two agree, or pass the bare function."
-        )
-        raise LossError(message)
+    if not isinstance(value.count, torch.Tensor):  # reading a tensor would wait for the device
+        loss.kind.check_count(name, value.count, factor.count)
 
 
 def _lookup(batch: Batch, name: str) -> torch.Tensor:

@@ -67,6 +67,47 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CutConstraints:
+    """What a policy about BatchNorm or a strategy demands of every cut, and of how its units are run.
+
+    Attributes:
+        lockstep: every rank runs the same number of units, and each has something to run in every step.
+        fills_up: every rank runs the same number of units; ranks need not have anything to count.
+        every_unit: units that count nothing are run too.
+        whole: a rank share is one unit, whatever its size.
+        group: units and rank shares hold whole groups of this many consecutive samples; None for no groups.
+        joins_ranks: ranks wait for each other in the middle of a forward.
+        largest_fitting: why the largest micro-batch that fits is taken and not the fastest, a clause; empty otherwise.
+    """
+
+    lockstep: bool = False
+    fills_up: bool = False
+    every_unit: bool = False
+    whole: bool = False
+    group: int | None = None
+    joins_ranks: bool = False
+    largest_fitting: str = ""
+
+    @property
+    def searchable(self) -> bool:
+        """Whether there is a micro-batch size to find: not where a share is one unit, or all units are held at once."""
+        return not (self.whole or self.every_unit)
+
+    def __or__(self, other: "CutConstraints") -> "CutConstraints":
+        """Return what satisfies both. Only one of them may ask for groups."""
+        assert self.group is None or other.group is None, (self, other)
+        return CutConstraints(
+            lockstep=self.lockstep or other.lockstep,
+            fills_up=self.fills_up or other.fills_up,
+            every_unit=self.every_unit or other.every_unit,
+            whole=self.whole or other.whole,
+            group=other.group if self.group is None else self.group,
+            joins_ranks=self.joins_ranks or other.joins_ranks,
+            largest_fitting=self.largest_fitting or other.largest_fitting,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
     """Who runs what of one effective batch. A value: print it, compare it, test it without a device.
 

@@ -94,13 +94,13 @@ def _coupling(names: Sequence[str]) -> CheckFinding:
 
 def _losses(runs: GradientRuns) -> list[CheckFinding]:
     """Check the declaration of the loss, term by term, as the engine's first step does."""
-    if runs.loss.encode is not None:  # a loss of the whole batch has no pieces
+    if runs.loss.kind.encode is not None:  # a loss of the whole batch has no pieces
         return []
     try:
         found = runs.findings()
     except UndecidedError:
         return []
-    named = runs.loss.named
+    named = runs.loss.kind.named
     return [
         CheckFinding(
             code="joint_loss" if one.explanation == "joint" else "loss_declaration",

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import torch
 
 from anybatch.core.comparison import errors_by_parameter, relative_error
-from anybatch.core.loss import Loss, LossFunction, declared, mean_over_samples
+from anybatch.core.loss import Loss, declared, mean_over_samples
+from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.tree import Batch, count_samples
 from anybatch.diagnostics.causes import find_causes
 from anybatch.diagnostics.check_report import CheckFinding, CheckReport, SplitResult, in_words, verdict_of
@@ -92,7 +93,7 @@ def _gradient_runs(
     """Return gradient runs in float64 if the model runs in it, else in its own type; and the type, in words."""
     runs = copied(model, loss, batch, torch.float64, seed=seed, norms=norms)
     try:
-        if loss.terms is None and runs.returns_a_number():  # one number, taken as the engine takes it
+        if loss.kind.brings_count and runs.returns_a_number():  # one number, taken as the engine takes it
             runs.loss = mean_over_samples(loss.function)
         runs.whole()
     except (RuntimeError, TypeError, NotImplementedError) as error:
@@ -100,7 +101,7 @@ def _gradient_runs(
     else:
         return runs, "float64"
     runs = copied(model, loss, batch, None, seed=seed, norms=norms)
-    if loss.terms is None and runs.returns_a_number():
+    if loss.kind.brings_count and runs.returns_a_number():
         runs.loss = mean_over_samples(loss.function)
     runs.whole()
     return runs, f"{str(runs.dtype).removeprefix('torch.')}, because in float64: {reason}"

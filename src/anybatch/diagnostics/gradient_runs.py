@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from anybatch.core.comparison import Gradients, relative_error
-from anybatch.core.loss import Loss, returned_count, scaled, shares_of, unit_counts
+from anybatch.core.loss import Loss, factors_of, returned_count, scaled, unit_counts
 from anybatch.core.tree import Batch, count_samples, map_tensors
 from anybatch.diagnostics.coupling import ForwardTraits, look
 from anybatch.engine.engine import Engine
 from anybatch.engine.inputs import Model, collect_modules
-from anybatch.engine.loss_check.additivity import Finding, findings, subject_of
-from anybatch.engine.side_effects import Draws, untouched
+from anybatch.engine.loss_check.additivity import TermFinding, checked_samples, findings
+from anybatch.engine.side_effects import SeededGenerators, without_side_effects
 from anybatch.norms import Policy, PolicyName
 from anybatch.parallel.strategy import trainable
 from anybatch.parallel.world import World
@@ -86,15 +86,17 @@ class GradientRuns:
             finally:
                 engine.close()
 
-    def findings(self) -> dict[str, Finding]:
+    def findings(self) -> dict[str, TermFinding]:
         """Check the loss's declaration as the engine's first step does; return the findings by term.
 
         Raises:
             UndecidedError: nothing can be said.
         """
-        with self._untouched(self.seed) as draws:
-            subject, _ = subject_of(self.loss, self.model, self.batch, autocast=nullcontext, is_low=False, draws=draws)
-            return findings(subject)
+        with self._untouched(self.seed) as generators:
+            checked, _ = checked_samples(
+                self.loss, self.model, self.batch, autocast=nullcontext, is_low=False, generators=generators
+            )
+            return findings(checked)
 
     def look(self) -> ForwardTraits:
         """Look at every module in one forward of the whole batch."""
@@ -131,9 +133,9 @@ class GradientRuns:
             self.resting = before
 
     @contextmanager
-    def _untouched(self, seed: int) -> Iterator[Draws]:
+    def _untouched(self, seed: int) -> Iterator[SeededGenerators]:
         """Seed, let modules rest, and put buffers, modes and random numbers back."""
-        with untouched(self.modules, torch.device("cpu")) as draws:
+        with without_side_effects(self.modules, torch.device("cpu")) as draws:
             draws.seed(seed)
             for module in self.resting:
                 module.training = False
@@ -141,16 +143,16 @@ class GradientRuns:
 
     def _output(self, batch: Batch) -> Any:  # noqa: ANN401 (whatever the user's loss function returns)
         """Return the loss function's output for a batch as a whole."""
-        encode = self.loss.encode
+        encode = self.loss.kind.encode
         return self.loss.function(self.model, batch if encode is None else encode(self.model, batch))
 
     def _value(self, loss: Loss, batch: Batch) -> torch.Tensor:
         """Return the loss of the whole batch, as declared."""
         counts = unit_counts(loss, batch, self.num_samples)
         output = self._output(batch)
-        terms = scaled(loss, output, shares_of(loss, counts, counts, 1.0))
+        terms = scaled(loss, output, factors_of(loss, counts, counts, 1.0))
         value = torch.stack(terms).sum()
-        return value * (self.num_samples / returned_count(output)) if loss.terms is None else value
+        return value * (self.num_samples / returned_count(output)) if loss.kind.brings_count else value
 
     def _backward(self, value: torch.Tensor) -> Gradients:
         own = trainable(self.modules)

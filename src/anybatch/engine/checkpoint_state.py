@@ -1,4 +1,4 @@
-"""What a run needs to go on as if it had never stopped."""
+"""The state a run needs to go on as if it had never stopped: collected, restored, the same under any strategy."""
 
 import copy
 import dataclasses
@@ -13,9 +13,11 @@ from torch import nn
 from anybatch.checkpoints import LoadedCheckpoint, SavedCheckpoint, load, load_latest, save
 from anybatch.core.batch import Position
 from anybatch.core.geometry import Sizes
+from anybatch.core.tree import map_tensors
 from anybatch.engine.update.precision import LossScaler, Target
 from anybatch.engine.update.weight_average import WeightAverage
 from anybatch.errors import CheckpointError
+from anybatch.parallel.strategy import ParameterLayout
 from anybatch.parallel.world import World
 
 
@@ -28,13 +30,22 @@ class Scheduler(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class StateParts:
     """The parts of an engine that change while it trains.
 
     Random numbers are not among them: they are keyed by (seed, step, sample), so the seed and the step say it all.
+
+    Attributes:
+        modules: everything that trains.
+        layout: how tensors lie on the ranks.
+        target: the optimizer and what it updates.
+        scaler: fp16's gradient scaler, or nothing.
+        scheduler: anything with a state, or None.
+        average: averaged weights, or None.
     """
 
     modules: nn.Module
+    layout: ParameterLayout
     target: Target
     scaler: LossScaler
     scheduler: Any
@@ -62,9 +73,12 @@ class Progress:
     decisions: Mapping[str, str]
 
 
-def collect_state(parts: Parts, progress: Progress) -> dict[str, Any]:
-    """Return everything that changes, as nested dicts of tensors and plain values; tensors are not copied."""
-    target, scaler = parts.target, parts.scaler
+def collect_state(parts: StateParts, progress: Progress) -> dict[str, Any]:
+    """Return everything that changes, as nested dicts of whole tensors and plain values.
+
+    A collective where tensors are sharded, so every rank calls it. Tensors of replicas are not copied.
+    """
+    target, scaler, gather = parts.target, parts.scaler, parts.layout.gather
     return {
         "num_steps": progress.num_steps,
         "position": {"epoch": progress.position.epoch, "sample_offset": progress.position.sample_offset},
@@ -72,16 +86,20 @@ def collect_state(parts: Parts, progress: Progress) -> dict[str, Any]:
         "sizes": dataclasses.asdict(progress.sizes),
         "resized": progress.resized,
         "decisions": dict(progress.decisions),
-        "model": dict(parts.modules.state_dict()),
-        "optimizer": target.optimizer.state_dict(),
-        "master_weights": [weight.detach() for weight in target.updated] if target.update == "master_weights" else None,
+        "model": map_tensors(dict(parts.modules.state_dict()), gather),
+        "optimizer": map_tensors(target.optimizer.state_dict(), gather),
+        "master_weights": [gather(weight.detach()) for weight in target.updated]
+        if target.update == "master_weights"
+        else None,
         "scheduler": None if parts.scheduler is None else parts.scheduler.state_dict(),
         "scaler": scaler.scaler.state_dict() if scaler.enabled else None,
-        "average": None if parts.average is None else dict(parts.average.weights),
+        "average": None
+        if parts.average is None
+        else {name: gather(weight) for name, weight in parts.average.weights.items()},
     }
 
 
-def restore_state(parts: Parts, state: Mapping[str, Any]) -> None:
+def restore_state(parts: StateParts, state: Mapping[str, Any]) -> None:
     """Put a collected state into the parts of an engine; nothing is changed unless all of it fits.
 
     Raises:
@@ -101,19 +119,35 @@ def restore_state(parts: Parts, state: Mapping[str, Any]) -> None:
                 "Build the engine as the run was built (precision, scheduler, average_decay, optimizer)."
             )
             raise CheckpointError(message)
-    parts.modules.load_state_dict(state["model"])
+    scatter, own_model = parts.layout.scatter, parts.modules.state_dict()
+    model = {
+        name: scatter(value, own_model[name]) if isinstance(value, torch.Tensor) else value
+        for name, value in state["model"].items()
+    }
+    parts.modules.load_state_dict(model)
     # A copy, because an optimizer keeps tensors of what it loads and changes them in place.
-    parts.target.optimizer.load_state_dict(copy.deepcopy(dict(state["optimizer"])))
+    parts.target.optimizer.load_state_dict(_scattered(copy.deepcopy(dict(state["optimizer"])), parts))
     if state["master_weights"] is not None:
         with torch.no_grad():
             for weight, saved in zip(parts.target.updated, state["master_weights"], strict=True):
-                weight.copy_(saved)
+                weight.copy_(scatter(saved, weight))
     if parts.scheduler is not None:
         parts.scheduler.load_state_dict(dict(state["scheduler"]))
     if parts.scaler.enabled:
         parts.scaler.scaler.load_state_dict(dict(state["scaler"]))
     if parts.average is not None:
-        parts.average.load(state["average"])
+        weights = parts.average.weights
+        parts.average.load({name: scatter(state["average"][name], weight) for name, weight in weights.items()})
+
+
+def _scattered(saved: dict[str, Any], parts: StateParts) -> dict[str, Any]:
+    """Return an optimizer's state with each tensor laid out like the parameter it belongs to."""
+    parameters = [parameter for group in parts.target.optimizer.param_groups for parameter in group["params"]]
+    for number, values in saved["state"].items():
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and value.shape == parameters[number].shape:
+                values[name] = parts.layout.scatter(value, parameters[number])
+    return saved
 
 
 def _check_model(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What was passed to the engine, as features of the composition table."""
+"""The arguments of an engine as features of the composition table, and the refusals that follow from it."""
 
 import traceback
 from collections.abc import Mapping
@@ -11,20 +11,22 @@ from anybatch.core.compatibility import Feature, refusal, refuse_compositions
 from anybatch.core.dtypes import is_low_precision
 from anybatch.core.geometry import Sizes
 from anybatch.core.loss import Loss
+from anybatch.core.splitting import Deal
 from anybatch.core.torch_internals import BatchNormBase
 from anybatch.engine.rng.generators import Rng
 from anybatch.engine.rng.per_sample_dropout import PerSample
+from anybatch.engine.spec import TrainSpec
 from anybatch.engine.torch_internals import DropoutBase, is_compiled
 from anybatch.engine.update.clipping import ClipByNorm, ClipByValue, ClipPolicy
-from anybatch.engine.update.precision import OptimizerFunction, PrecisionName
+from anybatch.engine.update.precision import OptimizerFunction
 from anybatch.errors import CompositionError, UserError
+from anybatch.norms import Policy
 from anybatch.parallel.strategy import Capabilities, trainable
 from anybatch.parallel.world import World
 
 Features = Mapping[Feature, str]
 """The features of a run, each with what showed it, or an empty string."""
 
-_STRATEGIES = {"single": Feature.SINGLE, "all_reduce": Feature.ALL_REDUCE, "ddp": Feature.DDP}
 _PRECISIONS = {"fp32": Feature.FP32, "bf16": Feature.BF16, "fp16": Feature.FP16}
 _DEALS = {"balanced": Feature.BALANCED, "fixed": Feature.FIXED}
 _CLIPS = {ClipByNorm: Feature.CLIP_NORM, ClipByValue: Feature.CLIP_VALUE}
@@ -35,10 +37,29 @@ _DROPOUTS = {
 }
 
 
-def features_of_choices(
-    *, precision: PrecisionName, deal: str, sizes: Sizes, clip: ClipPolicy | None
+def features_of(
+    spec: TrainSpec,
+    modules: nn.Module,
+    loss: Loss,
+    *,
+    sizes: Sizes,
+    deal: Deal,
+    clip: ClipPolicy | None,
+    policy: Policy,
 ) -> dict[Feature, str]:
-    """Return the features that are arguments of the engine.
+    """Return the features of a run that follow from its spec and sizes.
+
+    What shows only while a model runs is not among them: parameters that stay unused, activation checkpointing,
+    functions such as `F.dropout`.
+
+    Args:
+        spec: what is trained.
+        modules: everything that trains.
+        loss: the declared loss.
+        sizes: as they were named.
+        deal: how units are dealt to ranks.
+        clip: the clipping policy.
+        policy: the policy about BatchNorm.
 
     Raises:
         UserError: an unknown value of `deal`.
@@ -46,7 +67,7 @@ def features_of_choices(
     if deal not in _DEALS:
         message = f"{deal=} must be one of {', '.join(map(repr, _DEALS))}."
         raise UserError(message)
-    found = {_PRECISIONS[precision]: "", _DEALS[deal]: ""}
+    found = {_PRECISIONS[spec.precision]: "", _DEALS[deal]: ""}
     if sizes.micro_batch_size is not None:
         found[Feature.MICRO_BATCH_SIZE] = str(sizes.micro_batch_size)
     elif sizes.accumulation_steps is not None:
@@ -55,17 +76,14 @@ def features_of_choices(
         found[Feature.AUTO_SIZE] = ""
     if clip is not None:
         found[_CLIPS.get(type(clip), Feature.CLIP_GROUPS)] = ""
-    return found
+    if policy.feature is not None:
+        found[policy.feature] = ""
+    return {**_features_of_training(modules, loss, spec.optimizer, rng=spec.rng), **found}
 
 
-def features_of_training(
+def _features_of_training(
     modules: nn.Module, loss: Loss, optimizer: Optimizer | OptimizerFunction, *, rng: Rng
 ) -> dict[Feature, str]:
-    """Return the features of what is trained, and of the loss and the optimizer that train it.
-
-    What shows only while a model runs is not among them: parameters that stay unused, activation checkpointing,
-    functions such as `F.dropout`.
-    """
     dropout = Feature.DROPOUT_PER_SAMPLE if isinstance(rng, PerSample) else _DROPOUTS[rng]
     layers = {
         Feature.BATCH_NORM: lambda module: isinstance(module, BatchNormBase) and module.training,
@@ -86,7 +104,7 @@ def features_of_training(
 
 def features_of_ranks(capabilities: Capabilities, world: World) -> dict[Feature, str]:
     """Return strategy and ranks, or nothing for a strategy that is not in the table: that one answers for itself."""
-    strategy = _STRATEGIES.get(capabilities.name)
+    strategy = capabilities.feature
     if strategy is None:
         return {}
     if not world.connected:
@@ -165,16 +183,9 @@ def _features_of_parameters(modules: nn.Module, optimizer: Optimizer | Optimizer
 
 
 def _features_of_loss(loss: Loss) -> dict[Feature, str]:
-    kind = Feature.COUNT_BEFORE
-    if loss.encode is not None:
-        kind = Feature.JOINT
-    elif loss.terms is None:
-        kind = Feature.COUNT_LATE
-    elif len(loss.terms) > 1:
-        kind = Feature.SEVERAL_TERMS
-    modules = [function for function in (loss.function, loss.encode) if isinstance(function, nn.Module)]
+    modules = [function for function in loss.functions.values() if isinstance(function, nn.Module)]
     training = [type(module).__name__ for module in modules if any(p.requires_grad for p in module.parameters())]
-    return {kind: "", **({Feature.LOSS_PARAMETERS: ", ".join(training)} if training else {})}
+    return {loss.kind.feature: "", **({Feature.LOSS_PARAMETERS: ", ".join(training)} if training else {})}
 
 
 def _has_sparse_gradients(module: nn.Module) -> bool:

@@ -13,8 +13,8 @@ from anybatch.core.loss import Loss, LossSum, unit_counts
 from anybatch.core.randomness import BatchKey
 from anybatch.core.splitting import Unit
 from anybatch.core.tree import Batch, slice_samples
-from anybatch.engine.accumulation.accumulate import Machine, Work
-from anybatch.engine.accumulation.planned_batch import OpenBatch, open_batch, to_device
+from anybatch.engine.accumulation.accumulate import LoopContext, MicroBatch
+from anybatch.engine.accumulation.planned_batch import PlannedBatch, plan_effective_batch, to_device
 from anybatch.engine.accumulation.two_pass import (
     Outputs,
     call_on_whole,
@@ -23,7 +23,7 @@ from anybatch.engine.accumulation.two_pass import (
     gather_outputs,
     one_number,
 )
-from anybatch.engine.micro_batch_size.oom_halving import Halving
+from anybatch.engine.micro_batch_size.oom_halving import OomHalving
 from anybatch.errors import LossError
 from anybatch.parallel.strategy import Turn
 from anybatch.parallel.world import World
@@ -36,24 +36,31 @@ def evaluate(
     batches: Iterable[Any],
     metric: "Loss | MetricFunction",
     *,
-    machine: Machine,
+    context: LoopContext,
     placement: Placement,
     world: World,
     halved: Callable[[int, int], None],
 ) -> tuple[dict[str, float], int]:
     """Return the mean of each metric over all batches and ranks, and over how many samples; see `Engine.evaluate`.
 
-    A micro-batch that does not fit is run in halves, and `halved` is told: nothing is changed by it, and samples are
-    added up anyway.
+    A micro-batch that does not fit is run in halves: nothing is changed by it, and samples are added up anyway.
+
+    Args:
+        batches: as `Engine.evaluate` takes them.
+        metric: a declared loss, or a metric function.
+        context: what the loop uses.
+        placement: how batches are cut.
+        world: the ranks.
+        halved: called with the sizes before and after, where a micro-batch did not fit.
     """
-    halving = Halving(world.device, halved, alone=not machine.strategy.capabilities.lockstep)
+    halving = OomHalving(world.device, halved, alone=not context.strategy.capabilities.lockstep)
     totals: dict[str, torch.Tensor] = {}
     num_samples = 0
     for batch in batches:
-        opened = open_batch(batch, placement, world, Position())
-        num_samples += opened.plan.num_samples
-        measure = _measure_whole if isinstance(metric, Loss) and metric.encode is not None else _measure_parts
-        for pairs in measure(metric, machine, opened, world, halving):
+        planned = plan_effective_batch(batch, placement, world, Position())
+        num_samples += planned.plan.num_samples
+        measure = _measure_whole if isinstance(metric, Loss) and metric.kind.encode is not None else _measure_parts
+        for pairs in measure(metric, context, planned, world, halving):
             for name, pair in pairs.items():
                 totals[name] = totals[name] + pair if name in totals else pair
     names = sorted(set().union(*world.gather_objects(sorted(totals))))  # a rank without data knows no names
@@ -61,19 +68,19 @@ def evaluate(
         message = "there was nothing to evaluate: the batches held no samples on any rank."
         raise LossError(message)
     nothing = torch.zeros(2, dtype=widest_dtype(world.device), device=world.device)
-    stacked = machine.strategy.sum(torch.stack([totals.get(name, nothing) for name in names])).tolist()
+    stacked = context.strategy.sum(torch.stack([totals.get(name, nothing) for name in names])).tolist()
     means = zip(names, stacked, strict=True)
     return {name: total / count if count else float("nan") for name, (total, count) in means}, num_samples
 
 
 def _measure_parts(
-    metric: "Loss | MetricFunction", machine: Machine, opened: OpenBatch, world: World, halving: Halving
+    metric: "Loss | MetricFunction", context: LoopContext, planned: PlannedBatch, world: World, halving: OomHalving
 ) -> Iterator[Pairs]:
     """Yield (total, count) of each metric for every micro-batch."""
-    for unit, micro_batch in zip(opened.units, to_device(opened.micro_batches, world.device), strict=True):
+    for unit, micro_batch in zip(planned.units, to_device(planned.micro_batches, world.device), strict=True):
 
         def piece(start: int, stop: int, whole: Batch = micro_batch, size: int = unit.num_samples) -> Pairs:
-            return _measure(metric, machine, _part(whole, start, stop, size), stop - start, world.device)
+            return _measure(metric, context, _part(whole, start, stop, size), stop - start, world.device)
 
         for pairs in halving.run(unit.num_samples, piece):
             if unit.weight:  # otherwise it only keeps ranks in lockstep
@@ -81,31 +88,32 @@ def _measure_parts(
 
 
 def _measure_whole(
-    metric: "Loss | MetricFunction", machine: Machine, opened: OpenBatch, world: World, halving: Halving
+    metric: "Loss | MetricFunction", context: LoopContext, planned: PlannedBatch, world: World, halving: OomHalving
 ) -> Iterator[Pairs]:
     """Yield (total, count) of metrics across samples, for the effective batch as a whole and on one rank only."""
     assert isinstance(metric, Loss)
-    batches = to_device(opened.micro_batches, world.device)
+    batches = to_device(planned.micro_batches, world.device)
     turn = Turn(first=False, last=False)
-    key = BatchKey(opened.seed, 0, opened.sample_ids)
+    key = BatchKey(planned.seed, 0, planned.sample_ids)
     outputs = Outputs()
-    with machine.randomness:
-        for number, (unit, batch) in enumerate(zip(opened.units, batches, strict=True)):
+    with context.randomness:
+        for number, (unit, batch) in enumerate(zip(planned.units, batches, strict=True)):
 
             def piece(start: int, stop: int, unit: Unit = unit, batch: Batch = batch, number: int = number) -> None:
                 part = dataclasses.replace(unit, start=unit.start + start, stop=unit.start + stop)
-                work = Work(part, (), turn, number, key)
-                encode_all(machine, metric, [(work, _part(batch, start, stop, unit.num_samples))], outputs=outputs)
+                micro_batch = MicroBatch(part, (), turn, number, key)
+                data = _part(batch, start, stop, unit.num_samples)
+                encode_all(context, metric, [(micro_batch, data)], outputs=outputs)
 
             for _ in halving.run(unit.num_samples, piece):
                 pass
-        tensors, _ = gather_outputs(outputs, opened.plan, world, lambda _: nullcontext())
+        tensors, _ = gather_outputs(outputs, planned.plan, world, lambda _: nullcontext())
         if outputs.put_together is None:
             return
-        output = call_on_whole(machine, metric, outputs.put_together(tensors), seed=0)
-    if first_rank_with_samples(opened.plan) != world.rank:
+        output = call_on_whole(context, metric, outputs.put_together(tensors), seed=0)
+    if first_rank_with_samples(planned.plan) != world.rank:
         return
-    count = torch.tensor(opened.plan.num_samples, device=world.device, dtype=widest_dtype(world.device))
+    count = torch.tensor(planned.plan.num_samples, device=world.device, dtype=widest_dtype(world.device))
     values = output if isinstance(output, Mapping) else {"loss": output}
     yield {name: torch.stack([one_number(value).to(count.dtype) * count, count]) for name, value in values.items()}
 
@@ -116,15 +124,15 @@ def _part(batch: Batch, start: int, stop: int, num_samples: int) -> Batch:
 
 
 def _measure(
-    metric: "Loss | MetricFunction", machine: Machine, batch: Batch, num_samples: int, device: torch.device
+    metric: "Loss | MetricFunction", context: LoopContext, batch: Batch, num_samples: int, device: torch.device
 ) -> dict[str, torch.Tensor]:
     """Return (total, count) of each metric in one micro-batch."""
     if isinstance(metric, Loss):
         counts = dict(zip(metric.names, unit_counts(metric, batch, num_samples), strict=True))
     else:
         counts = {}
-    with machine.autocast():
-        output = machine.prepared.call(metric.function if isinstance(metric, Loss) else metric, batch)
+    with context.autocast():
+        output = context.prepared.call(metric.function if isinstance(metric, Loss) else metric, batch)
     values = output if isinstance(output, Mapping) else {"loss": output}
     pairs = {}
     for name, value in values.items():

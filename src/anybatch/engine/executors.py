@@ -1,103 +1,119 @@
-"""Which way an effective batch is run: chosen once, when an engine is built, so that no loop asks again."""
+"""How an effective batch is run, in one pass or two: chosen once, when an engine is built."""
 
 from collections.abc import Callable
 from typing import Protocol
 
 from torch import nn
 
-from anybatch.engine.accumulation.accumulate import Machine
-from anybatch.engine.accumulation.planned_batch import Workload
+from anybatch.engine.accumulation.accumulate import LoopContext
+from anybatch.engine.accumulation.planned_batch import CountedBatch
 from anybatch.engine.accumulation.sums import Sums
 from anybatch.engine.accumulation.two_pass import (
-    Meeting,
-    accumulate_joint,
+    OutputExchange,
+    abort_exchange,
+    accumulate_in_two_passes,
     first_rank_with_samples,
     gather_outputs,
-    give_up_gathering,
 )
-from anybatch.engine.batch_norm.runner import Normalisation
-from anybatch.engine.telemetry.notifier import Watch
+from anybatch.engine.batch_norm.runner import BatchNormRunner
+from anybatch.engine.telemetry.notifier import Notifier
 from anybatch.parallel.world import World
 
 
 class Executor(Protocol):
-    """Adds up the gradient of one effective batch, and knows how to leave in the middle of it."""
+    """Adds up the gradient of one effective batch, and can leave in the middle of it."""
 
-    def __call__(self, workload: Workload) -> Sums:
+    def __call__(self, counted: CountedBatch) -> Sums:
         """Run all micro-batches of this rank."""
         ...
 
-    def give_up(self) -> None:
-        """Leave: serve the collectives that the other ranks wait in, and tell them; see `Prepared.give_up`."""
+    def abort(self) -> None:
+        """Serve the collectives that the other ranks wait in, and tell them; see `Prepared.abort`."""
         ...
 
 
-def choose_executor(machine: Machine, modules: nn.Module, world: World, watch: Watch, norms: Normalisation) -> Executor:
-    """Return what runs the steps of a loss: one pass, or two for a loss across samples."""
-    give_up = _nobody_is_told
-    if machine.prepared.give_up is not None:
-        give_up = machine.prepared.give_up(Sums().totals(machine.loss, world.device))
-    if machine.loss.encode is None:
-        return _OnePass(machine, watch, norms, give_up)
-    return _TwoPasses(machine, modules, world, watch, norms, give_up=give_up)
+def choose_executor(
+    context: LoopContext, modules: nn.Module, world: World, notifier: Notifier, batch_norm: BatchNormRunner
+) -> Executor:
+    """Return what runs the steps of a loss: one pass, or two for a loss across samples.
+
+    Args:
+        context: what the loop uses.
+        modules: the model.
+        world: the ranks.
+        notifier: reports micro-batches.
+        batch_norm: runs micro-batches under the policy about BatchNorm.
+    """
+    abort: Callable[[], None] = _no_abort
+    if context.prepared.abort is not None:
+        abort = context.prepared.abort(Sums().totals(context.loss, world.device))
+    if context.loss.kind.encode is None:
+        return _OnePass(context, notifier, batch_norm, abort)
+    return _TwoPasses(context, modules, world, notifier, batch_norm, abort=abort)
 
 
 class _OnePass:
-    def __init__(self, machine: Machine, watch: Watch, norms: Normalisation, give_up: Callable[[], None]) -> None:
-        self._machine = machine
-        self._watch = watch
-        self._norms = norms
-        self.give_up = give_up
+    def __init__(
+        self, context: LoopContext, notifier: Notifier, batch_norm: BatchNormRunner, abort: Callable[[], None]
+    ) -> None:
+        self._context = context
+        self._notifier = notifier
+        self._batch_norm = batch_norm
+        self.abort = abort
 
-    def __call__(self, workload: Workload) -> Sums:
+    def __call__(self, counted: CountedBatch) -> Sums:
         """Run forward and backward of one micro-batch after the other."""
-        return self._norms.accumulate(self._machine, self._watch.work(workload))
+        return self._batch_norm.accumulate(self._context, self._notifier.loaded(counted))
 
 
 class _TwoPasses:
-    """For a loss across samples. Until the ranks have met, the meeting is what the others wait in."""
+    """For a loss across samples. Until the ranks have exchanged outputs, that exchange is what the others wait in."""
 
     def __init__(
         self,
-        machine: Machine,
+        context: LoopContext,
         modules: nn.Module,
         world: World,
-        watch: Watch,
-        norms: Normalisation,
+        notifier: Notifier,
+        batch_norm: BatchNormRunner,
         *,
-        give_up: Callable[[], None],
+        abort: Callable[[], None],
     ) -> None:
-        self._machine = machine
+        self._context = context
         self._modules = modules
         self._world = world
-        self._watch = watch
-        self._norms = norms
-        self._give_up = give_up
-        self._have_met = False
+        self._notifier = notifier
+        self._batch_norm = batch_norm
+        self._abort = abort
+        self._have_exchanged = False
 
-    def __call__(self, workload: Workload) -> Sums:
+    def __call__(self, counted: CountedBatch) -> Sums:
         """Encode everything, bring the outputs together, encode again with the gradient of the loss."""
-        plan, self._have_met = workload.opened.plan, False
-        meeting = Meeting(
-            meet=lambda outputs: gather_outputs(outputs, plan, self._world, self._watch.gathering, self._note_met),
-            num_samples=plan.num_samples,
-            tells=first_rank_with_samples(plan) == self._world.rank,
-            seed=workload.seed,
+        plan, self._have_exchanged = counted.planned.plan, False
+        exchange = OutputExchange(
+            gather=lambda outputs: gather_outputs(
+                outputs, plan, self._world, self._notifier.gathering, self._note_exchange
+            ),
+            plan=plan,
+            reports_loss=first_rank_with_samples(plan) == self._world.rank,
+            seed=counted.seed,
         )
-        work = self._watch.work(workload)
-        with self._norms.two_passes() as record:
-            return accumulate_joint(self._machine, self._modules, work, workload.replay, meeting, record=record)
+        micro_batches = self._notifier.loaded(counted)
+        with self._batch_norm.two_passes() as record:
+            return accumulate_in_two_passes(
+                self._context, self._modules, micro_batches, counted.replay, exchange, record=record
+            )
 
-    def give_up(self) -> None:
-        """Leave before the ranks have met, or behind that."""
-        if self._have_met:
-            self._give_up()
+    def abort(self) -> None:
+        """Leave before the ranks have exchanged outputs, or behind that."""
+        if self._have_exchanged:
+            self._abort()
         else:
-            give_up_gathering(self._world)
+            abort_exchange(self._world)
 
-    def _note_met(self) -> None:
-        self._have_met = True
+    def _note_exchange(self) -> None:
+        self._have_exchanged = True
 
 
-def _nobody_is_told() -> None:
-    """The strategy has no way to tell: the engine does not ask it."""
+def _no_abort() -> None:
+    """The strategy cannot abort: the engine does not ask it to."""

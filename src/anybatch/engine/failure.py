@@ -1,4 +1,4 @@
-"""What happens behind an error: nothing stays half-done, and the other ranks learn the reason."""
+"""Behind an error nothing stays half-done, and the other ranks learn the reason."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,13 +11,13 @@ from anybatch.parallel.world import World
 
 
 @contextmanager
-def told(world: World, step: Callable[[], int], *undo: Callable[[], None]) -> Iterator[None]:
-    """Leave nothing half-done behind an error, and tell the other ranks why this one stopped.
+def failures_reported(world: World, step: int, undo: Callable[[], None]) -> Iterator[None]:
+    """Leave nothing half-done behind an error, and report to the other ranks why this one stopped.
 
     Args:
         world: the ranks.
-        step: returns the number of the step.
-        undo: each is called behind an error.
+        step: its number.
+        undo: called behind an error.
 
     Raises:
         RankFailedError: what broke was a collective that another rank has left.
@@ -26,15 +26,14 @@ def told(world: World, step: Callable[[], int], *undo: Callable[[], None]) -> It
     try:
         yield
     except BaseException as error:
-        for function in undo:
-            function()
+        undo()
         if (refused := refused_in_backward(error)) is not None:
-            world.publish_failure(refused, step())
+            world.publish_failure(refused, step)
             raise refused from error
         broken = isinstance(error, RuntimeError) and not isinstance(
             error, (RankFailedError, MemoryExhaustedError, torch.OutOfMemoryError)
         )
         if broken and world.published_failure():  # a collective inside a backward, most likely
             raise world.first_failure(error) from error
-        world.publish_failure(error, step())
+        world.publish_failure(error, step)
         raise

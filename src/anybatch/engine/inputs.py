@@ -31,7 +31,7 @@ def collect_modules(model: Model, loss: Loss) -> nn.Module:
                 "the engine reduces gradients itself, once per step (strategy='ddp' uses DistributedDataParallel)."
             )
             raise ParameterError(message)
-    for name, function in (("loss", loss.function), ("encode", loss.encode)):
+    for name, function in loss.functions.items():
         if isinstance(function, nn.Module):
             named[name] = function
     modules = model if isinstance(model, nn.Module) and len(named) == 1 else nn.ModuleDict(named)

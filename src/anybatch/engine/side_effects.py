@@ -17,10 +17,12 @@ _PLAIN_TYPES = (bool, int, float, str, type(None), torch.Tensor)
 
 
 @contextmanager
-def untouched(modules: nn.Module, device: torch.device, *, as_compiled: bool = False) -> Iterator["Draws"]:
+def without_side_effects(
+    modules: nn.Module, device: torch.device, *, as_compiled: bool = False
+) -> Iterator["SeededGenerators"]:
     """Put buffers, attributes of modules, modes and random numbers back as they were, also behind an error.
 
-    Warnings are not shown: the same code is run in earnest a moment later. What a module keeps in lists and dicts of
+    Warnings are not shown: the step itself runs the same code a moment later. What a module keeps in lists and dicts of
     its own is not put back.
 
     Args:
@@ -30,16 +32,16 @@ def untouched(modules: nn.Module, device: torch.device, *, as_compiled: bool = F
     """
     buffers = BufferValues(modules)
     attributes = [(module, type(module), dict(vars(module))) for module in modules.modules()]
-    draws = Draws(device)
+    generators = SeededGenerators(device)
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings(action="ignore"))
         if (
             not as_compiled and "torch._dynamo" in sys.modules
         ):  # nothing is compiled without it, and importing it takes seconds
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(draws)
+        stack.enter_context(generators)
         try:
-            yield draws
+            yield generators
         finally:
             for module, kind, before in attributes:
                 _restore_attributes(module, kind, before)
@@ -57,7 +59,7 @@ def _restore_attributes(module: nn.Module, kind: type, before: dict[str, Any]) -
             now[name] = value
 
 
-class Draws:
+class SeededGenerators:
     """All generators that a model or a loss may draw from: seeded at will, as before at the end."""
 
     def __init__(self, device: torch.device) -> None:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from torch.optim import Optimizer
 
-from anybatch.core.loss import Loss, LossFunction
+from anybatch.core.loss import Loss
+from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.splitting import Deal, SampleOrder
 from anybatch.engine.checkpoint_state import Scheduler
 from anybatch.engine.inputs import Model

@@ -1,4 +1,4 @@
-"""Normalisation by statistics that are merged from several chunks of a batch, differentiably."""
+"""BatchNormRunner by statistics that are merged from several chunks of a batch, differentiably."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,12 +1,15 @@
-"""Policies for BatchNorm in train mode: frozen values, named in the engine's decisions."""
+"""What to do about BatchNorm in train mode: one value, named in the engine's decisions."""
 
 from dataclasses import dataclass
 from typing import Literal
 
+from anybatch.core.compatibility import Feature
+from anybatch.core.splitting import CutConstraints
 from anybatch.errors import UserError
 
 PolicyName = Literal["keep", "sync", "freeze", "exact"]
 Method = Literal["rendezvous", "checkpoint"]
+_OF_MICRO_BATCH = "what BatchNorm makes of a sample depends on its micro-batch"
 _REPLACEMENTS = ("group_norm", "layer_norm", "rms_norm")
 
 
@@ -19,6 +22,17 @@ class Keep:
         "each micro-batch is normalised by its own statistics; running statistics are pooled over the effective batch "
         "and updated once"
     )
+    feature = None  # it is the rule, and has no row in the composition table
+
+    def constraints(self, *, has_layers: bool, world_size: int) -> CutConstraints:
+        """Return what the policy demands of every cut.
+
+        Args:
+            has_layers: whether the model has BatchNorm layers.
+            world_size: number of ranks.
+        """
+        del world_size
+        return CutConstraints(largest_fitting=_OF_MICRO_BATCH if has_layers else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +44,15 @@ class Sync:
         "the k-th micro-batches of all ranks are normalised by their joint statistics, which joins ranks but not "
         "micro-batches; running statistics are pooled over the effective batch and updated once"
     )
+    feature = Feature.NORMS_SYNC
+
+    def constraints(self, *, has_layers: bool, world_size: int) -> CutConstraints:
+        """Return what the policy demands of every cut; see `Keep.constraints`."""
+        over_ranks = has_layers and world_size > 1
+        largest_fitting = _OF_MICRO_BATCH if has_layers else ""
+        return CutConstraints(
+            lockstep=over_ranks, fills_up=over_ranks, joins_ranks=over_ranks, largest_fitting=largest_fitting
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +61,12 @@ class Freeze:
 
     name = "freeze"
     says = "layers normalise by their running statistics, which stay as they are; weight and bias still train"
+    feature = Feature.NORMS_FREEZE
+
+    def constraints(self, *, has_layers: bool, world_size: int) -> CutConstraints:
+        """Return what the policy demands of every cut: nothing."""
+        del has_layers, world_size
+        return CutConstraints()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +87,18 @@ class Ghost:
 
     group_size: int
     name = "ghost"
+    feature = Feature.NORMS_GHOST
 
     def __post_init__(self) -> None:
         """Check the size."""
         if self.group_size < 2:  # noqa: PLR2004 (one value has no variance)
             message = f"Ghost(group_size={self.group_size}) must be at least 2: one sample has no variance."
             raise UserError(message)
+
+    def constraints(self, *, has_layers: bool, world_size: int) -> CutConstraints:
+        """Return what the policy demands of every cut: whole groups."""
+        del has_layers, world_size
+        return CutConstraints(group=self.group_size)
 
     @property
     def says(self) -> str:
@@ -100,6 +135,18 @@ class Exact:
         if self.method not in ("rendezvous", "checkpoint"):
             message = f"Exact(method={self.method!r}) must be 'rendezvous' or 'checkpoint'."
             raise UserError(message)
+
+    @property
+    def feature(self) -> Feature:
+        """The row of the composition table."""
+        return Feature.NORMS_EXACT if self.method == "rendezvous" else Feature.NORMS_CHECKPOINT
+
+    def constraints(self, *, has_layers: bool, world_size: int) -> CutConstraints:
+        """Return what the policy demands of every cut; see `Keep.constraints`."""
+        over_ranks = has_layers and world_size > 1
+        if self.method == "checkpoint":
+            return CutConstraints(lockstep=over_ranks, fills_up=over_ranks, joins_ranks=over_ranks, whole=True)
+        return CutConstraints(fills_up=over_ranks, joins_ranks=over_ranks, every_unit=has_layers)
 
     @property
     def says(self) -> str:

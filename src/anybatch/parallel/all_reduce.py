@@ -4,8 +4,8 @@ Every rank runs its share of the effective batch through its own replica. In the
 become final one after the other, from the last layer to the first; as soon as a bucket of them is final its all-reduce
 starts and travels while the backward goes on. All buckets are waited for once, before the update.
 
-A rank that runs out of memory serves the buckets that are left with zeros and says so in the last message, in which
-all ranks tell which parameters they have used: so nobody waits for it in vain, and everybody begins anew.
+A rank that runs out of memory serves the remaining buckets with zeros and says so in the last message, in which all
+ranks say which parameters they have used: so no rank waits for it in vain, and all repeat the effective batch.
 """
 
 from collections.abc import Callable
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from anybatch.core.compatibility import Feature
 from anybatch.parallel.gradient_buckets import GradientBuffers
 from anybatch.parallel.replicas import Initial, align_replicas
 from anybatch.parallel.step_agreement import AbandonedError, Closing
@@ -35,7 +36,7 @@ class AllReduce:
         initial: make replicas equal by broadcasting rank 0's values, or "verify" that they are.
     """
 
-    capabilities = Capabilities(name="all_reduce")
+    capabilities = Capabilities(name="all_reduce", feature=Feature.ALL_REDUCE)
 
     def __init__(self, *, bucket_bytes: int = 25 * 2**20, overlap: bool = True, initial: Initial = "broadcast") -> None:
         self._bucket_bytes = bucket_bytes
@@ -66,7 +67,7 @@ class AllReduce:
             backward_inputs=tuple(parameters.values()),
             differed=differed,
             gradient_buffers=self._buffers.flats,
-            give_up=self._giving_up,
+            abort=self._make_abort,
         )
 
     def micro_batch(self, turn: Turn) -> AbstractContextManager[object]:
@@ -110,11 +111,11 @@ class AllReduce:
         self._started.clear()
         return closing.wait()
 
-    def _giving_up(self, numbers: Float[Tensor, " numbers"]) -> Callable[[], None]:
-        """Return what a rank calls that cannot go on: its buckets that nobody has seen yet travel as zeros."""
+    def _make_abort(self, numbers: Float[Tensor, " numbers"]) -> Callable[[], None]:
+        """Return what a rank calls that cannot go on: buckets that have not been sent yet travel as zeros."""
         closing = Closing(numbers, self._gradients.used, self._world, gives_up=True)
 
-        def give_up() -> None:
+        def abort() -> None:
             self._gradients.on_gradient = None
             for bucket in self._gradients.buckets[len(self._started) :]:
                 bucket.flat.zero_()
@@ -122,7 +123,7 @@ class AllReduce:
             with suppress(AbandonedError):
                 self._finish(closing)
 
-        return give_up
+        return abort
 
     @property
     def _gradients(self) -> GradientBuffers:

@@ -12,7 +12,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from anybatch.core.loss import LossFunction
+from anybatch.core.compatibility import Feature
+from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.tree import Batch
 from anybatch.errors import CannotRedoError
 from anybatch.parallel.replicas import Initial, align_replicas
@@ -43,7 +44,7 @@ class DDP:
         initial: make replicas equal by broadcasting rank 0's values, or "verify" that they are.
     """
 
-    capabilities = Capabilities(name="ddp", float32_accumulation=False, prepares_in_forward=True)
+    capabilities = Capabilities(name="ddp", feature=Feature.DDP, float32_accumulation=False, prepares_in_forward=True)
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class DDP:
             call=self._call,
             backward_inputs=tuple(self._parameters),
             differed=differed,
-            give_up=self._giving_up,
+            abort=self._make_abort,
         )
 
     def micro_batch(self, turn: Turn) -> AbstractContextManager[object]:
@@ -137,15 +138,15 @@ class DDP:
         self._prepared = self._reduced  # the forward has prepared a reduction, which only its backward can finish
         return output
 
-    def _giving_up(self, numbers: Float[Tensor, " numbers"]) -> Callable[[], None]:
+    def _make_abort(self, numbers: Float[Tensor, " numbers"]) -> Callable[[], None]:
         """Return what a rank calls that cannot go on: it joins with zeros, unless its own reduction has been prepared.
 
-        DDP has no way to end a reduction whose backward has failed: its reducer refuses the next one, and which buckets
-        it has still to serve is known to nobody outside.
+        DDP has no way to end a reduction whose backward has failed: its reducer refuses the next one, and does not say
+        which buckets it has still to serve.
         """
         closing = Closing(numbers, (), self._world, gives_up=True)
 
-        def give_up() -> None:
+        def abort() -> None:
             if self._prepared:
                 message = (
                     "strategy 'ddp' cannot leave the backward in which gradients are reduced, that of a rank's last "
@@ -159,7 +160,7 @@ class DDP:
             with suppress(AbandonedError):
                 closing.wait()
 
-        return give_up
+        return abort
 
     def _join_with_zeros(self) -> None:
         # With the search for unused parameters one parameter is enough to set the reduction off, and the others stay

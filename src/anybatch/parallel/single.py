@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from anybatch.core.compatibility import Feature
 from anybatch.core.dtypes import is_low_precision
 from anybatch.parallel.gradient_buckets import GradientBuffers
 from anybatch.parallel.strategy import Capabilities, Prepared, ReductionObserver, Turn, trainable
@@ -17,7 +18,7 @@ _NOTHING = nullcontext()
 class Single:
     """One rank. Gradients add up in `.grad`, those of bf16 and fp16 parameters in float32 buffers beside it."""
 
-    capabilities = Capabilities(name="single", sparse_gradients=True)
+    capabilities = Capabilities(name="single", feature=Feature.SINGLE, sparse_gradients=True)
 
     def __init__(self) -> None:
         self._parameters: list[nn.Parameter] = []
@@ -37,18 +38,18 @@ class Single:
             call=lambda function, batch: function(model, batch),
             backward_inputs=tuple(self._parameters),
             gradient_buffers=() if self._buffers is None else self._buffers.flats,
-            give_up=lambda _: _do_nothing,
+            abort=lambda _: _no_collective,
         )
 
     def micro_batch(self, turn: Turn) -> AbstractContextManager[object]:
-        """Nothing to do: there is nobody to reduce with."""
+        """Return an empty context: there is no other rank to reduce with."""
         del turn
         return _NOTHING
 
     def finish_gradients(
         self, numbers: Float[Tensor, " numbers"]
     ) -> tuple[list[torch.Tensor | None], Float[Tensor, " numbers"]]:
-        """Return what has added up; there is nobody to wait for."""
+        """Return what has added up in this process."""
         for parameter in self._parameters:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.coalesce()
@@ -75,5 +76,5 @@ class Single:
             self._buffers.close()
 
 
-def _do_nothing() -> None:
-    """There is nobody to tell."""
+def _no_collective() -> None:
+    """Abort on one rank: no collective is under way."""

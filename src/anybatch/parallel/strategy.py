@@ -1,6 +1,6 @@
 """The contract of every way of using devices."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -8,13 +8,17 @@ from typing import Any, Protocol
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
-from anybatch.core.loss import LossFunction
+from anybatch.core.compatibility import Feature
+from anybatch.core.loss_kinds import LossFunction
+from anybatch.core.splitting import CutConstraints
+from anybatch.core.torch_internals import dense_values
 from anybatch.core.tree import Batch
 from anybatch.parallel.world import World
 
 ReductionObserver = Callable[[int, int, torch.dtype], None]
-"""Told (bucket number, bytes, dtype) whenever a gradient reduction is handed to a collective."""
+"""Called with (bucket number, bytes, dtype) whenever a gradient reduction is handed to a collective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,7 @@ class Capabilities:
 
     Attributes:
         name: as written in reports.
+        feature: its row of the composition table; None for a strategy that is not in it and says here what it can do.
         lockstep: every rank must run the same number of micro-batches.
         replaces_parameters: the optimizer has to be built after `prepare`, by a function.
         float32_accumulation: gradients of bf16 and fp16 parameters can be accumulated and reduced in float32.
@@ -40,11 +45,41 @@ class Capabilities:
     """
 
     name: str
+    feature: Feature | None = None
     lockstep: bool = False
     replaces_parameters: bool = False
     float32_accumulation: bool = True
     sparse_gradients: bool = False
     prepares_in_forward: bool = False
+
+    @property
+    def constraints(self) -> CutConstraints:
+        """What the strategy demands of every cut."""
+        return CutConstraints(lockstep=self.lockstep, fills_up=self.lockstep)
+
+
+def total_norm(gradients: Sequence[torch.Tensor]) -> Float[Tensor, ""]:
+    """Return the 2-norm over all gradients together, on the device, in the gradients' own precision."""
+    return get_total_norm([dense_values(gradient) for gradient in gradients])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterLayout:
+    """How parameters, their gradients and what is made like them lie on the ranks. The default is for replicas.
+
+    What a checkpoint holds is made of `gather` and read back by `scatter`, so that it is the same under any strategy.
+
+    Attributes:
+        local: the part of a tensor that is in this rank's memory; shares its memory.
+        gather: the whole tensor, on every rank; a collective where tensors are sharded.
+        scatter: (whole tensor, tensor of this layout) -> the whole one laid out like the other; no collective.
+        norm: the 2-norm over gradients of this layout, over all ranks, as a plain tensor without axes.
+    """
+
+    local: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    gather: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    scatter: Callable[[Tensor, Tensor], Tensor] = lambda whole, _: whole
+    norm: Callable[[Sequence[Tensor]], Float[Tensor, ""]] = total_norm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +92,11 @@ class Prepared:
         backward_inputs: the leaves a backward accumulates into; None for all that it reaches.
         differed: names of what was not equal on all ranks before and is now.
         gradient_buffers: where gradients add up, apart from `.grad`.
-        give_up: takes what `finish_gradients` is going to be given, once, and returns what a rank calls that cannot go
-            on because its memory has run out: it takes part in every collective that the other ranks have started or
-            will start for this effective batch, in their order, and tells them, so that `finish_gradients` raises
-            `AbandonedError` there. It raises `CannotRedoError`, with a clause, where it is too late for that.
-            None: the strategy cannot do this.
+        layout: how the parameters lie on the ranks: what is saved, loaded, measured and averaged goes through it.
+        abort: function (numbers, as `finish_gradients` will be given) -> function () that a rank calls which has run
+            out of memory. It takes part in every collective that the other ranks have started or will start for this
+            effective batch, in their order, so that `finish_gradients` raises `AbandonedError` there. It raises
+            `CannotRedoError`, with a clause, where it is too late for that. None: the strategy cannot do this.
     """
 
     parameters: Mapping[str, nn.Parameter]
@@ -69,7 +104,8 @@ class Prepared:
     backward_inputs: tuple[torch.Tensor, ...] | None = None
     differed: tuple[str, ...] = ()
     gradient_buffers: tuple[torch.Tensor, ...] = ()
-    give_up: "Callable[[Float[Tensor, ' numbers']], Callable[[], None]] | None" = None
+    layout: ParameterLayout = ParameterLayout()
+    abort: "Callable[[Float[Tensor, ' numbers']], Callable[[], None]] | None" = None
 
 
 class Strategy(Protocol):
@@ -103,12 +139,12 @@ class Strategy(Protocol):
             numbers.
 
         Raises:
-            AbandonedError: a rank has given up, see `Prepared.give_up`. All collectives are over.
+            AbandonedError: a rank has aborted the effective batch, see `Prepared.abort`. All collectives are over.
         """
         ...
 
     def clear_gradients(self) -> None:
-        """Forget all gradients, also half-finished ones."""
+        """Clear all gradients, also half-finished ones."""
         ...
 
     def sum(self, numbers: torch.Tensor) -> torch.Tensor:
@@ -116,7 +152,7 @@ class Strategy(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the model: no hook stays behind."""
+        """Remove every hook from the model."""
         ...
 
 

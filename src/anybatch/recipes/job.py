@@ -11,7 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from anybatch.core.learning_rate import Rule
-from anybatch.core.loss import Loss, LossFunction
+from anybatch.core.loss import Loss
+from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.whole_numbers import checked_int
 from anybatch.engine.checkpoint_state import Scheduler
 from anybatch.engine.evaluation import MetricFunction
@@ -232,7 +233,7 @@ def _check_function(owner: str, name: str, value: object, arguments: str, error:
 
 def _check_loss(loss: object) -> None:
     function = loss.function if isinstance(loss, Loss) else loss
-    encode = loss.encode if isinstance(loss, Loss) else None
+    encode = loss.kind.encode if isinstance(loss, Loss) else None
     # A loss with parameters would be made once and shared by every model that a verb builds.
     own = next((f for f in (function, encode) if isinstance(f, nn.Module) and any(True for _ in f.parameters())), None)
     if own is not None:

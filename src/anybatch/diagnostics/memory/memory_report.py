@@ -259,7 +259,7 @@ class MemoryRecording:
 
     def _hold(self) -> None:
         """Book what the engine keeps; what was made within a phase is known at its end, and was that from the start."""
-        for category, tensors in self._engine.held().items():
+        for category, tensors in self._engine.resident_tensors().items():
             self._ledger.hold(category, tensors)
 
     def _hold_inputs(self, batch: Any) -> None:  # noqa: ANN401 (any nested batch)

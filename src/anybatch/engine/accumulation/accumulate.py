@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from anybatch.core.loss import Loss, Share, returned_count, scaled
+from anybatch.core.loss import Loss, TermFactors, returned_count, scaled
 from anybatch.core.randomness import BatchKey
 from anybatch.core.splitting import Unit
 from anybatch.core.tree import Batch
@@ -20,14 +20,19 @@ from anybatch.parallel.strategy import Prepared, Strategy, Turn
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """One micro-batch but for its data: its unit, what its loss terms count for, its turn and its random numbers.
+class MicroBatch:
+    """One micro-batch but for its data.
 
-    `seed` is the micro-batch's own; `key` is the effective batch's, with the ids of all its samples.
+    Attributes:
+        unit: which samples of the effective batch.
+        factors: per loss term what its value is multiplied with before the backward.
+        turn: whether it is the rank's first or last one of the effective batch.
+        seed: of its own random numbers.
+        key: of the effective batch, with the ids of all its samples.
     """
 
     unit: Unit
-    shares: tuple[Share, ...]
+    factors: tuple[TermFactors, ...]
     turn: Turn
     seed: int
     key: BatchKey
@@ -42,8 +47,8 @@ class Randomness(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None: ...
 
-    def micro_batch(self, work: Work) -> AbstractContextManager[object]:
-        """Start the random numbers of one forward and backward. The same work again draws the same numbers."""
+    def micro_batch(self, micro_batch: MicroBatch) -> AbstractContextManager[object]:
+        """Start the random numbers of one forward and backward. The same micro-batch again draws the same numbers."""
         ...
 
     def rewind(self) -> None:
@@ -60,57 +65,79 @@ class Randomness(Protocol):
         ...
 
     def parked(self) -> AbstractContextManager[object]:
-        """Return a context around what another micro-batch does in the middle of this one."""
+        """Return a context around what another micro-batch draws in the middle of this one."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """Everything the loop uses; put together once, so that nothing is decided while it runs."""
+class LoopContext:
+    """Everything the loop uses; put together once, so that running a plan takes no decisions.
+
+    Attributes:
+        loss: the declared loss.
+        strategy: sums over ranks.
+        prepared: what the strategy has made of the model.
+        scaler: scales the loss before its backward, under fp16.
+        autocast: makes the autocast context of a forward.
+        forward: makes the context of one micro-batch's forward: autocast, and what BatchNorm layers need.
+        randomness: keys random numbers.
+        before: called before each micro-batch, for observers.
+        after: called after each, with its contribution to each term, detached.
+    """
 
     loss: Loss
     strategy: Strategy
     prepared: Prepared
     scaler: LossScaler
     autocast: Callable[[], AbstractContextManager[object]]
+    forward: Callable[[MicroBatch], AbstractContextManager[object]]
     randomness: Randomness
-    before: Callable[[Work], None]
-    after: Callable[[Work, Sequence[Float[Tensor, ""]]], None]
+    before: Callable[[MicroBatch], None]
+    after: Callable[[MicroBatch, Sequence[Float[Tensor, ""]]], None]
 
 
-def accumulate(machine: Machine, work: Iterable[tuple[Work, Batch]]) -> Sums:
+def accumulate(context: LoopContext, micro_batches: Iterable[tuple[MicroBatch, Batch]]) -> Sums:
     """Add up the gradient of one effective batch, micro-batch by micro-batch, exactly.
 
     Equal to one backward of `sum(losses) / count` over all samples of all ranks: every micro-batch's sum is divided by
     the count of the *whole* effective batch before its backward, and gradients add.
+
+    Args:
+        context: what the loop uses.
+        micro_batches: this rank's, in order, each with its data on the device.
+
+    Returns:
+        The contributions to the loss. Gradients are left where the strategy adds them up.
     """
-    call, scale, inputs = machine.prepared.call, machine.scaler.scale, machine.prepared.backward_inputs
+    call, scale, inputs = context.prepared.call, context.scaler.scale, context.prepared.backward_inputs
     sums = Sums()
 
     # 1. Fetch a micro-batch; the copy to the device runs while the one before still computes.
-    for item, batch in work:
-        machine.before(item)
+    for micro_batch, batch in micro_batches:
+        context.before(micro_batch)
         # 2. Forward, divided by the count of the effective batch; reduction starts in the last micro-batch only.
-        with machine.randomness.micro_batch(item), machine.strategy.micro_batch(item.turn):
-            with machine.autocast():
-                terms = call(forward_of(machine.loss, item.shares, sums), batch)
+        with context.randomness.micro_batch(micro_batch), context.strategy.micro_batch(micro_batch.turn):
+            with context.forward(micro_batch):
+                terms = call(forward_of(context.loss, micro_batch.factors, sums), batch)
             # 3. Backward: gradients add up.
             total = terms[0] if len(terms) == 1 else torch.stack(terms).sum()
             torch.autograd.backward(scale(total), inputs=inputs)
         # 4. Keep what will be reported, on the device.
         contributions = [term.detach() for term in terms]
-        sums.contributions.append((item.shares, contributions))
-        machine.after(item, contributions)
+        sums.contributions.append((micro_batch.factors, contributions))
+        context.after(micro_batch, contributions)
     return sums
 
 
-def forward_of(loss: Loss, shares: tuple[Share, ...], sums: Sums) -> Callable[[object, Batch], list[torch.Tensor]]:
+def forward_of(
+    loss: Loss, factors: tuple[TermFactors, ...], sums: Sums
+) -> Callable[[object, Batch], list[torch.Tensor]]:
     """Return the function that runs one forward; a wrapper may want to call it (DDP does)."""
 
     def run(model: object, batch: Batch) -> list[torch.Tensor]:
         output = loss.function(model, batch)
-        terms = scaled(loss, output, shares)
-        if loss.terms is None and shares[0].of_sum:  # 0 for a unit that only keeps ranks in lockstep
+        terms = scaled(loss, output, factors)
+        if loss.kind.brings_count and factors[0].of_sum:  # 0 for a unit that only keeps ranks in lockstep
             sums.late_counts.append(returned_count(output))
         return terms
 

@@ -1,4 +1,4 @@
-"""From a batch of any kind to micro-batches that are ready to run."""
+"""From a batch of any kind to micro-batches that are planned, counted and lined up."""
 
 import dataclasses
 import itertools
@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from anybatch.core.batch import Placement, Position, taken
-from anybatch.core.loss import Loss, Share, shares_of, unit_counts
+from anybatch.core.loss import Loss, TermFactors, factors_of, unit_counts
 from anybatch.core.randomness import BatchKey, joint_seed, unit_seed
-from anybatch.core.splitting import BatchPlan, Unit, plan_shares
+from anybatch.core.splitting import BatchPlan, CutConstraints, Unit, plan_shares
 from anybatch.core.tree import Batch, count_samples, map_tensors, slice_samples, tensors_of
-from anybatch.engine.accumulation.accumulate import Work
+from anybatch.engine.accumulation.accumulate import MicroBatch
 from anybatch.errors import BatchSizeError, DataError, LossError
 from anybatch.parallel.replicas import digest
 from anybatch.parallel.strategy import Turn
@@ -22,14 +22,23 @@ from anybatch.parallel.world import World
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """What one rank brings to an effective batch from its own loader; None when its loader has run dry."""
+    """What one rank brings to an effective batch from its own loader; None when its loader has ended."""
 
     batch: Batch | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpenBatch:
-    """An effective batch that has been planned: who runs what, and this rank's micro-batches, not loaded yet."""
+class PlannedBatch:
+    """An effective batch that has been planned; nothing of it is loaded yet.
+
+    Attributes:
+        plan: which rank runs which units.
+        units: this rank's.
+        sample_ids: global ids of all samples, in the order in which they are cut.
+        seed: first word of every random key.
+        end: where the data stands after a step on it.
+        micro_batches: the data of each unit of this rank, on the host; loaded as they are asked for.
+    """
 
     plan: BatchPlan
     units: tuple[Unit, ...]
@@ -40,21 +49,25 @@ class OpenBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """An effective batch whose divisors are known: `divisors[j]` is the count of loss term j over all ranks.
+class CountedBatch:
+    """An effective batch whose divisors are known, with this rank's micro-batches lined up.
 
-    `replay` yields the data of `work` a second time, from the host, for a loss across samples; nothing for others.
-    `seed` is for what such a loss draws for the effective batch as a whole.
+    Attributes:
+        planned: the batch and its plan.
+        divisors: the count of each loss term over all ranks.
+        micro_batches: this rank's that have something to add, each with its data on the device.
+        replay: the data of `micro_batches` once more, from the host, for a loss across samples; nothing for others.
+        seed: of what such a loss draws once for the whole effective batch.
     """
 
-    opened: OpenBatch
+    planned: PlannedBatch
     divisors: tuple[float, ...]
-    work: Iterator[tuple[Work, Batch]]
+    micro_batches: Iterator[tuple[MicroBatch, Batch]]
     replay: Iterator[Batch]
     seed: int
 
 
-def open_batch(batch: Any, placement: Placement, world: World, start: Position) -> OpenBatch:  # noqa: ANN401
+def plan_effective_batch(batch: Any, placement: Placement, world: World, start: Position) -> PlannedBatch:  # noqa: ANN401
     """Plan an effective batch, or what every rank brought as its share of one.
 
     Args:
@@ -62,12 +75,16 @@ def open_batch(batch: Any, placement: Placement, world: World, start: Position) 
         placement: how to cut and deal.
         world: the ranks.
         start: where the data stands before this step.
+
+    Raises:
+        BatchSizeError: no rank brought a sample.
+        DataError: a rank brought none, and ranks run in lockstep.
     """
     if isinstance(batch, RankShare) or not _is_effective_batch(batch):
-        return _open_share(batch if isinstance(batch, RankShare) else RankShare(batch), placement, world, start)
+        return _plan_share(batch if isinstance(batch, RankShare) else RankShare(batch), placement, world, start)
     plan = placement.plan(batch.sample_ids)
     units = plan.shares[placement.rank]
-    return OpenBatch(
+    return PlannedBatch(
         plan=plan,
         units=units,
         sample_ids=batch.sample_ids if plan.order is None else taken(batch.sample_ids, plan.order),
@@ -77,71 +94,73 @@ def open_batch(batch: Any, placement: Placement, world: World, start: Position) 
     )
 
 
-def make_workload(
-    opened: OpenBatch, loss: Loss, world: World, *, step: int, lockstep: bool, every_unit: bool = False
-) -> Workload:
+def count_batch(
+    planned: PlannedBatch, loss: Loss, world: World, *, step: int, constraints: CutConstraints
+) -> CountedBatch:
     """Count the terms of the loss, agree on the counts over ranks, and line the micro-batches up.
 
     Where counts need the data, all of this rank's micro-batches are loaded (on the host) before the first is run,
-    since the divisor has to be known before the first forward. `every_unit` also runs units that count nothing.
+    since the divisor has to be known before the first forward.
 
     Raises:
         LossError: the whole effective batch has nothing to count, so its loss is not defined.
         DataError: a rank has nothing to count, and the strategy keeps ranks in lockstep.
     """
-    micro_batches = opened.micro_batches
+    micro_batches = planned.micro_batches
     if loss.needs_data_to_count:
         loaded = list(micro_batches)
-        counts = [unit_counts(loss, batch, unit.num_samples) for batch, unit in zip(loaded, opened.units, strict=True)]
-        own = [sum(c[j] for c, u in zip(counts, opened.units, strict=True) if u.weight) for j in range(len(loss.names))]
+        counts = [unit_counts(loss, batch, unit.num_samples) for batch, unit in zip(loaded, planned.units, strict=True)]
+        own = [
+            sum(c[j] for c, u in zip(counts, planned.units, strict=True) if u.weight) for j in range(len(loss.names))
+        ]
         rows = world.gather_numbers([*own, float(any(map(any, counts)))])
         divisors = tuple(sum(column) for column in zip(*rows, strict=True))[:-1]
-        if lockstep and any(divisors):
+        if constraints.lockstep and any(divisors):
             _refuse_idle_rank([int(row[-1]) for row in rows], "no item that the loss counts (all targets masked?)")
-            opened, loaded, counts = _run_along(opened, loaded, counts)
+            planned, loaded, counts = _run_along(planned, loaded, counts)
         micro_batches = iter(loaded)
     else:
-        counts = [(float(unit.num_samples),) * len(loss.names) for unit in opened.units]
-        divisors = (float(opened.plan.num_samples),) * len(loss.names)
+        counts = [(float(unit.num_samples),) * len(loss.names) for unit in planned.units]
+        divisors = (float(planned.plan.num_samples),) * len(loss.names)
     if not any(divisors):
         message = (
             f"nothing to learn from: every loss term ({', '.join(loss.names)}) counts 0 over all "
-            f"{opened.plan.num_samples} samples of the effective batch (all targets masked?). The loss would be 0 / 0. "
-            "Filter such batches out, or use a larger effective batch."
+            f"{planned.plan.num_samples} samples of the effective batch (all targets masked?). "
+            "The loss would be 0 / 0. Filter such batches out, or use a larger effective batch."
         )
         raise LossError(message)
     replay: Iterator[Batch] = iter(())
-    if loss.encode is not None:
+    if loss.kind.encode is not None:
         micro_batches, replay = itertools.tee(micro_batches)  # keeps them on the host, until they have gone by twice
-    return Workload(
-        opened=opened,
+    return CountedBatch(
+        planned=planned,
         divisors=divisors,
         replay=to_device(replay, world.device),
-        seed=0 if loss.encode is None else joint_seed(opened.seed, step),
-        work=_line_up(
-            opened,
+        seed=0 if loss.kind.encode is None else joint_seed(planned.seed, step),
+        micro_batches=_line_up(
+            planned,
             to_device(micro_batches, world.device),
             loss,
             counts,
             divisors=divisors,
             step=step,
-            every_unit=every_unit or lockstep,
+            every_unit=constraints.every_unit or constraints.lockstep,
         ),
     )
 
 
 def _run_along(
-    opened: OpenBatch, loaded: Sequence[Batch], counts: Sequence[tuple[float, ...]]
-) -> tuple[OpenBatch, list[Batch], list[tuple[float, ...]]]:
+    planned: PlannedBatch, loaded: Sequence[Batch], counts: Sequence[tuple[float, ...]]
+) -> tuple[PlannedBatch, list[Batch], list[tuple[float, ...]]]:
     """Under lockstep every unit has to run; one that counts nothing runs another's samples with weight 0 instead."""
     busy = next(number for number, count in enumerate(counts) if any(count))
     chosen = [number if any(count) else busy for number, count in enumerate(counts)]
     units = tuple(
-        unit if any(count) else dataclasses.replace(opened.units[busy], number=unit.number, weight=0.0)
-        for unit, count in zip(opened.units, counts, strict=True)
+        unit if any(count) else dataclasses.replace(planned.units[busy], number=unit.number, weight=0.0)
+        for unit, count in zip(planned.units, counts, strict=True)
     )
     return (
-        dataclasses.replace(opened, units=units),
+        dataclasses.replace(planned, units=units),
         [loaded[number] for number in chosen],
         [counts[number] for number in chosen],
     )
@@ -163,7 +182,7 @@ def _refuse_idle_rank(busy: Sequence[int], lacks: str) -> None:
 
 
 def _line_up(
-    opened: OpenBatch,
+    planned: PlannedBatch,
     micro_batches: Iterator[Batch],
     loss: Loss,
     counts: Sequence[tuple[float, ...]],
@@ -171,7 +190,7 @@ def _line_up(
     divisors: tuple[float, ...],
     step: int,
     every_unit: bool,
-) -> Iterator[tuple[Work, Batch]]:
+) -> Iterator[tuple[MicroBatch, Batch]]:
     """Pair the units that have something to add with their data.
 
     A mean over nothing is NaN, so units without a count are left out. Everything but the data is made beforehand, in
@@ -179,20 +198,20 @@ def _line_up(
     """
     running = [number for number, count in enumerate(counts) if any(count) or every_unit]
     first, last = (running[0], running[-1]) if running else (-1, -1)
-    known: dict[tuple[tuple[float, ...], float], tuple[Share, ...]] = {}  # most units count alike
-    batch_key = BatchKey(opened.seed, step, opened.sample_ids)
-    work = []
+    known: dict[tuple[tuple[float, ...], float], tuple[TermFactors, ...]] = {}  # most units count alike
+    batch_key = BatchKey(planned.seed, step, planned.sample_ids)
+    lined_up = []
     for number in running:
-        unit = opened.units[number]
+        unit = planned.units[number]
         key = (counts[number], unit.weight)
         if key not in known:
-            known[key] = shares_of(loss, counts[number], divisors, unit.weight)
-        seed = unit_seed(opened.seed, step, opened.sample_ids[unit.start])
-        work.append(Work(unit, known[key], Turn(first=number == first, last=number == last), seed, batch_key))
+            known[key] = factors_of(loss, counts[number], divisors, unit.weight)
+        seed = unit_seed(planned.seed, step, planned.sample_ids[unit.start])
+        lined_up.append(MicroBatch(unit, known[key], Turn(first=number == first, last=number == last), seed, batch_key))
     if len(running) < len(counts):
         wanted = set(running)
         micro_batches = (batch for number, batch in enumerate(micro_batches) if number in wanted)
-    return zip(work, micro_batches, strict=True)
+    return zip(lined_up, micro_batches, strict=True)
 
 
 def to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
@@ -216,7 +235,7 @@ def _copied_beside(batches: Iterator[Batch], device: torch.device) -> Iterator[B
         yield moved
 
 
-def refuse_disagreement(batch: Any, opened: OpenBatch, world: World) -> None:  # noqa: ANN401 (any nested batch)
+def refuse_disagreement(batch: Any, planned: PlannedBatch, world: World) -> None:  # noqa: ANN401 (any nested batch)
     """Refuse a first step in which ranks do not mean the same effective batch.
 
     Raises:
@@ -226,7 +245,7 @@ def refuse_disagreement(batch: Any, opened: OpenBatch, world: World) -> None:  #
     if world.size == 1:
         return
     if _is_effective_batch(batch):
-        word = (opened.seed, str(opened.plan), hash(tuple(int(sample) for sample in opened.sample_ids)))
+        word = (planned.seed, str(planned.plan), hash(tuple(int(sample) for sample in planned.sample_ids)))
         for rank, other in enumerate(world.gather_objects(word)):
             if other != word:
                 message = (
@@ -258,7 +277,7 @@ def _is_effective_batch(batch: object) -> bool:
     return hasattr(batch, "feed") and hasattr(batch, "sample_ids")
 
 
-def _open_share(share: RankShare, placement: Placement, world: World, start: Position) -> OpenBatch:
+def _plan_share(share: RankShare, placement: Placement, world: World, start: Position) -> PlannedBatch:
     size = 0 if share.batch is None else count_samples(share.batch)
     sizes = [int(row[0]) for row in world.gather_numbers([float(size)])]
     if not sum(sizes):
@@ -266,10 +285,10 @@ def _open_share(share: RankShare, placement: Placement, world: World, start: Pos
         raise BatchSizeError(message)
     if placement.cut.lockstep:
         _refuse_idle_rank(sizes, "no sample")
-    plan = plan_shares(sizes, placement.cut)
+    plan = plan_shares(sizes, dataclasses.replace(placement.cut, order=None))  # a share is cut as it comes
     first = sum(sizes[: placement.rank])
     units = plan.shares[placement.rank]
-    return OpenBatch(
+    return PlannedBatch(
         plan=plan,
         units=units,
         sample_ids=range(start.sample_offset, start.sample_offset + sum(sizes)),

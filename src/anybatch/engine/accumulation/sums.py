@@ -1,4 +1,4 @@
-"""What micro-batches add up to, kept on the device until somebody reads it."""
+"""Sums over micro-batches, kept on the device until they are read."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from anybatch.core.dtypes import widest_dtype
-from anybatch.core.loss import Loss, Share
+from anybatch.core.loss import Loss, TermFactors
 from anybatch.core.torch_internals import dense_values, multiply_each
 
 
@@ -17,23 +17,23 @@ class Sums:
     """Contributions of the micro-batches of one rank share, in the order they ran.
 
     Attributes:
-        contributions: per micro-batch its shares and the terms that had a count: weight x sum / divisor, detached.
+        contributions: per micro-batch its factors, and weight x sum / divisor of each term that had a count, detached.
         late_counts: per micro-batch the count that only the loss function knew.
     """
 
-    contributions: list[tuple[tuple[Share, ...], Sequence[torch.Tensor]]] = field(default_factory=list)
+    contributions: list[tuple[tuple[TermFactors, ...], Sequence[torch.Tensor]]] = field(default_factory=list)
     late_counts: list["int | float | torch.Tensor"] = field(default_factory=list)
 
     def totals(self, loss: Loss, device: torch.device) -> Float[Tensor, " numbers"]:
         """Return a tensor (terms,) of this rank's contributions, or (2,) with the count behind it if that came late."""
         dtype = widest_dtype(device)
         columns: list[list[torch.Tensor]] = [[] for _ in loss.names]
-        for shares, values in self.contributions:
+        for factors, values in self.contributions:
             value = iter(values)
-            for column, share in zip(columns, shares, strict=True):
-                if share.count:
+            for column, factor in zip(columns, factors, strict=True):
+                if factor.count:
                     column.append(next(value))
-        if loss.terms is None:
+        if loss.kind.brings_count:
             columns.append([torch.as_tensor(count, device=device, dtype=dtype) for count in self.late_counts])
         nothing = torch.zeros((), dtype=dtype, device=device)
         return torch.stack([torch.stack(column).sum(dtype=dtype) if column else nothing for column in columns])

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from anybatch.core.buffers import BufferValues
-from anybatch.core.loss import Loss, LossFunction, Share
-from anybatch.core.splitting import BatchPlan
+from anybatch.core.loss import Loss, TermFactors
+from anybatch.core.loss_kinds import LossFunction
+from anybatch.core.splitting import BatchPlan, Cut, plan_batch
 from anybatch.core.tree import Batch, take_apart
-from anybatch.engine.accumulation.accumulate import Machine, Work, accumulate
+from anybatch.engine.accumulation.accumulate import LoopContext, MicroBatch, accumulate
 from anybatch.engine.accumulation.sums import Sums
 from anybatch.errors import CannotRedoError, LossError
 from anybatch.parallel.all_gather import Rows, gather_rows, room_for_rows
@@ -19,23 +20,23 @@ from anybatch.parallel.step_agreement import AbandonedError
 from anybatch.parallel.strategy import Turn
 from anybatch.parallel.world import World
 
-Told = Callable[[int], AbstractContextManager[object]]
+CollectiveContext = Callable[[int], AbstractContextManager[object]]
 """Context of the collective that brings outputs together, given the bytes that this rank hands over."""
 
-Record = Callable[[Work], AbstractContextManager[object]]
+Record = Callable[[MicroBatch], AbstractContextManager[object]]
 """Context of the forward in which running statistics see a micro-batch; the second pass is not seen."""
 
 _NOT_LAST = Turn(first=False, last=False)
 
 
-def _not_recorded(item: Work) -> AbstractContextManager[object]:
-    del item
+def _not_recorded(micro_batch: MicroBatch) -> AbstractContextManager[object]:
+    del micro_batch
     return nullcontext()
 
 
 @dataclass(slots=True)
 class Outputs:
-    """What this rank's micro-batches were encoded to.
+    """Outputs of this rank's micro-batches.
 
     Attributes:
         pieces: per micro-batch that counts a copy of its tensors, in the order of the nested structure.
@@ -53,31 +54,31 @@ class Outputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
+class OutputExchange:
     """How the outputs of micro-batches become those of the whole effective batch.
 
     Attributes:
-        meet: returns the tensors of all samples in global order, and which take a gradient.
-        num_samples: of the effective batch.
-        tells: this rank reports the loss, and the gradients of what the loss function itself uses: one rank does.
+        gather: returns the tensors of all samples in the order of the plan, and which take a gradient.
+        plan: how the effective batch is cut.
+        reports_loss: this rank, and no other, reports the loss and the gradients of what the loss function itself uses.
         seed: for what the loss function draws.
     """
 
-    meet: Callable[[Outputs], tuple[list[torch.Tensor], tuple[bool, ...]]]
-    num_samples: int
-    tells: bool
+    gather: Callable[[Outputs], tuple[list[torch.Tensor], tuple[bool, ...]]]
+    plan: BatchPlan
+    reports_loss: bool
     seed: int
 
 
 @dataclass(frozen=True, slots=True)
-class Slope:
+class LossGradient:
     """The loss of the whole effective batch, and its gradient where the second pass begins.
 
     Attributes:
         value: the loss, detached.
         of_outputs: per tensor the gradient (samples of the effective batch, ...); None where there is none.
         parameters: those that the loss function itself uses.
-        of_parameters: their gradients; zeros on all ranks but the one that tells, since ranks are summed.
+        of_parameters: their gradients; zeros on all ranks but the one that reports the loss, since ranks are summed.
     """
 
     value: torch.Tensor
@@ -86,12 +87,12 @@ class Slope:
     of_parameters: tuple[torch.Tensor, ...]
 
 
-def accumulate_joint(
-    machine: Machine,
+def accumulate_in_two_passes(
+    context: LoopContext,
     modules: nn.Module,
-    work: Iterable[tuple[Work, Batch]],
+    micro_batches: Iterable[tuple[MicroBatch, Batch]],
     replay: Iterable[Batch],
-    meeting: Meeting,
+    exchange: OutputExchange,
     *,
     record: Record = _not_recorded,
 ) -> Sums:
@@ -106,51 +107,54 @@ def accumulate_joint(
     sums = Sums()
 
     # 1. Encode every micro-batch; the graph of the last one is kept.
-    items, outputs = encode_all(machine, machine.loss, work, record)
+    done, outputs = encode_all(context, context.loss, micro_batches, record)
     # 2. Bring the outputs of all ranks together; the loss, and its gradient with respect to them.
-    slope = _find_slope(machine, outputs, meeting)
-    if slope is None:
+    loss_gradient = _loss_gradient(context, outputs, exchange)
+    if loss_gradient is None:
         return sums
-    if meeting.tells:
-        sums.contributions.append(((Share(1.0, 1.0, float(meeting.num_samples)),), [slope.value]))
-    # 3. Pass its rows of that gradient on to each micro-batch: first to the kept graph, so that it can go.
-    turns = [item.turn for item in items]
+    if exchange.reports_loss:
+        sums.contributions.append(((TermFactors(1.0, 1.0, float(exchange.plan.num_samples)),), [loss_gradient.value]))
+    # 3. Pass its rows of that gradient on to each micro-batch: first to the kept graph, so that it can be freed.
+    turns = [micro_batch.turn for micro_batch in done]
     if outputs.graph:
-        _backward_kept(machine, items[-1], turns[0], outputs, slope)
-        items = items[:-1]
-    if items:
+        _backward_kept(context, done[-1], turns[0], outputs, loss_gradient)
+        done = done[:-1]
+    if done:
         after = BufferValues(modules)
         buffers.restore()
-        _replay(machine, items, turns[-len(items) :], replay, slope)
+        _replay(context, done, turns[-len(done) :], replay, loss_gradient)
         after.restore()
     return sums
 
 
-def rehearse(machine: Machine, modules: nn.Module, work: Sequence[tuple[Work, Batch]], num_samples: int) -> None:
+def run_trial(
+    context: LoopContext, modules: nn.Module, micro_batches: Sequence[tuple[MicroBatch, Batch]], num_samples: int
+) -> None:
     """Run micro-batches, on this rank alone, for the memory that they take in an effective batch of `num_samples`.
 
     A loss across samples gets as many rows as it will get then, over and over the same.
     """
-    if machine.loss.encode is None:
-        accumulate(machine, work)
+    if context.loss.kind.encode is None:
+        accumulate(context, micro_batches)
         return
 
-    def meet(outputs: Outputs) -> tuple[list[torch.Tensor], tuple[bool, ...]]:
+    def gather(outputs: Outputs) -> tuple[list[torch.Tensor], tuple[bool, ...]]:
         columns = [torch.cat(column) for column in zip(*outputs.pieces, strict=True)]
         rows = torch.arange(num_samples) % len(columns[0])
         return [column[rows.to(column.device)] for column in columns], outputs.differentiable
 
-    meeting = Meeting(meet=meet, num_samples=num_samples, tells=True, seed=0)
-    accumulate_joint(machine, modules, work, [batch for _, batch in work], meeting)
+    plan = plan_batch(num_samples, 1, Cut())
+    exchange = OutputExchange(gather=gather, plan=plan, reports_loss=True, seed=0)
+    accumulate_in_two_passes(context, modules, micro_batches, [batch for _, batch in micro_batches], exchange)
 
 
 def encode_all(
-    machine: Machine,
+    context: LoopContext,
     loss: Loss,
-    work: Iterable[tuple[Work, Batch]],
+    micro_batches: Iterable[tuple[MicroBatch, Batch]],
     record: Record = _not_recorded,
     outputs: Outputs | None = None,
-) -> tuple[list[Work], Outputs]:
+) -> tuple[list[MicroBatch], Outputs]:
     """Encode this rank's micro-batches, with the activations of one at a time; go on from `outputs` if it is given.
 
     Gradients are on although only the last graph is used: models that ask `is_grad_enabled`, and compiled code, may
@@ -159,45 +163,50 @@ def encode_all(
     Raises:
         LossError: `encode` returned no tensors, or tensors whose first axis is not the samples.
     """
-    items, outputs = [], outputs or Outputs()
-    for item, batch in work:
+    done: list[MicroBatch] = []
+    outputs = outputs or Outputs()
+    for micro_batch, batch in micro_batches:
         outputs.graph = []  # the graph of the one before goes first
-        drawing = machine.randomness.micro_batch(item)
-        with drawing, machine.strategy.micro_batch(_NOT_LAST), record(item), machine.autocast():
-            outputs.graph, outputs.put_together = take_apart(machine.prepared.call(_encode(loss), batch))
-        _note(outputs, item)
-        items.append(item)
-    not_in_turn = len(items) == 1 and machine.strategy.capabilities.prepares_in_forward
-    if not_in_turn or machine.randomness.covers_backward:
+        drawing = context.randomness.micro_batch(micro_batch)
+        with drawing, context.strategy.micro_batch(_NOT_LAST), record(micro_batch), context.autocast():
+            outputs.graph, outputs.put_together = take_apart(context.prepared.call(_encode(loss), batch))
+        _note(outputs, micro_batch)
+        done.append(micro_batch)
+    not_in_turn = len(done) == 1 and context.strategy.capabilities.prepares_in_forward
+    if not_in_turn or context.randomness.covers_backward:
         outputs.graph = []  # its backward cannot be run by itself
-    return items, outputs
+    return done, outputs
 
 
 def gather_outputs(
-    outputs: Outputs, plan: BatchPlan, world: World, told: Told, note_met: Callable[[], None] = lambda: None
+    outputs: Outputs,
+    plan: BatchPlan,
+    world: World,
+    collective: CollectiveContext,
+    note_exchange: Callable[[], None] = lambda: None,
 ) -> tuple[list[torch.Tensor], tuple[bool, ...]]:
-    """Return the tensors of all samples of all ranks in global order, and which of them take a gradient.
+    """Return the tensors of all samples of all ranks in the order of the plan, and which of them take a gradient.
 
     Args:
         outputs: this rank's.
         plan: whose samples they are.
         world: the ranks.
-        told: context of the collective.
-        note_met: called when every rank is known to be there, before anything is gathered.
+        collective: makes the context of the collective.
+        note_exchange: called when every rank is known to be there, before anything is gathered.
 
     Raises:
         LossError: ranks have encoded to tensors of other shapes or types; on every rank.
         AbandonedError: a rank has run out of memory before.
     """
-    # Shares are consecutive, so that rank by rank is in global order.
+    # Shares are consecutive, so that rank by rank is in the order of the plan.
     sizes = [sum(unit.num_samples for unit in share if unit.weight) for share in plan.shares]
-    # Whoever says that it is there has room for what comes: behind that nobody may stay away from the collective.
+    # A rank that says that it is there has room for what comes: after that none may stay away from the collective.
     room = None if outputs.kinds is None else room_for_rows(outputs.kinds, sizes, world)
-    told_by_all = world.gather_objects((outputs.kinds, outputs.differentiable))
-    if None in told_by_all:
+    from_all = world.gather_objects((outputs.kinds, outputs.differentiable))
+    if None in from_all:
         raise AbandonedError
-    note_met()
-    found = [one for one in told_by_all if one[0] is not None]
+    note_exchange()
+    found = [one for one in from_all if one[0] is not None]
     kinds = found[0][0]
     for other, _ in found:
         _refuse_other_kinds(kinds, other, "on one rank and on another")
@@ -207,11 +216,11 @@ def gather_outputs(
         except torch.OutOfMemoryError as error:
             message = "there is no room for the outputs of all ranks, which these are sending already"
             raise CannotRedoError(message) from error
-    tensors = gather_rows(outputs.pieces, kinds, sizes, world, told, room=room)
+    tensors = gather_rows(outputs.pieces, kinds, sizes, world, collective, room=room)
     return tensors, tuple(map(any, zip(*(flags for _, flags in found), strict=True)))
 
 
-def give_up_gathering(world: World) -> None:
+def abort_exchange(world: World) -> None:
     """Take part in what `gather_outputs` does first, to tell the other ranks that this one has run out of memory."""
     world.gather_objects(None)
 
@@ -221,11 +230,11 @@ def first_rank_with_samples(plan: BatchPlan) -> int:
     return next(rank for rank, share in enumerate(plan.shares) if any(unit.weight for unit in share))
 
 
-def call_on_whole(machine: Machine, loss: Loss, outputs: Batch, seed: int) -> object:
+def call_on_whole(context: LoopContext, loss: Loss, outputs: Batch, seed: int) -> object:
     """Return what the loss function makes of the outputs of a whole effective batch."""
-    machine.randomness.whole(seed)
-    with machine.strategy.micro_batch(_NOT_LAST), machine.autocast():
-        return machine.prepared.call(loss.function, outputs)
+    context.randomness.whole(seed)
+    with context.strategy.micro_batch(_NOT_LAST), context.autocast():
+        return context.prepared.call(loss.function, outputs)
 
 
 def one_number(value: object) -> torch.Tensor:
@@ -245,13 +254,13 @@ def one_number(value: object) -> torch.Tensor:
 
 
 def _encode(loss: Loss) -> LossFunction:
-    assert loss.encode is not None, "this is no loss across samples"
-    return loss.encode
+    assert loss.kind.encode is not None, "this is no loss across samples"
+    return loss.kind.encode
 
 
-def _note(outputs: Outputs, item: Work) -> None:
+def _note(outputs: Outputs, micro_batch: MicroBatch) -> None:
     """Copy the tensors of a micro-batch that has just been encoded, after a look at them."""
-    tensors, num_samples = outputs.graph, item.unit.num_samples
+    tensors, num_samples = outputs.graph, micro_batch.unit.num_samples
     if not tensors:
         message = (
             "the encode function of ab.joint returned no tensor. Return a tensor, or a dict, tuple or dataclass of "
@@ -270,7 +279,7 @@ def _note(outputs: Outputs, item: Work) -> None:
     before = outputs.differentiable or (False,) * len(tensors)
     outputs.kinds = kinds
     outputs.differentiable = tuple(one or tensor.requires_grad for one, tensor in zip(before, tensors, strict=True))
-    if item.unit.weight:  # copies, because a view would keep alive what it is a view of
+    if micro_batch.unit.weight:  # copies, because a view would keep alive what it is a view of
         outputs.pieces.append([tensor.detach().clone() for tensor in tensors])
 
 
@@ -285,18 +294,19 @@ def _refuse_other_kinds(one: tuple[Rows, ...], other: tuple[Rows, ...], where: s
     raise LossError(message)
 
 
-def _find_slope(machine: Machine, outputs: Outputs, meeting: Meeting) -> Slope | None:
+def _loss_gradient(context: LoopContext, outputs: Outputs, exchange: OutputExchange) -> LossGradient | None:
     """Return the gradient of the loss of the whole effective batch; None on a rank that has run nothing."""
-    tensors, differentiable = meeting.meet(outputs)
+    tensors, differentiable = exchange.gather(outputs)
     if outputs.put_together is None:
         return None
     leaves = [tensor.requires_grad_(flag) for tensor, flag in zip(tensors, differentiable, strict=True)]
-    value = one_number(call_on_whole(machine, machine.loss, outputs.put_together(leaves), meeting.seed))
+    whole = _in_batch_order(leaves, exchange.plan)
+    value = one_number(call_on_whole(context, context.loss, outputs.put_together(whole), exchange.seed))
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    parameters = list(machine.prepared.parameters.values())
+    parameters = list(context.prepared.parameters.values())
     found: Sequence[torch.Tensor | None] = []
     if value.requires_grad:
-        found = torch.autograd.grad(machine.scaler.scale(value), [*wanted, *parameters], allow_unused=True)
+        found = torch.autograd.grad(context.scaler.scale(value), [*wanted, *parameters], allow_unused=True)
     if all(gradient is None for gradient in found[: len(wanted)]):
         message = (
             "the value of the function of ab.joint does not depend on any output of encode that takes a gradient, so "
@@ -305,60 +315,80 @@ def _find_slope(machine: Machine, outputs: Outputs, meeting: Meeting) -> Slope |
         raise LossError(message)
     remaining = iter(found[: len(wanted)])
     used = [(p, g) for p, g in zip(parameters, found[len(wanted) :], strict=True) if g is not None]
-    return Slope(
+    return LossGradient(
         value.detach(),
         tuple(next(remaining) if leaf.requires_grad else None for leaf in leaves),
         tuple(parameter for parameter, _ in used),
-        tuple(gradient if meeting.tells else torch.zeros_like(gradient) for _, gradient in used),
+        tuple(gradient if exchange.reports_loss else torch.zeros_like(gradient) for _, gradient in used),
     )
 
 
-def _backward_kept(machine: Machine, item: Work, turn: Turn, outputs: Outputs, slope: Slope) -> None:
-    """Run the backward of the micro-batch whose graph was kept, and let it go."""
-    machine.before(item)
-    with machine.strategy.micro_batch(turn):
-        roots = [root for root, slopes in zip(outputs.graph, slope.of_outputs, strict=True) if slopes is not None]
+def _in_batch_order(tensors: Sequence[torch.Tensor], plan: BatchPlan) -> list[torch.Tensor]:
+    """Return tensors of a whole effective batch with their rows in the batch's own order; differentiable."""
+    if plan.order is None:
+        return list(tensors)
+    inverse = torch.tensor(plan.order).argsort()
+    return [tensor[inverse.to(tensor.device)] for tensor in tensors]
+
+
+def _backward_kept(
+    context: LoopContext, micro_batch: MicroBatch, turn: Turn, outputs: Outputs, loss_gradient: LossGradient
+) -> None:
+    """Run the backward of the micro-batch whose graph was kept, and free it."""
+    context.before(micro_batch)
+    with context.strategy.micro_batch(turn):
+        roots = [
+            root for root, slopes in zip(outputs.graph, loss_gradient.of_outputs, strict=True) if slopes is not None
+        ]
         outputs.graph = []
-        _backward(machine, item, [*roots, *(slope.parameters if turn.last else ())], slope)
-    machine.after(item, ())
+        _backward(context, micro_batch, [*roots, *(loss_gradient.parameters if turn.last else ())], loss_gradient)
+    context.after(micro_batch, ())
 
 
 def _replay(
-    machine: Machine, items: Sequence[Work], turns: Sequence[Turn], replay: Iterable[Batch], slope: Slope
+    context: LoopContext,
+    micro_batches: Sequence[MicroBatch],
+    turns: Sequence[Turn],
+    replay: Iterable[Batch],
+    loss_gradient: LossGradient,
 ) -> None:
     """Encode micro-batches again, and pass the gradient on at once."""
-    encode = _encode(machine.loss)
+    encode = _encode(context.loss)
     # A strategy whose forward has to meet what the backward will reach, as DDP's, meets only what a forward returns.
-    in_forward = machine.strategy.capabilities.prepares_in_forward
+    in_forward = context.strategy.capabilities.prepares_in_forward
 
     def run(model: object, batch: Batch) -> list[torch.Tensor]:
         tensors, _ = take_apart(encode(model, batch))
-        return [tensor for tensor, slopes in zip(tensors, slope.of_outputs, strict=True) if slopes is not None]
+        return [
+            tensor for tensor, gradient in zip(tensors, loss_gradient.of_outputs, strict=True) if gradient is not None
+        ]
 
     def run_last(model: object, batch: Batch) -> list[torch.Tensor]:
-        return [*run(model, batch), *(parameter.view_as(parameter) for parameter in slope.parameters)]
+        return [*run(model, batch), *(parameter.view_as(parameter) for parameter in loss_gradient.parameters)]
 
-    for item, turn, batch in zip(items, turns, replay, strict=False):
-        machine.before(item)
-        with machine.randomness.micro_batch(item), machine.strategy.micro_batch(turn):
-            with machine.autocast():
-                roots = machine.prepared.call(run_last if turn.last and in_forward else run, batch)
+    for micro_batch, turn, batch in zip(micro_batches, turns, replay, strict=False):
+        context.before(micro_batch)
+        with context.randomness.micro_batch(micro_batch), context.strategy.micro_batch(turn):
+            with context.autocast():
+                roots = context.prepared.call(run_last if turn.last and in_forward else run, batch)
             if turn.last and not in_forward:
-                roots = [*roots, *slope.parameters]
-            _backward(machine, item, roots, slope)
+                roots = [*roots, *loss_gradient.parameters]
+            _backward(context, micro_batch, roots, loss_gradient)
             del roots  # or it would live through the next forward
-        machine.after(item, ())
+        context.after(micro_batch, ())
 
 
-def _backward(machine: Machine, item: Work, roots: Sequence[torch.Tensor], slope: Slope) -> None:
+def _backward(
+    context: LoopContext, micro_batch: MicroBatch, roots: Sequence[torch.Tensor], loss_gradient: LossGradient
+) -> None:
     """Run one backward from the outputs of a micro-batch and, in the last one, the loss function's own parameters."""
-    unit = item.unit
-    rows = [gradient[unit.start : unit.stop] for gradient in slope.of_outputs if gradient is not None]
+    unit = micro_batch.unit
+    rows = [gradient[unit.start : unit.stop] for gradient in loss_gradient.of_outputs if gradient is not None]
     if not unit.weight:  # it only keeps ranks in lockstep
         rows = [torch.zeros_like(row) for row in rows]
     if len(roots) > len(rows):
-        rows += slope.of_parameters
+        rows += loss_gradient.of_parameters
     pairs = [(root, row) for root, row in zip(roots, rows, strict=True) if root.requires_grad]
     torch.autograd.backward(
-        [root for root, _ in pairs], [row for _, row in pairs], inputs=machine.prepared.backward_inputs
+        [root for root, _ in pairs], [row for _, row in pairs], inputs=context.prepared.backward_inputs
     )

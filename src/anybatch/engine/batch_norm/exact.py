@@ -8,7 +8,7 @@ from torch import Tensor
 
 from anybatch.core.compatibility import Feature, refusal
 from anybatch.core.tree import Batch
-from anybatch.engine.accumulation.accumulate import Machine, Work, forward_of
+from anybatch.engine.accumulation.accumulate import LoopContext, MicroBatch, forward_of
 from anybatch.engine.accumulation.sums import Sums
 from anybatch.engine.torch_internals import active_dispatch_modes, is_in_checkpoint
 from anybatch.errors import BatchSizeError, CompositionError
@@ -25,8 +25,8 @@ _Bring = tuple[Chunk, Tensor | None]
 
 
 def accumulate_together(
-    machine: Machine,
-    work: Iterable[tuple[Work, Batch]],
+    context: LoopContext,
+    micro_batches: Iterable[tuple[MicroBatch, Batch]],
     *,
     interceptor: Interceptor,
     statistics: RunningStatistics,
@@ -40,46 +40,48 @@ def accumulate_together(
     they go on. Merging is differentiable, so that all forwards are one graph, and one backward goes through it.
 
     Args:
-        machine: as for `accumulate`.
-        work: the same; all of it is loaded before the first forward.
+        context: as for `accumulate`.
+        micro_batches: the same; all of it is loaded before the first forward.
         interceptor: lets us normalise in the model's layers.
         statistics: takes the statistics of the effective batch.
         ranks: the other ranks; all of them must run at least one unit.
         offload: keep saved activations on the host; None: if micro-batches run on an accelerator.
     """
-    items = _worth_running(list(work))
+    micro_batches = _worth_running(list(micro_batches))
     device = statistics.device
     store = None
     if device.type != "cpu" if offload is None else offload:
-        store = HostStore(machine.prepared.parameters.values())
-    sums = [Sums() for _ in items]
+        store = HostStore(context.prepared.parameters.values())
+    sums = [Sums() for _ in micro_batches]
     merging = _Merging(statistics, ranks, device)
     here = _ThisThread(device)
 
     def party(number: int) -> Callable[[Meet[_Bring, Joint]], Terms]:
-        item, batch = items[number]
+        micro_batch, batch = micro_batches[number]
 
         def run(meet: Meet[_Bring, Joint]) -> Terms:
-            machine.before(item)
-            together = interceptor.in_this_thread(lambda call: _normalise(call, meet, counts=item.unit.weight > 0))
-            forward = forward_of(machine.loss, item.shares, sums[number])
-            with machine.randomness.micro_batch(item), here.again(), together, _hooks(store), machine.autocast():
-                terms: Terms = machine.prepared.call(forward, batch)
+            context.before(micro_batch)
+            together = interceptor.in_this_thread(
+                lambda call: _normalise(call, meet, counts=micro_batch.unit.weight > 0)
+            )
+            forward = forward_of(context.loss, micro_batch.factors, sums[number])
+            with context.randomness.micro_batch(micro_batch), here.again(), together, _hooks(store), context.autocast():
+                terms: Terms = context.prepared.call(forward, batch)
             contributions = [term.detach() for term in terms]
-            sums[number].contributions.append((item.shares, contributions))
-            machine.after(item, contributions)
+            sums[number].contributions.append((micro_batch.factors, contributions))
+            context.after(micro_batch, contributions)
             return terms
 
         return run
 
     # Gradients travel after the backward, not within it, where the sums of the layers do.
-    with machine.strategy.micro_batch(Turn(first=True, last=False)):
-        with statistics.forward(counts=any(item.unit.weight for item, _ in items)):
-            rendezvous: Rendezvous[_Bring, Joint, Terms] = Rendezvous(merging, machine.randomness.parked)
-            found = rendezvous.run([party(number) for number in range(len(items))])
+    with context.strategy.micro_batch(Turn(first=True, last=False)):
+        with statistics.forward(counts=any(micro_batch.unit.weight for micro_batch, _ in micro_batches)):
+            rendezvous: Rendezvous[_Bring, Joint, Terms] = Rendezvous(merging, context.randomness.parked)
+            found = rendezvous.run([party(number) for number in range(len(micro_batches))])
         terms = [term for terms in found for term in terms]
         total = torch.stack([*terms, *merging.last_token(like=terms)]).sum()
-        torch.autograd.backward(machine.scaler.scale(total), inputs=machine.prepared.backward_inputs)
+        torch.autograd.backward(context.scaler.scale(total), inputs=context.prepared.backward_inputs)
     return _joined(sums)
 
 
@@ -125,9 +127,9 @@ def _normalise(call: Call, meet: Meet[_Bring, Joint], *, counts: bool) -> Tensor
     return normalised(call.values, joint, call.weight, call.bias, call.eps)
 
 
-def _worth_running(items: list[tuple[Work, Batch]]) -> list[tuple[Work, Batch]]:
-    """Leave out what only fills ranks up, but for one item of a rank that has nothing else: it must be there."""
-    return [item for item in items if item[0].unit.weight] or items[:1]
+def _worth_running(micro_batches: list[tuple[MicroBatch, Batch]]) -> list[tuple[MicroBatch, Batch]]:
+    """Leave out what only fills ranks up, but for one micro_batch of a rank that has nothing else: it must be there."""
+    return [micro_batch for micro_batch in micro_batches if micro_batch[0].unit.weight] or micro_batches[:1]
 
 
 def _joined(sums: Sequence[Sums]) -> Sums:

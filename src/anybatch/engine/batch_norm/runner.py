@@ -1,4 +1,4 @@
-"""How a policy about BatchNorm is carried out: which executor runs an effective batch, and what it is given."""
+"""How a policy about BatchNorm is carried out: what runs an effective batch, and what layers see of it."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -8,103 +8,118 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from anybatch.core.batch import Placement
-from anybatch.core.compatibility import Feature
-from anybatch.core.splitting import Unit, group_sizes
+from anybatch.core.splitting import CutConstraints, SampleOrder, Unit, group_sizes
 from anybatch.core.torch_internals import InstanceNormBase
 from anybatch.core.tree import Batch
-from anybatch.engine.accumulation.accumulate import Machine, Work, accumulate
+from anybatch.engine.accumulation.accumulate import LoopContext, MicroBatch, accumulate
 from anybatch.engine.accumulation.sums import Sums
 from anybatch.engine.batch_norm.exact import accumulate_together
-from anybatch.engine.micro_batch_size.sizes import Sizing
 from anybatch.errors import CompositionError
-from anybatch.norms import Exact, Freeze, Ghost, Keep, Policy, PolicyName, Sync, policy_of
+from anybatch.norms import Exact, Freeze, Policy, PolicyName, policy_of
 from anybatch.norms.batch_norm_override import Call, Interceptor
 from anybatch.norms.block_checkpoints import BlockCheckpoint, blocks_of
 from anybatch.norms.layers import Ranks, batch_norms, refuse_unfit_layers, tracking_layers
 from anybatch.norms.merged_statistics import Chunk, chunk_of, merged, normalised
 from anybatch.norms.running_statistics import BufferReader, RunningStatistics, momentum_of_one
-from anybatch.parallel.strategy import Strategy
+from anybatch.parallel.strategy import Capabilities, Strategy
 from anybatch.parallel.world import World
 
+Execute = Callable[[LoopContext, Iterable[tuple[MicroBatch, Batch]]], Sums]
+"""Adds up the gradient of some micro-batches."""
 
-class Normalisation:
-    """Runs effective batches under a policy. What is to be done is decided once, here.
+
+class BatchNormRunner:
+    """Runs effective batches under a policy. It takes no decisions: they stand in `constraints` and the policy.
 
     Args:
         policy: the policy.
         modules: the model, on its device.
-        strategy: sums over ranks.
-        world: the ranks.
-        sizing: whether a micro-batch size is to be searched.
+        constraints: what the policy demands of cuts.
+        ranks: the other ranks, for statistics over them.
+        autocast: makes the autocast context of a forward.
+        device: where the model is.
 
-    Raises:
-        CompositionError: the policy cannot be had with this strategy, these sizes or these layers.
+    Attributes:
+        description: the policy in words; empty without BatchNorm layers.
     """
 
-    def __init__(self, policy: Policy, modules: nn.Module, strategy: Strategy, world: World, sizing: Sizing) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        modules: nn.Module,
+        constraints: CutConstraints,
+        ranks: Ranks,
+        *,
+        autocast: Callable[[], AbstractContextManager[object]],
+        device: torch.device,
+    ) -> None:
         self._policy = policy
         self._batch_norms = batch_norms(modules)
-        self._ranks = _ranks(strategy, world)
+        self._constraints = constraints
+        self._ranks = ranks
+        self._autocast = autocast
         self._has_sums = False
-        several = world.size > 1
-        meets = isinstance(policy, Exact) and policy.method == "rendezvous"
-        self.is_whole = isinstance(policy, Exact) and not meets
-        self.every_unit = bool(self._batch_norms) and meets
-        over_ranks = bool(self._batch_norms) and several and (isinstance(policy, Sync) or self.is_whole)
-        self.joins_ranks = several and bool(self._batch_norms) and isinstance(policy, (Sync, Exact))
-        self.lockstep = over_ranks or strategy.capabilities.lockstep
-        self._fills_up = self.lockstep or (self.every_unit and several)
-        self._refuse(strategy, sizing)
-        tracking = tracking_layers(modules)
-        if isinstance(policy, Freeze):
-            tracking = {name: layer for name, layer in tracking.items() if isinstance(layer, InstanceNormBase)}
-        self._statistics = RunningStatistics(tracking, world.device)
-        takes_over = bool(self._batch_norms) and (isinstance(policy, Ghost) or over_ranks)
-        # Layers whose statistics nothing else gets to see leave them in their buffers.
-        self._reading = [
-            layer
-            for layer in self._statistics.layers
-            if isinstance(layer, InstanceNormBase) or not (takes_over or meets)
-        ]
         self._unit = Unit(0, 0, 0)
-        self._normalise = None if not takes_over else self._by_groups if isinstance(policy, Ghost) else self._over_ranks
-        self._interceptor = Interceptor(self._batch_norms.values() if takes_over or meets else ())
-        self._execute = self._choose(meets=meets)
-        blocks = blocks_of(modules, policy.blocks) if isinstance(policy, Exact) and self.is_whole else {}
+        blocks = blocks_of(modules, policy.blocks) if isinstance(policy, Exact) and constraints.whole else {}
+        frozen = isinstance(policy, Freeze)
+        self._frozen = list(self._batch_norms.values()) if frozen else []
+        self._statistics = _statistics(modules, device, frozen=frozen)
+        self._is_plain = not self._batch_norms and not self._statistics.layers
+        # Layers whose statistics nothing else gets to see leave them in their buffers.
+        overridden = bool(self._batch_norms) and (
+            constraints.group is not None or constraints.lockstep or constraints.every_unit
+        )
+        self._interceptor = Interceptor(self._batch_norms.values() if overridden else ())
+        self._reading = [
+            layer for layer in self._statistics.layers if isinstance(layer, InstanceNormBase) or not overridden
+        ]
         self._hooks = [
             layer.register_forward_hook(BufferReader(self._statistics, number))
             for number, layer in enumerate(self._statistics.layers)
             if layer in self._reading
         ]
         self._blocks = [BlockCheckpoint(block) for block in blocks.values()]
-        self.decisions = self._in_words(list(blocks))
+        self.description = self._in_words(list(blocks))
 
-    def place(self, placement: Placement) -> Placement:
-        """Return how batches are cut under the policy."""
-        cut = placement.cut
-        if self.is_whole:
-            cut = dataclasses.replace(cut, micro_batch_size=None, accumulation_steps=None)
-        group = self._policy.group_size if isinstance(self._policy, Ghost) else None
-        cut = dataclasses.replace(cut, lockstep=cut.lockstep or self._fills_up, group=group)
-        return dataclasses.replace(placement, cut=cut)
+    def forward(self, micro_batch: MicroBatch) -> AbstractContextManager[object]:
+        """Return the context of one forward: autocast; layers know which samples they see, and statistics see them."""
+        if self._is_plain or self._constraints.every_unit:
+            return self._autocast()
+        self._unit = micro_batch.unit
+        stack = ExitStack()
+        stack.enter_context(self._statistics.forward(counts=micro_batch.unit.weight > 0))
+        stack.enter_context(self._autocast())
+        return stack
 
-    def accumulate(self, machine: Machine, work: Iterable[tuple[Work, Batch]]) -> Sums:
-        """Add up the gradient of one effective batch; buffers are as before afterwards, see `update`."""
-        return self._execute(machine, work)
+    def accumulate(self, context: LoopContext, micro_batches: Iterable[tuple[MicroBatch, Batch]]) -> Sums:
+        """Add up the gradient of one effective batch; buffers are as before afterwards, see `update`.
 
-    def alone(self, machine: Machine, work: Iterable[tuple[Work, Batch]]) -> Sums:
-        """Add up the gradient of some micro-batches, without waiting for other ranks."""
-        return accumulate(machine, work) if self.lockstep or self.every_unit else self._execute(machine, work)
+        Args:
+            context: what the loop uses.
+            micro_batches: this rank's, in order, each with its data on the device.
+        """
+        if self._is_plain:
+            return accumulate(context, micro_batches)
+        if self._constraints.every_unit:
+            return self._together(context, micro_batches)
+        # Around the backward too: a block that is run again there must be normalised as before.
+        with self._prepared(), self._interceptor.everywhere(self._normalisation()):
+            return accumulate(context, micro_batches)
+
+    def accumulate_alone(self, context: LoopContext, micro_batches: Iterable[tuple[MicroBatch, Batch]]) -> Sums:
+        """Add up the gradient of some micro-batches without waiting for other ranks; see `accumulate`."""
+        if self._constraints.lockstep or self._constraints.every_unit:
+            return accumulate(dataclasses.replace(context, forward=lambda _: self._autocast()), micro_batches)
+        return self.accumulate(context, micro_batches)
 
     @contextmanager
-    def two_passes(self) -> Iterator[Callable[[Work], AbstractContextManager[object]]]:
+    def two_passes(self) -> Iterator[Callable[[MicroBatch], AbstractContextManager[object]]]:
         """Prepare layers for a loss across samples; what is yielded is the context of a forward of the first pass."""
-        if not self._statistics.layers and not self._batch_norms:
+        if self._is_plain:
             yield lambda _: nullcontext()
             return
         with self._prepared():
-            yield lambda item: self._statistics.forward(counts=item.unit.weight > 0)
+            yield lambda micro_batch: self._statistics.forward(counts=micro_batch.unit.weight > 0)
 
     def update(self) -> None:
         """Update running statistics, once, from what the last effective batch has shown."""
@@ -120,95 +135,47 @@ class Normalisation:
             block.close()
         self._interceptor.close()
 
-    def _refuse(self, strategy: Strategy, sizing: Sizing) -> None:
-        """Refuse what the policy cannot do.
-
-        Raises:
-            CompositionError: with what to use instead.
-        """
-        if self.every_unit and strategy.capabilities.lockstep:
-            message = (
-                f"norms='exact' runs micro-batches in turns, and strategy {strategy.capabilities.name!r} keeps ranks "
-                "in lockstep within each. Use strategy='all_reduce', or norms=Exact(method='checkpoint')."
-            )
-            raise CompositionError(message)
-        if self.every_unit and sizing.searches and sizing.may_run_out:
-            message = (
-                "micro_batch_size='auto' cannot search under norms='exact', where all micro-batches take memory at "
-                "once. Name a micro_batch_size."
-            )
-            raise CompositionError(message)
-        for name, layer in self._batch_norms.items():
-            if isinstance(self._policy, Freeze) and layer.running_mean is None:
-                message = (
-                    f"norms='freeze' needs running statistics, and layer {name!r} tracks none "
-                    "(track_running_stats=False). Use norms='exact' or Ghost(group_size=...)."
-                )
-                raise CompositionError(message)
-        if self.is_whole or self.every_unit:
-            sizing.searches = False  # there is nothing to find: a share is one micro-batch
-        elif self._batch_norms and isinstance(self._policy, Keep | Sync):
-            sizing.only_fits = "what BatchNorm makes of a sample depends on its micro-batch"
-        sizing.group = self._policy.group_size if isinstance(self._policy, Ghost) else 1
-
-    def _choose(self, *, meets: bool) -> Callable[[Machine, Iterable[tuple[Work, Batch]]], Sums]:
-        if not self._batch_norms and not self._statistics.layers:
-            return accumulate
-        if meets and self._batch_norms:
-            return self._together
-        return self._one_by_one
-
-    def _in_words(self, blocks: Sequence[str]) -> dict[str, str]:
+    def _normalisation(self) -> Callable[[Call], Tensor] | None:
+        """Return what normalises in the place of the layers; None where they do it themselves."""
         if not self._batch_norms:
-            return {}
+            return None
+        if self._constraints.group is not None:
+            return self._by_groups
+        return self._over_ranks if self._constraints.lockstep else None
+
+    def _in_words(self, blocks: Sequence[str]) -> str:
+        if not self._batch_norms:
+            return ""
         first = next(iter(self._batch_norms))
         where = f"{len(self._batch_norms)} BatchNorm layers, first {first!r}"
-        said = f"{self._policy.name} ({where}): {self._policy.says}"
-        if self.is_whole:
-            said += f"; {len(blocks)} blocks, {', '.join(blocks[:3]) or 'none found'}"
-        return {"norms": said}
+        description = f"{self._policy.name} ({where}): {self._policy.says}"
+        if self._constraints.whole:
+            description += f"; {len(blocks)} blocks, {', '.join(blocks[:3]) or 'none found'}"
+        return description
 
     @contextmanager
     def _prepared(self) -> Iterator[None]:
         """Set layers up for one effective batch, and put everything but the sums back."""
-        frozen = list(self._batch_norms.values()) if isinstance(self._policy, Freeze) else []
-        modes = [layer.training for layer in frozen]
+        modes = [layer.training for layer in self._frozen]
         self._has_sums = False
         self._statistics.begin()
         try:
-            for layer in frozen:
+            for layer in self._frozen:
                 layer.training = False
             with momentum_of_one(self._reading):
                 yield
             self._has_sums = True
         finally:
-            for layer, training in zip(frozen, modes, strict=True):
+            for layer, training in zip(self._frozen, modes, strict=True):
                 layer.training = training
             self._statistics.put_back()
 
-    def _one_by_one(self, machine: Machine, work: Iterable[tuple[Work, Batch]]) -> Sums:
-        """Run micro-batches one after the other, and see what layers make of them."""
-
-        def before(item: Work) -> None:
-            self._unit = item.unit
-            machine.before(item)
-
-        def forward() -> AbstractContextManager[object]:
-            stack = ExitStack()
-            stack.enter_context(self._statistics.forward(counts=self._unit.weight > 0))
-            stack.enter_context(machine.autocast())
-            return stack
-
-        # Around the backward too: a block that is run again there must be normalised as before.
-        with self._prepared(), self._interceptor.everywhere(self._normalise):
-            return accumulate(dataclasses.replace(machine, before=before, autocast=forward), work)
-
-    def _together(self, machine: Machine, work: Iterable[tuple[Work, Batch]]) -> Sums:
+    def _together(self, context: LoopContext, micro_batches: Iterable[tuple[MicroBatch, Batch]]) -> Sums:
         assert isinstance(self._policy, Exact)
         with self._prepared():
             return accumulate_together(
-                machine,
-                work,
+                context,
+                micro_batches,
                 interceptor=self._interceptor,
                 statistics=self._statistics,
                 ranks=self._ranks,
@@ -225,16 +192,17 @@ class Normalisation:
 
     def _by_groups(self, call: Call) -> Tensor:
         """Normalise each group of samples by its own statistics."""
-        assert isinstance(self._policy, Ghost)
+        group_size = self._constraints.group
+        assert group_size is not None
         rows, rest = divmod(call.values.shape[0], self._unit.num_samples)
         if rest:
             message = (
-                f"Ghost(group_size={self._policy.group_size}) needs the samples along the first axis of what BatchNorm "
+                f"Ghost(group_size={group_size}) needs the samples along the first axis of what BatchNorm "
                 f"gets, which has {call.values.shape[0]} rows for {self._unit.num_samples} samples. Move the samples "
                 "to the front (flattened with other axes is right too), or use norms='exact'."
             )
             raise CompositionError(message)
-        sizes = [rows * size for size in group_sizes(self._unit.num_samples, self._policy.group_size)]
+        sizes = [rows * size for size in group_sizes(self._unit.num_samples, group_size)]
         groups = call.values.split(sizes)
         with torch.no_grad():
             self._record(call, [chunk_of(group) for group in groups])
@@ -248,27 +216,86 @@ class Normalisation:
         self._statistics.add_chunks(call.running_mean, chunks)
 
 
-def policy_for(norms: "Policy | PolicyName", modules: nn.Module, world: World) -> Policy:
+def policy_for(norms: "Policy | PolicyName", modules: nn.Module, world_size: int) -> Policy:
     """Return the policy that was asked for, if the model's layers permit one at all.
+
+    Args:
+        norms: a policy or its name.
+        modules: the model.
+        world_size: number of ranks.
 
     Raises:
         UserError: an unknown name.
         ParameterError, CompositionError: a layer that nothing can be done about as it is.
     """
     policy = policy_of(norms)
-    refuse_unfit_layers(modules, num_ranks=world.size, frozen=isinstance(policy, Freeze))
+    refuse_unfit_layers(modules, num_ranks=world_size, frozen=isinstance(policy, Freeze))
     return policy
 
 
-def policy_features(policy: Policy) -> dict[Feature, str]:
-    """Return the feature of the composition table that a policy is; none for "keep", which is the rule."""
-    if isinstance(policy, Exact):
-        return {Feature.NORMS_EXACT if policy.method == "rendezvous" else Feature.NORMS_CHECKPOINT: ""}
-    kinds = {Sync: Feature.NORMS_SYNC, Freeze: Feature.NORMS_FREEZE, Ghost: Feature.NORMS_GHOST}
-    return {feature: "" for kind, feature in kinds.items() if isinstance(policy, kind)}
+def refuse_policy(
+    policy: Policy, modules: nn.Module, constraints: CutConstraints, needs: Capabilities, *, searches: bool
+) -> None:
+    """Refuse what a policy cannot do with this strategy or these layers.
+
+    Args:
+        policy: the policy.
+        modules: the model.
+        constraints: what the policy demands of cuts.
+        needs: what the strategy can do and what it demands.
+        searches: a micro-batch size would have to be found by trial runs, because memory is short.
+
+    Raises:
+        CompositionError: with what to use instead.
+    """
+    if constraints.every_unit and searches:
+        message = (
+            "micro_batch_size='auto' cannot search under norms='exact', where all micro-batches take memory at "
+            "once. Name a micro_batch_size."
+        )
+        raise CompositionError(message)
+    if constraints.every_unit and needs.lockstep:
+        message = (
+            f"norms='exact' runs micro-batches in turns, and strategy {needs.name!r} keeps ranks "
+            "in lockstep within each. Use strategy='all_reduce', or norms=Exact(method='checkpoint')."
+        )
+        raise CompositionError(message)
+    for name, layer in batch_norms(modules).items():
+        if isinstance(policy, Freeze) and layer.running_mean is None:
+            message = (
+                f"norms='freeze' needs running statistics, and layer {name!r} tracks none "
+                "(track_running_stats=False). Use norms='exact' or Ghost(group_size=...)."
+            )
+            raise CompositionError(message)
 
 
-def _ranks(strategy: Strategy, world: World) -> Ranks:
+def refuse_order(order: SampleOrder | None, constraints: CutConstraints) -> None:
+    """Refuse groups of consecutive samples in a batch whose samples are put into another order.
+
+    Args:
+        order: the order in which samples are cut; None for that of the batch.
+        constraints: what the policy demands of cuts.
+
+    Raises:
+        CompositionError: with what to use instead.
+    """
+    if order is not None and constraints.group is not None:
+        message = (
+            f"Ghost(group_size={constraints.group}) groups consecutive samples, and order={order!r} cuts them in "
+            "another order, so that other samples would be normalised together. Use norms='keep' or norms='exact', or "
+            "leave the order out."
+        )
+        raise CompositionError(message)
+
+
+def ranks_of(strategy: Strategy, world: World) -> Ranks:
+    """Return the ranks as layers that are normalised over them see them.
+
+    Args:
+        strategy: sums tensors over ranks.
+        world: gathers numbers from them.
+    """
+
     def total(tensor: Tensor) -> Tensor:
         with world.collective():
             return strategy.sum(tensor)
@@ -277,3 +304,10 @@ def _ranks(strategy: Strategy, world: World) -> Ranks:
         return int(max(row[0] for row in world.gather_numbers([float(number)])))
 
     return Ranks(world.size, total, most)
+
+
+def _statistics(modules: nn.Module, device: torch.device, *, frozen: bool) -> RunningStatistics:
+    tracking = tracking_layers(modules)
+    if frozen:
+        tracking = {name: layer for name, layer in tracking.items() if isinstance(layer, InstanceNormBase)}
+    return RunningStatistics(tracking, device)

@@ -1,7 +1,7 @@
 """Whether a loss is what it was declared to be, seen from a few samples: the gradients of its pieces have to add up.
 
 The loss is looked at, not the network. The model runs once, and the loss function then runs on all samples and on
-pieces of them with a stand-in that answers with rows of what the model has returned. For a right declaration
+pieces of them with a recorded model that answers with rows of what the model has returned. For a right declaration
 
     gradient(whole) = sum over pieces of share x gradient(piece)
 
@@ -20,9 +20,16 @@ from torch import nn
 from anybatch.core.loss import Loss
 from anybatch.core.tree import Batch, count_samples
 from anybatch.engine.loss_check.recorded_model import UndecidedError
-from anybatch.engine.loss_check.replay import CannotRunError, Pass, Subject, Trial, open_trial, relative_difference
-from anybatch.engine.loss_check.sample_choice import candidates, sample_counts, telling_samples
-from anybatch.engine.side_effects import Draws
+from anybatch.engine.loss_check.replay import (
+    CannotRunError,
+    CheckedSamples,
+    Pass,
+    Replay,
+    open_replay,
+    relative_difference,
+)
+from anybatch.engine.loss_check.sample_choice import candidates, choose_samples, sample_counts
+from anybatch.engine.side_effects import SeededGenerators
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +50,7 @@ LOW = Tolerance(rounding=2e-2, beyond_doubt=1e-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class TermFinding:
     """What was found of one term.
 
     Attributes:
@@ -54,7 +61,7 @@ class Finding:
         sizes: samples of the pieces.
         adds_up: whether the function returned a sum (`LossSum`, or one loss per item) and not a mean.
         is_scalar: whether it returned one number.
-        explanation: what explains a difference that is no rounding: a candidate of the subject, "sum", "other" counts,
+        explanation: what explains a difference that is no rounding: a candidate of the checked, "sum", "other" counts,
             several "terms", or "joint". Empty where the declaration holds.
         share: the first piece's part of the whole, as found and as declared.
     """
@@ -70,15 +77,15 @@ class Finding:
     share: tuple[float, float] = (0.0, 0.0)
 
 
-def subject_of(
+def checked_samples(
     loss: Loss,
     model: nn.Module | Mapping[str, nn.Module],
     batch: Batch,
     *,
     autocast: Callable[[], AbstractContextManager[object]],
     is_low: bool,
-    draws: Draws,
-) -> tuple[Subject, dict[str, str]]:
+    generators: SeededGenerators,
+) -> tuple[CheckedSamples, dict[str, str]]:
     """Return the samples of a batch that tell most about a loss; and by term why they cannot tell, if they cannot.
 
     Args:
@@ -87,10 +94,10 @@ def subject_of(
         batch: at least two samples, on the model's device.
         autocast: makes the context of a forward.
         is_low: whether bf16 or fp16 takes part.
-        draws: the generators.
+        generators: those that a model or a loss may draw from.
     """
-    chosen, number, doubtful = telling_samples(loss, batch, count_samples(batch))
-    subject = Subject(
+    chosen, number, doubtful = choose_samples(loss, batch, count_samples(batch))
+    checked = CheckedSamples(
         loss=loss,
         model=model,
         batch=chosen,
@@ -99,12 +106,12 @@ def subject_of(
         candidates=candidates(chosen, number),
         autocast=autocast,
         is_low=is_low,
-        draws=draws,
+        generators=generators,
     )
-    return subject, doubtful
+    return checked, doubtful
 
 
-def findings(subject: Subject) -> dict[str, Finding]:
+def findings(checked: CheckedSamples) -> dict[str, TermFinding]:
     """Return what is found of every term; a finding with an explanation is one of a broken declaration.
 
     A declaration is found broken only after the axes of samples have been made sure of, by a second recording.
@@ -112,53 +119,53 @@ def findings(subject: Subject) -> dict[str, Finding]:
     Raises:
         UndecidedError: nothing can be said.
     """
-    if not subject.is_low:
-        return _findings(subject, WIDE)
+    if not checked.is_low:
+        return _findings(checked, WIDE)
     try:
-        return _findings(subject, WIDE)
+        return _findings(checked, WIDE)
     except CannotRunError:  # float32 answers do not go with bf16 parameters in the loss, say
-        return _findings(subject, LOW)
+        return _findings(checked, LOW)
 
 
-def _findings(subject: Subject, tolerance: Tolerance) -> dict[str, Finding]:
+def _findings(checked: CheckedSamples, tolerance: Tolerance) -> dict[str, TermFinding]:
     try:
-        found = _in_some_layout(subject, tolerance, exact=False)
+        found = _in_some_layout(checked, tolerance, exact=False)
     except UndecidedError:
         found = {}
     if found and not _is_broken(found):
         return found
-    return _in_some_layout(subject, tolerance, exact=True)
+    return _in_some_layout(checked, tolerance, exact=True)
 
 
-def _in_some_layout(subject: Subject, tolerance: Tolerance, *, exact: bool) -> dict[str, Finding]:
+def _in_some_layout(checked: CheckedSamples, tolerance: Tolerance, *, exact: bool) -> dict[str, TermFinding]:
     """Return findings; where a sample has several entries along an axis, of the layout in which the loss holds."""
-    found: dict[str, Finding] = {}
+    found: dict[str, TermFinding] = {}
     for interleaved in (False, True):
-        trial = open_trial(subject, wide=tolerance is WIDE, exact=exact, interleaved=interleaved)
-        found = _judged(trial, tolerance)
-        if not _is_broken(found) or not trial.has_two_layouts:
+        replay = open_replay(checked, wide=tolerance is WIDE, exact=exact, interleaved=interleaved)
+        found = _judged(replay, tolerance)
+        if not _is_broken(found) or not replay.has_two_layouts:
             break
     return found
 
 
-def _is_broken(found: dict[str, Finding]) -> bool:
+def _is_broken(found: dict[str, TermFinding]) -> bool:
     return any(one.explanation for one in found.values())
 
 
-def _judged(trial: Trial, tolerance: Tolerance) -> dict[str, Finding]:
+def _judged(replay: Replay, tolerance: Tolerance) -> dict[str, TermFinding]:
     """Compare whole and pieces, term by term."""
-    cuts, spare = _cuts(trial.subject.num_samples)
-    tried = [passes for cut in cuts if (passes := trial.pieces(cut)) is not None]
-    tried = tried or [passes for cut in spare if (passes := trial.pieces(cut)) is not None]
+    cuts, spare = _cuts(replay.checked.num_samples)
+    tried = [passes for cut in cuts if (passes := replay.pieces(cut)) is not None]
+    tried = tried or [passes for cut in spare if (passes := replay.pieces(cut)) is not None]
     if not tried:
         message = "it is not defined on fewer samples"
         raise UndecidedError(message)
-    _refuse_meetings(trial, tried, tolerance)
-    found: dict[str, Finding] = {}
+    _refuse_meetings(replay, tried, tolerance)
+    found: dict[str, TermFinding] = {}
     undecided = []
-    for name in trial.subject.loss.names:
+    for name in replay.checked.loss.names:
         try:
-            found[name] = _judged_term(trial, name, tried, tolerance)
+            found[name] = _judged_term(replay, name, tried, tolerance)
         except UndecidedError as error:
             undecided.append(error)
     if undecided and not _is_broken(found):
@@ -166,21 +173,21 @@ def _judged(trial: Trial, tolerance: Tolerance) -> dict[str, Finding]:
     return found
 
 
-def _judged_term(trial: Trial, name: str, tried: Sequence[Sequence[Pass]], tolerance: Tolerance) -> Finding:
-    if not trial.count(trial.whole, name):
+def _judged_term(replay: Replay, name: str, tried: Sequence[Sequence[Pass]], tolerance: Tolerance) -> TermFinding:
+    if not replay.count(replay.whole, name):
         message = "these samples count nothing"
         raise UndecidedError(message)
-    if not trial.whole.is_finite(name):
+    if not replay.whole.is_finite(name):
         message = "its gradient is not finite"
         raise UndecidedError(message)
-    compared = [trial.difference(name, passes, _declared(trial, name, passes)) for passes in tried]
+    compared = [replay.difference(name, passes, _declared(replay, name, passes)) for passes in tried]
     worst = max(range(len(tried)), key=lambda number: compared[number][0])
     error, whole, pieces = compared[worst]
     if not whole and not pieces:
         message = "it does not depend on what the model returned"
         raise UndecidedError(message)
-    reading = trial.whole.readings[name]
-    finding = Finding(
+    reading = replay.whole.readings[name]
+    finding = TermFinding(
         error=error,
         whole=whole,
         pieces=pieces,
@@ -194,59 +201,59 @@ def _judged_term(trial: Trial, name: str, tried: Sequence[Sequence[Pass]], toler
     first = tried[worst][0]
     return dataclasses.replace(
         finding,
-        explanation=_explanation(trial, name, tried, error, tolerance),
-        share=(trial.fitted_share(name, first), _declared(trial, name, tried[worst])[0]),
+        explanation=_explanation(replay, name, tried, error, tolerance),
+        share=(replay.fitted_share(name, first), _declared(replay, name, tried[worst])[0]),
     )
 
 
-def _declared(trial: Trial, name: str, passes: Sequence[Pass]) -> list[float]:
+def _declared(replay: Replay, name: str, passes: Sequence[Pass]) -> list[float]:
     """Return what each piece's gradient is multiplied with, if the whole's is taken as it is."""
-    counts = [trial.count(one, name) for one in passes]
+    counts = [replay.count(one, name) for one in passes]
     total = sum(counts) or 1.0
-    if trial.whole.readings[name].adds_up:
-        return [trial.count(trial.whole, name) / total if count else 0.0 for count in counts]
+    if replay.whole.readings[name].adds_up:
+        return [replay.count(replay.whole, name) / total if count else 0.0 for count in counts]
     return [count / total for count in counts]
 
 
-def _explanation(trial: Trial, name: str, tried: Sequence[Sequence[Pass]], error: float, tolerance: Tolerance) -> str:
+def _explanation(replay: Replay, name: str, tried: Sequence[Sequence[Pass]], error: float, tolerance: Tolerance) -> str:
     """Return what explains a difference that is no rounding.
 
     Raises:
         UndecidedError: the loss draws random numbers, or the difference is small and nothing explains it.
     """
-    again = trial.run(0, trial.subject.num_samples, seed=1)
-    if trial.difference(name, [again], [1.0])[0] > tolerance.rounding:
+    again = replay.run(0, replay.checked.num_samples, seed=1)
+    if replay.difference(name, [again], [1.0])[0] > tolerance.rounding:
         message = "it draws random numbers of its own"
         raise UndecidedError(message)
-    for candidate, counts in {"sum": (), **trial.subject.candidates}.items():
-        if all(_explains(trial, name, passes, counts) <= tolerance.rounding for passes in tried):
+    for candidate, counts in {"sum": (), **replay.checked.candidates}.items():
+        if all(_explains(replay, name, passes, counts) <= tolerance.rounding for passes in tried):
             return candidate
     if error < tolerance.beyond_doubt:
         message = f"its pieces are {error:.1e} off, which is more than rounding (a small term across samples?)"
         raise UndecidedError(message)
-    if trial.coupling(name, max(1, trial.subject.num_samples // 2)) > tolerance.rounding:
+    if replay.coupling(name, max(1, replay.checked.num_samples // 2)) > tolerance.rounding:
         return "joint"
-    fitted = [trial.difference(name, p, [trial.fitted_share(name, one) for one in p])[0] for p in tried]
+    fitted = [replay.difference(name, p, [replay.fitted_share(name, one) for one in p])[0] for p in tried]
     return "other" if max(fitted) <= tolerance.rounding else "terms"
 
 
-def _explains(trial: Trial, name: str, passes: Sequence[Pass], counts: Sequence[float]) -> float:
+def _explains(replay: Replay, name: str, passes: Sequence[Pass], counts: Sequence[float]) -> float:
     """Return how far the pieces are from the whole if samples counted like this, or if they added up (no counts)."""
     parts = [sum(counts[one.start : one.stop]) for one in passes]
     shares = [part / (sum(parts) or 1.0) for part in parts] if counts else [1.0] * len(passes)
-    return trial.difference(name, passes, shares)[0]
+    return replay.difference(name, passes, shares)[0]
 
 
-def _refuse_meetings(trial: Trial, tried: Sequence[Sequence[Pass]], tolerance: Tolerance) -> None:
+def _refuse_meetings(replay: Replay, tried: Sequence[Sequence[Pass]], tolerance: Tolerance) -> None:
     """Refuse to judge where samples meet on the way from one call of the model to the next.
 
     Raises:
         UndecidedError: what a later call is given for some samples is not what it is given for them among all.
     """
-    if not any(_meet(trial.whole, one, tolerance) for passes in tried for one in passes):
+    if not any(_meet(replay.whole, one, tolerance) for passes in tried for one in passes):
         return
-    again = trial.run(0, trial.subject.num_samples, seed=1)
-    if not _meet(trial.whole, again, tolerance):  # otherwise it is drawn at random: dropout between two calls
+    again = replay.run(0, replay.checked.num_samples, seed=1)
+    if not _meet(replay.whole, again, tolerance):  # otherwise it is drawn at random: dropout between two calls
         message = "samples meet between two calls of the model"
         raise UndecidedError(message)
 

@@ -1,17 +1,15 @@
 """A loss that is not what it was declared to be, in words: what was seen, and how to declare what it is."""
 
 from anybatch.core.loss import Loss
-from anybatch.engine.loss_check.additivity import Finding
-
-_UNITS = {"samples": "samples", "tokens": "unmasked targets", "counted": "what its count says"}
+from anybatch.engine.loss_check.additivity import TermFinding
 
 
-def broken(loss: Loss, name: str, found: Finding) -> str:
+def broken(loss: Loss, name: str, found: TermFinding) -> str:
     """Return what was declared of a term, and how far its gradients are from that."""
-    what = f"term {name!r} of the loss" if loss.named else "the loss"
-    unit = "samples" if loss.terms is None else _UNITS[loss.terms[name].unit]
-    verb = "declared" if loss.terms is not None else "taken"
-    kind = "a sum with its count" if loss.terms is None and found.adds_up else f"a mean over {unit}"
+    what = f"term {name!r} of the loss" if loss.kind.named else "the loss"
+    unit = loss.kind.terms[name].items.description
+    verb = "declared" if not loss.kind.brings_count else "taken"
+    kind = "a sum with its count" if loss.kind.brings_count and found.adds_up else f"a mean over {unit}"
     sizes = " + ".join(map(str, found.sizes))
     return (
         f"{what} was {verb} as {kind}, but it is not: the gradients of {sizes} samples, with respect to what the "
@@ -20,7 +18,7 @@ def broken(loss: Loss, name: str, found: Finding) -> str:
     )
 
 
-def explained(name: str, found: Finding, *, named: bool) -> str:
+def explained(name: str, found: TermFinding, *, named: bool) -> str:
     """Return what a broken term is, and how to declare that."""
     if found.explanation == "joint":
         return (
@@ -46,7 +44,7 @@ def explained(name: str, found: Finding, *, named: bool) -> str:
     return f"It is a mean over {over}: declare {declaration}."
 
 
-def _mean_over(name: str, found: Finding, *, named: bool) -> tuple[str, str]:
+def _mean_over(name: str, found: TermFinding, *, named: bool) -> tuple[str, str]:
     """Return what a term is a mean over, and its declaration."""
     if found.explanation == "samples":
         return "samples", f"{name}=ab.samples()" if named else "ab.mean_over_samples(loss)"

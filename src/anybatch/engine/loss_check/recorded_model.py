@@ -32,7 +32,7 @@ class Call:
     tensors: tuple[torch.Tensor, ...]
 
 
-class StandIn:
+class RecordedModel:
     """A model whose modules share everything with the user's but the calls, which are recorded or replayed.
 
     It is made of shallow copies of the user's modules, of the same classes, so attributes, methods, submodules and
@@ -40,7 +40,7 @@ class StandIn:
 
     Args:
         model: the user's module, or a mapping of named ones.
-        opened: ids of modules whose calls are not recorded: their forward runs, and calls its children's stand-ins.
+        opened: ids of modules whose calls are not recorded: their forward runs, and calls what stands for its children.
     """
 
     def __init__(self, model: nn.Module | Mapping[str, nn.Module], opened: Collection[int]) -> None:
@@ -60,7 +60,7 @@ class StandIn:
         return [alias for alias in self._aliases.values() if alias.requires_grad]
 
     def clone(self, module: nn.Module) -> nn.Module:
-        """Return the stand-in of a module; of a compiled one, of the module that was compiled."""
+        """Return the recorded model of a module; of a compiled one, of the module that was compiled."""
         module = uncompiled(module)
         if id(module) in self._clones:
             return self._clones[id(module)]
@@ -81,7 +81,7 @@ class StandIn:
         return clone
 
     def record(self, run: Callable[[], object]) -> tuple[Call, ...]:
-        """Run something that calls the stand-in, with the user's own modules behind it; return their calls."""
+        """Run something that calls the recorded model, with the user's own modules behind it; return their calls."""
         calls: list[Call] = []
 
         def answer(module: nn.Module, *args: Any, **named: Any) -> Any:  # noqa: ANN401 (the module's)
@@ -99,7 +99,7 @@ class StandIn:
     def replay(
         self, calls: Sequence[Call], answers: Sequence[Sequence[torch.Tensor]], run: Callable[[], Any]
     ) -> tuple[Any, list[list[torch.Tensor]]]:
-        """Run something that calls the stand-in, which gives `answers` in the order of the recorded calls.
+        """Run something that calls the recorded model, which gives `answers` in the order of the recorded calls.
 
         Returns:
             What `run` returned, and for every call those of its arguments that follow from earlier answers.
@@ -138,7 +138,7 @@ class StandIn:
         return self._aliases[id(parameter)]
 
 
-class Rows:
+class RecordedRows:
     """One recorded tensor, of which the rows of some samples can be had.
 
     Args:
@@ -254,12 +254,12 @@ def _other_calls() -> UndecidedError:
 
 
 def _not_running(*_: object, **__: object) -> Any:  # noqa: ANN401 (never returns)
-    message = "the stand-in of a model was called after the loss function had returned"
+    message = "the recorded model of a model was called after the loss function had returned"
     raise UndecidedError(message)
 
 
 def modules_in(model: object) -> Iterator[nn.Module]:
-    """Yield every module of a module or of a mapping of named ones, as stand-ins know them."""
+    """Yield every module of a module or of a mapping of named ones, as recorded models know them."""
     roots = model.values() if isinstance(model, Mapping) else [model]
     for root in roots:
         if isinstance(root, nn.Module):

@@ -13,11 +13,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from anybatch.core.loss import Loss, LossSum, scaled, shares_of
+from anybatch.core.loss import Loss, LossSum, factors_of, scaled
 from anybatch.core.tree import Batch, map_tensors, slice_samples
-from anybatch.engine.loss_check.recorded_model import Axes, Call, Rows, StandIn, UndecidedError, modules_in, sample_axes
+from anybatch.engine.loss_check.recorded_model import (
+    Axes,
+    Call,
+    RecordedModel,
+    RecordedRows,
+    UndecidedError,
+    modules_in,
+    sample_axes,
+)
 from anybatch.engine.loss_check.sample_choice import joined
-from anybatch.engine.side_effects import Draws
+from anybatch.engine.side_effects import SeededGenerators
 from anybatch.errors import LossError
 
 Gradients = list[torch.Tensor | None]
@@ -27,11 +35,11 @@ _MOST_ROUNDS = 6  # how many levels of modules are opened
 
 
 class CannotRunError(UndecidedError):
-    """The loss function, or the model, does not run with a stand-in."""
+    """The loss function, or the model, does not run with a recorded model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class CheckedSamples:
     """What is looked at.
 
     Attributes:
@@ -43,7 +51,7 @@ class Subject:
         candidates: other things that samples may count as, by how they are declared.
         autocast: makes the context of a forward.
         is_low: whether bf16 or fp16 takes part.
-        draws: the generators.
+        generators: those that a model or a loss may draw from.
     """
 
     loss: Loss
@@ -54,7 +62,7 @@ class Subject:
     candidates: Mapping[str, Sequence[float]]
     autocast: Callable[[], AbstractContextManager[object]]
     is_low: bool
-    draws: Draws
+    generators: SeededGenerators
 
     def fresh(self, start: int, stop: int) -> Batch:
         """Return some samples, copied: a loss function may take things out of its batch, or change them."""
@@ -103,35 +111,40 @@ class Pass:
         return all(bool(torch.isfinite(one).all()) for one in self.gradients[name] if one is not None)
 
 
-class Trial:
+class Replay:
     """One recording of a model's answers, on which a loss function is tried.
 
     Args:
-        subject: the loss, its model and the samples.
+        checked: the loss, its model and the samples.
         opened: ids of modules that run, so that it is their children whose answers are recorded.
         wide: answers in bf16 and fp16 are taken as float32, and the loss is run without autocast.
         exact: record twice, for another number of samples too, to see which axes are of samples.
-        interleaved: see `Rows`.
+        interleaved: see `RecordedRows`.
     """
 
-    def __init__(self, subject: Subject, opened: set[int], *, wide: bool, exact: bool, interleaved: bool) -> None:
-        self.subject = subject
-        self.stand_in = StandIn(subject.model, opened)
-        function = subject.loss.function
-        self._function = self.stand_in.clone(function) if isinstance(function, nn.Module) else function
+    def __init__(
+        self, checked: CheckedSamples, opened: set[int], *, wide: bool, exact: bool, interleaved: bool
+    ) -> None:
+        self.checked = checked
+        self.recorded_model = RecordedModel(checked.model, opened)
+        function = checked.loss.function
+        self._function = self.recorded_model.clone(function) if isinstance(function, nn.Module) else function
         self._wide = wide
         self.calls, axes = self._recorded(exact=exact)
         self._rows = [
             [
-                Rows(tensor, at, subject.num_samples, interleaved=interleaved)
+                RecordedRows(tensor, at, checked.num_samples, interleaved=interleaved)
                 for tensor, at in zip(call.tensors, places, strict=True)
             ]
             for call, places in zip(self.calls, axes, strict=True)
         ]
         self.has_two_layouts = any(entries > 1 for places in axes for at in places for _, entries in at)
         answers = [rows for group in self._rows for rows in group]
-        self.tracks = [*answers, *(Rows(one, (), 1, interleaved=False) for one in self.stand_in.parameters)]
-        self.whole: Pass = attempted(lambda: self.run(0, subject.num_samples))
+        self.tracks = [
+            *answers,
+            *(RecordedRows(one, (), 1, interleaved=False) for one in self.recorded_model.parameters),
+        ]
+        self.whole: Pass = attempted(lambda: self.run(0, checked.num_samples))
 
     def run(self, start: int, stop: int, *, seed: int = 0, mixed_from: int = 0) -> Pass:
         """Run the loss function on rows of the recorded answers, and differentiate each term.
@@ -146,15 +159,15 @@ class Trial:
         if mixed_from:
             leaves = _both(self._rows, leaves, lambda rows, leaf: rows.mixed(leaf, mixed_from))
         answers = _both(self._rows, leaves, lambda rows, leaf: rows.shaped(leaf))
-        self.subject.draws.seed(seed)
-        piece = self.subject.fresh(start, stop)
-        with torch.enable_grad(), nullcontext() if self._wide else self.subject.autocast():
-            output, inputs = self.stand_in.replay(
-                self.calls, answers, lambda: self._function(self.stand_in.model, piece)
+        self.checked.generators.seed(seed)
+        piece = self.checked.fresh(start, stop)
+        with torch.enable_grad(), nullcontext() if self._wide else self.checked.autocast():
+            output, inputs = self.recorded_model.replay(
+                self.calls, answers, lambda: self._function(self.recorded_model.model, piece)
             )
-            _refuse_undeclared(self.subject, output, start, stop)
-            readings = _readings(self.subject.loss, output)
-        flat = [*(leaf for group in leaves for leaf in group), *self.stand_in.parameters]
+            _refuse_undeclared(self.checked, output, start, stop)
+            readings = _readings(self.checked.loss, output)
+        flat = [*(leaf for group in leaves for leaf in group), *self.recorded_model.parameters]
         gradients = {name: _gradients(reading.value, flat) for name, reading in readings.items()}
         return Pass(start, stop, readings, gradients, inputs)
 
@@ -166,16 +179,16 @@ class Trial:
             raise
         except Exception:  # noqa: BLE001 (whatever the user's loss raises on few samples)
             return None
-        names = self.subject.loss.names
+        names = self.checked.loss.names
         usable = all(one.is_finite(name) for one in passes for name in names if self.count(one, name))
         return passes if usable else None
 
     def count(self, one: Pass, name: str) -> float:
         """Return what a pass counts for a term, as declared."""
         reading = one.readings[name]
-        if self.subject.loss.terms is None and reading.adds_up:
+        if self.checked.loss.kind.brings_count and reading.adds_up:
             return reading.count
-        return sum(self.subject.counts[name][one.start : one.stop])
+        return sum(self.checked.counts[name][one.start : one.stop])
 
     def difference(self, name: str, passes: Sequence[Pass], shares: Sequence[float]) -> tuple[float, float, float]:
         """Return how far shares of passes are from the whole, relatively; the whole's norm; theirs."""
@@ -210,7 +223,7 @@ class Trial:
         pairs = [track.between_samples(one) for track, one in zip(self.tracks, whole, strict=True) if one is not None]
         if any(bool(one.any()) for one in pairs):
             return 1.0
-        mixed = self.run(0, self.subject.num_samples, mixed_from=first)
+        mixed = self.run(0, self.checked.num_samples, mixed_from=first)
         ours, theirs = [], []
         for track, one, other in zip(self.tracks, whole, mixed.gradients[name], strict=True):
             if track.has_samples and one is not None and other is not None:
@@ -229,25 +242,25 @@ class Trial:
     def _whole_leaf(self, place: int) -> torch.Tensor:
         answers = [rows for group in self._rows for rows in group]
         if place < len(answers):
-            return answers[place].leaf(0, self.subject.num_samples, wide=self._wide)
-        return self.stand_in.parameters[place - len(answers)]
+            return answers[place].leaf(0, self.checked.num_samples, wide=self._wide)
+        return self.recorded_model.parameters[place - len(answers)]
 
     def _recorded(self, *, exact: bool) -> tuple[tuple[Call, ...], list[list[Axes]]]:
         """Record the model's answers, and find where the samples are in them."""
-        num_samples = self.subject.num_samples
-        calls: tuple[Call, ...] = attempted(lambda: self._record(lambda: self.subject.fresh(0, num_samples)))
+        num_samples = self.checked.num_samples
+        calls: tuple[Call, ...] = attempted(lambda: self._record(lambda: self.checked.fresh(0, num_samples)))
         if not exact:
             return calls, sample_axes(calls, num_samples, None, 0)
-        _, number = attempted(self.subject.of_another_number)
-        others = attempted(lambda: self._record(lambda: self.subject.of_another_number()[0]))
+        _, number = attempted(self.checked.of_another_number)
+        others = attempted(lambda: self._record(lambda: self.checked.of_another_number()[0]))
         return calls, sample_axes(calls, num_samples, others, number)
 
     def _record(self, samples: Callable[[], Batch]) -> tuple[Call, ...]:
         def record() -> tuple[Call, ...]:
             piece = samples()
-            self.subject.draws.seed(0)
-            with self.subject.autocast():
-                return self.stand_in.record(lambda: self._function(self.stand_in.model, piece))
+            self.checked.generators.seed(0)
+            with self.checked.autocast():
+                return self.recorded_model.record(lambda: self._function(self.recorded_model.model, piece))
 
         try:
             with torch.no_grad():
@@ -259,22 +272,22 @@ class Trial:
                 return record()
 
 
-def open_trial(subject: Subject, *, wide: bool, exact: bool, interleaved: bool) -> Trial:
-    """Return a trial in which all that the loss depends on has rows of samples.
+def open_replay(checked: CheckedSamples, *, wide: bool, exact: bool, interleaved: bool) -> Replay:
+    """Return a replay in which all that the loss depends on has rows of samples.
 
     A model that computes the loss itself returns one number. Such modules are opened, so that it is computed anew from
     what their children have returned.
 
     Raises:
-        UndecidedError: there is no such trial.
+        UndecidedError: there is no such replay.
     """
-    inner = {id(module) for module in modules_in(subject.loss.function)}
-    opened = inner - {id(module) for module in modules_in(subject.model)}
+    inner = {id(module) for module in modules_in(checked.loss.function)}
+    opened = inner - {id(module) for module in modules_in(checked.model)}
     for _ in range(_MOST_ROUNDS):
-        trial = Trial(subject, opened, wide=wide, exact=exact, interleaved=interleaved)
-        found = set(trial.owners_without_samples())
+        replay = Replay(checked, opened, wide=wide, exact=exact, interleaved=interleaved)
+        found = set(replay.owners_without_samples())
         if not found:
-            return trial
+            return replay
         opened = opened | found
     message = "the loss depends on something that the model makes of all samples at once"
     raise UndecidedError(message)
@@ -287,7 +300,7 @@ def attempted(function: Callable[[], Any]) -> Any:  # noqa: ANN401 (what the fun
     except (UndecidedError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        message = f"it does not run with a stand-in for the model ({type(error).__name__})"
+        message = f"it does not run with a recorded model for the model ({type(error).__name__})"
         raise CannotRunError(message) from error
 
 
@@ -317,9 +330,9 @@ def _norm(tensor: torch.Tensor | None) -> float:
 
 
 def _both(
-    rows: Sequence[Sequence[Rows]],
+    rows: Sequence[Sequence[RecordedRows]],
     leaves: Sequence[Sequence[torch.Tensor]],
-    function: Callable[[Rows, torch.Tensor], torch.Tensor],
+    function: Callable[[RecordedRows, torch.Tensor], torch.Tensor],
 ) -> list[list[torch.Tensor]]:
     return [
         [function(one, leaf) for one, leaf in zip(ones, group, strict=True)]
@@ -327,24 +340,24 @@ def _both(
     ]
 
 
-def _refuse_undeclared(subject: Subject, output: object, start: int, stop: int) -> None:
+def _refuse_undeclared(checked: CheckedSamples, output: object, start: int, stop: int) -> None:
     """Leave it to the step itself to refuse an output that has not the form that was declared.
 
     Raises:
         UndecidedError: it has not.
     """
-    if subject.loss.terms is None:
+    if checked.loss.kind.brings_count:
         return
-    counts = [sum(subject.counts[name][start:stop]) for name in subject.loss.names]
+    counts = [sum(checked.counts[name][start:stop]) for name in checked.loss.names]
     try:
-        scaled(subject.loss, output, shares_of(subject.loss, counts, counts, 1.0))
+        scaled(checked.loss, output, factors_of(checked.loss, counts, counts, 1.0))
     except LossError as error:
         raise _not_as_declared() from error
 
 
 def _readings(loss: Loss, output: object) -> dict[str, Reading]:
     values: Mapping[Any, object] = {loss.names[0]: output}
-    if loss.named:
+    if loss.kind.named:
         values = output if isinstance(output, Mapping) else {}
     if set(values) != set(loss.names):
         raise _not_as_declared()

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from anybatch.core.loss import Loss, tokens, unit_counts
+from anybatch.core.loss_kinds import SAMPLES
 from anybatch.core.tree import Batch, map_tensors, slice_samples, tensors_of
 
 _NUMBERS = (7, 5, 6, 8, 4, 3, 2)
@@ -14,7 +15,7 @@ _MOST_WINDOWS = 4
 _IGNORED = -100
 
 
-def telling_samples(loss: Loss, batch: Batch, num_samples: int) -> tuple[Batch, int, dict[str, str]]:
+def choose_samples(loss: Loss, batch: Batch, num_samples: int) -> tuple[Batch, int, dict[str, str]]:
     """Return a few samples, how many, and by term why they can not tell its declaration from others, if they cannot."""
     elsewhere = {size for tensor in tensors_of(batch) for size in tensor.shape[1:]}
     possible = sorted((one for one in _NUMBERS if one <= num_samples), key=lambda number: number in elsewhere)
@@ -58,15 +59,15 @@ def doubts(loss: Loss, batch: Batch, num_samples: int) -> dict[str, str]:
     classes = [one for _, one in _integers(batch) if one.dim() == 1]
     found = {}
     for name, own in counts.items():
-        unit = "samples" if loss.terms is None else loss.terms[name].unit
+        items = loss.kind.terms[name].items
         found[name] = ""
         if sum(map(bool, own)) < 2:  # noqa: PLR2004 (one sample cannot be cut)
             found[name] = "fewer than two of its samples count anything"
-        elif unit != "samples" and len(set(own)) == 1:
+        elif items is not SAMPLES and len(set(own)) == 1:
             found[name] = f"all of its samples count the same, {own[0]:g}"
-        elif unit == "samples" and any(len(set(counted)) == 1 for counted in targets):
+        elif items is SAMPLES and any(len(set(counted)) == 1 for counted in targets):
             found[name] = "all of its samples have equally many targets"
-        elif unit == "samples" and classes and all(bool((one == one[0]).all()) for one in classes):
+        elif items is SAMPLES and classes and all(bool((one == one[0]).all()) for one in classes):
             found[name] = "all of its samples have the same label"
     return found
 

@@ -1,35 +1,36 @@
-"""Which micro-batch size comes after one that did not fit, and when the former one is tried again."""
+"""The micro-batch size after one that did not fit, and when the former one is tried again."""
 
 import dataclasses
 import warnings
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from typing import Any
 
 from anybatch.core.geometry import Sizes, ceil_div
 from anybatch.core.splitting import BatchPlan
-from anybatch.engine.micro_batch_size.sizes import Sizing
-from anybatch.engine.telemetry.notifier import Watch
+from anybatch.engine.micro_batch_size.sizes import RunSizes
+from anybatch.engine.telemetry.decisions import Decisions
+from anybatch.engine.telemetry.notifier import Notifier
 
 FIRST_WAIT = 100
 """Steps until a former size is tried again; twice as many after each time that it has failed again."""
 
 
-class Resizing:
+class SizeBackoff:
     """Changes the sizes of a run for as long as memory asks for it. All ranks decide alike, from step counts only.
 
     A size that was named stays small once it has been: the run is then, bit for bit, one that was planned like that.
     "auto" leaves the size to the engine, so there the former size is tried again.
 
     Args:
-        sizing: the sizes, which are changed in place.
-        grows: whether a former size is tried again.
-        whole: a rank share is one micro-batch, whatever its size.
+        sizes: the sizes, which are changed in place.
+        decisions: each change is added to them.
+        notifier: sends it to observers.
     """
 
-    def __init__(self, sizing: Sizing, *, grows: bool, whole: bool) -> None:
-        self._sizing = sizing
-        self._grows = grows
-        self._whole = whole
+    def __init__(self, sizes: RunSizes, decisions: Decisions, notifier: Notifier) -> None:
+        self._sizes = sizes
+        self._decisions = decisions
+        self._notifier = notifier
         self._formers: list[Sizes] = []
         self._wait = FIRST_WAIT
         self._next_try = 0
@@ -39,30 +40,29 @@ class Resizing:
     @property
     def named(self) -> Sizes:
         """The sizes as they were before anything ran out of memory."""
-        return self._formers[0] if self._formers else self._sizing.sizes
+        return self._formers[0] if self._formers else self._sizes.sizes
 
-    def begin(self, step: int, watch: Watch, decisions: MutableMapping[str, str]) -> None:
-        """Before a step: see what came of the last try, and try a former size again if it is time."""
+    def begin_step(self, step: int) -> None:
+        """Judge the last try by its step, and try a former size again if it is time."""
         if not self._formers:
             return
         if self._reduced is not None and step > self._next_try:  # the try went well
             self._reduced = None
             self._formers.pop()
             self._next_try = step - 1 + self._wait
-        if self._grows and self._formers and self._reduced is None and step >= self._next_try:
-            self._reduced, self._next_try = self._sizing.sizes, step
-            self._sizing.sizes = self._formers[-1]
-            said = f"the size before {_said(self._reduced)} again, from step {step} on, {self._wait} steps later"
-            decisions["micro_batch_size"] = said
-            watch.diagnosis("micro_batch_size_grows", f"trying {said}")
+        if self._sizes.is_auto and self._formers and self._reduced is None and step >= self._next_try:
+            self._reduced, self._next_try = self._sizes.sizes, step
+            self._sizes.sizes = self._formers[-1]
+            said = f"the size before {_in_words(self._reduced)} again, from step {step} on, {self._wait} steps later"
+            self._decisions.add("micro_batch_size", said)
+            self._notifier.diagnosis("micro_batch_size_grows", f"trying {said}")
 
-    def shrink(self, plan: BatchPlan, step: int, decisions: MutableMapping[str, str]) -> tuple[int, int | None]:
+    def shrink(self, plan: BatchPlan, step: int) -> tuple[int, int | None]:
         """Take smaller sizes from now on.
 
         Args:
             plan: the cut that ran out of memory.
             step: in which.
-            decisions: the new size is noted here.
 
         Returns:
             The largest micro-batch of that cut, and what it will be; None if it cannot be smaller.
@@ -75,12 +75,13 @@ class Resizing:
         else:
             smaller = self._smaller(plan, before)
             if smaller is not None:
-                self._formers.append(self._sizing.sizes)
+                self._formers.append(self._sizes.sizes)
         if smaller is None:
             return before, None
-        self._sizing.sizes = smaller
+        self._sizes.sizes = smaller
         self._next_try = step + self._wait
-        decisions["micro_batch_size"] = f"{_said(smaller)}, because {before} ran out of memory in step {step}"
+        reason = f"{_in_words(smaller)}, because {before} ran out of memory in step {step}"
+        self._decisions.add("micro_batch_size", reason)
         return before, _largest(smaller, plan)
 
     def state(self) -> dict[str, Any] | None:
@@ -88,39 +89,33 @@ class Resizing:
         if not self._formers:
             return None
         return {
-            "sizes": dataclasses.asdict(self._reduced or self._sizing.sizes),
+            "sizes": dataclasses.asdict(self._reduced or self._sizes.sizes),
             "formers": [dataclasses.asdict(sizes) for sizes in self._formers],
             "wait": self._wait,
             "next_try": self._next_try,
             "is_trying": self._reduced is not None,
         }
 
-    def resume(self, state: Mapping[str, Any], watch: Watch) -> dict[str, str]:
-        """Take sizes that a saved run had found, by a search or by running out of memory; say what else is new.
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Take sizes that a saved run had found, by a search or by running out of memory; say what else has changed.
 
         Args:
             state: of the saved run: its sizes as they were named or found, its decisions, and what `state` returned.
-            watch: is told.
-
-        Returns:
-            Decisions.
 
         Warns:
             UserWarning: the effective batch is of another size.
         """
-        decisions = {}
         saved: Mapping[str, int | None] = state["sizes"]
-        if (taken := self._sizing.take(saved, state["decisions"])) is not None:
-            decisions["micro_batch_size"] = taken
-        changed = self._sizing.changes(saved)
+        if (taken := self._sizes.take(saved, state["decisions"])) is not None:
+            self._decisions.add("micro_batch_size", taken)
+        changed = self._sizes.changes(saved)
         if changed:
-            decisions["resumed with changes"] = changed
-            watch.diagnosis("resumed_with_changes", f"resumed with changes: {changed}")
-        if self._sizing.sizes.effective_batch_size != saved["effective_batch_size"]:
+            self._decisions.add("resumed with changes", changed)
+            self._notifier.diagnosis("resumed_with_changes", f"resumed with changes: {changed}")
+        if self._sizes.sizes.effective_batch_size != saved["effective_batch_size"]:
             warnings.warn(f"resumed with changes: {changed}", stacklevel=3)
         if (taken := self._take(state.get("resized"))) is not None:
-            decisions["micro_batch_size"] = taken
-        return decisions
+            self._decisions.add("micro_batch_size", taken)
 
     def _take(self, saved: Mapping[str, Any] | None) -> str | None:
         """Take the sizes of a saved run, if it was given the same ones as this; return that decision in words."""
@@ -130,13 +125,13 @@ class Resizing:
         self._wait, self._next_try = saved["wait"], saved["next_try"]
         sizes = Sizes(**saved["sizes"])
         self._reduced = sizes if saved["is_trying"] else None
-        self._sizing.sizes = self._formers[-1] if saved["is_trying"] else sizes
-        return f"{_said(self._sizing.sizes)}, as in the checkpoint, because more ran out of memory"
+        self._sizes.sizes = self._formers[-1] if saved["is_trying"] else sizes
+        return f"{_in_words(self._sizes.sizes)}, as in the checkpoint, because more ran out of memory"
 
     def _smaller(self, plan: BatchPlan, before: int) -> Sizes | None:
         """Return sizes that make twice as many micro-batches, of as equal size as can be."""
         smallest = min(plan.cut.group or 1, before)
-        if self._whole:
+        if self._sizes.constraints.whole:
             self.why_not_smaller = "norms=Exact(method='checkpoint') runs each rank share as one micro-batch"
             return None
         if before <= smallest + (plan.cut.group is not None):  # a group may hold one sample more
@@ -148,7 +143,7 @@ class Resizing:
             return None
         share = max(plan.shares, key=lambda units: sum(unit.weight for unit in units))
         counting = [unit for unit in share if unit.weight]
-        sizes = self._sizing.sizes
+        sizes = self._sizes.sizes
         if sizes.micro_batch_size is None and sizes.accumulation_steps is not None:
             return dataclasses.replace(sizes, accumulation_steps=2 * sizes.accumulation_steps)
         after = ceil_div(sum(unit.num_samples for unit in counting), 2 * len(counting))
@@ -157,7 +152,7 @@ class Resizing:
         return dataclasses.replace(sizes, micro_batch_size=min(after, before - 1), accumulation_steps=None)
 
 
-def _said(sizes: Sizes) -> str:
+def _in_words(sizes: Sizes) -> str:
     if sizes.micro_batch_size is not None:
         return f"{sizes.micro_batch_size} samples at most"
     return f"{sizes.accumulation_steps} accumulation steps"

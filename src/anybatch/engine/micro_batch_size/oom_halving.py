@@ -1,4 +1,4 @@
-"""What can be cut anywhere is run in halves where it does not fit, by each rank for itself: evaluation."""
+"""Samples that can be cut anywhere are run in halves where they do not fit, by each rank for itself: evaluation."""
 
 import gc
 import traceback
@@ -13,21 +13,21 @@ from anybatch.errors import DoesNotFitError
 T = TypeVar("T")
 
 
-class Halving:
-    """Runs samples in pieces, smaller ones once memory has run out. What it has found to fit it keeps to.
+class OomHalving:
+    """Runs samples in pieces, smaller ones once memory has run out. A size that fits is kept.
 
-    Right where nothing is changed before a piece is over and no other rank is waited for.
+    Right where nothing is changed before a piece is over and no other rank waits.
 
     Args:
         device: whose memory is meant.
         alone: no other rank takes part in what is run. Otherwise nothing is cut, and running out of memory is an error.
-        tell: told of each time, with the size that did not fit and the one that comes next.
+        notify: called each time, with the size that did not fit and the next one.
     """
 
-    def __init__(self, device: torch.device, tell: Callable[[int, int], None], *, alone: bool) -> None:
+    def __init__(self, device: torch.device, notify: Callable[[int, int], None], *, alone: bool) -> None:
         self._device = device
         self._alone = alone
-        self._tell = tell
+        self._notify = notify
         self._most: int | None = None
 
     def run(self, num_samples: int, piece: Callable[[int, int], T]) -> Iterator[T]:
@@ -47,26 +47,26 @@ class Halving:
                 if size == 1:
                     message = f"not even 1 sample at a time fits into memory. torch says: {error}"
                     raise DoesNotFitError(message) from error
-                let_go(error)
+                release_frames(error)
             else:
                 start += size
                 yield found
                 continue
-            make_room(self._device)  # outside of the handler, with the failed frames gone
+            free_cached_memory(self._device)  # outside of the handler, with the failed frames gone
             self._most = ceil_div(size, 2)
-            self._tell(size, self._most)
+            self._notify(size, self._most)
 
 
-def let_go(error: BaseException | None) -> None:
-    """Let go of all that the frames of an error hold, and those of the errors it came from: tensors above all."""
+def release_frames(error: BaseException | None) -> None:
+    """Clear the frames of an error and of the errors it came from, so that the tensors in them are freed."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
 
 
-def make_room(device: torch.device) -> None:
-    """Let go of what only cycles of references still hold, and give cached memory back."""
+def free_cached_memory(device: torch.device) -> None:
+    """Collect cycles of references, and give memory that torch has cached back to the device."""
     gc.collect()
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()

@@ -21,7 +21,7 @@ from anybatch.core.size_choice import (
     step_seconds,
 )
 from anybatch.core.tree import Batch
-from anybatch.engine.micro_batch_size.trial_run import Rehearsal, Run
+from anybatch.engine.micro_batch_size.trial_run import TrialResult, TrialRuns
 from anybatch.errors import BatchSizeError
 from anybatch.parallel.world import World
 
@@ -61,17 +61,18 @@ class Room(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Auto:
-    """`micro_batch_size=Auto(...)`: what "auto" does, told what else it may know.
+    """`micro_batch_size=Auto(...)`: "auto" with what is known beforehand.
 
     ```python
     ab.Engine(model, optimizer, loss, micro_batch_size=Auto(known=KnownSizes()))
     ```
 
     Args:
-        largest: function (batch, num_samples) -> the largest size that is planned to fit, or None if that is not told,
+        largest: function (batch, num_samples) -> the largest size that is planned to fit, or None if that is not known,
             such as `anybatch.recipes.planning.size_limit.planned_largest` makes. It gets the rank's share of the first
-            effective batch, on the host, and the samples of the largest share; a `PlanError` from it is told. Nothing
-            larger is tried, and fewer sizes are. None: sizes are doubled until memory runs out or the share is used up.
+            effective batch, on the host, and the samples of the largest share; a `PlanError` from it becomes part of
+            the decision. Nothing larger is tried, and fewer sizes are. None: sizes are doubled until memory runs out or
+            the share is used up.
         known: remembers what was found, from one process to the next; None measures in each.
         most_seconds: how long to try. Sizes are doubled for longer only while that makes samples a tenth faster.
         clock: seconds that only go forward.
@@ -84,7 +85,7 @@ class Auto:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundSize:
     """A size, and why.
 
     Attributes:
@@ -99,11 +100,11 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class _Trial:
+class _AgreedResult:
     """What a run came to on all ranks: the worst outcome, the slowest rank.
 
     Attributes:
-        outcome: as of a `Run`.
+        outcome: as of a `TrialResult`.
         seconds: of one full micro-batch.
         step_seconds: of all micro-batches of a rank share.
         may_double: whether there is memory for twice as much.
@@ -116,7 +117,7 @@ class _Trial:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Climb:
+class _Doubling:
     """How far sizes were doubled, and what was seen on the way.
 
     Attributes:
@@ -138,7 +139,7 @@ class Search:
     """Finds a micro-batch size by running micro-batches. All ranks do the same, and find the same.
 
     Args:
-        rehearsal: runs micro-batches on this rank.
+        runs: runs micro-batches on this rank.
         world: the ranks.
         share: samples of the largest rank share.
         num_in_batch: samples of the effective batch.
@@ -150,7 +151,7 @@ class Search:
 
     def __init__(
         self,
-        rehearsal: Rehearsal,
+        runs: TrialRuns,
         world: World,
         *,
         share: int,
@@ -160,7 +161,7 @@ class Search:
         group: int = 1,
         optimizer_is_new: bool = False,
     ) -> None:
-        self._rehearsal = rehearsal
+        self._runs = runs
         self._world = world
         self._share = share
         self._num_in_batch = num_in_batch
@@ -192,61 +193,65 @@ class Search:
         """Return whether two micro-batches of `size` run on every rank."""
         return self._try(size, 2).outcome == "ran"
 
-    def largest(self, device: str) -> Found:
+    def largest(self, device: str) -> FoundSize:
         """Return the largest size that fits, in equal parts, without a look at the clock.
 
         Raises:
             BatchSizeError: not even one sample fits.
         """
-        climb = self._climb(timed=False)
-        if not climb.largest:
+        doubling = self._double(timed=False)
+        if not doubling.largest:
             return self._unknown()
-        size = even_size(self._share, climb.largest, group=self._group)
-        return Found(size, f"{size}, by a doubling search on {device}{self._fitting(climb, size)}")
+        size = even_size(self._share, doubling.largest, group=self._group)
+        return FoundSize(size, f"{size}, by a doubling search on {device}{self._fitting(doubling, size)}")
 
-    def fastest(self) -> Found:
+    def fastest(self) -> FoundSize:
         """Return the smallest of the fastest sizes that fit.
 
         Raises:
             BatchSizeError: not even one sample fits.
         """
-        climb = self._climb(timed=True)
-        if not climb.largest:
+        doubling = self._double(timed=True)
+        if not doubling.largest:
             return self._unknown()
-        self._line = line_through(climb.seconds)
-        sizes = sizes_worth_timing(self._share, climb.largest, climb.seconds, group=self._group)
-        steps = self._time(sizes, climb) or {size: climb.steps[size] for size in climb.steps if size <= climb.largest}
+        self._line = line_through(doubling.seconds)
+        sizes = sizes_worth_timing(self._share, doubling.largest, doubling.seconds, group=self._group)
+        steps = self._time(sizes, doubling) or {
+            size: doubling.steps[size] for size in doubling.steps if size <= doubling.largest
+        }
         size = smallest_of_the_fastest(steps)
         rates = {tried: self._num_in_batch / max(seconds, 1e-9) for tried, seconds in steps.items()}
-        return Found(size, f"{size}, {_compared(size, steps, rates)}{self._fitting(climb, max(steps))}", rates[size])
+        return FoundSize(
+            size, f"{size}, {_compared(size, steps, rates)}{self._fitting(doubling, max(steps))}", rates[size]
+        )
 
-    def _climb(self, *, timed: bool) -> _Climb:
+    def _double(self, *, timed: bool) -> _Doubling:
         """Double the size until it does not fit, or is that of the share, or the time is up; a plan leaves some out."""
-        climb = _Climb()
+        doubling = _Doubling()
         size = min(max(2, self._group), self._upper)  # one sample has no variance: BatchNorm refuses it in train mode
         below, seed = 0, self._seed(timed=timed)
         while True:
             trial = self._try(size, 2)
             if trial.outcome == "ran":
-                climb.largest, climb.seconds[size], climb.steps[size] = size, trial.seconds, trial.step_seconds
+                doubling.largest, doubling.seconds[size], doubling.steps[size] = size, trial.seconds, trial.step_seconds
             elif trial.outcome == "out_of_memory":
-                climb.too_large = size
+                doubling.too_large = size
                 if size != seed or 2 * below >= size:
                     break
                 size, seed = below, 0  # the plan was wrong
-            if size == self._upper or (climb.too_large is not None and 2 * size >= climb.too_large):
+            if size == self._upper or (doubling.too_large is not None and 2 * size >= doubling.too_large):
                 break
-            if timed and climb.largest and self._is_late(climb):
-                climb.ended = f"larger ones were not tried in the {self._elapsed:.0f} s that it took"
+            if timed and doubling.largest and self._is_late(doubling):
+                doubling.ended = f"larger ones were not tried in the {self._elapsed:.0f} s that it took"
                 break
             if not trial.may_double:
-                climb.ended = "larger ones were not tried, for there is not enough memory left to be sure"
+                doubling.ended = "larger ones were not tried, for there is not enough memory left to be sure"
                 break
             below = size
-            size = seed if 2 * size < seed and self._soon(seed, climb, timed=timed) else min(2 * size, self._upper)
-        if climb.too_large is not None:
-            self._give_way(climb)
-        return climb
+            size = seed if 2 * size < seed and self._soon(seed, doubling, timed=timed) else min(2 * size, self._upper)
+        if doubling.too_large is not None:
+            self._settle_largest(doubling)
+        return doubling
 
     def _seed(self, *, timed: bool) -> int:
         """Return the size to go to at once where there is a plan: the smallest that will be compared; 0 for none."""
@@ -254,53 +259,53 @@ class Search:
             return 0
         return ceil_div(self._upper, 4 * self._group) * self._group if timed else self._upper
 
-    def _soon(self, size: int, climb: _Climb, *, timed: bool) -> bool:
+    def _soon(self, size: int, doubling: _Doubling, *, timed: bool) -> bool:
         """Return whether there is time for so large a size, going by the one that has been run."""
-        if not timed or not climb.largest:
+        if not timed or not doubling.largest:
             return not timed
-        expected = 2 * climb.seconds[climb.largest] * size / climb.largest
+        expected = 2 * doubling.seconds[doubling.largest] * size / doubling.largest
         return self._elapsed + expected <= self._auto.most_seconds / 2
 
-    def _is_late(self, climb: _Climb) -> bool:
+    def _is_late(self, doubling: _Doubling) -> bool:
         """Return whether there is no time for twice the size: half of it is for comparing.
 
         More is taken while doubling still pays: a model for which time is short is the last one that should be left
         with a size that is too small.
         """
-        *_, size = climb.seconds
-        after = self._elapsed + 4 * climb.seconds[size]  # two micro-batches, each of at most twice the time
-        before = climb.seconds.get(size // 2)
-        pays = before is None or 2 * before > _PAYS * climb.seconds[size]
+        *_, size = doubling.seconds
+        after = self._elapsed + 4 * doubling.seconds[size]  # two micro-batches, each of at most twice the time
+        before = doubling.seconds.get(size // 2)
+        pays = before is None or 2 * before > _PAYS * doubling.seconds[size]
         return after > self._auto.most_seconds / 2 and not pays
 
-    def _give_way(self, climb: _Climb) -> None:
+    def _settle_largest(self, doubling: _Doubling) -> None:
         """Settle what fits once memory has run out.
 
         Raises:
             BatchSizeError: not even one sample fits.
         """
-        if not climb.largest and (climb.too_large or 0) > 1:
+        if not doubling.largest and (doubling.too_large or 0) > 1:
             trial = self._try(1, 2)
             if trial.outcome == "ran":
-                climb.largest, climb.seconds[1], climb.steps[1] = 1, trial.seconds, trial.step_seconds
-        if not climb.largest and not self._error:
+                doubling.largest, doubling.seconds[1], doubling.steps[1] = 1, trial.seconds, trial.step_seconds
+        if not doubling.largest and not self._error:
             message = (
                 "micro_batch_size='auto' found that not even 1 sample fits into the device's memory. Use a smaller "
                 "model, precision='bf16' or activation checkpointing."
             )
             raise BatchSizeError(message)
         if self._optimizer_is_new:
-            climb.largest = max(min(1, climb.largest), climb.largest // 2)
+            doubling.largest = max(min(1, doubling.largest), doubling.largest // 2)
 
-    def _time(self, sizes: tuple[int, ...], climb: _Climb) -> dict[int, float]:
+    def _time(self, sizes: tuple[int, ...], doubling: _Doubling) -> dict[int, float]:
         """Return the shortest time of a rank share for each size, taken in turns; nothing if one was left out."""
         found: dict[int, float] = {}
         left = list(sizes)
         for number in range(NUM_ROUNDS + 1):  # the first one warms up what has not been run yet
             for size in sizes:
-                if size not in left or (number == 0 and size in climb.seconds):
+                if size not in left or (number == 0 and size in doubling.seconds):
                     continue
-                expected = climb.seconds.get(size) or (self._line.seconds(size) if self._line else 0.0)
+                expected = doubling.seconds.get(size) or (self._line.seconds(size) if self._line else 0.0)
                 most = max(2, math.ceil(_SHORTEST_SECONDS / expected)) if expected else 2
                 if self._elapsed + min(most, ceil_div(self._share, size)) * expected > self._auto.most_seconds:
                     return found if found.keys() == set(left) else {}
@@ -312,21 +317,21 @@ class Search:
                     found[size] = min(trial.step_seconds, found.get(size, math.inf))
         return found
 
-    def _try(self, size: int, most: int) -> _Trial:
+    def _try(self, size: int, most: int) -> _AgreedResult:
         """Run some micro-batches on every rank, and agree on what came of it."""
-        run = self._rehearsal.run(size, most)
+        run = self._runs.run(size, most)
         self._error = run.error or self._error
         seconds, step = self._of_own_share(run, size)
-        elapsed = self._rehearsal.clock() - self._begun
+        elapsed = self._runs.clock() - self._begun
         may_double = self._room is None or self._room.may_double()
         numbers = [float(_CODES.index(run.outcome)), seconds, step, elapsed, float(not may_double)]
         worst = [max(column) for column in zip(*self._world.gather_numbers(numbers), strict=True)]
         self._elapsed = worst[3]
-        return _Trial(_CODES[int(worst[0])], worst[1], worst[2], not worst[4])
+        return _AgreedResult(_CODES[int(worst[0])], worst[1], worst[2], not worst[4])
 
-    def _of_own_share(self, run: Run, size: int) -> tuple[float, float]:
+    def _of_own_share(self, run: TrialResult, size: int) -> tuple[float, float]:
         """Return the seconds of one full micro-batch, and of all of this rank's."""
-        share = self._rehearsal.num_samples
+        share = self._runs.num_samples
         if not run.seconds:
             return 0.0, 0.0
         if len(run.seconds) == ceil_div(share, size):
@@ -334,24 +339,24 @@ class Search:
         mean = sum(run.seconds) / len(run.seconds)
         return run.seconds[-1], step_seconds(share, size, mean, self._line)
 
-    def _fitting(self, climb: _Climb, largest_tried: int) -> str:
+    def _fitting(self, doubling: _Doubling, largest_tried: int) -> str:
         """Return what is known of larger sizes, as the end of a sentence."""
         said = []
-        if self._planned is not None and climb.largest == self._planned < self._share:
-            said.append(f"{climb.largest} fits, as planned")
-        elif climb.largest > largest_tried:
-            said.append(f"{climb.largest} fits")
-        if climb.too_large is not None:
-            said.append(f"{climb.too_large} does not fit")
-        if climb.ended:
-            said.append(climb.ended)
+        if self._planned is not None and doubling.largest == self._planned < self._share:
+            said.append(f"{doubling.largest} fits, as planned")
+        elif doubling.largest > largest_tried:
+            said.append(f"{doubling.largest} fits")
+        if doubling.too_large is not None:
+            said.append(f"{doubling.too_large} does not fit")
+        if doubling.ended:
+            said.append(doubling.ended)
         if self._unplanned:
             said.append(f"sizes were doubled, for a plan could not be made ({self._unplanned})")
         return "".join(f"; {words}" for words in said)
 
-    def _unknown(self) -> Found:
+    def _unknown(self) -> FoundSize:
         """Leave it to the step itself to fail, or to show that it does not."""
-        return Found(None, f"the whole rank share, since no part of it could be run by itself ({self._error})")
+        return FoundSize(None, f"the whole rank share, since no part of it could be run by itself ({self._error})")
 
 
 def _compared(chosen: int, steps: Mapping[int, float], rates: Mapping[int, float]) -> str:

@@ -1,9 +1,9 @@
-"""How large micro-batches are, for as long as an engine lives: named, found by trying, or taken again on resume."""
+"""The sizes of a run: named, found by trial runs on the first batch, or taken from a checkpoint."""
 
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,14 +11,15 @@ import torch
 from torch import nn
 
 from anybatch.core.batch import Placement, Position
-from anybatch.core.geometry import resolve_sizes
-from anybatch.core.splitting import Cut, Deal
+from anybatch.core.geometry import Sizes, resolve_sizes
+from anybatch.core.size_choice import even_size
+from anybatch.core.splitting import Cut, CutConstraints, Deal, SampleOrder
 from anybatch.core.tree import Batch, count_samples, slice_samples, tensors_of
-from anybatch.engine.accumulation.accumulate import Machine
-from anybatch.engine.accumulation.planned_batch import OpenBatch, open_batch
-from anybatch.engine.micro_batch_size.search import Auto, Found, Search
-from anybatch.engine.micro_batch_size.trial_run import Execute, Rehearsal
-from anybatch.engine.side_effects import untouched
+from anybatch.engine.accumulation.accumulate import LoopContext
+from anybatch.engine.accumulation.planned_batch import PlannedBatch, plan_effective_batch
+from anybatch.engine.micro_batch_size.search import Auto, FoundSize, Search
+from anybatch.engine.micro_batch_size.trial_run import Execute, TrialRuns
+from anybatch.engine.side_effects import without_side_effects
 from anybatch.engine.telemetry.notifier import software_versions
 from anybatch.engine.torch_internals import is_compiled
 from anybatch.errors import BatchSizeError, CompositionError, DataError, PlanError
@@ -29,23 +30,22 @@ MicroBatchSize = int | Literal["auto"] | Auto | None
 """What `Engine(micro_batch_size=...)` takes."""
 WORTH_TIMING = 1_000_000
 """Parameters times samples of a rank share from which on sizes are timed: below, a step is a matter of milliseconds."""
-Tell = Callable[[str, str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trying:
-    """What it takes to run micro-batches of the first batch.
+class TrialParts:
+    """What trial runs of the first batch need.
 
     Attributes:
-        machine: what the loop uses.
+        context: what the loop uses.
         modules: the model.
         execute: runs micro-batches on this rank alone.
-        clear: forgets gradients.
+        clear: clears gradients.
         optimizer_is_new: the optimizer has no state yet.
         precision: name of the precision, for sizes to be known by.
     """
 
-    machine: Machine
+    context: LoopContext
     modules: nn.Module
     execute: Execute
     clear: Callable[[], None]
@@ -53,7 +53,7 @@ class Trying:
     precision: str
 
 
-class Sizing:
+class RunSizes:
     """The sizes of a run on one world, and whether the micro-batch size is still to be found.
 
     Args:
@@ -62,14 +62,15 @@ class Sizing:
         micro_batch_size: "auto", or an `Auto`, is settled on the first batch.
         accumulation_steps: micro-batches per rank and step.
         deal: "balanced" or "fixed".
+        order: the order in which a batch's samples are cut.
+        constraints: what a policy about BatchNorm and the strategy demand of cuts.
 
     Attributes:
+        constraints: the same.
         sizes: the sizes, as far as they are settled.
         searches: whether a size is still to be found.
         is_auto: whether the micro-batch size is left to the engine.
         may_run_out: whether a size has to be found even where it is not timed, since memory is short.
-        group: micro-batches hold whole groups of so many samples.
-        only_fits: why the largest size that fits is taken, whatever is faster; empty if the fastest is.
 
     Raises:
         BatchSizeError: a size below 1, or three that contradict.
@@ -83,6 +84,8 @@ class Sizing:
         micro_batch_size: MicroBatchSize,
         accumulation_steps: int | None,
         deal: Deal,
+        order: SampleOrder | None = None,
+        constraints: CutConstraints = CutConstraints(),  # noqa: B008 (a frozen value)
     ) -> None:
         self.is_auto = micro_batch_size == "auto" or isinstance(micro_batch_size, Auto)
         self.auto = micro_batch_size if isinstance(micro_batch_size, Auto) else Auto()
@@ -92,20 +95,32 @@ class Sizing:
             micro_batch_size=None if self.is_auto else micro_batch_size,  # type: ignore[arg-type]  # it is no Auto
             accumulation_steps=accumulation_steps,
         )
-        self.searches = self.is_auto and accumulation_steps is None
-        self.only_fits = ""
+        self.searches = self.is_auto and accumulation_steps is None and constraints.searchable
         self.may_run_out = world.device.type != "cpu"
-        self.group = 1
-        self.deal = deal
+        self._deal = deal
+        self._order = order
         self._world = world
+        self.constraints = constraints
+        self._placed: tuple[Sizes, Placement] | None = None
 
-    def placement(self, *, lockstep: bool) -> Placement:
-        """Return how batches are cut and dealt, and which rank this one is."""
+    @property
+    def placement(self) -> Placement:
+        """How batches are cut and dealt with the sizes of the moment, and which rank this one is."""
+        if self._placed is None or self._placed[0] is not self.sizes:
+            self._placed = self.sizes, self._placement()
+        return self._placed[1]
+
+    def _placement(self) -> Placement:
+        micro_batch_size, accumulation_steps = self.sizes.micro_batch_size, self.sizes.accumulation_steps
+        if self.constraints.whole:
+            micro_batch_size = accumulation_steps = None
         cut = Cut(
-            micro_batch_size=self.sizes.micro_batch_size,
-            accumulation_steps=self.sizes.accumulation_steps if self.sizes.micro_batch_size is None else None,
-            deal=self.deal,
-            lockstep=lockstep,
+            micro_batch_size=micro_batch_size,
+            accumulation_steps=accumulation_steps if micro_batch_size is None else None,
+            deal=self._deal,
+            lockstep=self.constraints.fills_up,
+            group=self.constraints.group,
+            order=self._order,
         )
         return Placement(cut, self._world.size, self._world.rank)
 
@@ -123,27 +138,25 @@ class Sizing:
             )
             raise BatchSizeError(message)
 
-    def settle(
-        self,
-        batch: Any,  # noqa: ANN401 (any nested batch)
-        trying: Trying,
-        position: Position,
-        *,
-        decisions: MutableMapping[str, str],
-        tell: Tell,
-    ) -> None:
-        """Settle what "auto" is, once, on the first batch, and write it down; everything else is left as it was.
+    def settle(self, batch: Any, trial: TrialParts, position: Position) -> FoundSize:  # noqa: ANN401
+        """Settle what "auto" is, once, on the first batch; everything else is left as it was.
+
+        Args:
+            batch: any nested batch, or an effective batch.
+            trial: what trial runs need.
+            position: where the data stands.
+
+        Returns:
+            The size and why.
 
         Raises:
             BatchSizeError: not even one sample fits, or the batch is larger than the effective batch size.
             CompositionError: ranks run in lockstep on accelerators, where one may not run out of memory alone.
         """
         self.searches = False
-        found = self._found(batch, trying, position)
+        found = self._found(batch, trial, position)
         self.sizes = dataclasses.replace(self.sizes, micro_batch_size=found.size)
-        decisions["micro_batch_size"] = found.words
-        if found.rate is not None:
-            tell("micro_batch_size", f"micro_batch_size: {found.words}")
+        return found
 
     def take(self, saved: Mapping[str, int | None], decisions: Mapping[str, str]) -> str | None:
         """Take what "auto" was before a resume; return that decision in words, if there was any."""
@@ -159,61 +172,77 @@ class Sizing:
         own = dataclasses.asdict(self.sizes)
         return ", ".join(f"{name} {saved[name]} -> {value}" for name, value in own.items() if saved[name] != value)
 
-    def _found(self, batch: Any, trying: Trying, position: Position) -> Found:  # noqa: ANN401
+    def _found(self, batch: Any, trial: TrialParts, position: Position) -> FoundSize:  # noqa: ANN401
         """Return the size that is to be taken: the whole share, the largest that fits, or the fastest."""
         first = _FirstBatch(batch, self._world, position)
         self.refuse_larger(first.num_in_batch)
-        reason = self._why_not_timed(trying, first.share)
+        lockstep = trial.context.strategy.capabilities.lockstep
+        reason = self._why_not_timed(trial, first, lockstep=lockstep)
         if (reason and not self.may_run_out) or first.share < 2:  # noqa: PLR2004 (one sample cannot be cut)
-            return Found(None, f"the whole rank share, as {reason or 'there is only one sample'}")
-        if trying.machine.strategy.capabilities.lockstep:
-            message = (
-                f"micro_batch_size='auto' cannot search under strategy {trying.machine.strategy.capabilities.name!r}: "
-                "a rank that runs out of memory would leave the others waiting. Name a micro_batch_size."
-            )
-            raise CompositionError(message)
+            return FoundSize(None, f"the whole rank share, as {reason or 'there is only one sample'}")
         self._world.together(first.load)
-        rehearsal = Rehearsal(
-            trying.machine,
-            trying.modules,
+        if lockstep and self.may_run_out:
+            return self._planned_in_lockstep(trial, first)
+        runs = TrialRuns(
+            trial.context,
+            trial.modules,
             first.pieces,
             first.num_samples,
             num_in_batch=first.num_in_batch,
-            execute=trying.execute,
-            clear=trying.clear,
+            num_in_lockstep=first.share if lockstep else None,
+            execute=trial.execute,
+            clear=trial.clear,
             device=self._world.device,
             clock=self.auto.clock,
         )
         search = Search(
-            rehearsal,
+            runs,
             self._world,
             share=first.share,
             num_in_batch=first.num_in_batch,
             auto=self.auto,
             room=None if self.may_run_out else HostRoom(num_sharing=self._world.size),
-            group=self.group,
-            optimizer_is_new=trying.optimizer_is_new,
+            group=self.constraints.group or 1,
+            optimizer_is_new=trial.optimizer_is_new,
         )
-        with untouched(trying.modules, self._world.device, as_compiled=True):
+        with without_side_effects(trial.modules, self._world.device, as_compiled=True):
             try:
                 if not reason:
-                    return self._fastest(search, trying, first)
+                    return self._fastest(search, trial, first)
                 search.plan(*self._planned(first))
                 return search.largest(str(self._world.device))
             finally:
-                trying.clear()
+                trial.clear()
 
-    def _fastest(self, search: Search, trying: Trying, first: "_FirstBatch") -> Found:
+    def _planned_in_lockstep(self, trial: TrialParts, first: "_FirstBatch") -> FoundSize:
+        """Return the size that is planned to fit, without a trial run.
+
+        Raises:
+            CompositionError: there is no plan, and a rank that runs out of memory would leave the others waiting.
+        """
+        planned, reason = self._planned(first)
+        if planned is not None:
+            size = even_size(first.share, min(planned, first.share), group=self.constraints.group or 1)
+            return FoundSize(size, f"{size}, as planned; nothing was tried, because ranks run in lockstep")
+        name = trial.context.strategy.capabilities.name
+        message = (
+            f"micro_batch_size='auto' cannot try sizes on accelerators under strategy {name!r}: a rank that runs out "
+            f"of memory would leave the others waiting in a collective, and there is no plan{reason and f' ({reason})'}"
+            ". Name a micro_batch_size, or have it planned: Auto(largest=planned_largest(...)), see docs/auto_size.md."
+        )
+        raise CompositionError(message)
+
+    def _fastest(self, search: Search, trial: TrialParts, first: "_FirstBatch") -> FoundSize:
         """Return the fastest size: as it is known, or else as it is planned and measured, and then known."""
         if self.auto.known is None:
             search.plan(*self._planned(first))
             return search.fastest()
         memory, on_first = self.auto.known, self._world.rank == 0
-        circumstances = self._circumstances(trying, first)
+        circumstances = self._circumstances(trial, first)
         known = self._world.gather_objects(memory.find(circumstances) if on_first else None)[0]
         if known is not None and known.size <= first.share and (not self.may_run_out or search.fits(known.size)):
             words = f"{known.size}, as measured on {known.date} ({known.samples_per_second:,.0f} samples/s)"
-            return Found(known.size, words, known.samples_per_second)
+            return FoundSize(known.size, words, known.samples_per_second)
         search.plan(*self._planned(first))
         found = search.fastest()
         if found.size is None or found.rate is None:
@@ -221,20 +250,20 @@ class Sizing:
         kept = self._world.gather_objects(on_first and memory.keep(circumstances, found.size, found.rate))[0]
         return found if kept else dataclasses.replace(found, words=f"{found.words}; it could not be kept for later")
 
-    def _why_not_timed(self, trying: Trying, share: int) -> str:
+    def _why_not_timed(self, trial: TrialParts, first: "_FirstBatch", *, lockstep: bool) -> str:
         """Return why speed is not to decide; nothing if it is. The same on all ranks, and at any time."""
-        if trying.machine.loss.encode is not None:
+        if trial.context.loss.kind.encode is not None:
             return "a loss across samples runs forwards twice once it is cut"
-        if any(map(is_compiled, trying.modules.modules())):
-            return "the model would be compiled anew for each size"
+        if any(map(is_compiled, trial.modules.modules())):
+            return "the model would be compiled again for each size"
         if torch.are_deterministic_algorithms_enabled():
             return "torch.use_deterministic_algorithms is on, and clocks are not deterministic"
-        if trying.machine.strategy.capabilities.lockstep:
-            return "ranks run in lockstep"
-        num_parameters = sum(p.numel() for p in trying.machine.prepared.parameters.values())
-        if share * num_parameters < WORTH_TIMING:
+        if lockstep and not first.smallest_share:
+            return "ranks run in lockstep, and one of them has no sample to run"
+        num_parameters = sum(p.numel() for p in trial.context.prepared.parameters.values())
+        if first.share * num_parameters < WORTH_TIMING:
             return "a step takes too little to be worth timing"
-        return self.only_fits
+        return self.constraints.largest_fitting
 
     def _planned(self, first: "_FirstBatch") -> tuple[int | None, str]:
         """Return the smallest of the sizes that are planned to fit on the ranks, or None and why there is no plan."""
@@ -252,28 +281,29 @@ class Sizing:
         reason = next((found for found in plans if isinstance(found, str)), "")
         return min((found for found in plans if isinstance(found, int)), default=None), reason
 
-    def _circumstances(self, trying: Trying, first: "_FirstBatch") -> dict[str, Any]:
+    def _circumstances(self, trial: TrialParts, first: "_FirstBatch") -> dict[str, Any]:
         """Return all that is known to decide which size is the fastest."""
-        machine = trying.machine
+        context = trial.context
         parameters = [
-            (name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in trying.modules.named_parameters()
+            (name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in trial.modules.named_parameters()
         ]
-        loss = getattr(machine.loss.function, "__qualname__", type(machine.loss.function).__qualname__)
-        structure = f"{trying.modules}{parameters}{loss}{type(machine.randomness).__name__}{self.group}{self.deal}"
+        loss = getattr(context.loss.function, "__qualname__", type(context.loss.function).__qualname__)
+        group = self.constraints.group or 1
+        structure = f"{trial.modules}{parameters}{loss}{type(context.randomness).__name__}{group}{self._deal}"
         return {
             "model": hashlib.sha256(structure.encode()).hexdigest(),
             "samples": [(str(t.dtype), *t.shape[1:]) for t in tensors_of(first.whole)],
             "share": first.share,
             "device": device_name(self._world.device),
-            "precision": trying.precision,
-            "strategy": machine.strategy.capabilities.name,
+            "precision": trial.precision,
+            "strategy": context.strategy.capabilities.name,
             "world_size": self._world.size,
             **software_versions(),
         }
 
 
 class _FirstBatch:
-    """The first effective batch, opened uncut: how many samples each rank has, and this rank's, once they are loaded.
+    """The first effective batch, planned uncut: how many samples each rank has, and this rank's, once they are loaded.
 
     Args:
         batch: the batch.
@@ -285,18 +315,19 @@ class _FirstBatch:
         self._batch = batch
         self._world = world
         self._position = position
-        opened = self._open(None)
-        self._loading = opened.micro_batches
+        planned = self._open(None)
+        self._loading = planned.micro_batches
         self._is_cut_when_fed = hasattr(batch, "feed")
         self._can_be_sliced = True
-        self.num_in_batch = opened.plan.num_samples
-        self.num_samples = opened.units[0].num_samples if opened.units else 0
-        self.share = max(sum(unit.num_samples for unit in units) for units in opened.plan.shares)
+        self.num_in_batch = planned.plan.num_samples
+        self.num_samples = planned.units[0].num_samples if planned.units else 0
+        shares = [sum(unit.num_samples for unit in units) for units in planned.plan.shares]
+        self.share, self.smallest_share = max(shares), min(shares)
         self.whole: Batch | None = None
 
-    def _open(self, size: int | None) -> OpenBatch:
+    def _open(self, size: int | None) -> PlannedBatch:
         placement = Placement(Cut(micro_batch_size=size), self._world.size, self._world.rank)
-        return open_batch(self._batch, placement, self._world, self._position)
+        return plan_effective_batch(self._batch, placement, self._world, self._position)
 
     def load(self) -> None:
         """Load this rank's share."""

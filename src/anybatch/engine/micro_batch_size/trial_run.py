@@ -8,28 +8,30 @@ from typing import Literal
 import torch
 from torch import nn
 
-from anybatch.core.loss import shares_of, unit_counts
+from anybatch.core.geometry import ceil_div
+from anybatch.core.loss import factors_of, unit_counts
 from anybatch.core.randomness import BatchKey
 from anybatch.core.splitting import Unit
 from anybatch.core.tree import Batch
-from anybatch.engine.accumulation.accumulate import Machine, Work
+from anybatch.engine.accumulation.accumulate import LoopContext, MicroBatch
 from anybatch.engine.accumulation.planned_batch import to_device
 from anybatch.engine.accumulation.sums import Sums
-from anybatch.engine.accumulation.two_pass import rehearse
+from anybatch.engine.accumulation.two_pass import run_trial
 from anybatch.parallel.strategy import Turn
 
-Execute = Callable[[Machine, Iterable[tuple[Work, Batch]]], Sums]
+Execute = Callable[[LoopContext, Iterable[tuple[MicroBatch, Batch]]], Sums]
 """Adds up the gradient of micro-batches."""
+_NEITHER = Turn(first=False, last=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """What came of some micro-batches.
+class TrialResult:
+    """The result of running some micro-batches.
 
     Attributes:
         outcome: "failed" is any error but a lack of memory.
         seconds: of each micro-batch, forward and backward.
-        error: what it failed of.
+        error: the error it failed with.
     """
 
     outcome: Literal["ran", "out_of_memory", "failed"]
@@ -37,50 +39,54 @@ class Run:
     error: str = ""
 
 
-class Rehearsal:
+class TrialRuns:
     """Runs the beginning of this rank's share in micro-batches of any size. Nothing is reduced, nothing is updated.
 
     Gradients are cleared before and after; buffers, attributes and random numbers are for the caller to put back.
 
     Args:
-        machine: what the loop uses.
+        context: what the loop uses.
         modules: the model.
         pieces: function (size, most) -> the first micro-batches of this rank's share, on the host, at most so many.
         num_samples: samples of that share.
         num_in_batch: samples of the effective batch, over all ranks.
+        num_in_lockstep: samples of the largest rank share, where every rank has to run as many micro-batches as the
+            rank with that share; None where ranks do not wait for each other.
         execute: runs micro-batches as a step would, but for one thing: it must not wait for other ranks.
-        clear: forgets gradients.
+        clear: clears gradients.
         device: where the model is.
         clock: seconds that only go forward.
     """
 
     def __init__(
         self,
-        machine: Machine,
+        context: LoopContext,
         modules: nn.Module,
         pieces: Callable[[int, int], Iterable[Batch]],
         num_samples: int,
         *,
         num_in_batch: int,
+        num_in_lockstep: int | None = None,
         execute: Execute,
         clear: Callable[[], None],
         device: torch.device,
         clock: Callable[[], float],
     ) -> None:
         self._marks: list[float] = []
-        self._machine = dataclasses.replace(
-            machine, before=lambda _: self._mark(), after=lambda _item, _terms: self._mark()
+        self._context = dataclasses.replace(
+            context, before=lambda _: self._mark(), after=lambda _item, _terms: self._mark()
         )
         self._modules = modules
         self._pieces = pieces
         self.num_samples = num_samples
         self._num_in_batch = num_in_batch
+        self._num_in_lockstep = num_in_lockstep
         self._execute = execute
         self.clear = clear
         self._device = device
         self.clock = clock
 
-    def run(self, size: int, most: int) -> Run:
+    def run(self, size: int, most: int) -> TrialResult:
         """Run the first micro-batches of `size`, at most so many; a share without samples runs none."""
         self.clear()
         self._marks.clear()
@@ -88,34 +94,37 @@ class Rehearsal:
         error = ""
         try:
             self._run(size, most)
-            return Run(
+            return TrialResult(
                 "ran", tuple(end - start for start, end in zip(self._marks[::2], self._marks[1::2], strict=True))
             )
         except torch.OutOfMemoryError:
             outcome = "out_of_memory"
-        except Exception as caught:  # noqa: BLE001 (what is wrong is told when the step is made in earnest)
+        except Exception as caught:  # noqa: BLE001 (the step itself raises it)
             outcome, error = "failed", f"{type(caught).__name__}: {caught}"
         # Outside of the handlers, so that the failed frames and their tensors are gone before anything is tried again.
         self.clear()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        return Run(outcome, (), error)
+        return TrialResult(outcome, (), error)
 
     def _run(self, size: int, most: int) -> None:
-        work = []
+        lined_up = []
         pieces = to_device(iter(self._pieces(size, most)), self._device)
         for start, piece in zip(range(0, self.num_samples, size), pieces, strict=False):
             stop = min(start + size, self.num_samples)
-            counts = unit_counts(self._machine.loss, piece, stop - start)
-            shares = shares_of(self._machine.loss, counts, counts, 1.0)
-            if any(counts):
+            counts = unit_counts(self._context.loss, piece, stop - start)
+            factors = factors_of(self._context.loss, counts, counts, 1.0)
+            if any(counts) or self._num_in_lockstep is not None:
                 key = BatchKey(0, 0, range(stop))
-                work.append((Work(Unit(0, start, stop), shares, Turn(first=False, last=False), 0, key), piece))
-        with self._machine.randomness:
-            if self._machine.loss.encode is None:
-                self._execute(self._machine, work)
+                lined_up.append((MicroBatch(Unit(0, start, stop), factors, _NEITHER, 0, key), piece))
+        if self._num_in_lockstep is not None:  # the rank with the largest share may have one more
+            missing = min(most, ceil_div(self._num_in_lockstep, size)) - len(lined_up)
+            lined_up += [lined_up[-1]] * missing
+        with self._context.randomness:
+            if self._context.loss.kind.encode is None:
+                self._execute(self._context, lined_up)
             else:
-                rehearse(self._machine, self._modules, work, self._num_in_batch)
+                run_trial(self._context, self._modules, lined_up, self._num_in_batch)
 
     def _mark(self) -> None:
         """Take the time, once the device has done all that it was given."""

@@ -8,7 +8,7 @@ from typing import Literal, Self
 import torch
 from torch import nn
 
-from anybatch.engine.accumulation.accumulate import Randomness, Work
+from anybatch.engine.accumulation.accumulate import MicroBatch, Randomness
 from anybatch.engine.rng.per_sample_dropout import PerSample, SampleRandomness, device_generators
 from anybatch.errors import UserError
 
@@ -56,10 +56,10 @@ class UnitRandomness:
         for generator, state in zip(self._generators, self._states, strict=True):
             generator.set_state(state)
 
-    def micro_batch(self, work: Work) -> AbstractContextManager[object]:
+    def micro_batch(self, micro_batch: MicroBatch) -> AbstractContextManager[object]:
         """Start the random numbers of one micro-batch. `torch.manual_seed` would be a hundred times slower."""
         for generator in self._generators:
-            generator.manual_seed(work.seed)
+            generator.manual_seed(micro_batch.seed)
         return _NOTHING
 
     def whole(self, seed: int) -> None:
@@ -99,7 +99,7 @@ class CallersRandomness:
     ) -> None:
         return
 
-    def micro_batch(self, work: Work) -> AbstractContextManager[object]:  # noqa: ARG002 (the protocol's)
+    def micro_batch(self, micro_batch: MicroBatch) -> AbstractContextManager[object]:  # noqa: ARG002 (the protocol's)
         """Nothing is seeded."""
         return _NOTHING
 

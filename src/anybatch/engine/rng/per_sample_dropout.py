@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from anybatch.core.randomness import sample_bits, sample_keys, step_seed
 from anybatch.core.torch_internals import is_in_backward
-from anybatch.engine.accumulation.accumulate import Work
+from anybatch.engine.accumulation.accumulate import MicroBatch
 from anybatch.engine.torch_internals import packing_function
 from anybatch.errors import CompositionError, UserError
 
@@ -84,14 +84,14 @@ class SampleRandomness:
         """Leaving has put the generators back already."""
 
     @contextmanager
-    def micro_batch(self, work: Work) -> Iterator[None]:
+    def micro_batch(self, micro_batch: MicroBatch) -> Iterator[None]:
         """Key the draws of one forward and backward.
 
         Raises:
             CompositionError: at the end, if something else has drawn, or another number of calls was made than in the
                 micro-batch before.
         """
-        self._draws.begin(work)
+        self._draws.begin(micro_batch)
         with self._draws:
             yield
         self._draws.end()
@@ -127,16 +127,18 @@ class _Draws(TorchFunctionMode):
         self._is_batch_first = False
         self._probing = True
 
-    def begin(self, work: Work) -> None:
+    def begin(self, micro_batch: MicroBatch) -> None:
         """Count calls from 0 on, for the samples of this micro-batch."""
-        self._first_seed = step_seed(work.key.seed, work.key.step)
-        self.num_samples = work.unit.num_samples
-        self._keys = sample_keys(work.key, work.unit.start, work.unit.stop).to(self._device, non_blocking=True)
+        self._first_seed = step_seed(micro_batch.key.seed, micro_batch.key.step)
+        self.num_samples = micro_batch.unit.num_samples
+        self._keys = sample_keys(micro_batch.key, micro_batch.unit.start, micro_batch.unit.stop).to(
+            self._device, non_blocking=True
+        )
         self._axis_of_call.clear()
         self.packed = False
         torch.default_generator.manual_seed(self._first_seed)
         for generator in self.generators[1:]:
-            generator.manual_seed(work.seed)
+            generator.manual_seed(micro_batch.seed)
         self._device_states = [generator.get_state() for generator in self.generators[1:]]
 
     def end(self) -> None:

@@ -1,6 +1,7 @@
-"""What an engine decided by itself, in words, by name: kept in the run's header and in its checkpoints."""
+"""The decisions of an engine, in words, by name: kept in the run's header and in its checkpoints."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 _UPDATES: Mapping[str, str] = MappingProxyType(
@@ -12,10 +13,60 @@ _UPDATES: Mapping[str, str] = MappingProxyType(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One decision.
+
+    Attributes:
+        name: what it is about, such as "micro_batch_size".
+        text: what was decided and why, a clause.
+    """
+
+    name: str
+    text: str
+
+
+class Decisions(Mapping[str, str]):
+    """An append-only record of decisions. Read as a mapping it holds the newest text of each name.
+
+    Attributes:
+        history: all of them, the oldest first.
+    """
+
+    def __init__(self) -> None:
+        self.history: tuple[Decision, ...] = ()
+        self._newest: dict[str, str] = {}
+
+    def add(self, name: str, text: str) -> None:
+        """Add a decision; an empty text is none."""
+        if text:
+            self.history += (Decision(name, text),)
+            self._newest[name] = text
+
+    def __getitem__(self, name: str) -> str:
+        return self._newest[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._newest)
+
+    def __len__(self) -> int:
+        return len(self._newest)
+
+    def __repr__(self) -> str:
+        return f"Decisions({self._newest})"
+
+
 def first_decisions(
-    *, update: str, strategy: str | None, world_size: int, differed: Sequence[str], remarks: Sequence[str]
-) -> dict[str, str]:
-    """Return what was decided while an engine was built, and what keeps it from equality.
+    *,
+    update: str,
+    strategy: str | None,
+    world_size: int,
+    differed: Sequence[str],
+    remarks: Sequence[str],
+    norms: str,
+    not_repeated: str,
+) -> Iterator[Decision]:
+    """Yield what was decided while an engine was built, and what keeps it from equality.
 
     Args:
         update: how the optimizer's update reaches the parameters.
@@ -23,16 +74,19 @@ def first_decisions(
         world_size: number of ranks.
         differed: parameters and buffers that were not equal on all ranks and are now.
         remarks: a sentence for everything that keeps the run from equality with the un-split batch.
+        norms: the policy about BatchNorm in words; empty without such layers.
+        not_repeated: why a step that runs out of memory is not repeated, a clause; empty if it is.
     """
-    decisions = {"update": _UPDATES[update]}
+    yield Decision("update", _UPDATES[update])
     if remarks:
-        decisions["equality"] = " ".join(remarks)
+        yield Decision("equality", " ".join(remarks))
     if strategy is not None:
         ranks = "is 1 rank" if world_size == 1 else f"are {world_size} ranks"
-        decisions["strategy"] = f"{strategy}, because there {ranks}"
+        yield Decision("strategy", f"{strategy}, because there {ranks}")
     if differed:
-        decisions["replicas"] = (
-            f"{len(differed)} parameters and buffers differed between ranks and took rank 0's values, "
-            f"first {differed[0]!r}"
-        )
-    return decisions
+        text = f"{len(differed)} parameters and buffers differed between ranks and took rank 0's values, "
+        yield Decision("replicas", f"{text}first {differed[0]!r}")
+    if norms:
+        yield Decision("norms", norms)
+    if not_repeated:
+        yield Decision("out_of_memory", f"a step that runs out of memory ends the run, because {not_repeated}")

@@ -1,4 +1,4 @@
-"""From happenings inside the engine to records for an observer; next to free when nobody observes."""
+"""From events inside the engine to records for an observer; next to free where there is no observer."""
 
 import itertools
 import platform
@@ -30,19 +30,19 @@ from anybatch.core.records import (
 )
 from anybatch.core.reports import StepReport
 from anybatch.core.tree import Batch
-from anybatch.engine.accumulation.accumulate import Work
-from anybatch.engine.accumulation.planned_batch import OpenBatch, Workload
+from anybatch.engine.accumulation.accumulate import MicroBatch
+from anybatch.engine.accumulation.planned_batch import CountedBatch, PlannedBatch
 from anybatch.engine.telemetry.step_memory import StepMemory
 from anybatch.engine.update.clipping import ClipByNorm, ClipPolicy
-from anybatch.engine.update.resident_tensors import Held
+from anybatch.engine.update.resident_tensors import ResidentTensors
 from anybatch.parallel.gradient_buckets import gradient_bytes
 from anybatch.parallel.world import World
 
 _NOTHING = nullcontext()
 
 
-class Watch:
-    """Tells an observer what the engine does. Every method returns at once when there is none."""
+class Notifier:
+    """Sends an observer records of what the engine does. Every method returns at once when there is none."""
 
     def __init__(self, observer: Observer | None, rank: int, loss: Loss, clip: ClipPolicy | None) -> None:
         self._observer = observer
@@ -50,7 +50,7 @@ class Watch:
         self._loss = loss
         self._clip = clip
         self._step = 0
-        self._workload: Workload | None = None
+        self._counted: CountedBatch | None = None
         self._position = 0
         self._num_begun = 0
         self._reductions: list[tuple[int, int, torch.dtype]] = []
@@ -58,9 +58,11 @@ class Watch:
         self._gradient_bytes = 0
         self._on_batch: Callable[[Batch], None] | None = None
 
-    def measure_memory(self, world: World, parameters: Sequence[torch.Tensor], held: Callable[[], Held]) -> None:
-        """Tell from now on what each step holds of the rank's device."""
-        self._memory = StepMemory(world.device, world.rank, held)
+    def measure_memory(
+        self, world: World, parameters: Sequence[torch.Tensor], resident: Callable[[], ResidentTensors]
+    ) -> None:
+        """Report from now on what each step takes of the rank's device."""
+        self._memory = StepMemory(world.device, world.rank, resident)
         self._gradient_bytes = gradient_bytes(parameters)
 
     @contextmanager
@@ -75,25 +77,25 @@ class Watch:
             self._observer, self._on_batch = before
 
     @property
-    def watching(self) -> bool:
-        """Whether anybody observes."""
+    def has_observer(self) -> bool:
+        """Whether there is an observer."""
         return self._observer is not None
 
     def start(self, record: StartRecord) -> None:
-        """Tell that the run starts."""
-        self._tell(record)
+        """Report that the run starts."""
+        self._send(record)
 
-    def begin_step(self, step: int, workload: Workload) -> None:
+    def begin_step(self, step: int, counted: CountedBatch) -> None:
         """Remember what the records of this step refer to."""
-        self._step, self._workload, self._position, self._num_begun = step, workload, 0, 0
+        self._step, self._counted, self._position, self._num_begun = step, counted, 0, 0
         if self._observer is not None and self._memory is not None:
             self._memory.begin()
 
-    def work(self, workload: Workload) -> Iterator[tuple[Work, Batch]]:
-        """Return the work of a step, telling how long each micro-batch takes to load."""
-        return workload.work if self._observer is None else self._watched(workload.work)
+    def loaded(self, counted: CountedBatch) -> Iterator[tuple[MicroBatch, Batch]]:
+        """Return the micro-batches of a step, and report how long each takes to load."""
+        return counted.micro_batches if self._observer is None else self._timed(counted.micro_batches)
 
-    def _watched(self, items: Iterator[tuple[Work, Batch]]) -> Iterator[tuple[Work, Batch]]:
+    def _timed(self, items: Iterator[tuple[MicroBatch, Batch]]) -> Iterator[tuple[MicroBatch, Batch]]:
         for position in itertools.count():
             with self.phase("load", position):
                 item = next(items, None)
@@ -103,70 +105,70 @@ class Watch:
                 self._on_batch(item[1])
             yield item
 
-    def before(self, item: Work) -> None:
-        """Tell that a micro-batch begins."""
+    def before(self, micro_batch: MicroBatch) -> None:
+        """Report that a micro-batch begins."""
         if self._observer is not None:
-            self._tell(self._micro_batch(item, "begin", self._num_begun, {}, {}))
+            self._send(self._micro_batch(micro_batch, "begin", self._num_begun, {}, {}))
             self._num_begun += 1
 
-    def after(self, item: Work, contributions: Sequence[torch.Tensor]) -> None:
-        """Tell that a micro-batch is over."""
-        if self._observer is None or self._workload is None:
+    def after(self, micro_batch: MicroBatch, contributions: Sequence[torch.Tensor]) -> None:
+        """Report that a micro-batch is over."""
+        if self._observer is None or self._counted is None:
             return
         counts, sums = {}, {}
         values = iter(contributions)
-        factors = zip(self._loss.weights.items(), item.shares, self._workload.divisors, strict=True)
-        for (name, weight), share, divisor in factors:
-            counts[name] = share.count
-            if share.count and contributions:  # a loss across samples has none of a micro-batch
+        terms = zip(self._loss.weights.items(), micro_batch.factors, self._counted.divisors, strict=True)
+        for (name, weight), factor, divisor in terms:
+            counts[name] = factor.count
+            if factor.count and contributions:  # a loss across samples has none of a micro-batch
                 contribution = next(values)
                 sums[name] = contribution * (divisor / weight) if weight else contribution
-        self._tell(self._micro_batch(item, "end", self._position, counts, sums))
+        self._send(self._micro_batch(micro_batch, "end", self._position, counts, sums))
         self._position += 1
 
     def reduction(self, bucket: int, num_bytes: int, dtype: torch.dtype) -> None:
-        """Tell that a gradient bucket was handed to a collective."""
+        """Report that a gradient bucket was handed to a collective."""
         if self._observer is not None:
             self._reductions.append((bucket, num_bytes, dtype))
-            self._tell(self._reduction("begin", bucket, num_bytes, dtype))
+            self._send(self._reduction("begin", bucket, num_bytes, dtype))
 
     def reduced(self) -> None:
-        """Tell that all buckets have arrived."""
+        """Report that all buckets have arrived."""
         for bucket in self._reductions:
-            self._tell(self._reduction("end", *bucket))
+            self._send(self._reduction("end", *bucket))
         self._reductions.clear()
 
     @contextmanager
     def gathering(self, num_bytes: int) -> Iterator[None]:
-        """Tell that the outputs of all ranks are brought together, for a loss across samples."""
+        """Report that the outputs of all ranks are brought together, for a loss across samples."""
         if self._observer is not None:
-            self._tell(self._reduction("begin", 0, num_bytes, torch.uint8, collective="all_gather"))
+            self._send(self._reduction("begin", 0, num_bytes, torch.uint8, collective="all_gather"))
         yield
         if self._observer is not None:
-            self._tell(self._reduction("end", 0, num_bytes, torch.uint8, collective="all_gather"))
+            self._send(self._reduction("end", 0, num_bytes, torch.uint8, collective="all_gather"))
 
     def phase(self, name: PhaseName, position: int | None = None) -> AbstractContextManager[None]:
-        """Tell when a phase begins and ends."""
-        return _NOTHING if self._observer is None else self._told_phase(name, position)
+        """Report when a phase begins and ends."""
+        return _NOTHING if self._observer is None else self._sent_phase(name, position)
 
     @contextmanager
-    def _told_phase(self, name: PhaseName, position: int | None) -> Iterator[None]:
-        self._tell(PhaseRecord(rank=self._rank, event="begin", step=self._step, name=name, position=position))
+    def _sent_phase(self, name: PhaseName, position: int | None) -> Iterator[None]:
+        self._send(PhaseRecord(rank=self._rank, event="begin", step=self._step, name=name, position=position))
         yield
-        self._tell(PhaseRecord(rank=self._rank, event="end", step=self._step, name=name, position=position))
+        self._send(PhaseRecord(rank=self._rank, event="end", step=self._step, name=name, position=position))
 
     def step(self, report: StepReport) -> None:
-        """Tell what a step did."""
+        """Report what a step did."""
         if self._observer is None:
             return
         if self._memory is not None:
             updated = not report.skipped
             for record in self._memory.end(report.step, gradient_bytes=self._gradient_bytes, updated=updated):
-                self._tell(record)
+                self._send(record)
         means = zip(report.weights.items(), report.contributions.unbind(), strict=True)
         norm = report.gradient_norm
         by_norm = self._clip.max_norm if isinstance(self._clip, ClipByNorm) else None
-        self._tell(
+        self._send(
             StepRecord(
                 rank=self._rank,
                 step=report.step,
@@ -185,10 +187,10 @@ class Watch:
         )
 
     def out_of_memory(self, phase: PhaseName | None, message: str | None, before: int, after: int | None) -> None:
-        """Tell that a step ran out of memory, and let go of what was remembered of it."""
-        self._workload = None
+        """Report that a step ran out of memory, and drop what was remembered of it."""
+        self._counted = None
         self._reductions.clear()
-        self._tell(
+        self._send(
             OutOfMemoryRecord(
                 rank=self._rank,
                 step=self._step,
@@ -200,13 +202,13 @@ class Watch:
         )
 
     def halved(self, before: int, after: int) -> None:
-        """Tell that a micro-batch of an evaluation did not fit."""
+        """Report that a micro-batch of an evaluation did not fit."""
         message = f"out of memory in an evaluation: micro-batch {before:,} -> {after:,} samples on rank {self._rank}"
         self.diagnosis("out_of_memory_in_evaluation", message, "warning")
 
     def diagnosis(self, code: str, message: str, level: Literal["info", "warning", "error"] = "info") -> None:
-        """Tell something the user should know."""
-        self._tell(DiagnosisRecord(rank=self._rank, step=None, code=code, level=level, message=message, remedy=None))
+        """Report something the user should know."""
+        self._send(DiagnosisRecord(rank=self._rank, step=None, code=code, level=level, message=message, remedy=None))
 
     def checkpoint(
         self,
@@ -216,48 +218,48 @@ class Watch:
         num_bytes: int | None,
         message: str | None = None,
     ) -> None:
-        """Tell that a checkpoint was written, read or passed over."""
-        self._tell(
+        """Report that a checkpoint was written, read or passed over."""
+        self._send(
             CheckpointRecord(
                 rank=self._rank, event=event, step=step, path=str(path), num_bytes=num_bytes, message=message
             )
         )
 
     def evaluate(self, step: int, num_samples: int, metrics: Mapping[str, float]) -> None:
-        """Tell the result of an evaluation."""
-        self._tell(EvaluateRecord(rank=self._rank, step=step, num_samples=num_samples, metrics=dict(metrics)))
+        """Report the result of an evaluation."""
+        self._send(EvaluateRecord(rank=self._rank, step=step, num_samples=num_samples, metrics=dict(metrics)))
 
     def end(self, num_steps: int, error: BaseException | None) -> None:
-        """Tell that the run is over."""
+        """Report that the run is over."""
         status: Literal["completed", "stopped", "failed"] = "completed"
         if error is not None:
             status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
         message = None if error is None else f"{type(error).__name__}: {error}"
-        self._tell(EndRecord(rank=self._rank, status=status, num_steps=num_steps, message=message, digest=None))
+        self._send(EndRecord(rank=self._rank, status=status, num_steps=num_steps, message=message, digest=None))
 
-    def _tell(self, record: Record) -> None:
+    def _send(self, record: Record) -> None:
         if self._observer is not None:
             self._observer.observe(record)
 
     def _micro_batch(
         self,
-        item: Work,
+        micro_batch: MicroBatch,
         event: SpanEvent,
         position: int,
         counts: Mapping[str, float],
         loss_sums: Mapping[str, torch.Tensor],
     ) -> MicroBatchRecord:
-        assert self._workload is not None
+        assert self._counted is not None
         return MicroBatchRecord(
             rank=self._rank,
             event=event,
             step=self._step,
-            unit_number=item.unit.number,
+            unit_number=micro_batch.unit.number,
             position=position,
-            num_micro_batches=len(self._workload.opened.units),
-            num_samples=item.unit.num_samples,
-            first_sample_id=int(self._workload.opened.sample_ids[item.unit.start]),
-            weight=item.unit.weight,
+            num_micro_batches=len(self._counted.planned.units),
+            num_samples=micro_batch.unit.num_samples,
+            first_sample_id=int(self._counted.planned.sample_ids[micro_batch.unit.start]),
+            weight=micro_batch.unit.weight,
             counts=counts,
             loss_sums=loss_sums,
         )
@@ -280,26 +282,26 @@ class Watch:
 def start_record(
     *,
     world: World,
-    opened: OpenBatch,
+    planned: PlannedBatch,
     parameters: Sequence[torch.Tensor],
     strategy: str,
     precision: str,
     first_step: int,
     decisions: Mapping[str, str],
 ) -> StartRecord:
-    """Return the header of a run, told when its first batch has been planned."""
+    """Return the header of a run, sent when its first batch has been planned."""
     return StartRecord(
         rank=world.rank,
         world_size=world.size,
         first_step=first_step,
-        geometry=str(opened.plan),
-        effective_batch_size=opened.plan.num_samples,
-        micro_batch_size=opened.plan.cut.micro_batch_size,
+        geometry=str(planned.plan),
+        effective_batch_size=planned.plan.num_samples,
+        micro_batch_size=planned.plan.cut.micro_batch_size,
         strategy=strategy,
         precision=precision,
         device=str(world.device),
         dtype=str(parameters[0].dtype).removeprefix("torch."),
-        seed=opened.seed,
+        seed=planned.seed,
         num_parameters=sum(parameter.numel() for parameter in parameters),
         gradient_bytes=gradient_bytes(parameters),
         versions=software_versions(),

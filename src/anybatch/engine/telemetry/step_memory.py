@@ -1,4 +1,4 @@
-"""What a rank's device holds at the end of a step, as a record; and a word when the headroom is used up."""
+"""Memory of a rank's device at the end of a step, as a record; and a warning when the headroom is used up."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -6,37 +6,37 @@ import torch
 
 from anybatch.core.headroom import Reserve, describe_reserve
 from anybatch.core.records import DiagnosisRecord, MemoryRecord
-from anybatch.engine.update.resident_tensors import Held, num_bytes_of
+from anybatch.engine.update.resident_tensors import ResidentTensors, num_bytes_of
 from anybatch.memory.device_memory import begin_peak, memory_in_use
 
 
 class StepMemory:
-    """Asks once per step what the device holds; nobody waits for the device.
+    """Asks once per step for the memory of the device, without waiting for it.
 
     Args:
         device: of this rank.
         rank: this rank.
-        held: function () -> what the engine keeps from step to step.
+        resident: function () -> the tensors that the engine keeps from step to step.
     """
 
-    def __init__(self, device: torch.device, rank: int, held: Callable[[], Held]) -> None:
+    def __init__(self, device: torch.device, rank: int, resident: Callable[[], ResidentTensors]) -> None:
         self._device = device
         self._rank = rank
-        self._held = held
+        self._resident = resident
         self._category_bytes: Mapping[str, int] = {}
         self._optimizer_is_known = False
         self._has_warned = False
 
     def begin(self) -> None:
-        """Let the peak of a step begin."""
+        """Begin a new peak."""
         begin_peak(self._device)
 
     def end(self, step: int, *, gradient_bytes: int, updated: bool) -> Iterator[MemoryRecord | DiagnosisRecord]:
-        """Return what there is to tell of a step; nothing where the system does not tell.
+        """Yield the record of a step, and a warning if there is one; nothing where the system does not say.
 
         Args:
             step: number of the step, from 0 on.
-            gradient_bytes: bytes of one copy of the gradients, which are let go before the step is over.
+            gradient_bytes: bytes of one copy of the gradients, which are freed before the step is over.
             updated: whether the optimizer has made its step, and so its state.
         """
         found = memory_in_use(self._device)
@@ -44,7 +44,7 @@ class StepMemory:
             return
         if not self._optimizer_is_known:
             self._optimizer_is_known = updated
-            sizes: dict[str, int] = {category: num_bytes_of(tensors) for category, tensors in self._held().items()}
+            sizes: dict[str, int] = {category: num_bytes_of(tensors) for category, tensors in self._resident().items()}
             self._category_bytes = {**sizes, "gradients": max(sizes["gradients"], gradient_bytes)}
         yield MemoryRecord(
             rank=self._rank,

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from anybatch.core.torch_internals import clamp_each, dense_values, multiply_each
 from anybatch.errors import UserError
+from anybatch.parallel.strategy import ParameterLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,41 +71,37 @@ def refuse_groups(clip: ClipPolicy | None, optimizer: Optimizer) -> None:
         raise UserError(message)
 
 
-def total_norm(gradients: Sequence[torch.Tensor]) -> Float[Tensor, ""]:
-    """Return the 2-norm over all gradients together, on the device, in the gradients' own precision."""
-    norm = get_total_norm([dense_values(gradient) for gradient in gradients])
-    # The norm of sharded gradients (DTensors, whose module takes a second and a half to import) is itself sharded.
-    gather = getattr(norm, "full_tensor", None)
-    return norm if gather is None else gather()
-
-
 def clip_gradients(
     gradients: Sequence[torch.Tensor | None],
     norm: Float[Tensor, ""] | None,
     clip: ClipPolicy | None,
     in_groups: Callable[[Sequence[torch.Tensor | None]], Sequence[Sequence[torch.Tensor]]],
+    layout: ParameterLayout,
 ) -> None:
     """Clip in place. The plain loop: `for policy, group in zip(clip, optimizer.param_groups): clip_grad_norm_(...)`.
 
     Args:
-        gradients: of each parameter; None for one that nobody used.
-        norm: the total norm, where it has been measured already.
+        gradients: of each parameter; None for one that no rank used.
+        norm: the norm over all of them, where it has been measured already.
         clip: the policy.
         in_groups: returns those gradients that there are, by parameter group of the optimizer.
+        layout: how gradients lie on the ranks.
     """
     if isinstance(clip, ClipByGroup):
         for policy, group in zip(clip.policies, in_groups(gradients), strict=True):
             if policy is not None and group:
-                _clip(group, total_norm(group) if isinstance(policy, ClipByNorm) else None, policy)
+                _clip(group, layout.norm(group) if isinstance(policy, ClipByNorm) else None, policy, layout)
         return
     present = [gradient for gradient in gradients if gradient is not None]
     if clip is not None and present:
-        _clip(present, norm, clip)
+        _clip(present, norm, clip, layout)
 
 
 @torch.no_grad()
-def _clip(gradients: Sequence[torch.Tensor], norm: Float[Tensor, ""] | None, clip: Clip) -> None:
-    values = [dense_values(gradient) for gradient in gradients]
+def _clip(
+    gradients: Sequence[torch.Tensor], norm: Float[Tensor, ""] | None, clip: Clip, layout: ParameterLayout
+) -> None:
+    values = [dense_values(layout.local(gradient)) for gradient in gradients]
     if isinstance(clip, ClipByNorm):
         assert norm is not None
         # As torch.nn.utils.clip_grad_norm_ does, small term included; 1 where nothing is to be clipped, so that the

@@ -7,15 +7,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from anybatch.engine.holdings import Holdings
 from anybatch.engine.torch_internals import state_maker
 from anybatch.engine.update.precision import Target
+from anybatch.engine.update.resident_tensors import ResidentMemory
 from anybatch.errors import DoesNotFitError
 from anybatch.memory.ledger import MemoryLedger
 from anybatch.parallel.world import World
 
 
-class UpdateMemory:
+class OptimizerStateMemory:
     """Makes the optimizer's state and room for its step, once, before the first micro-batch.
 
     Otherwise the state appears in the first update, and a micro-batch that fitted in the first step does not in the
@@ -24,26 +24,26 @@ class UpdateMemory:
     Args:
         target: the optimizer and what it updates.
         world: the ranks, which fail together.
-        holdings: what is held, for the error.
+        resident: what stays from step to step, for the error.
     """
 
-    def __init__(self, target: Target, world: World, holdings: Holdings) -> None:
+    def __init__(self, target: Target, world: World, resident: ResidentMemory) -> None:
         self._target = target
         self._world = world
-        self._holdings = holdings
-        self._is_secured = False
+        self._resident = resident
+        self._is_allocated = False
         self._made: list[nn.Parameter] = []
 
-    def secure(self) -> None:
+    def allocate(self) -> None:
         """Make state and room, unless that has been done.
 
         Raises:
             DoesNotFitError: on a rank without room; nothing has been changed.
             RankFailedError: on the others.
         """
-        if not self._is_secured:
-            self._world.together(self._secure)
-            self._is_secured = True
+        if not self._is_allocated:
+            self._world.together(self._allocate)
+            self._is_allocated = True
 
     def drop_unused(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Take back the state of parameters that the first step has no gradient for, as the optimizer makes none."""
@@ -58,18 +58,18 @@ class UpdateMemory:
         """Take back what was made, if no update has used it yet: the first step has failed."""
         for parameter in self._made:
             del self._target.optimizer.state[parameter]
-            self._is_secured = False
+            self._is_allocated = False
         self._made = []
 
-    def _secure(self) -> None:
+    def _allocate(self) -> None:
         try:
             self._made = make_state(self._target.optimizer)
-            if self._world.device.type != "cpu":  # a CPU's system lends what is not written to, and proves nothing
+            if self._world.device.type != "cpu":  # a CPU's system promises memory that it may not have
                 reserve(temporary_bytes(self._target.optimizer), self._target.updated)
         except torch.OutOfMemoryError as error:
             message = (
                 "out of memory before the first step, when the optimizer's state and the room for its update were "
-                f"made; nothing has been changed. {self._holdings.remedy()} torch says: {error}"
+                f"made; nothing has been changed. {self._resident.remedy()} torch says: {error}"
             )
             raise DoesNotFitError(message) from error
 

@@ -76,7 +76,7 @@ class Target:
 
     @torch.no_grad()
     def copy_back(self) -> None:
-        """Bring updated master weights into the model, and let their gradients go."""
+        """Copy updated master weights into the model, and free their gradients."""
         if self.update != "master_weights":
             return
         for parameter, master in zip(self.parameters, self.updated, strict=True):

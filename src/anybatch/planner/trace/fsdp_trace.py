@@ -22,7 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import Optimizer
 
-from anybatch.core.loss import LossFunction, LossSum, declared
+from anybatch.core.loss import LossSum, declared
+from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.tree import Batch
 from anybatch.engine.update.precision import OptimizerFunction
 from anybatch.errors import PlanError
@@ -130,7 +131,7 @@ def refuse_what_cannot_be_sharded(spec: StepSpec) -> None:
         what = f"the model is a {type(train.model).__name__}: it must be one module, whose forward gathers its weights"
     elif isinstance(train.optimizer, Optimizer):
         what = "the optimizer is made already: it must be a function named_parameters -> optimizer, for the shards"
-    elif declared(train.loss).encode is not None:
+    elif declared(train.loss).kind.encode is not None:
         what = "the loss looks at the outputs of all samples: it must be one that is computed per micro-batch"
     if what:
         message = f"FSDP2 cannot be planned for this spec, since {what}."

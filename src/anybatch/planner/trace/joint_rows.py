@@ -1,6 +1,5 @@
 """A loss across samples, shown as many samples as an effective batch has, though two micro-batches are traced."""
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -8,6 +7,7 @@ from torch import nn
 
 from anybatch.core.geometry import ceil_div
 from anybatch.core.loss import Loss
+from anybatch.core.loss_kinds import AcrossSamples
 from anybatch.core.tree import Batch, map_tensors, take_apart
 from anybatch.errors import PlanError
 from anybatch.planner.trace.step_spec import StepSpec
@@ -20,7 +20,7 @@ def joint_limit(spec: StepSpec) -> int | None:
         spec: the step, whose model is made.
     """
     loss, num_samples = spec.trained.loss, spec.trained.effective_batch_size
-    if not isinstance(loss, Loss) or loss.encode is None or num_samples is None:
+    if not isinstance(loss, Loss) or loss.kind.encode is None or num_samples is None:
         return None
     return (ceil_div(num_samples, spec.world_size) - 1) // 2
 
@@ -52,15 +52,15 @@ class AllRows(nn.Module):
         self._num_rows = effective_batch_size
         self._own_rows = ceil_div(effective_batch_size, world_size)
         self._function = loss.function
-        self._encode = loss.encode
+        self._encode = loss.kind.encode
         self._kept: list[torch.Tensor] = []
         self._num_encoded = 0
         self._differentiable: list[torch.Tensor] = []
         self._num_missing = 0
 
-    def in_place_of(self, loss: Loss) -> Loss:
-        """Return the loss with this in the place of its functions."""
-        return dataclasses.replace(loss, function=self, encode=self.encode)
+    def as_loss(self) -> Loss:
+        """Return a loss with this in the place of its functions."""
+        return Loss(self, AcrossSamples(self.encode))
 
     def encode(self, model: Any, batch: Batch) -> Batch:  # noqa: ANN401 (the user's model)
         """Return the outputs of a micro-batch; with the first, take what the outputs of the others hold."""

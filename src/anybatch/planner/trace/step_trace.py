@@ -213,9 +213,9 @@ class _Stage:
             # A bare loss is decided by numbers in the first step, of which a trace has none: a mean is the common case.
             self._loss = dataclasses.replace(self._loss, function=BareLoss(self._loss.function, is_mean=True))
         self._rows: AllRows | None = None
-        if self._loss.encode is not None:
+        if self._loss.kind.encode is not None:
             self._rows = AllRows(self._loss, train.effective_batch_size, world.size)
-            self._loss = self._rows.in_place_of(self._loss)
+            self._loss = self._rows.as_loss()
         self._modules = collect_modules(self._model, self._loss)
         # A plan is for training whatever mode the user's model is in; the twin is a copy, so nothing of theirs changes.
         self._modules.train()

@@ -9,7 +9,8 @@ from typing import Any, cast
 from torch import nn
 from torch.optim import Optimizer
 
-from anybatch.core.loss import Loss, LossFunction
+from anybatch.core.loss import Loss
+from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.tree import Batch
 from anybatch.engine.inputs import Model
 from anybatch.engine.spec import TrainSpec

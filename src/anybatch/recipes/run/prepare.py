@@ -80,7 +80,7 @@ def prepare(
         world=world,
     )
     # Groups mostly share a rate, and then the line is printed once.
-    run.engine.decisions["learning_rate"] = "; ".join(dict.fromkeys(map(str, run.rates)))
+    run.engine.decisions.add("learning_rate", "; ".join(dict.fromkeys(map(str, run.rates))))
     if header is None:
         num_steps = num_steps_of(run.batches)
         header, ready = RunHeader(origin, (Stretch(0, settings, num_steps),)), PreparedRun(run, run.batches, num_steps)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.core.loss import Loss, counted, sum_of
-from anybatch.core.loss import Term as EngineTerm
+from anybatch.core.loss_kinds import Term as EngineTerm
 from anybatch.engine.engine import Engine
 from anybatch.testing.conformance.protocol import (
     LossTerms,

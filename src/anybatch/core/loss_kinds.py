@@ -1,0 +1,212 @@
+"""Chapter 19: through what the loss of a sample depends on the other samples. Each answer is a value with behaviour.
+
+Nothing or a count that is known beforehand: one pass. A count that comes with the value: one pass, divided at the end.
+The outputs of the whole effective batch: two passes. (Activations inside of the network, as in BatchNorm, are no matter
+of the loss.)
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import torch
+
+from anybatch.core.compatibility import Feature
+from anybatch.core.tree import Batch
+from anybatch.errors import LossError
+
+LossFunction = Callable[[Any, Batch], Any]
+Count = Callable[[Batch], "int | float | torch.Tensor"]
+ONLY_TERM = "loss"
+"""Name of the term of a loss that has one."""
+ONE_NUMBER = (
+    "the loss function returned one number and does not say over what it is a mean. Declare it: "
+    "ab.mean_over_samples(loss) for a mean over samples, ab.mean_over_tokens(loss) for a mean over unmasked targets, "
+    "ab.mean_over(loss, count) otherwise; or return one loss per item, or ab.LossSum(total, count)."
+)
+"""What an undeclared loss is told if it is not a mean over samples, or if that cannot be found out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """The items that a term is a mean over.
+
+    Attributes:
+        name: one word: "samples", "tokens" or "counted".
+        description: what messages call them.
+        values_may_be_fewer: a tensor of losses may hold fewer values than the count says (weights are no items).
+        values_may_be_more: it may hold more (masked targets are there, with a loss of 0).
+    """
+
+    name: str
+    description: str
+    values_may_be_fewer: bool = False
+    values_may_be_more: bool = False
+
+
+SAMPLES = Items("samples", "samples")
+TOKENS = Items("tokens", "unmasked targets", values_may_be_more=True)
+COUNTED = Items("counted", "what its count says", values_may_be_fewer=True, values_may_be_more=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One term of a loss: what it is a mean over, and its weight in the loss.
+
+    `count(batch)` must be computable before the forward, from the labels, say; None counts samples. Make terms with
+    `samples`, `tokens` and `counted`.
+    """
+
+    count: Count | None
+    weight: float = 1.0
+    items: Items = SAMPLES
+
+
+class LossKind(Protocol):
+    """Through what the loss of a sample depends on the other samples; decides how an effective batch is run.
+
+    Attributes:
+        terms: by name, in the order counts and sums are kept.
+        named: the function returns a dict with one value per term.
+        brings_count: the count comes with the value, so gradients are divided after the last micro-batch.
+        encode: what is run on micro-batches where the function needs the outputs of the whole effective batch.
+        feature: the row of the composition table.
+    """
+
+    @property
+    def terms(self) -> Mapping[str, Term]:
+        """Terms by name."""
+        ...
+
+    @property
+    def named(self) -> bool:
+        """Whether the function returns a dict."""
+        ...
+
+    @property
+    def brings_count(self) -> bool:
+        """Whether the count comes with the value."""
+        ...
+
+    @property
+    def encode(self) -> LossFunction | None:
+        """The function of a micro-batch, for a loss across samples."""
+        ...
+
+    @property
+    def feature(self) -> Feature:
+        """The row of the composition table."""
+        ...
+
+    def check_items(self, name: str, values: torch.Tensor, count: float) -> None:
+        """Refuse losses per item that cannot be one for each item of the term."""
+        ...
+
+    def mean(self, value: torch.Tensor, factor: float) -> torch.Tensor:
+        """Return the contribution of one number that the function returned."""
+        ...
+
+    def check_count(self, name: str, returned: float, declared: float) -> None:
+        """Refuse a count that came with a sum and is not the declared one."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CountedBefore:
+    """Each term is a mean over items that can be counted before the forward: one pass, divided before each backward."""
+
+    terms: Mapping[str, Term]
+    named: bool = False
+    brings_count = False
+    encode = None
+
+    @property
+    def feature(self) -> Feature:
+        """One term or several."""
+        return Feature.SEVERAL_TERMS if len(self.terms) > 1 else Feature.COUNT_BEFORE
+
+    def check_items(self, name: str, values: torch.Tensor, count: float) -> None:
+        """Refuse losses per item that cannot be one for each item of the term; a tensor (1,) is a mean gone astray.
+
+        Raises:
+            LossError: with the shape and the count.
+        """
+        items, num_values = self.terms[name].items, values.numel()
+        too_few = num_values < count and not items.values_may_be_fewer
+        too_many = num_values > count and not items.values_may_be_more
+        if too_few or too_many:
+            message = (
+                f"the loss function returned a tensor of shape {tuple(values.shape)} for term {name!r}, a mean over "
+                f"{items.name}, of which the micro-batch has {count:g}. Return the mean itself (one number, no axis), "
+                f"or one loss for each of the {count:g} {items.name}."
+            )
+            raise LossError(message)
+
+    def mean(self, value: torch.Tensor, factor: float) -> torch.Tensor:
+        """Return a mean times its factor."""
+        return value * factor
+
+    def check_count(self, name: str, returned: float, declared: float) -> None:
+        """Refuse a count that came with a sum and is not the declared one.
+
+        Raises:
+            LossError: with both.
+        """
+        if abs(returned - declared) > 1e-6 * declared:
+            message = (
+                f"the loss function returned LossSum with count={returned} for term {name!r}, but the declaration "
+                f"counts {declared:g} in the same micro-batch. Make the two agree, or pass the bare function."
+            )
+            raise LossError(message)
+
+
+@dataclass(frozen=True, slots=True)
+class CountedByLoss:
+    """The function returns its count too: `LossSum`, or one loss per item. Gradients are divided at the end."""
+
+    terms = MappingProxyType({ONLY_TERM: Term(None)})
+    named = False
+    brings_count = True
+    encode = None
+    feature = Feature.COUNT_LATE
+
+    def check_items(self, name: str, values: torch.Tensor, count: float) -> None:
+        """Any number of items is right: they are counted when they come."""
+
+    def mean(self, value: torch.Tensor, factor: float) -> torch.Tensor:  # noqa: ARG002 (the protocol's)
+        """Refuse one number, which does not say over what it is a mean.
+
+        Raises:
+            LossError: always, with what to declare.
+        """
+        raise LossError(ONE_NUMBER)
+
+    def check_count(self, name: str, returned: float, declared: float) -> None:
+        """Any count is right: nothing was declared."""
+
+
+@dataclass(frozen=True, slots=True)
+class AcrossSamples:
+    """The function needs the outputs of the whole effective batch, which `encode` makes: two passes."""
+
+    encode: LossFunction
+    terms = MappingProxyType({ONLY_TERM: Term(None)})
+    named = False
+    brings_count = False
+    feature = Feature.JOINT
+
+    def check_items(self, name: str, values: torch.Tensor, count: float) -> None:
+        """Hold for samples what holds for a mean over them."""
+        _SAMPLE_MEAN.check_items(name, values, count)
+
+    def mean(self, value: torch.Tensor, factor: float) -> torch.Tensor:
+        """Return a mean times its factor."""
+        return value * factor
+
+    def check_count(self, name: str, returned: float, declared: float) -> None:
+        """Hold for samples what holds for a mean over them."""
+        _SAMPLE_MEAN.check_count(name, returned, declared)
+
+
+_SAMPLE_MEAN = CountedBefore(MappingProxyType({ONLY_TERM: Term(None)}))

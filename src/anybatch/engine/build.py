@@ -1,0 +1,349 @@
+"""Makes the parts of an engine, in the order in which they depend on each other. Every refusal of arguments is here."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+
+from torch import nn
+
+from anybatch.core.buffers import BufferKeeper
+from anybatch.core.compatibility import remarks
+from anybatch.core.loss import Loss, declared
+from anybatch.core.records import Observer
+from anybatch.core.splitting import CutConstraints
+from anybatch.engine.accumulation.accumulate import LoopContext, Randomness
+from anybatch.engine.accumulation.planned_batch import PlannedBatch
+from anybatch.engine.batch_norm.runner import BatchNormRunner, policy_for, ranks_of, refuse_order, refuse_policy
+from anybatch.engine.checkpoint_state import StateParts
+from anybatch.engine.compatibility import Features, features_of, refuse_features
+from anybatch.engine.executors import choose_executor
+from anybatch.engine.inputs import collect_modules, move_modules, world_of
+from anybatch.engine.loss_check.check import LossCheck
+from anybatch.engine.micro_batch_size.backoff import SizeBackoff
+from anybatch.engine.micro_batch_size.oom_retry import OomRetry, why_impossible
+from anybatch.engine.micro_batch_size.sizes import RunSizes, TrialParts
+from anybatch.engine.rng.generators import choose_randomness
+from anybatch.engine.spec import Hardware, TrainSpec, scheduler_of
+from anybatch.engine.step_planner import StepPlanner
+from anybatch.engine.step_runner import StepRunner
+from anybatch.engine.telemetry.decisions import Decisions, first_decisions
+from anybatch.engine.telemetry.notifier import Notifier, start_record
+from anybatch.engine.update.clipping import ClipPolicy, clip_policy, refuse_groups
+from anybatch.engine.update.finite_check import FiniteCheck
+from anybatch.engine.update.optimizer_state import OptimizerStateMemory
+from anybatch.engine.update.precision import LossScaler, autocast, make_target
+from anybatch.engine.update.resident_tensors import ResidentMemory, ResidentTensors, resident_tensors
+from anybatch.engine.update.updater import Updater
+from anybatch.engine.update.weight_average import WeightAverage
+from anybatch.norms import Policy
+from anybatch.norms.layers import batch_norms
+from anybatch.parallel.registry import choose_strategy
+from anybatch.parallel.strategy import Prepared, Strategy
+from anybatch.parallel.world import World
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The parts of an engine. None of them knows the engine, so that it is freed as soon as it is dropped.
+
+    Attributes:
+        world: the ranks.
+        modules: everything that trains.
+        context: what the loop uses, with the loss, the strategy and what it has prepared.
+        sizes: how batches are cut.
+        backoff: smaller sizes after out of memory.
+        check: of the loss's declaration.
+        planner: plans steps.
+        runner: runs them.
+        updater: updates parameters.
+        batch_norm: runs micro-batches under the policy about BatchNorm.
+        decisions: what was decided.
+        notifier: sends records to observers.
+    """
+
+    world: World
+    modules: nn.Module
+    context: LoopContext
+    sizes: RunSizes
+    backoff: SizeBackoff
+    check: LossCheck
+    planner: StepPlanner
+    runner: StepRunner
+    updater: Updater
+    batch_norm: BatchNormRunner
+    decisions: Decisions
+    notifier: Notifier
+
+    @property
+    def resident_tensors(self) -> Callable[[], ResidentTensors]:
+        """Function () -> the tensors that stay from step to step."""
+        return self.updater.resident.tensors
+
+    @property
+    def state(self) -> StateParts:
+        """The parts that change while an engine trains."""
+        updater = self.updater
+        return StateParts(
+            modules=self.modules,
+            layout=self.context.prepared.layout,
+            target=updater.target,
+            scaler=updater.scaler,
+            scheduler=updater.scheduler,
+            average=updater.average,
+        )
+
+    def clear_gradients(self) -> None:
+        """Clear all gradients, also half-finished ones."""
+        self.context.strategy.clear_gradients()
+
+    def close(self) -> None:
+        """Remove every hook from the model and the optimizer."""
+        self.clear_gradients()
+        self.context.strategy.close()
+        self.batch_norm.close()
+        self.updater.scaler.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Arguments:
+    """What follows from the arguments alone, with nothing refused."""
+
+    spec: TrainSpec
+    loss: Loss
+    modules: nn.Module
+    world: World
+    strategy: Strategy
+    clip: ClipPolicy | None
+    autocast: Callable[[], AbstractContextManager[object]]
+    randomness: Randomness
+    policy: Policy
+    policy_constraints: CutConstraints
+    sizes: RunSizes
+    features: Features
+    chosen: bool
+
+
+def build(spec: TrainSpec, hardware: Hardware, observer: Observer | None = None) -> Parts:
+    """Make the parts of an engine.
+
+    Args:
+        spec: what is trained.
+        hardware: where, and in what pieces.
+        observer: looks in on micro-batches, reductions, phases and steps.
+
+    Raises:
+        UserError: with what was wrong, both values and what to do; nothing of the model has changed then.
+    """
+    given = _check_arguments(spec, hardware)
+    modules, world, strategy = given.modules, given.world, given.strategy
+    decisions = Decisions()
+    notifier = Notifier(observer, world.rank, given.loss, given.clip)
+    move_modules(modules, world.device)
+    prepared = strategy.prepare(modules, spec.model, world, notifier.reduction)
+    try:
+        target = make_target(spec.optimizer, prepared.parameters)
+        refuse_groups(given.clip, target.optimizer)
+        scheduler = scheduler_of(spec.scheduler, target.optimizer)
+        average = None if spec.average_decay is None else WeightAverage(prepared.parameters, spec.average_decay)
+        batch_norm = BatchNormRunner(
+            given.policy,
+            modules,
+            given.policy_constraints,
+            ranks_of(strategy, world),
+            autocast=given.autocast,
+            device=world.device,
+        )
+    except Exception:
+        strategy.close()  # no hook stays on a model that is not going to be trained
+        raise
+    # Not a method of anything: what asks for these tensors must not keep the engine alive.
+    tensors = partial(resident_tensors, modules, prepared, target, average)
+    resident = ResidentMemory(tensors, target, spec.precision)
+    notifier.measure_memory(world, target.parameters, tensors)
+    buffers = BufferKeeper(modules)
+    updater = Updater(
+        target=target,
+        scaler=LossScaler(spec.precision, target, world.device),
+        clip=given.clip,
+        measures_norm=spec.measure_gradient_norm,
+        layout=prepared.layout,
+        finite=FiniteCheck(world.device),
+        average=average,
+        scheduler=scheduler,
+        optimizer_memory=OptimizerStateMemory(target, world, resident),
+        update_statistics=batch_norm.update,
+        clear=strategy.clear_gradients,
+        buffers=buffers,
+        resident=resident,
+        notifier=notifier,
+    )
+    return _runnable(given, prepared, updater, batch_norm, decisions=decisions, notifier=notifier, buffers=buffers)
+
+
+def _check_arguments(spec: TrainSpec, hardware: Hardware) -> _Arguments:
+    """Refuse all that is known to fail, before anything of the model is touched."""
+    loss = declared(spec.loss)
+    modules = collect_modules(spec.model, loss)
+    world = hardware.world or world_of(modules)
+    strategy = choose_strategy(hardware.strategy, world)
+    needs, clip = strategy.capabilities, clip_policy(spec.clip)
+    make_autocast = autocast(spec.precision, world.device)
+    randomness = choose_randomness(spec.rng, modules, world.device)
+    policy = policy_for(spec.norms, modules, world.size)
+    constraints = policy.constraints(has_layers=bool(batch_norms(modules)), world_size=world.size)
+    refuse_order(hardware.order, constraints)
+    sizes = RunSizes(
+        world,
+        effective_batch_size=spec.effective_batch_size,
+        micro_batch_size=hardware.micro_batch_size,
+        accumulation_steps=hardware.accumulation_steps,
+        deal=hardware.deal,
+        order=hardware.order,
+        constraints=constraints | needs.constraints,
+    )
+    features = features_of(spec, modules, loss, sizes=sizes.sizes, deal=hardware.deal, clip=clip, policy=policy)
+    refuse_features(features, spec.optimizer, needs, world)
+    refuse_policy(policy, modules, constraints, needs, searches=_must_search(sizes, hardware))
+    return _Arguments(
+        spec=spec,
+        loss=loss,
+        modules=modules,
+        world=world,
+        strategy=strategy,
+        clip=clip,
+        autocast=make_autocast,
+        randomness=randomness,
+        policy=policy,
+        policy_constraints=constraints,
+        sizes=sizes,
+        features=features,
+        chosen=hardware.strategy == "auto",
+    )
+
+
+def _runnable(
+    given: _Arguments,
+    prepared: Prepared,
+    updater: Updater,
+    batch_norm: BatchNormRunner,
+    *,
+    decisions: Decisions,
+    notifier: Notifier,
+    buffers: BufferKeeper,
+) -> Parts:
+    """Make what plans and runs steps on a prepared model."""
+    spec, modules, world, strategy, sizes = given.spec, given.modules, given.world, given.strategy, given.sizes
+    check = LossCheck(
+        given.loss,
+        spec.model,
+        modules,
+        world,
+        decisions=decisions,
+        notifier=notifier,
+        enabled=spec.check_loss,
+        lockstep=strategy.capabilities.lockstep,
+    )
+    context = LoopContext(
+        loss=check.loss,
+        strategy=strategy,
+        prepared=prepared,
+        scaler=updater.scaler,
+        autocast=given.autocast,
+        forward=batch_norm.forward,
+        randomness=given.randomness,
+        before=notifier.before,
+        after=notifier.after,
+    )
+    planner = StepPlanner(
+        world=world,
+        loss=check.loss,
+        sizes=sizes,
+        check=check,
+        autocast=given.autocast,
+        on_first_batch=partial(_send_header, context, world, notifier, precision=spec.precision, decisions=decisions),
+        trial_parts=partial(_trial_parts, given, check, context, updater, batch_norm),
+        decisions=decisions,
+        notifier=notifier,
+        seed=spec.seed,
+    )
+    executor = choose_executor(context, modules, world, notifier, batch_norm)
+    backoff = SizeBackoff(sizes, decisions, notifier)
+    impossible = why_impossible(prepared, strategy.capabilities, given.policy_constraints, world)
+    retry = OomRetry(
+        buffers=buffers,
+        randomness=given.randomness,
+        world=world,
+        backoff=backoff,
+        notifier=notifier,
+        resident=updater.resident,
+        clear=strategy.clear_gradients,
+        executor=executor,
+        impossible=impossible,
+    )
+    for decision in first_decisions(
+        update=updater.target.update,
+        strategy=strategy.capabilities.name if given.chosen else None,
+        world_size=world.size,
+        differed=prepared.differed,
+        remarks=remarks(given.features),
+        norms=batch_norm.description,
+        not_repeated=impossible,
+    ):
+        decisions.add(decision.name, decision.text)
+    strategy.clear_gradients()
+    return Parts(
+        world=world,
+        modules=modules,
+        context=context,
+        sizes=sizes,
+        backoff=backoff,
+        check=check,
+        planner=planner,
+        runner=StepRunner(planner, executor, context, world=world, retry=retry, notifier=notifier),
+        updater=updater,
+        batch_norm=batch_norm,
+        decisions=decisions,
+        notifier=notifier,
+    )
+
+
+def _trial_parts(
+    given: _Arguments, check: LossCheck, context: LoopContext, updater: Updater, batch_norm: BatchNormRunner
+) -> TrialParts:
+    return TrialParts(
+        context=check.provisional(context),
+        modules=given.modules,
+        execute=batch_norm.accumulate_alone,
+        clear=given.strategy.clear_gradients,
+        optimizer_is_new=not updater.target.optimizer.state,
+        precision=given.spec.precision,
+    )
+
+
+def _send_header(
+    context: LoopContext,
+    world: World,
+    notifier: Notifier,
+    planned: PlannedBatch,
+    step: int,
+    *,
+    precision: str,
+    decisions: Decisions,
+) -> None:
+    """Send the header of a run, once its first batch has been planned."""
+    if notifier.has_observer:
+        record = start_record(
+            world=world,
+            planned=planned,
+            parameters=list(context.prepared.parameters.values()),
+            strategy=context.strategy.capabilities.name,
+            precision=precision,
+            first_step=step,
+            decisions=decisions,
+        )
+        notifier.start(record)
+
+
+def _must_search(sizes: RunSizes, hardware: Hardware) -> bool:
+    return sizes.is_auto and hardware.accumulation_steps is None and sizes.may_run_out

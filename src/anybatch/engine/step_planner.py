@@ -1,0 +1,102 @@
+"""Plans a step: from a batch to micro-batches that are cut, dealt and counted. Every refusal of a batch is in here."""
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from anybatch.core.batch import Position
+from anybatch.core.loss import Loss
+from anybatch.engine.accumulation.planned_batch import (
+    CountedBatch,
+    PlannedBatch,
+    count_batch,
+    plan_effective_batch,
+    refuse_disagreement,
+)
+from anybatch.engine.loss_check.check import LossCheck
+from anybatch.engine.micro_batch_size.sizes import RunSizes, TrialParts
+from anybatch.engine.telemetry.decisions import Decisions
+from anybatch.engine.telemetry.notifier import Notifier
+from anybatch.parallel.world import World
+
+
+class StepPlanner:
+    """Plans steps with the sizes of the moment.
+
+    Args:
+        world: the ranks.
+        loss: the declared loss, as the loop calls it.
+        sizes: how batches are cut.
+        check: compares the loss with its declaration on the first batches.
+        autocast: makes the autocast context of a forward, for the check.
+        on_first_batch: called with the first planned batch and the number of its step.
+        trial_parts: function () -> what trial runs of "auto" need.
+        decisions: what is found is added to them.
+        notifier: reports what is found.
+        seed: first word of every random key; None takes the data's seed.
+    """
+
+    def __init__(
+        self,
+        *,
+        world: World,
+        loss: Loss,
+        sizes: RunSizes,
+        check: LossCheck,
+        autocast: Callable[[], AbstractContextManager[object]],
+        on_first_batch: Callable[[PlannedBatch, int], None],
+        trial_parts: Callable[[], TrialParts],
+        decisions: Decisions,
+        notifier: Notifier,
+        seed: int | None,
+    ) -> None:
+        self.seed = seed
+        self._world = world
+        self._loss = loss
+        self._sizes = sizes
+        self._check = check
+        self._autocast = autocast
+        self._on_first_batch = on_first_batch
+        self._trial_parts = trial_parts
+        self._decisions = decisions
+        self._notifier = notifier
+        self._has_begun = False
+
+    def settle_sizes(self, batch: Any, position: Position) -> None:  # noqa: ANN401 (any nested batch)
+        """Find the micro-batch size, if it is "auto" and has not been found yet.
+
+        Raises:
+            BatchSizeError: not even one sample fits.
+            CompositionError: sizes cannot be tried on this strategy.
+        """
+        if not self._sizes.searches:
+            return
+        found = self._sizes.settle(batch, self._trial_parts(), position)
+        self._decisions.add("micro_batch_size", found.words)
+        if found.rate is not None:
+            self._notifier.diagnosis("micro_batch_size", f"micro_batch_size: {found.words}")
+
+    def plan(self, batch: Any, step: int, position: Position, *, is_first_try: bool) -> CountedBatch:  # noqa: ANN401
+        """Return the batch with this rank's micro-batches lined up and the divisors of the loss.
+
+        Args:
+            batch: what `Engine.step` takes.
+            step: its number.
+            position: where the data stands.
+            is_first_try: whether this batch has not been planned before.
+
+        Raises:
+            DataError, BatchSizeError, LossError: the batch cannot be run; nothing has changed.
+        """
+        planned = plan_effective_batch(batch, self._sizes.placement, self._world, position)
+        if self.seed is not None:
+            planned = dataclasses.replace(planned, seed=self.seed)
+        self._sizes.refuse_larger(planned.plan.num_samples)
+        if not self._has_begun:
+            refuse_disagreement(batch, planned, self._world)
+            self._has_begun = True
+            self._on_first_batch(planned, step)
+        if is_first_try and self._check.pending:
+            planned = self._check.look(planned, self._autocast)
+        return count_batch(planned, self._loss, self._world, step=step, constraints=self._sizes.constraints)

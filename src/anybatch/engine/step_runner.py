@@ -1,0 +1,124 @@
+"""Runs an effective batch: plan and run, in smaller micro-batches once memory has run out, until it fits."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from anybatch.core.batch import Position
+from anybatch.core.dtypes import widest_dtype
+from anybatch.core.records import PhaseName
+from anybatch.engine.accumulation.accumulate import LoopContext
+from anybatch.engine.accumulation.planned_batch import CountedBatch, PlannedBatch
+from anybatch.engine.accumulation.sums import divide_late
+from anybatch.engine.executors import Executor
+from anybatch.engine.micro_batch_size.oom_halving import release_frames
+from anybatch.engine.micro_batch_size.oom_retry import OomRetry, OutOfMemory
+from anybatch.engine.step_planner import StepPlanner
+from anybatch.engine.telemetry.notifier import Notifier
+from anybatch.parallel.step_agreement import AbandonedError
+from anybatch.parallel.world import World
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SummedBatch:
+    """An effective batch that has been run: its gradient, summed over micro-batches and ranks, and divided.
+
+    Attributes:
+        planned: the batch and the plan it was run by.
+        gradients: of each trainable parameter; None for one that no rank used.
+        contributions: of each loss term to the loss, on the device.
+        counts: of each loss term, on the device or the CPU.
+        too_large: sizes of micro-batches that did not fit, in the order they were tried.
+    """
+
+    planned: PlannedBatch
+    gradients: Sequence[torch.Tensor | None]
+    contributions: Float[Tensor, " terms"]
+    counts: Float[Tensor, " terms"]
+    too_large: tuple[int, ...]
+
+
+class StepRunner:
+    """Plans and runs effective batches until they fit.
+
+    Args:
+        planner: cuts a batch with the sizes of the moment.
+        executor: runs the micro-batches of a plan.
+        context: what the loop uses.
+        world: the ranks.
+        retry: makes a step ready to be run again.
+        notifier: reports phases.
+    """
+
+    def __init__(
+        self,
+        planner: StepPlanner,
+        executor: Executor,
+        context: LoopContext,
+        *,
+        world: World,
+        retry: OomRetry,
+        notifier: Notifier,
+    ) -> None:
+        self._planner = planner
+        self._execute = executor
+        self._context = context
+        self._retry = retry
+        self._world = world
+        self._notifier = notifier
+
+    def run(self, batch: Any, step: int, position: Position) -> SummedBatch:  # noqa: ANN401 (any nested batch)
+        """Return the gradient of an effective batch, run in the first cut that fits on every rank.
+
+        Args:
+            batch: what `Engine.step` takes.
+            step: its number.
+            position: where the data stands.
+
+        Raises:
+            DataError, BatchSizeError, LossError: the batch cannot be run; nothing has changed.
+            MemoryExhaustedError: no cut fits, or the ranks cannot repeat this step.
+            RankFailedError: another rank failed first.
+        """
+        self._planner.settle_sizes(batch, position)
+        self._retry.begin_step(step)
+        too_large: tuple[int, ...] = ()
+        while True:
+            counted = self._planner.plan(batch, step, position, is_first_try=not too_large)
+            found = self._try(counted, step, too_large)
+            if isinstance(found, SummedBatch):
+                return found
+            cut = counted.planned.plan
+            del counted  # with all that it has loaded
+            too_large += (self._retry.shrink(found, cut, step),)
+
+    def _try(self, counted: CountedBatch, step: int, too_large: tuple[int, ...]) -> SummedBatch | OutOfMemory:
+        """Add gradients up over micro-batches and ranks, and divide; all that may run out of memory is in here."""
+        phase: PhaseName = "forward_backward"
+        loss, device = self._context.loss, self._world.device
+        try:
+            self._notifier.begin_step(step, counted)
+            counts = torch.tensor(counted.divisors, dtype=widest_dtype(device))
+            with self._context.randomness, self._notifier.phase(phase):
+                sums = self._execute(counted)
+            phase = "reduce"
+            with self._world.collective(), self._notifier.phase(phase):
+                gradients, totals = self._context.strategy.finish_gradients(sums.totals(loss, device))
+                self._notifier.reduced()
+        except AbandonedError as error:
+            release_frames(error)
+            return OutOfMemory()
+        except torch.OutOfMemoryError as error:
+            failed = OutOfMemory(phase, str(error))
+            release_frames(error)
+            return failed  # outside of this function the failed frames, and all that they held, are gone
+        if loss.kind.brings_count:
+            present = [gradient for gradient in gradients if gradient is not None]
+            totals, counts = divide_late(present, totals, counted.divisors[0])
+        return SummedBatch(
+            planned=counted.planned, gradients=gradients, contributions=totals, counts=counts, too_large=too_large
+        )

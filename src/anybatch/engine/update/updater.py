@@ -1,0 +1,175 @@
+"""From a summed gradient to new parameters: unscale, measure, clip, update, clear; once per effective batch."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from anybatch.core.buffers import BufferKeeper
+from anybatch.core.records import PhaseName
+from anybatch.engine.checkpoint_state import Scheduler
+from anybatch.engine.telemetry.notifier import Notifier
+from anybatch.engine.update.clipping import ClipByNorm, ClipPolicy, clip_gradients
+from anybatch.engine.update.finite_check import FiniteCheck
+from anybatch.engine.update.optimizer_state import OptimizerStateMemory
+from anybatch.engine.update.precision import LossScaler, Target
+from anybatch.engine.update.resident_tensors import ResidentMemory
+from anybatch.engine.update.weight_average import WeightAverage
+from anybatch.errors import DoesNotFitError, HalfUpdatedError
+from anybatch.parallel.strategy import ParameterLayout
+
+Gradients = Sequence[torch.Tensor | None]
+"""The summed gradient of each trainable parameter; None for one that no rank used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """One update.
+
+    Attributes:
+        gradient_norm: from before clipping, on the device; None where it was not measured.
+        learning_rates: of each parameter group, as the update used them.
+        skipped: whether fp16 gradients had overflowed, so that nothing was changed.
+    """
+
+    gradient_norm: Float[Tensor, ""] | None
+    learning_rates: tuple[float, ...]
+    skipped: bool
+
+
+class Updater:
+    """Updates parameters from summed gradients.
+
+    Args:
+        target: the optimizer, what it updates, and how gradients get there.
+        scaler: fp16's gradient scaler, or nothing.
+        clip: the clipping policy; None clips nothing.
+        measures_norm: measure the gradient's norm also where nothing is clipped by it.
+        layout: how gradients lie on the ranks.
+        finite: looks for a loss or gradient that is not finite.
+        average: averaged weights; None for none.
+        scheduler: stepped once per update; None for none.
+        optimizer_memory: the optimizer's state, which is made before the first step.
+        update_statistics: called after each update, for running statistics of layers.
+        clear: clears gradients.
+        buffers: the buffers of the model as they were before the step.
+        resident: what stays in memory from step to step, for errors.
+        notifier: reports phases.
+    """
+
+    def __init__(
+        self,
+        *,
+        target: Target,
+        scaler: LossScaler,
+        clip: ClipPolicy | None,
+        measures_norm: bool,
+        layout: ParameterLayout,
+        finite: FiniteCheck,
+        average: WeightAverage | None,
+        scheduler: Scheduler | None,
+        optimizer_memory: OptimizerStateMemory,
+        update_statistics: Callable[[], None],
+        clear: Callable[[], None],
+        buffers: BufferKeeper,
+        resident: ResidentMemory,
+        notifier: Notifier,
+    ) -> None:
+        self.target = target
+        self.scaler = scaler
+        self.average = average
+        self.scheduler = scheduler
+        self.finite = finite
+        self._clip = clip
+        self._measures_norm = measures_norm or isinstance(clip, ClipByNorm)
+        self._layout = layout
+        self._optimizer_memory = optimizer_memory
+        self._update_statistics = update_statistics
+        self._clear = clear
+        self._buffers = buffers
+        self.resident = resident
+        self._notifier = notifier
+
+    def allocate(self) -> None:
+        """Make the optimizer's state and room for its step, once, before the first micro-batch.
+
+        Raises:
+            DoesNotFitError: on a rank without room; nothing has been changed.
+            RankFailedError: on the others.
+        """
+        self._optimizer_memory.allocate()
+
+    def update(self, gradients: Gradients, contributions: Float[Tensor, " terms"], step: int) -> Updated:
+        """Make one update and clear the gradients.
+
+        Args:
+            gradients: summed over micro-batches and ranks, and divided.
+            contributions: of each term to the loss, on the device; their sum is looked at for NaN.
+            step: its number.
+
+        Raises:
+            NonFiniteError: the loss or the gradient is NaN or infinite.
+            DoesNotFitError: memory ran out before the update; parameters are as before.
+            HalfUpdatedError: memory ran out inside the update.
+        """
+        try:
+            with self._notifier.phase("clip"):
+                norm = self._clipped(gradients, contributions, step)
+        except torch.OutOfMemoryError as error:
+            self._buffers.restore()
+            said = f"{_out_of_memory('clip', step, error)} Parameters and optimizer are as before the step."
+            message = f"{said} {self.resident.remedy()}"
+            raise DoesNotFitError(message, step=step, phase="clip") from error
+        rates = tuple(group["lr"] for group in self.target.optimizer.param_groups)
+        try:
+            with self._notifier.phase("update"):
+                stepped = self._stepped(gradients)
+                self._update_statistics()
+        except torch.OutOfMemoryError as error:
+            message = (
+                f"{_out_of_memory('update', step, error)} The update was under way, so parameters and optimizer may be "
+                "half updated, and running on would train on with them. Go back to the last checkpoint (engine.load). "
+                f"{self.resident.remedy()}"
+            )
+            raise HalfUpdatedError(message, step=step, phase="update") from error
+        return Updated(norm, rates, skipped=not stepped)
+
+    def undo(self) -> None:
+        """Leave nothing half-done behind an error: clear gradients, drop state that no update has used yet."""
+        self._clear()
+        self._optimizer_memory.undo()
+
+    def _clipped(
+        self, gradients: Gradients, contributions: Float[Tensor, " terms"], step: int
+    ) -> Float[Tensor, ""] | None:
+        """Unscale, measure, look and clip; return the norm from before clipping."""
+        self.target.attach(gradients)
+        self.scaler.unscale()
+        present = [gradient for gradient in gradients if gradient is not None]
+        norm = self._layout.norm(present) if self._measures_norm and present else None
+        if not self.scaler.enabled:  # overflow is fp16's daily bread: the scaler skips the step
+            loss = contributions.sum()
+            self.finite.check(loss if norm is None else loss + norm, step)
+        clip_gradients(gradients, norm, self._clip, self.target.in_groups, self._layout)
+        self.target.cast(gradients)
+        return norm
+
+    def _stepped(self, gradients: Gradients) -> bool:
+        """Step optimizer, average and scheduler, unless fp16 has overflowed; return whether they stepped."""
+        self._optimizer_memory.drop_unused(gradients)
+        stepped = self.scaler.step()
+        if stepped:
+            self.target.copy_back()
+            if self.average is not None:
+                self.average.update()
+            if self.scheduler is not None:
+                self.scheduler.step()
+        self._clear()
+        return stepped
+
+
+def _out_of_memory(phase: PhaseName, step: int, error: torch.OutOfMemoryError) -> str:
+    first_line = str(error).partition("\n")[0]
+    return f"out of memory in phase {phase!r} of step {step} (counted from 0): {first_line}"
