@@ -209,7 +209,7 @@ class _Stage:
         model: Model = train.model
         self._model, optimizer, self._loss = fake_twin((model, instance, loss), mode)
         self._optimizer = train.optimizer if optimizer is None else optimizer
-        if self._loss.terms is None:
+        if self._loss.kind.brings_count:
             # A bare loss is decided by numbers in the first step, of which a trace has none: a mean is the common case.
             self._loss = dataclasses.replace(self._loss, function=BareLoss(self._loss.function, is_mean=True))
         self._rows: AllRows | None = None
