@@ -3,12 +3,17 @@
 import copy
 import inspect
 import pickle
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import anybatch as ab
 from anybatch import errors
+from anybatch.checkpoints import load_latest
 from anybatch.errors import (
     AnyBatchError,
     BatchSizeError,
@@ -17,6 +22,7 @@ from anybatch.errors import (
     DoesNotFitError,
     HalfUpdatedError,
     LossError,
+    MissingCheckpointError,
     NonFiniteError,
     RankFailedError,
     ReplicaError,
@@ -37,6 +43,17 @@ FIELDS: list[tuple[type[AnyBatchError], dict[str, Any]]] = [
     (RankFailedError, {"rank": 1, "step": None, "error_type": "ValueError", "reason": "no"}),
 ]
 ALL = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, AnyBatchError)]
+
+
+def sgd(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """Return plain SGD."""
+    return torch.optim.SGD(named_parameters, lr=0.1)
+
+
+@ab.mean_over_samples
+def squares(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """Return the mean square of the outputs."""
+    return model(batch).square().mean()
 
 
 @pytest.mark.parametrize(("kind", "fields"), FIELDS)
@@ -71,3 +88,28 @@ def test_the_tree_is_drawn() -> None:
     """The drawing at the top of the module names every class."""
     assert errors.__doc__ is not None
     assert [kind.__name__ for kind in ALL if kind.__name__ not in errors.__doc__] == []
+
+
+def test_contradicting_sizes_are_fields() -> None:
+    """A program reads from the error which sizes contradict each other."""
+    sizes: dict[str, Any] = {"effective_batch_size": 8, "micro_batch_size": 3, "accumulation_steps": 5}
+    with pytest.raises(BatchSizeError) as caught:
+        ab.Engine(nn.Linear(1, 1), sgd, squares, **sizes)
+    assert {name: getattr(caught.value, name) for name in sizes} == sizes
+    assert caught.value.world_size == 1
+
+
+def test_a_loss_that_is_not_finite_names_its_step() -> None:
+    """The step is a field, and so is whether its update was made: on a CPU it was not."""
+    with ab.Engine(nn.Linear(1, 1), sgd, squares, check_loss=False) as engine:
+        engine.step(torch.ones(2, 1))
+        with pytest.raises(NonFiniteError) as caught:
+            engine.step(torch.full((2, 1), torch.nan))
+    assert (caught.value.step, caught.value.updated) == (1, False)
+
+
+def test_a_checkpoint_that_is_missing_has_a_path(tmp_path: Path) -> None:
+    """Errors of checkpoints carry the folder or file that they are about."""
+    with pytest.raises(MissingCheckpointError) as caught:
+        load_latest(tmp_path / "none")
+    assert caught.value.path == tmp_path / "none"

@@ -271,7 +271,7 @@ def _units_of(num_samples: int, size: int, cut: Cut) -> tuple[int, ...]:
             f"micro_batch_size={size} must be at least the group size {cut.group}: a group is normalised in one "
             "micro-batch. Use a larger micro_batch_size or a smaller group."
         )
-        raise BatchSizeError(message)
+        raise BatchSizeError(message, micro_batch_size=size)
     groups, per_unit = group_sizes(num_samples, cut.group), max(1, size // cut.group)
     return tuple(sum(groups[start : start + per_unit]) for start in range(0, len(groups), per_unit))
 

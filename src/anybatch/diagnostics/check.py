@@ -58,7 +58,7 @@ def check(
     num_samples = count_samples(batch)
     if num_samples < FEWEST_SAMPLES:
         message = f"the batch has {num_samples} samples; a check needs at least {FEWEST_SAMPLES} to cut it unevenly."
-        raise BatchSizeError(message)
+        raise BatchSizeError(message, effective_batch_size=num_samples)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what is fine with a whole batch and is run on a few samples here
         return _check(*_gradient_runs(model, declared(loss), batch, seed=seed, norms=norms), micro_batch_sizes)

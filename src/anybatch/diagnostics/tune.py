@@ -198,7 +198,7 @@ def tune(
     seconds = steps.seconds(sizes, most_seconds)
     if not seconds:
         message = f"micro-batches of {sizes[0]} samples do not fit into the memory of {world.device}. Try smaller ones."
-        raise BatchSizeError(message)
+        raise BatchSizeError(message, micro_batch_size=sizes[0])
     # Counting tensors slows a step down, so on a CPU memory is measured in a run of its own.
     peaks = steps.peaks or {size: _peak_bytes(train.model, engine, batch, size) for size in seconds}
     report = TuneReport(
@@ -354,5 +354,5 @@ def _checked(sizes: Sequence[int], num_samples: int) -> list[int]:
     for size in sizes:
         if not 1 <= size <= num_samples:
             message = f"micro_batch_size={size} must be from 1 to the {num_samples} samples of the batch."
-            raise BatchSizeError(message)
+            raise BatchSizeError(message, effective_batch_size=num_samples, micro_batch_size=size)
     return sorted(set(sizes))

@@ -58,4 +58,4 @@ def _error(step: int, *, late: bool) -> NonFiniteError:
         "that is too high, samples that are not finite themselves, or a loss that divides by zero; clip=1.0 helps "
         "against spikes."
     )
-    return NonFiniteError(message)
+    return NonFiniteError(message, step=step, updated=late)
