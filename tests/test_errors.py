@@ -53,7 +53,8 @@ def sgd(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Opt
 @ab.mean_over_samples
 def squares(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     """Return the mean square of the outputs."""
-    return model(batch).square().mean()
+    outputs: torch.Tensor = model(batch)
+    return outputs.square().mean()
 
 
 @pytest.mark.parametrize(("kind", "fields"), FIELDS)
