@@ -1,4 +1,4 @@
-"""Chapter 12: the buffers of a model at one moment, to be put back after a forward that was not in earnest."""
+"""Chapter 12: snapshots of a model's buffers, to restore them after a trial forward or a failed step."""
 
 import operator
 
@@ -9,10 +9,10 @@ from anybatch.core.torch_internals import buffer_tables, copy_each
 
 
 class BufferValues:
-    """The values of all buffers at one moment.
+    """A snapshot of all buffers' values, taken when it is made; each one copies them.
 
     Args:
-        modules: what has them.
+        modules: the model; its buffers may be on any device.
     """
 
     def __init__(self, modules: nn.Module) -> None:
@@ -24,7 +24,7 @@ class BufferValues:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put the values back, also where a module has replaced the tensor."""
+        """Restore the values, also where a module has replaced the tensor."""
         for module, name, buffer, value in self._kept:
             buffer.copy_(value)
             setattr(module, name, buffer)
@@ -35,12 +35,12 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class BufferKeeper:
-    """Keeps the values of all buffers again and again, cheaply, to go back to the last time.
+    """A snapshot of all buffers' values that is taken again in every step, into the same memory.
 
-    The copies are made once and written over after that. Nothing is done for a model without buffers.
+    It costs nothing for a model without buffers.
 
     Args:
-        modules: what has them.
+        modules: the model; modules that are added later are not seen.
     """
 
     def __init__(self, modules: nn.Module) -> None:
@@ -51,9 +51,10 @@ class BufferKeeper:
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Keep the values of this moment."""
+        """Take the snapshot: copy the values as they are now."""
         self._before = [(owner, dict(owner)) for owner in self._owners if owner]
         values = [value for _, named in self._before for value in named.values() if value is not None]
+        # A forward may replace a buffer by a new tensor (`self.running_mean = ...`): then the copies may not fit.
         fits = len(values) == len(self._values) and all(map(operator.is_, values, self._values))
         if not fits and not (len(values) == len(self._copies) and all(map(_alike, values, self._copies))):
             self._copies = [torch.empty_like(value) for value in values]
@@ -63,7 +64,7 @@ class BufferKeeper:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put the values back, also where a module has replaced, added or dropped a tensor."""
+        """Restore the last snapshot, also where a module has replaced, added or dropped a tensor."""
         for owner in self._owners:
             owner.clear()
         for owner, named in self._before:

@@ -1,4 +1,4 @@
-"""Chapter 11: how far apart two gradients are, as one number."""
+"""Chapter 11: the relative error between two gradients, as one number."""
 
 import math
 from collections.abc import Mapping
@@ -14,6 +14,10 @@ def relative_error(found: Gradients, expected: Gradients) -> float:
     A gradient of None on one side only counts as infinitely far: a parameter that was never used is not the same as
     one with a zero gradient, because optimizers move the latter.
 
+    Args:
+        found: gradients by parameter name, dense or sparse, on any device and of any type.
+        expected: those to compare with.
+
     Raises:
         ValueError: the two do not have the same parameters.
     """
@@ -25,11 +29,18 @@ def errors_by_parameter(found: Gradients, expected: Gradients) -> dict[str, floa
 
     The squares add up to that of `relative_error`. Dividing by the parameter's own norm instead would make much of
     parameters whose gradient is nothing but rounding.
+
+    Args:
+        found: as for `relative_error`.
+        expected: as for `relative_error`.
+
+    Raises:
+        ValueError: the two do not have the same parameters.
     """
     if set(found) != set(expected):
         message = f"different parameters: {sorted(set(found) ^ set(expected))} are on one side only."
         raise ValueError(message)
-    norm = math.sqrt(sum(float(_wide(value).square().sum()) for value in expected.values() if value is not None))
+    norm = math.sqrt(sum(float(_as_float64(value).square().sum()) for value in expected.values() if value is not None))
     errors = {}
     for name, value in expected.items():
         other = found[name]
@@ -38,10 +49,10 @@ def errors_by_parameter(found: Gradients, expected: Gradients) -> dict[str, floa
         elif value is None or other is None:
             errors[name] = math.inf
         else:
-            difference = float((_wide(other) - _wide(value)).norm())
+            difference = float((_as_float64(other) - _as_float64(value)).norm())
             errors[name] = difference / norm if norm else (math.inf if difference else 0.0)
     return errors
 
 
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
+def _as_float64(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to_dense().double().cpu()

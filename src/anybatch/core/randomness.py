@@ -35,7 +35,7 @@ def unit_seed(seed: int, step: int, first_sample_id: int) -> int:
 
 
 def joint_seed(seed: int, step: int) -> int:
-    """Return the 64-bit seed of what a loss across samples draws itself, once per step and alike on every rank."""
+    """Return the 64-bit seed of a loss across samples that draws numbers itself: once per step, equal on every rank."""
     return _mix(_JOINT, seed, step, 0)
 
 

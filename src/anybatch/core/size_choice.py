@@ -1,4 +1,4 @@
-"""Chapter 13: which micro-batch sizes are worth timing, and which of them to take.
+"""Chapter 13: which micro-batch sizes are worth timing, and which of these is chosen.
 
 The largest size that fits is seldom the fastest: caches are outgrown, and a ragged last micro-batch costs nearly as
 much as a whole one. So a few sizes are timed, and whole steps are compared.

@@ -44,12 +44,24 @@ def count_samples(batch: Batch) -> int:
 
 
 def slice_samples(batch: Batch, start: int, stop: int) -> Batch:
-    """Return samples `start` to `stop` (exclusive) of a nested batch; tensors are views, nothing is copied."""
+    """Return samples `start` to `stop` (exclusive) of a nested batch; tensors are views, nothing is copied.
+
+    Args:
+        batch: any nested batch.
+        start: position of the first sample, from 0 on.
+        stop: position behind the last sample.
+    """
     return _map_leaves(batch, lambda leaf: leaf[start:stop] if _carries_samples(leaf) else leaf)
 
 
 def resize_samples(batch: Batch, num_samples: int, resize: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-    """Return a batch of the same form with `num_samples` samples: tensors by `resize`, others repeated in turn."""
+    """Return a batch of the same structure with another number of samples.
+
+    Args:
+        batch: any nested batch.
+        num_samples: samples of the result.
+        resize: makes a tensor of `num_samples` samples from one of the batch; lists and arrays are repeated in turn.
+    """
 
     def resized(leaf: Any) -> Any:  # noqa: ANN401 (a tensor, list, array or anything else)
         if isinstance(leaf, torch.Tensor):
@@ -68,9 +80,9 @@ def map_tensors(batch: Batch, function: Callable[[torch.Tensor], torch.Tensor]) 
 
 
 def take_apart(batch: Batch) -> tuple[list[torch.Tensor], Callable[[Iterable[torch.Tensor]], Batch]]:
-    """Return every tensor of a nested batch, and what puts others in their places, in the same order.
+    """Return every tensor of a nested batch, and a function that builds the same structure around other tensors.
 
-    Nothing of the batch but its form is kept.
+    The function takes as many tensors, in the same order, and keeps none of those of the batch alive.
     """
     tensors: list[torch.Tensor] = []
 

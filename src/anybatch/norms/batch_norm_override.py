@@ -1,4 +1,4 @@
-"""Takes the place of `F.batch_norm` inside BatchNorm layers while they run; the layers themselves stay as they are."""
+"""Replaces `F.batch_norm` inside BatchNorm layers while they run; the layers themselves are not changed."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -37,11 +37,14 @@ Normalise = Callable[[Call], Tensor]
 
 
 class Interceptor:
-    """Lets a function of ours normalise in BatchNorm layers in train mode, where and when one is set.
+    """Lets another function normalise in BatchNorm layers in train mode, while one is set.
 
-    What else a layer does in its forward, an activation that is fused with it, say, is done as before. Hooks set the
-    context up around each layer alone: so it is there in whatever thread a layer runs, also in a backward that runs a
-    block again, and costs nothing elsewhere. What runs under torch.compile does not come by here.
+    Everything else in a layer's forward, a fused activation, say, runs as before. Hooks enter the context around each
+    layer alone: so it is active in any thread that runs the layer, also in a backward that runs a checkpointed block
+    again, and costs nothing elsewhere. Compiled layers are not intercepted.
+
+    Args:
+        layers: the layers to intercept; empty for none.
     """
 
     def __init__(self, layers: Iterable[BatchNormBase]) -> None:
@@ -63,7 +66,7 @@ class Interceptor:
 
     @contextmanager
     def everywhere(self, normalise: Normalise | None) -> Iterator[None]:
-        """Use a function in all threads; None leaves the layers to themselves."""
+        """Use a function in all threads; with None layers normalise as usual."""
         self._everywhere = normalise
         try:
             yield

@@ -1,4 +1,4 @@
-"""Blocks of a model that are run again in the backward instead of keeping what is inside; by hooks, not by wrappers."""
+"""Activation checkpointing of a model's blocks, by hooks instead of wrappers."""
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -42,6 +42,9 @@ class BlockCheckpoint:
     """Checkpoints one module with `torch.utils.checkpoint`'s own machinery for use_reentrant=False.
 
     The module is neither wrapped nor patched, so its name and its parameters' names stay.
+
+    Args:
+        module: checkpointed in train mode; in evaluation mode it runs as it is.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -58,6 +61,7 @@ class BlockCheckpoint:
             handle.remove()
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # The hooks run in the backward too, when the block is run again there: it must not be checkpointed twice.
         if self._recomputing or not module.training:
             return
         running = checkpointed_forward(module, self._contexts, args, kwargs)

@@ -1,4 +1,4 @@
-"""What a backward needs waits in the host's memory, each tensor copied once."""
+"""Offloads the tensors that a forward saves for its backward to host memory, each tensor copied once."""
 
 import weakref
 from collections.abc import Iterable
@@ -11,23 +11,26 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from anybatch.core.torch_internals import storage_key
 from anybatch.norms.torch_internals import num_changes
 
-_SMALL_BYTES = 1 << 14  # what is not worth a copy
+_SMALL_BYTES = 1 << 14  # a copy of less takes longer than it is worth
 _Key = tuple[object, ...]
 
 
 class HostStore:
     """Hooks for saved tensors that move them to the host, and back when the backward asks for them.
 
-    A tensor that several operations save is copied once, as long as it is not changed in between; and it comes back
-    once for all that ask for it close together.
+    A tensor that several operations save is copied once, as long as it is not changed in between; and it is brought
+    back once for all operations that need it while one of them still holds it.
 
     Args:
-        staying: tensors that are there anyway, such as parameters.
+        kept_on_device: tensors that stay on the device anyway, such as parameters; they and their views are not copied.
+
+    Attributes:
+        num_bytes: bytes that were copied to the host so far.
     """
 
-    def __init__(self, staying: Iterable[Tensor]) -> None:
+    def __init__(self, kept_on_device: Iterable[Tensor]) -> None:
         self.num_bytes = 0
-        self._staying = {storage_key(tensor.untyped_storage()) for tensor in staying}
+        self._kept_on_device = {storage_key(tensor.untyped_storage()) for tensor in kept_on_device}
         self._copies: dict[_Key, tuple[StorageWeakRef, weakref.ref[_HostCopy]]] = {}
 
     def hooks(self) -> AbstractContextManager[object]:
@@ -39,7 +42,7 @@ class HostStore:
         num_bytes = tensor.numel() * tensor.itemsize
         # An expanded tensor is smaller than it looks, and copies of it would not be.
         owner = storage_key(storage)
-        if num_bytes < _SMALL_BYTES or num_bytes > storage.nbytes() or owner in self._staying:
+        if num_bytes < _SMALL_BYTES or num_bytes > storage.nbytes() or owner in self._kept_on_device:
             return tensor
         place = (owner, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
         key = (*place, tensor.dtype, num_changes(tensor))
@@ -54,7 +57,7 @@ class HostStore:
 
 
 class _HostCopy:
-    """A tensor's values on the host, and the tensor they were last brought back to, while somebody holds it."""
+    """A tensor's values on the host, and a weak reference to the tensor they were last brought back to."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._device = tensor.device

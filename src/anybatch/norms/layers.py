@@ -1,7 +1,8 @@
-"""Which layers are meant: torch's BatchNorm in all its forms, and InstanceNorm with running statistics."""
+"""Finds a model's BatchNorm layers in all their forms, and InstanceNorm layers with running statistics."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,15 +14,18 @@ from anybatch.errors import CompositionError, ParameterError
 Tracking = BatchNormBase | InstanceNormBase
 """A layer with running statistics."""
 
+ModelCall = Callable[[nn.Module, Any], object]
+"""Runs a model on a batch, such as `lambda model, batch: model(batch["image"])`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """What normalisation needs of the other ranks.
+    """The collectives that normalisation over ranks needs. Without arguments: one rank.
 
     Attributes:
         size: number of ranks.
-        sum: replaces a small tensor by its sum over ranks and returns it.
-        most: the largest of the numbers that ranks pass.
+        sum: replaces a small tensor on this rank's device by its sum over ranks, and returns it.
+        most: returns the largest of the integers that the ranks pass.
     """
 
     size: int = 1
@@ -30,7 +34,7 @@ class Ranks:
 
 
 def batch_norms(modules: nn.Module) -> dict[str, BatchNormBase]:
-    """Return the BatchNorm layers of all kinds by name, whatever mode they are in."""
+    """Return the BatchNorm layers of all kinds by name, in train and in evaluation mode."""
     return {name: module for name, module in modules.named_modules() if isinstance(module, BatchNormBase)}
 
 
@@ -44,7 +48,12 @@ def tracking_layers(modules: nn.Module) -> dict[str, Tracking]:
 
 
 def refuse_unfit_layers(modules: nn.Module, *, num_ranks: int, frozen: bool) -> None:
-    """Refuse layers that nothing can be done about as they are.
+    """Refuse layers that no policy can run as they are.
+
+    Args:
+        modules: the model.
+        num_ranks: ranks that train it.
+        frozen: BatchNorm layers use their running statistics, so that SyncBatchNorm does not synchronise.
 
     Raises:
         ParameterError: a lazy layer that has not seen a batch, so that it has no parameters yet.

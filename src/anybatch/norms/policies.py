@@ -1,4 +1,4 @@
-"""What to do about BatchNorm in train mode: one value, named in the engine's decisions."""
+"""Policies for BatchNorm in train mode: frozen values, named in the engine's decisions."""
 
 from dataclasses import dataclass
 from typing import Literal

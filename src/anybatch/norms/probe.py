@@ -1,4 +1,4 @@
-"""Finds layers through which a sample's output depends on other samples: the known ones by type, others by trying."""
+"""Finds layers through which a sample's output depends on other samples: known layers by type, others by trial."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,13 +12,12 @@ from anybatch.core.buffers import BufferValues
 from anybatch.core.torch_internals import BatchNormBase, InstanceNormBase
 from anybatch.core.tree import Batch, count_samples, map_tensors, tensors_of
 from anybatch.errors import DataError
-from anybatch.norms.layers import refuse_unfit_layers
+from anybatch.norms.layers import ModelCall, refuse_unfit_layers
 
-Call = Callable[[nn.Module, Any], object]
 _Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def coupling_layers(model: nn.Module, batch: Batch, *, call: Call | None = None) -> dict[str, str]:
+def coupling_layers(model: nn.Module, batch: Batch, *, call: ModelCall | None = None) -> dict[str, str]:
     """Return the layers whose output for a sample depends on other samples in train mode, each with how it shows.
 
     Known by type: all of torch's BatchNorm layers, and InstanceNorm where it tracks running statistics (its output
@@ -27,12 +26,12 @@ def coupling_layers(model: nn.Module, batch: Batch, *, call: Call | None = None)
     output of another sample is not the same, the module couples them. Of modules within each other the innermost is
     named. Parameters, buffers, modes and random numbers are as before afterwards.
 
-    A module is tried only if its inputs have the samples along their first axis, alone or flattened with axes after
-    it; so take a batch whose size is no other length in the model, such as 7.
+    A module is tried only if the first axis of its inputs is the samples, alone or flattened with the axes after it.
+    So pass a batch whose size is no other length in the model, such as 7.
 
     Args:
         model: the model.
-        batch: at least two samples.
+        batch: at least two samples, on the model's device.
         call: runs the model on the batch; None: `model(batch)`.
 
     Raises:
@@ -45,7 +44,7 @@ def coupling_layers(model: nn.Module, batch: Batch, *, call: Call | None = None)
         message = f"the batch holds {num_samples} sample(s); to see whether one depends on another takes at least 2."
         raise DataError(message)
     found = _by_type(model)
-    with _untouched(model, batch):
+    with _in_train_mode(model, batch):
         run = call or (lambda module, given: module(given))
         tried = tried_couplings(model, lambda: run(model, batch), num_samples)
     found |= {
@@ -60,12 +59,15 @@ def coupling_layers(model: nn.Module, batch: Batch, *, call: Call | None = None)
 def tried_couplings(modules: nn.Module, run: Callable[[], object], num_samples: int) -> dict[str, float]:
     """Return the innermost modules whose output for a sample moves with another sample, and how far, relatively.
 
-    Modules are tried as they are: their modes are the caller's, and buffers and random numbers his to put back.
+    Modules are tried as they are: the caller sets their modes, and restores buffers and random numbers.
 
     Args:
         modules: all modules that may be called.
         run: runs a forward over the whole batch.
         num_samples: samples in that batch.
+
+    Returns:
+        By name, the largest change of another sample's output, divided by the largest output.
     """
     with torch.no_grad():
         seen = _inputs_of_modules(modules, run)
@@ -96,8 +98,8 @@ def _is_inside(name: str, outer: str) -> bool:
 
 
 @contextmanager
-def _untouched(model: nn.Module, batch: Batch) -> Iterator[None]:
-    """Put the model into train mode, and everything back afterwards."""
+def _in_train_mode(model: nn.Module, batch: Batch) -> Iterator[None]:
+    """Run in train mode; modes, buffers and random numbers are as before afterwards."""
     buffers = BufferValues(model)
     modes = {module: module.training for module in model.modules()}
     devices = {tensor.device for tensor in (*model.parameters(), *tensors_of(batch)) if tensor.device.type == "cuda"}
@@ -112,15 +114,15 @@ def _untouched(model: nn.Module, batch: Batch) -> Iterator[None]:
 
 
 def _inputs_of_modules(model: nn.Module, run: Callable[[], object]) -> dict[nn.Module, _Inputs]:
-    """Return what each module got in its first call."""
+    """Return the arguments of each module's first call."""
     seen: dict[nn.Module, _Inputs] = {}
 
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module not in seen:  # copies, because layers may work in place
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module not in seen:  # copies, because a layer may change its input in place
             seen[module] = map_tensors(args, torch.clone), map_tensors(kwargs, torch.clone)
 
     handles: list[RemovableHandle] = [
-        module.register_forward_pre_hook(note, with_kwargs=True) for module in model.modules()
+        module.register_forward_pre_hook(record, with_kwargs=True) for module in model.modules()
     ]
     try:
         run()
@@ -131,18 +133,19 @@ def _inputs_of_modules(model: nn.Module, run: Callable[[], object]) -> dict[nn.M
 
 
 def _coupling(module: nn.Module, inputs: _Inputs, num_samples: int) -> float:
-    """Return how much the output of other samples moves, relative to it, if the last sample changes."""
+    """Return how far the output of other samples moves, relative to its size, if the last sample changes."""
     changed = map_tensors(inputs, lambda tensor: _with_other_last_sample(tensor, num_samples))
     if all(torch.equal(one, other) for one, other in zip(tensors_of(inputs), tensors_of(changed), strict=True)):
         return 0.0
     outputs = _outputs(module, (inputs, inputs, changed))
-    if not outputs or _moves(outputs[0], outputs[1], num_samples):  # it keeps something between calls, a cache say
+    # Two equal calls that differ: the module keeps state between calls, such as a cache, and cannot be judged.
+    if not outputs or _moves(outputs[0], outputs[1], num_samples):
         return 0.0
     return _moves(outputs[0], outputs[2], num_samples)
 
 
 def _outputs(module: nn.Module, calls: Sequence[_Inputs]) -> list[list[Tensor]]:
-    """Return what each call gives, from the same buffers and random numbers; nothing if one cannot be made."""
+    """Return the output of each call, from the same buffers and random numbers; an empty list if one fails."""
     buffers, state = BufferValues(module), torch.get_rng_state()
     outputs = []
     for args, kwargs in calls:
@@ -173,7 +176,7 @@ def _with_other_last_sample(tensor: Tensor, num_samples: int) -> Tensor:
     if tensor.is_floating_point():
         changed[-rows:] = tensor[:rows] * 3 + tensor.abs().mean() + 1
     else:
-        changed[-rows:] = tensor[:rows]  # such as the words of another sample: numbers that are surely allowed
+        changed[-rows:] = tensor[:rows]  # token ids, say: only those of another sample are sure to be valid
     return changed
 
 

@@ -1,4 +1,4 @@
-"""Running statistics made anew after training: those of the data, exactly."""
+"""Recomputes BatchNorm's running statistics after training, exactly, from all of the data."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -11,31 +11,32 @@ from torch.utils.hooks import RemovableHandle
 from anybatch.core.dtypes import widest_dtype
 from anybatch.core.torch_internals import BatchNormBase
 from anybatch.errors import DataError
-from anybatch.norms.layers import Ranks, tracking_layers
-
-Call = Callable[[nn.Module, Any], object]
+from anybatch.norms.layers import ModelCall, Ranks, tracking_layers
 
 
-class _Seen(BaseException):
-    """The layer that is asked about has been reached: the rest of the forward is of no use."""
+class _StopForward(BaseException):  # not an Exception: a model that catches those must not catch this
+    """Ends a forward after the last call of the layer whose input is measured."""
 
 
 def recompute_statistics(
-    model: nn.Module, batches: Iterable[Any], *, call: Call | None = None, ranks: Ranks | None = None
+    model: nn.Module, batches: Iterable[Any], *, call: ModelCall | None = None, ranks: Ranks | None = None
 ) -> tuple[str, ...]:
     """Replace the running statistics of all BatchNorm layers by those of the data, and return the layers' names.
 
     After it each layer's mean and unbiased variance are those of its inputs over all batches, with the layers before
-    it normalising by *their* new statistics: what evaluation will see. So the result does not depend on how the data
-    are cut, unlike one pass in train mode. Layers are done one after the other, which takes one pass over the data
-    each, up to that layer, and one to find their order.
+    it normalising by *their* new statistics: the inputs that evaluation will see. So the result does not depend on
+    how the data are cut, unlike one pass in train mode. Layers are done one after the other, which takes one pass over
+    the data each, up to that layer, and one to find their order.
 
     Args:
         model: the trained model; its modes, its parameters and everything but the statistics stay.
-        batches: what can be iterated over again and again, such as a list or a loader without shuffling; on several
-            ranks each rank's own part.
+        batches: can be iterated over several times, such as a list or a loader without shuffling; on several ranks
+            each rank's own part.
         call: runs the model on a batch; None: `model(batch)`.
         ranks: the other ranks, see `anybatch.norms.layers.Ranks`; None for one rank.
+
+    Returns:
+        The names of the layers, in the order of their first call.
 
     Raises:
         DataError: batches that can be iterated over only once, or none.
@@ -71,7 +72,9 @@ def _in_evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def _order(model: nn.Module, layers: dict[str, BatchNormBase], batches: Iterable[Any], run: Call) -> dict[str, int]:
+def _order(
+    model: nn.Module, layers: dict[str, BatchNormBase], batches: Iterable[Any], run: ModelCall
+) -> dict[str, int]:
     """Return how often each layer is called in one forward, in the order of the first calls."""
     found: dict[str, int] = {}
 
@@ -94,7 +97,7 @@ def _order(model: nn.Module, layers: dict[str, BatchNormBase], batches: Iterable
 
 
 def _statistics(
-    model: nn.Module, layer: BatchNormBase, batches: Iterable[Any], run: Call, *, num_calls: int, ranks: Ranks
+    model: nn.Module, layer: BatchNormBase, batches: Iterable[Any], run: ModelCall, *, num_calls: int, ranks: Ranks
 ) -> tuple[Tensor, Tensor]:
     """Return mean and unbiased variance of a layer's inputs over all batches and ranks."""
     assert layer.running_mean is not None
@@ -111,7 +114,7 @@ def _statistics(
         calls += 1
         if calls == num_calls:
             calls = 0
-            raise _Seen
+            raise _StopForward
 
     handle = layer.register_forward_pre_hook(hook)
     try:
@@ -119,7 +122,7 @@ def _statistics(
             calls = 0
             try:
                 run(model, batch)
-            except _Seen:
+            except _StopForward:
                 continue
     finally:
         handle.remove()
@@ -130,7 +133,7 @@ def _statistics(
 
 
 def _merge(into: tuple[Tensor, Tensor, Tensor], count: int, mean: Tensor, squares: Tensor) -> None:
-    """Add a chunk's statistics to others, in place.
+    """Merge the statistics of some values into those of others, in place.
 
     Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
     """

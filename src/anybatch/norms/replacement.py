@@ -1,4 +1,4 @@
-"""Layers that look at one sample at a time, in the place of BatchNorm."""
+"""Replaces BatchNorm by layers that normalise each sample by itself."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -24,8 +24,8 @@ class Replaced:
 
     Attributes:
         model: a copy; the model that was given is as before.
-        layers: what was done, by the name of the layer.
-        retrain: what must be trained again, and why.
+        layers: what each layer was and has become, by its name.
+        retrain: a sentence: how many layers must be trained again, and why.
     """
 
     model: nn.Module
@@ -91,24 +91,24 @@ def replaced(model: nn.Module, kind: Kind, *, num_groups: int | None = None) -> 
         raise UserError(message)
     refuse_unfit_layers(model, num_ranks=1, frozen=False)
     made = copy.deepcopy(model)
-    said: dict[str, str] = {}
+    replaced_by: dict[str, str] = {}
     new_of: dict[nn.Module, nn.Module] = {}  # a layer that is used in two places stays one layer
     for name, old in batch_norms(made).items():
         if kind == "group_norm" and num_groups is not None and old.num_features % num_groups:
             message = f"{num_groups=} must divide the {old.num_features} channels of layer {name!r}; None chooses."
             raise UserError(message)
-        new_of[old] = _taking_over(makers[kind](old), old)
-        said[name] = f"{type(old).__name__}({old.num_features}) -> {_described(new_of[old])}"
+        new_of[old] = _with_parameters_of(makers[kind](old), old)
+        replaced_by[name] = f"{type(old).__name__}({old.num_features}) -> {_described(new_of[old])}"
     for name, old_layer in list(made.named_modules(remove_duplicate=False)):
         if name and old_layer in new_of:
             outer, _, own_name = name.rpartition(".")
             setattr(made.get_submodule(outer), own_name, new_of[old_layer])
     retrain = (
-        f"{len(said)} layers: weight, bias and eps were taken over where a layer has them, running statistics were "
-        "dropped. The new layers compute something else with the same numbers, so a trained model has to be trained "
-        "on, and a learning rate tuned for BatchNorm may be too high."
+        f"{len(replaced_by)} layers: weight, bias and eps were taken over where a layer has them, running statistics "
+        "were dropped. The new layers compute something else with the same numbers, so a trained model has to be "
+        "trained on, and a learning rate tuned for BatchNorm may be too high."
     )
-    return Replaced(new_of.get(made, made), said, retrain)
+    return Replaced(new_of.get(made, made), replaced_by, retrain)
 
 
 def default_groups(num_channels: int) -> int:
@@ -117,11 +117,11 @@ def default_groups(num_channels: int) -> int:
     return max(fits, default=1)
 
 
-def _taking_over(new: nn.Module, old: BatchNormBase) -> nn.Module:
+def _with_parameters_of(new: nn.Module, old: BatchNormBase) -> nn.Module:
     with torch.no_grad():
         for name, own in new.named_parameters():
             theirs = getattr(old, name)
-            if theirs is not None:  # a BatchNorm may have a weight and no bias
+            if theirs is not None:  # BatchNorm(bias=False) has a weight alone
                 own.data = theirs.detach().clone()
                 own.requires_grad_(theirs.requires_grad)
     return new.train(old.training)

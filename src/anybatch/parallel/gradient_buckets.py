@@ -24,16 +24,22 @@ class Bucket:
 
 
 class GradientBuffers:
-    """Where the gradients of `parameters` add up, micro-batch after micro-batch.
+    """Flat buffers in which the gradients of `parameters` add up, micro-batch after micro-batch.
 
     A float32 or float64 parameter's `.grad` is a view of a bucket, so autograd itself adds into it. A bf16 or fp16
-    parameter's gradient is added to its float32 view as soon as autograd has made it, and let go.
+    parameter's gradient is added to its float32 view as soon as autograd has made it, and freed.
 
     Buckets are filled in reverse parameter order, roughly the order in which a backward makes gradients.
 
     Args:
         parameters: trainable, distinct.
-        bucket_bytes: a bucket is closed once it holds this much; a parameter is never split. None: one bucket.
+        bucket_bytes: a bucket is closed once it holds so many bytes; a parameter is never split. None: one bucket per
+            device and type.
+
+    Attributes:
+        buckets: in the order in which a backward completes them, roughly.
+        used: by parameter, whether a backward has made a gradient for it since the last `clear`.
+        on_gradient: called with a parameter's number each time its gradient has been added; None for no call.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], *, bucket_bytes: int | None = None) -> None:
@@ -64,7 +70,13 @@ class GradientBuffers:
             parameter.grad = None if low else view
 
     def gradients(self, used: Sequence[bool]) -> list[torch.Tensor | None]:
-        """Return each parameter's gradient, None where it is not `used`, and make `.grad` say the same."""
+        """Return each parameter's gradient, None where it is not `used`, and set `.grad` to None there.
+
+        None, not zero: an optimizer with momentum or weight decay moves a parameter whose gradient is zero.
+
+        Args:
+            used: by parameter, whether any rank has made a gradient for it.
+        """
         for parameter, is_used in zip(self._parameters, used, strict=True):
             if not is_used:
                 parameter.grad = None
@@ -79,18 +91,18 @@ class GradientBuffers:
         """Return a hook for parameter `number`. Autograd hands it the parameter, not the gradient."""
         used, view = self.used, self._views[number]
 
-        def note(_: torch.Tensor) -> None:
+        def mark_used(_: torch.Tensor) -> None:
             used[number] = True
             if self.on_gradient is not None:
                 self.on_gradient(number)
 
-        def widen(parameter: torch.Tensor) -> None:
+        def add_widened(parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
             view.add_(parameter.grad)
             parameter.grad = None
-            note(parameter)
+            mark_used(parameter)
 
-        return widen if self._low[number] else note
+        return add_widened if self._low[number] else mark_used
 
     def _make_bucket(self, members: tuple[int, ...]) -> Bucket:
         first = self._parameters[members[0]]

@@ -11,7 +11,7 @@ from anybatch.errors import ReplicaError
 from anybatch.parallel.world import World
 
 Initial = Literal["broadcast", "verify"]
-_CHUNK_NUMBERS = 1 << 18  # few enough to stay in a cache
+_BLOCK_WORDS = 1 << 18  # 2 MiB at a time, so that the mixed words stay in a cache
 _ODD = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 
 
@@ -59,15 +59,15 @@ def digest(tensor: torch.Tensor) -> int:
     """Return a 64-bit fingerprint of a tensor's bytes, computed on its device.
 
     The sum modulo 2**64 of every 64-bit word mixed with its position. Mixing is one-to-one, so any single changed word
-    changes the sum; it is not linear, so that swapped words do too. It tells accidents, not attacks.
+    changes the sum; it is not linear, so that swapped words do too. It detects accidents, not attacks.
 
     Source: the mixing is that of the splitmix64 finaliser (Steele, Lea and Flood, OOPSLA 2014).
     """
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for start in range(0, data.numel(), _CHUNK_NUMBERS * 8):
-        chunk = data[start : start + _CHUNK_NUMBERS * 8]
-        words = nn.functional.pad(chunk, (0, -chunk.numel() % 8)).view(torch.int64)
+    for start in range(0, data.numel(), _BLOCK_WORDS * 8):
+        block = data[start : start + _BLOCK_WORDS * 8]
+        words = nn.functional.pad(block, (0, -block.numel() % 8)).view(torch.int64)
         positions = torch.arange(words.numel(), device=tensor.device, dtype=torch.int64).add_(start // 8 + 1)
         total += _mix(words + positions * _ODD[0]).sum()
     return int(total)
