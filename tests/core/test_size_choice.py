@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from anybatch.core.geometry import ceil_div
 from anybatch.core.size_choice import (
-    Line,
+    SecondsFit,
     even_size,
-    line_through,
+    fit_seconds,
     sizes_worth_timing,
     smallest_of_the_fastest,
     step_seconds,
@@ -85,7 +85,7 @@ def test_few_sizes_and_none_above_the_largest(share: int, largest: int, seconds:
 
 def test_sizes_for_a_share_of_256() -> None:
     """The largest, a half, a quarter, the knee of the line, and the best size seen, each in even parts."""
-    line = Line(fixed_seconds=0.001, sample_seconds=0.0005)  # knee: 19 * 0.001 / 0.0005 = 38
+    line = SecondsFit(fixed_seconds=0.001, sample_seconds=0.0005)  # knee: 19 * 0.001 / 0.0005 = 38
     seen = {size: line.seconds(size) for size in (2, 4, 8)}
     seen |= {16: 0.0081, 32: 0.012, 64: 0.06, 128: 0.12, 256: 0.24}
 
@@ -95,30 +95,30 @@ def test_sizes_for_a_share_of_256() -> None:
 @given(fixed=st.floats(1e-5, 1.0), slope=st.floats(1e-5, 1.0))
 def test_line_and_knee(fixed: float, slope: float) -> None:
     """The line through points of a line is that line, and its knee is where 95% of its limit is reached."""
-    line = line_through({size: fixed + slope * size for size in (2, 4, 8, 16)})
+    line = fit_seconds({size: fixed + slope * size for size in (2, 4, 8, 16)})
 
     assert line is not None
     assert line.fixed_seconds == pytest.approx(fixed, rel=1e-6, abs=1e-9)
     assert line.sample_seconds == pytest.approx(slope, rel=1e-6)
-    knee = Line(fixed, slope).knee
-    assert (knee + 1) / Line(fixed, slope).seconds(knee + 1) >= 0.95 / slope * (1 - 1e-9)
+    knee = SecondsFit(fixed, slope).knee
+    assert (knee + 1) / SecondsFit(fixed, slope).seconds(knee + 1) >= 0.95 / slope * (1 - 1e-9)
     if knee > 1:
-        assert (knee - 1) / Line(fixed, slope).seconds(knee - 1) <= 0.95 / slope * (1 + 1e-9)
+        assert (knee - 1) / SecondsFit(fixed, slope).seconds(knee - 1) <= 0.95 / slope * (1 + 1e-9)
 
 
 def test_no_line() -> None:
     """One point is no line, and neither is what falls; what would take less than no time at size 0 takes none there."""
-    assert line_through({}) is None
-    assert line_through({2: 1.0}) is None
-    assert line_through({2: 1.0, 4: 0.5}) is None
-    assert line_through({2: 1.0, 4: 3.0}) == Line(0.0, 1.0)
+    assert fit_seconds({}) is None
+    assert fit_seconds({2: 1.0}) is None
+    assert fit_seconds({2: 1.0, 4: 0.5}) is None
+    assert fit_seconds({2: 1.0, 4: 3.0}) == SecondsFit(0.0, 1.0)
 
 
 @given(share=SHARES, size=st.integers(1, 400), fixed=st.floats(0.0, 1.0), slope=st.floats(1e-5, 1.0))
 def test_a_step_is_the_sum_of_its_micro_batches(share: int, size: int, fixed: float, slope: float) -> None:
     """Where the line is true, a step takes as long as its micro-batches together, the ragged one included."""
     size = min(size, share)
-    line = Line(fixed, slope)
+    line = SecondsFit(fixed, slope)
 
     by_hand = sum(line.seconds(part) for part in parts(share, size))
     assert step_seconds(share, size, line.seconds(size), line) == pytest.approx(by_hand, rel=1e-9)

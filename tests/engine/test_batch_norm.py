@@ -30,8 +30,8 @@ SPLITS: Mapping[str, Split] = {
     "2, uneven shares": Split(micro_batch_size=2, brought=lambda size: list(range(size, 0, -1))),
 }
 EXACT: Mapping[str, Policy | PolicyName] = {
-    "rendezvous": "exact",
-    "rendezvous, offloaded": Exact(offload=True),
+    "layerwise": "exact",
+    "layerwise, offloaded": Exact(offload=True),
     "checkpoint": Exact(method="checkpoint"),
 }
 Errors = dict[tuple[str, ...], "tuple[float, float] | str"]
@@ -82,10 +82,10 @@ def exact_errors() -> Errors:
     "norms: the variance between micro-batches is left out",
     "src/anybatch/norms/merged_statistics.py",
     """
-        own = chunk.squares + (chunk.mean - mean).square() * chunk.count
+        own = part.squares + (part.mean - mean).square() * part.count
 """,
     """
-        own = chunk.squares
+        own = part.squares
 """,
     cases=["1-rank"],
 )
@@ -308,7 +308,7 @@ def test_all_kinds_of_layers_are_updated_as_unsplit(size: int | None) -> None:
     "norms: looking at gradients moves running statistics",
     "src/anybatch/engine/batch_norm/runner.py",
     """
-            self._statistics.put_back()
+            self._statistics.restore_buffers()
 """,
     "",
 )

@@ -1,6 +1,7 @@
 """Policies are values with names; what is none is refused with what there is."""
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -58,3 +59,11 @@ def test_unfit_layers_are_refused() -> None:
     refuse_unfit_layers(lazy, num_ranks=2, frozen=False)
     refuse_unfit_layers(synced, num_ranks=2, frozen=True)
     refuse_unfit_layers(synced, num_ranks=1, frozen=False)
+
+
+def test_the_earlier_name_of_a_method_is_refused_with_the_new_one() -> None:
+    """`Exact(method="rendezvous")` is an error that names "layerwise", which does the same."""
+    earlier: Any = "rendezvous"
+
+    with pytest.raises(UserError, match="renamed to 'layerwise'"):
+        Exact(method=earlier)

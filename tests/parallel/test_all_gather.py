@@ -7,15 +7,15 @@ import pytest
 import torch
 
 import anybatch as ab
-from anybatch.parallel.all_gather import Rows, gather_rows, room_for_rows
+from anybatch.parallel.all_gather import RowLayout, gather_rows, make_gather_buffers
 from tests.ranks_fixture import Ranks
 
 KINDS = (
-    Rows((3,), torch.float64),
-    Rows((), torch.bool),
-    Rows((2, 2), torch.bfloat16),
-    Rows((1,), torch.int64),
-    Rows((0,), torch.float32),
+    RowLayout((3,), torch.float64),
+    RowLayout((), torch.bool),
+    RowLayout((2, 2), torch.bfloat16),
+    RowLayout((1,), torch.int64),
+    RowLayout((0,), torch.float32),
 )
 
 
@@ -32,7 +32,9 @@ def gathered(sizes: Sequence[int]) -> list[bool]:
     first, tensors = sum(sizes[: world.rank]), whole(sum(sizes))
     stop = first + sizes[world.rank]
     pieces = [[tensor[at : min(at + 2, stop)] for tensor in tensors] for at in range(first, stop, 2)]
-    found = gather_rows(pieces, KINDS, sizes, world, lambda _: nullcontext(), room=room_for_rows(KINDS, sizes, world))
+    found = gather_rows(
+        pieces, KINDS, sizes, world, lambda _: nullcontext(), buffers=make_gather_buffers(KINDS, sizes, world)
+    )
     return [torch.equal(one, other) and one.dtype == other.dtype for one, other in zip(found, tensors, strict=True)]
 
 

@@ -30,7 +30,7 @@ class KnownSize:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class SecondsFit:
     """Seconds of one micro-batch of m samples: `fixed_seconds + sample_seconds * m`."""
 
     fixed_seconds: float
@@ -65,7 +65,7 @@ def even_size(share: int, limit: int, *, group: int = 1) -> int:
     return min(share, ceil_div(groups, parts) * group)
 
 
-def line_through(seconds: Mapping[int, float]) -> Line | None:
+def fit_seconds(seconds: Mapping[int, float]) -> SecondsFit | None:
     """Return the line of least squares through the three smallest sizes; None if it does not rise.
 
     Args:
@@ -79,7 +79,7 @@ def line_through(seconds: Mapping[int, float]) -> Line | None:
     slope = sum((size - mean_size) * (seconds[size] - mean_seconds) for size in sizes)
     slope /= sum((size - mean_size) ** 2 for size in sizes)
     fixed = mean_seconds - slope * mean_size
-    return Line(max(0.0, fixed), slope) if slope > 0.0 else None
+    return SecondsFit(max(0.0, fixed), slope) if slope > 0.0 else None
 
 
 def sizes_worth_timing(share: int, largest: int, seconds: Mapping[int, float], *, group: int = 1) -> tuple[int, ...]:
@@ -93,7 +93,7 @@ def sizes_worth_timing(share: int, largest: int, seconds: Mapping[int, float], *
         seconds: size to the seconds of one micro-batch, as seen on the way to the largest one.
         group: micro-batches hold whole groups of this many samples.
     """
-    line = line_through(seconds)
+    line = fit_seconds(seconds)
     wanted = [largest, ceil_div(largest, 2), ceil_div(largest, 4)]
     wanted += [line.knee] if line is not None and line.fixed_seconds else []
     wanted += [min(seconds, key=lambda size: step_seconds(share, size, seconds[size], line))] if seconds else []
@@ -102,7 +102,7 @@ def sizes_worth_timing(share: int, largest: int, seconds: Mapping[int, float], *
     return tuple(sorted({even_size(share, limit, group=group) for limit in limits}))
 
 
-def step_seconds(share: int, size: int, seconds: float, line: Line | None) -> float:
+def step_seconds(share: int, size: int, seconds: float, line: SecondsFit | None) -> float:
     """Return the seconds of all forwards and backwards of a share, its ragged last micro-batch included.
 
     Args:

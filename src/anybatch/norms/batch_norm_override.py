@@ -15,7 +15,7 @@ from anybatch.core.torch_internals import BatchNormBase
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class BatchNormCall:
     """One call of `F.batch_norm` that normalises by the statistics of what it is given.
 
     Attributes:
@@ -33,7 +33,7 @@ class Call:
     eps: float
 
 
-Normalise = Callable[[Call], Tensor]
+Normalise = Callable[[BatchNormCall], Tensor]
 
 
 class Interceptor:
@@ -132,4 +132,4 @@ class _InsteadOfBatchNorm(TorchFunctionMode):
         if not training:
             return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
         with torch.autocast(input.device.type, enabled=False):
-            return self._normalise(Call(input, running_mean, weight, bias, eps))
+            return self._normalise(BatchNormCall(input, running_mean, weight, bias, eps))

@@ -1,4 +1,4 @@
-"""Functions that run in turns, one at a time, and wait for each other where they meet."""
+"""Cooperative threads: tasks that run one at a time, and exchange values at points that all of them reach."""
 
 import contextvars
 import threading
@@ -8,54 +8,58 @@ from typing import Any, Generic, TypeVar
 
 from anybatch.errors import CompositionError
 
-C = TypeVar("C")
-M = TypeVar("M")
-R = TypeVar("R")
-Meet = Callable[[str, C], M]
-"""Called by a party: brings its contribution to the next meeting, waits for all others, gets what came of it."""
+C = TypeVar("C")  # what a task contributes to an exchange
+V = TypeVar("V")  # what all tasks get from it
+R = TypeVar("R")  # what a task returns
+Exchange = Callable[[str, C], V]
+"""Called by a task with the name of the exchange and its contribution; blocks until all tasks have called it, and
+returns the combined value."""
 
 
-class Rendezvous(Generic[C, M, R]):
-    """Runs parties in threads of their own, exactly one at a time: whoever has the baton runs.
+class CooperativeThreads(Generic[C, V, R]):
+    """Runs tasks in threads, exactly one at a time, switching only where a task waits for the others.
 
-    A party runs until it comes to a meeting or to its end, then the next one does. Once all have come, what they bring
-    is merged, and they go on in the same order. So the order of everything is that of the parties, always.
+    A task runs until it calls its exchange or returns; then the next task runs. Once all have contributed, their
+    contributions are combined, and the tasks continue in the same order. So the order of execution is deterministic,
+    and nothing that the tasks share needs a lock.
+
+    Threads, not generators: a task is a forward through the user's model, which has to be suspended deep inside of it.
 
     Args:
-        merge: makes one value of all contributions, in the order of the parties; all parties get it.
-        parked: a context around each wait, for what a party must find as it left it.
+        combine: makes one value of the exchange's name and all contributions, in the order of the tasks.
+        while_waiting: a context around each wait of a task, to save and restore state that other tasks change.
     """
 
     def __init__(
         self,
-        merge: Callable[[str, Sequence[C]], M],
-        parked: Callable[[], AbstractContextManager[object]] = nullcontext,
+        combine: Callable[[str, Sequence[C]], V],
+        while_waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        self._merge = merge
-        self._parked = parked
+        self._combine = combine
+        self._while_waiting = while_waiting
         self._turns: list[threading.Semaphore] = []
         self._waiting: dict[int, tuple[str, C]] = {}
-        self._ended: set[int] = set()
-        self._num_meetings = 0
-        self._merged: Any = None
+        self._finished: set[int] = set()
+        self._num_exchanges = 0
+        self._combined: Any = None
         self._results: dict[int, R] = {}
         self._error: BaseException | None = None
 
-    def run(self, parties: Sequence[Callable[[Meet[C, M]], R]]) -> list[R]:
-        """Run all parties to their end and return what they returned.
+    def run(self, tasks: Sequence[Callable[[Exchange[C, V]], R]]) -> list[R]:
+        """Run all tasks to their end and return their results, in their order.
 
         Raises:
-            CompositionError: parties do not come to the same meetings.
-            BaseException: what a party raised; all others have been ended, in the middle of what they did.
+            CompositionError: tasks do not call the same exchanges in the same order.
+            BaseException: the exception of a task; all other tasks have been ended where they were.
         """
-        self._turns = [threading.Semaphore(0) for _ in parties]
+        self._turns = [threading.Semaphore(0) for _ in tasks]
         threads = [
             threading.Thread(
                 target=contextvars.copy_context().run,
-                args=(self._serve, number, party),
+                args=(self._serve, number, task),
                 name=f"anybatch micro-batch {number}",
             )
-            for number, party in enumerate(parties)
+            for number, task in enumerate(tasks)
         ]
         for thread in threads:
             thread.start()
@@ -63,53 +67,53 @@ class Rendezvous(Generic[C, M, R]):
             self._turns[0].release()
             for thread in threads:
                 thread.join()
-        except BaseException as error:
-            self._abandon(error)
+        except BaseException as error:  # an interrupt from the keyboard, say, while the threads run
+            self._cancel(error)
             for thread in threads:
                 thread.join()
             raise
         if self._error is not None:
             raise self._error
-        return [self._results[number] for number in range(len(parties))]
+        return [self._results[number] for number in range(len(tasks))]
 
-    def _serve(self, number: int, party: Callable[[Meet[C, M]], R]) -> None:
+    def _serve(self, number: int, task: Callable[[Exchange[C, V]], R]) -> None:
         self._turns[number].acquire()
         if self._error is not None:
             return
         try:
-            self._results[number] = party(lambda key, contribution: self._meet(number, key, contribution))
-            self._ended.add(number)
-            self._go_on()
-        except _AbandonedError:
+            self._results[number] = task(lambda name, contribution: self._exchange(number, name, contribution))
+            self._finished.add(number)
+            self._pass_turn()
+        except _CancelledError:
             return
         except BaseException as error:  # noqa: BLE001 (raised again by the caller's thread)
-            self._abandon(error)
+            self._cancel(error)
 
-    def _meet(self, number: int, key: str, contribution: C) -> M:
-        self._waiting[number] = (key, contribution)
-        with self._parked():
-            self._go_on()
+    def _exchange(self, number: int, name: str, contribution: C) -> V:
+        self._waiting[number] = (name, contribution)
+        with self._while_waiting():
+            self._pass_turn()
             self._turns[number].acquire()
         if self._error is not None:
-            raise _AbandonedError
-        merged: M = self._merged
-        return merged
+            raise _CancelledError
+        combined: V = self._combined
+        return combined
 
-    def _go_on(self) -> None:
-        """Hand the baton on: to whoever has not come yet, else, after the merge, to the first that waits."""
-        coming = [n for n in range(len(self._turns)) if n not in self._waiting and n not in self._ended]
-        if coming:
-            self._turns[coming[0]].release()
+    def _pass_turn(self) -> None:
+        """Let the next task run that has not contributed yet; after the last one combine, and start over."""
+        remaining = [n for n in range(len(self._turns)) if n not in self._waiting and n not in self._finished]
+        if remaining:
+            self._turns[remaining[0]].release()
         elif self._waiting:
-            self._refuse_strangers()
-            self._num_meetings += 1
-            key = self._waiting[0][0]
-            self._merged = self._merge(key, [self._waiting[n][1] for n in range(len(self._turns))])
+            self._check_same_exchange()
+            self._num_exchanges += 1
+            name = self._waiting[0][0]
+            self._combined = self._combine(name, [self._waiting[n][1] for n in range(len(self._turns))])
             self._waiting.clear()
             self._turns[0].release()
 
-    def _refuse_strangers(self) -> None:
-        """Refuse parties that have ended, or come to another meeting, while the first one waits."""
+    def _check_same_exchange(self) -> None:
+        """Refuse tasks that have finished, or wait at another exchange, while the first one waits."""
         places = {
             number: repr(self._waiting[number][0]) if number in self._waiting else "its end"
             for number in range(len(self._turns))
@@ -119,18 +123,19 @@ class Rendezvous(Generic[C, M, R]):
         if other is None:
             return
         message = (
-            f"micro-batches do not come to the same BatchNorm layers: after {self._num_meetings} of them micro-batch "
+            f"micro-batches do not come to the same BatchNorm layers: after {self._num_exchanges} of them micro-batch "
             f"{first} is at {places[first]} and micro-batch {other} at {places[other]}. Exact normalisation needs the "
             "same layers in the same order for each micro-batch: make the model's path independent of the samples, or "
             "use norms=Ghost(group_size=...)."
         )
         raise CompositionError(message)
 
-    def _abandon(self, error: BaseException) -> None:
+    def _cancel(self, error: BaseException) -> None:
+        # Every thread is woken, finds the error, and ends: none may be left waiting.
         self._error = self._error or error
         for turn in self._turns:
             turn.release()
 
 
-class _AbandonedError(BaseException):
-    """Another party has failed, so this one must end. Not an Exception: a model that catches those must end too."""
+class _CancelledError(BaseException):
+    """Ends a task because another one has failed. Not an Exception: a model that catches those must not catch this."""

@@ -1,4 +1,4 @@
-"""BatchNormRunner by statistics that are merged from several chunks of a batch, differentiably."""
+"""Merges the statistics of several parts of a batch, differentiably, and normalises by them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,8 +13,14 @@ from anybatch.norms.layers import Ranks
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """The statistics of one chunk per channel: its count, the mean, and the sum of squared differences from it."""
+class PartialStatistics:
+    """The statistics of one part of a batch, a micro-batch or a group, per channel.
+
+    Attributes:
+        count: values per channel.
+        mean: their mean.
+        squares: sum of their squared differences from the mean.
+    """
 
     count: int
     mean: Float[Tensor, " channels"]
@@ -22,56 +28,63 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Joint:
-    """The statistics of all chunks together."""
+class MergedStatistics:
+    """The statistics of all parts together, per channel; the variance is biased, as BatchNorm normalises by it."""
 
     mean: Float[Tensor, " channels"]
     variance: Float[Tensor, " channels"]
 
 
-def chunk_of(values: Float[Tensor, "samples channels *rest"]) -> Chunk:
-    """Return the statistics of a chunk; its values are kept for the backward, and nothing else of their size."""
-    mean, squares = _ChunkStatistics.apply(values)  # type: ignore[no-untyped-call]
-    return Chunk(values.numel() // values.shape[1], mean, squares)
+def partial_statistics(values: Float[Tensor, "samples channels *rest"]) -> PartialStatistics:
+    """Return the statistics of some values; saves these for the backward, and nothing else of their size."""
+    mean, squares = _PartialStatistics.apply(values)  # type: ignore[no-untyped-call]
+    return PartialStatistics(values.numel() // values.shape[1], mean, squares)
 
 
-def merged(chunks: Sequence[Chunk], ranks: Ranks, token: Float[Tensor, ""]) -> tuple[Joint, Float[Tensor, ""]]:
-    """Return the statistics of all chunks of all ranks together, and the next token.
+def merge_statistics(
+    parts: Sequence[PartialStatistics], ranks: Ranks, token: Float[Tensor, ""]
+) -> tuple[MergedStatistics, Float[Tensor, ""]]:
+    """Return the statistics of all parts of all ranks together, and the next token.
 
-    Chunks whose count is 0 add nothing, but stay in the graph, which has to be the same on all ranks. The token orders
+    Parts whose count is 0 add nothing, but stay in the graph, which has to be the same on all ranks. The token orders
     the backward's sums over ranks: each waits for the one that came after it in the forward, so that all ranks run them
     in the same order, whatever else they differ in.
+
+    Args:
+        parts: the statistics of this rank's parts, at least one.
+        ranks: the other ranks; all of them call this for the same layers in the same order.
+        token: a scalar that requires a gradient; the one that the layer before has returned.
 
     Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979:
     mean = sum n_k mean_k / N, and N variance = sum (squares_k + n_k (mean_k - mean)^2).
     """
-    like = chunks[0].mean
-    count = like.new_full((1,), float(sum(chunk.count for chunk in chunks)))
-    total = sum((chunk.mean * chunk.count for chunk in chunks), start=torch.zeros_like(like))
+    like = parts[0].mean
+    count = like.new_full((1,), float(sum(part.count for part in parts)))
+    total = sum((part.mean * part.count for part in parts), start=torch.zeros_like(like))
     first, token = _sum(torch.cat([count, total]), ranks, token)
     count, total = first[:1].detach(), first[1:]
     count = count.clamp(min=1)  # 0 if every rank runs along with weight 0: the result must be finite
     mean = total / count
     squares = torch.zeros_like(like)
-    for chunk in chunks:
-        own = chunk.squares + (chunk.mean - mean).square() * chunk.count
-        squares = squares + (own if chunk.count else own * 0)
+    for part in parts:
+        own = part.squares + (part.mean - mean).square() * part.count
+        squares = squares + (own if part.count else own * 0)
     squares, token = _sum(squares, ranks, token)
-    return Joint(mean, squares / count), token
+    return MergedStatistics(mean, squares / count), token
 
 
-def normalised(
+def normalise_with(
     values: Float[Tensor, "samples channels *rest"],
-    joint: Joint,
+    statistics: MergedStatistics,
     weight: Float[Tensor, " channels"] | None,
     bias: Float[Tensor, " channels"] | None,
     eps: float,
 ) -> Float[Tensor, "samples channels *rest"]:
     """Return what BatchNorm makes of the values with these statistics, in the values' type."""
-    inverse = (joint.variance + eps).rsqrt()
+    inverse = (statistics.variance + eps).rsqrt()
     weight = torch.ones_like(inverse) if weight is None else weight.to(inverse.dtype)
     bias = torch.zeros_like(inverse) if bias is None else bias.to(inverse.dtype)
-    output: Tensor = _Normalise.apply(values, joint.mean, inverse * weight, bias)  # type: ignore[no-untyped-call]
+    output: Tensor = _Normalise.apply(values, statistics.mean, inverse * weight, bias)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -90,7 +103,7 @@ def _other_axes(values: Tensor) -> list[int]:
     return [axis for axis in range(values.dim()) if axis != 1]
 
 
-class _ChunkStatistics(torch.autograd.Function):
+class _PartialStatistics(torch.autograd.Function):
     """Mean and sum of squared differences from it."""
 
     @staticmethod

@@ -1,5 +1,6 @@
 """Policies for BatchNorm in train mode: frozen values, named in the engine's decisions."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -8,8 +9,9 @@ from anybatch.core.splitting import CutConstraints
 from anybatch.errors import UserError
 
 PolicyName = Literal["keep", "sync", "freeze", "exact"]
-Method = Literal["rendezvous", "checkpoint"]
+Method = Literal["layerwise", "checkpoint"]
 _OF_MICRO_BATCH = "what BatchNorm makes of a sample depends on its micro-batch"
+_RENAMED_METHODS: Mapping[str, Method] = {"rendezvous": "layerwise"}
 _REPLACEMENTS = ("group_norm", "layer_norm", "rms_norm")
 
 
@@ -114,10 +116,10 @@ class Exact:
     """The whole effective batch is normalised together, forward and backward, as if it had not been split.
 
     Args:
-        method: "rendezvous": micro-batches take turns and wait for each other in every BatchNorm layer; one backward
-            goes through all of them. "checkpoint": the rank's whole share is one micro-batch, whose blocks are run
-            again in the backward instead of being kept.
-        offload: keep what the backward needs in the host's memory ("rendezvous" only). None: on accelerators.
+        method: "layerwise": micro-batches advance layer by layer, each waiting in every BatchNorm layer until all have
+            come to it; one backward goes through all of them. "checkpoint": the rank's whole share is one micro-batch,
+            whose blocks are run again in the backward instead of being kept.
+        offload: keep what the backward needs in the host's memory ("layerwise" only). None: on accelerators.
         blocks: names of the modules to checkpoint ("checkpoint" only). None: the outermost modules, other than the
             model itself, that have a BatchNorm layer as a child.
 
@@ -125,21 +127,23 @@ class Exact:
         UserError: an unknown method.
     """
 
-    method: Method = "rendezvous"
+    method: Method = "layerwise"
     offload: bool | None = None
     blocks: tuple[str, ...] | None = None
     name = "exact"
 
     def __post_init__(self) -> None:
         """Check the method."""
-        if self.method not in ("rendezvous", "checkpoint"):
-            message = f"Exact(method={self.method!r}) must be 'rendezvous' or 'checkpoint'."
+        if self.method not in ("layerwise", "checkpoint"):
+            message = f"Exact(method={self.method!r}) must be 'layerwise' or 'checkpoint'."
+            if self.method in _RENAMED_METHODS:
+                message += f" {self.method!r} has been renamed to {_RENAMED_METHODS[self.method]!r}."
             raise UserError(message)
 
     @property
     def feature(self) -> Feature:
         """The row of the composition table."""
-        return Feature.NORMS_EXACT if self.method == "rendezvous" else Feature.NORMS_CHECKPOINT
+        return Feature.NORMS_EXACT if self.method == "layerwise" else Feature.NORMS_CHECKPOINT
 
     def constraints(self, *, has_layers: bool, world_size: int) -> CutConstraints:
         """Return what the policy demands of every cut; see `Keep.constraints`."""
@@ -153,7 +157,7 @@ class Exact:
         """What it does, in a clause."""
         how = (
             "micro-batches wait for each other in every BatchNorm layer"
-            if self.method == "rendezvous"
+            if self.method == "layerwise"
             else "each rank share is one micro-batch with its blocks checkpointed"
         )
         return (

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from anybatch.core.dtypes import widest_dtype
 from anybatch.core.torch_internals import InstanceNormBase, add_to_each, copy_each, zero_each
 from anybatch.norms.layers import Ranks, Tracking
-from anybatch.norms.merged_statistics import Chunk
+from anybatch.norms.merged_statistics import PartialStatistics
 from anybatch.norms.torch_internals import num_axes_unbatched
 
 
@@ -45,26 +45,26 @@ class RunningStatistics:
         self._centre = torch.zeros(sum(self._sizes), dtype=self._dtype, device=device)
         self._variances = torch.zeros_like(self._centre)
         self.centres = self._centre.split(self._sizes)
-        self.rounds = [self._round()]
+        self.sums_by_call = [self._new_sums()]
         self._counters: list[Tensor] = []
         self._num_updates = torch.zeros(len(self.layers), dtype=self._dtype, device=device)
         self._index = {id(layer.running_mean): number for number, layer in enumerate(self.layers)}
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Remember the buffers and forget all sums."""
+        """Save the buffers, and set all sums to zero."""
         if not self.layers:
             return
         torch.cat([layer.running_mean.to(self._dtype) for layer in self.layers], out=self._centre)  # type: ignore[union-attr]
         torch.cat([layer.running_var.to(self._dtype) for layer in self.layers], out=self._variances)  # type: ignore[union-attr]
         self._counters = [counter.clone() for counter in self._counting()]
         torch.stack([counter.to(self._dtype) for counter in self._counters], out=self._num_updates)
-        for one in self.rounds:
+        for one in self.sums_by_call:
             zero_each(one.all)
 
     @torch.no_grad()
-    def put_back(self) -> None:
-        """Undo what forwards have done to the buffers; the sums stay."""
+    def restore_buffers(self) -> None:
+        """Restore the buffers that `begin` saved; the sums stay."""
         if not self.layers:
             return
         self._write(self._centre, self._variances)
@@ -86,17 +86,17 @@ class RunningStatistics:
             return 0
         call = self.calls[number]
         self.calls[number] = call + 1
-        while len(self.rounds) <= call:
-            self.rounds.append(self._round())
+        while len(self.sums_by_call) <= call:
+            self.sums_by_call.append(self._new_sums())
         return call
 
     @torch.no_grad()
-    def add_chunks(self, running_mean: Tensor, chunks: Sequence[Chunk]) -> None:
-        """Add what one call of the layer with this buffer has seen, chunk by chunk."""
+    def add_parts(self, running_mean: Tensor, parts: Sequence[PartialStatistics]) -> None:
+        """Add the statistics of one call of the layer that has this buffer, part by part."""
         number = self._index[id(running_mean)]
         call = self.next_call(number)
-        for chunk in chunks:
-            self.add(number, call, chunk.count, chunk.mean, chunk.squares)
+        for part in parts:
+            self.add(number, call, part.count, part.mean, part.squares)
 
     def add(
         self,
@@ -116,7 +116,7 @@ class RunningStatistics:
             squares: sum of their squared differences from the mean, shape (channels,); for InstanceNorm the sum of the
                 samples' variances.
         """
-        one = self.rounds[call]
+        one = self.sums_by_call[call]
         shift = mean.detach() - self.centres[number]
         one.counts[number].add_(count)
         one.shifts[number].add_(shift, alpha=count)
@@ -129,9 +129,9 @@ class RunningStatistics:
         """Update the buffers once, from the sums of all ranks."""
         if not self.layers:
             return
-        num_rounds = ranks.most(len(self.rounds)) if ranks.size > 1 else len(self.rounds)
-        self.rounds += [self._round() for _ in range(num_rounds - len(self.rounds))]
-        message = torch.stack([torch.cat(one.all) for one in self.rounds])
+        num_calls = ranks.most(len(self.sums_by_call)) if ranks.size > 1 else len(self.sums_by_call)
+        self.sums_by_call += [self._new_sums() for _ in range(num_calls - len(self.sums_by_call))]
+        message = torch.stack([torch.cat(one.all) for one in self.sums_by_call])
         if ranks.size > 1:
             message = ranks.sum(message)
         momentum = self._momentum().to(message.device)
@@ -161,8 +161,8 @@ class RunningStatistics:
         ]
         return torch.tensor(found, dtype=self._dtype)
 
-    def _round(self) -> "_Round":
-        return _Round(self._sizes, self._centre)
+    def _new_sums(self) -> "_CallSums":
+        return _CallSums(self._sizes, self._centre)
 
     def _counting(self) -> list[Tensor]:
         found = [layer.num_batches_tracked for layer in self.layers]
@@ -174,7 +174,7 @@ class RunningStatistics:
         copy_each([b for b in buffers if b is not None], values)
 
 
-class _Round:
+class _CallSums:
     """The sums of every layer's first call within a forward, or of every layer's second one, and so on.
 
     Each is a tensor of its own: compiled code loses what is written to several views of one tensor (torch 2.13).

@@ -1,4 +1,4 @@
-"""Rows of tensors from all ranks, brought together in one collective."""
+"""Gathers rows of several tensors from all ranks in one collective."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,8 +12,8 @@ from anybatch.parallel.world import World
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """What the rows of a tensor look like: the shape behind its first axis, and the type."""
+class RowLayout:
+    """The shape of a tensor's rows, without its first axis, and their type."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -25,34 +25,45 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """Where rows travel from and arrive, as bytes.
+class GatherBuffers:
+    """The memory that a gather sends from and receives into, as bytes.
 
     Attributes:
-        mine: what this rank hands over.
-        everyone: what all ranks hand over, rank by rank.
+        mine: sent by this rank, padded to the bytes of the rank with most rows.
+        everyone: received from all ranks, rank by rank.
     """
 
     mine: torch.Tensor
     everyone: torch.Tensor
 
 
-def room_for_rows(kinds: Sequence[Rows], sizes: Sequence[int], world: World) -> Room | None:
-    """Make room for `gather_rows`, so that it cannot fail for want of memory while others wait; None on one rank."""
+def make_gather_buffers(layouts: Sequence[RowLayout], sizes: Sequence[int], world: World) -> GatherBuffers | None:
+    """Allocate what `gather_rows` needs; None on one rank.
+
+    Apart from the gather, since a rank that runs out of memory within it would leave the others waiting.
+
+    Args:
+        layouts: of each tensor's rows, the same on all ranks.
+        sizes: rows of each rank.
+        world: the ranks.
+
+    Raises:
+        torch.OutOfMemoryError: there is not so much.
+    """
     if world.size == 1:
         return None
-    mine = torch.zeros(max(sizes) * sum(kind.num_bytes for kind in kinds), dtype=torch.uint8, device=world.device)
-    return Room(mine, mine.new_empty(world.size * len(mine)))
+    mine = torch.zeros(max(sizes) * sum(layout.num_bytes for layout in layouts), dtype=torch.uint8, device=world.device)
+    return GatherBuffers(mine, mine.new_empty(world.size * len(mine)))
 
 
 def gather_rows(
     pieces: Sequence[Sequence[torch.Tensor]],
-    kinds: Sequence[Rows],
+    layouts: Sequence[RowLayout],
     sizes: Sequence[int],
     world: World,
-    told: Callable[[int], AbstractContextManager[object]],
+    notify: Callable[[int], AbstractContextManager[object]],
     *,
-    room: Room | None,
+    buffers: GatherBuffers | None,
 ) -> list[torch.Tensor]:
     """Return each tensor with the rows of all ranks, rank by rank.
 
@@ -60,38 +71,38 @@ def gather_rows(
     rows, or none, take one all-gather.
 
     Args:
-        pieces: this rank's pieces, in the order of their rows: one tensor (rows, *shape) per kind in each of them.
-        kinds: the same on all ranks.
-        sizes: how many rows each rank has.
+        pieces: this rank's pieces, in the order of their rows: one tensor (rows, *shape) per layout in each of them.
+        layouts: of each tensor's rows, the same on all ranks.
+        sizes: rows of each rank.
         world: the ranks.
-        told: context of the collective, given the bytes that this rank hands over.
-        room: made by `room_for_rows`.
+        notify: makes a context around the collective from the bytes that this rank sends.
+        buffers: made by `make_gather_buffers`.
     """
-    if room is None:
+    if buffers is None:
         return [torch.cat(columns) for columns in zip(*pieces, strict=True)]
-    mine, everyone, most = room.mine, room.everyone, max(sizes)
+    mine, everyone, most = buffers.mine, buffers.everyone, max(sizes)
     start = 0
-    for number, kind in enumerate(kinds):
-        own = mine[start : start + sizes[world.rank] * kind.num_bytes]
+    for number, layout in enumerate(layouts):
+        own = mine[start : start + sizes[world.rank] * layout.num_bytes]
         if len(own):
             _fill(own, [_as_bytes(piece[number]) for piece in pieces])
-        start += most * kind.num_bytes
-    with told(len(mine)), world.collective():
+        start += most * layout.num_bytes
+    with notify(len(mine)), world.collective():
         dist.all_gather(list(everyone.chunk(world.size)), mine)
     found, start = [], 0
     by_rank = everyone.unflatten(0, (world.size, -1))
-    for kind in kinds:
-        parts = [by_rank[rank, start : start + size * kind.num_bytes] for rank, size in enumerate(sizes)]
-        found.append(torch.cat(parts).view(kind.dtype).reshape(sum(sizes), *kind.shape))
-        start += most * kind.num_bytes
+    for layout in layouts:
+        parts = [by_rank[rank, start : start + size * layout.num_bytes] for rank, size in enumerate(sizes)]
+        found.append(torch.cat(parts).view(layout.dtype).reshape(sum(sizes), *layout.shape))
+        start += most * layout.num_bytes
     return found
 
 
-def _fill(room: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
+def _fill(buffers: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
     """Copy pieces into a flat tensor, one behind the other, without a tensor in between."""
     start = 0
     for piece in pieces:
-        room[start : start + len(piece)].copy_(piece)
+        buffers[start : start + len(piece)].copy_(piece)
         start += len(piece)
 
 

@@ -15,7 +15,7 @@ from anybatch.core.tree import Batch, take_apart
 from anybatch.engine.accumulation.accumulate import LoopContext, MicroBatch, accumulate
 from anybatch.engine.accumulation.sums import Sums
 from anybatch.errors import CannotRedoError, LossError
-from anybatch.parallel.all_gather import Rows, gather_rows, room_for_rows
+from anybatch.parallel.all_gather import RowLayout, gather_rows, make_gather_buffers
 from anybatch.parallel.step_agreement import AbandonedError
 from anybatch.parallel.strategy import Turn
 from anybatch.parallel.world import World
@@ -47,7 +47,7 @@ class Outputs:
     """
 
     pieces: list[list[torch.Tensor]] = field(default_factory=list)
-    kinds: tuple[Rows, ...] | None = None
+    kinds: tuple[RowLayout, ...] | None = None
     differentiable: tuple[bool, ...] = ()
     put_together: Callable[[Iterable[torch.Tensor]], Batch] | None = None
     graph: list[torch.Tensor] = field(default_factory=list)
@@ -201,7 +201,7 @@ def gather_outputs(
     # Shares are consecutive, so that rank by rank is in the order of the plan.
     sizes = [sum(unit.num_samples for unit in share if unit.weight) for share in plan.shares]
     # A rank that says that it is there has room for what comes: after that none may stay away from the collective.
-    room = None if outputs.kinds is None else room_for_rows(outputs.kinds, sizes, world)
+    buffers = None if outputs.kinds is None else make_gather_buffers(outputs.kinds, sizes, world)
     from_all = world.gather_objects((outputs.kinds, outputs.differentiable))
     if None in from_all:
         raise AbandonedError
@@ -210,13 +210,13 @@ def gather_outputs(
     kinds = found[0][0]
     for other, _ in found:
         _refuse_other_kinds(kinds, other, "on one rank and on another")
-    if room is None and world.size > 1:  # a rank that ran nothing has learnt only now what is going to come
+    if buffers is None and world.size > 1:  # a rank that ran nothing has learnt only now what is going to come
         try:
-            room = room_for_rows(kinds, sizes, world)
+            buffers = make_gather_buffers(kinds, sizes, world)
         except torch.OutOfMemoryError as error:
             message = "there is no room for the outputs of all ranks, which these are sending already"
             raise CannotRedoError(message) from error
-    tensors = gather_rows(outputs.pieces, kinds, sizes, world, collective, room=room)
+    tensors = gather_rows(outputs.pieces, kinds, sizes, world, collective, buffers=buffers)
     return tensors, tuple(map(any, zip(*(flags for _, flags in found), strict=True)))
 
 
@@ -274,7 +274,7 @@ def _note(outputs: Outputs, micro_batch: MicroBatch) -> None:
                 f"of {num_samples} samples. The first axis of every tensor must be the samples."
             )
             raise LossError(message)
-    kinds = tuple(Rows(tuple(tensor.shape[1:]), tensor.dtype) for tensor in tensors)
+    kinds = tuple(RowLayout(tuple(tensor.shape[1:]), tensor.dtype) for tensor in tensors)
     _refuse_other_kinds(outputs.kinds or kinds, kinds, "for one micro-batch and for another")
     before = outputs.differentiable or (False,) * len(tensors)
     outputs.kinds = kinds
@@ -283,7 +283,7 @@ def _note(outputs: Outputs, micro_batch: MicroBatch) -> None:
         outputs.pieces.append([tensor.detach().clone() for tensor in tensors])
 
 
-def _refuse_other_kinds(one: tuple[Rows, ...], other: tuple[Rows, ...], where: str) -> None:
+def _refuse_other_kinds(one: tuple[RowLayout, ...], other: tuple[RowLayout, ...], where: str) -> None:
     if one == other:
         return
     said = [", ".join(f"{('samples', *kind.shape)} of {kind.dtype}" for kind in kinds) for kinds in (one, other)]

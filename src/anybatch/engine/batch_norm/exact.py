@@ -1,4 +1,4 @@
-"""The executor of exact normalisation: micro-batches take turns, meet in every BatchNorm, and share one backward."""
+"""The executor of exact normalisation: micro-batches advance layer by layer, and share one backward."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -12,16 +12,22 @@ from anybatch.engine.accumulation.accumulate import LoopContext, MicroBatch, for
 from anybatch.engine.accumulation.sums import Sums
 from anybatch.engine.torch_internals import active_dispatch_modes, is_in_checkpoint
 from anybatch.errors import BatchSizeError, CompositionError
-from anybatch.norms.batch_norm_override import Call, Interceptor
-from anybatch.norms.cooperative import Meet, Rendezvous
+from anybatch.norms.batch_norm_override import BatchNormCall, Interceptor
+from anybatch.norms.cooperative import CooperativeThreads, Exchange
 from anybatch.norms.host_store import HostStore
 from anybatch.norms.layers import Ranks
-from anybatch.norms.merged_statistics import Chunk, Joint, chunk_of, merged, normalised
+from anybatch.norms.merged_statistics import (
+    MergedStatistics,
+    PartialStatistics,
+    merge_statistics,
+    normalise_with,
+    partial_statistics,
+)
 from anybatch.norms.running_statistics import RunningStatistics
 from anybatch.parallel.strategy import Turn
 
 Terms = list[Tensor]
-_Bring = tuple[Chunk, Tensor | None]
+_Contribution = tuple[PartialStatistics, Tensor | None]
 
 
 def accumulate_together(
@@ -56,13 +62,13 @@ def accumulate_together(
     merging = _Merging(statistics, ranks, device)
     here = _ThisThread(device)
 
-    def party(number: int) -> Callable[[Meet[_Bring, Joint]], Terms]:
+    def forward_of_one(number: int) -> Callable[[Exchange[_Contribution, MergedStatistics]], Terms]:
         micro_batch, batch = micro_batches[number]
 
-        def run(meet: Meet[_Bring, Joint]) -> Terms:
+        def run(exchange: Exchange[_Contribution, MergedStatistics]) -> Terms:
             context.before(micro_batch)
             together = interceptor.in_this_thread(
-                lambda call: _normalise(call, meet, counts=micro_batch.unit.weight > 0)
+                lambda call: _normalise(call, exchange, counts=micro_batch.unit.weight > 0)
             )
             forward = forward_of(context.loss, micro_batch.factors, sums[number])
             with context.randomness.micro_batch(micro_batch), here.again(), together, _hooks(store), context.autocast():
@@ -77,8 +83,10 @@ def accumulate_together(
     # Gradients travel after the backward, not within it, where the sums of the layers do.
     with context.strategy.micro_batch(Turn(first=True, last=False)):
         with statistics.forward(counts=any(micro_batch.unit.weight for micro_batch, _ in micro_batches)):
-            rendezvous: Rendezvous[_Bring, Joint, Terms] = Rendezvous(merging, context.randomness.parked)
-            found = rendezvous.run([party(number) for number in range(len(micro_batches))])
+            threads: CooperativeThreads[_Contribution, MergedStatistics, Terms] = CooperativeThreads(
+                merging, context.randomness.parked
+            )
+            found = threads.run([forward_of_one(number) for number in range(len(micro_batches))])
         terms = [term for terms in found for term in terms]
         total = torch.stack([*terms, *merging.last_token(like=terms)]).sum()
         torch.autograd.backward(context.scaler.scale(total), inputs=context.prepared.backward_inputs)
@@ -86,17 +94,17 @@ def accumulate_together(
 
 
 class _Merging:
-    """Merges what micro-batches bring to a layer, and takes down what running statistics need."""
+    """Merges the statistics of micro-batches at a layer, and records them for the running statistics."""
 
     def __init__(self, statistics: RunningStatistics, ranks: Ranks, device: torch.device) -> None:
         self._statistics = statistics
         self._ranks = ranks
         self._token = torch.zeros((), device=device, requires_grad=True)
 
-    def __call__(self, layer: str, brought: Sequence[_Bring]) -> Joint:
+    def __call__(self, layer: str, contributed: Sequence[_Contribution]) -> MergedStatistics:
         """Return the statistics of the whole effective batch."""
-        chunks, running_mean = [chunk for chunk, _ in brought], brought[0][1]
-        total = sum(chunk.count for chunk in chunks)
+        parts, running_mean = [part for part, _ in contributed], contributed[0][1]
+        total = sum(part.count for part in parts)
         if self._ranks.size == 1 and total == 1:
             message = (
                 f"the effective batch has 1 value per channel at the BatchNorm layer with {layer}: one value has no "
@@ -104,9 +112,9 @@ class _Merging:
             )
             raise BatchSizeError(message)
         if running_mean is not None:
-            self._statistics.add_chunks(running_mean, [chunk for chunk in chunks if chunk.count])
-        joint, self._token = merged(chunks, self._ranks, self._token)
-        return joint
+            self._statistics.add_parts(running_mean, [part for part in parts if part.count])
+        statistics, self._token = merge_statistics(parts, self._ranks, self._token)
+        return statistics
 
     def last_token(self, *, like: Sequence[Tensor]) -> list[Tensor]:
         """Return what makes a backward run the sums of all layers over ranks, in order, though it adds nothing."""
@@ -116,15 +124,15 @@ class _Merging:
         return [token.to(like[0].dtype) if like else token]
 
 
-def _normalise(call: Call, meet: Meet[_Bring, Joint], *, counts: bool) -> Tensor:
-    """Bring a micro-batch's statistics to the others, and normalise by what comes of all."""
+def _normalise(call: BatchNormCall, exchange: Exchange[_Contribution, MergedStatistics], *, counts: bool) -> Tensor:
+    """Normalise one micro-batch by the merged statistics of all of them."""
     if is_in_checkpoint():
         raise CompositionError(refusal(Feature.NON_REENTRANT, Feature.NORMS_EXACT, {}))
-    chunk = chunk_of(call.values)
+    part = partial_statistics(call.values)
     if not counts:
-        chunk = Chunk(0, chunk.mean, chunk.squares)
-    joint = meet(f"{call.values.shape[1]} channels, eps={call.eps:g}", (chunk, call.running_mean))
-    return normalised(call.values, joint, call.weight, call.bias, call.eps)
+        part = PartialStatistics(0, part.mean, part.squares)
+    statistics = exchange(f"{call.values.shape[1]} channels, eps={call.eps:g}", (part, call.running_mean))
+    return normalise_with(call.values, statistics, call.weight, call.bias, call.eps)
 
 
 def _worth_running(micro_batches: list[tuple[MicroBatch, Batch]]) -> list[tuple[MicroBatch, Batch]]:

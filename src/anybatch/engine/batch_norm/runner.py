@@ -16,10 +16,10 @@ from anybatch.engine.accumulation.sums import Sums
 from anybatch.engine.batch_norm.exact import accumulate_together
 from anybatch.errors import CompositionError
 from anybatch.norms import Exact, Freeze, Policy, PolicyName, policy_of
-from anybatch.norms.batch_norm_override import Call, Interceptor
+from anybatch.norms.batch_norm_override import BatchNormCall, Interceptor
 from anybatch.norms.block_checkpoints import BlockCheckpoint, blocks_of
 from anybatch.norms.layers import Ranks, batch_norms, refuse_unfit_layers, tracking_layers
-from anybatch.norms.merged_statistics import Chunk, chunk_of, merged, normalised
+from anybatch.norms.merged_statistics import PartialStatistics, merge_statistics, normalise_with, partial_statistics
 from anybatch.norms.running_statistics import BufferReader, RunningStatistics, momentum_of_one
 from anybatch.parallel.strategy import Capabilities, Strategy
 from anybatch.parallel.world import World
@@ -135,7 +135,7 @@ class BatchNormRunner:
             block.close()
         self._interceptor.close()
 
-    def _normalisation(self) -> Callable[[Call], Tensor] | None:
+    def _normalisation(self) -> Callable[[BatchNormCall], Tensor] | None:
         """Return what normalises in the place of the layers; None where they do it themselves."""
         if not self._batch_norms:
             return None
@@ -168,7 +168,7 @@ class BatchNormRunner:
         finally:
             for layer, training in zip(self._frozen, modes, strict=True):
                 layer.training = training
-            self._statistics.put_back()
+            self._statistics.restore_buffers()
 
     def _together(self, context: LoopContext, micro_batches: Iterable[tuple[MicroBatch, Batch]]) -> Sums:
         assert isinstance(self._policy, Exact)
@@ -182,15 +182,15 @@ class BatchNormRunner:
                 offload=self._policy.offload,
             )
 
-    def _over_ranks(self, call: Call) -> Tensor:
+    def _over_ranks(self, call: BatchNormCall) -> Tensor:
         """Normalise by the statistics of what all ranks run at this moment."""
-        chunk = chunk_of(call.values)
-        self._record(call, [chunk])
-        counted = chunk if self._unit.weight else Chunk(0, chunk.mean, chunk.squares)
-        joint, _ = merged([counted], self._ranks, torch.zeros_like(chunk.mean[0]))
-        return normalised(call.values, joint, call.weight, call.bias, call.eps)
+        part = partial_statistics(call.values)
+        self._record(call, [part])
+        counted = part if self._unit.weight else PartialStatistics(0, part.mean, part.squares)
+        statistics, _ = merge_statistics([counted], self._ranks, torch.zeros_like(part.mean[0]))
+        return normalise_with(call.values, statistics, call.weight, call.bias, call.eps)
 
-    def _by_groups(self, call: Call) -> Tensor:
+    def _by_groups(self, call: BatchNormCall) -> Tensor:
         """Normalise each group of samples by its own statistics."""
         group_size = self._constraints.group
         assert group_size is not None
@@ -205,15 +205,15 @@ class BatchNormRunner:
         sizes = [rows * size for size in group_sizes(self._unit.num_samples, group_size)]
         groups = call.values.split(sizes)
         with torch.no_grad():
-            self._record(call, [chunk_of(group) for group in groups])
+            self._record(call, [partial_statistics(group) for group in groups])
         return torch.cat(
             [F.batch_norm(g, None, None, call.weight, call.bias, training=True, eps=call.eps) for g in groups]
         )
 
-    def _record(self, call: Call, chunks: Sequence[Chunk]) -> None:
+    def _record(self, call: BatchNormCall, parts: Sequence[PartialStatistics]) -> None:
         if call.running_mean is None or not self._statistics.recording:
             return
-        self._statistics.add_chunks(call.running_mean, chunks)
+        self._statistics.add_parts(call.running_mean, parts)
 
 
 def policy_for(norms: "Policy | PolicyName", modules: nn.Module, world_size: int) -> Policy:

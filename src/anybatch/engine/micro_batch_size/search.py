@@ -13,9 +13,9 @@ from typing import Any, Protocol
 from anybatch.core.geometry import ceil_div
 from anybatch.core.size_choice import (
     KnownSize,
-    Line,
+    SecondsFit,
     even_size,
-    line_through,
+    fit_seconds,
     sizes_worth_timing,
     smallest_of_the_fastest,
     step_seconds,
@@ -175,7 +175,7 @@ class Search:
         self._begun = auto.clock()
         self._elapsed = 0.0
         self._error = ""
-        self._line: Line | None = None
+        self._line: SecondsFit | None = None
 
     def plan(self, planned: int | None, unplanned: str = "") -> None:
         """Try nothing larger than is planned to fit, and fewer sizes; the time begins now.
@@ -214,7 +214,7 @@ class Search:
         doubling = self._double(timed=True)
         if not doubling.largest:
             return self._unknown()
-        self._line = line_through(doubling.seconds)
+        self._line = fit_seconds(doubling.seconds)
         sizes = sizes_worth_timing(self._share, doubling.largest, doubling.seconds, group=self._group)
         steps = self._time(sizes, doubling) or {
             size: doubling.steps[size] for size in doubling.steps if size <= doubling.largest
