@@ -149,7 +149,7 @@ def test_twice_in_one_step(two_ranks: Ranks) -> None:
     "src/anybatch/engine/accumulation/two_pass.py",
     """
     if None in told_by_all:
-        raise AbandonedError
+        raise StepAbortedError
 """,
     "",
     cases=["at2-joint"],

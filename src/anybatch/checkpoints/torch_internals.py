@@ -1,4 +1,4 @@
-"""What checkpoints ask of torch that torch does not promise to keep. Seen on the versions in `core`'s `SEEN`."""
+"""Private interfaces of torch that checkpoints use. Seen on the versions in `anybatch.core.torch_internals.SEEN`."""
 
 from collections import OrderedDict
 from collections.abc import Mapping

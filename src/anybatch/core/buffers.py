@@ -65,6 +65,7 @@ class BufferKeeper:
     @torch.no_grad()
     def restore(self) -> None:
         """Restore the last snapshot, also where a module has replaced, added or dropped a tensor."""
+        # Cleared first: a buffer that the forward has added must not stay.
         for owner in self._owners:
             owner.clear()
         for owner, named in self._before:

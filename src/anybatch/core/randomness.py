@@ -16,7 +16,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True, slots=True)
 class BatchKey:
-    """What the random numbers of an effective batch are keyed by.
+    """The key of an effective batch's random numbers.
 
     Attributes:
         seed: of the run.

@@ -1,4 +1,4 @@
-"""Chapter 17: what several folders ask of torch that torch does not promise to keep, in one place.
+"""Chapter 17: private interfaces of torch that several folders use, each with its fallback or refusal.
 
 Each name was seen to hold on the versions in `SEEN`; `make matrix` looks again. Where one is missing, a function does
 the same by public names, or raises `UnsupportedTorchError`: a wrong number is never the answer. The names that one
@@ -76,7 +76,7 @@ __all__ = [
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """Return what a storage is known by for as long as it lives; two tensors that share memory have the same key.
+    """Return a number that identifies a storage for as long as it lives; tensors that share memory have the same.
 
     `UntypedStorage._cdata`, its address in C++; where missing, the identity of the Python object, which torch keeps for
     as long as the storage lives. `data_ptr` does not do: it is 0 for every tensor without data.

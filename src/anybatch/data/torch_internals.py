@@ -1,4 +1,4 @@
-"""What data loading asks of torch that torch does not promise to keep. Seen on the versions in `core`'s `SEEN`."""
+"""Private interfaces of torch that data loading uses. Seen on the versions in `anybatch.core.torch_internals.SEEN`."""
 
 from typing import Any
 

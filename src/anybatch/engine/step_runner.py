@@ -19,7 +19,7 @@ from anybatch.engine.micro_batch_size.oom_halving import release_frames
 from anybatch.engine.micro_batch_size.oom_retry import OomRetry, OutOfMemory
 from anybatch.engine.step_planner import StepPlanner
 from anybatch.engine.telemetry.notifier import Notifier
-from anybatch.parallel.step_agreement import AbandonedError
+from anybatch.parallel.step_agreement import StepAbortedError
 from anybatch.parallel.world import World
 
 
@@ -109,7 +109,7 @@ class StepRunner:
             with self._world.collective(), self._notifier.phase(phase):
                 gradients, totals = self._context.strategy.finish_gradients(sums.totals(loss, device))
                 self._notifier.reduced()
-        except AbandonedError as error:
+        except StepAbortedError as error:
             release_frames(error)
             return OutOfMemory()
         except torch.OutOfMemoryError as error:

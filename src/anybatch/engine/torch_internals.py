@@ -1,4 +1,4 @@
-"""What the engine asks of torch that torch does not promise to keep; what several folders ask is in `core`.
+"""Private interfaces of torch that the engine uses, each with its fallback or refusal; shared ones are in `core`.
 
 All of it was seen to hold on the versions in `anybatch.core.torch_internals.SEEN`. Where a name is missing, a function
 does without it where that is safe, and raises `UnsupportedTorchError` where the gradient might be wrong.
@@ -107,7 +107,7 @@ def with_parts(
     *,
     keeps_forward_hooks: bool,
 ) -> dict[str, Any]:
-    """Return what makes a module out of another one's attributes: other parts, not compiled, no backward hooks.
+    """Return the attributes of a module made from another one's: other parts, not compiled, no backward hooks.
 
     Args:
         state: `vars` of the other module.
@@ -129,7 +129,7 @@ def with_parts(
 
 
 def state_maker(optimizer: Optimizer) -> Callable[..., object] | None:
-    """Return what makes one parameter group's state in torch's own optimizers: `Optimizer._init_group`.
+    """Return the function that creates one parameter group's state in torch's optimizers: `Optimizer._init_group`.
 
     It takes the group and lists to fill. Only torch's optimizers are known to leave everything else alone in it. None
     for other optimizers, and where it is missing: the state is then made in the first step, after the gradients.
@@ -140,7 +140,7 @@ def state_maker(optimizer: Optimizer) -> Callable[..., object] | None:
 
 
 def packing_function(of: Any = torch) -> Callable[..., object]:  # noqa: ANN401 (torch)
-    """Return what `nn.utils.rnn.pack_padded_sequence` calls, as modes see it: `torch._pack_padded_sequence`.
+    """Return the function that `nn.utils.rnn.pack_padded_sequence` calls, as modes see it: `_pack_padded_sequence`.
 
     Raises:
         UnsupportedTorchError: it calls something else, so that dropout on packed sequences would not be noticed.

@@ -1,4 +1,4 @@
-"""What watching memory asks of torch that torch does not promise to keep; the planner and others above use it too.
+"""Private interfaces of torch for watching memory; the planner and others above use them too.
 
 All of it was seen to hold on the versions in `anybatch.core.torch_internals.SEEN`. There is nothing in public that sees
 each operation, so where one of these names is missing, this module raises `UnsupportedTorchError` when it is imported.

@@ -131,5 +131,6 @@ class _InsteadOfBatchNorm(TorchFunctionMode):
     ) -> Tensor:
         if not training:
             return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        # As torch's own kernel, which autocast leaves in the type of its input.
         with torch.autocast(input.device.type, enabled=False):
             return self._normalise(BatchNormCall(input, running_mean, weight, bias, eps))

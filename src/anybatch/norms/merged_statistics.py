@@ -67,6 +67,7 @@ def merge_statistics(
     mean = total / count
     squares = torch.zeros_like(like)
     for part in parts:
+        # With weight 0, times 0 and not left out: the graph, and so the backward's collectives, are then the same.
         own = part.squares + (part.mean - mean).square() * part.count
         squares = squares + (own if part.count else own * 0)
     squares, token = _sum(squares, ranks, token)
@@ -80,7 +81,7 @@ def normalise_with(
     bias: Float[Tensor, " channels"] | None,
     eps: float,
 ) -> Float[Tensor, "samples channels *rest"]:
-    """Return what BatchNorm makes of the values with these statistics, in the values' type."""
+    """Return `(values - mean) / sqrt(variance + eps) * weight + bias` per channel, in the values' type."""
     inverse = (statistics.variance + eps).rsqrt()
     weight = torch.ones_like(inverse) if weight is None else weight.to(inverse.dtype)
     bias = torch.zeros_like(inverse) if bias is None else bias.to(inverse.dtype)

@@ -27,7 +27,7 @@ class Keep:
     feature = None  # it is the rule, and has no row in the composition table
 
     def constraints(self, *, has_layers: bool, world_size: int) -> CutConstraints:
-        """Return what the policy demands of every cut.
+        """Return the policy's constraints on every cut.
 
         Args:
             has_layers: whether the model has BatchNorm layers.
@@ -49,7 +49,7 @@ class Sync:
     feature = Feature.NORMS_SYNC
 
     def constraints(self, *, has_layers: bool, world_size: int) -> CutConstraints:
-        """Return what the policy demands of every cut; see `Keep.constraints`."""
+        """Return the policy's constraints on every cut; see `Keep.constraints`."""
         over_ranks = has_layers and world_size > 1
         largest_fitting = _OF_MICRO_BATCH if has_layers else ""
         return CutConstraints(
@@ -66,7 +66,7 @@ class Freeze:
     feature = Feature.NORMS_FREEZE
 
     def constraints(self, *, has_layers: bool, world_size: int) -> CutConstraints:
-        """Return what the policy demands of every cut: nothing."""
+        """Return the policy's constraints on every cut: nothing."""
         del has_layers, world_size
         return CutConstraints()
 
@@ -98,13 +98,13 @@ class Ghost:
             raise UserError(message)
 
     def constraints(self, *, has_layers: bool, world_size: int) -> CutConstraints:
-        """Return what the policy demands of every cut: whole groups."""
+        """Return the policy's constraints on every cut: whole groups."""
         del has_layers, world_size
         return CutConstraints(group=self.group_size)
 
     @property
     def says(self) -> str:
-        """What it does, in a clause."""
+        """The policy's effect, in a clause."""
         return (
             f"groups of {self.group_size} consecutive samples are normalised by their own statistics; running "
             "statistics are pooled over the effective batch and updated once"
@@ -146,7 +146,7 @@ class Exact:
         return Feature.NORMS_EXACT if self.method == "layerwise" else Feature.NORMS_CHECKPOINT
 
     def constraints(self, *, has_layers: bool, world_size: int) -> CutConstraints:
-        """Return what the policy demands of every cut; see `Keep.constraints`."""
+        """Return the policy's constraints on every cut; see `Keep.constraints`."""
         over_ranks = has_layers and world_size > 1
         if self.method == "checkpoint":
             return CutConstraints(lockstep=over_ranks, fills_up=over_ranks, joins_ranks=over_ranks, whole=True)
@@ -154,7 +154,7 @@ class Exact:
 
     @property
     def says(self) -> str:
-        """What it does, in a clause."""
+        """The policy's effect, in a clause."""
         how = (
             "micro-batches wait for each other in every BatchNorm layer"
             if self.method == "layerwise"

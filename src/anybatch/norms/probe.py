@@ -73,6 +73,7 @@ def tried_couplings(modules: nn.Module, run: Callable[[], object], num_samples: 
         seen = _inputs_of_modules(modules, run)
         names = {name for name, module in modules.named_modules() if module in seen}
         found: dict[str, float] = {}
+        # Deepest first, so that a module is skipped once one inside of it has been found.
         for name in sorted(names, key=lambda name: -name.count(".") - bool(name)):
             if any(_is_inside(other, name) for other in found):
                 continue

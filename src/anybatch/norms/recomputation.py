@@ -108,7 +108,7 @@ def _statistics(
 
     def hook(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
         nonlocal calls
-        values = args[0].transpose(0, 1).flatten(1).to(dtype)
+        values = args[0].transpose(0, 1).flatten(1).to(dtype)  # (channels, samples and positions)
         variance, own = torch.var_mean(values, 1, correction=0)
         _merge((count, mean, squares), values.shape[1], own, variance * values.shape[1])
         calls += 1
@@ -126,6 +126,7 @@ def _statistics(
                 continue
     finally:
         handle.remove()
+    # Two messages: squares have to be taken around the mean of all ranks, which the first one gives.
     total = ranks.sum(torch.cat([count, mean * count]))
     overall = total[1:] / total[:1]
     squares = ranks.sum(squares + (mean - overall).square() * count)

@@ -99,6 +99,7 @@ def replaced(model: nn.Module, kind: Kind, *, num_groups: int | None = None) -> 
             raise UserError(message)
         new_of[old] = _with_parameters_of(makers[kind](old), old)
         replaced_by[name] = f"{type(old).__name__}({old.num_features}) -> {_described(new_of[old])}"
+    # Duplicates too: a layer under two names has to be replaced under both.
     for name, old_layer in list(made.named_modules(remove_duplicate=False)):
         if name and old_layer in new_of:
             outer, _, own_name = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""Running statistics of the effective batch: added up over micro-batches and ranks, and updated once.
+"""Running statistics of the effective batch: summed over micro-batches and ranks, and updated once.
 
 Shapes stand in words here: torch.compile traces through what a layer's hook calls, and not through a checker of shapes.
 """
@@ -28,6 +28,15 @@ class RunningStatistics:
 
     Source: with c any constant, sum (x - mean)^2 = sum (x - c)^2 - n (mean - c)^2; the parts that are added are those
     of Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
+
+    Args:
+        layers: by name, those with running statistics.
+        device: where their buffers are.
+
+    Attributes:
+        recording: the forward under way counts.
+        centres: by layer, the running mean from before the effective batch, shape (channels,).
+        sums_by_call: the sums of all layers, by the number of the call within a forward.
     """
 
     def __init__(self, layers: Mapping[str, Tracking], device: torch.device) -> None:
@@ -72,7 +81,11 @@ class RunningStatistics:
 
     @contextmanager
     def forward(self, *, counts: bool) -> Iterator[None]:
-        """Record what layers see in this forward, if it counts; what a backward runs again is not recorded."""
+        """Record the statistics of this forward's inputs, if it counts; a forward within a backward is not recorded.
+
+        Args:
+            counts: whether the micro-batch has weight, so is not one that only keeps ranks in step.
+        """
         self.calls[:] = [0] * len(self.calls)
         self.recording = counts
         try:
@@ -131,6 +144,7 @@ class RunningStatistics:
             return
         num_calls = ranks.most(len(self.sums_by_call)) if ranks.size > 1 else len(self.sums_by_call)
         self.sums_by_call += [self._new_sums() for _ in range(num_calls - len(self.sums_by_call))]
+        # All sums of all layers travel in one message.
         message = torch.stack([torch.cat(one.all) for one in self.sums_by_call])
         if ranks.size > 1:
             message = ranks.sum(message)
@@ -140,6 +154,7 @@ class RunningStatistics:
             layer_counts, shifts, squares = row.split([len(self.layers), len(means), len(means)])
             active = layer_counts > 0
             num_updates += active & ~self._is_single  # torch's InstanceNorm does not count
+            # A negative momentum stands for momentum=None: a cumulative mean over effective batches.
             rates = torch.where(momentum < 0, 1 / num_updates.clamp(min=1), momentum)[self._owner]
             counts = layer_counts[self._owner].clamp(min=1)
             shift = shifts / counts
@@ -199,9 +214,10 @@ class BufferReader:
         self._number = number
 
     def __call__(self, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        """Add what the layer has just seen."""
+        """Add the statistics of the layer's last input."""
         del output
         statistics = self._statistics
+        # Not recording: a checkpointed block is run again in the backward, and its inputs have been counted.
         if not statistics.recording or not layer.training:
             return
         values, mean, variance = args[0], layer.running_mean, layer.running_var

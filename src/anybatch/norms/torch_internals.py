@@ -1,4 +1,4 @@
-"""What norms ask of torch that torch does not promise to keep; what several folders ask is in `core`.
+"""Private interfaces of torch that norms use, each with its fallback or refusal; shared ones are in `core`.
 
 All of it was seen to hold on the versions in `anybatch.core.torch_internals.SEEN`.
 The last argument of a function is where the name is looked for, so that a test can pass something that lacks it.
@@ -24,7 +24,7 @@ def checkpointed_forward(
     kwargs: dict[str, Any],
     of: Any = torch.utils.checkpoint,  # noqa: ANN401 (torch)
 ) -> Generator[None, None, None]:
-    """Return what surrounds a checkpointed forward: run it up to its `yield`, then the forward, then to its end.
+    """Return a generator around a checkpointed forward: advance it once, run the forward, and advance it to its end.
 
     `torch.utils.checkpoint._checkpoint_without_reentrant_generator`, which `checkpoint(use_reentrant=False)` runs; with
     the random state kept, and the other options as `checkpoint` has them by default.

@@ -52,6 +52,7 @@ def make_gather_buffers(layouts: Sequence[RowLayout], sizes: Sequence[int], worl
     """
     if world.size == 1:
         return None
+    # Every rank sends as many bytes as the one with most rows: an all-gather takes equal shares alone.
     mine = torch.zeros(max(sizes) * sum(layout.num_bytes for layout in layouts), dtype=torch.uint8, device=world.device)
     return GatherBuffers(mine, mine.new_empty(world.size * len(mine)))
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from anybatch.core.compatibility import Feature
 from anybatch.parallel.gradient_buckets import GradientBuffers
 from anybatch.parallel.replicas import Initial, align_replicas
-from anybatch.parallel.step_agreement import AbandonedError, Closing
+from anybatch.parallel.step_agreement import StepAbortedError, StepAgreement
 from anybatch.parallel.strategy import Capabilities, Prepared, ReductionObserver, Turn, trainable
 from anybatch.parallel.world import World
 
@@ -83,7 +83,7 @@ class AllReduce:
         """Start what has not been started (unused parameters, a rank with nothing), then wait for everything once."""
         buffers = self._gradients
         buffers.on_gradient = None
-        numbers, used = self._finish(Closing(numbers, buffers.used, self._world))
+        numbers, used = self._finish(StepAgreement(numbers, buffers.used, self._world))
         return buffers.gradients(used), numbers
 
     def clear_gradients(self) -> None:
@@ -101,27 +101,27 @@ class AllReduce:
         """Remove the hooks."""
         self._gradients.close()
 
-    def _finish(self, closing: Closing) -> tuple[Float[Tensor, " numbers"], list[bool]]:
+    def _finish(self, agreement: StepAgreement) -> tuple[Float[Tensor, " numbers"], list[bool]]:
         """Start every bucket that is left and the last message, and wait for all of them."""
         while len(self._started) < len(self._gradients.buckets):
             self._start_next()
-        closing.start()
+        agreement.start()
         for work in self._started:
             work.wait()
         self._started.clear()
-        return closing.wait()
+        return agreement.wait()
 
     def _make_abort(self, numbers: Float[Tensor, " numbers"]) -> Callable[[], None]:
         """Return what a rank calls that cannot go on: buckets that have not been sent yet travel as zeros."""
-        closing = Closing(numbers, self._gradients.used, self._world, gives_up=True)
+        agreement = StepAgreement(numbers, self._gradients.used, self._world, aborts=True)
 
         def abort() -> None:
             self._gradients.on_gradient = None
             for bucket in self._gradients.buckets[len(self._started) :]:
                 bucket.flat.zero_()
-            closing.again()
-            with suppress(AbandonedError):
-                self._finish(closing)
+            agreement.reset_to_abort()
+            with suppress(StepAbortedError):
+                self._finish(agreement)
 
         return abort
 

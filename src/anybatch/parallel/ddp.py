@@ -17,7 +17,7 @@ from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.tree import Batch
 from anybatch.errors import CannotRedoError
 from anybatch.parallel.replicas import Initial, align_replicas
-from anybatch.parallel.step_agreement import AbandonedError, Closing
+from anybatch.parallel.step_agreement import StepAbortedError, StepAgreement
 from anybatch.parallel.strategy import Capabilities, Prepared, ReductionObserver, Turn, trainable
 from anybatch.parallel.torch_internals import GradBucket
 from anybatch.parallel.world import World
@@ -102,9 +102,9 @@ class DDP:
         """Return what DDP has reduced; a rank that ran nothing joins with zeros first."""
         if not self._reduced:
             self._join_with_zeros()
-        closing = Closing(numbers, (), self._world)
-        closing.start()
-        numbers, _ = closing.wait()
+        agreement = StepAgreement(numbers, (), self._world)
+        agreement.start()
+        numbers, _ = agreement.wait()
         return [parameter.grad for parameter in self._parameters], numbers
 
     def clear_gradients(self) -> None:
@@ -144,7 +144,7 @@ class DDP:
         DDP has no way to end a reduction whose backward has failed: its reducer refuses the next one, and does not say
         which buckets it has still to serve.
         """
-        closing = Closing(numbers, (), self._world, gives_up=True)
+        agreement = StepAgreement(numbers, (), self._world, aborts=True)
 
         def abort() -> None:
             if self._prepared:
@@ -153,12 +153,12 @@ class DDP:
                     "micro-batch (strategy='all_reduce' can)"
                 )
                 raise CannotRedoError(message)
-            closing.again()
+            agreement.reset_to_abort()
             self._reduced = True
             self._join_with_zeros()
-            closing.start()
-            with suppress(AbandonedError):
-                closing.wait()
+            agreement.start()
+            with suppress(StepAbortedError):
+                agreement.wait()
 
         return abort
 

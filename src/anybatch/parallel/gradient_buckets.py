@@ -67,6 +67,7 @@ class GradientBuffers:
             bucket.flat.zero_()
         self.used[:] = [False] * len(self.used)
         for parameter, view, low in zip(self._parameters, self._views, self._low, strict=True):
+            # A `.grad` that is set makes autograd add into it; a bf16 one would add up in bf16.
             parameter.grad = None if low else view
 
     def gradients(self, used: Sequence[bool]) -> list[torch.Tensor | None]:

@@ -50,6 +50,7 @@ def align_replicas(modules: nn.Module, world: World, initial: Initial) -> tuple[
         )
         ranks = tuple(rank for rank, row in enumerate(digests) if row != digests[0])
         raise ReplicaError(message, ranks=ranks, names=differing)
+    # All ranks see all digests, so all of them broadcast the same tensors in the same order.
     for name in differing:
         _broadcast(tensors[name])
     return differing

@@ -1,4 +1,4 @@
-"""The last message of an effective batch: what ranks sum beside the gradients, and whether one of them gives up."""
+"""The last message of an effective batch: numbers that ranks sum beside the gradients, and whether a rank aborts."""
 
 from collections.abc import Sequence
 
@@ -10,36 +10,36 @@ from torch import Tensor
 from anybatch.parallel.world import World
 
 
-class AbandonedError(Exception):
+class StepAbortedError(Exception):
     """A rank ran out of memory, and every rank knows it: no collective is under way, and the gradients are worthless.
 
-    Raised on all ranks for the same effective batch. The engine begins it anew.
+    Raised on all ranks for the same effective batch. The engine repeats it in smaller micro-batches.
     """
 
 
-class Closing:
+class StepAgreement:
     """One message in the control group, sent once per effective batch by every rank that sums gradients.
 
-    It carries the flags: which parameters this rank has used, and whether it gives up. On a CPU the numbers of the
-    report travel with them. From an accelerator reading the flags would make the host wait for the device if they
-    travelled with numbers that are there, so that the numbers go their own way, in the data group.
+    It carries flags: which parameters this rank has used, and whether it aborts. On a CPU the numbers of the report
+    travel with them. On an accelerator the numbers travel by themselves, in the data group: if they travelled with the
+    flags, the host would have to wait for the device before it could read these.
 
     Args:
-        numbers: on the rank's device; summed.
+        numbers: on the rank's device, shape (numbers,); summed over ranks.
         flags: summed over ranks too.
         world: the ranks.
-        gives_up: this rank has not finished.
+        aborts: this rank has run out of memory, and its gradients are incomplete.
     """
 
     def __init__(
-        self, numbers: Float[Tensor, " numbers"], flags: Sequence[bool], world: World, *, gives_up: bool = False
+        self, numbers: Float[Tensor, " numbers"], flags: Sequence[bool], world: World, *, aborts: bool = False
     ) -> None:
         self._world = world
         self._numbers = numbers
-        self._own = [*flags, gives_up]
+        self._own = [*flags, aborts]
         self._num_together = len(numbers) if numbers.device.type == "cpu" else 0
-        told = torch.tensor(self._own, dtype=torch.float64)
-        self._message = torch.cat([numbers.double(), told]) if self._num_together else told
+        own_flags = torch.tensor(self._own, dtype=torch.float64)
+        self._message = torch.cat([numbers.double(), own_flags]) if self._num_together else own_flags
         self._works: list[dist.Work | None] = []
 
     def start(self) -> None:
@@ -52,22 +52,22 @@ class Closing:
         """Return the summed numbers, and for each flag whether any rank has set it.
 
         Raises:
-            AbandonedError: a rank has given up.
+            StepAbortedError: a rank has aborted.
         """
         for work in self._works:
             if work is not None:
                 work.wait()
         numbers = self._message[: self._num_together] if self._num_together else self._numbers
         if self._works[0] is None:  # the other ranks are imagined, and the message may hold no data
-            *flags, given_up = self._own
+            *flags, any_aborts = self._own
         else:
-            *flags, given_up = (flag > 0 for flag in self._message[self._num_together :].tolist())
-        if given_up:
-            raise AbandonedError
+            *flags, any_aborts = (flag > 0 for flag in self._message[self._num_together :].tolist())
+        if any_aborts:
+            raise StepAbortedError
         return numbers, flags
 
-    def again(self) -> None:
-        """Make it what it was for a rank that gives up: nothing used, nothing to report. Allocates nothing."""
+    def reset_to_abort(self) -> None:
+        """Make it the message of a rank that aborts: nothing used, nothing to report. Allocates nothing."""
         self._own[:] = [False] * (len(self._own) - 1) + [True]
         self._message.zero_()
         self._message[-1:].fill_(1.0)

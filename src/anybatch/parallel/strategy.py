@@ -95,7 +95,7 @@ class Prepared:
         layout: how the parameters lie on the ranks: what is saved, loaded, measured and averaged goes through it.
         abort: function (numbers, as `finish_gradients` will be given) -> function () that a rank calls which has run
             out of memory. It takes part in every collective that the other ranks have started or will start for this
-            effective batch, in their order, so that `finish_gradients` raises `AbandonedError` there. It raises
+            effective batch, in their order, so that `finish_gradients` raises `StepAbortedError` there. It raises
             `CannotRedoError`, with a clause, where it is too late for that. None: the strategy cannot do this.
     """
 
@@ -139,7 +139,7 @@ class Strategy(Protocol):
             numbers.
 
         Raises:
-            AbandonedError: a rank has aborted the effective batch, see `Prepared.abort`. All collectives are over.
+            StepAbortedError: a rank has aborted the effective batch, see `Prepared.abort`. All collectives are over.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""What ranks ask of torch that torch does not promise to keep. Seen on the versions in `core`'s `SEEN`."""
+"""Private interfaces of torch that ranks use. Seen on the versions in `anybatch.core.torch_internals.SEEN`."""
 
 from typing import TYPE_CHECKING, Any
 

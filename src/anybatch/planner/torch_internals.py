@@ -1,4 +1,4 @@
-"""What planning asks of torch that torch does not promise to keep; what watching memory asks is in `memory`.
+"""Private interfaces of torch that planning uses, each with its fallback or refusal; more are in `memory`.
 
 All of it was seen to hold on the versions in `anybatch.core.torch_internals.SEEN`. Where a name is missing, a function
 does without it if the plan stays the same, and raises `UnsupportedTorchError` if not.
@@ -191,7 +191,7 @@ def cpu_allocations(run: Callable[[], object], of: Any = torch._C) -> list[int]:
 
 
 def fake_device_getter(of: type = FakeTensor) -> Callable[[Any], torch.device]:
-    """Return what reads the device of a tensor without data, which is two thirds of all questions while planning.
+    """Return a function that reads the device of a tensor without data: two thirds of all calls while planning.
 
     `FakeTensor._fake_device`, which is twice as fast as the property `fake_device` over it (2.12 and 2.13); where that
     is no property (2.11), the attribute itself.

@@ -16,7 +16,7 @@ from anybatch.engine.accumulation.accumulate import LoopContext, MicroBatch, acc
 from anybatch.engine.accumulation.sums import Sums
 from anybatch.errors import CannotRedoError, LossError
 from anybatch.parallel.all_gather import RowLayout, gather_rows, make_gather_buffers
-from anybatch.parallel.step_agreement import AbandonedError
+from anybatch.parallel.step_agreement import StepAbortedError
 from anybatch.parallel.strategy import Turn
 from anybatch.parallel.world import World
 
@@ -196,7 +196,7 @@ def gather_outputs(
 
     Raises:
         LossError: ranks have encoded to tensors of other shapes or types; on every rank.
-        AbandonedError: a rank has run out of memory before.
+        StepAbortedError: a rank has run out of memory before.
     """
     # Shares are consecutive, so that rank by rank is in the order of the plan.
     sizes = [sum(unit.num_samples for unit in share if unit.weight) for share in plan.shares]
@@ -204,7 +204,7 @@ def gather_outputs(
     buffers = None if outputs.kinds is None else make_gather_buffers(outputs.kinds, sizes, world)
     from_all = world.gather_objects((outputs.kinds, outputs.differentiable))
     if None in from_all:
-        raise AbandonedError
+        raise StepAbortedError
     note_exchange()
     found = [one for one in from_all if one[0] is not None]
     kinds = found[0][0]
