@@ -22,7 +22,7 @@ from anybatch.planner.envelopes import Envelopes, find_envelopes
 from anybatch.planner.proposals.ranking import Fit, PlanTarget, fit_of
 from anybatch.planner.trace.cuda_emulation import Profile
 from anybatch.planner.trace.step_spec import StepSpec
-from anybatch.planner.trace.step_trace import NUM_MICRO_BATCHES, Tracing, trace_step
+from anybatch.planner.trace.step_trace import NUM_MICRO_BATCHES, StepTracer, trace_step
 from tests.faults import sees
 from tests.planner.profiled import most_allocated
 from tests.planner.step_specs import changed, step_spec
@@ -210,9 +210,9 @@ def test_one_step_more_is_a_step_of_that_size(profile: Profile, options: dict[st
     spec = small(profile, **{"optimizer": momentum, "clip": 1.0, **options})
     expected = trace_step(spec, 7).steady
 
-    with Tracing(spec) as tracing:
+    with StepTracer(spec) as tracing:
         tracing.begin(3)
-        found = tracing.go_on(7)
+        found = tracing.next_step(7)
 
     assert in_order(found) == in_order(expected)
 
@@ -402,8 +402,8 @@ def test_the_allocator_takes_more_than_tensors_hold() -> None:
 @sees(
     "a plan is not checked by one step more",
     "src/anybatch/planner/envelopes.py",
-    'return check(envelope, tracing.go_on(size), size).verdict == "exact"',
-    "return bool(check(envelope, tracing.go_on(size), size))",
+    'return check(envelope, tracing.next_step(size), size).verdict == "exact"',
+    "return bool(check(envelope, tracing.next_step(size), size))",
 )
 def test_pairs_of_samples_grow_as_squares() -> None:
     """A loss that compares all samples of a micro-batch is found to be quadratic, and planned as such."""

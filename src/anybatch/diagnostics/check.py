@@ -1,4 +1,4 @@
-"""Is what is trained the gradient of the batch? Runs the batch un-split and cut, and says why they differ."""
+"""Checks accumulation: runs a batch un-split and cut, compares the gradients, and names the cause of a difference."""
 
 import warnings
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ def check(
         loss: a declared loss, or a function of (model, batch), as the engine takes it.
         batch: any nested batch of at least 4 samples; a dozen is enough.
         micro_batch_sizes: cuts to try; None for 1 and two that leave a ragged tail.
-        norms: what is done about BatchNorm, as `Engine` takes it. The un-split batch is run under the policy too.
+        norms: the policy about BatchNorm, as `Engine` takes it. The un-split batch is run under the policy too.
         seed: of what the model draws.
 
     Returns:
@@ -60,7 +60,7 @@ def check(
         message = f"the batch has {num_samples} samples; a check needs at least {FEWEST_SAMPLES} to cut it unevenly."
         raise BatchSizeError(message, effective_batch_size=num_samples)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what is fine with a whole batch and is run on a few samples here
+        warnings.simplefilter("ignore")  # a whole batch would not cause them; a few samples may
         return _check(*_gradient_runs(model, declared(loss), batch, seed=seed, norms=norms), micro_batch_sizes)
 
 

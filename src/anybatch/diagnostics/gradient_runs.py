@@ -31,7 +31,7 @@ class GradientRuns:
         loss: the declared loss.
         batch: the whole batch.
         seed: of whatever is drawn.
-        norms: what is done about BatchNorm, as the engine takes it.
+        norms: the policy about BatchNorm, as the engine takes it.
         resting: modules that are in evaluation mode for now, because their behaviour in training was set aside.
     """
 

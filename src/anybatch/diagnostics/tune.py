@@ -270,7 +270,7 @@ class _Steps:
                 taken = self._step(size)
                 if taken is None:
                     found.pop(size, None)
-                    break  # what is larger does not fit either
+                    break  # larger sizes do not fit either
                 # The shortest time: whatever else the machine does only ever adds to it.
                 found[size] = min(taken, found.get(size, math.inf))
             if self._clock() - begun > most_seconds:

@@ -185,7 +185,7 @@ class MemoryLedger(TorchDispatchMode):
         self._live.clear()
 
     def _see(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:  # noqa: ANN401
-        """Tell of an operation that has run, and book what it has returned."""
+        """Report an operation that has run, and record its results."""
         # Costs are counted while the ledger is paused, too: only memory of loading is left out.
         if self._on_operation is not None:
             self._on_operation(func, args, kwargs, result, self.current_phase)
@@ -211,7 +211,7 @@ class MemoryLedger(TorchDispatchMode):
         return self._categories.get(number, default)
 
     def _book(self, tensor: torch.Tensor, operation: str) -> int | None:
-        """Book the storage of a tensor, if that is new; return its number, None if it takes no memory."""
+        """Record the storage of a tensor, if that is new; return its number, None if it takes no memory."""
         if self._device_type is not None and tensor.device.type != self._device_type:
             return None
         try:
@@ -221,7 +221,7 @@ class MemoryLedger(TorchDispatchMode):
         return self._book_storage(storage, operation)
 
     def _book_storage(self, storage: torch.UntypedStorage, operation: str) -> int | None:
-        """Book a storage, if that is new; return its number, None if it takes no memory."""
+        """Record a storage, if that is new; return its number, None if it takes no memory."""
         address, num_bytes = storage_key(storage), storage.nbytes()
         # A storage is recorded once, however many tensors view it.
         known = self._live.get(address)
@@ -239,14 +239,14 @@ class MemoryLedger(TorchDispatchMode):
         return number
 
     def _pass_through(self, moments: Iterable[int], operation: str) -> None:
-        """Book what a kernel holds at some moments, one after the other, and gives back."""
+        """Record the workspaces of a kernel: each is allocated and freed at once."""
         for num_bytes in moments:
             number = self._take(num_bytes, operation)
             self._categories[number] = "temporaries"
             self._give_back(number)
 
     def _take(self, num_bytes: int, operation: str) -> int:
-        """Book that so many bytes are taken now; return the number of this allocation."""
+        """Record an allocation of so many bytes; return its number."""
         number = len(self._sizes)
         self._sizes.append(num_bytes)
         self._phases.append(self.current_phase)
@@ -263,7 +263,7 @@ class MemoryLedger(TorchDispatchMode):
         self.held_bytes -= self._sizes[number]
 
     def _strike(self, address: int, number: int) -> None:
-        """Strike a storage off, unless it has been already."""
+        """Record the free of a storage, unless that has been done already."""
         # An address may have been reused by a younger storage by the time the callback of the older one runs.
         if self._live.get(address, (None,))[0] == number:
             del self._live[address]
@@ -276,7 +276,7 @@ def _name_of(func: Any) -> str:  # noqa: ANN401 (torch's type has no name in pub
 
 
 def _held_after(events: Iterable[int]) -> set[int]:
-    """Return the numbers, from 1, of what is held after some events."""
+    """Return the numbers, from 1, of the allocations that are held after some events."""
     held: set[int] = set()
     for event in events:
         if event > 0:

@@ -1,4 +1,4 @@
-"""Memory over the course of a step, by what it is held for: a trace, added up."""
+"""Memory over the course of a step, by category: a trace, added up."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ class MemoryTimeline:
     """Memory at each moment, by category. A moment is after one allocation or free.
 
     Attributes:
-        categories: what memory is held for, in the order of the columns, those that nothing was held for left out.
-        held_bytes: what was held at each moment.
-        phases: what was going on.
+        categories: in the order of the columns; those without any memory are left out.
+        held_bytes: bytes at each moment.
+        phases: of the step, at each moment.
         operations: the operation that allocated; empty at moments of a free.
         marks: (number of moments before it, name) of what happened between two moments.
     """
@@ -74,7 +74,7 @@ def timeline(trace: MemoryTrace) -> MemoryTimeline:
         trace: sizes in bytes, at one micro-batch size.
 
     Raises:
-        ValueError: nothing was booked.
+        ValueError: the trace is empty.
     """
     if not trace.events:
         message = "the trace holds no events."
@@ -101,7 +101,7 @@ def timeline(trace: MemoryTrace) -> MemoryTimeline:
 
 
 def _num_there_before(trace: MemoryTrace) -> int:
-    """Return how many events at the beginning book what was there before, but at least one."""
+    """Return the number of leading events that record memory from before, at least one."""
     for number, event in enumerate(trace.events):
         if event < 0 or trace.allocations[event - 1].operation:
             return max(1, number)

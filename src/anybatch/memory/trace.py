@@ -32,7 +32,7 @@ class Allocation:
 
     Attributes:
         num_bytes: its size.
-        category: what it is held for.
+        category: its purpose.
         phase: when it was taken.
         operation: what took it, such as `aten.addmm.default`; empty for what was there before.
     """
@@ -74,8 +74,8 @@ class Peak:
     """The moment at which most is held.
 
     Attributes:
-        num_bytes: what is held then.
-        by_category: the same by what it is held for; every category is there.
+        num_bytes: bytes held then.
+        by_category: the same by category; every category is there.
         phase: when the last piece was taken.
         operation: what took it.
         event_index: which event that was.
@@ -129,7 +129,7 @@ class MemoryEnvelope:
     Attributes:
         trace: the first trace; only its sizes belong to one micro-batch size.
         allocated: the size of each allocation.
-        held: what is held after each event.
+        held: bytes held after each event.
         traced: the micro-batch sizes it was made from.
     """
 
@@ -251,7 +251,7 @@ def fit_quadratic(traces: Sequence[tuple[MemoryTrace, int]]) -> MemoryEnvelope:
         traces: three pairs (trace, samples of a micro-batch in it).
 
     Raises:
-        PlanError: the three did not do the same, or what is held is not a quadratic that grows.
+        PlanError: the three did not do the same, or memory is no growing quadratic of the size.
     """
     sizes_m = tuple(m for _, m in traces)
     _check_different(sizes_m)

@@ -23,7 +23,7 @@ from anybatch.planner.trace.cpu_workspaces import KernelMemory
 from anybatch.planner.trace.cuda_emulation import Profile
 from anybatch.planner.trace.joint_rows import joint_limit
 from anybatch.planner.trace.step_spec import StepSpec, built
-from anybatch.planner.trace.step_trace import StepTrace, Tracing, trace_step, without_garbage_collection
+from anybatch.planner.trace.step_trace import StepTrace, StepTracer, trace_step, without_garbage_collection
 
 TRACED = (2, 3)
 """Micro-batch sizes that are traced. A single sample is special: axes are squeezed, and BatchNorm refuses it."""
@@ -172,7 +172,7 @@ def _found(ready: StepSpec, usable_bytes: int, *, most_samples: int | None, note
         _refuse_dependence(ready, traces[low])
         notes = [*notes, "the step reads numbers from tensors; what it holds was seen not to depend on them"]
     try:
-        with Tracing(ready) as tracing:
+        with StepTracer(ready) as tracing:
             traces[high] = tracing.begin(high, recorders[high])
             found = _fitted(ready, traces, [recorders[m].trace() for m in TRACED], tuple(notes))
             if found.steady.peak_bytes(1) > usable_bytes:
@@ -210,13 +210,13 @@ def _fitted(
     )
 
 
-def _goes_on_as_predicted(tracing: Tracing, size: int, envelope: MemoryEnvelope) -> bool:
+def _goes_on_as_predicted(tracing: StepTracer, size: int, envelope: MemoryEnvelope) -> bool:
     """Return whether one step more, at another size, holds what an envelope says, allocation by allocation.
 
     Half of a trace from the beginning, and where it is otherwise that is still to be made.
     """
     try:
-        return check(envelope, tracing.go_on(size), size).verdict == "exact"
+        return check(envelope, tracing.next_step(size), size).verdict == "exact"
     except PlanError:
         return False
 
@@ -227,7 +227,7 @@ def _checked(
     """Return envelopes that a trace from the beginning has not contradicted: quadratics, where lines are not enough.
 
     Raises:
-        PlanError: what is held is neither.
+        PlanError: memory is neither linear nor quadratic in the size.
     """
     low, high = TRACED
     for _ in range(3):  # affine, quadratic, and once more at what the quadratic says

@@ -24,7 +24,7 @@ _KIB, _MIB, _GIB = 2**10, 2**20, 2**30
 
 
 def _ledger(watcher: AllocationObserver) -> MemoryLedger:
-    """Return a ledger that also books what operations are given: what is seen first as an argument was there."""
+    """Return a ledger that also records arguments of operations: a tensor seen first as one existed before."""
 
     def book_arguments(
         func: object, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object, phase: Phase
@@ -41,7 +41,7 @@ class MemoryBudget:
 
     Attributes:
         num_bytes: the budget. Set it to lower or raise it in the middle of a run, as another tenant of a device would;
-            what is held already stays.
+            tensors that exist already stay.
         peak_bytes: most that was held at once after an allocation that was let through.
         num_refused: allocations that were not.
         ledger: books what tensors hold.

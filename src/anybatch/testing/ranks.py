@@ -21,7 +21,7 @@ class RankOutcome:
     """How a function ended on one rank.
 
     Attributes:
-        value: what it returned.
+        value: its return value.
         error: its traceback, where it raised, or how the process died; None where it returned.
     """
 

@@ -1,4 +1,4 @@
-"""`check_loop`: run a loop on the stage, on one rank or two, and judge what it did."""
+"""`check_loop`: run a loop on the probe model, on one rank or two, and judge its optimizer steps."""
 
 import inspect
 import pickle
@@ -136,7 +136,7 @@ class _Runner:
     def judge(self, num_ranks: int, pool: RankRunner | None) -> LoopReport:
         """Return the report of the loop on so many ranks.
 
-        Whatever the number, what is right is measured on one rank.
+        The expected gradients are measured on one rank in any case.
         """
         traces, loud = self._traces_on_ranks(pool) if num_ranks > 1 else (), None
         with group_of_one() if self.needs.ranks else nullcontext():

@@ -1,4 +1,4 @@
-"""From windows to findings: what is wrong with a loop, said once for each thing that is."""
+"""From windows to findings: each fault of a loop, reported once."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -97,7 +97,7 @@ class WeighedWindow:
 
 
 def judge(evidence: Evidence) -> tuple[tuple[Window, ...], tuple[LoopFinding, ...]]:
-    """Return the steps of a loop, and what is wrong with them."""
+    """Return the steps of a loop, and its faults."""
     if not evidence.steps:
         return (), (sentences.never_steps(evidence.where()), *_about_end(evidence))
     windows = tuple(_window(step, evidence.units, _clean_units(step, evidence)) for step in evidence.steps)
@@ -133,7 +133,7 @@ def _about_end(evidence: Evidence) -> Iterator[LoopFinding]:
 
 
 def _about_steps(evidence: Evidence) -> Iterator[LoopFinding]:
-    """Yield what is wrong with when the loop steps."""
+    """Yield faults in the places of `optimizer.step()`."""
     steps, steps_given = evidence.steps, evidence.accumulation_steps
     if evidence.cuts_batches or not evidence.knows_steps:
         return
@@ -158,7 +158,7 @@ def _about_steps(evidence: Evidence) -> Iterator[LoopFinding]:
 
 
 def _about_clearing(evidence: Evidence) -> Iterator[LoopFinding]:
-    """Yield what is wrong with when gradients are cleared."""
+    """Yield faults in the places of `zero_grad()`."""
     stale = [step for step in evidence.steps if step.is_stale]
     if stale:
         found = [step.number + 1 for step in stale]
@@ -212,7 +212,7 @@ def _judged(evidence: Evidence) -> tuple[list[WeighedWindow], list[StepParts]]:
 
 
 def _about_weights(evidence: Evidence, findings: Sequence[LoopFinding]) -> Iterator[LoopFinding]:
-    """Yield what is wrong with what the loop divides by."""
+    """Yield faults in the divisor of the loss."""
     judged, others = _judged(evidence)
     if others:
         yield sentences.not_a_weighted_sum(others[0].number + 1, evidence.where(others[0].line))
@@ -224,7 +224,7 @@ def _about_weights(evidence: Evidence, findings: Sequence[LoopFinding]) -> Itera
 
 
 def _about_totals(evidence: Evidence, judged: Sequence[WeighedWindow]) -> Iterator[LoopFinding]:
-    """Yield what is wrong with what weights of a step add up to."""
+    """Yield faults in the sums of weights of a step."""
     wrong = [each for each in judged if not near(each.total, 1.0)]
     if not wrong:
         return

@@ -24,7 +24,7 @@ class LoopFinding:
         code: its name, for programs.
         what: what the loop does, in a sentence.
         found: the value that shows it.
-        expected: what it would have been.
+        expected: the value of a right loop.
         where: lines of the loop's file, as far as they are known.
         change: what to change.
         in_gradient: whether gradients are wrong because of it; else it costs time, or misleads.

@@ -33,7 +33,7 @@ class Backward:
 
     Attributes:
         forwards: numbers of the forwards it went through.
-        incoming: what it added to the gradient.
+        incoming: the gradient that it added.
         before: the gradient it added to; zeros where there was none.
         synced: as in `Forward`, at the moment of the backward.
         line: line of the user's file.

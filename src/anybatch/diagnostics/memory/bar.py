@@ -54,9 +54,9 @@ class MemoryBar:
     A terminal with colours gets blocks of them.
 
     Args:
-        num_bytes: bytes by what they are held for, in the order of the bar.
-        total_bytes: what there is; None for what is held. Where more is held than there is, an arrow below the bar
-            shows what there is.
+        num_bytes: bytes by category, in the order of the bar.
+        total_bytes: memory of the device; None draws the parts alone. Where the parts exceed it, an arrow below the bar
+            shows it.
     """
 
     def __init__(self, num_bytes: Mapping[str, int], total_bytes: int | None = None) -> None:

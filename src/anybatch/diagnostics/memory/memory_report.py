@@ -48,7 +48,7 @@ class AllocatorReport:
 
     @property
     def fragmentation(self) -> float:
-        """Share of what is reserved that was not handed out at the peak: `1 - allocated / reserved`."""
+        """Share of reserved memory that was not allocated at the peak: `1 - allocated / reserved`."""
         return 1.0 - self.allocated_bytes / self.reserved_bytes if self.reserved_bytes else 0.0
 
     def __str__(self) -> str:
@@ -85,7 +85,7 @@ class MemoryReport:
 
     @property
     def peak_bytes(self) -> int:
-        """Most that was held at once: what the allocator had handed out, where there is one, else what tensors held."""
+        """Most memory at once: of the allocator where there is one, else of tensors."""
         seen = self.timeline.peak_bytes
         return seen if self.allocator is None else max(seen, self.allocator.peak_bytes)
 
@@ -123,7 +123,7 @@ class MemoryReport:
         draw_memory(self.timeline, picture, Path(path))
 
     def __str__(self) -> str:
-        """Return the peak, its bar, and what is left."""
+        """Return the peak, its bar, and the memory left."""
         return "\n".join([self._what, self._where_from, str(self.bar), *self._words_below()])
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -263,7 +263,7 @@ class MemoryRecording:
             self._ledger.hold(category, tensors)
 
     def _hold_inputs(self, batch: Any) -> None:  # noqa: ANN401 (any nested batch)
-        """Book a micro-batch, which is loaded now. What a data set holds, and what it takes to load, is not counted."""
+        """Record a micro-batch, which is loaded now. Memory of the data set, and of loading, is not counted."""
         self._mark(f"micro-batch {self._loading + 1}")
         self._ledger.phase = "setup"
         self._ledger.hold("inputs", tensors_of(batch))

@@ -1,4 +1,4 @@
-"""Memory over the course of a step as a picture: measured or planned, stacked by what it is held for."""
+"""Memory over the course of a step as a picture: measured or planned, stacked by category."""
 
 from dataclasses import dataclass
 from pathlib import Path

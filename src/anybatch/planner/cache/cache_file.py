@@ -40,7 +40,7 @@ class JsonLinesFile:
         self.refused = ""
 
     def read(self) -> list[JsonObject]:
-        """Return the lines that are whole, the oldest first; what is damaged goes when the file is written again."""
+        """Return the intact lines, the oldest first; damaged ones are dropped when the file is written next."""
         self.refused = ""
         try:
             text = self._text()

@@ -146,7 +146,7 @@ class _Pool:
 
     is_small: bool
     free: list[tuple[int, int]] = field(default_factory=list)  # (size, address), sorted
-    blocks: dict[int, "_Block"] = field(default_factory=dict)  # those that are not handed out, by address
+    blocks: dict[int, "_Block"] = field(default_factory=dict)  # those that are not allocated, by address
     unmapped: list[int] = field(default_factory=list)  # addresses, sorted; of an expandable segment only
 
     @property
@@ -168,7 +168,7 @@ class _Block:
 
 
 class _Allocator:
-    """The allocator's state. A block is handed out, or in its pool's `free`, or unmapped."""
+    """The allocator's state. A block is allocated, or in its pool's `free`, or unmapped."""
 
     def __init__(self, *, limit_bytes: int | None, expandable: bool) -> None:
         self.peak_reserved = self.peak_allocated = self.num_retries = 0
@@ -225,7 +225,7 @@ class _Allocator:
         if at == len(pool.free):
             return None
         if self._expandable:
-            # A block that can still grow counts as what it can grow to, so that it is used last.
+            # A block that can still grow counts with the size it can grow to, so that it is used last.
             while at + 1 < len(pool.free) and self._room(pool, at + 1) < self._room(pool, at):
                 at += 1
         return pool.blocks.pop(pool.free.pop(at)[1])
@@ -358,7 +358,7 @@ class _Allocator:
 
 
 def _room_around(block: _Block, size: int) -> _Block | None:
-    """Return where to begin if an unmapped block, with what is free before it and after it, has room; else None."""
+    """Return the first block of a free run around an unmapped one if the run has room for `size`; else None."""
     start = block
     if block.before is not None and not block.before.is_taken:
         start = block.before

@@ -70,7 +70,7 @@ def _high(values: Iterable[float]) -> float:
 
 
 class _Timing(TorchDispatchMode):
-    """Times each operation where it is run, and notes what it is if asked to."""
+    """Times each operation, or records its cost, as it runs."""
 
     def __init__(self, clock: Clock, *, notes: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

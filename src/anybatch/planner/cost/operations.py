@@ -165,7 +165,7 @@ def _home(tensor: torch.Tensor) -> int | None:
 
 
 def _bytes_moved(name: str, given: list[torch.Tensor], written_to: list[torch.Tensor]) -> tuple[int, int]:
-    """Return the bytes read and written; of what is expanded, those that are there."""
+    """Return the bytes read and written; an expanded tensor counts as the memory it really has."""
     written = sum(_num_bytes(tensor) for tensor in written_to)
     reads = [_num_bytes(tensor) for tensor in given]
     if name in _LOOK_UPS and reads:

@@ -43,7 +43,7 @@ class Operation:
         stored_as: what its first tensor is stored in.
         flops: floating-point operations; 0 where the kind does not count them.
         bytes_read: of its arguments.
-        bytes_written: of its results and of what it changes.
+        bytes_written: of its results and of arguments that it changes in place.
         num_tensors: how many tensors it works on one after the other, of a foreach operation.
         dims: the lengths that decide how well arithmetic units are used: (batch, rows, columns, inner) of a product,
             (images, channels in, channels out, kernel, positions) of a convolution, (batch and heads, queries, keys,

@@ -64,7 +64,7 @@ def smallest_world(
     try. It and its lower neighbour are then traced themselves, and others until the lower one is too small.
 
     Args:
-        spec: what is trained; its world size is not looked at.
+        spec: the step; its world size is ignored.
         budget_bytes: what the allocator may take on each device.
         micro_batch_size: samples of each micro-batch of a rank.
         sharding: how it is sharded; None for the defaults.

@@ -115,7 +115,7 @@ def fit_of(spec: StepSpec, envelopes: Envelopes, target: PlanTarget, *, name: st
     # The first step also allocates the optimizer's state, and may need more than all later ones.
     envelope = max((envelopes.steady, envelopes.first), key=lambda one: one.peak_bytes(size))
     reserved = freely = envelopes.reserved_bytes(size)
-    if largest:  # it makes do with what there is, by giving back what it does not use
+    if largest:  # under the limit it returns cached segments instead of reserving more
         reserved = max(envelopes.peak_bytes(size), min(reserved, usable))
     return Fit(
         name=name,

@@ -1,1 +1,1 @@
-"""Runs a step of the engine on tensors without data, and books what it would hold."""
+"""Runs a step of the engine on tensors without data, and records the memory it would take."""

@@ -173,7 +173,7 @@ def lines_through(held_a: Sequence[int], n_a: int, held_b: Sequence[int], n_b: i
 
 
 def _line(bytes_a: int, n_a: int, bytes_b: int, n_b: int) -> LinearBytes:
-    """Return a line through what is held at `n_b`: that through both, unless it falls, or starts below zero."""
+    """Return the line through both points; where it would fall or start below zero, one through the second point."""
     slope = max(0, ceil_div(bytes_b - bytes_a, n_b - n_a))
     # A line below zero at no samples is no size; the steepest one through the origin stands in for it.
     if slope * n_b > bytes_b:

@@ -26,7 +26,7 @@ class HostReads(TorchDispatchMode):
     it is run a second time with the other answers, and compared.
 
     Args:
-        phase: says what is going on.
+        phase: returns the current phase of the step.
         other: give the other answers: True instead of False, 2 instead of 1, -1.5 instead of 0.5.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Other ranks, imagined: collectives return at once, and what is asked of other ranks they answer as this one would."""
+"""A fake process group: collectives return at once, as if all other ranks had the values of this one."""
 
 import sys
 from collections.abc import Iterator

@@ -58,7 +58,7 @@ def results_can_be_remade(version: str = torch.__version__, parts: Sequence[Any]
 class FakeLedger(MemoryLedger):
     """A ledger for tensors without data that takes results from a cache.
 
-    It books the same as a `MemoryLedger`, in a quarter of the time.
+    It records the same as a `MemoryLedger`, in a quarter of the time.
 
     Args:
         mode: the mode the tensors live in, entered below this ledger.
@@ -96,7 +96,7 @@ class FakeLedger(MemoryLedger):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 (whatever the operation returns)
-        """Return the result of an operation, and book it.
+        """Return the result of an operation, and record it.
 
         Raises:
             NotImplementedError: the memory that the operation holds cannot be known without running it.

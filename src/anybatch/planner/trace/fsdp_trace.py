@@ -69,7 +69,7 @@ class ShardedTrace:
     """Allocations of one optimizer step of rank 0.
 
     Attributes:
-        memory: the trace; what is there before the step comes first.
+        memory: the trace; memory from before the step comes first.
         pools: of each allocation, the stream whose pool it comes from: 0 is where the model computes. Memory that is
             freed in one pool is not used again in another.
     """
@@ -139,12 +139,12 @@ def refuse_what_cannot_be_sharded(spec: StepSpec) -> None:
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, sharding: Sharding) -> None:
-    """Shard every block, then what is left.
+    """Shard every block, then the rest of the model.
 
     Args:
         model: changed in place.
         mesh: of one axis, over all ranks.
-        sharding: number formats, and what is gathered again.
+        sharding: number formats, and which blocks gather their weights again.
     """
     policy = MixedPrecisionPolicy(param_dtype=sharding.param_dtype, reduce_dtype=sharding.reduce_dtype)
     blocks = [block for row in repeated_blocks(model) for block in row.modules]
@@ -188,7 +188,7 @@ class ShardedLoop:
         self.optimizer.zero_grad()
 
     def trace(self, ledger: MemoryLedger) -> ShardedTrace:
-        """Run one step, with the optimizer's state there already, and return what it held.
+        """Run one step, with the optimizer's state there already, and return its allocations.
 
         Args:
             ledger: that has not been entered.
@@ -206,7 +206,7 @@ class ShardedLoop:
         return ShardedTrace(_with_gradients(ledger.trace()), ledger.pools)
 
     def step(self, ledger: MemoryLedger) -> None:
-        """Run one optimizer step, and say in the ledger what goes on."""
+        """Run one optimizer step, and mark its phases and micro-batches in the ledger."""
         root = cast("FSDPModule", self.model)
         for number in range(self.sharding.accumulation_steps):
             last = number == self.sharding.accumulation_steps - 1
@@ -232,7 +232,7 @@ class ShardedLoop:
 
 
 def _total(output: Any) -> torch.Tensor:  # noqa: ANN401 (whatever a loss function returns)
-    """Return one number for whatever form a loss has: what it is divided by takes no memory to speak of."""
+    """Return one number for any form of loss. Its divisor is left out: it takes no memory to speak of."""
     if isinstance(output, Mapping):
         return torch.stack([_total(value) for value in output.values()]).sum()
     total: torch.Tensor = output.total if isinstance(output, LossSum) else output
@@ -280,7 +280,7 @@ class _Pools:
 
 @contextmanager
 def resizes_booked(ledger: MemoryLedger) -> Iterator[None]:
-    """Have storages that are resized booked: FSDP2 lets gathered weights go by that, which is no operation."""
+    """Record resized storages, too: that is how FSDP2 frees gathered weights, and it is no operation."""
     storage_class: Any = torch.UntypedStorage
     resize = storage_class.resize_
 

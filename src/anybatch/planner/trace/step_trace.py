@@ -63,7 +63,7 @@ def trace_step(
     other_answers: bool = False,
     recorder: OperationRecorder | None = None,
 ) -> StepTrace:
-    """Run `Engine.step` twice on a fake twin, and return what is held.
+    """Run `Engine.step` twice on a fake twin, and return its allocations.
 
     Nothing of the spec is changed, no data is read, and next to no memory is taken.
 
@@ -78,11 +78,11 @@ def trace_step(
         CannotPlanError: the step cannot run without data; says why.
         UserError: the engine refuses what it is asked to run.
     """
-    with Tracing(spec, num_micro_batches=num_micro_batches, other_answers=other_answers) as tracing:
+    with StepTracer(spec, num_micro_batches=num_micro_batches, other_answers=other_answers) as tracing:
         return tracing.begin(micro_batch_size, recorder)
 
 
-class Tracing:
+class StepTracer:
     """A run of the engine on a fake twin, step by step. A context: ranks are imagined while it is entered.
 
     Args:
@@ -99,7 +99,7 @@ class Tracing:
         self._mode = fake_mode()
         self._reads = HostReads(self._reading_phase, other=other_answers)
         self._entered = ExitStack()
-        self._stage: _Stage | None = None
+        self._twin_run: _TwinRun | None = None
         self._stays: list[bool] = []
 
     def __enter__(self) -> Self:
@@ -109,8 +109,8 @@ class Tracing:
             stack.enter_context(warnings.catch_warnings())
             stack.enter_context(without_garbage_collection())
             warnings.simplefilter("ignore")  # the real run shows them
-            self._stage = _Stage(self._spec, self._mode, world, self._num_micro_batches)
-            stack.callback(self._stage.ledger.forget)
+            self._twin_run = _TwinRun(self._spec, self._mode, world, self._num_micro_batches)
+            stack.callback(self._twin_run.ledger.forget)
             self._entered = stack.pop_all()
         return self
 
@@ -119,7 +119,7 @@ class Tracing:
         self._entered.close()
 
     def begin(self, micro_batch_size: int, recorder: OperationRecorder | None = None) -> StepTrace:
-        """Make the engine and run two steps; return what is held.
+        """Make the engine and run two steps; return their allocations.
 
         Args:
             micro_batch_size: samples of each micro-batch.
@@ -129,17 +129,17 @@ class Tracing:
             CannotPlanError: the step cannot run without data; says why.
             UserError: the engine refuses what it is asked to run.
         """
-        assert self._stage is not None, "it is entered"
-        ledger = self._stage.ledger
+        assert self._twin_run is not None, "it is entered"
+        ledger = self._twin_run.ledger
         self._entered.callback(self._close)
         with self._running():
-            self._stage.make_engine()
-            self._stage.step(micro_batch_size)
+            self._twin_run.make_engine()
+            self._twin_run.step(micro_batch_size)
             start = ledger.num_events
-            self._stage.step(micro_batch_size, recorder)
+            self._twin_run.step(micro_batch_size, recorder)
         computing: tuple[Phase, ...] = ("forward", "backward")
         steady = ledger.trace(start)
-        # `go_on` needs to know which pieces of a steady step stay, in order to renumber those of later steps.
+        # `next_step` needs to know which pieces of a steady step stay, in order to renumber those of later steps.
         self._stays = _which_stay(steady, len(ledger.trace(start, start).allocations))
         return StepTrace(
             steady=steady,
@@ -148,11 +148,11 @@ class Tracing:
             truths_read=sum(self._reads.truths[phase] for phase in computing),
         )
 
-    def go_on(self, micro_batch_size: int) -> MemoryTrace:
-        """Run one step more, at another micro-batch size, and return what is held in a run of steps of that size.
+    def next_step(self, micro_batch_size: int) -> MemoryTrace:
+        """Run one more step, at another micro-batch size; return the allocations of a run of steps of that size.
 
-        The step before was of another size, and what it has left (its last inputs, say) with it. What this step leaves
-        stands in its place.
+        The step before was of another size, and so are the pieces it has left, such as its last inputs. The pieces that
+        this step leaves stand in their place.
 
         Args:
             micro_batch_size: samples of each micro-batch.
@@ -161,12 +161,12 @@ class Tracing:
             CannotPlanError: the step cannot run without data; says why.
             PlanError: it leaves other pieces than it has found.
         """
-        assert self._stage is not None, "it is entered"
-        ledger = self._stage.ledger
+        assert self._twin_run is not None, "it is entered"
+        ledger = self._twin_run.ledger
         start = ledger.num_events
         found = ledger.trace(start).allocations
         with self._running():
-            self._stage.step(micro_batch_size)
+            self._twin_run.step(micro_batch_size)
         left = ledger.trace(ledger.num_events).allocations
         own = _which_stay(ledger.trace(start), len(found))
         if not len(found) == len(left) == len(self._stays) or sum(own) != sum(self._stays):
@@ -176,21 +176,21 @@ class Tracing:
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        assert self._stage is not None, "it is entered"
-        with as_planning_errors(), self._mode, self._reads, allocating_as(self._spec.profile), self._stage.ledger:
+        assert self._twin_run is not None, "it is entered"
+        with as_planning_errors(), self._mode, self._reads, allocating_as(self._spec.profile), self._twin_run.ledger:
             yield
 
     def _close(self) -> None:
-        assert self._stage is not None, "it is entered"
+        assert self._twin_run is not None, "it is entered"
         with self._running():
-            self._stage.close()
+            self._twin_run.close()
 
     def _reading_phase(self) -> Phase:
-        assert self._stage is not None, "it is entered"
-        return self._stage.reading_phase
+        assert self._twin_run is not None, "it is entered"
+        return self._twin_run.reading_phase
 
 
-class _Stage:
+class _TwinRun:
     """The twin of a spec, the engine that runs it, and the ledger that looks on. It is the engine's observer."""
 
     def __init__(self, spec: StepSpec, mode: FakeTensorMode, world: World, num_micro_batches: int) -> None:
@@ -223,7 +223,7 @@ class _Stage:
         self._engine: Engine | None = None
 
     def make_engine(self) -> None:
-        """Make the engine, and book what there is before its first step."""
+        """Make the engine, and record the memory before its first step."""
         spec, ledger = self._spec, self.ledger
         ledger.phase = "setup"
         ledger.hold("weights", self._modules.parameters())
@@ -331,7 +331,7 @@ class _Stage:
 class _TracedBatch:
     """An effective batch of fake samples; see `EffectiveBatch`."""
 
-    stage: _Stage
+    run: _TwinRun
     num_samples: int
     seed: int = 0
 
@@ -346,13 +346,13 @@ class _TracedBatch:
         return range(self.num_samples)
 
     def feed(self, units: Sequence[Positions], foresight: Foresight | None = None) -> Iterator[Batch]:
-        """Yield this rank's micro-batches: each made when it is asked for, or all of them cut from what is there."""
+        """Yield this rank's micro-batches: each made on demand, or all of them cut from the whole batch."""
         del foresight
-        if self.stage.loads_as_it_goes:
+        if self.run.loads_as_it_goes:
             for positions in units:
-                yield self.stage.loaded(self.stage.sample(len(positions)))
+                yield self.run.loaded(self.run.sample(len(positions)))
             return
-        whole = self.stage.loaded(self.stage.sample(sum(map(len, units))))
+        whole = self.run.loaded(self.run.sample(sum(map(len, units))))
         first = units[0][0]
         for positions in units:
             yield slice_samples(whole, positions[0] - first, positions[-1] + 1 - first)
@@ -367,7 +367,7 @@ def _which_stay(step: MemoryTrace, num_found: int) -> list[bool]:
 def _as_in_a_run(
     step: MemoryTrace, left: Sequence[Allocation], own: Sequence[bool], stays: Sequence[bool]
 ) -> MemoryTrace:
-    """Return a step with what it leaves in the place of what it found, numbered as where `stays` is from.
+    """Return a step in which the pieces that it leaves replace those that it found, numbered as those of `stays`.
 
     Pieces are numbered as they were taken, and a first step takes some (a momentum) before what later ones make.
 
@@ -378,7 +378,7 @@ def _as_in_a_run(
         stays: the same of another step, and its pieces: equally many, of which equally many stay.
     """
     num_found = len(stays)
-    # What stays was taken before what is new, so it comes first in what is left.
+    # Pieces that stay are older than new ones, so they come first in `left`.
     places, own_places = (sorted(range(num_found), key=lambda place: not those[place]) for those in (stays, own))
     renumbered = {old + 1: new + 1 for old, new in zip(own_places, places, strict=True)}
     found = [piece for _, piece in sorted(zip(places, left, strict=True), key=lambda pair: pair[0])]

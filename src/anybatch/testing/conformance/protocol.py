@@ -51,7 +51,7 @@ class LossTerms:
     terms: tuple[LossTerm, ...]
 
     def whole(self, model: nn.Module, samples: Samples) -> Tensor:
-        """Return the loss of an un-split batch: what is meant."""
+        """Return the loss of an un-split batch, which every split has to reproduce."""
         means = self.function(model, samples)
         counted = [term.weight * means[term.name] for term in self.terms if term.count(samples)]
         return torch.stack(counted).sum()
@@ -62,11 +62,11 @@ class Case:
     """Something that has to come out equal however it is cut.
 
     Attributes:
-        name: what is uneven about it.
+        name: names the unevenness in tables.
         model: builds the model, the same one each time.
         samples: builds all samples, along the first axis of every tensor.
         loss: what to minimise.
-        effective_batch_size: samples of one optimizer step; the last step has what is left.
+        effective_batch_size: samples of one optimizer step; the last step has the remaining ones.
         micro_batch_sizes: the splits to try.
     """
 
@@ -100,7 +100,7 @@ class SplitCase:
 
     @property
     def effective_batch_size(self) -> int:
-        """Samples of one optimizer step; the last one has what is left."""
+        """Samples of one optimizer step; the last one has the remaining ones."""
         return self.case.effective_batch_size
 
     def model(self) -> nn.Module:
@@ -144,7 +144,7 @@ def num_samples(samples: Samples) -> int:
 
 
 def parts(samples: Samples, size: int) -> list[dict[str, Tensor]]:
-    """Return the samples in parts of `size`, the last one with what is left."""
+    """Return the samples in parts of `size`, the last one with the remaining ones."""
     starts = range(0, num_samples(samples), size)
     return [{name: value[start : start + size] for name, value in samples.items()} for start in starts]
 

@@ -68,7 +68,7 @@ def run(adapter: Adapter, cases: Sequence[Case] = CASES, *, tolerance: float = 1
 
     Args:
         adapter: the trainer.
-        cases: what it has to get right.
+        cases: that it has to get right.
         tolerance: largest relative error, in float64, that counts as equal.
     """
     rows = []
