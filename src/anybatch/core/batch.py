@@ -1,4 +1,4 @@
-"""Chapter 5: what the engine asks of an effective batch, whoever made it."""
+"""Chapter 5: what the engine asks of an effective batch, whatever data it comes from."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -53,7 +53,7 @@ def taken(values: Sequence[T], positions: Positions) -> Sequence[T]:
 
 
 class EffectiveBatch(Protocol):
-    """What one optimizer step sees, over all ranks, before it is cut. Lazy: samples are loaded when they are fed.
+    """The samples of one optimizer step, over all ranks, before they are cut. Lazy: they are loaded when they are fed.
 
     Attributes:
         sample_ids: global ids of its samples, in the order they are cut; the same on every rank.

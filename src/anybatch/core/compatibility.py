@@ -15,12 +15,12 @@ from anybatch.errors import CompositionError
 
 
 class Verdict(Enum):
-    """What becomes of two features together, from good to bad; the value is the mark in the printed table.
+    """The verdict on two features together, from good to bad; the value is the mark in the printed table.
 
     EXACT: the gradient is that of the un-split batch: to 1e-12 in float64, in bf16 and fp16 up to their rounding.
     SAME_CUT: the gradient is that of the same micro-batches, run by whatever ranks; another cut draws other numbers.
     DIFFERS: it runs, but equality with the un-split batch cannot be had; the reason says why.
-    UNTESTED: it runs, and nobody has compared it.
+    UNTESTED: it runs, and has not been compared with the un-split batch.
     EXCLUSIVE: the two never meet: values of one axis, or one follows from the absence of the other.
     REFUSED: an error before the model is touched; for what shows only in a backward, before the first update.
     """
@@ -126,7 +126,7 @@ class Feature(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What the table says of two features, or of one by itself.
+    """The table's entry for two features, or for one by itself.
 
     Attributes:
         verdict: what becomes of them.
@@ -317,7 +317,7 @@ def remarks(present: Iterable[Feature]) -> tuple[str, ...]:
     telling = (Verdict.SAME_CUT, Verdict.DIFFERS, Verdict.UNTESTED)
     said = [(one, other, cell(one, other)) for one, other in meetings(present)]
     return tuple(
-        f"{one.says if one is other else f'{one.says} with {other.says}'}: {found.reason or 'nobody has compared it'}. "
+        f"{one.says if one is other else f'{one.says} with {other.says}'}: {found.reason or 'not compared yet'}. "
         f"{found.instead}".rstrip()
         for one, other, found in said
         if found.verdict in telling
@@ -366,7 +366,7 @@ _MEANINGS: Mapping[Verdict, str] = {
     "part, up to their rounding, because each micro-batch's gradient is rounded once",
     Verdict.SAME_CUT: "exact for the same cut: the gradient is that of the same micro-batches on whatever ranks",
     Verdict.DIFFERS: "differs: it runs, but equality with the un-split batch cannot be had",
-    Verdict.UNTESTED: "untested: it runs, and nobody has compared it",
+    Verdict.UNTESTED: "untested: it runs, and has not been compared",
     Verdict.EXCLUSIVE: "exclusive: the two never meet",
     Verdict.REFUSED: "refused: a `CompositionError` before the model is touched; what shows only while a model runs is "
     "refused in its first backward, before the update",

@@ -8,7 +8,7 @@ from anybatch.errors import BatchSizeError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What the user fixed of the three sizes, and what follows from it on `world_size` ranks.
+    """The three sizes as far as the user has fixed them, on `world_size` ranks.
 
     At least one of `micro_batch_size` and `accumulation_steps` is None unless all three agree: whichever was not given
     is not stored but follows from the batch at hand, so that the last batch of an epoch may be smaller.

@@ -35,7 +35,7 @@ from anybatch.errors import LossError
 
 @dataclass(frozen=True, slots=True)
 class LossSum:
-    """What a loss or a metric knows exactly: the `total` over some items and how many items that were.
+    """The exact value of a loss or metric: the `total` over some items and how many items that were.
 
     Args:
         total: zero-axis tensor, the sum over the items.
@@ -214,7 +214,7 @@ def unit_counts(loss: Loss, batch: Batch, num_samples: int) -> tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class TermFactors:
-    """What one micro-batch's value of one term is multiplied with, before the backward.
+    """Factors for one micro-batch's value of one term, before the backward.
 
     Args:
         of_mean: factor for a value that is a mean: weight x count of the micro-batch / count of the effective batch.

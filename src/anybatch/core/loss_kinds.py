@@ -25,7 +25,7 @@ ONE_NUMBER = (
     "ab.mean_over_samples(loss) for a mean over samples, ab.mean_over_tokens(loss) for a mean over unmasked targets, "
     "ab.mean_over(loss, count) otherwise; or return one loss per item, or ab.LossSum(total, count)."
 )
-"""What an undeclared loss is told if it is not a mean over samples, or if that cannot be found out."""
+"""The error of an undeclared loss that is not a mean over samples, or of which that cannot be found out."""
 
 
 @dataclass(frozen=True, slots=True)

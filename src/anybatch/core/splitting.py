@@ -68,7 +68,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutConstraints:
-    """What a policy about BatchNorm or a strategy demands of every cut, and of how its units are run.
+    """Demands of a policy about BatchNorm or of a strategy on every cut, and on how its units are run.
 
     Attributes:
         lockstep: every rank runs the same number of units, and each has something to run in every step.
@@ -90,7 +90,7 @@ class CutConstraints:
 
     @property
     def searchable(self) -> bool:
-        """Whether there is a micro-batch size to find: not where a share is one unit, or all units are held at once."""
+        """Whether there is a size to find: not where a share is one unit, or all units are in memory at once."""
         return not (self.whole or self.every_unit)
 
     def __or__(self, other: "CutConstraints") -> "CutConstraints":

@@ -105,14 +105,14 @@ class StreamSource:
 
     def _batches_of_epoch(self, stream: Iterator[StreamSample], start: Position) -> Iterator[DatasetBatch]:
         request, size, position = self._request, self._request.effective_batch_size, start
-        held: list[StreamSample] = []
+        read: list[StreamSample] = []
         while True:
             with preserved_random_state():
-                held += itertools.islice(stream, size + 1 - len(held))  # one more: is this batch the last one?
-            samples, held = held[:size], held[size:]
+                read += itertools.islice(stream, size + 1 - len(read))  # one more: is this batch the last one?
+            samples, read = read[:size], read[size:]
             if not samples or (request.drop_last and len(samples) < size):
                 break
-            end = Position(start.epoch, position.sample_offset + len(samples)) if held else Position(start.epoch + 1)
+            end = Position(start.epoch, position.sample_offset + len(samples)) if read else Position(start.epoch + 1)
             feeder = _Feeder([sample for _, sample in samples], request.collate, pin_memory=request.pin_memory)
             ids = tuple(sample_id for sample_id, _ in samples)
             yield DatasetBatch(sample_ids=ids, seed=request.seed, start=position, end=end, feeder=feeder)

@@ -107,7 +107,7 @@ class Parts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Arguments:
-    """What follows from the arguments alone, with nothing refused."""
+    """Arguments that have been checked, and values that follow from them alone."""
 
     spec: TrainSpec
     loss: Loss

@@ -188,7 +188,7 @@ class Engine:
 
     @property
     def decisions(self) -> Decisions:
-        """What the engine decided by itself, in words, by name; more can be added."""
+        """The engine's own decisions, in words, by name; more can be added."""
         return self._parts.decisions
 
     @property

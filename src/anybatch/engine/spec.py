@@ -1,4 +1,4 @@
-"""What is trained, and on what: the two values that every verb reads and that `build` makes an engine of."""
+"""`TrainSpec` says what is trained, `Hardware` where and in what pieces: `build` makes an engine of the two."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -115,7 +115,7 @@ class StepRunner:
         except torch.OutOfMemoryError as error:
             failed = OutOfMemory(phase, str(error))
             release_frames(error)
-            return failed  # outside of this function the failed frames, and all that they held, are gone
+            return failed  # outside of this function the failed frames, and all their tensors, are freed
         if loss.kind.brings_count:
             present = [gradient for gradient in gradients if gradient is not None]
             totals, counts = divide_late(present, totals, counted.divisors[0])

@@ -124,7 +124,7 @@ class TensorBoardLog:
                     return
 
     def close(self) -> None:
-        """Write buffered charts, and close the file. Closing twice is allowed."""
+        """Write buffered charts, and close the file. StepAgreement twice is allowed."""
         with self._lock:
             if self._pending:
                 self._write()

@@ -184,7 +184,7 @@ class _Caller(nn.Module):
 
 @dataclass(slots=True)
 class _Reductions:
-    """Who is told of reductions, and whether one has broken: DDP lets no exception of its own type through."""
+    """The observer of reductions, and whether one has broken: DDP lets no exception of its own type through."""
 
     on_reduction: ReductionObserver | None
     broken: bool = False

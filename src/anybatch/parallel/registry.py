@@ -17,7 +17,7 @@ STRATEGIES: Mapping[str, Callable[[], Strategy]] = MappingProxyType(
         "ddp": DDP,
     }
 )
-"""What `Engine(strategy=name)` makes, by name. "auto" is not among them: it is one of these."""
+"""The classes that `Engine(strategy=name)` instantiates. "auto" is not among them: it is one of these."""
 
 
 def choose_strategy(strategy: "str | Strategy", world: World) -> Strategy:

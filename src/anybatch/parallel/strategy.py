@@ -31,7 +31,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a strategy can do and what it demands; the engine asks this and never the strategy's type.
+    """Abilities and demands of a strategy; the engine asks for these and never for the strategy's type.
 
     Attributes:
         name: as written in reports.
@@ -54,7 +54,7 @@ class Capabilities:
 
     @property
     def constraints(self) -> CutConstraints:
-        """What the strategy demands of every cut."""
+        """The strategy's demands on every cut."""
         return CutConstraints(lockstep=self.lockstep, fills_up=self.lockstep)
 
 
@@ -84,7 +84,7 @@ class ParameterLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """What a strategy makes of a model.
+    """A model that a strategy has prepared.
 
     Attributes:
         parameters: the trainable parameters by name; the optimizer is built over these.
@@ -113,7 +113,7 @@ class Strategy(Protocol):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What it can do and what it demands."""
+        """Its abilities and demands."""
         ...
 
     def prepare(

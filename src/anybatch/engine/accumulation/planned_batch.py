@@ -22,7 +22,7 @@ from anybatch.parallel.world import World
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """What one rank brings to an effective batch from its own loader; None when its loader has ended."""
+    """The samples one rank brings to an effective batch from its own loader; None when its loader has ended."""
 
     batch: Batch | None
 

@@ -153,7 +153,7 @@ def _hooks(store: HostStore | None) -> AbstractContextManager[object]:
 
 
 class _ThisThread:
-    """What torch keeps per thread, as it is here: gradient mode, modes that see operations, on CUDA the stream."""
+    """Per-thread state of torch, as it is here: gradient mode, modes that see operations, on CUDA the stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._gradients = torch.is_grad_enabled()

@@ -51,7 +51,7 @@ LOW = Tolerance(rounding=2e-2, beyond_doubt=1e-1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TermFinding:
-    """What was found of one term.
+    """The result of the check for one term.
 
     Attributes:
         error: relative difference between the whole's gradient and the pieces'.

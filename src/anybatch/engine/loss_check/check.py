@@ -31,14 +31,14 @@ from anybatch.errors import LossError
 from anybatch.parallel.world import World
 
 _MOST_STEPS = 8
-"""How many steps are looked at before it is left at "could not be told"."""
+"""Number of steps after which an inconclusive check is given up."""
 _TAKEN = "taken as a mean over samples, because the check of the first step has found that it is one"
 _OTHERWISE = "If you know better, Engine(check_loss=False) leaves this check out."
 
 
 @dataclass(frozen=True, slots=True)
 class CheckVerdict:
-    """What one rank found: "holds", "broken", "inconclusive", or "idle" without a sample to look at.
+    """The verdict of one rank: "holds", "broken", "inconclusive", or "idle" without a sample to look at.
 
     Attributes:
         kind: which.

@@ -212,7 +212,7 @@ def sample_axes(
         num_others: how many samples those were.
 
     Raises:
-        UndecidedError: without `others` it cannot be told; or these are other calls.
+        UndecidedError: without `others` the axis is ambiguous; or these are other calls.
     """
     if others is None:
         return [[_likely_axes(tensor, num_samples) for tensor in call.tensors] for call in calls]
@@ -232,7 +232,7 @@ def _likely_axes(tensor: torch.Tensor, num_samples: int) -> Axes:
     if sizes[:1] == (num_samples,) and num_samples not in sizes[1:]:
         return ((0, 1),)
     if any(size % num_samples == 0 for size in sizes):
-        message = "it cannot be told which axis of the model's output is that of the samples"
+        message = "it is ambiguous which axis of the model's output is that of the samples"
         raise UndecidedError(message)
     return ()
 

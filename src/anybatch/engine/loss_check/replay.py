@@ -40,7 +40,7 @@ class CannotRunError(UndecidedError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedSamples:
-    """What is looked at.
+    """Samples of a micro-batch with everything that a check of the loss needs.
 
     Attributes:
         loss: the declaration.
@@ -275,7 +275,7 @@ class Replay:
 def open_replay(checked: CheckedSamples, *, wide: bool, exact: bool, interleaved: bool) -> Replay:
     """Return a replay in which all that the loss depends on has rows of samples.
 
-    A model that computes the loss itself returns one number. Such modules are opened, so that it is computed anew from
+    A model that computes the loss itself returns one number. Such modules are opened, so that it is computed again from
     what their children have returned.
 
     Raises:
@@ -294,7 +294,7 @@ def open_replay(checked: CheckedSamples, *, wide: bool, exact: bool, interleaved
 
 
 def attempted(function: Callable[[], Any]) -> Any:  # noqa: ANN401 (what the function returns)
-    """Run something of the user's; whatever it raises is no verdict, and will be raised again in earnest."""
+    """Run something of the user's; an error of it is no verdict; the step itself will raise it."""
     try:
         return function()
     except (UndecidedError, torch.OutOfMemoryError):

@@ -1,4 +1,4 @@
-"""What "auto" is: of a few micro-batch sizes that fit, the smallest that is as fast as the fastest.
+"""The search behind "auto": of a few micro-batch sizes that fit, the smallest that is as fast as the fastest.
 
 The one place in the engine where a clock is read. What is decided here is written down: in the run's decisions, hence
 in the header of its log and in its checkpoints, and a resumed run takes it again.
@@ -35,7 +35,7 @@ _CODES = ("ran", "out_of_memory", "failed")
 
 
 class Memory(Protocol):
-    """What remembers sizes from one process to the next, such as `anybatch.planner.cache.measured_sizes.KnownSizes`."""
+    """A memory of sizes from one process to the next, such as `anybatch.planner.cache.measured_sizes.KnownSizes`."""
 
     def find(self, circumstances: Mapping[str, Any]) -> KnownSize | None:
         """Return what was kept under exactly these circumstances; None for nothing."""
@@ -47,11 +47,11 @@ class Memory(Protocol):
 
 
 class Room(Protocol):
-    """What knows how much memory is left where running out of it ends the process, which is on a CPU."""
+    """The memory that is left, where running out of it ends the process instead of raising: on a CPU."""
 
     @property
     def available_bytes(self) -> int | None:
-        """What could be taken at the beginning; None where it is not known."""
+        """Bytes that could be allocated at the beginning; None where that is not known."""
         ...
 
     def may_double(self) -> bool:
@@ -101,7 +101,7 @@ class FoundSize:
 
 @dataclass(frozen=True, slots=True)
 class _AgreedResult:
-    """What a run came to on all ranks: the worst outcome, the slowest rank.
+    """The result of a trial run on all ranks: the worst outcome, the slowest rank.
 
     Attributes:
         outcome: as of a `TrialResult`.

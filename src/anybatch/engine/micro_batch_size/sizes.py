@@ -34,7 +34,7 @@ WORTH_TIMING = 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialParts:
-    """What trial runs of the first batch need.
+    """Everything that trial runs of the first batch need.
 
     Attributes:
         context: what the loop uses.

@@ -72,7 +72,7 @@ class UnitRandomness:
 
     @contextmanager
     def parked(self) -> Iterator[None]:
-        """Let others draw for a while; afterwards the numbers go on as if nobody had."""
+        """Let another micro-batch draw meanwhile; afterwards the numbers go on as if it had not."""
         states = [generator.get_state() for generator in self._generators]
         try:
             yield
@@ -82,7 +82,7 @@ class UnitRandomness:
 
 
 class CallersRandomness:
-    """Leaves random numbers as they come, which is `rng=None`. They go back only where a step is begun anew."""
+    """Leaves random numbers as they come, which is `rng=None`. They are restored only where a step is repeated."""
 
     covers_backward = False
 

@@ -218,7 +218,7 @@ class _Draws(TorchFunctionMode):
         generator, known = torch.default_generator, self._axis_of_call
         call = generator.initial_seed() - self._first_seed
         if not 0 <= call <= len(known):
-            self.refuse("torch's random numbers were seeded anew", "Leave torch.manual_seed out of the forward.")
+            self.refuse("torch's random numbers were seeded again", "Leave torch.manual_seed out of the forward.")
         if call == len(known):
             if is_in_backward():  # torch's own checkpointing asks this too
                 self.refuse(

@@ -1,1 +1,1 @@
-"""What an engine says of its run: records for observers, and what it decided."""
+"""Reports of an engine on its run: records for observers, and its decisions."""

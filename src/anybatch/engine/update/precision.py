@@ -132,7 +132,7 @@ class LossScaler:
 
     @property
     def scale(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """What a loss goes through before its backward."""
+        """Function that scales a loss before its backward; returns it as it is without fp16."""
         return self.scaler.scale if self.enabled else _unchanged
 
     def unscale(self) -> None:
@@ -177,10 +177,10 @@ def _unchanged(loss: torch.Tensor) -> torch.Tensor:
 
 
 def _check_members(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    held_ids = {id(parameter) for parameter in held}
+    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    given_ids = {id(parameter) for parameter in given}
     own_ids = {id(parameter) for parameter in parameters.values()}
-    missing = [name for name, parameter in parameters.items() if id(parameter) not in held_ids]
+    missing = [name for name, parameter in parameters.items() if id(parameter) not in given_ids]
     if missing:
         message = (
             f"{len(missing)} of {len(parameters)} trainable parameters are in no parameter group of the optimizer: "
@@ -188,7 +188,7 @@ def _check_members(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter])
             "model's parameters were replaced holds the old ones; pass a function named_parameters -> optimizer then.)"
         )
         raise ParameterError(message)
-    foreign = [tuple(p.shape) for p in held if id(p) not in own_ids and p.requires_grad]
+    foreign = [tuple(p.shape) for p in given if id(p) not in own_ids and p.requires_grad]
     if foreign:
         message = (
             f"the optimizer holds {len(foreign)} trainable parameters that belong to no given module, with shapes "
