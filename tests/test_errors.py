@@ -114,3 +114,11 @@ def test_a_checkpoint_that_is_missing_has_a_path(tmp_path: Path) -> None:
     with pytest.raises(MissingCheckpointError) as caught:
         load_latest(tmp_path / "none")
     assert caught.value.path == tmp_path / "none"
+
+
+def test_a_loss_that_returns_too_much_names_its_term() -> None:
+    """The term and its items are fields: a program need not take them from the sentence."""
+    loss = ab.sum_of(lambda model, batch: {"main": model(batch).expand(-1, 3)}, main=ab.samples())
+    with pytest.raises(LossError) as caught:
+        ab.Engine(nn.Linear(1, 1), sgd, loss, check_loss=False).step(torch.ones(2, 1))
+    assert (caught.value.term, caught.value.unit) == ("main", "samples")

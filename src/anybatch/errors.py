@@ -82,7 +82,7 @@ class LossError(UserError):
 
     Attributes:
         term: name of the term that breaks it.
-        unit: what that term was declared to be a mean over: "samples", "tokens" or "counted".
+        unit: the items that the term was declared to be a mean over, such as "samples".
     """
 
     def __init__(self, message: str = "", *, term: str | None = None, unit: str | None = None) -> None:

@@ -162,7 +162,7 @@ def sum_of(function: LossFunction, **terms: Term) -> Loss:
     for name, term in terms.items():
         if not isinstance(term, Term):
             message = f"sum_of term {name}={term!r} must be made with ab.samples, ab.tokens or ab.counted."
-            raise LossError(message)
+            raise LossError(message, term=name)
     return Loss(_callable(function), CountedBefore(dict(terms), named=True))
 
 
@@ -207,7 +207,7 @@ def unit_counts(loss: Loss, batch: Batch, num_samples: int) -> tuple[float, ...]
         count = float(num_samples if term.count is None else term.count(batch))
         if not 0.0 <= count < float("inf"):
             message = f"the count of loss term {name!r} is {count}; it must be a finite number that is not negative."
-            raise LossError(message)
+            raise LossError(message, term=name, unit=term.items.name)
         counts.append(count)
     return tuple(counts)
 
@@ -299,7 +299,7 @@ def _contribution(loss: Loss, name: str, value: object, factor: TermFactors) -> 
         f"the loss function returned {type(value).__name__} for term {name!r}; it must return a tensor "
         "(a mean, or one loss per item) or ab.LossSum(total, count)."
     )
-    raise LossError(message)
+    raise LossError(message, term=name)
 
 
 def _check_loss_sum(loss: Loss, name: str, value: LossSum, factor: TermFactors) -> None:
@@ -307,7 +307,7 @@ def _check_loss_sum(loss: Loss, name: str, value: LossSum, factor: TermFactors) 
         message = (
             f"LossSum.total of term {name!r} has shape {tuple(value.total.shape)}; it must be one number, the sum."
         )
-        raise LossError(message)
+        raise LossError(message, term=name)
     if not isinstance(value.count, torch.Tensor):  # reading a tensor would wait for the device
         loss.kind.check_count(name, value.count, factor.count)
 

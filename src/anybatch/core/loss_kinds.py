@@ -141,7 +141,7 @@ class CountedBefore:
                 f"{items.name}, of which the micro-batch has {count:g}. Return the mean itself (one number, no axis), "
                 f"or one loss for each of the {count:g} {items.name}."
             )
-            raise LossError(message)
+            raise LossError(message, term=name, unit=items.name)
 
     def mean(self, value: torch.Tensor, factor: float) -> torch.Tensor:
         """Return a mean times its factor."""
@@ -158,7 +158,7 @@ class CountedBefore:
                 f"the loss function returned LossSum with count={returned} for term {name!r}, but the declaration "
                 f"counts {declared:g} in the same micro-batch. Make the two agree, or pass the bare function."
             )
-            raise LossError(message)
+            raise LossError(message, term=name, unit=self.terms[name].items.name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -221,6 +221,6 @@ def load_on_all_ranks(path: Path, world: World) -> LoadedCheckpoint:
             f"ranks see checkpoints of different steps in {path}: {steps}. "
             "Put it on a file system that all ranks share."
         )
-        raise CheckpointError(message)
+        raise CheckpointError(message, path=Path(path))
     assert loaded is not None
     return loaded

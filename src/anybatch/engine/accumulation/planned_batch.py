@@ -282,7 +282,7 @@ def _plan_share(share: RankShare, placement: Placement, world: World, start: Pos
     sizes = [int(row[0]) for row in world.gather_numbers([float(size)])]
     if not sum(sizes):
         message = "the effective batch is empty: no rank brought a sample. End the loop before, as ab.shares does."
-        raise BatchSizeError(message)
+        raise BatchSizeError(message, effective_batch_size=0, world_size=world.size)
     if placement.cut.lockstep:
         _refuse_idle_rank(sizes, "no sample")
     plan = plan_shares(sizes, dataclasses.replace(placement.cut, order=None))  # a share is cut as it comes

@@ -46,7 +46,7 @@ class OomHalving:
                     raise
                 if size == 1:
                     message = f"not even 1 sample at a time fits into memory. torch says: {error}"
-                    raise DoesNotFitError(message) from error
+                    raise DoesNotFitError(message, micro_batch_size=1) from error
                 release_frames(error)
             else:
                 start += size

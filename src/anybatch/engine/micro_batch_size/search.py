@@ -293,7 +293,7 @@ class Search:
                 "micro_batch_size='auto' found that not even 1 sample fits into the device's memory. Use a smaller "
                 "model, precision='bf16' or activation checkpointing."
             )
-            raise BatchSizeError(message)
+            raise BatchSizeError(message, micro_batch_size=1)
         if self._optimizer_is_new:
             doubling.largest = max(min(1, doubling.largest), doubling.largest // 2)
 

@@ -136,7 +136,7 @@ class RunSizes:
                 f"the batch holds {num_samples} samples over all ranks, but effective_batch_size={limit}"
                 f"{self.sizes.product}. Name the same number in both places."
             )
-            raise BatchSizeError(message)
+            raise BatchSizeError(message, effective_batch_size=limit, world_size=self._world.size)
 
     def settle(self, batch: Any, trial: TrialParts, position: Position) -> FoundSize:  # noqa: ANN401
         """Settle what "auto" is, once, on the first batch; everything else is left as it was.
