@@ -47,9 +47,9 @@ def build(kind: Kind) -> tuple[nn.Module, ab.Engine, torch.dtype]:
         micro_batch_size=6,
         deal="fixed",
         clip=1.0,
+        scheduler=lambda made: torch.optim.lr_scheduler.CosineAnnealingLR(made, 9),
         **every.get(kind, {}),
     )
-    engine.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(engine.optimizer, 9)
     return model, engine, dtype
 
 
@@ -355,8 +355,8 @@ def test_another_effective_batch_size_is_said(tmp_path: Path) -> None:
         lambda named: torch.optim.AdamW(named, lr=0.05),
         ab.mean_over_samples(loss),
         effective_batch_size=10,
+        scheduler=lambda made: torch.optim.lr_scheduler.CosineAnnealingLR(made, 9),
     )
-    other.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(other.optimizer, 9)
 
     with other:
         with pytest.warns(UserWarning, match="effective_batch_size None -> 10"):

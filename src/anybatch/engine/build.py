@@ -24,7 +24,7 @@ from anybatch.engine.micro_batch_size.backoff import SizeBackoff
 from anybatch.engine.micro_batch_size.oom_retry import OomRetry, why_impossible
 from anybatch.engine.micro_batch_size.sizes import RunSizes, TrialParts
 from anybatch.engine.rng.generators import choose_randomness
-from anybatch.engine.spec import Hardware, TrainSpec, scheduler_of
+from anybatch.engine.spec import Hardware, TrainSpec
 from anybatch.engine.step_planner import StepPlanner
 from anybatch.engine.step_runner import StepRunner
 from anybatch.engine.telemetry.decisions import Decisions, first_decisions
@@ -34,6 +34,7 @@ from anybatch.engine.update.finite_check import FiniteCheck
 from anybatch.engine.update.optimizer_state import OptimizerStateMemory
 from anybatch.engine.update.precision import LossScaler, autocast, make_target
 from anybatch.engine.update.resident_tensors import ResidentMemory, ResidentTensors, resident_tensors
+from anybatch.engine.update.schedule import scheduler_of
 from anybatch.engine.update.updater import Updater
 from anybatch.engine.update.weight_average import WeightAverage
 from anybatch.norms import Policy

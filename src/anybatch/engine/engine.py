@@ -30,12 +30,13 @@ from anybatch.engine.failure import failures_reported
 from anybatch.engine.inputs import Model
 from anybatch.engine.micro_batch_size.sizes import MicroBatchSize
 from anybatch.engine.rng.generators import Rng
-from anybatch.engine.spec import Hardware, SchedulerFunction, TrainSpec
+from anybatch.engine.spec import Hardware, TrainSpec
 from anybatch.engine.step_runner import SummedBatch
 from anybatch.engine.telemetry.decisions import Decisions
 from anybatch.engine.update.clipping import ClipArgument
 from anybatch.engine.update.precision import OptimizerFunction, PrecisionName
 from anybatch.engine.update.resident_tensors import ResidentTensors
+from anybatch.engine.update.schedule import SchedulerFunction
 from anybatch.engine.update.updater import Updated
 from anybatch.engine.update.weight_average import WeightAverage
 from anybatch.errors import UserError
@@ -176,10 +177,6 @@ class Engine:
     def scheduler(self) -> Scheduler | None:
         """The scheduler that is stepped once per update."""
         return self._parts.updater.scheduler
-
-    @scheduler.setter
-    def scheduler(self, scheduler: Scheduler | None) -> None:
-        self._parts.updater.scheduler = scheduler
 
     @property
     def average(self) -> WeightAverage | None:
@@ -329,6 +326,18 @@ class Engine:
         self._parts.check.resume(loaded.state["decisions"])
         self._parts.notifier.checkpoint("loaded", self.num_steps, loaded.path, None)
         return self.position
+
+    def reschedule(self, scheduler: SchedulerFunction) -> None:
+        """Continue with another schedule, from its beginning, in the place of the present one.
+
+        Args:
+            scheduler: function `optimizer -> scheduler`. Reset what the former one has left in the optimizer's
+                parameter groups (`initial_lr`, and the rates themselves) before.
+
+        Raises:
+            UserError: it returned something that is no scheduler.
+        """
+        self._parts.updater.reschedule(scheduler)
 
     def close(self, error: BaseException | None = None) -> None:
         """Remove every hook from the model and tell the observer. The model and optimizer stay as they are.

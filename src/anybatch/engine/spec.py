@@ -1,6 +1,5 @@
 """`TrainSpec` says what is trained, `Hardware` where and in what pieces: `build` makes an engine of the two."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch.optim import Optimizer
@@ -14,30 +13,10 @@ from anybatch.engine.micro_batch_size.sizes import MicroBatchSize
 from anybatch.engine.rng.generators import Rng
 from anybatch.engine.update.clipping import ClipArgument
 from anybatch.engine.update.precision import OptimizerFunction, PrecisionName
-from anybatch.errors import UserError
+from anybatch.engine.update.schedule import SchedulerFunction
 from anybatch.norms import Policy, PolicyName
 from anybatch.parallel.strategy import Strategy
 from anybatch.parallel.world import World
-
-SchedulerFunction = Callable[[Optimizer], Scheduler]
-
-
-def scheduler_of(scheduler: "Scheduler | SchedulerFunction | None", optimizer: Optimizer) -> Scheduler | None:
-    """Return the scheduler, made for the optimizer where a function was given.
-
-    Raises:
-        UserError: what was given, or what the function returned, has no method `step`.
-    """
-    if scheduler is None:
-        return None
-    made = scheduler if hasattr(scheduler, "step") else scheduler(optimizer)
-    if not hasattr(made, "step"):
-        message = (
-            f"{scheduler=} gave {type(made).__name__}, which has no method step; pass a torch scheduler, or a function "
-            "such as lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=num_steps)."
-        )
-        raise UserError(message)
-    return made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

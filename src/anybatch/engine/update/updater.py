@@ -16,6 +16,7 @@ from anybatch.engine.update.finite_check import FiniteCheck
 from anybatch.engine.update.optimizer_state import OptimizerStateMemory
 from anybatch.engine.update.precision import LossScaler, Target
 from anybatch.engine.update.resident_tensors import ResidentMemory
+from anybatch.engine.update.schedule import SchedulerFunction, scheduler_of
 from anybatch.engine.update.weight_average import WeightAverage
 from anybatch.errors import DoesNotFitError, HalfUpdatedError
 from anybatch.parallel.strategy import ParameterLayout
@@ -135,6 +136,10 @@ class Updater:
             )
             raise HalfUpdatedError(message, step=step, phase="update") from error
         return Updated(norm, rates, skipped=not stepped)
+
+    def reschedule(self, scheduler: SchedulerFunction) -> None:
+        """Continue with another schedule; see `Engine.reschedule`."""
+        self.scheduler = scheduler_of(scheduler, self.target.optimizer)
 
     def undo(self) -> None:
         """Leave nothing half-done behind an error: clear gradients, drop state that no update has used yet."""

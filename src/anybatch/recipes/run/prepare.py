@@ -196,7 +196,7 @@ def _follow_changes(
         group.update(values)
     make = scheduler_function(job, ready.num_steps)
     if make is not None:
-        engine.scheduler = make(engine.optimizer)
+        engine.reschedule(make)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of a scheduler that is stepped before its optimizer
         for _ in range(made):

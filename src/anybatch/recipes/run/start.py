@@ -13,8 +13,9 @@ from anybatch.core.learning_rate import Rule, ScaledRate, scale_optimizer
 from anybatch.core.records import Observer
 from anybatch.data.batches import Batches, batches
 from anybatch.engine.engine import Engine
-from anybatch.engine.spec import Hardware, SchedulerFunction
+from anybatch.engine.spec import Hardware
 from anybatch.engine.update.precision import PrecisionName
+from anybatch.engine.update.schedule import SchedulerFunction
 from anybatch.errors import DataError
 from anybatch.recipes.job import Job
 
