@@ -63,8 +63,8 @@ def test_parts_add_up_to_the_whole_mean(form: str, units: list[list[float]]) -> 
 @sees(
     "the second term is divided by the first one's count",
     "src/anybatch/core/loss.py",
-    "zip(weights, counts, divisors, strict=True)",
-    "zip(weights, counts, [divisors[0]] * len(divisors), strict=True)",
+    "counts, divisors, strict=True)",
+    "counts, [divisors[0]] * len(divisors), strict=True)",
     also=["tests/engine/test_exactness.py::test_gradient_is_that_of_the_unsplit_batch[1-rank-two terms]"],
 )
 @given(units=st.lists(st.tuples(ITEMS, ITEMS), min_size=1, max_size=5), weight=WEIGHTS)
@@ -100,8 +100,8 @@ def test_dividing_by_the_number_of_micro_batches_is_something_else() -> None:
 @sees(
     "a mean over nothing is not left out",
     "src/anybatch/core/loss.py",
-    "shares[0])] if shares[0].count else []",
-    "shares[0])]",
+    "factors[0])] if factors[0].count else []",
+    "factors[0])]",
 )
 def test_a_mean_over_nothing_is_left_out() -> None:
     """The mean of a micro-batch without items is NaN: it is never touched, where 0 times it would be NaN."""

@@ -64,8 +64,8 @@ def streamed(stream: Any, **more: Any) -> ab.Batches:
 @sees(
     "the end of a stream is seen too late",
     "src/anybatch/data/streams.py",
-    "size + 1 - len(held)",
-    "size - len(held)",
+    "size + 1 - len(read)",
+    "size - len(read)",
 )
 def test_a_stream_is_cut_as_it_comes() -> None:
     """Batches are the next samples, the last one of an epoch smaller; ids are positions in the stream."""

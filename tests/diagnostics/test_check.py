@@ -143,8 +143,8 @@ HEALTHY = healthy()
 @sees(
     "check: the whole loss is off by a hundredth",
     "src/anybatch/diagnostics/gradient_runs.py",
-    "shares_of(loss, counts, counts, 1.0)",
-    "shares_of(loss, [c * 1.01 for c in counts], counts, 1.0)",
+    "factors_of(loss, counts, counts, 1.0)",
+    "factors_of(loss, [c * 1.01 for c in counts], counts, 1.0)",
 )
 @sees(
     "check: randomness is not set aside",

@@ -222,8 +222,8 @@ def test_a_terminal_sees_the_same_words() -> None:
 @sees(
     "memory report: gradient buffers are forgotten",
     "src/anybatch/engine/update/resident_tensors.py",
-    "            *prepared.gradient_buffers,",
-    "",
+    '"gradients": (*prepared.gradient_buffers, *gradients)',
+    '"gradients": tuple(gradients)',
 )
 def test_low_precision_gradients_are_there_from_the_beginning() -> None:
     """The float32 buffers in which bf16 gradients add up are gradients before the first backward, too."""

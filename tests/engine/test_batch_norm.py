@@ -333,7 +333,7 @@ def test_looking_at_gradients_changes_no_statistics(norms: Any) -> None:
     "norms: frozen layers normalise by the micro-batch",
     "src/anybatch/engine/batch_norm/runner.py",
     """
-            for layer in frozen:
+            for layer in self._frozen:
                 layer.training = False
 """,
     "",

@@ -145,7 +145,7 @@ def evaluated(strategy: str) -> dict[tuple[str, int | None, bool], dict[str, flo
 @sees(
     "a metric is this rank's own",
     "src/anybatch/engine/evaluation.py",
-    "machine.strategy.sum(torch.stack([totals.get(name, nothing) for name in names])).tolist()",
+    "context.strategy.sum(torch.stack([totals.get(name, nothing) for name in names])).tolist()",
     "torch.stack([totals.get(name, nothing) for name in names]).tolist()",
     cases=["2-ranks-all_reduce"],
 )
@@ -227,7 +227,7 @@ def test_every_module_gets_its_own_mode_back() -> None:
     "evaluation runs in training mode",
     "src/anybatch/engine/engine.py",
     """
-        self._modules.eval()
+        parts.modules.eval()
 """,
     "",
     also=["tests/engine/test_evaluation.py::test_metrics_are_the_plain_ones[1-rank-all_reduce]"],

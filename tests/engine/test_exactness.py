@@ -66,8 +66,8 @@ def errors(ranks: Ranks, request: pytest.FixtureRequest) -> list[Errors]:
 @sees(
     "mean of means: every micro-batch is divided by its own count and their number",
     "src/anybatch/engine/accumulation/planned_batch.py",
-    "shares_of(loss, counts[number], divisors, unit.weight)",
-    "shares_of(loss, counts[number], [len(running) * count for count in counts[number]], unit.weight)",
+    "factors_of(loss, counts[number], divisors, unit.weight)",
+    "factors_of(loss, counts[number], [len(running) * count for count in counts[number]], unit.weight)",
     cases=["1-rank-ragged", "1-rank-masked tokens"],
     also=[
         "tests/engine/test_steps.py::test_a_run_is_the_plain_run[1-rank]",
@@ -79,11 +79,11 @@ def errors(ranks: Ranks, request: pytest.FixtureRequest) -> list[Errors]:
     "a term without items takes part: NaN x 0",
     "src/anybatch/core/loss.py",
     """
-        for name, share in zip(loss.names, shares, strict=True)
-        if share.count
+        for name, factor in zip(loss.names, factors, strict=True)
+        if factor.count
 """,
     """
-        for name, share in zip(loss.names, shares, strict=True)
+        for name, factor in zip(loss.names, factors, strict=True)
 """,
     cases=["1-rank-two terms, some without targets"],
 )

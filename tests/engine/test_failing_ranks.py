@@ -29,7 +29,7 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, list[RankOutcome]]:
     "a failing rank does not say why",
     "src/anybatch/engine/failure.py",
     """
-        world.publish_failure(error, step())
+        world.publish_failure(error, step)
         raise
 """,
     """

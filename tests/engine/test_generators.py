@@ -60,8 +60,8 @@ def keyed_by_engine(strategy: str) -> tuple[Gradients, Gradients, bool]:
 @sees(
     "the key of a micro-batch lacks the step",
     "src/anybatch/engine/accumulation/planned_batch.py",
-    "unit_seed(opened.seed, step, ",
-    "unit_seed(opened.seed, 0, ",
+    "unit_seed(planned.seed, step, ",
+    "unit_seed(planned.seed, 0, ",
     cases=["all_reduce"],
 )
 @pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
@@ -84,8 +84,8 @@ def test_dropout_does_not_depend_on_the_number_of_ranks(
 @sees(
     "the key of a micro-batch has its place in the rank share",
     "src/anybatch/engine/accumulation/planned_batch.py",
-    "opened.sample_ids[unit.start])",
-    "opened.units.index(unit))",
+    "planned.sample_ids[unit.start])",
+    "planned.units.index(unit))",
 )
 def test_the_engines_seed_comes_before_the_datas() -> None:
     """seed= replaces the data's seed as the first word of the keys."""
@@ -136,12 +136,12 @@ def test_without_keys_random_numbers_run_on() -> None:
     """
             generator.set_state(state)
 
-    def micro_batch(self, work: Work) -> AbstractContextManager[object]:
+    def micro_batch(self, micro_batch: MicroBatch) -> AbstractContextManager[object]:
 """,
     """
             pass
 
-    def micro_batch(self, work: Work) -> AbstractContextManager[object]:
+    def micro_batch(self, micro_batch: MicroBatch) -> AbstractContextManager[object]:
 """,
 )
 def test_the_callers_state_survives_an_error() -> None:

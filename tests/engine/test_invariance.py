@@ -55,8 +55,8 @@ def train(dtype: torch.dtype, micro_batch_size: int, dropout: float) -> Run:
 @sees(
     "the key of a micro-batch has the rank in it",
     "src/anybatch/engine/accumulation/planned_batch.py",
-    "unit_seed(opened.seed, step, ",
-    "unit_seed(opened.seed + opened.plan.shares.index(opened.units), step, ",
+    "unit_seed(planned.seed, step, ",
+    "unit_seed(planned.seed + planned.plan.shares.index(planned.units), step, ",
 )
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-4)], ids=["float64", "float32"]

@@ -72,7 +72,7 @@ def test_wrong_declarations_are_caught(name: str, dtype: str) -> None:
     "declaration: pieces count alike",
     "src/anybatch/engine/loss_check/additivity.py",
     """
-    counts = [trial.count(one, name) for one in passes]
+    counts = [replay.count(one, name) for one in passes]
 """,
     """
     counts = [1.0 for _ in passes]
@@ -156,10 +156,10 @@ def said_on_ranks(name: str, strategy: str, idle: bool) -> tuple[str, str]:
     "declaration: a rank goes by its own verdict",
     "src/anybatch/engine/loss_check/check.py",
     """
-        self._agree(verdicts, decisions, tell)
+        self._agree(verdicts)
 """,
     """
-        self._agree(verdicts[self._world.rank :][:1], decisions, tell)
+        self._agree(verdicts[self._world.rank :][:1])
 """,
 )
 @pytest.mark.parametrize("idle", [False, True], ids=["uneven", "one-idle"])

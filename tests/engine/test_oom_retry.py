@@ -148,7 +148,7 @@ def test_twice_in_one_step(two_ranks: Ranks) -> None:
     "a rank that runs out of memory before a meeting is waited for",
     "src/anybatch/engine/accumulation/two_pass.py",
     """
-    if None in told_by_all:
+    if None in from_all:
         raise StepAbortedError
 """,
     "",
@@ -236,14 +236,14 @@ def test_a_budget_is_kept() -> None:
 
 @sees(
     "what a failed try held stays in the error's frames",
-    "src/anybatch/engine/micro_batch_size/oom_retry.py",
+    "src/anybatch/engine/step_runner.py",
     """
-                shortage = Shortage(self.phase, str(error))
-                let_go(error)
+            failed = OutOfMemory(phase, str(error))
+            release_frames(error)
 """,
     """
-                shortage = Shortage(self.phase, str(error))
-                self.kept = error
+            failed = OutOfMemory(phase, str(error))
+            self.kept = error
 """,
 )
 def test_the_failed_try_lets_go_of_its_memory() -> None:
@@ -388,9 +388,9 @@ def test_shares_that_are_one_micro_batch_cannot_be_cut() -> None:
 
 @sees(
     "an update that failed half-way is said to have changed nothing",
-    "src/anybatch/engine/micro_batch_size/oom_retry.py",
-    'if phase == "update":',
-    'if phase == "never":',
+    "src/anybatch/engine/update/updater.py",
+    '            raise HalfUpdatedError(message, step=step, phase="update") from error',
+    '            raise DoesNotFitError(message, step=step, phase="update") from error',
 )
 def test_an_update_that_fails_is_never_made_again() -> None:
     """The error says that weights may be half updated, and where to go back to."""

@@ -73,8 +73,8 @@ def gradient_errors(strategies: tuple[str, ...]) -> dict[tuple[str, str, int | N
 @sees(
     "masks: keyed by the place in the batch and not by the sample",
     "src/anybatch/engine/rng/per_sample_dropout.py",
-    "sample_keys(work.key, work.unit.start, work.unit.stop)",
-    "sample_keys(work.key, 0, work.unit.num_samples)",
+    "sample_keys(micro_batch.key, micro_batch.unit.start, micro_batch.unit.stop)",
+    "sample_keys(micro_batch.key, 0, micro_batch.unit.num_samples)",
 )
 def test_gradients_are_those_of_the_unsplit_batch(one_rank: Ranks, two_ranks: Ranks, three_ranks: Ranks) -> None:
     """Every kind of dropout in any cut on 1, 2 and 3 ranks has the gradient of one plain backward under its masks."""

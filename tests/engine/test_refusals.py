@@ -100,7 +100,7 @@ def changed_by_poison(strategy: str, kind: str) -> tuple[bool, bool, bool]:
 
 @sees(
     "a gradient that is not finite is not looked at",
-    "src/anybatch/engine/engine.py",
+    "src/anybatch/engine/update/updater.py",
     "loss if norm is None else loss + norm",
     "loss",
     cases=["single-gradient"],
@@ -159,9 +159,14 @@ def changed_by_refusal() -> dict[str, list[str]]:
 
 @sees(
     "a failed step leaves its gradients",
-    "src/anybatch/engine/failure.py",
-    "for function in undo:",
-    "for function in undo[1:]:",
+    "src/anybatch/engine/update/updater.py",
+    """
+        self._clear()
+        self._optimizer_memory.undo()
+""",
+    """
+        self._optimizer_memory.undo()
+""",
 )
 def test_a_refused_step_leaves_nothing_behind() -> None:
     """A loss that turns out wrong in the last of ten micro-batches leaves no gradient, no update and no progress."""

@@ -148,8 +148,8 @@ def test_categories_are_sums_of_sizes() -> None:
 @sees(
     "memory report: master weights are forgotten",
     "src/anybatch/engine/update/resident_tensors.py",
-    '"optimizer": [*masters, *(',
-    '"optimizer": [*(',
+    '"optimizer": (*masters, ',
+    '"optimizer": (',
 )
 def test_master_weights_and_averages_are_the_optimizers() -> None:
     """Under bf16 the optimizer holds a master weight, two moments and the average in float32, beside bf16 weights."""
@@ -250,8 +250,13 @@ def test_an_observer_that_raises_has_gone_too() -> None:
 @sees(
     "memory report: the engine keeps itself",
     "src/anybatch/engine/engine.py",
-    "self._watch.measure_memory(self.world, self._target.parameters, self.held)",
-    "self._watch.measure_memory(self.world, self._target.parameters, lambda: self.held())",
+    """
+        self._parts = build(spec, hardware, observer)
+""",
+    """
+        self._parts = build(spec, hardware, observer)
+        self._kept = self.step
+""",
 )
 def test_an_engine_goes_when_it_is_let_go() -> None:
     """What tells memory does not keep the engine: no cycle holds its memory until the collector comes."""

@@ -92,23 +92,23 @@ def runs() -> dict[tuple[str, str], tuple[Any, ...]]:
 
 @sees(
     "the norm is measured after clipping",
-    "src/anybatch/engine/engine.py",
+    "src/anybatch/engine/update/updater.py",
     """
-        self._target.cast(self._gradients)
+        self.target.cast(gradients)
         return norm
 """,
     """
-        self._target.cast(self._gradients)
-        return norm if norm is None else total_norm(gradients)
+        self.target.cast(gradients)
+        return norm if norm is None else self._layout.norm(present)
 """,
     cases=["1-rank"],
     also=["tests/engine/test_clipping.py::test_clipping_is_that_of_the_unsplit_gradient[by norm]"],
 )
 @sees(
     "the next step's learning rates are reported",
-    "src/anybatch/engine/engine.py",
-    "learning_rates=rates,",
-    'learning_rates=tuple(group["lr"] for group in self.optimizer.param_groups),',
+    "src/anybatch/engine/update/updater.py",
+    "return Updated(norm, rates, skipped=not stepped)",
+    'return Updated(norm, tuple(group["lr"] for group in self.target.optimizer.param_groups), skipped=not stepped)',
     cases=["1-rank"],
 )
 @sees(
@@ -180,7 +180,7 @@ def test_positions_run_on() -> None:
     "looking at gradients leaves them",
     "src/anybatch/engine/engine.py",
     """
-            self._forget_gradients()
+            parts.clear_gradients()
         return found
 """,
     """

@@ -86,14 +86,14 @@ def errors(ranks: Ranks) -> list[Errors]:
 @sees(
     "joint: parameters of the loss count on every rank",
     "src/anybatch/engine/accumulation/two_pass.py",
-    "gradient if meeting.tells else torch.zeros_like(gradient)",
+    "gradient if exchange.reports_loss else torch.zeros_like(gradient)",
     "gradient",
 )
 @sees(
     "joint: every rank tells the loss",
     "src/anybatch/engine/accumulation/two_pass.py",
     """
-    if meeting.tells:
+    if exchange.reports_loss:
 """,
     """
     if True:
@@ -155,8 +155,12 @@ class Counted(Encoders):
 @sees(
     "joint: the second pass is recorded, too",
     "src/anybatch/engine/executors.py",
-    "workload.replay, meeting, record=record)",
-    "workload.replay, meeting)",
+    """
+counted.replay, exchange, record=record
+""",
+    """
+counted.replay, exchange
+""",
 )
 @pytest.mark.parametrize("size", [5, 10, 29])
 def test_buffers_are_as_after_one_pass(size: int) -> None:
@@ -206,8 +210,8 @@ def outputs_of_both_passes(kind: str) -> list[torch.Tensor]:
 @sees(
     "joint: the second pass draws other numbers",
     "src/anybatch/engine/accumulation/two_pass.py",
-    "        with machine.randomness.micro_batch(item), machine.strategy.micro_batch(turn):",
-    "        with machine.strategy.micro_batch(turn):",
+    "        with context.randomness.micro_batch(micro_batch), context.strategy.micro_batch(turn):",
+    "        with context.strategy.micro_batch(turn):",
 )
 @pytest.mark.parametrize("kind", ["eager", "asks", "compiled"])
 def test_both_passes_draw_the_same_numbers(kind: str, one_rank: Ranks) -> None:
@@ -308,7 +312,7 @@ def test_parameters_in_encoder_and_loss(size: int | None) -> None:
     "joint: what the loss itself draws is not keyed",
     "src/anybatch/engine/accumulation/two_pass.py",
     """
-    machine.randomness.whole(seed)
+    context.randomness.whole(seed)
 """,
     "",
 )
