@@ -19,7 +19,7 @@ from anybatch.core.learning_rate import (
     Constant,
     Cosine,
     LinearDecay,
-    Rule,
+    ScalingRule,
     Schedule,
     Sequential,
     WarmUp,
@@ -37,7 +37,7 @@ from tests.faults import sees
 BASE_RATE = 0.1
 sizes = st.integers(1, 10_000)
 near_sizes = st.integers(1, 500)  # whose ratios keep 0.9 ** kappa a normal number
-rules: st.SearchStrategy[Rule] = st.sampled_from(get_args(Rule))
+rules: st.SearchStrategy[ScalingRule] = st.sampled_from(get_args(ScalingRule))
 counts = st.integers(0, 50)
 fractions = st.floats(0.0, 1.0)
 
@@ -81,7 +81,7 @@ def schedule_rates(schedule: Schedule, num_steps: int) -> list[float]:
 def test_rules_are_the_formulas(base: int, effective: int) -> None:
     """Linear multiplies with kappa, sqrt with its root, none with 1; only sqrt changes betas and eps."""
     kappa = effective / base
-    factors: dict[Rule, float] = {"linear": kappa, "sqrt": kappa**0.5, "none": 1.0}
+    factors: dict[ScalingRule, float] = {"linear": kappa, "sqrt": kappa**0.5, "none": 1.0}
     for rule, factor in factors.items():
         rate = scale_rate(
             0.5, base_batch_size=base, effective_batch_size=effective, rule=rule, betas=(0.9, 0.99), eps=1e-8
@@ -119,7 +119,7 @@ def test_sqrt_agrees_to_first_order_with_the_published_form() -> None:
 
 
 @given(first=near_sizes, second=near_sizes, third=near_sizes, rule=rules)
-def test_scaling_composes(first: int, second: int, third: int, rule: Rule) -> None:
+def test_scaling_composes(first: int, second: int, third: int, rule: ScalingRule) -> None:
     """Scaling from A to B and then from B to C is scaling from A to C."""
     there = scale_rate(0.3, base_batch_size=first, effective_batch_size=second, rule=rule, betas=(0.9,), eps=1e-8)
     on = scale_rate(

@@ -72,6 +72,7 @@ def unpack(structure: Any, tensors: Mapping[str, torch.Tensor]) -> Any:  # noqa:
     if not isinstance(structure, dict):
         return structure
     tag = next(iter(structure), "")
+    # A dict whose own keys begin with $ was written as pairs under a tag, so this one is what it looks like.
     if not tag.startswith("$"):
         return {key: unpack(value, tensors) for key, value in structure.items()}
     if tag == "$tensor":
@@ -116,6 +117,7 @@ class _Packer:
             remedy = "Its keys must be text or integers: use str(key), or a list of pairs."
             _refuse_unless(type(key) in {str, int}, keys, f"a dict with the key {key!r} of {_named(type(key))}", remedy)
         pairs = [(key, self.pack(value, (*keys, key))) for key, value in values.items()]
+        # The common case stays readable JSON; everything else becomes a list of pairs, which keeps types and order.
         if type(values) is dict and all(type(key) is str and _is_unicode(key) and key[:1] != "$" for key in values):
             return dict(pairs)
         tagged: dict[str, Any] = {_MAPPINGS[type(values)]: [[_LEAVES[type(key)](key), value] for key, value in pairs]}
@@ -127,6 +129,7 @@ class _Packer:
     def _tensor(self, tensor: torch.Tensor, keys: Keys) -> dict[str, str]:
         _refuse_odd(tensor, keys)
         memory = _memory(tensor)
+        # Tied weights are written once, and are one tensor again after loading.
         if memory not in self._names:
             self._names[memory] = name = self._free_name(keys)
             self.tensors[name] = as_standard(tensor)
@@ -146,6 +149,7 @@ class _Packer:
 
 def _memory(tensor: torch.Tensor) -> Any:  # noqa: ANN401 (a key)
     """Return a key that two tensors share only if they show the same memory in the same way."""
+    # Empty tensors of different shapes may share an address, so each stands for itself.
     if tensor.numel() == 0:
         return id(tensor)
     view = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
@@ -202,6 +206,7 @@ def _pack_int(value: int) -> int | dict[str, str]:
 
 
 def _pack_float(value: float) -> float | dict[str, str]:
+    # JSON lacks NaN and the infinities, and a NaN has bits of its own: they are kept beside the readable name.
     return value if math.isfinite(value) else {"$float": f"{value} {struct.pack('>d', value).hex()}"}
 
 

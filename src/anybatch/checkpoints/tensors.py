@@ -58,6 +58,7 @@ class TensorFile:
     def blocks(self) -> Iterator[bytes | memoryview]:
         """Yield the bytes of the file; each block is valid until the next one is asked for."""
         yield self.head
+        # One window for all tensors: a model on an accelerator is written without a second copy of it on the host.
         window = bytearray(_WINDOW_BYTES)
         for tensor in self.tensors:
             yield from _through(window, tensor)
@@ -82,6 +83,7 @@ def lay_out(tensors: Mapping[str, torch.Tensor]) -> TensorFile:
         dtype = STANDARD_DTYPES[tensor.dtype]
         header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
+    # Padded, so that the first tensor begins at a multiple of eight bytes, as readers that map the file expect.
     text += b" " * (-len(text) % _LENGTH_BYTES)
     head = len(text).to_bytes(_LENGTH_BYTES, "little") + text
     return TensorFile(head, tuple(tensor for _, tensor in ordered), len(head) + end)
@@ -103,6 +105,7 @@ def read_tensors(file: BufferedReader) -> dict[str, torch.Tensor]:
     for name, entry in header.items():
         begin, end = entry["data_offsets"]
         dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
+        # The digest is right, so this is a file of another writer; its gaps or overlaps would be read as values.
         if begin != position or end - begin != dtype.itemsize * math.prod(shape):
             message = f"tensor {name!r} of dtype {dtype} and shape {shape} is said to be at bytes {begin} to {end}"
             raise ValueError(message)

@@ -19,7 +19,7 @@ from anybatch.core.geometry import ceil_div
 from anybatch.core.whole_numbers import checked_int
 from anybatch.errors import BatchSizeError, ParameterError, UserError
 
-Rule = Literal["linear", "sqrt", "none"]
+ScalingRule = Literal["linear", "sqrt", "none"]
 Schedule = Callable[[int], float]
 """Optimizer step, from 0 on, to the factor its learning rate is multiplied with."""
 
@@ -41,7 +41,7 @@ class ScaledRate:
         eps: the same, to use.
     """
 
-    rule: Rule
+    rule: ScalingRule
     base_batch_size: int
     effective_batch_size: int
     factor: float
@@ -69,7 +69,7 @@ def scale_rate(
     *,
     base_batch_size: int,
     effective_batch_size: int,
-    rule: Rule,
+    rule: ScalingRule,
     betas: Sequence[float] = (),
     eps: float | None = None,
 ) -> ScaledRate:
@@ -105,8 +105,8 @@ def scale_rate(
     checked_int("base_batch_size", base_batch_size, error=BatchSizeError)
     checked_int("effective_batch_size", effective_batch_size, error=BatchSizeError)
     _check_not_negative("learning_rate", learning_rate)
-    if rule not in get_args(Rule):
-        message = f"{rule=} is not a scaling rule; use one of {_listed(get_args(Rule))}."
+    if rule not in get_args(ScalingRule):
+        message = f"{rule=} is not a scaling rule; use one of {_listed(get_args(ScalingRule))}."
         raise UserError(message)
     kappa = effective_batch_size / base_batch_size
     factor = {"linear": kappa, "sqrt": math.sqrt(kappa), "none": 1.0}[rule]
@@ -125,7 +125,7 @@ def scale_rate(
     )
 
 
-def default_rule(optimizer: torch.optim.Optimizer) -> Rule:
+def default_rule(optimizer: torch.optim.Optimizer) -> ScalingRule:
     """Return the rule that has a source for this type of optimizer: "linear" for SGD, "sqrt" for Adam and its kin.
 
     SGD-like is `torch.optim.SGD` and what derives from it: Goyal et al. 2017, measured to a batch of 8192 on ImageNet.
@@ -142,7 +142,7 @@ def default_rule(optimizer: torch.optim.Optimizer) -> Rule:
         return "sqrt"
     message = (
         f"no scaling rule is known for {type(optimizer).__name__}, which is neither SGD-like nor Adam-like. "
-        f"Name one of {_listed(get_args(Rule))} as rule."
+        f"Name one of {_listed(get_args(ScalingRule))} as rule."
     )
     raise UserError(message)
 
@@ -152,7 +152,7 @@ def scale_optimizer(
     *,
     base_batch_size: int,
     effective_batch_size: int,
-    rule: Rule | None = None,
+    rule: ScalingRule | None = None,
 ) -> tuple[ScaledRate, ...]:
     """Scale the learning rate of every parameter group in place; return one description per group, to be shown.
 

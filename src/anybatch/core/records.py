@@ -338,5 +338,6 @@ class Observers:
 
     def observe(self, record: Record, /) -> None:
         """Hand the record to every observer; the first that raises ends that."""
+        # An error is not caught: an observer that cannot write its log should end the run, not be forgotten.
         for observer in self._observers:
             observer.observe(record)

@@ -18,6 +18,7 @@ def checked_int(
     Raises:
         AnyBatchError: of the class `error`; `value` is of another type, or below `least`.
     """
+    # `True` would pass for 1, and is nearly always an argument in the wrong place.
     if isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least):
         return value
     bound = "" if least is None else f" of at least {least}"

@@ -23,7 +23,7 @@ def packed(value: object) -> bytes:
 
 
 def unpacked(data: bytes) -> Any:  # noqa: ANN401 (whatever was packed)
-    """Return the batch that was packed. For bytes of the run's own workers only."""
+    """Return the value that was packed. For bytes of the run's own workers only."""
     return pickle.loads(data)  # noqa: S301 (from our own worker)
 
 
@@ -32,6 +32,7 @@ class _BatchPacker(pickle.Pickler):
         """Reduce a plain tensor to its bytes, and leave everything else, unusual tensors too, to pickle."""
         if type(value) is not torch.Tensor or not _is_plain(value):
             return NotImplemented
+        # As bytes, since numpy lacks some of torch's dtypes, bfloat16 for one.
         octets = value.reshape(-1).view(torch.uint8)
         return _tensor, (octets.numpy(), value.dtype, tuple(value.shape))
 

@@ -85,7 +85,7 @@ class Console:
             self._take(record, self._clock())
 
     def close(self) -> None:
-        """Leave the terminal as it was. StepAgreement twice is allowed."""
+        """Leave the terminal as it was. Closing twice is allowed."""
         with self._lock:
             self._screen.close()
 

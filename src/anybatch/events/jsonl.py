@@ -94,7 +94,7 @@ class JsonlLog:
                 self._sync()
 
     def close(self) -> None:
-        """Write buffered lines, bring them to the disk, and close the file. StepAgreement twice is allowed."""
+        """Write buffered lines, bring them to the disk, and close the file. Closing twice is allowed."""
         with self._lock:
             if self._file.closed:
                 return

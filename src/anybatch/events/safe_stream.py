@@ -26,6 +26,7 @@ class SafeStream(io.TextIOBase):
     def write(self, text: str, /) -> int:
         """Write a text, or lose it."""
         if not self._is_lost:
+            # A name with a character that the terminal lacks must not end a run, and is readable as an escape.
             writable = text.encode(self.encoding, "backslashreplace").decode(self.encoding)
             try:
                 self._stream.write(writable)

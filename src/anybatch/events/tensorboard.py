@@ -86,6 +86,7 @@ class TensorBoardLog:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """Find TensorBoard; the file is opened when the run starts."""
+        # Looked up now, so that a missing package is an error before the first step.
         self._make_writer = _summary_writer()
         self._folder = Path(folder)
         self._seconds_per_write = seconds_per_write
@@ -124,7 +125,7 @@ class TensorBoardLog:
                     return
 
     def close(self) -> None:
-        """Write buffered charts, and close the file. StepAgreement twice is allowed."""
+        """Write buffered charts, and close the file. Closing twice is allowed."""
         with self._lock:
             if self._pending:
                 self._write()
@@ -151,6 +152,7 @@ class TensorBoardLog:
         if self._writer is not None:
             self._write()
             self._writer.close()
+        # TensorBoard hides everything from the purge step on in older files: the steps that a resume has undone.
         self._writer = self._make_writer(str(self._folder), purge_step=record.first_step + 1)
         self._pace = Throughput()
         self._pace.begin(now)
@@ -167,6 +169,7 @@ class TensorBoardLog:
         for wall_seconds, record, samples_per_second in kept:
             if isinstance(record, StepRecord):
                 points = _points(record, samples_per_second)
+                # Most runs never skip, and a chart that is always 0 would only be in the way.
                 self._has_skipped = self._has_skipped or read_number(record.skipped) == 1
                 if self._has_skipped:
                     points = [*points, ("update_skipped", record.skipped)]

@@ -51,9 +51,11 @@ class Throughput:
         before, self._moved_seconds = self._last, seconds
         self._last = self._end_at(seconds, before.num_steps + 1, before.num_samples + num_samples)
         self._recent.append(self._last)
+        # The first step compiles, makes the optimizer's state and warms caches up; it says nothing of the others.
         if self._last.num_steps == 2:  # noqa: PLR2004 (the second step: from now on there is a pace without the first)
             self._first = before
             self._recent.popleft()
+        # One step older than the window is kept, so that the span is never shorter than the window.
         oldest_wanted = self._last.stepping_seconds - self._window_seconds
         while len(self._recent) > 2 and self._recent[1].stepping_seconds <= oldest_wanted:  # noqa: PLR2004 (one step)
             self._recent.popleft()
@@ -81,6 +83,7 @@ class Throughput:
         """Return the time that so many steps after the last one will take, seen from now; None if that is unknown."""
         if self._first is None or self._last is None or self._last.num_steps == self._first.num_steps:
             return None
+        # Wall time, not stepping time: evaluations and checkpoints still to come take their part.
         per_step = (self._last.seconds - self._first.seconds) / (self._last.num_steps - self._first.num_steps)
         return max(0.0, per_step * num_steps_left - (seconds - self._last.seconds))
 

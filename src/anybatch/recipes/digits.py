@@ -79,6 +79,7 @@ class Digits(torch.utils.data.Dataset[dict[str, Tensor]]):
         """Return one image, from 0 (white) to 1, and its label."""
         image = self.images[index]
         if self.shifted:
+            # From torch's global generator, which `ab.batches` seeds for each sample and epoch.
             down, right = torch.randint(0, 3, (2,)).tolist()
             image = F.pad(image, (1, 1, 1, 1))[:, down : down + 8, right : right + 8]
         return {"image": image, "label": self.labels[index]}
@@ -90,6 +91,7 @@ def _load() -> tuple[Float[Tensor, "image 1 8 8"], Int[Tensor, " image"]]:
 
 
 def _is_held_out(labels: Int[Tensor, " image"]) -> Bool[Tensor, " image"]:
+    # A generator of its own: the split must not depend on the run's seed.
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     held_out = torch.zeros(len(labels), dtype=torch.bool)
     for digit in range(10):

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from anybatch.core.learning_rate import Rule
+from anybatch.core.learning_rate import ScalingRule
 from anybatch.core.loss import Loss
 from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.whole_numbers import checked_int
+from anybatch.data.fetch import Collate
 from anybatch.engine.checkpoint_state import Scheduler
 from anybatch.engine.evaluation import MetricFunction
 from anybatch.engine.inputs import Model
@@ -28,7 +29,6 @@ ModelFactory = Callable[[], Model]
 OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]], float], Optimizer]
 DatasetFactory = Callable[[], Any]
 SchedulerFactory = Callable[[Optimizer, int], Scheduler]
-Collate = Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class Defaults:
     effective_batch_size: int
     learning_rate: float
     base_batch_size: int | None = None
-    learning_rate_rule: Rule | None = None
+    learning_rate_rule: ScalingRule | None = None
     epochs: int | None = None
     steps: int | None = None
 
@@ -70,8 +70,8 @@ class Defaults:
         if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0.0 < rate < math.inf:
             message = f"learning_rate={rate!r} must be a finite number above 0."
             raise UserError(message)
-        if self.learning_rate_rule is not None and self.learning_rate_rule not in get_args(Rule):
-            rules = ", ".join(map(repr, get_args(Rule)))
+        if self.learning_rate_rule is not None and self.learning_rate_rule not in get_args(ScalingRule):
+            rules = ", ".join(map(repr, get_args(ScalingRule)))
             message = (
                 f"learning_rate_rule={self.learning_rate_rule!r} must be one of {rules}, or None for the optimizer's."
             )

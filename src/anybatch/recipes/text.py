@@ -83,6 +83,7 @@ class Transformer(nn.Module):
         self.norm = nn.RMSNorm(width)
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:
+                # Each block adds two terms to the stream; scaled down, their sum starts with the size of one (GPT-2).
                 num_added = 2 * num_layers if name.endswith(("merge.weight", "down.weight")) else 1
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(num_added))
 
@@ -211,6 +212,7 @@ def list_files(folder: str | Path | None, pattern: str | None, max_bytes: int | 
     for path, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in left_out and not name.startswith(".")]
         for file in (Path(path, name) for name in names if fnmatch(name, pattern) and not name.startswith(".")):
+            # Sorted by a digest, the split does not depend on the file system's order, nor on where the folder lies.
             found[sha256(file.relative_to(root).as_posix().encode()).digest()] = file
     files = [file for _, file in sorted(found.items()) if file.is_file()]
     before = itertools.accumulate((file.stat().st_size for file in files), initial=0)

@@ -86,6 +86,7 @@ def plan(
     if size is None:
         message = f"effective_batch_size must be given: nothing says how many samples a step of {subject.name} has."
         raise UserError(message)
+    # A named headroom is taken as it is; otherwise a device on which plans were verified needs less.
     measured = None
     if known is not None and headroom is None:
         measured = measured_of(device, subject.name, precision or "fp32", known)

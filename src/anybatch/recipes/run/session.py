@@ -149,8 +149,8 @@ def train(
                 first_step = ready.run.engine.num_steps
                 session_start = SessionStart(folder=place, first_step=first_step, num_steps=ready.num_steps)
                 backlog.forward_to(observer(session_start))
-            pace = _Timing(asked, checkpoint_seconds, clock, begun)
-            return _run(_Session(ready, place, pace, highest), ready.run.engine)
+            timing = _SessionTiming(asked, checkpoint_seconds, clock, begun)
+            return _run(_Session(ready, place, timing, highest), ready.run.engine)
     # A new folder in which nothing was learned would be in the way of the same command.
     except BaseException:
         if header is None and (ready is None or ready.run.engine.num_steps == 0):
@@ -207,7 +207,7 @@ class PeakMemory:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Timing:
+class _SessionTiming:
     """When to stop, when to save, and what time it is."""
 
     asked: Callable[[], bool]
@@ -219,14 +219,14 @@ class _Timing:
 class _Session:
     """The loop of one session, and its state between two steps."""
 
-    def __init__(self, ready: PreparedRun, place: RunFolder, pace: _Timing, highest: PeakMemory) -> None:
+    def __init__(self, ready: PreparedRun, place: RunFolder, timing: _SessionTiming, highest: PeakMemory) -> None:
         self._run, self._engine = ready.run, ready.run.engine
         self._rest = ready.rest
         self._num_steps = ready.num_steps
-        self._place, self._pace, self._highest = place, pace, highest
+        self._place, self._timing, self._highest = place, timing, highest
         self._first_step = self._engine.num_steps
         self._evaluated = self._saved = -1
-        self._saved_at = pace.clock()
+        self._saved_at = timing.clock()
         self._report: StepReport | None = None
         self._num_samples = 0
         self._aside_seconds = 0.0
@@ -234,9 +234,9 @@ class _Session:
 
     def run(self) -> SessionResult:
         """Step until the data ends or a stop is asked for."""
-        begun = self._pace.clock()
+        begun = self._timing.clock()
         stopped = self._step_to_the_end()
-        return self._outcome(stopped=stopped, loop_seconds=self._pace.clock() - begun)
+        return self._outcome(stopped=stopped, loop_seconds=self._timing.clock() - begun)
 
     def _step_to_the_end(self) -> bool:
         """Return whether it was stopped."""
@@ -270,7 +270,7 @@ class _Session:
             num_steps=self._engine.num_steps,
             num_session_steps=self._engine.num_steps - self._first_step,
             num_session_samples=self._num_samples,
-            session_seconds=self._pace.clock() - self._pace.begun,
+            session_seconds=self._timing.clock() - self._timing.begun,
             stepping_seconds=loop_seconds - self._aside_seconds,
             peak_bytes=None if memory is None else memory.peak_bytes,
             limit_bytes=None if memory is None else memory.limit_bytes,
@@ -281,10 +281,10 @@ class _Session:
 
     def _agree(self) -> tuple[bool, bool]:
         """Return whether to stop, which any rank may ask for, and whether to save, which is up to rank 0's clock."""
-        is_due = self._pace.clock() - self._saved_at >= self._pace.checkpoint_seconds
+        is_due = self._timing.clock() - self._saved_at >= self._timing.checkpoint_seconds
         # Signals reach ranks at different times and clocks differ: all ranks have to stop, and save, after the same
         # step.
-        votes = self._engine.world.gather_numbers([self._pace.asked(), is_due])
+        votes = self._engine.world.gather_numbers([self._timing.asked(), is_due])
         return any(asked for asked, _ in votes), bool(votes[0][1])
 
     def _steps_per_evaluation(self) -> int | None:
@@ -309,11 +309,11 @@ class _Session:
             with self._aside():
                 self._engine.save(self._place.checkpoints)
             self._saved = self._engine.num_steps
-            self._saved_at = self._pace.clock()
+            self._saved_at = self._timing.clock()
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
         """Count the time of evaluations and checkpoints, which are no steps."""
-        begun = self._pace.clock()
+        begun = self._timing.clock()
         yield
-        self._aside_seconds += self._pace.clock() - begun
+        self._aside_seconds += self._timing.clock() - begun

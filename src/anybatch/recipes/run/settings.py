@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from anybatch.core.geometry import resolve_sizes
-from anybatch.core.learning_rate import Rule
+from anybatch.core.learning_rate import ScalingRule
 from anybatch.engine.update.precision import PrecisionName
 from anybatch.errors import UserError
 from anybatch.recipes.job import Job
@@ -40,7 +40,7 @@ class Choices:
     effective_batch_size: int | None = None
     learning_rate: float | None = None
     base_batch_size: int | None = None
-    learning_rate_rule: Rule | None = None
+    learning_rate_rule: ScalingRule | None = None
     epochs: int | None = None
     steps: int | None = None
     seed: int | None = None
@@ -61,7 +61,7 @@ class Settings:
     effective_batch_size: int
     learning_rate: float
     base_batch_size: int
-    learning_rate_rule: Rule | None
+    learning_rate_rule: ScalingRule | None
     epochs: int | None
     steps: int | None
     seed: int

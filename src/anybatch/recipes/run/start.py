@@ -9,7 +9,7 @@ from typing import Any, Final
 from torch import nn
 from torch.optim import Optimizer
 
-from anybatch.core.learning_rate import Rule, ScaledRate, scale_optimizer
+from anybatch.core.learning_rate import ScaledRate, ScalingRule, scale_optimizer
 from anybatch.core.records import Observer
 from anybatch.data.batches import Batches, batches
 from anybatch.engine.engine import Engine
@@ -76,7 +76,7 @@ class ScaledOptimizer:
     learning_rate: float
     base_batch_size: int
     effective_batch_size: int
-    rule: Rule | None
+    rule: ScalingRule | None
     rates: tuple[ScaledRate, ...] = field(default=(), init=False)
     hyperparameters: tuple[Hyperparameters, ...] = field(default=(), init=False)
 
@@ -144,6 +144,7 @@ def start(
         learning_rate=defaults.learning_rate if learning_rate is None else learning_rate,
         base_batch_size=base,
         effective_batch_size=size,
+        # An optimizer without a known rule can be trained at the batch size its rate was found with.
         rule=defaults.learning_rate_rule or ("none" if size == base else None),  # then no rule need be known
     )
     data = batches(
@@ -159,6 +160,7 @@ def start(
     spec = dataclasses.replace(
         job.train_spec(seed=seed, effective_batch_size=size, precision=precision),
         optimizer=optimizer,
+        # A resumed run keeps the schedule it began with, however many steps are left of its data.
         scheduler=scheduler_function(job, num_steps_of(data) if schedule_steps is None else schedule_steps),
         check_loss=check_loss,
     )
