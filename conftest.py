@@ -5,6 +5,7 @@ import random
 import sys
 import tempfile
 from collections.abc import Iterator
+from multiprocessing import forkserver, resource_tracker
 
 import hypothesis
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 import torch
 from jaxtyping import install_import_hook
 
-from tests.architecture.leak_police import leaks_since, take_snapshot
+from tests.architecture.leak_police import GROUP, leaks_since, take_snapshot
 from tests.architecture.shape_checker import CHECKER, shaped_modules
 from tests.architecture.source_tree import PACKAGES
 
@@ -20,6 +21,13 @@ assert not {"anybatch", "anybatch_guide"} & sys.modules.keys(), (
     "anybatch was imported before its shapes could be checked"
 )
 install_import_hook([name for package in PACKAGES for name in shaped_modules(package.parent)], CHECKER)
+
+from anybatch.testing.ranks import rank_context  # noqa: E402 (not before its shapes are checked)
+from tests.ranks_fixture import leaks_on_ranks  # noqa: E402 (the same)
+
+RANK_FIXTURES = frozenset({"one_rank", "two_ranks", "three_ranks", "ranks"})
+SLOW_FIXTURES = frozenset({"browser"})
+MOST_SECONDS = 4.0  # what took more than one second on a quiet machine is marked as slow
 
 
 class TorchRandom:
@@ -44,6 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(caches.cleanup)
     os.environ["XDG_CACHE_HOME"] = caches.name
     torch.set_num_threads(1)
+    resource_tracker.ensure_running()  # Python keeps it, and the first test with processes would start it
     hypothesis.register_random(TORCH_RANDOM)
     hypothesis.settings.register_profile(
         "anybatch",
@@ -53,6 +62,46 @@ def pytest_configure(config: pytest.Config) -> None:
         print_blob=True,
     )
     hypothesis.settings.load_profile("anybatch")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what needs ranks, before tests are selected by their markers; a browser is slow to start."""
+    for item in items:
+        names = set(getattr(item, "fixturenames", ()))
+        if names & RANK_FIXTURES:
+            item.add_marker("ranks")
+        if names & SLOW_FIXTURES:
+            item.add_marker("slow")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start what ranks are forked from before any test: it stays until the end, and no test has left it behind."""
+    if not any(item.get_closest_marker("ranks") for item in session.items):
+        return
+    if rank_context().get_start_method() == "forkserver":
+        forkserver.ensure_running()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Take the processor time of a test, and in CI fail one that is not marked as slow and takes long."""
+    begin = processor_seconds()
+    yield
+    seconds = processor_seconds() - begin
+    item.user_properties.append(("processor_seconds", round(seconds, 2)))
+    if "CI" in os.environ and seconds > MOST_SECONDS and not any(map(item.get_closest_marker, ("slow", "ranks"))):
+        pytest.fail(
+            f"took {seconds:.1f} s of processor time, more than the {MOST_SECONDS:.0f} s that `make test-fast` allows: "
+            "make it smaller, or mark it with pytest.mark.slow",
+            pytrace=False,
+        )
+
+
+def processor_seconds() -> float:
+    """Return the time that processors have spent on this process and on its children that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -68,10 +117,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left_behind() -> Iterator[None]:
-    """Fail a test that leaves variables, settings, threads, processes or a process group behind."""
+def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves variables, settings, threads, processes or a process group behind, here or on ranks."""
     before = take_snapshot()
     yield
-    leaks = leaks_since(before)
+    leaks = leaks_since(before) + leaks_on_ranks(request.config)
+    if request.node.get_closest_marker("leaves_groups"):
+        leaks = [leak for leak in leaks if GROUP not in leak]
     if leaks:
         pytest.fail("the test left behind:\n" + "\n".join(leaks), pytrace=False)

@@ -5,6 +5,7 @@ setup    make .venv and install anybatch and its guide into it, editable, with a
 train    train the digits recipe at effective batch size 256; arguments are handed on: python make.py train text
 guide    open the guide in a browser; arguments are handed on: python make.py guide --no-browser
 test     run all tests, up to four files at a time; arguments are for pytest, in one process: make.py test -k accumulate
+test-fast  run those that take no ranks and less than a second each, in about a minute
 matrix   run the fast and the exactness tests on every torch and Python that is supported and can be had
 check    lint, formatting, types, import layers and the tests of the architecture
 format   rewrite the sources the way `check` wants them
@@ -102,8 +103,19 @@ def guide(arguments: Sequence[str]) -> int:
 def run_tests(arguments: Sequence[str]) -> int:
     """Run the tests: all of them in several processes, file by file, or those that arguments for pytest name in one."""
     setup()
-    everything = ["-n", str(min(MOST_WORKERS, os.cpu_count() or 1)), "--dist", "loadfile"]
-    return run([venv_program("python"), "-m", "pytest", *(arguments or everything)])
+    return run([venv_program("python"), "-m", "pytest", *(arguments or side_by_side())])
+
+
+def run_fast_tests(arguments: Sequence[str]) -> int:
+    """Run the tests that a developer runs all the time: one rank, and none that is slow."""
+    refuse(arguments)
+    setup()
+    return run([venv_program("python"), "-m", "pytest", *side_by_side(), "-q", "-m", "not slow and not ranks"])
+
+
+def side_by_side() -> list[str]:
+    """Return the options that let pytest run files of tests in several processes."""
+    return ["-n", str(min(MOST_WORKERS, os.cpu_count() or 1)), "--dist", "loadfile"]
 
 
 def matrix(arguments: Sequence[str]) -> int:
@@ -242,6 +254,7 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "guide": guide,
     "test": run_tests,
+    "test-fast": run_fast_tests,
     "matrix": matrix,
     "check": check,
     "format": format_sources,

@@ -9,8 +9,15 @@ from typing import Any
 import pytest
 
 from anybatch.testing import RankOutcome, RankPool
+from tests.architecture.leak_police import new_groups, take_snapshot
 
 POOL_TIMEOUT_SECONDS = 120.0
+
+
+def watched(function: Callable[..., Any], *args: Any) -> tuple[Any, list[str]]:
+    """Run a function on a rank, and return what it returned and which process groups it has left behind there."""
+    before = take_snapshot()
+    return function(*args), new_groups(before)
 
 
 class Ranks:
@@ -19,6 +26,7 @@ class Ranks:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self.ruined = False
+        self.leaks: list[str] = []
         self._pool = RankPool(world_size, timeout_seconds=POOL_TIMEOUT_SECONDS)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -33,7 +41,9 @@ class Ranks:
 
     def outcomes(self, function: Callable[..., Any], *args: Any) -> list[RankOutcome]:
         """Run `function(*args)` on every rank and return how each ended."""
-        return self._pool.outcomes(function, *args)
+        outcomes = self._pool.outcomes(watched, function, *args)
+        self.leaks += [f"rank {rank}: {leak}" for rank, o in enumerate(outcomes) if not o.error for leak in o.value[1]]
+        return [outcome if outcome.error else RankOutcome(value=outcome.value[0]) for outcome in outcomes]
 
     def close(self) -> None:
         """End the processes."""
@@ -62,6 +72,15 @@ def started_ranks(config: pytest.Config, world_size: int) -> Ranks:
         started[world_size] = ranks = Ranks(world_size)
         config.add_cleanup(ranks.close)
     return started[world_size]
+
+
+def leaks_on_ranks(config: pytest.Config) -> list[str]:
+    """Return what was left behind on ranks since this was asked last."""
+    found: list[str] = []
+    for ranks in config.stash.get(STARTED, {}).values():
+        found += ranks.leaks
+        ranks.leaks.clear()
+    return found
 
 
 @pytest.fixture(scope="module")

@@ -1,20 +1,28 @@
 """What a test may change and has to put back, seen from outside: compare before and after."""
 
+import dataclasses
 import gc
 import multiprocessing
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
 FOREIGN_VARIABLES = ("PYTEST_", "TORCHINDUCTOR_", "TRITON_")  # pytest's, and those torch's compiler sets for itself
 FOREIGN_THREADS = ("Dummy-",)  # threads that were not started from Python: autograd's, when they run a hook
+PROCESS = Path("/proc/self")
+GROUP_THREADS = ("gloo", "pt_gloo", "pt_tcpstore", "pt_nccl")
+GROUP = "a process group"
 PATIENCE_SECONDS = 5.0
+POLL_SECONDS = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +73,78 @@ SETTINGS = (
 
 
 @dataclass(frozen=True, slots=True)
+class Holdings:
+    """What the system says that this process has; empty where the system does not say it (Linux does).
+
+    Attributes:
+        num_threads: all of them, also those that Python does not know.
+        num_group_threads: those of process groups and their stores; each group has two or three.
+        num_sockets: connections to other processes, and those that listen.
+        num_files: open files, pipes and their like.
+    """
+
+    num_threads: int = 0
+    num_group_threads: int = 0
+    num_sockets: int = 0
+    num_files: int = 0
+
+    def within(self, limit: Self) -> bool:
+        """Whether nothing is more than in another one."""
+        mine, others = dataclasses.astuple(self), dataclasses.astuple(limit)
+        return all(number <= most for number, most in zip(mine, others, strict=True))
+
+
+def holdings() -> Holdings:
+    """Return the threads, sockets and files of this process."""
+    if not PROCESS.exists():
+        return Holdings()
+    opened, threads = [], []
+    for handle in (PROCESS / "fd").iterdir():
+        with suppress(OSError):  # the one that lists the folder is gone
+            opened.append(str(handle.readlink()))
+    for thread in (PROCESS / "task").iterdir():
+        with suppress(OSError):  # it has just ended
+            threads.append((thread / "comm").read_text(encoding="utf-8"))
+    num_sockets = sum(name.startswith("socket:") for name in opened)
+    return Holdings(
+        num_threads=len(threads),
+        num_group_threads=sum(name.startswith(GROUP_THREADS) for name in threads),
+        num_sockets=num_sockets,
+        num_files=len(opened) - num_sockets,
+    )
+
+
+def settled(
+    limit: Holdings, enough: Callable[[Holdings, Holdings], bool] = Holdings.within, patience: float = PATIENCE_SECONDS
+) -> Holdings:
+    """Return what this process has, once it is little enough or patience has ended: threads end slowly."""
+    end = time.monotonic() + patience
+    found = holdings()
+    if enough(found, limit):
+        return found
+    gc.collect()  # what is part of a cycle keeps what it has until it is collected
+    while not enough(found := holdings(), limit) and time.monotonic() < end:
+        time.sleep(POLL_SECONDS)
+    return found
+
+
+def has_no_more_groups(now: Holdings, before: Holdings) -> bool:
+    """Whether no process group has come.
+
+    A thread has its name only once it runs, so that one more of these names alone may have been there before. Other
+    threads and files are not compared: fonts and profilers are opened once, and stay.
+    """
+    return now.num_group_threads <= before.num_group_threads or now.num_threads <= before.num_threads
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """The state of this process at one moment."""
 
     settings: tuple[Any, ...]
     threads: frozenset[threading.Thread]
     processes: frozenset[BaseProcess]
+    holdings: Holdings
 
 
 def take_snapshot() -> Snapshot:
@@ -79,6 +153,7 @@ def take_snapshot() -> Snapshot:
         settings=tuple(setting.read() for setting in SETTINGS),
         threads=frozenset(threading.enumerate()),
         processes=frozenset(multiprocessing.active_children()),
+        holdings=holdings(),
     )
 
 
@@ -100,7 +175,16 @@ def leaks_since(before: Snapshot, *, patience_seconds: float = PATIENCE_SECONDS)
             one.join(patience_seconds)
     leaks += [f"thread {thread.name!r} still runs" for thread in new_threads(before)]
     leaks += [f"process {process.name!r} still runs" for process in new_processes(before)]
-    return leaks
+    return leaks + new_groups(before, patience_seconds=patience_seconds)
+
+
+def new_groups(before: Snapshot, *, patience_seconds: float = PATIENCE_SECONDS) -> list[str]:
+    """Return what was left behind of process groups that a test has made; what is about to end is waited for."""
+    old, new = before.holdings, settled(before.holdings, has_no_more_groups, patience_seconds)
+    if has_no_more_groups(new, old):
+        return []
+    threads = f"threads {old.num_group_threads} -> {new.num_group_threads}"
+    return [f"{GROUP}: {threads}, sockets {old.num_sockets} -> {new.num_sockets}"]
 
 
 def new_threads(before: Snapshot) -> list[threading.Thread]:

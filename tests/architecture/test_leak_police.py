@@ -1,7 +1,9 @@
 """The police that watches all other tests sees what they could leave behind, and puts it back."""
 
+import dataclasses
 import multiprocessing
 import os
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.architecture.leak_police import environment, leaks_since, take_snapshot
+from tests.architecture.leak_police import environment, holdings, leaks_since, settled, take_snapshot
 
 
 def test_clean_test_is_let_go() -> None:
@@ -83,6 +85,35 @@ def test_processes_are_seen() -> None:
         process.close()
         ours.close()
         theirs.close()
+
+
+def test_sockets_files_and_threads_are_counted(tmp_path: Path) -> None:
+    """What is opened is one more, and what is closed is not there any more."""
+    before, release = holdings(), threading.Event()
+    thread = threading.Thread(target=release.wait)
+    with socket.socket(), Path(tmp_path, "open").open("w", encoding="utf-8"):
+        thread.start()
+        more = holdings()
+    release.set()
+    thread.join()
+
+    assert dataclasses.astuple(more) == tuple(dataclasses.astuple(before)[k] + (1, 0, 1, 1)[k] for k in range(4))
+    assert settled(before).within(before)
+
+
+def test_groups_that_are_not_destroyed_are_seen(tmp_path: Path) -> None:
+    """A group beside the default one is seen by its threads, which Python does not know, and waited for at its end."""
+    dist.init_process_group("gloo", init_method=Path(tmp_path, "store").as_uri(), rank=0, world_size=1)
+    try:
+        before = take_snapshot()
+        group = dist.new_group(backend="gloo")
+        (found,) = leaks_since(before, patience_seconds=0.1)
+        dist.destroy_process_group(group)
+        del group
+        assert found.startswith("a process group")
+        assert leaks_since(before) == []
+    finally:
+        dist.destroy_process_group()
 
 
 def test_process_groups_are_seen_and_left(tmp_path: Path) -> None:

@@ -103,6 +103,7 @@ def test_wrong_loops_are_named(loop: Loop, codes: set[str]) -> None:
     assert all(finding.found != finding.expected and finding.change for finding in report.findings)
 
 
+@pytest.mark.leaves_groups("loops of users wrap models in DDP, and end no group of their own")
 @pytest.mark.parametrize("loop", loops.RIGHT_ON_RANKS)
 def test_right_loops_on_ranks_are_exact(loop: Loop, two_ranks: Ranks) -> None:
     """On two ranks with uneven shares a right loop has no finding, by DDP and by its own reduction."""
@@ -112,6 +113,7 @@ def test_right_loops_on_ranks_are_exact(loop: Loop, two_ranks: Ranks) -> None:
     assert {sample for window in report.windows for sample in window.found} == set(range(31))
 
 
+@pytest.mark.leaves_groups("loops of users wrap models in DDP, and end no group of their own")
 @pytest.mark.parametrize(("loop", "codes"), loops.WRONG_ON_RANKS.items())
 def test_wrong_loops_on_ranks_are_named(loop: Loop, codes: set[str], two_ranks: Ranks) -> None:
     """What goes wrong between ranks is found by its name, and nothing else is."""

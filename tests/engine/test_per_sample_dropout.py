@@ -67,6 +67,7 @@ def gradient_errors(strategies: tuple[str, ...]) -> dict[tuple[str, str, int | N
                 ) as engine:
                     found = engine.gradients(InMemory(batch, seed=SEED))
                 errors[name, strategy, size] = relative_error(found, expected)
+    world.close()
     return errors
 
 

@@ -159,6 +159,7 @@ class Engine:
 
     def _set_up(self, spec: TrainSpec, hardware: Hardware, observer: Observer | None) -> None:
         self._parts = build(spec, hardware, observer)
+        self._made_world = hardware.world is None
         self.model = spec.model
         self.num_steps = 0
         self.position = Position()
@@ -342,13 +343,19 @@ class Engine:
     def close(self, error: BaseException | None = None) -> None:
         """Remove every hook from the model and tell the observer. The model and optimizer stay as they are.
 
+        A world that the engine has made itself is closed, so what needs other ranks cannot be called any more.
+
         Args:
             error: what ended the run, if it did not end by itself.
         """
         self._parts.close()
         self._parts.notifier.end(self.num_steps, error)
-        if error is None:
-            self._parts.updater.finite.settle()
+        try:
+            if error is None:
+                self._parts.updater.finite.settle()
+        finally:
+            if self._made_world:
+                self.world.close(error)
 
     def __enter__(self) -> Self:
         return self

@@ -28,7 +28,14 @@ def shares(loader: Iterable[Any], *, world: World | None = None) -> Iterator[Ran
         UserWarning: the loader's sampler pads with duplicates, so that some samples would count twice.
     """
     _warn_of_duplicates(loader)
-    world = world or World.from_environment()
+    if world is not None:
+        yield from _agreed_shares(loader, world)
+        return
+    with World.from_environment() as own:
+        yield from _agreed_shares(loader, own)
+
+
+def _agreed_shares(loader: Iterable[Any], world: World) -> Iterator[RankShare]:
     batches = iter(loader)
     while True:
         try:

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
+from anybatch.parallel.process_groups import PendingSum
 from anybatch.parallel.world import World
 
 
@@ -40,7 +41,7 @@ class StepAgreement:
         self._num_together = len(numbers) if numbers.device.type == "cpu" else 0
         own_flags = torch.tensor(self._own, dtype=torch.float64)
         self._message = torch.cat([numbers.double(), own_flags]) if self._num_together else own_flags
-        self._works: list[dist.Work | None] = []
+        self._works: list[PendingSum | dist.Work | None] = []
 
     def start(self) -> None:
         """Send it. What travels in the data group does so behind all that has been started there."""

@@ -7,11 +7,11 @@ from torch.distributed import distributed_c10d
 from anybatch.core.torch_internals import needed_for
 
 if TYPE_CHECKING:  # they are public, and torch's annotations know them by their private home alone
-    from torch._C._distributed_c10d import GradBucket, HashStore, Store
+    from torch._C._distributed_c10d import GradBucket, HashStore, PrefixStore, Store
 else:
-    from torch.distributed import GradBucket, HashStore, Store
+    from torch.distributed import GradBucket, HashStore, PrefixStore, Store
 
-__all__ = ["GradBucket", "HashStore", "Store", "default_store"]
+__all__ = ["GradBucket", "HashStore", "PrefixStore", "Store", "default_store"]
 
 
 def default_store(of: Any = distributed_c10d) -> Store:  # noqa: ANN401 (torch)

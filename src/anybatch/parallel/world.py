@@ -11,12 +11,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
 from anybatch.errors import RankFailedError, WorldError
+from anybatch.parallel.process_groups import (
+    ControlGroup,
+    PendingSum,
+    count_open_worlds,
+    end_default_group,
+    join_default_group,
+)
 from anybatch.parallel.rank_failure import RankFailure
 from anybatch.parallel.torch_internals import Store, default_store
 
@@ -31,6 +39,9 @@ class World:
     Make it with `World.from_environment()`; the engine does so when it is given none. A world of several ranks that is
     made by hand has no control group: its other ranks are imagined, and say whatever this one says (for planning).
 
+    A world holds a process group with threads and sockets. Close it, with `close` or as a context manager; one that is
+    dropped ends its own group when it is collected. Closing waits for no other rank.
+
     Attributes:
         rank: number of this process, from 0.
         size: number of ranks.
@@ -40,7 +51,7 @@ class World:
     rank: int = 0
     size: int = 1
     device: torch.device = torch.device("cpu")
-    _control: "dist.ProcessGroup | None" = field(default=None, repr=False, compare=False)
+    _control: ControlGroup | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def from_environment(cls, *, device: "str | torch.device | None" = None, timeout_seconds: float = 600.0) -> "World":
@@ -64,9 +75,37 @@ class World:
             return cls(device=chosen)
         timeout = timedelta(seconds=timeout_seconds)
         if not dist.is_initialized():
-            dist.init_process_group(_backend(chosen), timeout=timeout)
-        control = dist.new_group(backend="gloo", timeout=timeout)
-        return cls(dist.get_rank(), dist.get_world_size(), chosen, control)
+            join_default_group(_backend(chosen), timeout)
+        count_open_worlds(+1)
+        return cls(dist.get_rank(), dist.get_world_size(), chosen, ControlGroup(timeout))
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End the control group. Doing it again changes nothing; whatever needs other ranks raises `WorldError` then.
+
+        The default group ends too, if `from_environment` has started it and this is the last open world of the process.
+        After that `from_environment` joins the ranks once more. Close worlds at the same place of the program on every
+        rank, therefore; a world that is only dropped leaves the default group as it is.
+
+        Args:
+            error: what has ended the work of this rank, if anything. NCCL ends a group only together with all ranks,
+                so a default group that uses it is left alone then.
+        """
+        if self._control is None or not self._control.close():
+            return
+        try:
+            num_open = count_open_worlds(-1)
+        except (RuntimeError, ValueError):  # the store went with its rank, or the user has destroyed the groups
+            return
+        if num_open == 0 and (error is None or dist.get_backend() == "gloo"):
+            end_default_group()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close(error)
 
     @property
     def connected(self) -> bool:
@@ -116,12 +155,9 @@ class World:
                 raise failure.error(message)
         return [value for value, _ in outcomes]
 
-    def start_sum(self, numbers: torch.Tensor) -> "dist.Work | None":
-        """Start replacing `numbers`, a CPU tensor, by their sum over ranks; wait for the returned work."""
-        if self._silent:
-            return None
-        work: dist.Work = dist.all_reduce(numbers, group=self._control, async_op=True)
-        return work
+    def start_sum(self, numbers: torch.Tensor) -> PendingSum | None:
+        """Start replacing `numbers`, a CPU tensor, by their sum over ranks; wait for what is returned."""
+        return None if self._control is None or self.size == 1 else self._control.start_sum(numbers)
 
     @contextmanager
     def collective(self) -> Iterator[None]:
@@ -149,7 +185,7 @@ class World:
             return self.published_failure() is None
         text = RankFailure.of(error, self.rank, step).to_json()
         try:
-            store = _store()
+            store = default_store()
             kept = store.compare_set(self._failure_key(store), "", text)
             store.add(f"{_COUNT_KEY}/{self.rank}", 1)
         except (RuntimeError, ValueError):  # the store went with its rank: nobody is left to tell
@@ -161,7 +197,7 @@ class World:
         if self._silent:
             return None
         try:
-            store = _store()
+            store = default_store()
             key = self._failure_key(store)
             found = RankFailure.from_json(store.get(key).decode()) if store.check([key]) else None
         except (RuntimeError, ValueError):  # the store went with its rank
@@ -174,10 +210,12 @@ class World:
         Tensors are made around plain bytes: what watches, or limits, the memory of tensors is for training, and must
         not come between two ranks that talk to each other.
         """
+        assert self._control is not None
+        group = self._control.group
         rows = [bytearray(size) for _ in range(self.size)]
         with self.collective():
             mine = _plain(bytearray(written.ljust(size, b"\0")), torch.uint8)
-            dist.all_gather([_plain(row, torch.uint8) for row in rows], mine, group=self._control)
+            dist.all_gather([_plain(row, torch.uint8) for row in rows], mine, group=group)
         return rows
 
     def _failure_key(self, store: Store) -> str:
@@ -236,8 +274,3 @@ def _backend(device: torch.device) -> str:
     if device.type == "cuda" and local_size <= torch.cuda.device_count():
         return "cuda:nccl,cpu:gloo"
     return "gloo"
-
-
-def _store() -> Store:
-    """Return the store of the default group. torch has no public name for it (2.11 to 2.13)."""
-    return default_store()

@@ -1,12 +1,14 @@
 """Real ranks in a test: processes with gloo between them, whose functions return values to the caller."""
 
 import multiprocessing
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
@@ -32,9 +34,10 @@ class RankOutcome:
 class RankPool:
     """`world_size` processes joined by gloo, which run one function after the other.
 
-    Functions must be importable (defined at the top of a module). Starting a process costs seconds, for the import of
-    torch, so a test session keeps one pool per world size. A function that breaks the connection between ranks ruins
-    the pool: use `run_ranks` for it.
+    Functions must be importable (defined at the top of a module). On Linux ranks are forked from one process that has
+    imported torch, so that only the first pool waits seconds for it, and all have the environment variables of that
+    time; elsewhere each rank imports it. A function that breaks the connection between ranks ruins the pool: use
+    `run_ranks` for it.
 
     Args:
         world_size: number of ranks.
@@ -45,8 +48,7 @@ class RankPool:
         self._timeout_seconds = timeout_seconds
         self._folder = tempfile.TemporaryDirectory(prefix="anybatch-ranks-")
         rendezvous = Path(self._folder.name, "store").as_uri()
-        # fork would copy torch's threads and locks into the child in whatever state they are.
-        context = multiprocessing.get_context("spawn")
+        context = rank_context()
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
         for rank in range(world_size):
@@ -131,6 +133,15 @@ def run_ranks(
     """
     with RankPool(world_size, timeout_seconds=timeout_seconds) as pool:
         return pool.outcomes(function, *args)
+
+
+def rank_context() -> ForkServerContext | SpawnContext:
+    """Return how ranks are started: forked where that is safe, from a server without threads that has only imported."""
+    if sys.platform != "linux":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "anybatch.engine.engine"])
+    return context
 
 
 def _serve(pipe: Connection, rank: int, world_size: int, rendezvous: str, timeout_seconds: float) -> None:

@@ -1,0 +1,161 @@
+"""Process groups with an owner: who makes one ends it, and what is left of it is nothing.
+
+A gloo group is two or three threads, which wake a hundred times a second, and a socket to every other rank. torch keeps
+each group in a table of its own until `destroy_process_group`, so a group that is only forgotten stays.
+"""
+
+import os
+import weakref
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from threading import Thread
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from anybatch.errors import WorldError
+from anybatch.parallel.torch_internals import PrefixStore, Store, default_store
+
+_JOINED_KEY = "anybatch/times_joined"
+_OPEN_KEY = "anybatch/open_worlds"
+_PATIENCE_SECONDS = 2.0
+
+
+@dataclass(slots=True)
+class _Held:
+    """What a control group holds: its process group, and how many sums over it nobody has waited for."""
+
+    groups: list["dist.ProcessGroup"]
+    num_pending: int = 0
+    process_id: int = field(default_factory=os.getpid)
+
+
+class PendingSum:
+    """A sum over ranks that has been started and has to be waited for."""
+
+    def __init__(self, work: "dist.Work", held: _Held) -> None:
+        self._work = work
+        self._held = held
+        held.num_pending += 1
+
+    def wait(self) -> None:
+        """Wait until every rank has brought its numbers.
+
+        Raises:
+            RuntimeError: another rank has ended.
+        """
+        try:
+            self._work.wait()
+        finally:
+            self._held.num_pending -= 1
+
+
+class ControlGroup:
+    """A gloo group of all ranks that ends when it is closed, or when nothing refers to it any more.
+
+    Ending it is local: no other rank is waited for. What this rank has sent arrives all the same, and every message
+    needs all ranks, so a rank that ends the group earlier than others takes nothing from them.
+
+    Args:
+        timeout: how long a rank waits for the others.
+    """
+
+    def __init__(self, timeout: timedelta) -> None:
+        group = dist.new_group(backend="gloo", timeout=timeout)
+        self._held = _Held([group])
+        self._end = weakref.finalize(self, _end, self._held)
+        self._end.atexit = False  # the process that ends takes everything along, and must not wait for other ranks
+
+    @property
+    def group(self) -> "dist.ProcessGroup":
+        """The process group.
+
+        Raises:
+            WorldError: it has ended.
+        """
+        if not self._held.groups:
+            message = "this world is closed, and its ranks cannot talk to each other any more. Make another one."
+            raise WorldError(message)
+        return self._held.groups[0]
+
+    def start_sum(self, numbers: torch.Tensor) -> PendingSum:
+        """Start replacing `numbers` by their sum over ranks."""
+        work = dist.all_reduce(numbers, group=self.group, async_op=True)
+        assert work is not None
+        return PendingSum(work, self._held)
+
+    def close(self) -> bool:
+        """End the group, and return whether it was still there."""
+        was_open = self._end.alive
+        self._end()
+        return was_open
+
+
+def join_default_group(backend: str, timeout: timedelta) -> None:
+    """Initialise torch.distributed for the ranks that a launcher has started; also after it was destroyed.
+
+    A group leaves its addresses in the store, and torchrun keeps one store for the whole run: a second group under the
+    same name would connect to the sockets of the first. So each join has a prefix of its own in the store.
+
+    Args:
+        backend: of the default group.
+        timeout: how long a rank waits for the others.
+
+    Raises:
+        torch.distributed.DistError: the ranks did not meet.
+    """
+    try:
+        store, rank, size = _meet(timeout)
+    except dist.DistNetworkError:
+        # Without torchrun rank 0 keeps the store. A rank that was faster has found the store of the last group, which
+        # rank 0 was about to end; the next one that it finds is the right one.
+        store, rank, size = _meet(timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    default_store().set(f"{_OPEN_KEY}/{rank}", "0")
+
+
+def count_open_worlds(change: int) -> int | None:
+    """Change the number of open worlds of this rank, and return it; None where somebody else made the default group.
+
+    The number stands in the store of the default group, and so begins and ends with it. Worlds that are dropped without
+    being closed stay in the count: when they are collected differs between ranks, and the count may not.
+    """
+    store = default_store()
+    key = f"{_OPEN_KEY}/{dist.get_rank()}"
+    return store.add(key, change) if store.check([key]) else None
+
+
+def end_default_group() -> None:
+    """Destroy all process groups of this process."""
+    groups = [dist.group.WORLD]
+    dist.destroy_process_group()
+    # Gloo's destructor waits for the other ranks where a collective is under way, as it is after some errors.
+    thread = Thread(target=groups.clear, daemon=True)
+    thread.start()
+    thread.join(_PATIENCE_SECONDS)
+
+
+def _meet(timeout: timedelta) -> tuple[Store, int, int]:
+    """Wait for all ranks, and return a part of the store that no earlier group has used, the rank and the size."""
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    number = store.add(f"{_JOINED_KEY}/{rank}", 1)
+    own = PrefixStore(f"anybatch/join_{number}", store)
+    own.set(f"rank_{rank}", "here")
+    own.wait([f"rank_{other}" for other in range(size)])
+    return own, rank, size
+
+
+def _end(held: _Held) -> None:
+    """Destroy the group of a control group that was closed or collected."""
+    if os.getpid() != held.process_id:
+        return  # a forked child, such as a loading worker, has the sockets of its parent, but not the threads
+    with suppress(ValueError):  # it went with the default group
+        dist.destroy_process_group(held.groups[0])
+    if held.num_pending:
+        # A rank that has failed between the two halves of a sum: gloo's destructor waits for the other ranks.
+        Thread(target=held.groups.clear, daemon=True).start()
+    else:
+        held.groups.clear()

@@ -1,0 +1,193 @@
+"""What ranks do in the tests of process groups: worlds made, closed, dropped and made again, with real processes."""
+
+import gc
+import multiprocessing
+import os
+import socket
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import anybatch as ab
+from anybatch.errors import RankFailedError, WorldError
+from anybatch.parallel.process_groups import _end as end_group
+from tests.architecture.leak_police import Holdings, holdings, settled
+
+NUM_ENGINES = 50
+NUM_ROUNDS = 40
+
+
+class PlantedError(Exception):
+    """Raised by a loss on purpose."""
+
+
+def mean_square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """A loss."""
+    output: torch.Tensor = model(batch)
+    return output.square().mean()
+
+
+def failing(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """A loss that raises in the middle of a step, on every rank."""
+    model(batch)
+    raise PlantedError
+
+
+def an_engine(loss: Callable[..., torch.Tensor] = mean_square) -> ab.Engine:
+    """An engine that makes its own world."""
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return ab.Engine(model, optimizer, ab.mean_over_samples(loss), micro_batch_size=2, check_loss=False)
+
+
+def a_step(engine: ab.Engine) -> None:
+    """One step."""
+    engine.step(next(iter(ab.batches(torch.randn(6, 3), effective_batch_size=6, epochs=1, seed=0))))
+
+
+def closed() -> ab.Engine:
+    """An engine that is used and closed properly."""
+    with an_engine() as engine:
+        a_step(engine)
+    return engine
+
+
+def failed() -> ab.Engine:
+    """An engine that is closed by the error of a step."""
+    engine = an_engine(failing)
+    with pytest.raises(PlantedError), engine:
+        a_step(engine)
+    return engine
+
+
+def dropped() -> None:
+    """An engine that is used, and then forgotten."""
+    a_step(an_engine())
+
+
+def around_fifty(use: Callable[[], ab.Engine | None]) -> tuple[Holdings, Holdings]:
+    """Run on every rank: what the process holds before and after fifty engines; the first one opens what stays."""
+    use()
+    gc.collect()
+    before = holdings()
+    kept = [use() for _ in range(NUM_ENGINES)]
+    after = settled(before)
+    assert len(kept) == NUM_ENGINES
+    return before, after
+
+
+def ended_at_different_times() -> bool:
+    """Run on every rank: each ends its world as soon as it has its own result, by turns first and last."""
+    for number in range(NUM_ROUNDS):
+        world = ab.World.from_environment(device="cpu")
+        expected = [[float(rank)] for rank in range(world.size)]
+        assert world.gather_numbers([float(world.rank)]) == expected
+        total = torch.full((1000,), float(world.rank + 1), dtype=torch.float64)
+        started = world.start_sum(total)
+        assert started is not None
+        if (number + world.rank) % 2:
+            torch.randn(300, 300) @ torch.randn(300, 300)  # this rank comes late
+        started.wait()
+        if number % 4 < 2:
+            world.close()
+        del world, started
+        assert total.tolist() == [float(sum(range(len(expected) + 1)))] * 1000
+    return True
+
+
+def closed_with_a_sum_under_way() -> tuple[Holdings, Holdings]:
+    """Run on two ranks: the first starts a sum in which the second takes no part until the first has closed."""
+    before = holdings()
+    world, other = ab.World.from_environment(device="cpu"), ab.World.from_environment(device="cpu")
+    if world.rank == 0:
+        world.start_sum(torch.ones(3, dtype=torch.float64))
+        world.close()
+    other.gather_numbers([1.0])  # where the second would wait in vain if closing waited for the sum
+    world.close()
+    other.close()
+    return before, settled(before)  # the first rank's group ends as soon as the second has left
+
+
+def one_fails_and_closes() -> str:
+    """Run on two ranks: one fails and closes its world while the other waits for it; return what each learns."""
+    world = ab.World.from_environment(device="cpu")
+    if world.rank == 0:
+        error = PlantedError("by rank 0")
+        world.publish_failure(error, 3)
+        world.close(error)
+        return ""
+    with pytest.raises(RankFailedError) as caught:
+        world.gather_numbers([1.0])
+    world.publish_failure(PlantedError("by both"), 3)  # ranks whose errors are equally many look in one place for more
+    world.close()
+    return str(caught.value)
+
+
+def refused_when_closed() -> list[str]:
+    """Run on two ranks: what a closed world says."""
+    world = ab.World.from_environment(device="cpu")
+    world.close()
+    world.close()
+    said = []
+    for ask in (lambda: world.gather_numbers([1.0]), lambda: world.start_sum(torch.ones(1))):
+        with pytest.raises(WorldError) as caught:
+            ask()
+        said.append(f"{type(caught.value).__name__}: {caught.value}")
+    return said
+
+
+def ended_by_another_process() -> list[list[float]]:
+    """Run on every rank: end the world's group as a forked child would, which has its memory; then go on as parent."""
+    world = ab.World.from_environment(device="cpu")
+    assert world._control is not None  # noqa: SLF001
+    held = world._control._held  # noqa: SLF001 (a real fork among torch's threads may block by itself)
+    own, held.process_id = held.process_id, os.getppid()
+    world.close()
+    gathered = world.gather_numbers([float(world.rank)])
+    held.process_id = own
+    end_group(held)
+    return gathered
+
+
+def joined_again(variables: dict[str, str], rank: int) -> list[Any]:
+    """Run in a process of its own: one world after the other, where the first of each starts the default group."""
+    os.environ.update(variables, RANK=str(rank))
+    seen: list[Any] = []
+    before = holdings()
+    for number in range(4):
+        with ab.World.from_environment(device="cpu") as first:
+            second = ab.World.from_environment(device="cpu")
+            first.close()
+            seen.append(second.gather_numbers([float(rank + number)]))
+            second.close()
+        seen.append(dist.is_initialized())
+        if number == 0:
+            before = holdings()  # the store opens some files once
+    dropped_one = ab.World.from_environment(device="cpu")
+    seen.append(holdings().num_threads > before.num_threads)
+    del dropped_one
+    with ab.World.from_environment(device="cpu") as last:
+        seen.append(last.gather_numbers([float(rank)]))
+    seen.append(dist.is_initialized())  # a world that was only dropped leaves the default group to the process
+    dist.destroy_process_group()
+    return [*seen, before, settled(before)]
+
+
+def by_launcher(function: Callable[..., Any], variables: dict[str, str], world_size: int) -> list[Any]:
+    """Run a function (variables, rank) in new processes, which a launcher has told who they are."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(world_size, mp_context=context) as processes:
+        return list(processes.map(function, [variables] * world_size, range(world_size)))
+
+
+def free_port() -> int:
+    """A port that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
