@@ -136,8 +136,8 @@ def see_some(table: Sequence[Fault], seconds: float, seed: int) -> bool:
 
 def stale(table: Sequence[Fault]) -> list[str]:
     """Return what is said of each fault that cannot be planted, with the files that have its text now."""
-    sources = {path.relative_to(ROOT).as_posix(): path for name in COPIED for path in (ROOT / name).rglob("*.py")}
-    texts = {name: path.read_text(encoding="utf-8") for name, path in sources.items() if "tests" not in path.parts}
+    names = [path.relative_to(ROOT) for name in COPIED for path in (ROOT / name).rglob("*.py")]
+    texts = {name.as_posix(): (ROOT / name).read_text(encoding="utf-8") for name in names if "tests" not in name.parts}
     found = []
     for fault in table:
         try:
