@@ -236,6 +236,7 @@ def factors_of(
     """
     factors = []
     for weight, count, divisor in zip(loss.weights.values(), counts, divisors, strict=True):
+        # The only division of a loss: by the count of the whole effective batch, before the backward.
         of_sum = unit_weight * weight / divisor if divisor else 0.0
         factors.append(TermFactors(of_sum * count, of_sum, count))
     return tuple(factors)

@@ -195,6 +195,7 @@ def plan_batch(num_samples: int, world_size: int, cut: Cut) -> BatchPlan:
         share = max(ceil_div(num_samples, world_size), cut.group or 1)
         sizes = _units_of(num_samples, cut.micro_batch_size or share, cut)
     units = [Unit(number, start, stop) for number, (start, stop) in enumerate(_ranges(sizes, 0))]
+    # Whole units are dealt, so that the same units exist at every world size; ranks may then differ by one unit.
     ends = list(itertools.accumulate(even_parts(len(units), world_size), initial=0))
     shares = tuple(tuple(units[start:stop]) for start, stop in itertools.pairwise(ends))
     return _finish(num_samples, shares, cut)
@@ -213,6 +214,7 @@ def plan_shares(share_sizes: Sequence[int], cut: Cut) -> BatchPlan:
     shares: list[tuple[Unit, ...]] = []
     number = start = 0
     for size in share_sizes:
+        # A share is cut by itself: its border is where another rank's data begin, so no unit may cross it.
         if cut.accumulation_steps is not None:
             sizes: Iterable[int] = _even_shares(size, cut.accumulation_steps, cut, keep_empty=False)
         else:
@@ -227,6 +229,7 @@ def plan_shares(share_sizes: Sequence[int], cut: Cut) -> BatchPlan:
 def group_sizes(num_samples: int, group: int) -> tuple[int, ...]:
     """Split samples into groups of `group`. A rest is a group too, but a rest of one sample joins the one before."""
     sizes = _parts_of(num_samples, group)
+    # One value has no variance, and BatchNorm in train mode refuses it.
     if len(sizes) > 1 and sizes[-1] == 1:
         return (*sizes[:-2], group + 1)
     return sizes
@@ -306,6 +309,7 @@ def _finish(num_samples: int, shares: tuple[tuple[Unit, ...], ...], cut: Cut) ->
 
 
 def _in_lockstep(shares: tuple[tuple[Unit, ...], ...]) -> tuple[tuple[Unit, ...], ...]:
+    # Borrowed samples are run with weight 0: they cost a forward, and add nothing to any sum.
     longest = max(shares, key=len)
     number = itertools.count(sum(len(share) for share in shares))
     return tuple(

@@ -141,8 +141,10 @@ def build(spec: TrainSpec, hardware: Hardware, observer: Observer | None = None)
     decisions = Decisions()
     notifier = Notifier(observer, world.rank, given.loss, given.clip)
     move_modules(modules, world.device)
+    # From here on something of the model may have changed: hooks, buckets, for some strategies the parameters.
     prepared = strategy.prepare(modules, spec.model, world, notifier.reduction)
     try:
+        # An optimizer that is given as a function is made over what the strategy has made of the parameters.
         target = make_target(spec.optimizer, prepared.parameters)
         refuse_groups(given.clip, target.optimizer)
         scheduler = scheduler_of(spec.scheduler, target.optimizer)
@@ -235,6 +237,7 @@ def _runnable(
 ) -> Parts:
     """Make what plans and runs steps on a prepared model."""
     spec, modules, world, strategy, sizes = given.spec, given.modules, given.world, given.strategy, given.sizes
+    # A bare loss may turn out to be a mean in the first step, so the loop calls the check's loss, not the user's.
     check = LossCheck(
         given.loss,
         spec.model,
@@ -292,6 +295,7 @@ def _runnable(
         not_repeated=impossible,
     ):
         decisions.add(decision.name, decision.text)
+    # Gradients of the user's from before would be added to those of the first effective batch.
     strategy.clear_gradients()
     return Parts(
         world=world,

@@ -107,6 +107,7 @@ def restore_state(parts: StateParts, state: Mapping[str, Any]) -> None:
     """
     _check_model(parts.modules.state_dict(), state["model"])
     _check_optimizer(parts.target, state["optimizer"])
+    # Everything is compared before anything is loaded, so that a checkpoint that does not fit changes nothing.
     for name, own in (
         ("master_weights", parts.target.update == "master_weights"),
         ("scheduler", parts.scheduler is not None),

@@ -63,6 +63,7 @@ def evaluate(
         for pairs in measure(metric, context, planned, world, halving):
             for name, pair in pairs.items():
                 totals[name] = totals[name] + pair if name in totals else pair
+    # All ranks must bring tensors of one length to the sum below.
     names = sorted(set().union(*world.gather_objects(sorted(totals))))  # a rank without data knows no names
     if not names:
         message = "there was nothing to evaluate: the batches held no samples on any rank."

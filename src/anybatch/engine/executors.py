@@ -46,6 +46,7 @@ def choose_executor(
     """
     abort: Callable[[], None] = _no_abort
     if context.prepared.abort is not None:
+        # Made beforehand: a rank that has run out of memory can allocate nothing for its last message.
         abort = context.prepared.abort(Sums().totals(context.loss, world.device))
     if context.loss.kind.encode is None:
         return _OnePass(context, notifier, batch_norm, abort)

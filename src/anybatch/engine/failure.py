@@ -30,6 +30,7 @@ def failures_reported(world: World, step: int, undo: Callable[[], None]) -> Iter
         if (refused := refused_in_backward(error)) is not None:
             world.publish_failure(refused, step)
             raise refused from error
+        # A collective that another rank has left raises a RuntimeError here; the cause is that rank's own error.
         broken = isinstance(error, RuntimeError) and not isinstance(
             error, (RankFailedError, MemoryExhaustedError, torch.OutOfMemoryError)
         )

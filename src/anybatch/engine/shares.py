@@ -43,6 +43,7 @@ def _agreed_shares(loader: Iterable[Any], world: World) -> Iterator[RankShare]:
         except Exception as error:
             world.publish_failure(error, None)
             raise
+        # Every rank asks in every step, also one that is done: the others would wait for its answer.
         more = world.gather_numbers([float(share.batch is not None)])
         if not any(row[0] for row in more):
             return

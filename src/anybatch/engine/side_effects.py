@@ -31,6 +31,7 @@ def without_side_effects(
         as_compiled: run compiled modules as they are; otherwise they run as they were written.
     """
     buffers = BufferValues(modules)
+    # Counters and caches that users keep as plain attributes (steps seen, a last output) go back as well.
     attributes = [(module, type(module), dict(vars(module))) for module in modules.modules()]
     generators = SeededGenerators(device)
     with ExitStack() as stack:

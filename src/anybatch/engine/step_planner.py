@@ -90,6 +90,7 @@ class StepPlanner:
             DataError, BatchSizeError, LossError: the batch cannot be run; nothing has changed.
         """
         planned = plan_effective_batch(batch, self._sizes.placement, self._world, position)
+        # A seed of the engine's takes precedence over the data's, also on resume.
         if self.seed is not None:
             planned = dataclasses.replace(planned, seed=self.seed)
         self._sizes.refuse_larger(planned.plan.num_samples)
@@ -97,6 +98,7 @@ class StepPlanner:
             refuse_disagreement(batch, planned, self._world)
             self._has_begun = True
             self._on_first_batch(planned, step)
+        # A second try runs the same samples again, which have been looked at.
         if is_first_try and self._check.pending:
             planned = self._check.look(planned, self._autocast)
         return count_batch(planned, self._loss, self._world, step=step, constraints=self._sizes.constraints)

@@ -85,6 +85,7 @@ class StepRunner:
             RankFailedError: another rank failed first.
         """
         self._planner.settle_sizes(batch, position)
+        # Buffers as they are now are what every further try has to begin from.
         self._retry.begin_step(step)
         too_large: tuple[int, ...] = ()
         while True:
@@ -109,6 +110,7 @@ class StepRunner:
             with self._world.collective(), self._notifier.phase(phase):
                 gradients, totals = self._context.strategy.finish_gradients(sums.totals(loss, device))
                 self._notifier.reduced()
+        # Another rank ran out of memory and has told all of them through the last message of the step.
         except StepAbortedError as error:
             release_frames(error)
             return OutOfMemory()
@@ -116,6 +118,7 @@ class StepRunner:
             failed = OutOfMemory(phase, str(error))
             release_frames(error)
             return failed  # outside of this function the failed frames, and all their tensors, are freed
+        # The count was known only once all losses had been computed: gradients were divided by a guess so far.
         if loss.kind.brings_count:
             present = [gradient for gradient in gradients if gradient is not None]
             totals, counts = divide_late(present, totals, counted.divisors[0])

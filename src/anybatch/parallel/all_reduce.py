@@ -131,6 +131,7 @@ class AllReduce:
         return self._buffers
 
     def _gradient_is_final(self, number: int) -> None:
+        # Autograd calls this from its own threads, one after the other, as gradients become final.
         self._missing[self._bucket_of[number]] -= 1
         # Collectives must start in the same order on every rank, whatever order gradients become final in.
         while len(self._started) < len(self._missing) and not self._missing[len(self._started)]:

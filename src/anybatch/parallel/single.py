@@ -51,6 +51,7 @@ class Single:
     ) -> tuple[list[torch.Tensor | None], Float[Tensor, " numbers"]]:
         """Return what has added up in this process."""
         for parameter in self._parameters:
+            # Accumulated sparse gradients hold an index once per micro-batch; norms and clipping need each once.
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.coalesce()
         if self._buffers is None:

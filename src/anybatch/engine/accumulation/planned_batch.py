@@ -113,6 +113,7 @@ def count_batch(
         own = [
             sum(c[j] for c, u in zip(counts, planned.units, strict=True) if u.weight) for j in range(len(loss.names))
         ]
+        # One message carries the counts of all terms, and whether this rank has anything to run at all.
         rows = world.gather_numbers([*own, float(any(map(any, counts)))])
         divisors = tuple(sum(column) for column in zip(*rows, strict=True))[:-1]
         if constraints.lockstep and any(divisors):
@@ -196,6 +197,7 @@ def _line_up(
     A mean over nothing is NaN, so units without a count are left out. Everything but the data is made beforehand, in
     one go: between two backwards the same lines would run from cold caches, several times as long.
     """
+    # The last unit that runs starts the reduction, so it has to be known before the first one does.
     running = [number for number, count in enumerate(counts) if any(count) or every_unit]
     first, last = (running[0], running[-1]) if running else (-1, -1)
     known: dict[tuple[tuple[float, ...], float], tuple[TermFactors, ...]] = {}  # most units count alike

@@ -115,11 +115,13 @@ def accumulate_in_two_passes(
     if exchange.reports_loss:
         sums.contributions.append(((TermFactors(1.0, 1.0, float(exchange.plan.num_samples)),), [loss_gradient.value]))
     # 3. Pass its rows of that gradient on to each micro-batch: first to the kept graph, so that it can be freed.
+    # The kept graph runs first, though it belongs to the last micro-batch; turns go by the order of backwards.
     turns = [micro_batch.turn for micro_batch in done]
     if outputs.graph:
         _backward_kept(context, done[-1], turns[0], outputs, loss_gradient)
         done = done[:-1]
     if done:
+        # Running statistics have seen each micro-batch in the first pass and must not count it twice.
         after = BufferValues(modules)
         buffers.restore()
         _replay(context, done, turns[-len(done) :], replay, loss_gradient)

@@ -64,6 +64,7 @@ class BatchNormRunner:
         frozen = isinstance(policy, Freeze)
         self._frozen = list(self._batch_norms.values()) if frozen else []
         self._statistics = _statistics(modules, device, frozen=frozen)
+        # Most models are: then a micro-batch costs nothing here but one question.
         self._is_plain = not self._batch_norms and not self._statistics.layers
         # Layers whose statistics nothing else gets to see leave them in their buffers.
         overridden = bool(self._batch_norms) and (

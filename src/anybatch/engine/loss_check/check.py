@@ -133,6 +133,7 @@ class LossCheck:
             LossError: on every rank: the loss is not what was declared, or is one number and not declared at all.
             RankFailedError: another rank could not load its samples.
         """
+        # One sample cannot be cut, so a few single ones are joined.
         num_needed = 1 if not planned.units or planned.units[0].num_samples > 1 else 3
         loaded: list[Batch] = []
 

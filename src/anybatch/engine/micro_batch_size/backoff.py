@@ -50,6 +50,7 @@ class SizeBackoff:
             self._reduced = None
             self._formers.pop()
             self._next_try = step - 1 + self._wait
+        # Another process may have taken the memory for a while, so "auto" does not stay small for ever.
         if self._sizes.is_auto and self._formers and self._reduced is None and step >= self._next_try:
             self._reduced, self._next_try = self._sizes.sizes, step
             self._sizes.sizes = self._formers[-1]
@@ -141,6 +142,7 @@ class SizeBackoff:
                 else f"they cannot be smaller than a group of {plan.cut.group}"
             )
             return None
+        # The rank with most micro-batches decides, since all ranks take the same size.
         share = max(plan.shares, key=lambda units: sum(unit.weight for unit in units))
         counting = [unit for unit in share if unit.weight]
         sizes = self._sizes.sizes

@@ -294,6 +294,7 @@ class Search:
                 "model, precision='bf16' or activation checkpointing."
             )
             raise BatchSizeError(message, micro_batch_size=1)
+        # Adam keeps two tensors per parameter from its first step on, which no trial run has seen.
         if self._optimizer_is_new:
             doubling.largest = max(min(1, doubling.largest), doubling.largest // 2)
 

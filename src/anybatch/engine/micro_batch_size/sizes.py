@@ -180,6 +180,7 @@ class RunSizes:
         reason = self._why_not_timed(trial, first, lockstep=lockstep)
         if (reason and not self.may_run_out) or first.share < 2:  # noqa: PLR2004 (one sample cannot be cut)
             return FoundSize(None, f"the whole rank share, as {reason or 'there is only one sample'}")
+        # Loading may raise on one rank; together, all of them raise instead of waiting for it in a trial run.
         self._world.together(first.load)
         if lockstep and self.may_run_out:
             return self._planned_in_lockstep(trial, first)
@@ -222,6 +223,7 @@ class RunSizes:
         """
         planned, reason = self._planned(first)
         if planned is not None:
+            # Parts as equal as can be need no more memory than the planned size and waste no short micro-batch.
             size = even_size(first.share, min(planned, first.share), group=self.constraints.group or 1)
             return FoundSize(size, f"{size}, as planned; nothing was tried, because ranks run in lockstep")
         name = trial.context.strategy.capabilities.name

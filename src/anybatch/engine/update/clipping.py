@@ -87,6 +87,7 @@ def clip_gradients(
         in_groups: returns those gradients that there are, by parameter group of the optimizer.
         layout: how gradients lie on the ranks.
     """
+    # Groups have norms of their own, which the norm over all gradients does not tell.
     if isinstance(clip, ClipByGroup):
         for policy, group in zip(clip.policies, in_groups(gradients), strict=True):
             if policy is not None and group:

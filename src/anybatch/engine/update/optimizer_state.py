@@ -100,6 +100,7 @@ def make_state(optimizer: Optimizer) -> list[nn.Parameter]:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
     found = set(optimizer.state) - before
+    # Some optimizers look state up in a defaultdict, which leaves an empty entry.
     for parameter in found:
         if not optimizer.state[parameter]:  # it was only looked up
             del optimizer.state[parameter]

@@ -119,10 +119,12 @@ class Updater:
             with self._notifier.phase("clip"):
                 norm = self._clipped(gradients, contributions, step)
         except torch.OutOfMemoryError as error:
+            # Clipping comes before the update: going back to the buffers leaves the engine as it was before the step.
             self._buffers.restore()
             said = f"{_out_of_memory('clip', step, error)} Parameters and optimizer are as before the step."
             message = f"{said} {self.resident.remedy()}"
             raise DoesNotFitError(message, step=step, phase="clip") from error
+        # Read before the scheduler sets the next step's.
         rates = tuple(group["lr"] for group in self.target.optimizer.param_groups)
         try:
             with self._notifier.phase("update"):
@@ -163,6 +165,7 @@ class Updater:
 
     def _stepped(self, gradients: Gradients) -> bool:
         """Step optimizer, average and scheduler, unless fp16 has overflowed; return whether they stepped."""
+        # The optimizer makes no state for a parameter without a gradient; what was made ahead for it goes.
         self._optimizer_memory.drop_unused(gradients)
         stepped = self.scaler.step()
         if stepped:
