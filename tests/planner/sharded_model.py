@@ -65,7 +65,7 @@ def adamw(named: object) -> torch.optim.Optimizer:
     return torch.optim.AdamW(named, foreach=True)  # type: ignore[arg-type]
 
 
-def sharded_task(world_size: int) -> StepSpec:
+def sharded_spec(world_size: int) -> StepSpec:
     """Return the spec of training the network, planned as it allocates on a CPU."""
     sample = torch.zeros(1, NUM_TOKENS, dtype=torch.long)
     mean = ab.mean_over_samples(loss)

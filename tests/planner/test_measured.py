@@ -15,7 +15,7 @@ from anybatch.planner.plan import make_plan
 from anybatch.planner.report import Plan
 from anybatch.planner.verification import Verification, verify
 from tests.faults import sees
-from tests.planner.test_verification import TASK
+from tests.planner.test_verification import SPEC
 
 MIB = 2**20
 VERSIONS = {"torch": "2.13.0", "anybatch": "0.1.0", "driver": "570.1"}
@@ -41,8 +41,8 @@ def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KnownDevices:
 def on_this_cpu(known: KnownDevices) -> tuple[Plan, Verification]:
     """Return a plan for this CPU, and what its step took."""
     del known
-    plan = make_plan(TASK, budget_of("cpu:1MiB"), 4096, name="net", proposals=False)
-    return plan, verify(TASK, plan.as_it_is, "cpu")
+    plan = make_plan(SPEC, budget_of("cpu:1MiB"), 4096, name="net", proposals=False)
+    return plan, verify(SPEC, plan.as_it_is, "cpu")
 
 
 @sees(
@@ -68,7 +68,7 @@ def test_the_next_plan_uses_it(known: KnownDevices) -> None:
 
     assert str(known.path) in keep(found, plan, known)
     after = measured_of("cpu:1MiB", "net", "fp32", known)
-    again = make_plan(TASK, budget_of("cpu:1MiB", measured=after), 4096, name="net", proposals=False)
+    again = make_plan(SPEC, budget_of("cpu:1MiB", measured=after), 4096, name="net", proposals=False)
 
     assert after.headroom == pytest.approx(MEASURED_HEADROOM, abs=0.01)
     assert again.as_it_is.largest > plan.as_it_is.largest
@@ -195,7 +195,7 @@ def test_a_damaged_file_is_said_in_the_plan(known: KnownDevices) -> None:
     """Planning goes on as if nothing had been measured, with a note that names the file."""
     known.path.write_text("{")
     found = measured_of("cpu:1MiB", "net", "fp32", known)
-    plan = make_plan(TASK, budget_of("cpu:1MiB", measured=found), 512, proposals=False)
+    plan = make_plan(SPEC, budget_of("cpu:1MiB", measured=found), 512, proposals=False)
 
     assert found.headroom == HEADROOM
     assert f"note: {known.path} was passed over" in str(plan)

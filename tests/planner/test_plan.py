@@ -98,7 +98,7 @@ def adamw(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
     return torch.optim.AdamW([parameter for _, parameter in named])
 
 
-def task_of_classes(num_blocks: int = 4, width: int = 32) -> StepSpec:
+def spec_of_classes(num_blocks: int = 4, width: int = 32) -> StepSpec:
     """Return a spec without logits to speak of."""
     return step_spec(
         partial(Net, num_blocks, width),
@@ -108,7 +108,7 @@ def task_of_classes(num_blocks: int = 4, width: int = 32) -> StepSpec:
     )
 
 
-def task_of_language(chunk: int | None = None) -> StepSpec:
+def spec_of_language(chunk: int | None = None) -> StepSpec:
     """Return a spec that consists of logits."""
     return step_spec(
         partial(Language, chunk),
@@ -165,7 +165,7 @@ def test_blocks_are_found() -> None:
 @pytest.mark.parametrize("keeping", ["inputs", "products"])
 def test_checkpointing_is_planned_as_it_is(keeping: Keeping) -> None:
     """What a plan says of checkpointed blocks is what a model that was built with them holds."""
-    spec = task_of_classes()
+    spec = spec_of_classes()
     names = {"inputs": "checkpointing", "products": "checkpointing all but products"}
     change = next(one for one in possible_changes(spec) if one.name == names[keeping])
     by_hand_spec = changed(spec, model=lambda: checkpoint_blocks(Net(), keeping))
@@ -184,13 +184,13 @@ def test_checkpointing_is_planned_as_it_is(keeping: Keeping) -> None:
 )
 def test_loss_in_chunks_is_planned_as_by_hand() -> None:
     """The plan of a loss in chunks is within 15% of what a loss that is written so holds, at a third of the memory."""
-    spec = task_of_language()
+    spec = spec_of_language()
     change = next(one for one in possible_changes(spec) if one.name.startswith("loss in chunks"))
     envelope = find_envelopes(spec, 2**30).steady
     assert change.reshape is not None
 
     expected = change.reshape(envelope).peak_bytes(8)
-    by_hand = trace_step(task_of_language(chunk=1024), 8).steady.peak_bytes
+    by_hand = trace_step(spec_of_language(chunk=1024), 8).steady.peak_bytes
 
     assert expected == pytest.approx(by_hand, rel=0.15)
     assert by_hand < envelope.peak_bytes(8) / 3
@@ -198,7 +198,7 @@ def test_loss_in_chunks_is_planned_as_by_hand() -> None:
 
 def test_fused_update_takes_no_temporaries() -> None:
     """A fused optimizer's update holds less than the one that works on all parameters at once."""
-    spec = task_of_classes(num_blocks=8, width=128)
+    spec = spec_of_classes(num_blocks=8, width=128)
     fused = next(one for one in possible_changes(spec) if one.name == "fused optimizer")
 
     plain, changed = (trace_step(one, 2).steady.peak_bytes for one in (spec, fused.spec))
@@ -220,7 +220,7 @@ def test_what_is_proposed_fits_and_one_more_does_not() -> None:
 
 def test_parts_are_even() -> None:
     """With room for more than one part of a share, parts are as equal as they can be, and none is larger than fits."""
-    spec = task_of_classes()
+    spec = spec_of_classes()
     budget = budget_of("600MiB", headroom=0.0)
     envelopes = find_envelopes(spec, budget.usable_bytes)
 
@@ -239,7 +239,7 @@ def test_parts_are_even() -> None:
 )
 def test_changes_are_ranked() -> None:
     """Changes are listed by what they let fit, and each is better or worse than what is, as told."""
-    spec, budget = task_of_language(), budget_of("900MiB", headroom=0.0)
+    spec, budget = spec_of_language(), budget_of("900MiB", headroom=0.0)
     plan = make_plan(spec, budget, 64, name="net")
 
     steps = [change.accumulation_steps for change in plan.changes]
@@ -251,7 +251,7 @@ def test_changes_are_ranked() -> None:
 
 def test_nothing_fits() -> None:
     """Where not even one sample fits, the plan says which part alone is too large, and what would help."""
-    text = str(planned(task_of_language(), "620MiB", 64, proposals=True))
+    text = str(planned(spec_of_language(), "620MiB", 64, proposals=True))
 
     assert re.search(r"fits +nothing: one sample takes", text)
     assert "smallest" in text
@@ -259,14 +259,14 @@ def test_nothing_fits() -> None:
 
 def test_one_part_is_named_if_it_is_too_large_alone() -> None:
     """A term that exceeds the budget by itself is named."""
-    text = str(planned(task_of_classes(num_blocks=8, width=512), "534MiB", 4))
+    text = str(planned(spec_of_classes(num_blocks=8, width=512), "534MiB", 4))
 
     assert re.search(r"because +the \w+ alone take", text)
 
 
 def test_known_case_of_one_device() -> None:
     """Batch 64 with 4 fitting is 16 accumulation steps."""
-    spec = task_of_language()
+    spec = spec_of_language()
     envelopes = find_envelopes(spec, 2**30)
     limit = next(size for size in range(100, 2000) if largest_that_fits(envelopes.steady, size * MIB) == 4)
     plan = planned(spec, f"{limit + 532}MiB", 64)
@@ -309,7 +309,7 @@ def test_budget_is_what_tensors_can_have() -> None:
 
 def test_changes_that_cannot_be_planned_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A change that breaks the step does not break the plan."""
-    spec, budget = task_of_classes(), budget_of("600MiB")
+    spec, budget = spec_of_classes(), budget_of("600MiB")
     envelopes = find_envelopes(spec, budget.usable_bytes)
     broken = [change for change in possible_changes(spec) if change.name == "checkpointing"]
 
@@ -328,7 +328,7 @@ def test_changes_that_cannot_be_planned_are_left_out(monkeypatch: pytest.MonkeyP
 def test_a_plan_is_drawn(tmp_path: Path) -> None:
     """The picture of a plan names its micro-batches from 1, its device and its peak."""
     pytest.importorskip("matplotlib", reason="needs the extra anybatch[plot]")
-    plan = planned(task_of_classes(), "600MiB", 64)
+    plan = planned(spec_of_classes(), "600MiB", 64)
 
     draw_plan(plan, tmp_path / "plan.svg")
 

@@ -31,7 +31,7 @@ def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return value
 
 
-TASK = step_spec(
+SPEC = step_spec(
     net,
     optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
     loss=ab.mean_over_samples(loss),
@@ -47,7 +47,7 @@ def planned(spec: StepSpec) -> Plan:
 
 def test_fewer_samples_fit_where_kernels_count_and_the_plan_says_why() -> None:
     """Kernels were asked, so that the size is smaller than that of the tensors alone; the plan tells with what."""
-    plan, alone = planned(TASK), planned(dataclasses.replace(TASK, kernels=None))
+    plan, alone = planned(SPEC), planned(dataclasses.replace(SPEC, kernels=None))
 
     assert 0 < plan.micro_batch_size < alone.micro_batch_size
     assert "the kernel of aten.convolution" in str(plan)
@@ -57,7 +57,7 @@ def test_fewer_samples_fit_where_kernels_count_and_the_plan_says_why() -> None:
 
 def test_no_kernel_is_asked_for_another_device() -> None:
     """A plan for a GPU, which is not here, is as if nothing could be asked."""
-    spec = dataclasses.replace(TASK, profile="cuda", kernels=KernelMemory())
+    spec = dataclasses.replace(SPEC, profile="cuda", kernels=KernelMemory())
 
     plan = make_plan(spec, budget_of("24GiB"), 4096, proposals=False)
 
@@ -68,9 +68,9 @@ def test_no_kernel_is_asked_for_another_device() -> None:
 
 def test_what_was_not_asked_is_told() -> None:
     """Kernels that are too large to be asked are named, with their size, and planned without."""
-    plan = planned(dataclasses.replace(TASK, kernels=KernelMemory(most_bytes=1 << 15)))
+    plan = planned(dataclasses.replace(SPEC, kernels=KernelMemory(most_bytes=1 << 15)))
 
-    assert plan.micro_batch_size == planned(dataclasses.replace(TASK, kernels=None)).micro_batch_size
+    assert plan.micro_batch_size == planned(dataclasses.replace(SPEC, kernels=None)).micro_batch_size
     assert "what 4 kernels take for themselves is not counted: asking them would take more than 32.0 KiB" in str(plan)
 
 
@@ -87,17 +87,17 @@ class Erratic(KernelMemory):
 
 def test_kernels_do_not_keep_a_step_from_being_planned() -> None:
     """Where no size follows from what kernels say, the plan is that of the tensors, and says so."""
-    plan = planned(dataclasses.replace(TASK, kernels=Erratic()))
+    plan = planned(dataclasses.replace(SPEC, kernels=Erratic()))
 
-    assert plan.micro_batch_size == planned(dataclasses.replace(TASK, kernels=None)).micro_batch_size
+    assert plan.micro_batch_size == planned(dataclasses.replace(SPEC, kernels=None)).micro_batch_size
     assert "what kernels take for themselves is not counted: it does not follow from traces" in str(plan)
 
 
 def test_verification_compares_tensors_with_tensors() -> None:
     """What the ledger measures is compared with what was planned for tensors, without what is inside kernels."""
-    plan = planned(TASK)
+    plan = planned(SPEC)
 
-    found = verify(TASK, plan.as_it_is, "cpu")
+    found = verify(SPEC, plan.as_it_is, "cpu")
 
     assert found.planned_bytes == pytest.approx(found.measured_bytes, rel=0.001)
     assert found.planned_bytes < plan.as_it_is.peak.num_bytes

@@ -20,7 +20,7 @@ from anybatch.planner.proposals.more_ranks import candidate_sizes, extrapolated,
 from anybatch.planner.trace.blocks import repeated_blocks
 from anybatch.planner.trace.fsdp_trace import ShardedTrace, Sharding, trace_sharded
 from anybatch.planner.trace.step_spec import StepSpec
-from tests.planner.sharded_model import NUM_BLOCKS, Block, Held, Network, adamw, hold_for_real, sharded_task
+from tests.planner.sharded_model import NUM_BLOCKS, Block, Held, Network, adamw, hold_for_real, sharded_spec
 from tests.planner.step_specs import changed, step_spec
 from tests.ranks_fixture import Ranks
 
@@ -43,7 +43,7 @@ def test_every_allocation_is_that_of_real_ranks(keep: bool, defer: bool, two_ran
 
     The most that tensors hold at once differs by at most 1%: gloo's thread lets go a moment later.
     """
-    planned = trace_sharded(sharded_task(2), 64, Sharding(reshard_after_forward=not keep, defer=defer)).memory
+    planned = trace_sharded(sharded_spec(2), 64, Sharding(reshard_after_forward=not keep, defer=defer)).memory
     real = two_ranks.run(for_real, 64, keep, defer)[0]
     taken = [(one.operation, one.num_bytes) for one in planned.allocations if one.phase != "setup"]
     assert [one for one in real.taken if one[0] != GLOO_COPY] == taken
@@ -63,7 +63,7 @@ def test_state_and_update_are_shared(world_size: int) -> None:
 
     Weights and gradients are padded where rows do not divide among three ranks.
     """
-    trace = trace_sharded(sharded_task(world_size), 4).memory
+    trace = trace_sharded(sharded_spec(world_size), 4).memory
     parameters = list(Network().parameters())
     own = sum(4 * rows(one, world_size) * one[0].numel() for one in parameters)
     steps = 4 * len(parameters)
@@ -96,7 +96,7 @@ def test_deferred_gradients_are_whole() -> None:
     """Between micro-batches a rank holds its share of the gradients if they are reduced, all of them if not."""
     whole = sum(4 * one.numel() for one in Network().parameters())
     for defer, expected in ((False, whole // 2), (True, whole)):
-        trace = trace_sharded(sharded_task(2), 4, Sharding(defer=defer)).memory
+        trace = trace_sharded(sharded_spec(2), 4, Sharding(defer=defer)).memory
         assert largest_held(trace, "gradients", "micro-batch 0 ends") == expected
 
 
@@ -114,14 +114,14 @@ def test_gathered_weights_are_kept_or_let_go() -> None:
         (Sharding(), 1),
         (Sharding(reshard_last_block=False), 1),
     ):
-        trace = trace_sharded(sharded_task(2), 4, sharding).memory
+        trace = trace_sharded(sharded_spec(2), 4, sharding).memory
         largest = max(held_at(trace, position)["weights"] for position in range(len(trace.events)))
         assert largest == shards + root + num_gathered * block
 
 
 def test_buffers_for_sending_come_from_pools_of_their_own() -> None:
     """What is gathered comes from one pool, what is reduced from another; the allocator needs no less with them."""
-    trace = trace_sharded(sharded_task(2), 4)
+    trace = trace_sharded(sharded_spec(2), 4)
     model = Network()
     groups: list[list[torch.Tensor]] = [list(block.parameters()) for block in model.blocks.children()]
     groups.append([model.embedding.weight, model.head.weight])
@@ -140,9 +140,9 @@ def test_buffers_for_sending_come_from_pools_of_their_own() -> None:
 def test_traces_do_not_depend_on_those_before() -> None:
     """The same trace comes out again after another number of ranks; no process group is left, and no hook of it."""
     hook = sys.excepthook
-    first = trace_sharded(sharded_task(2), 3)
-    assert trace_sharded(sharded_task(4), 3) != first
-    assert trace_sharded(sharded_task(2), 3) == first
+    first = trace_sharded(sharded_spec(2), 3)
+    assert trace_sharded(sharded_spec(4), 3) != first
+    assert trace_sharded(sharded_spec(2), 3) == first
     assert not torch.distributed.is_initialized()
     assert sys.excepthook is hook
 
@@ -200,10 +200,10 @@ def encode(model: nn.Module, batch: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        (sharded_task(1), "world_size=1"),
-        (changed(sharded_task(2), model=lambda: {"network": Network()}), "one module"),
-        (made(sharded_task(2)), "function named_parameters"),
-        (changed(sharded_task(2), loss=ab.joint(encode, encode)), "per micro-batch"),
+        (sharded_spec(1), "world_size=1"),
+        (changed(sharded_spec(2), model=lambda: {"network": Network()}), "one module"),
+        (made(sharded_spec(2)), "function named_parameters"),
+        (changed(sharded_spec(2), loss=ab.joint(encode, encode)), "per micro-batch"),
     ],
     ids=["one rank", "two modules", "made optimizer", "joint loss"],
 )
@@ -216,7 +216,7 @@ def test_what_cannot_be_sharded_is_refused(spec: StepSpec, words: str) -> None:
 def refusal() -> str:
     """Run on every rank: return what is said where a process group is there."""
     with pytest.raises(CannotPlanError) as caught:
-        trace_sharded(sharded_task(2), 2)
+        trace_sharded(sharded_spec(2), 2)
     return str(caught.value)
 
 
@@ -286,9 +286,9 @@ def test_a_wrong_guess_is_put_right() -> None:
 
 def test_two_numbers_of_ranks_tell_of_all() -> None:
     """Where rows divide evenly, what eight ranks hold follows from two and four, to the byte."""
-    traces = [trace_sharded(sharded_task(size), 2) for size in (2, 4)]
+    traces = [trace_sharded(sharded_spec(size), 2) for size in (2, 4)]
     even = extrapolated(traces[0], traces[1], (2, 4), 20)
-    assert even == trace_sharded(sharded_task(20), 2)
+    assert even == trace_sharded(sharded_spec(20), 2)
 
 
 def test_no_number_of_ranks_is_refused() -> None:

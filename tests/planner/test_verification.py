@@ -26,7 +26,7 @@ def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return F.mse_loss(model(batch), batch[:, :4])
 
 
-TASK = step_spec(
+SPEC = step_spec(
     net,
     optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3),
     loss=ab.mean_over_samples(loss),
@@ -37,9 +37,9 @@ TASK = step_spec(
 
 def test_a_plan_is_what_a_step_takes() -> None:
     """What was planned for tensors is what they hold when the step is run; both are printed."""
-    plan = make_plan(TASK, budget_of("cpu:1MiB"), 512, proposals=False)
+    plan = make_plan(SPEC, budget_of("cpu:1MiB"), 512, proposals=False)
 
-    found = verify(TASK, plan.as_it_is, "cpu")
+    found = verify(SPEC, plan.as_it_is, "cpu")
 
     assert found.planned_bytes == pytest.approx(found.measured_bytes, rel=0.01)
     assert found.planned_reserved_bytes is None
@@ -49,8 +49,8 @@ def test_a_plan_is_what_a_step_takes() -> None:
 
 def test_a_wrong_plan_is_seen() -> None:
     """A plan for another model does not hold."""
-    plan = make_plan(TASK, budget_of("cpu:1MiB"), 512, proposals=False)
-    wider = changed(TASK, model=lambda: nn.Sequential(nn.Linear(16, 512), nn.GELU(), nn.Linear(512, 4)))
+    plan = make_plan(SPEC, budget_of("cpu:1MiB"), 512, proposals=False)
+    wider = changed(SPEC, model=lambda: nn.Sequential(nn.Linear(16, 512), nn.GELU(), nn.Linear(512, 4)))
 
     found = verify(wider, plan.as_it_is, "cpu")
 
@@ -59,13 +59,13 @@ def test_a_wrong_plan_is_seen() -> None:
 
 def test_what_cannot_be_verified() -> None:
     """Several ranks, and what is made already, are refused."""
-    plan = make_plan(TASK, budget_of("cpu:1MiB"), 512, proposals=False)
+    plan = make_plan(SPEC, budget_of("cpu:1MiB"), 512, proposals=False)
     model = net()
 
     for spec in (
-        dataclasses.replace(TASK, world_size=2),
-        built(TASK)[0],
-        changed(TASK, model=lambda: model, optimizer=torch.optim.SGD(model.parameters())),
+        dataclasses.replace(SPEC, world_size=2),
+        built(SPEC)[0],
+        changed(SPEC, model=lambda: model, optimizer=torch.optim.SGD(model.parameters())),
     ):
         with pytest.raises(PlanError, match="plan it so"):
             verify(spec, plan.as_it_is, "cpu")
