@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-CheckVerdict = Literal["exact", "equal up to rounding", "not equal"]
+SplitVerdict = Literal["exact", "equal up to rounding", "not equal"]
 EXACT = 1e-12
 
 
@@ -26,7 +26,7 @@ class SplitResult:
     sizes: tuple[int, ...]
     error: float
     errors: Mapping[str, float]
-    verdict: CheckVerdict
+    verdict: SplitVerdict
     failure: str | None = None
 
     @property
@@ -75,9 +75,9 @@ class CheckReport:
     findings: tuple[CheckFinding, ...]
 
     @property
-    def verdict(self) -> CheckVerdict:
+    def verdict(self) -> SplitVerdict:
         """The worst of all cuts."""
-        order: tuple[CheckVerdict, ...] = ("exact", "equal up to rounding", "not equal")
+        order: tuple[SplitVerdict, ...] = ("exact", "equal up to rounding", "not equal")
         return max((split.verdict for split in self.splits), key=order.index)
 
     @property
@@ -108,7 +108,7 @@ def in_words(sizes: Sequence[int]) -> str:
     return " + ".join(f"{number} x {size}" if number > 1 else str(size) for size, number in runs)
 
 
-def verdict_of(error: float, tolerance: float) -> CheckVerdict:
+def verdict_of(error: float, tolerance: float) -> SplitVerdict:
     """Return the verdict on a relative error where rounding alone may cause `tolerance`."""
     if math.isnan(error):
         return "not equal"

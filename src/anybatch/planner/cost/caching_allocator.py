@@ -35,7 +35,7 @@ _ENDLESS = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class AllocatorReplay:
     """Outcome of replaying a trace in the allocator.
 
     Attributes:
@@ -63,8 +63,8 @@ def replay(
     limit_bytes: int | None = None,
     expandable: bool = False,
     pools: Sequence[int] | None = None,
-) -> Replay:
-    """Replay a trace in the allocator.
+) -> AllocatorReplay:
+    """AllocatorReplay a trace in the allocator.
 
     Args:
         events: `n` where allocation number `n - 1` is made, `-n` where it is freed, as in a `MemoryTrace`.
@@ -85,7 +85,7 @@ def replay(
         elif not allocator.take(number, sizes[number], 0 if pools is None else pools[number]):
             full_at = position
             break
-    return Replay(allocator.peak_reserved, allocator.peak_allocated, allocator.num_retries, full_at)
+    return AllocatorReplay(allocator.peak_reserved, allocator.peak_allocated, allocator.num_retries, full_at)
 
 
 def largest_that_fits(
