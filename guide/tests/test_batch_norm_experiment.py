@@ -61,6 +61,7 @@ def test_no_convolution_in_front_of_a_norm_has_a_bias() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [64, 4])
 def test_exact_runs_agree_with_the_plain_whole_batch(size: int) -> None:
     """Ten float32 steps with norms="exact" leave the weights of ten plain steps on whole batches, up to rounding."""
@@ -78,6 +79,7 @@ def test_exact_runs_agree_with_the_plain_whole_batch(size: int) -> None:
     assert isinstance(named("exact").policy, Exact)
 
 
+@pytest.mark.slow
 def test_recorded_gradient_errors_come_again() -> None:
     """In a plain loop, micro-batches of 16, 4 and 2 are off by what is recorded."""
     recorded = read_recording(RECORDINGS / "batch_norm.json").data["gradient_errors"]
@@ -87,6 +89,7 @@ def test_recorded_gradient_errors_come_again() -> None:
         assert batch_norm.gradient_error(named("plain"), size) == pytest.approx(errors[size], rel=1e-2)
 
 
+@pytest.mark.slow
 def test_a_run_is_one_of_the_recorded() -> None:
     """Training in a plain loop from a recorded seed ends within what was recorded over all of them."""
     rows = read_recording(RECORDINGS / "batch_norm.json").data["rows"]

@@ -14,6 +14,8 @@ import pytest
 from guide.tests.page import DIST, WEB, account
 from tests.architecture.source_tree import ROOT
 
+pytestmark = pytest.mark.slow
+
 LEAST_NODE = 20
 OUT_OF_REACH = re.compile(r"ENOTFOUND|EAI_AGAIN|ECONNREFUSED|ETIMEDOUT|ENETUNREACH|ENOTCACHED")
 NUM_WRONG = 2

@@ -26,6 +26,7 @@ assert "torch" not in sys.modules
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
     """Ctrl-C ends server and worker, in the middle of a run and with a page that watches, with a word and status 0."""
     with Served(tmp_path, command=SERVE) as server:
@@ -66,6 +67,7 @@ def test_secret_is_told_once(tmp_path: Path) -> None:
     assert "GET" not in printed
 
 
+@pytest.mark.slow
 def test_taken_port(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A port that is taken is said, with status 2."""
     with Served(tmp_path, command=SERVE) as server:
@@ -117,6 +119,7 @@ def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert "name a folder, or --single-file FILE" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`record` runs what is named and writes it; a name that is none is refused before anything is run."""
     assert main(["guide", "record", "mathematics", "--to", str(tmp_path)]) == Status.DONE

@@ -53,6 +53,7 @@ def test_recordings_are_small(name: str) -> None:
     assert len(gzip.compress((RECORDINGS / f"playground_{name}.json").read_bytes())) <= MAX_ZIPPED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "at"), [("opening", 0), ("spirals", 1), ("shapes", 4)])
 def test_a_run_comes_out_again(name: str, at: int) -> None:
     """Run now, a recorded setting has the numbers of the recording."""
@@ -72,6 +73,7 @@ def test_programs_of_the_page_are_ours() -> None:
     assert all((as_python(setting), as_command(setting)) == (python, command) for setting, python, command in examples)
 
 
+@pytest.mark.slow
 def test_bugs_are_where_the_answers_say() -> None:
     """The checker finds in each of the six loops what the answer says, and its wrong lines are lines of it."""
     recorded = read_recording(RECORDINGS / "exercises_loops.json").data["loops"]

@@ -19,6 +19,8 @@ from anybatch_guide.listings import full_loop, one_batch, one_mistake, split_sum
 from anybatch_guide.recording import read_recording
 from tests.architecture.source_tree import ROOT
 
+pytestmark = pytest.mark.slow
+
 EXACT = 1e-12
 
 

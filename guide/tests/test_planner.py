@@ -97,6 +97,7 @@ def without_time(plan: Plan) -> list[str]:
     return [line for line in lines_of(plan) if not line.startswith(("time", "      "))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "change"),
     [("checkpointing", {"checkpointing": True}), ("fused optimizer", {"optimizer": "fused AdamW"})],
@@ -129,6 +130,7 @@ def test_a_variant_is_a_row_of_the_table_of_changes(
     "budget_of(wish.device, world_size=wish.world_size)",
     "budget_of(wish.device)",
 )
+@pytest.mark.slow
 def test_the_thousand_plans_are_ours() -> None:
     """What the page is compared with is what Python plans: of two of the steps, all numbers and words of every plan."""
     golden = json.loads(GOLDEN.read_text(encoding="utf-8"))

@@ -27,6 +27,8 @@ from anybatch_guide.recording import (
 from guide.tests.recorded_again import RECORDINGS
 from tests.architecture.source_tree import GUIDE
 
+pytestmark = pytest.mark.slow
+
 SHORT_SECONDS = 5.0
 TESTED_ELSEWHERE = ("claims_", "playground_", "walk_")
 """Beginnings of experiments that tests of their own record again."""

@@ -18,6 +18,8 @@ from guide.tests.served import LIMITS, WORKER
 from guide.tests.test_stream import Page
 from guide.tests.worker import FLOOD, HOSTILE, NUM_MICRO_BATCHES, NUM_STEPS
 
+pytestmark = pytest.mark.slow
+
 MIB = 2**20
 USUAL = Limits(messages_per_second=1e9, look_seconds=0.01, **{**LIMITS, "starts_per_second": 2})
 Scene = Coroutine[Any, Any, None]

@@ -36,6 +36,7 @@ def check(attempt: Attempt, server: Served) -> None:
         assert all(answer.headers[name.decode()] == value.decode() for name, value in HEADERS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attempt", DOORS, ids=lambda attempt: attempt.name)
 def test_door(attempt: Attempt, server: Served) -> None:
     """What comes from another page, by another name, without the secret or in another form is turned away."""
@@ -54,6 +55,7 @@ def test_setting(attempt: Attempt, server: Served) -> None:
     check(attempt, server)
 
 
+@pytest.mark.slow
 def test_around_a_run(server: Served) -> None:
     """One run at a time; each can be cancelled, however deaf it is; a worker that is killed is replaced."""
     rows = list(while_busy(server))
@@ -62,12 +64,14 @@ def test_around_a_run(server: Served) -> None:
     assert [row for row in rows if row[2] != "ok"] == []
 
 
+@pytest.mark.slow
 def test_worker_ends_with_its_server(tmp_path: Path) -> None:
     """A server that is killed in the middle of a run leaves no process behind."""
     with Served(tmp_path) as served:
         assert orphan(served)[2] == "ok"
 
 
+@pytest.mark.slow
 def test_body_within_its_time(server: Served) -> None:
     """A body is timed as a whole: one that comes byte by byte, each of them in time, is too slow."""
     stop = threading.Event()

@@ -146,6 +146,7 @@ def test_page_that_names_nonsense(last: str) -> None:
     asyncio.run(scene())
 
 
+@pytest.mark.slow
 def test_messages_are_few() -> None:
     """What is told between two messages goes together: no more messages than the limit, and every line is there."""
 

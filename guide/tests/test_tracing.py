@@ -45,6 +45,7 @@ def program(tmp_path: Path) -> Source:
     return Source(path, "program.py")
 
 
+@pytest.mark.slow
 def test_lines_come_as_they_ran(program: Source) -> None:
     """The trace is the lines in the order in which Python runs them, and what was printed."""
     found = trace_program([program])
@@ -60,6 +61,7 @@ def test_lines_come_as_they_ran(program: Source) -> None:
     "if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:",
     'if frame.f_code.co_name == "<module>":',
 )
+@pytest.mark.slow
 def test_bodies_of_classes_are_not_noted(program: Source) -> None:
     """What runs when a file is imported, and not when the program does, is not noted: a class's fields neither."""
     program.path.write_text("class Unused:\n    field = 1\n\n\n" + PROGRAM, encoding="utf-8")
@@ -67,6 +69,7 @@ def test_bodies_of_classes_are_not_noted(program: Source) -> None:
     assert trace_program([program])["lines"] == [line + 4 for line in (12, 5, 6, 7, 6, 7, 6, 7, 6, 8)]
 
 
+@pytest.mark.slow
 def test_repeats_are_left_out_and_counted(program: Source) -> None:
     """A line that ran often is noted a few times; how many were left out stands with the next that is noted."""
     found = trace_program([program], repeats=2)
@@ -75,6 +78,7 @@ def test_repeats_are_left_out_and_counted(program: Source) -> None:
     assert found["skipped"] == [[6, 3]]
 
 
+@pytest.mark.slow
 def test_a_program_that_fails_is_told(program: Source) -> None:
     """A program that raises gives no trace; nothing of this process is traced, before or after."""
     before = sys.gettrace()
@@ -85,6 +89,7 @@ def test_a_program_that_fails_is_told(program: Source) -> None:
     assert sys.gettrace() is before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experiment", [walk_plain, walk_anybatch], ids=["plain", "anybatch"])
 def test_walks_are_of_the_files(experiment: Any) -> None:
     """Every line of a walk is one on which something runs, of the file as it is, and those recorded; three updates."""
@@ -100,6 +105,7 @@ def test_walks_are_of_the_files(experiment: Any) -> None:
     assert found["output"].count("\n") == 3
 
 
+@pytest.mark.slow
 def test_micro_batches_and_losses_are_those_of_the_program() -> None:
     """In the plain walk, the losses after the division add up to what the program prints; four a step."""
     found = walk_plain.run(say_nothing)
@@ -111,6 +117,7 @@ def test_micro_batches_and_losses_are_those_of_the_program() -> None:
     assert max(value for _, value in found["values"]["micro_batches"]) == 4
 
 
+@pytest.mark.slow
 def test_walks_print_the_same() -> None:
     """Plain PyTorch, anybatch and DDP on two ranks train alike: the same losses and norms to twelve digits."""
     plain, ours, ddp = (walk.run(say_nothing) for walk in (walk_plain, walk_anybatch, walk_ddp))
@@ -120,6 +127,7 @@ def test_walks_print_the_same() -> None:
     assert max(value for _, value in ddp["values"]["micro_batches"]) == 2
 
 
+@pytest.mark.slow
 def test_nothing_is_noted_of_other_files(program: Source) -> None:
     """Lines of a file that is not watched are not noted."""
     program.path.write_text('import json\n\nif __name__ == "__main__":\n    json.dumps({})\n', encoding="utf-8")

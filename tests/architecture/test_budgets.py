@@ -4,6 +4,8 @@ import ast
 import inspect
 import math
 
+import pytest
+
 from tests.architecture.source_tree import PACKAGES, Found, FunctionNode, functions, parse, python_files
 
 MAX_FILE_LINES = 500
@@ -53,6 +55,7 @@ def test_files_are_short() -> None:
     assert not too_long
 
 
+@pytest.mark.slow
 def test_functions_are_annotated() -> None:
     """Every parameter and every result has a type."""
     found = [

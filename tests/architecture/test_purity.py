@@ -84,6 +84,7 @@ def test_core_acts_on_nothing() -> None:
     assert not found, "\n".join(map(str, found))
 
 
+@pytest.mark.slow
 def test_environment_is_read_in_one_file() -> None:
     """Only parallel/world.py reads environment variables, and only the program writes one, before torch is there.
 
@@ -169,6 +170,7 @@ assert not changed, f"import anybatch changed: {', '.join(changed)}"
 """
 
 
+@pytest.mark.slow
 def test_import_changes_nothing() -> None:
     """`import anybatch` changes nothing in the process: no seed, variable, setting, thread, group or device."""
     done = subprocess.run(  # noqa: S603 (a fixed program)

@@ -302,6 +302,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
         assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
+@pytest.mark.slow
 def test_processes_that_are_really_killed(tmp_path: Path) -> None:
     """Processes killed with SIGKILL, one at each operation, leave the former state or the new one, and no obstacle."""
     folders = [prepared(tmp_path / str(number)) for number in range(len(operations_of(replace)))]

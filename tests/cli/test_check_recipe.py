@@ -29,6 +29,7 @@ def job():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["digits", "text"])
 def test_recipes_are_exact(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A built-in recipe is exact in every cut, and the exit status says so."""

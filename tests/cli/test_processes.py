@@ -67,6 +67,7 @@ def through(tmp_path_factory: pytest.TempPathFactory, two_ranks: Ranks) -> dict[
     return {1: folder / "1", 2: folder / "2"}
 
 
+@pytest.mark.slow
 def test_killed_rank_alone(tmp_path: Path, through: dict[int, Path]) -> None:
     """A process killed in the middle of a step can be resumed from the last epoch, and ends with the same bits."""
     ended = train(tmp_path / "run", fault=f"kill:{IN_STEP_10[1]}:0")
@@ -90,6 +91,7 @@ def test_killed_rank_of_two(tmp_path: Path, through: dict[int, Path], two_ranks:
     assert same_bits(parameters(tmp_path / "run"), parameters(through[2]))
 
 
+@pytest.mark.slow
 def test_error_of_all_ranks(tmp_path: Path) -> None:
     """An error that every rank raises by itself, such as a loss of NaN, is printed by one; its status stands."""
     ended = train(tmp_path / "run", "--learning-rate", "1e300", ranks=2)
@@ -111,6 +113,7 @@ def test_stopped_launcher(tmp_path: Path, through: dict[int, Path], two_ranks: R
     assert same_bits(parameters(tmp_path / "run"), parameters(through[2]))
 
 
+@pytest.mark.slow
 def test_killed_launcher(tmp_path: Path) -> None:
     """Ranks whose launcher is killed do not run on: they save after the step and end."""
     ended = train(tmp_path / "run", ranks=2, fault=f"kill_launcher:{IN_STEP_10[2]}:0")
@@ -121,6 +124,7 @@ def test_killed_launcher(tmp_path: Path) -> None:
     assert logged(tmp_path / "run", "checkpoint")[-1]["step"] == 11
 
 
+@pytest.mark.slow
 def test_second_interrupt_of_a_launcher(tmp_path: Path) -> None:
     """Ctrl-C again ends ranks at once that are in a step that would not end."""
     ended = train(tmp_path / "run", ranks=2, fault=f"interrupt_twice:{IN_STEP_10[2]}:0")
@@ -132,6 +136,7 @@ def test_second_interrupt_of_a_launcher(tmp_path: Path) -> None:
     assert logged(tmp_path / "run", "end") == []
 
 
+@pytest.mark.slow
 def test_under_torchrun(tmp_path: Path) -> None:
     """Started by torchrun, anybatch starts no ranks of its own, and what fails on rank 1 is shown by rank 1 alone."""
     ended = train(tmp_path / "run", ranks=2, torchrun=True, fault=f"raise:{IN_STEP_10[2]}:1")

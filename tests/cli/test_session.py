@@ -190,6 +190,7 @@ def test_change_is_not_lost_with_its_checkpoints(tmp_path: Path) -> None:
     assert learning_rates(tmp_path)[STEPS_PER_EPOCH] > 0.2
 
 
+@pytest.mark.slow
 def test_longer_run(tmp_path: Path) -> None:
     """A run that is done has nothing left to do, and goes on when it is given more epochs, or steps."""
     run(tmp_path)

@@ -132,6 +132,7 @@ def trees(number: int) -> st.SearchStrategy[Any]:
     "leaf[start : max(start + 1, stop - 1)] if _carries_samples(leaf)",
     also=["tests/examples/test_ladder_against_engine.py::test_trained_parameters"],
 )
+@pytest.mark.slow
 @given(data=st.data(), number=st.integers(1, 7))
 def test_slices_put_together_are_the_batch(data: st.DataObject, number: int) -> None:
     """Cutting a batch anywhere and concatenating the pieces gives the batch back, whatever it is made of."""
@@ -145,6 +146,7 @@ def test_slices_put_together_are_the_batch(data: st.DataObject, number: int) -> 
     assert same(concatenated(pieces), batch)
 
 
+@pytest.mark.slow
 @given(data=st.data(), number=st.integers(0, 4))
 def test_mapping_tensors_keeps_the_tree(data: st.DataObject, number: int) -> None:
     """Mapping the identity over tensors gives an equal tree of the same types; every tensor is seen once."""

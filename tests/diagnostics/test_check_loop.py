@@ -171,6 +171,7 @@ def test_a_loop_that_raises_shows_its_own_error() -> None:
     assert "loops/run.py" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_loop_that_raises_on_ranks_shows_its_own_error() -> None:
     """On ranks that are started for it, too: the loop's own traceback, and that the ranks have joined already."""
     with pytest.raises(UserError, match=r"(?s)joins_again raised.*have joined.*process group twice") as caught:

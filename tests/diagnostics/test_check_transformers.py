@@ -85,6 +85,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_own_loss(name: str) -> None:
     """The head's own loss, declared right, is the same in every cut; declared wrong, the right words are printed."""

@@ -134,6 +134,7 @@ def test_time_is_bounded() -> None:
     assert len(model.sizes) == 2 * 6
 
 
+@pytest.mark.slow
 def test_what_does_not_fit() -> None:
     """Sizes from the first one on that runs out of memory are in the table, without figures."""
     clock = Clock()

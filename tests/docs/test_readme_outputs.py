@@ -5,6 +5,8 @@ import re
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -25,6 +27,7 @@ def shape(output: str) -> list[str]:
     return [re.sub(r"(# (d|h|min|s|[KMG]iB)\b ?)+", "# ", line) for line in plain]
 
 
+@pytest.mark.slow
 def test_outputs_are_printed(tmp_path: Path) -> None:
     """Each command of the README prints the lines that stand below it, but for numbers."""
     script = writer()

@@ -9,6 +9,8 @@ from tests.engine.failures import FAILING_STEP, FAILURES, train
 from tests.faults import sees
 from tests.ranks_fixture import selected
 
+pytestmark = pytest.mark.ranks
+
 TIMEOUT_SECONDS = 100.0
 AT_ONCE = 3  # so that the ranks of all failures do not start at the same time
 

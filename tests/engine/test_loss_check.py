@@ -421,6 +421,7 @@ def test_nothing_is_touched(kind: str) -> None:
         assert same(before, after)
 
 
+@pytest.mark.slow
 def test_compiled_and_checkpointed_models_are_looked_at_as_they_are() -> None:
     """A compiled model is called uncompiled, so nothing is compiled for the check; checkpointing is no obstacle."""
     compiled: list[int] = []

@@ -353,6 +353,7 @@ def test_ddp_begins_anew_outside_of_its_reduction(two_ranks: Ranks) -> None:
         assert two_ranks.run(ddp_point, at) == [((LARGE,), True)] * 2
 
 
+@pytest.mark.slow
 def test_ddp_says_that_it_cannot_leave_its_reduction() -> None:
     """In the backward that reduces, the failing rank names the strategy that can, and the others end too."""
     other, failing = run_ranks(2, ddp_point, -15, timeout_seconds=60)
@@ -368,6 +369,7 @@ def sync_point() -> None:
     train(run, Fault(at=tuple(9 if rank else 0 for rank in range(world.size))))
 
 
+@pytest.mark.slow
 def test_norms_over_ranks_say_that_they_cannot() -> None:
     """Where ranks wait for each other in the middle of forwards, the error says so and what to use."""
     other, failing = run_ranks(2, sync_point, timeout_seconds=60)
@@ -422,6 +424,7 @@ def test_clipping_that_fails_leaves_everything_as_it_was() -> None:
     "start += size",
     "start += num_samples",
 )
+@pytest.mark.slow
 def test_an_evaluation_that_does_not_fit_gives_the_same_numbers() -> None:
     """A micro-batch of an evaluation is run in halves where it fails, whatever the loss; a metric stays what it is."""
     for loss in ("plain", "joint", "late"):

@@ -101,6 +101,7 @@ def records() -> st.SearchStrategy[Record]:
     return st.one_of(kinds)
 
 
+@pytest.mark.slow
 @given(observed=st.lists(records(), max_size=6), num_steps_per_flush=st.integers(1, 3))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_line_fits_the_schema(tmp_path: Path, observed: list[Record], num_steps_per_flush: int) -> None:

@@ -347,6 +347,7 @@ def test_pictures_are_written(log: Path, tmp_path: Path) -> None:
     assert "#123456" not in svg
 
 
+@pytest.mark.slow
 def test_the_same_log_gives_the_same_picture(log: Path, tmp_path: Path) -> None:
     """An SVG and a PDF hold no date and no random names: drawn twice they are the same bytes."""
     records: list[Record] = [

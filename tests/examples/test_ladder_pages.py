@@ -40,6 +40,7 @@ def shape_and_numbers(text: str) -> tuple[list[str], list[float]]:
     return re.sub(r" *" + NUMBER, " #", text).split("\n"), [0.0 if number < 1e-12 else number for number in numbers]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PROGRAMS, ids=by_name)
 def test_program_prints_what_the_readme_shows(path: Path) -> None:
     """A program, started as a student starts it, ends well and prints what the README shows."""

@@ -1,5 +1,6 @@
 """The ledger of tensor memory: against torch's own profiler, and where it begins in the middle."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -67,6 +68,7 @@ def test_the_rest_is_what_nothing_was_said_of() -> None:
     del one, two, three
 
 
+@pytest.mark.slow
 def test_the_measure_counts_only_what_the_call_takes() -> None:
     """A block that an earlier measured call left, and that goes in this one, makes room for nothing."""
     kept: list[torch.Tensor] = []

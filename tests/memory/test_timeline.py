@@ -58,6 +58,7 @@ def walked(trace: MemoryTrace) -> list[dict[str, int]]:
         "tests/diagnostics/test_memory_report.py::test_the_peak_is_the_allocators",
     ],
 )
+@pytest.mark.slow
 @given(trace=traces())
 def test_a_timeline_is_the_walk(trace: MemoryTrace) -> None:
     """At every moment each category holds what counters hold that walk over the events, from the first moment on."""
@@ -72,6 +73,7 @@ def test_a_timeline_is_the_walk(trace: MemoryTrace) -> None:
     assert list(course.categories) == [name for name in ORDER if any(held[name] for held in walked(trace))]
 
 
+@pytest.mark.slow
 @given(trace=traces())
 def test_the_peak_is_that_of_the_trace(trace: MemoryTrace) -> None:
     """Leaving out how the memory of before was booked leaves the peak where it is."""

@@ -63,9 +63,9 @@ def gathered() -> tuple[int, int, list[list[float]], list[object], list[float]]:
 
 @sees(
     "numbers that all ranks sum are not summed",
-    "src/anybatch/parallel/world.py",
-    "dist.all_reduce(numbers, group=self._control, async_op=True)",
-    "dist.all_reduce(numbers.clone(), group=self._control, async_op=True)",
+    "src/anybatch/parallel/process_groups.py",
+    "dist.all_reduce(numbers, group=self.group, async_op=True)",
+    "dist.all_reduce(numbers.clone(), group=self.group, async_op=True)",
     cases=["2-ranks"],
 )
 def test_everybody_learns_what_everybody_said(ranks: Ranks) -> None:

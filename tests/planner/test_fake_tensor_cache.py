@@ -285,6 +285,7 @@ def booked(make: Callable[[FakeTensorMode], MemoryLedger]) -> MemoryTrace:
     return in_order(trace)
 
 
+@pytest.mark.slow
 def test_a_training_loop_is_booked_as_without() -> None:
     """Every allocation and every event of a loop is what it is where everything is asked of torch."""
     expected = booked(lambda _: MemoryLedger())

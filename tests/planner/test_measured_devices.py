@@ -89,6 +89,7 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path, line: object) -> None:
     assert refused.isprintable()
 
 
+@pytest.mark.slow
 @given(damage=st.one_of(st.binary(max_size=60), st.just(b"[" * 100_000), st.just(b"\xff\xfe")), cut=st.integers(0, 300))
 def test_damage_is_passed_over(tmp_path_factory: pytest.TempPathFactory, damage: bytes, cut: int) -> None:
     """Whatever is in the file, nothing is raised, nothing else is found, and a new step can be kept."""

@@ -100,6 +100,7 @@ def test_deferred_gradients_are_whole() -> None:
         assert largest_held(trace, "gradients", "micro-batch 0 ends") == expected
 
 
+@pytest.mark.slow
 def test_gathered_weights_are_kept_or_let_go() -> None:
     """Blocks that keep their gathered weights hold all of them in bfloat16 at the end of the forward, beside shards.
 
@@ -137,6 +138,7 @@ def test_buffers_for_sending_come_from_pools_of_their_own() -> None:
     assert with_pools > replay(trace.memory.events, num_bytes).peak_reserved_bytes
 
 
+@pytest.mark.slow
 def test_traces_do_not_depend_on_those_before() -> None:
     """The same trace comes out again after another number of ranks; no process group is left, and no hook of it."""
     hook = sys.excepthook
@@ -252,6 +254,7 @@ def wide() -> StepSpec:
     return step_spec(model, optimizer=adamw, loss=ab.mean_over_samples(loss), sample=torch.zeros(1, 1024))
 
 
+@pytest.mark.slow
 def test_smallest_world_is_the_first_that_fits(wide: StepSpec) -> None:
     """Of all candidates in order, the first that fits is found, for every budget; where none does, that is said."""
     candidates = [2, 4, 8, 16, 24, 32]
@@ -284,6 +287,7 @@ def test_a_wrong_guess_is_put_right() -> None:
         assert asked >= set(candidates[max(last - 2, 0) if expected else last - 1 : last])
 
 
+@pytest.mark.slow
 def test_two_numbers_of_ranks_tell_of_all() -> None:
     """Where rows divide evenly, what eight ranks hold follows from two and four, to the byte."""
     traces = [trace_sharded(sharded_spec(size), 2) for size in (2, 4)]

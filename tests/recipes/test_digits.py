@@ -60,6 +60,7 @@ def test_shifts_are_moves_by_at_most_a_pixel() -> None:
     assert torch.equal(plain[5]["image"], plain.images[5])
 
 
+@pytest.mark.slow
 def test_shifts_do_not_depend_on_the_cut() -> None:
     """The images of a step are the same at every micro-batch size and world size, and others in the next epoch."""
 
@@ -114,6 +115,7 @@ def test_any_cut_is_exact() -> None:
     assert_same_gradients(cut.engine.gradients(next(iter(cut.batches))), plain)
 
 
+@pytest.mark.slow
 def test_it_learns() -> None:
     """Five epochs are enough to read nine in ten held-out digits (chance is one in ten)."""
     run = start(digits(), epochs=5)

@@ -46,6 +46,7 @@ def test_a_module_is_planned() -> None:
     assert torch.equal(model.weight, before)
 
 
+@pytest.mark.slow
 def test_a_configuration_is_planned() -> None:
     """A configuration of transformers is planned for a device by name, and says what a step takes there."""
     config = transformers.LlamaConfig(
@@ -212,6 +213,7 @@ def test_three_lines_change() -> None:
     assert any("optimizer.step()" in line for line in lines if line.startswith("-"))
 
 
+@pytest.mark.slow
 def test_the_demonstration_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plain loop dies of its budget, the other one finishes within it, and the gradient is exact."""
     monkeypatch.setattr(demonstration, "NUM_STEPS", 1)

@@ -64,6 +64,7 @@ def runs(size: int, num_bytes: int) -> bool:
         return not engine.step(BATCH).too_large
 
 
+@pytest.mark.slow
 def test_what_is_planned_runs_and_one_more_does_not() -> None:
     """Under an enforced budget the planned size is the largest that runs."""
     size = planned(BUDGET, headroom=0.0)
@@ -90,6 +91,7 @@ def test_an_average_counts() -> None:
     "else int(budget_bytes * (1.0 - left))",
     "else budget_bytes",
 )
+@pytest.mark.slow
 def test_headroom_is_kept() -> None:
     """Where none is named 15% of the budget stay free."""
     assert planned(BUDGET) == planned(int(0.85 * BUDGET), headroom=0.0)
@@ -101,6 +103,7 @@ def test_all_there_is() -> None:
     assert asked()(BATCH, NUM_SAMPLES) == NUM_SAMPLES
 
 
+@pytest.mark.slow
 def test_auto_takes_it() -> None:
     """An engine that is handed the planner tries nothing larger, and trains as one that was given the size does."""
     ask = asked(budget_bytes=BUDGET, headroom=0.0)
@@ -124,6 +127,7 @@ def test_auto_takes_it() -> None:
     "with outside_modes():  # an",
     "if True:  # an",
 )
+@pytest.mark.slow
 def test_a_budget_does_not_count_what_is_only_planned() -> None:
     """Under an enforced budget that the plan's own tensors would pass, if they held anything, the plan is the same."""
     with memory_budget(2**20, BATCH) as budget:
@@ -132,6 +136,7 @@ def test_a_budget_does_not_count_what_is_only_planned() -> None:
     assert budget.num_refused == 0
 
 
+@pytest.mark.slow
 def test_nothing_can_be_planned() -> None:
     """Shapes that depend on the data, and a budget without room for a sample, are said; the step runs all the same."""
 

@@ -114,6 +114,7 @@ def test_checkpointed_blocks_give_the_same_gradient() -> None:
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "labels"),
     [

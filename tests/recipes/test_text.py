@@ -262,6 +262,7 @@ def test_optimizer_and_scheduler() -> None:
     assert rates[100] == pytest.approx(0.05)
 
 
+@pytest.mark.slow
 def test_it_learns(tmp_path: Path) -> None:
     """A tiny model learns a sentence by heart: from 8 bits per byte to less than 2.5, on a file it has not seen.
 
