@@ -18,7 +18,7 @@ import torch
 
 from anybatch.planner.envelopes import Envelopes
 from anybatch.planner.report import Plan
-from anybatch_guide.memory.planning import OFFERED, Traced, Variant, Wish, planned, trace
+from anybatch_guide.memory.planning import OFFERED, PlanRequest, Traced, Variant, planned, trace
 from anybatch_guide.memory.tables import DEVICE_NAMES, EFFECTIVE_BATCH_SIZES, NUM_RANKS
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +35,7 @@ def recorded() -> dict[str, Any]:
     return dict(json.loads(RECORDING.read_text(encoding="utf-8"))["data"])
 
 
-def wishes(variants: Sequence[Variant]) -> Iterator[tuple[int, Wish]]:
+def wishes(variants: Sequence[Variant]) -> Iterator[tuple[int, PlanRequest]]:
     """Yield a thousand random wishes of those that the page offers: 100 variants on devices, with 10 batches each."""
     draw = random.Random(64)
     # To replay the first step of a large model on several ranks takes Python half a minute.
@@ -46,7 +46,7 @@ def wishes(variants: Sequence[Variant]) -> Iterator[tuple[int, Wish]]:
         for _ in range(BATCHES):
             ranks = draw.choice(NUM_RANKS[1:]) if variants[number].several else 1
             size = draw.choice(EFFECTIVE_BATCH_SIZES)
-            yield number, Wish(device=device, effective_batch_size=size, world_size=ranks)
+            yield number, PlanRequest(device=device, effective_batch_size=size, world_size=ranks)
 
 
 class Remembering:
@@ -75,7 +75,7 @@ def lines_of(plan: Plan) -> list[str]:
     return [line for line in upper if not line.startswith(LEFT_OUT)]
 
 
-def row_of(number: int, wish: Wish, plan: Plan) -> list[Any]:
+def row_of(number: int, wish: PlanRequest, plan: Plan) -> list[Any]:
     """Return a plan as it is compared: whole numbers, and the digest of its words."""
     fit = plan.as_it_is
     digest = hashlib.sha256("\n".join(lines_of(plan)).encode()).hexdigest()[:16]

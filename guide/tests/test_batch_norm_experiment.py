@@ -8,13 +8,13 @@ from torch import nn
 
 from anybatch.norms import Exact
 from anybatch_guide.experiments import batch_norm
-from anybatch_guide.experiments.batch_norm import WAYS, Way
+from anybatch_guide.experiments.batch_norm import WAYS, BatchNormWay
 from anybatch_guide.recording import read_recording
 from anybatch_guide.tasks.shapes import network
 from guide.tests.recorded_again import RECORDINGS
 
 
-def named(name: str) -> Way:
+def named(name: str) -> BatchNormWay:
     """Return the way of that name."""
     return next(way for way in WAYS if way.name == name)
 
@@ -67,7 +67,7 @@ def test_exact_runs_agree_with_the_plain_whole_batch(size: int) -> None:
     """Ten float32 steps with norms="exact" leave the weights of ten plain steps on whole batches, up to rounding."""
     rows, _ = batch_norm.pictures()
     models = []
-    for way, micro_batch_size in ((Way(name="", norm="batch", policy=None), 64), (named("exact"), size)):
+    for way, micro_batch_size in ((BatchNormWay(name="", norm="batch", policy=None), 64), (named("exact"), size)):
         torch.manual_seed(0)
         model = network("batch")
         step = batch_norm.stepper(way, micro_batch_size, model)

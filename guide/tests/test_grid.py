@@ -10,7 +10,7 @@ from anybatch.testing.ranks import RankPool
 from anybatch_guide import grid
 from anybatch_guide.exercises.exercise import EXERCISES, described
 from anybatch_guide.experiments import exercises_eight
-from anybatch_guide.playground import Setting, as_command, as_python, parse_setting
+from anybatch_guide.playground import PlaygroundSetting, as_command, as_python, parse_setting
 from anybatch_guide.programs import templates
 from anybatch_guide.recording import differences, plain, read_recording
 
@@ -31,7 +31,7 @@ def test_the_page_opens_on_sixty_four_digits() -> None:
     """The first run is 16 x 4 = 64 digits with nothing wrong; its first loss is that of chance, 2.30."""
     first = runs("opening")[0]
 
-    assert parse_setting(first["setting"]) == Setting() == grid.opening()[0]
+    assert parse_setting(first["setting"]) == PlaygroundSetting() == grid.opening()[0]
     assert f"{first['losses'][0]:.2f}" == "2.30"
     assert max(first["relative_differences"]) < 1e-5
 

@@ -7,13 +7,13 @@ import torch
 
 from anybatch.memory.timeline import ORDER, MemoryTimeline, timeline
 from anybatch_guide.experiments import memory_limit
-from anybatch_guide.memory.accumulated import Way, measure_accumulated
+from anybatch_guide.memory.accumulated import AccumulationWay, measure_accumulated
 from anybatch_guide.memory.courses import drawn, in_order, peak_of
 from anybatch_guide.memory.native import trace_native, try_native
 from anybatch_guide.memory.small import ACCUMULATED, SMALL_MODELS, TRANSFORMER, SmallModel
 from tests.faults import sees
 
-PLAIN = Way(optimizer="adamw", precision="fp32", checkpointing=False)
+PLAIN = AccumulationWay(optimizer="adamw", precision="fp32", checkpointing=False)
 MODELS = pytest.mark.parametrize("model", SMALL_MODELS.values(), ids=lambda model: model.name)
 
 

@@ -13,17 +13,17 @@ import anybatch as ab
 from anybatch.diagnostics.loop_check.check_loop import check_loop
 from anybatch.errors import UserError
 from anybatch_guide.mistakes.mistake import MISTAKES, loop_of, source_of, wrong_lines
-from anybatch_guide.tasks.task import MicroBatches, Rows, cross_entropy, load, loss
+from anybatch_guide.tasks.task import LabelledSamples, MicroBatches, cross_entropy, load, loss
 
 ROOT = Path(__file__).parents[2]
 MAX_LINES = 25
 MICRO_BATCH_SIZE, ACCUMULATION_STEPS, NUM_EPOCHS = 8, 4, 2
 
 
-def rows() -> Rows:
+def rows() -> LabelledSamples:
     """Return 76 points: 2 windows of 4 micro-batches, and a last one of 8 and 4 samples."""
     task = load("spirals")
-    return Rows(task.rows.inputs[:76].double(), task.rows.targets[:76])
+    return LabelledSamples(task.rows.inputs[:76].double(), task.rows.targets[:76])
 
 
 def parts() -> tuple[torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:

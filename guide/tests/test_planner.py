@@ -13,7 +13,7 @@ import anybatch as ab
 from anybatch.memory.trace import MemoryEnvelope
 from anybatch.planner.proposals import changes, ranking
 from anybatch.planner.report import Plan
-from anybatch_guide.memory.planning import Variant, Wish, planned
+from anybatch_guide.memory.planning import PlanRequest, Variant, planned
 from anybatch_guide.memory.tables import DEVICE_NAMES, micro_batch_size, peak_pieces, rank_shares, tables
 from guide.tests.planner_cases import GOLDEN, NUM_CASES, VARIANTS, lines_of, recorded, row_of, traced, wishes
 from tests.faults import sees
@@ -78,7 +78,7 @@ def test_every_choice_is_recorded(data: dict[str, Any]) -> None:
 
 def test_a_plan_of_the_guide_is_that_of_the_library() -> None:
     """`ab.plan` says the same, in the same words."""
-    found = planned(traced(GPT2), Wish(device="RTX 4090", effective_batch_size=500))
+    found = planned(traced(GPT2), PlanRequest(device="RTX 4090", effective_batch_size=500))
     plan = ab.plan(
         "gpt2",
         device="RTX 4090",
@@ -112,7 +112,7 @@ def test_a_variant_is_a_row_of_the_table_of_changes(
     (change_row,) = ab.plan(
         "gpt2", device="12GiB", effective_batch_size=300, precision="bf16", sequence_length=256
     ).changes
-    found = planned(traced(variant), Wish(device="12GiB", effective_batch_size=300)).as_it_is
+    found = planned(traced(variant), PlanRequest(device="12GiB", effective_batch_size=300)).as_it_is
     assert (found.largest, found.micro_batch_size, found.accumulation_steps) == (
         change_row.largest,
         change_row.micro_batch_size,

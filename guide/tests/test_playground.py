@@ -15,9 +15,9 @@ import torch
 
 import anybatch.events
 from anybatch_guide.play import main
-from anybatch_guide.playground import Setting, as_python, run
+from anybatch_guide.playground import PlaygroundSetting, as_python, run
 from anybatch_guide.programs import templates
-from anybatch_guide.setting import Mistake
+from anybatch_guide.setting import MistakeName
 from anybatch_guide.tasks.digits import network
 
 pytest.importorskip("sklearn.datasets", reason="needs the extra anybatch[guide]")
@@ -30,7 +30,7 @@ Line = Mapping[str, Any]
 def played(**changes: Any) -> tuple[Mapping[str, Any], list[Line]]:
     """Return what a short run found, and its lines."""
     lines: list[Line] = []
-    return run(Setting(**{**SHORT, **changes}), lines.append), lines
+    return run(PlaygroundSetting(**{**SHORT, **changes}), lines.append), lines
 
 
 def of_kind(lines: list[Line], kind: str) -> list[Line]:
@@ -39,11 +39,13 @@ def of_kind(lines: list[Line], kind: str) -> list[Line]:
 
 
 SETTINGS = (
-    Setting(**SHORT),
-    Setting(**SHORT, task="shapes", norm="batch", optimizer="sgd", learning_rate=0.1, seed=7),
-    Setting(**SHORT, task="spirals", precision="bf16"),
-    Setting(**SHORT, task="text", mistake="mean_of_means"),
-    Setting(**{**SHORT, "steps": 33}, task="spirals", mistake="drop_tail", optimizer="sgd", learning_rate=0.5),
+    PlaygroundSetting(**SHORT),
+    PlaygroundSetting(**SHORT, task="shapes", norm="batch", optimizer="sgd", learning_rate=0.1, seed=7),
+    PlaygroundSetting(**SHORT, task="spirals", precision="bf16"),
+    PlaygroundSetting(**SHORT, task="text", mistake="mean_of_means"),
+    PlaygroundSetting(
+        **{**SHORT, "steps": 33}, task="spirals", mistake="drop_tail", optimizer="sgd", learning_rate=0.5
+    ),
 )
 RUN_ALL = """
 import json, sys
@@ -70,14 +72,14 @@ def test_losses_are_those_of_the_programs() -> None:
     assert list(map(len, printed)) == [setting.steps for setting in SETTINGS]
 
 
-@pytest.mark.parametrize("mistake", Mistake.__args__)  # type: ignore[attr-defined]
-def test_every_program_is_python(mistake: Mistake) -> None:
+@pytest.mark.parametrize("mistake", MistakeName.__args__)  # type: ignore[attr-defined]
+def test_every_program_is_python(mistake: MistakeName) -> None:
     """Each template, filled, compiles and has no name left to fill."""
-    text = as_python(Setting(mistake=mistake))
+    text = as_python(PlaygroundSetting(mistake=mistake))
 
     compile(text, "program", "exec")
     assert "$" not in text
-    assert set(templates()) == set(Mistake.__args__)  # type: ignore[attr-defined]
+    assert set(templates()) == set(MistakeName.__args__)  # type: ignore[attr-defined]
 
 
 def test_a_command_writes_the_same_losses(capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,13 +89,13 @@ def test_a_command_writes_the_same_losses(capsys: pytest.CaptureFixture[str]) ->
     status = main(words, written.append)
 
     assert status == 0
-    assert list(map(float, written)) == run(Setting(task="spirals", steps=3), lambda _: None)["losses"]
+    assert list(map(float, written)) == run(PlaygroundSetting(task="spirals", steps=3), lambda _: None)["losses"]
     assert main(["steps=0"], written.append) == 2
     assert "must be from 1 to 2,000" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("mistake", ["", "zero_each"])
-def test_lines_are_those_of_the_log(mistake: Mistake) -> None:
+def test_lines_are_those_of_the_log(mistake: MistakeName) -> None:
     """Every record's line holds to the log's schema, the engine's and the loop's alike, numbered without a gap."""
     data, lines = played(mistake=mistake, task="spirals")
     records = [line for line in lines if not line["kind"].startswith("guide.")]
@@ -119,7 +121,7 @@ def test_the_engine_matches_the_native_batch() -> None:
 
 
 @pytest.mark.parametrize("mistake", ["no_division", "zero_each", "clip_each", "schedule_each", "mean_of_means"])
-def test_a_mistake_leaves_the_native_batch(mistake: Mistake) -> None:
+def test_a_mistake_leaves_the_native_batch(mistake: MistakeName) -> None:
     """With a mistake, the parameters move away from those of the native batch at once, or as soon as it acts."""
     data, _ = played(task="text", optimizer="sgd", learning_rate=1.0, mistake=mistake)
 
@@ -158,7 +160,7 @@ def test_surfaces_are_bytes() -> None:
 
 
 @pytest.mark.parametrize("mistake", ["", "no_division"])
-def test_a_run_that_blows_up_is_a_result(mistake: Mistake) -> None:
+def test_a_run_that_blows_up_is_a_result(mistake: MistakeName) -> None:
     """A loss that is not finite ends the run as failed, with what it was; nothing is raised, and JSON can hold it."""
     data, lines = played(task="shapes", norm="none", optimizer="sgd", learning_rate=10.0, steps=60, mistake=mistake)
     end = lines[-1]
@@ -174,7 +176,7 @@ class _Stopped(BaseException):
 
 
 @pytest.mark.parametrize("mistake", ["", "clip_each"])
-def test_telling_ends_a_run(mistake: Mistake) -> None:
+def test_telling_ends_a_run(mistake: MistakeName) -> None:
     """What `tell` raises in the middle of a step comes out, and the process is as before."""
     threads, random = torch.get_num_threads(), torch.get_rng_state()
     lines: list[Line] = []
@@ -185,7 +187,7 @@ def test_telling_ends_a_run(mistake: Mistake) -> None:
             raise _Stopped
 
     with pytest.raises(_Stopped):
-        run(Setting(**SHORT, task="spirals", mistake=mistake), tell)
+        run(PlaygroundSetting(**SHORT, task="spirals", mistake=mistake), tell)
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), random)
 
@@ -197,7 +199,7 @@ def test_a_run_leaves_no_trace() -> None:
     try:
         random = torch.get_rng_state()
         ticks = iter(range(1_000_000))
-        data = run(Setting(**SHORT, task="spirals"), lambda _: None, clock=lambda: float(next(ticks)))
+        data = run(PlaygroundSetting(**SHORT, task="spirals"), lambda _: None, clock=lambda: float(next(ticks)))
 
         assert torch.get_num_threads() == 3
         assert torch.equal(torch.get_rng_state(), random)

@@ -12,6 +12,7 @@ import torch
 
 from anybatch.errors import UserError
 from anybatch_guide.catalogue import experiments, names
+from anybatch_guide.claims.catalogue import CLAIMS
 from anybatch_guide.experiment import Experiment, made_here
 from anybatch_guide.recording import (
     Recording,
@@ -46,11 +47,11 @@ def small(data: dict[str, Any]) -> Recording:
 
 
 def test_catalogue_is_the_folder() -> None:
-    """There is one experiment for each file, under the file's name."""
-    files = sorted(path.stem for path in (GUIDE / "experiments").glob("[a-z]*.py"))
+    """There is one experiment for each file, under the file's name, and one for each claim."""
+    files = [path.stem for path in (GUIDE / "experiments").glob("[a-z]*.py")]
 
-    assert list(names()) == files
-    assert {name: experiment.name for name, experiment in experiments().items()} == {name: name for name in files}
+    assert list(names()) == sorted([*files, *(f"claims_{name}" for name in CLAIMS)])
+    assert [experiment.name for experiment in experiments().values()] == list(names())
     assert all("?" in experiment.question for experiment in experiments().values())
 
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from anybatch.errors import UserError
 from anybatch_guide.play import read
 from anybatch_guide.programs import as_command
-from anybatch_guide.setting import LIMITS, Setting, SettingError, parse_setting
+from anybatch_guide.setting import LIMITS, PlaygroundSetting, SettingError, parse_setting
 
-GOOD: dict[str, Any] = asdict(Setting())
+GOOD: dict[str, Any] = asdict(PlaygroundSetting())
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
@@ -30,8 +30,8 @@ def code_of(value: object) -> str:
 
 def test_a_setting_comes_back_as_it_was() -> None:
     """What `asdict` makes of a setting is read as the same setting, also where a rate is a whole number."""
-    assert parse_setting(GOOD) == Setting()
-    assert parse_setting({**GOOD, "learning_rate": 1}) == Setting(learning_rate=1.0)
+    assert parse_setting(GOOD) == PlaygroundSetting()
+    assert parse_setting({**GOOD, "learning_rate": 1}) == PlaygroundSetting(learning_rate=1.0)
 
 
 @given(ANYTHING)
@@ -93,7 +93,7 @@ def test_a_missing_key_is_refused() -> None:
 
 @given(
     st.builds(
-        Setting,
+        PlaygroundSetting,
         task=st.sampled_from(["digits", "spirals", "text"]),
         micro_batch_size=st.integers(1, 16),
         accumulation_steps=st.integers(1, 16),
@@ -104,7 +104,7 @@ def test_a_missing_key_is_refused() -> None:
         mistake=st.sampled_from(["", "drop_tail"]),
     )
 )
-def test_a_command_line_is_the_setting(setting: Setting) -> None:
+def test_a_command_line_is_the_setting(setting: PlaygroundSetting) -> None:
     """The words of the command line are read back as the setting that they were made of."""
     program, *words = as_command(setting).split()[2:]
 

@@ -12,7 +12,7 @@ from anybatch.memory.timeline import timeline
 from anybatch_guide.mistakes.windows import items, share, windows
 from anybatch_guide.setting import SAMPLE_BYTES
 from anybatch_guide.tasks.spirals import surface
-from anybatch_guide.tasks.task import IGNORED, MicroBatches, Task, TaskName, cross_entropy, load
+from anybatch_guide.tasks.task import IGNORED, MicroBatches, PlaygroundTask, TaskName, cross_entropy, load
 from anybatch_guide.tasks.text import encoded, in_words, sentences
 
 pytest.importorskip("sklearn.datasets", reason="needs the extra anybatch[guide]")
@@ -20,7 +20,7 @@ pytest.importorskip("sklearn.datasets", reason="needs the extra anybatch[guide]"
 NAMES = get_args(TaskName)
 
 
-def first_loss(task: Task, num_samples: int) -> Tensor:
+def first_loss(task: PlaygroundTask, num_samples: int) -> Tensor:
     """Return the loss of a new network on the first samples."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)

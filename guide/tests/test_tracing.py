@@ -9,7 +9,7 @@ import pytest
 
 from anybatch_guide.experiments import walk_anybatch, walk_ddp, walk_plain
 from anybatch_guide.recording import read_recording
-from anybatch_guide.tracing import Source, trace_program
+from anybatch_guide.tracing import TracedFile, trace_program
 from tests.architecture.source_tree import ROOT
 from tests.faults import sees
 
@@ -38,15 +38,15 @@ def say_nothing(_line: object) -> None:
 
 
 @pytest.fixture
-def program(tmp_path: Path) -> Source:
+def program(tmp_path: Path) -> TracedFile:
     """A small program as a file."""
     path = tmp_path / "program.py"
     path.write_text(PROGRAM, encoding="utf-8")
-    return Source(path, "program.py")
+    return TracedFile(path, "program.py")
 
 
 @pytest.mark.slow
-def test_lines_come_as_they_ran(program: Source) -> None:
+def test_lines_come_as_they_ran(program: TracedFile) -> None:
     """The trace is the lines in the order in which Python runs them, and what was printed."""
     found = trace_program([program])
 
@@ -62,7 +62,7 @@ def test_lines_come_as_they_ran(program: Source) -> None:
     'if frame.f_code.co_name == "<module>":',
 )
 @pytest.mark.slow
-def test_bodies_of_classes_are_not_noted(program: Source) -> None:
+def test_bodies_of_classes_are_not_noted(program: TracedFile) -> None:
     """What runs when a file is imported, and not when the program does, is not noted: a class's fields neither."""
     program.path.write_text("class Unused:\n    field = 1\n\n\n" + PROGRAM, encoding="utf-8")
 
@@ -70,7 +70,7 @@ def test_bodies_of_classes_are_not_noted(program: Source) -> None:
 
 
 @pytest.mark.slow
-def test_repeats_are_left_out_and_counted(program: Source) -> None:
+def test_repeats_are_left_out_and_counted(program: TracedFile) -> None:
     """A line that ran often is noted a few times; how many were left out stands with the next that is noted."""
     found = trace_program([program], repeats=2)
 
@@ -79,7 +79,7 @@ def test_repeats_are_left_out_and_counted(program: Source) -> None:
 
 
 @pytest.mark.slow
-def test_a_program_that_fails_is_told(program: Source) -> None:
+def test_a_program_that_fails_is_told(program: TracedFile) -> None:
     """A program that raises gives no trace; nothing of this process is traced, before or after."""
     before = sys.gettrace()
     program.path.write_text("raise OSError", encoding="utf-8")
@@ -98,7 +98,7 @@ def test_walks_are_of_the_files(experiment: Any) -> None:
     file_of = found["file_of"] or [0] * len(found["lines"])
 
     paths = [ROOT / file["path"] for file in found["files"]]
-    assert [Source(path, "").digest for path in paths] == [file["sha256"] for file in found["files"]]
+    assert [TracedFile(path, "").digest for path in paths] == [file["sha256"] for file in found["files"]]
     assert all(line in statements(paths[file]) for file, line in zip(file_of, found["lines"], strict=True))
     assert (found["lines"], found["file_of"]) == (recorded["lines"], recorded["file_of"])
     assert found["values"]["updates"][-1][1] == 3
@@ -128,7 +128,7 @@ def test_walks_print_the_same() -> None:
 
 
 @pytest.mark.slow
-def test_nothing_is_noted_of_other_files(program: Source) -> None:
+def test_nothing_is_noted_of_other_files(program: TracedFile) -> None:
     """Lines of a file that is not watched are not noted."""
     program.path.write_text('import json\n\nif __name__ == "__main__":\n    json.dumps({})\n', encoding="utf-8")
 
@@ -149,7 +149,7 @@ def test_recorded_lines_are_those_of_the_files(name: str) -> None:
     file_of = trace["file_of"] or [0] * len(trace["lines"])
     paths = [ROOT / file["path"] for file in trace["files"]]
 
-    assert [Source(path, "").digest for path in paths] == [file["sha256"] for file in trace["files"]], (
+    assert [TracedFile(path, "").digest for path in paths] == [file["sha256"] for file in trace["files"]], (
         f"record it again: anybatch guide record walk_{name if '_' not in name else 'ladder'}"
     )
     assert [path.read_text(encoding="utf-8") for path in paths] == [file["text"] for file in trace["files"]]

@@ -47,7 +47,7 @@ def read_page(folder: Path) -> dict[str, Asset]:
         UserError: there is no page, or it is too large to be one.
     """
     if not (folder / "index.html").is_file():
-        message = f"{folder} holds no built page (index.html). Build it with `make page`, or install a release."
+        message = f"{folder} holds no built page (index.html). Build it with `make web`, or install a release."
         raise UserError(message)
     page: dict[str, Asset] = {}
     num_bytes = 0
@@ -79,7 +79,7 @@ def with_transport(html: str, word: Literal["live", "static"]) -> str:
     changed, num_places = _TRANSPORT.subn(rf"\g<1>{word}\g<2>", html)
     if num_places != 1:
         message = (
-            f'index.html holds <meta name="anybatch-guide" ...> {num_places} times instead of once: build it anew.'
+            f'index.html holds <meta name="anybatch-guide" ...> {num_places} times instead of once: build it again.'
         )
         raise UserError(message)
     return changed

@@ -1,20 +1,23 @@
-"""Every experiment there is, by name: one for each file of `experiments`."""
+"""Every experiment there is, by name: one for each file of `experiments`, and one for each claim."""
 
 import importlib
 import pkgutil
-from typing import TYPE_CHECKING
 
 from anybatch_guide import experiments as folder
-
-if TYPE_CHECKING:  # it brings torch, which takes seconds, and the names of experiments do not need it
-    from anybatch_guide.experiment import Experiment
+from anybatch_guide.claims.catalogue import CLAIMS
+from anybatch_guide.claims.claim import experiment_of
+from anybatch_guide.experiment import Experiment
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of all experiments, sorted, without importing any."""
-    return tuple(sorted(module.name for module in pkgutil.iter_modules(folder.__path__)))
+    """Return the names of all experiments, sorted."""
+    return tuple(experiments())
 
 
-def experiments() -> "dict[str, Experiment]":
+def experiments() -> dict[str, Experiment]:
     """Return all experiments, by their names, sorted."""
-    return {name: importlib.import_module(f"{folder.__name__}.{name}").EXPERIMENT for name in names()}
+    modules = [
+        importlib.import_module(f"{folder.__name__}.{one.name}") for one in pkgutil.iter_modules(folder.__path__)
+    ]
+    found = [*(module.EXPERIMENT for module in modules), *map(experiment_of, CLAIMS.values())]
+    return {one.name: one for one in sorted(found, key=lambda one: one.name)}

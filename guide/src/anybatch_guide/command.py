@@ -1,4 +1,4 @@
-"""`anybatch guide`: the page that explains the batch, served, exported, or recorded anew."""
+"""`anybatch guide`: the page that explains the batch, served, exported, or recorded again."""
 
 import argparse
 import asyncio
@@ -22,7 +22,7 @@ _DESCRIPTION = (
 _EPILOG = (
     "`anybatch guide export DIR` writes the guide as files that any web server can serve, `anybatch guide export "
     "--single-file FILE` as one file that opens from the disk; `anybatch guide record [NAME...]` makes its recordings "
-    "anew. docs/guide.md has more."
+    "again. docs/guide.md has more."
 )
 _LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 _MAX_PORT: Final = 65_535

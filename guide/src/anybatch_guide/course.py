@@ -1,4 +1,4 @@
-"""`Course`: what is noted of a run of the playground, and told beside its records."""
+"""`Course`: what is noted of a run of the playground, and reported beside its records."""
 
 import base64
 import dataclasses
@@ -13,10 +13,10 @@ from anybatch.core.records import EndRecord, MicroBatchRecord, Record, StepRecor
 from anybatch.errors import NonFiniteError
 from anybatch.memory.timeline import MemoryTimeline
 from anybatch_guide.experiment import Data
-from anybatch_guide.lines import Lines, finite
-from anybatch_guide.setting import Setting
+from anybatch_guide.lines import RecordLines, finite
+from anybatch_guide.setting import PlaygroundSetting
 from anybatch_guide.tasks.spirals import surface
-from anybatch_guide.tasks.task import Task
+from anybatch_guide.tasks.task import PlaygroundTask
 
 if TYPE_CHECKING:
     from anybatch_guide.playground import Native
@@ -33,18 +33,18 @@ class Course:
         task: what is learned.
         model: the network that learns.
         native: the native batch, stepped after each step.
-        lines: where everything is told.
+        lines: where everything is reported.
         clock: seconds that only go forward; for the throughput.
     """
 
     def __init__(
         self,
-        setting: Setting,
-        task: Task,
+        setting: PlaygroundSetting,
+        task: PlaygroundTask,
         *,
         model: nn.Module,
         native: "Native",
-        lines: Lines,
+        lines: RecordLines,
         clock: Callable[[], float],
     ) -> None:
         self.measured_step = min(1, setting.steps - 1)  # the first one also makes the optimizer's state
@@ -74,7 +74,7 @@ class Course:
         self._lines.observe(record)
 
     def note_memory(self, course: MemoryTimeline) -> None:
-        """Keep what the measured step held at its highest moment, and tell the highest moment of each of its parts."""
+        """Keep the peak memory of the measured step by category, and report the peak of each of its parts."""
         self._peak = course.at(course.peak_moment)
         for position, phase, moment in parts_of(course):
             self._lines.say(

@@ -18,7 +18,7 @@ Tell = Callable[[Mapping[str, Any]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
-    """Something that can be measured again by whoever doubts it.
+    """A measurement that anybody can repeat.
 
     Attributes:
         name: its name in recordings, links and on the command line: lower case, with underscores.
@@ -42,7 +42,7 @@ class Experiment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
+class Provenance:
     """Where and when data was computed.
 
     Attributes:
@@ -60,10 +60,10 @@ class Made:
     command: str
 
 
-def made_here(experiment: str, *, commit: str | None = None, today: dt.date | None = None) -> Made:
+def made_here(experiment: str, *, commit: str | None = None, today: dt.date | None = None) -> Provenance:
     """Return what is to be said of data that is computed in this process."""
     day = dt.datetime.now(tz=dt.UTC).date() if today is None else today
-    return Made(
+    return Provenance(
         date=day.isoformat(),
         device=f"cpu ({platform.machine()}, {torch.get_num_threads()} threads)",
         versions=software_versions(),

@@ -107,13 +107,13 @@ def with_policy(html: str, policy: str) -> str:
         flags=re.IGNORECASE,
     )
     if not num_places:
-        message = 'index.html has no <meta charset="utf-8">, behind which the policy goes: build it anew.'
+        message = 'index.html has no <meta charset="utf-8">, behind which the policy goes: build it again.'
         raise UserError(message)
     return changed
 
 
 def _file_policy(scripts: list[str], styles: list[str]) -> str:
-    """Return what one file may do: run the scripts and use the styles that stand in it, and talk to nobody."""
+    """Return what one file may do: run the scripts and use the styles that stand in it, and open no connection."""
     allowed = {name: " ".join(map(_hash, texts)) or "'none'" for name, texts in (("js", scripts), ("css", styles))}
     return (
         f"default-src 'none'; script-src {allowed['js']}; style-src {allowed['css']}; img-src data:; font-src data:; "
@@ -149,7 +149,7 @@ def _data_url(page: Mapping[str, Asset], path: str) -> str:
 
 def _asset(page: Mapping[str, Asset], path: str) -> Asset:
     if path not in page:
-        message = f"the page refers to {path}, which it does not have: build it anew."
+        message = f"the page refers to {path}, which it does not have: build it again."
         raise UserError(message)
     return page[path]
 

@@ -6,9 +6,17 @@ from functools import partial
 from typing import Any, get_args
 
 from anybatch_guide.experiment import Data, Experiment, Tell
-from anybatch_guide.playground import Setting, run
+from anybatch_guide.playground import PlaygroundSetting, run
 from anybatch_guide.programs import as_command, as_python, templates
-from anybatch_guide.setting import LIMITS, MAX_BYTES, MAX_EFFECTIVE, MAX_SAMPLES, SAMPLE_BYTES, Mistake, OptimizerName
+from anybatch_guide.setting import (
+    LIMITS,
+    MAX_BYTES,
+    MAX_EFFECTIVE,
+    MAX_SAMPLES,
+    SAMPLE_BYTES,
+    MistakeName,
+    OptimizerName,
+)
 
 NUM_SURFACES = 5
 BEGINNINGS: Mapping[str, Mapping[str, Any]] = {
@@ -18,14 +26,20 @@ BEGINNINGS: Mapping[str, Mapping[str, Any]] = {
     "text": {"steps": 30, "adamw": 0.01, "sgd": 0.5, "norm": "none", "classes": 256},
 }
 """What a task begins with: steps, learning rate by optimizer, norm; and its number of classes."""
-_MISTAKES = tuple(name for name in get_args(Mistake) if name)
+_MISTAKES = tuple(name for name in get_args(MistakeName) if name)
 
 
-def setting_of(task: str, micro: int, accumulation: int, optimizer: OptimizerName = "adamw", **more: Any) -> Setting:  # noqa: ANN401 (fields of a setting)
+def setting_of(
+    task: str,
+    micro: int,
+    accumulation: int,
+    optimizer: OptimizerName = "adamw",
+    **more: Any,  # noqa: ANN401 (values of any field)
+) -> PlaygroundSetting:
     """Return a setting with a task's own beginnings."""
     own = BEGINNINGS[task]
     given = {"norm": own["norm"], "steps": own["steps"], "learning_rate": own[optimizer], **more}
-    return Setting(
+    return PlaygroundSetting(
         task=task,  # type: ignore[arg-type]
         micro_batch_size=micro,
         accumulation_steps=accumulation,
@@ -34,12 +48,12 @@ def setting_of(task: str, micro: int, accumulation: int, optimizer: OptimizerNam
     )
 
 
-def opening() -> list[Setting]:
+def opening() -> list[PlaygroundSetting]:
     """Return what the page holds from the start: digits, 16 x 4 = 64, as it should be and with each mistake."""
     return [setting_of("digits", 16, 4, mistake=mistake) for mistake in ("", *_MISTAKES)]
 
 
-def digits() -> list[Setting]:
+def digits() -> list[PlaygroundSetting]:
     """Return twelve cuts by two optimizers, and the mistakes at three of them."""
     found = [
         setting_of("digits", micro, accumulation, optimizer)
@@ -57,7 +71,7 @@ def digits() -> list[Setting]:
     return [setting for setting in found if setting not in known]
 
 
-def spirals() -> list[Setting]:
+def spirals() -> list[PlaygroundSetting]:
     """Return three cuts of one batch, and two mistakes by each optimizer."""
     cuts = [setting_of("spirals", micro, 64 // micro) for micro in (4, 64)]
     return cuts + [
@@ -67,7 +81,7 @@ def spirals() -> list[Setting]:
     ]
 
 
-def shapes() -> list[Setting]:
+def shapes() -> list[PlaygroundSetting]:
     """Return three norms at three cuts of one batch."""
     return [
         setting_of("shapes", micro, 64 // micro, norm=norm)
@@ -76,13 +90,13 @@ def shapes() -> list[Setting]:
     ]
 
 
-def text() -> list[Setting]:
+def text() -> list[PlaygroundSetting]:
     """Return three cuts of one batch, and the mean of means at two of them."""
     found = [setting_of("text", micro, 64 // micro) for micro in (64, 16, 4)]
     return found + [setting_of("text", micro, 64 // micro, mistake="mean_of_means") for micro in (16, 4)]
 
 
-def recorded(settings: Sequence[Setting], tell: Tell) -> list[dict[str, Any]]:
+def recorded(settings: Sequence[PlaygroundSetting], tell: Tell) -> list[dict[str, Any]]:
     """Run settings one after the other, and return each in few bytes: the setting, columns by step, memory."""
     found = []
     for done, setting in enumerate(settings):
@@ -91,7 +105,7 @@ def recorded(settings: Sequence[Setting], tell: Tell) -> list[dict[str, Any]]:
     return found
 
 
-def compact(setting: Setting, tell: Tell) -> dict[str, Any]:
+def compact(setting: PlaygroundSetting, tell: Tell) -> dict[str, Any]:
     """Run one setting; return its columns with as many digits as a curve can show, and the surfaces of spirals."""
     surfaces: list[Mapping[str, Any]] = []
 
@@ -123,7 +137,7 @@ def short(values: Sequence[float | None], digits: int) -> list[float | None]:
 
 def run_opening(tell: Tell) -> Data:
     """Return the first runs, and all that the page needs to know about settings."""
-    examples = [Setting(), setting_of("spirals", 4, 8, "sgd", mistake="clip_each", seed=7)]
+    examples = [PlaygroundSetting(), setting_of("spirals", 4, 8, "sgd", mistake="clip_each", seed=7)]
     return {
         "runs": recorded(opening(), tell),
         "beginnings": BEGINNINGS,
@@ -137,7 +151,7 @@ def run_opening(tell: Tell) -> Data:
     }
 
 
-def experiment_of(task: str, settings: Sequence[Setting], seconds: float, **more: Any) -> Experiment:  # noqa: ANN401 (further data)
+def experiment_of(task: str, settings: Sequence[PlaygroundSetting], seconds: float, **more: Any) -> Experiment:  # noqa: ANN401 (further data)
     """Return the experiment that records these runs of a task."""
 
     def run_all(more: Mapping[str, Any], tell: Tell) -> Data:

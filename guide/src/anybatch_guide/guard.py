@@ -48,7 +48,7 @@ _MAX_QUERY_BYTES: Final = 256
 
 @dataclass(slots=True, kw_only=True)
 class Admission:
-    """What lets a request in.
+    """The conditions under which a request is admitted.
 
     Attributes:
         port: the server's; cookies know no ports, so theirs stands in the cookie's name.
@@ -83,7 +83,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the guard itself answers: a refusal, or the way to the page."""
+    """An answer of the guard itself: a refusal, or the way to the page."""
 
     status: HTTPStatus
     code: str
@@ -169,7 +169,10 @@ class Guard:
 
 
 class _Request:
-    """What the guard looks at. Paths come from the scope: a URL put together again would depend on the Host header."""
+    """The parts of a request that the guard checks.
+
+    Paths come from the scope: a URL put together again would depend on the Host header.
+    """
 
     def __init__(self, scope: Scope) -> None:
         self.method: str = scope["method"]

@@ -7,7 +7,7 @@ _KIB, _MIB, _GIB = 2**10, 2**20, 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a request, a stream and a run may take.
+    """Limits of a request, a stream and a run.
 
     Attributes:
         body_bytes: most bytes of a request's body, counted as they arrive.
@@ -26,7 +26,7 @@ class Limits:
         answer_seconds: in which the worker has to take a run, its own start included.
         wall_seconds: most time a run takes, pauses left out.
         paused_seconds: most time it may be paused.
-        alone_seconds: after which a run ends that nobody watches.
+        alone_seconds: after which a run ends that no page watches.
         resident_bytes: most memory of the worker's process.
         terminate_seconds: after being asked to cancel, until SIGTERM.
         kill_seconds: after being asked to cancel, until SIGKILL.

@@ -1,4 +1,4 @@
-"""Lines for whoever looks: an engine's records in the shape of its log, and the kinds that only the page knows."""
+"""Lines for the page: an engine's records in the shape of its log, and the kinds that only the page knows."""
 
 import math
 import time
@@ -11,8 +11,8 @@ from anybatch.events.schema import SCHEMA_VERSION
 from anybatch_guide.experiment import Tell
 
 
-class Lines:
-    """An observer that tells each record as a line, at once, so that what it tells may wait, or end the run.
+class RecordLines:
+    """An observer that reports each record as a line, at once, so that the receiver may wait, or end the run.
 
     Phases and the memory of the process are left out: the page shows neither of them.
 
@@ -27,12 +27,12 @@ class Lines:
         self._sequence = 0
 
     def observe(self, record: Record, /) -> None:
-        """Tell a record of the engine."""
+        """Report a record of the engine."""
         if not isinstance(record, PhaseRecord | MemoryRecord):
             self._tell(line_of(record, sequence=self._next(), time_seconds=self._clock()))
 
     def say(self, kind: str, **fields: Any) -> None:  # noqa: ANN401 (whatever JSON has)
-        """Tell a line of the page's own."""
+        """Report a line of the page's own."""
         head = {"version": SCHEMA_VERSION, "sequence": self._next(), "time_seconds": round(self._clock(), 6)}
         self._tell({**head, "kind": f"guide.{kind}", **fields})
 

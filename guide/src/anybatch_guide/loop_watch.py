@@ -14,7 +14,7 @@ from anybatch.memory.ledger import MemoryLedger
 from anybatch.memory.timeline import timeline
 from anybatch_guide.course import Course
 from anybatch_guide.mistakes.windows import items
-from anybatch_guide.setting import Setting
+from anybatch_guide.setting import PlaygroundSetting
 from anybatch_guide.tasks.task import cross_entropy
 
 
@@ -32,10 +32,10 @@ class LoopWatch:
         setting: what the run does.
         model: the network that the loop trains.
         optimizer: its optimizer.
-        course: is told.
+        course: receives what is seen.
     """
 
-    def __init__(self, setting: Setting, *, model: nn.Module, optimizer: Optimizer, course: Course) -> None:
+    def __init__(self, setting: PlaygroundSetting, *, model: nn.Module, optimizer: Optimizer, course: Course) -> None:
         self.is_done = False
         self._setting, self._model, self._optimizer, self._course = setting, model, optimizer, course
         self._step = self._position = self._num_samples = 0

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from anybatch.errors import UserError
-from anybatch_guide.playground import Setting, SettingError, parse_setting, run
+from anybatch_guide.playground import PlaygroundSetting, SettingError, parse_setting, run
 
 
 def main(arguments: Sequence[str], write: Callable[[str], object] = sys.stdout.write) -> int:
@@ -22,13 +22,13 @@ def main(arguments: Sequence[str], write: Callable[[str], object] = sys.stdout.w
     return 0
 
 
-def read(arguments: Sequence[str]) -> Setting:
+def read(arguments: Sequence[str]) -> PlaygroundSetting:
     """Return the setting that `name=value` arguments make of the default one.
 
     Raises:
         SettingError: a name or value that there is not.
     """
-    given = {**asdict(Setting())}
+    given = {**asdict(PlaygroundSetting())}
     for argument in arguments:
         name, sign, text = argument.partition("=")
         if not sign or name not in given:

@@ -1,4 +1,4 @@
-"""The playground: a run of the engine, or of a loop with a mistake in it, told line by line while it goes on."""
+"""The playground: a run of the engine, or of a loop with a mistake in it, reported line by line while it goes on."""
 
 import itertools
 import time
@@ -18,14 +18,14 @@ from anybatch.engine.engine import Engine
 from anybatch.errors import DataError, NonFiniteError
 from anybatch_guide.course import Course
 from anybatch_guide.experiment import Data, Tell
-from anybatch_guide.lines import Lines
+from anybatch_guide.lines import RecordLines
 from anybatch_guide.loop_watch import LoopWatch
 from anybatch_guide.mistakes.mistake import loop_of
 from anybatch_guide.programs import as_command, as_python
-from anybatch_guide.setting import Setting, SettingError, parse_setting
-from anybatch_guide.tasks.task import MicroBatches, Task, load
+from anybatch_guide.setting import PlaygroundSetting, SettingError, parse_setting
+from anybatch_guide.tasks.task import MicroBatches, PlaygroundTask, load
 
-__all__ = ["Setting", "SettingError", "as_command", "as_python", "parse_setting", "run", "warm"]
+__all__ = ["PlaygroundSetting", "SettingError", "as_command", "as_python", "parse_setting", "run", "warm"]
 
 FINAL_FACTOR = 0.1
 """The learning rate falls in a line to this part of what it begins with."""
@@ -34,7 +34,7 @@ MAX_NORM = 1.0
 _OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 
 
-def run(setting: Setting, tell: Tell, *, clock: Callable[[], float] = time.monotonic) -> Data:
+def run(setting: PlaygroundSetting, tell: Tell, *, clock: Callable[[], float] = time.monotonic) -> Data:
     """Train as asked, and tell every micro-batch and step as it happens; `tell` may wait, and raises to end it.
 
     The plain loop, which `as_python` returns as a program with the same losses:
@@ -63,7 +63,7 @@ def run(setting: Setting, tell: Tell, *, clock: Callable[[], float] = time.monot
     with alone():
         model, optimizer, scheduler = make(setting, task)
         native = native_of(setting, task)
-        course = Course(setting, task, model=model, native=native, lines=Lines(tell, clock), clock=clock)
+        course = Course(setting, task, model=model, native=native, lines=RecordLines(tell, clock), clock=clock)
         play = _play_engine if not setting.mistake else _play_loop
         try:
             play(setting, task, course, (model, optimizer, scheduler))
@@ -89,10 +89,10 @@ def alone(num_threads: int = 1) -> Iterator[None]:
 def warm() -> None:
     """Do once what takes long the first time: import what images come from, and make one step."""
     with suppress(DataError):
-        run(Setting(micro_batch_size=1, accumulation_steps=1, steps=1), lambda _: None)
+        run(PlaygroundSetting(micro_batch_size=1, accumulation_steps=1, steps=1), lambda _: None)
 
 
-def make(setting: Setting, task: Task) -> tuple[nn.Module, Optimizer, LinearLR]:
+def make(setting: PlaygroundSetting, task: PlaygroundTask) -> tuple[nn.Module, Optimizer, LinearLR]:
     """Return a new network, its optimizer and scheduler."""
     torch.default_generator.manual_seed(setting.seed)
     model = task.model()
@@ -100,14 +100,14 @@ def make(setting: Setting, task: Task) -> tuple[nn.Module, Optimizer, LinearLR]:
     return model, optimizer, LinearLR(optimizer, 1.0, FINAL_FACTOR, total_iters=setting.steps)
 
 
-def batches_of(setting: Setting, task: Task) -> Batches:
+def batches_of(setting: PlaygroundSetting, task: PlaygroundTask) -> Batches:
     """Return the effective batches of a run."""
     return batches(task.rows, effective_batch_size=setting.effective_batch_size, steps=setting.steps, seed=setting.seed)
 
 
 def engine_of(
-    setting: Setting,
-    task: Task,
+    setting: PlaygroundSetting,
+    task: PlaygroundTask,
     parts: tuple[nn.Module, Optimizer, LinearLR],
     *,
     micro_batch_size: int,
@@ -127,7 +127,7 @@ def engine_of(
     )
 
 
-def native_of(setting: Setting, task: Task) -> "Native":
+def native_of(setting: PlaygroundSetting, task: PlaygroundTask) -> "Native":
     """Return the run of the same setting whose micro-batch is the whole batch, before its first step."""
     parts = make(setting, task)
     engine = engine_of(setting, task, parts, micro_batch_size=setting.effective_batch_size)
@@ -151,11 +151,13 @@ class Native:
         return float((other - own).norm() / own.norm())
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Drop the reference to the model."""
         self._engine.close()
 
 
-def _play_engine(setting: Setting, task: Task, course: Course, parts: tuple[nn.Module, Optimizer, LinearLR]) -> None:
+def _play_engine(
+    setting: PlaygroundSetting, task: PlaygroundTask, course: Course, parts: tuple[nn.Module, Optimizer, LinearLR]
+) -> None:
     engine = engine_of(setting, task, parts, micro_batch_size=setting.micro_batch_size, observer=course)
     with engine:
         for step, batch in enumerate(batches_of(setting, task)):
@@ -167,7 +169,9 @@ def _play_engine(setting: Setting, task: Task, course: Course, parts: tuple[nn.M
             course.after_step(step)
 
 
-def _play_loop(setting: Setting, task: Task, course: Course, parts: tuple[nn.Module, Optimizer, LinearLR]) -> None:
+def _play_loop(
+    setting: PlaygroundSetting, task: PlaygroundTask, course: Course, parts: tuple[nn.Module, Optimizer, LinearLR]
+) -> None:
     """Give a hand-written loop epoch after epoch, until it has made the steps that were asked for."""
     model, optimizer, scheduler = parts
     loader = MicroBatches(task.rows, setting.micro_batch_size, setting.seed)

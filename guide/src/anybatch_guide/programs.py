@@ -5,7 +5,7 @@ from dataclasses import fields
 from string import Template
 
 from anybatch_guide.mistakes.mistake import MISTAKES, source_of
-from anybatch_guide.setting import Setting
+from anybatch_guide.setting import PlaygroundSetting
 
 _BEGINNING = '''"""$task, $micro_batch_size x $accumulation_steps = $effective_batch_size samples a step."""
 '''
@@ -88,14 +88,14 @@ def templates() -> Mapping[str, str]:
     }
 
 
-def as_python(setting: Setting) -> str:
+def as_python(setting: PlaygroundSetting) -> str:
     """Return a complete program whose output is the loss of each step, the same as of `run(setting)`, to the bit."""
     return Template(templates()[setting.mistake]).substitute(values_of(setting))
 
 
-def as_command(setting: Setting) -> str:
+def as_command(setting: PlaygroundSetting) -> str:
     """Return a command line that does the same; what is as by default is left out."""
-    default = Setting()
+    default = PlaygroundSetting()
     changed = [
         f"{field.name}={getattr(setting, field.name)}"
         for field in fields(setting)
@@ -104,7 +104,7 @@ def as_command(setting: Setting) -> str:
     return " ".join(["python -m anybatch_guide.play", *changed])
 
 
-def values_of(setting: Setting) -> Mapping[str, str]:
+def values_of(setting: PlaygroundSetting) -> Mapping[str, str]:
     """Return what stands in a program for each name of a template."""
     own = {field.name: str(getattr(setting, field.name)) for field in fields(setting)}
     return {

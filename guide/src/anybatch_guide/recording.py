@@ -15,7 +15,7 @@ import torch
 from anybatch.errors import UserError
 from anybatch_guide.catalogue import experiments
 from anybatch_guide.catalogue import names as all_names
-from anybatch_guide.experiment import Data, Experiment, Made, made_here
+from anybatch_guide.experiment import Data, Experiment, Provenance, made_here
 
 NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,63}")
 MAX_FILE_BYTES: Final = 4 * 2**20
@@ -36,7 +36,7 @@ class Recording:
 
     name: str
     question: str
-    made: Made
+    made: Provenance
     data: Data
 
     def as_json(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def recorded(experiment: Experiment) -> Recording:
         torch.set_num_threads(threads)
 
 
-def as_recording(experiment: Experiment, data: Data, made: Made) -> Recording:
+def as_recording(experiment: Experiment, data: Data, made: Provenance) -> Recording:
     """Return an experiment's data as it is written, and as the page gets it from a run now."""
     return Recording(name=experiment.name, question=experiment.question, made=made, data=plain(data))
 
@@ -118,7 +118,7 @@ def read_recording(file: Path) -> Recording:
         raise UserError(message)
     try:
         found = json.loads(file.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
-        made = Made(**found["made"])
+        made = Provenance(**found["made"])
         recording = Recording(name=found["name"], question=found["question"], made=made, data=found["data"])
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         message = f"{file} is no recording ({type(error).__name__}: {error}). Make it again: anybatch guide record"

@@ -1,4 +1,4 @@
-"""One run at a time, in a process of its own: begun, paused, cancelled, limited, and told to whoever looks."""
+"""One run at a time, in a process of its own: begun, paused, cancelled, limited, and streamed to the pages."""
 
 import asyncio
 import secrets
@@ -24,7 +24,7 @@ State = Literal["warming", "idle", "running", "restarting"]
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why something did not work, as the page is told.
+    """Why something did not work, as the page shows it.
 
     Attributes:
         code: a short word, the same every time.
@@ -40,7 +40,7 @@ class RefusedError(UserError):
 
     Attributes:
         status: what HTTP says.
-        failure: what the page is told.
+        failure: what the page shows.
         run: the run that goes on instead; None if there is none.
     """
 
@@ -52,7 +52,7 @@ class RefusedError(UserError):
 
 
 @dataclass(slots=True, kw_only=True)
-class Run:
+class LiveRun:
     """A run that is under way.
 
     Attributes:
@@ -61,7 +61,7 @@ class Run:
         is_paused: whether it stands still.
         accepted: becomes None once the worker takes it, and a failure if it refuses.
         over: set when it is over.
-        ending: why it is being ended; a failure, "cancel" if somebody wanted that, or None.
+        ending: why it is being ended; a failure, "cancel" if a page asked for that, or None.
         active_seconds: for which it has run.
         idle_seconds: for which it has been paused, since it last ran.
     """
@@ -80,11 +80,11 @@ class Runs:
     """The worker and the run it has.
 
     Args:
-        stream: what is told goes there.
+        stream: where lines and events go.
         limits: of a run.
         clock: seconds that only go forward.
         command: starts the worker.
-        keep: whether a run goes on that nobody watches.
+        keep: whether a run goes on that no page watches.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Runs:
         self._command = command
         self._keep = keep
         self._state: State = "warming"
-        self._run: Run | None = None
+        self._run: LiveRun | None = None
         self._process: WorkerProcess | None = None
         self._ready = asyncio.Event()
         self._starts: deque[float] = deque(maxlen=limits.starts_per_second)
@@ -170,7 +170,7 @@ class Runs:
         """
         self._end_soon(self._current(run_id), "cancel")
 
-    def _claimed(self, request: Mapping[str, Any], *, paused: bool) -> Run:
+    def _claimed(self, request: Mapping[str, Any], *, paused: bool) -> LiveRun:
         now = self._clock()
         if self._run is not None:
             failure = Failure("busy", "Another run is under way.")
@@ -181,10 +181,10 @@ class Runs:
         self._starts.append(now)
         run_id = "".join(secrets.choice(_ALPHABET) for _ in range(_ID_LENGTH))
         accepted = asyncio.get_running_loop().create_future()
-        self._run = Run(id=run_id, request=request, is_paused=paused, accepted=accepted)
+        self._run = LiveRun(id=run_id, request=request, is_paused=paused, accepted=accepted)
         return self._run
 
-    def _current(self, run_id: str) -> Run:
+    def _current(self, run_id: str) -> LiveRun:
         if self._run is None or self._run.id != run_id or not self._run.accepted.done():
             raise RefusedError(HTTPStatus.NOT_FOUND, Failure("unknown_run", "There is no such run, or it is over."))
         return self._run
@@ -239,7 +239,7 @@ class Runs:
         elif "done" in answer:
             self._over(run, None)
 
-    def _begun(self, run: Run) -> None:
+    def _begun(self, run: LiveRun) -> None:
         if run.accepted.done():  # too late: it is being ended
             return
         run.accepted.set_result(None)
@@ -249,7 +249,7 @@ class Runs:
         self._tell_status()
         self._spawn(self._watch(run, self._clock()))
 
-    def _pass_on(self, run: Run, lines: Sequence[Any]) -> None:
+    def _pass_on(self, run: LiveRun, lines: Sequence[Any]) -> None:
         for line in lines:
             if not isinstance(line, dict) or not isinstance(line.get("kind"), str):
                 self._num_skipped += 1
@@ -257,9 +257,9 @@ class Runs:
             try:
                 self._num_skipped += not self._stream.tell_line(run.id, line)
             except RingFullError:
-                self._end_soon(run, Failure("lines", "The run has told more than can be kept."))
+                self._end_soon(run, Failure("lines", "The run has written more lines than can be kept."))
 
-    def _over(self, run: Run, ended: Failure | Literal["cancel"] | None) -> None:
+    def _over(self, run: LiveRun, ended: Failure | Literal["cancel"] | None) -> None:
         """Close a run: it was refused, or failed, or was cancelled, or went through."""
         if not run.accepted.done():
             run.accepted.set_result(ended if isinstance(ended, Failure) else Failure("cancelled", "It was cancelled."))
@@ -279,7 +279,7 @@ class Runs:
             lost = Failure("worker", "The process that computes has ended; another one is started.")
             self._over(self._run, self._run.ending or lost)
 
-    async def _watch(self, run: Run, before: float) -> None:
+    async def _watch(self, run: LiveRun, before: float) -> None:
         """Look at a run from time to time, from `before` on, until it is over or has taken more than it may."""
         while not run.over.is_set():
             try:
@@ -295,25 +295,25 @@ class Runs:
                     self._end_soon(run, failure)
                     return
 
-    def _too_much(self, run: Run) -> Failure | None:
+    def _too_much(self, run: LiveRun) -> Failure | None:
         limits = self._limits
         if run.active_seconds > limits.wall_seconds:
             return Failure("time", f"It took more than {limits.wall_seconds:g} seconds.")
         if run.idle_seconds > limits.paused_seconds:
             return Failure("paused", f"It was paused for more than {limits.paused_seconds:g} seconds.")
         if not self._keep and self._stream.alone_seconds > limits.alone_seconds:
-            return Failure("alone", f"Nobody has watched it for {limits.alone_seconds:g} seconds.")
+            return Failure("alone", f"No page has watched it for {limits.alone_seconds:g} seconds.")
         resident_bytes = None if self._process is None else self._process.resident_bytes()
         if resident_bytes is not None and resident_bytes > limits.resident_bytes:
             return Failure("memory", f"It took more than {limits.resident_bytes / 2**30:g} GiB of memory.")
         return None
 
-    def _end_soon(self, run: Run, reason: Failure | Literal["cancel"]) -> None:
+    def _end_soon(self, run: LiveRun, reason: Failure | Literal["cancel"]) -> None:
         if run.ending is None:
             run.ending = reason
             self._spawn(self._end(run))
 
-    async def _end(self, run: Run) -> None:
+    async def _end(self, run: LiveRun) -> None:
         """End a run: it is asked to, then its process is, then that is not asked any more."""
         process = self._process
         if process is None:

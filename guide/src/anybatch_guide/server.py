@@ -1,6 +1,6 @@
 """The guide's server: the built page, its recordings, one stream of events, and one run at a time.
 
-A request passes the guard, and then one of these routes; what a run is told is a name and numbers within limits.
+A request passes the guard, and then one of these routes; what a run is given is a name and numbers within limits.
 Nothing here imports torch: that is the worker's.
 """
 
@@ -42,14 +42,14 @@ _EXIT_SECONDS: Final = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """What is served, to whom, and within which limits.
+    """The page that is served, the address, and the limits.
 
     Attributes:
         page: folder of the built page.
         host: address to listen at.
         port: to listen at; 0 for one that is free.
         names: by which the server may be asked, besides those of loopback.
-        keep: whether a run goes on that nobody watches.
+        keep: whether a run goes on that no page watches.
         limits: of requests, streams and runs.
         worker: command that starts the process that computes.
     """
@@ -269,7 +269,7 @@ def _config(app: App, limits: Limits) -> uvicorn.Config:
 
 
 def _listen(serving: Serving) -> list[socket.socket]:
-    """Return what listens: at 127.0.0.1 also at ::1, where nobody else shall be called localhost on this port."""
+    """Return what listens: at 127.0.0.1 also at ::1, so that no other program can be localhost on this port."""
     family = socket.AF_INET6 if ":" in serving.host else socket.AF_INET
     try:
         sockets = [socket.create_server((serving.host, serving.port), family=family)]

@@ -1,4 +1,4 @@
-"""`Setting`: everything that makes a run of the playground what it is, held to limits, and read from foreign hands."""
+"""`PlaygroundSetting`: everything that determines a run of the playground, parsed and validated."""
 
 import math
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from anybatch_guide.tasks.task import Norm, TaskName
 
 OptimizerName = Literal["sgd", "adamw"]
 Precision = Literal["fp32", "bf16"]
-Mistake = Literal["", "no_division", "zero_each", "clip_each", "schedule_each", "drop_tail", "mean_of_means"]
+MistakeName = Literal["", "no_division", "zero_each", "clip_each", "schedule_each", "drop_tail", "mean_of_means"]
 LIMITS: Mapping[str, tuple[float, float]] = {
     "micro_batch_size": (1, 256),
     "accumulation_steps": (1, 64),
@@ -26,7 +26,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "norm": get_args(Norm),
     "optimizer": get_args(OptimizerName),
     "precision": get_args(Precision),
-    "mistake": get_args(Mistake),
+    "mistake": get_args(MistakeName),
 }
 
 
@@ -39,8 +39,8 @@ class SettingError(UserError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """What a run of the playground is asked to do.
+class PlaygroundSetting:
+    """The settings of one run of the playground.
 
     Attributes:
         task: what is learned.
@@ -67,7 +67,7 @@ class Setting:
     steps: int = 40
     seed: int = 0
     precision: Precision = "fp32"
-    mistake: Mistake = ""
+    mistake: MistakeName = ""
 
     def __post_init__(self) -> None:
         """Check every value by itself, then all of them together."""
@@ -105,7 +105,7 @@ class Setting:
             raise SettingError(message, code="too_much_memory")
 
 
-def parse_setting(value: object) -> Setting:
+def parse_setting(value: object) -> PlaygroundSetting:
     """Return the setting that a JSON object stands for. It must have all of the fields, and no others.
 
     Raises:
@@ -114,14 +114,16 @@ def parse_setting(value: object) -> Setting:
     if not isinstance(value, dict):
         message = f"a setting is a JSON object, not {type(value).__name__}."
         raise SettingError(message, code="not_an_object")
-    known = {field.name for field in fields(Setting)}
+    known = {field.name for field in fields(PlaygroundSetting)}
     if value.keys() != known:
         missing, foreign = sorted(known - value.keys()), sorted(map(str, value.keys() - known))
         message = f"a setting has exactly the keys {', '.join(sorted(known))}; {missing=}, {foreign=}."
         raise SettingError(message, code="keys")
     given: Mapping[str, Any] = value
     rate = given["learning_rate"]
-    return Setting(**{**given, "learning_rate": float(rate) if type(rate) is int and abs(rate) < MAX_BYTES else rate})
+    return PlaygroundSetting(
+        **{**given, "learning_rate": float(rate) if type(rate) is int and abs(rate) < MAX_BYTES else rate}
+    )
 
 
 def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""From one run to many pages: what was told is kept in a ring, and every page reads it at its own speed.
+"""From one run to many pages: its lines are kept in a ring, and every page reads it at its own speed.
 
 A stream is server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html). Every message with
 lines has an id; a page that comes back names the last one it saw, and goes on behind it. Nothing is kept per reader
@@ -19,7 +19,7 @@ from typing import Any, Final
 from anybatch_guide.guard import Answer, Receive, Scope, Send
 from anybatch_guide.limits import Limits
 
-Line = Mapping[str, Any]
+StreamLine = Mapping[str, Any]
 FIRM_KINDS: Final = frozenset({
     "start", "step", "diagnosis", "evaluate", "checkpoint", "out_of_memory", "end", "guide.match"
 })  # fmt: skip
@@ -29,10 +29,10 @@ _MAX_DIGITS: Final = 15
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Something that was told: a line of a run, or an event of its own.
+    """An entry of the stream: a line of a run, or an event of its own.
 
     Attributes:
-        number: its place among all that this server has told.
+        number: its place among all entries of this server.
         event: "lines" for a line, else the event.
         run: the run it is about; None for a status.
         text: as JSON.
@@ -47,11 +47,11 @@ class Entry:
 
 
 class RingFullError(Exception):
-    """A run has told more than is kept, and nothing of it may be left out."""
+    """A run has written more lines than are kept, and none of them may be left out."""
 
 
 class Ring:
-    """What was told of the latest run, in order; the oldest lines that only show progress go first."""
+    """The lines of the latest run, in order; the oldest lines that only show progress go first."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -85,7 +85,7 @@ class Ring:
             self._num_bytes -= len(self._entries.pop(self._light.popleft()).text)
 
     def behind(self, number: int) -> Iterator[Entry]:
-        """Yield what was told after an entry, as far as it is still there."""
+        """Yield the entries after one, as far as it is still there."""
         first = max(number + 1, next(iter(self._entries), self.last + 1))
         return (self._entries[at] for at in range(first, self.last + 1) if at in self._entries)
 
@@ -99,10 +99,10 @@ class Reader:
 
 
 class Stream:
-    """All that is told to pages.
+    """The stream of lines and events that pages read.
 
     Args:
-        limits: how much is kept, and how often and to how many it is told.
+        limits: how much is kept, and how often and to how many pages it is sent.
         clock: seconds that only go forward.
     """
 
@@ -127,7 +127,7 @@ class Stream:
         return 0.0 if self._readers else self._clock() - self._alone_since
 
     def begin(self) -> None:
-        """Forget the run before: another one begins. Whoever begins it is there now."""
+        """Forget the run before: another one begins, and the page that began it is there now."""
         self._ring.clear()
         self._alone_since = self._clock()
 
@@ -139,8 +139,8 @@ class Stream:
         self._ring.add(event, run, text)
         self._wake()
 
-    def tell_line(self, run: str, line: Line) -> bool:
-        """Tell a line of a run; return False for one that is too long, and not told.
+    def tell_line(self, run: str, line: StreamLine) -> bool:
+        """Send a line of a run; return False for one that is too long, and not sent.
 
         Raises:
             RingFullError: see `Ring.add`.
@@ -174,11 +174,11 @@ class Stream:
 
     async def _feed(self, reader: Reader, send: Send) -> None:
         """Send what there is, and then whatever comes, at most so many messages with lines in a second."""
-        told_status = self._ring.last  # what stands in the ring until here is older than the status told first
+        first_status = self._ring.last  # what stands in the ring until here is older than the status sent first
         await _send_text(send, _message("status", self._status))
         while True:
             reader.news.clear()
-            text, has_lines = self._next(reader, told_status)
+            text, has_lines = self._next(reader, first_status)
             if text:
                 await _send_text(send, text)
                 await asyncio.sleep(has_lines / self._limits.messages_per_second)
@@ -195,7 +195,7 @@ class Stream:
         except TimeoutError:
             await _send_text(send, ": beat\n\n")
 
-    def _next(self, reader: Reader, told_status: int) -> tuple[str, bool]:
+    def _next(self, reader: Reader, first_status: int) -> tuple[str, bool]:
         """Return messages that bring a reader further, and whether the last of them holds lines."""
         far_behind = self._ring.last - reader.seen > self._limits.behind_lines
         lines: list[str] = []
@@ -212,7 +212,7 @@ class Stream:
                 run = entry.run
                 lines.append(entry.text)
                 num_bytes += len(entry.text)
-            elif entry.event != "status" or entry.number > told_status:
+            elif entry.event != "status" or entry.number > first_status:
                 texts.append(_message(entry.event, entry.text, self._id(entry.number)))
             if num_bytes > self._limits.message_bytes:
                 break

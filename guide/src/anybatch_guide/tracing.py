@@ -34,7 +34,7 @@ UPDATES = ("optimizer.step()", "engine.step(")
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TracedFile:
     """A file whose lines are watched.
 
     Attributes:
@@ -59,7 +59,7 @@ class Source:
 
 
 @dataclass(slots=True)
-class Lines:
+class LineTrace:
     """A trace, while it is made: use it in a `with`. Of one thread, and of no file but the given ones.
 
     Args:
@@ -75,7 +75,7 @@ class Lines:
         output: all that it printed.
     """
 
-    sources: Sequence[Source]
+    sources: Sequence[TracedFile]
     repeats: int = 6
     numbers: list[tuple[int, int]] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
@@ -120,7 +120,7 @@ class Lines:
             file = self._files[frame.f_code.co_filename]
             if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # of a module or a class: it runs when it is imported
                 noted = frame.f_lineno > self._main[file] > 0
-            else:  # a line before its own function is nobody's: import hooks put decorators there
+            else:  # a line before its own function belongs to no function: import hooks put decorators there
                 noted = frame.f_lineno >= frame.f_code.co_firstlineno
             if noted:
                 self._note(frame, (file, frame.f_lineno))
@@ -156,7 +156,9 @@ class Lines:
     def _look(self, names: Mapping[str, Any]) -> None:
         found = next((names[name] for name in MODELS if isinstance(names.get(name), nn.Module)), None)
         if found is not None:
-            self._model = weakref.ref(found)  # DDP has to be gone before its process group: nobody may keep it
+            self._model = weakref.ref(
+                found
+            )  # DDP has to be gone before its process group: no reference to it may remain
         model = None if self._model is None else self._model()
         gradients = [] if model is None else [p.grad for p in model.parameters() if p.grad is not None]
         if gradients:
@@ -169,7 +171,7 @@ class Lines:
                 self._now[shown] = float(loss.detach())
 
 
-def columns(lines: Lines) -> dict[str, Any]:
+def columns(lines: LineTrace) -> dict[str, Any]:
     """Return a trace as JSON: numbers in rows, and of each variable only its changes, as [index of the line, value]."""
     names = sorted({name for values in lines.values for name in values})
     changes: dict[str, list[list[float | None]]] = {name: [] for name in names}
@@ -194,7 +196,7 @@ def columns(lines: Lines) -> dict[str, Any]:
     }
 
 
-def trace_program(sources: Sequence[Source], *, repeats: int = 6) -> dict[str, Any]:
+def trace_program(sources: Sequence[TracedFile], *, repeats: int = 6) -> dict[str, Any]:
     """Return the trace of the first of these files, run as a program in a process of its own.
 
     Python 3.11 has been seen to spin for ever in a traced call of a function that ran often before the trace began.
@@ -211,15 +213,17 @@ def trace_program(sources: Sequence[Source], *, repeats: int = 6) -> dict[str, A
     return _answered([process], ours, theirs, sources[0].name)
 
 
-def _serve_program(sources: Sequence[Source], *, answer: Connection, repeats: int) -> None:
+def _serve_program(sources: Sequence[TracedFile], *, answer: Connection, repeats: int) -> None:
     torch.set_num_threads(1)
     path = str(sources[0].path)
-    with Lines(sources, repeats) as lines:
+    with LineTrace(sources, repeats) as lines:
         runpy.run_path(path, run_name="__main__")
     answer.send(columns(lines))
 
 
-def trace_rank(source: Source, function: str, *, rank: int = 0, num_ranks: int = 2, repeats: int = 6) -> dict[str, Any]:
+def trace_rank(
+    source: TracedFile, function: str, *, rank: int = 0, num_ranks: int = 2, repeats: int = 6
+) -> dict[str, Any]:
     """Return the trace of one rank of a program, whose ranks are started by calling a function of it.
 
     `function` is called in fresh processes with (rank, number of ranks, where to meet) if it is `run_rank`, as in the
@@ -265,11 +269,11 @@ def _answered(processes: Sequence[SpawnProcess], ours: Connection, theirs: Conne
 
 
 def _serve_rank(
-    source: Source, function: str, place: tuple[int, int, str], *, answer: Connection | None, repeats: int
+    source: TracedFile, function: str, place: tuple[int, int, str], *, answer: Connection | None, repeats: int
 ) -> None:
     torch.set_num_threads(1)
     program = runpy.run_path(str(source.path), run_name="traced")
-    watched = Lines([source] if answer is not None else [], repeats)
+    watched = LineTrace([source] if answer is not None else [], repeats)
     with watched:
         if function == "run_rank":
             program[function](*place)

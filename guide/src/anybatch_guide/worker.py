@@ -22,7 +22,7 @@ import torch
 from anybatch.errors import AnyBatchError, UserError
 from anybatch_guide import playground
 from anybatch_guide.catalogue import experiments
-from anybatch_guide.experiment import Data, Experiment, Made, Tell, made_here
+from anybatch_guide.experiment import Data, Experiment, Provenance, Tell, made_here
 from anybatch_guide.recording import as_recording, commit_here, plain
 
 NICENESS: Final = 5
@@ -57,7 +57,7 @@ class CancelledError(BaseException):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repertoire:
-    """What a worker can be asked for.
+    """The experiments and runs that a worker offers.
 
     Attributes:
         experiments: by name.
@@ -119,7 +119,7 @@ class Worker:
         made: what is to be said of what it computes.
     """
 
-    def __init__(self, repertoire: Repertoire, answers: BinaryIO, made: Made) -> None:
+    def __init__(self, repertoire: Repertoire, answers: BinaryIO, made: Provenance) -> None:
         self._repertoire = repertoire
         self._answers = answers
         self._made = made
@@ -127,7 +127,7 @@ class Worker:
         self._asked: SimpleQueue[tuple[Command, Gate]] = SimpleQueue()
 
     def read(self, commands: BinaryIO) -> None:
-        """Take commands until there are no more; then whoever asked is gone, and the process ends, whatever it does."""
+        """Take commands until there are no more; then the server is gone, and the process ends, whatever it does."""
         gate = Gate(paused=False)
         for text in commands:
             command = json.loads(text)

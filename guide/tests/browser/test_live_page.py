@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import pytest
 from playwright.sync_api import APIResponse, Browser, Locator, Page, Route, expect
 
-from anybatch_guide.playground import Setting, run
+from anybatch_guide.playground import PlaygroundSetting, run
 from guide.tests.browser.chromium import DESKTOP, ORPHANS, Watched, opened
 from guide.tests.served import Served
 
@@ -45,7 +45,7 @@ def button(part: Locator, name: str) -> Locator:
     return part.get_by_role("button", name=name, exact=True)
 
 
-def playground(page: Page, setting: Setting) -> Locator:
+def playground(page: Page, setting: PlaygroundSetting) -> Locator:
     """Bring a setting to the playground, as a link does, and wait until it can be trained."""
     words = f"v=1&micro={setting.micro_batch_size}&accumulation={setting.accumulation_steps}&steps={setting.steps}"
     page.evaluate("words => location.hash = 'playground?' + words", f"{words}&seed={setting.seed}&task={setting.task}")
@@ -61,7 +61,7 @@ def steps(part: Locator) -> Locator:
 
 def test_a_run_is_the_librarys(guide: Watched) -> None:
     """Train runs the chosen setting in the engine: the losses on the page are those of the same run in Python."""
-    setting = Setting(micro_batch_size=8, accumulation_steps=2, steps=12, seed=5)
+    setting = PlaygroundSetting(micro_batch_size=8, accumulation_steps=2, steps=12, seed=5)
     part = playground(guide.page, setting)
     button(part, "Train").click()
     expect(steps(part)).to_have_text("12")
@@ -76,7 +76,7 @@ def test_a_run_is_the_librarys(guide: Watched) -> None:
 
 def test_pause_one_micro_batch_and_stop(guide: Watched) -> None:
     """A run that begins with one micro-batch waits after it, goes on by one at a time, by itself again, and stops."""
-    part = playground(guide.page, Setting(micro_batch_size=4, accumulation_steps=3, steps=400, seed=6))
+    part = playground(guide.page, PlaygroundSetting(micro_batch_size=4, accumulation_steps=3, steps=400, seed=6))
     where, one = part.locator(".where"), button(part, "Run one micro-batch")
     for step, position in ((1, 1), (1, 2), (1, 3), (2, 1)):
         one.click()
@@ -93,7 +93,7 @@ def test_pause_one_micro_batch_and_stop(guide: Watched) -> None:
 def test_a_mistake_beside_a_pinned_run(guide: Watched) -> None:
     """A run that is pinned stays in the drawing beside the next one, which has a mistake and is another run."""
     page = guide.page
-    part = playground(page, Setting(micro_batch_size=8, accumulation_steps=2, steps=15, seed=7))
+    part = playground(page, PlaygroundSetting(micro_batch_size=8, accumulation_steps=2, steps=15, seed=7))
     button(part, "Train").click()
     expect(steps(part)).to_have_text("15")
     button(part, "Pin this run").click()
@@ -111,7 +111,7 @@ def test_a_mistake_beside_a_pinned_run(guide: Watched) -> None:
 def test_an_answer_that_comes_late_changes_nothing(guide: Watched) -> None:
     """A run that has begun and ended before the answer to its order is there stays on the page as it was."""
     page = guide.page
-    part = playground(page, Setting(micro_batch_size=8, accumulation_steps=2, steps=11, seed=8))
+    part = playground(page, PlaygroundSetting(micro_batch_size=8, accumulation_steps=2, steps=11, seed=8))
     held: list[tuple[Route, APIResponse]] = []
     page.route("**/api/runs", lambda route: held.append((route, route.fetch())))
     button(part, "Train").click()
@@ -142,7 +142,7 @@ def test_a_figure_is_run_here(guide: Watched) -> None:
 def test_a_lost_server_is_told(browser: Browser, tmp_path: Path) -> None:
     """When the server ends, the page says that it has gone, and keeps what it shows."""
     with Served(tmp_path, command=SERVE) as own, opened(browser, own.address, **DESKTOP) as watched:
-        part = playground(watched.page, Setting())
+        part = playground(watched.page, PlaygroundSetting())
         own.process.send_signal(signal.SIGINT)
         note = watched.page.get_by_role("status", name="The server")
         expect(note).to_contain_text("The server has gone")

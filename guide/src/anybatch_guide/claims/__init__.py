@@ -1,1 +1,1 @@
-"""What is said of gradient accumulation, and what was measured: each claim with a rule that gives its verdict."""
+"""Claims about gradient accumulation, measured: each with a rule that gives its verdict."""

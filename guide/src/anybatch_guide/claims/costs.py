@@ -3,7 +3,7 @@
 import itertools
 
 from anybatch_guide.claims.claim import Numbers
-from anybatch_guide.claims.measuring import Cut, median_ratio, progress, step_memory, step_seconds
+from anybatch_guide.claims.measuring import BatchCut, median_ratio, progress, step_memory, step_seconds
 from anybatch_guide.experiment import Tell
 from anybatch_guide.tasks.task import load
 
@@ -12,7 +12,7 @@ ROUNDS = 15
 
 def n_times_longer(tell: Tell) -> Numbers:
     """Time a step of 16 x 4 against the same 64 samples at once, and against a step of one micro-batch."""
-    accumulated, at_once, one = Cut(16, 4), Cut(64, 1), Cut(16, 1)
+    accumulated, at_once, one = BatchCut(16, 4), BatchCut(64, 1), BatchCut(16, 1)
     times = step_seconds(load("digits"), (accumulated, at_once, one), tell, rounds=ROUNDS)
     return {
         "accumulation_steps": accumulated.number,
@@ -23,7 +23,7 @@ def n_times_longer(tell: Tell) -> Numbers:
 
 def small_micro_batches(tell: Tell) -> Numbers:
     """Time a step over 64 samples, cut ever finer."""
-    cuts = {size: Cut(size, 64 // size) for size in (64, 16, 4, 1)}
+    cuts = {size: BatchCut(size, 64 // size) for size in (64, 16, 4, 1)}
     times = step_seconds(load("digits"), tuple(cuts.values()), tell, rounds=ROUNDS)
     return {f"ratio_{size}": median_ratio(times, cuts[size], cuts[64]) for size in (16, 4, 1)}
 
@@ -31,7 +31,7 @@ def small_micro_batches(tell: Tell) -> Numbers:
 def larger_is_faster(tell: Tell) -> Numbers:
     """Time a step over 256 samples, with micro-batches from 1 to 256."""
     sizes = (1, 4, 16, 64, 256)
-    cuts = {size: Cut(size, 256 // size) for size in sizes}
+    cuts = {size: BatchCut(size, 256 // size) for size in sizes}
     times = step_seconds(load("digits"), tuple(cuts.values()), tell, rounds=7)
     return {
         f"gain_{small}_to_{large}": median_ratio(times, cuts[small], cuts[large])

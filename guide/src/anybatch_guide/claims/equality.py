@@ -27,7 +27,7 @@ from anybatch_guide.claims.measuring import (
     weighed,
 )
 from anybatch_guide.experiment import Tell
-from anybatch_guide.tasks.task import Task, cross_entropy, load
+from anybatch_guide.tasks.task import PlaygroundTask, cross_entropy, load
 
 EVEN, UNEVEN, SMALL = [16] * 4, [24, 24, 16], [4] * 16
 
@@ -52,7 +52,7 @@ def equivalent(tell: Tell) -> Numbers:
 
 
 def error_of(
-    task: Task, sizes: list[int], *, by_share: bool = False, dtype: torch.dtype = torch.float32, seed: int = 0
+    task: PlaygroundTask, sizes: list[int], *, by_share: bool = False, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> float:
     """Return how far the accumulated gradient of a batch is from that of the batch at once.
 
@@ -181,7 +181,7 @@ def sync_batch_norm(tell: Tell) -> Numbers:
     return {**found, "exact_error": relative(_by_exact_engine(task, inputs, targets), whole)}
 
 
-def _by_exact_engine(task: Task, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def _by_exact_engine(task: PlaygroundTask, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     model = fresh(task)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with ab.Engine(model, optimizer, task.loss, micro_batch_size=16, norms="exact") as engine:
@@ -195,7 +195,7 @@ def _vector(model: nn.Module) -> torch.Tensor:
     return torch.nn.utils.parameters_to_vector(model.parameters()).detach().double()
 
 
-def _with_dropout(task: Task) -> nn.Module:
+def _with_dropout(task: PlaygroundTask) -> nn.Module:
     """Return the task's network with a tenth dropped after its first three layers, and before the last one."""
     layers = list(task.model().children())
     return nn.Sequential(*layers[:3], nn.Dropout(0.1), *layers[3:-1], nn.Dropout(0.1), layers[-1])

@@ -16,7 +16,7 @@ from anybatch_guide.claims.equality import error_of
 from anybatch_guide.claims.measuring import fresh, progress
 from anybatch_guide.experiment import Tell
 from anybatch_guide.mistakes.mistake import loop_of
-from anybatch_guide.tasks.task import MicroBatches, Task, cross_entropy, load
+from anybatch_guide.tasks.task import MicroBatches, PlaygroundTask, cross_entropy, load
 
 SEEDS = (0, 1, 2)
 NUM_STEPS = 80
@@ -41,7 +41,7 @@ def forgetting(tell: Tell) -> Numbers:
     return found
 
 
-def final_loss(task: Task, loop: str, optimizer: Callable[..., Optimizer], seed: int) -> float:
+def final_loss(task: PlaygroundTask, loop: str, optimizer: Callable[..., Optimizer], seed: int) -> float:
     """Return the mean loss over an epoch's samples after training in windows of 16 micro-batches of 4.
 
     A loss that is no number any more counts as infinite.
@@ -84,7 +84,7 @@ def batch_norm(tell: Tell) -> Numbers:
     return found
 
 
-def _trained(task: Task, micro_batch_size: int, seed: int) -> tuple[float, float]:
+def _trained(task: PlaygroundTask, micro_batch_size: int, seed: int) -> tuple[float, float]:
     """Return the mean loss of the last ten steps, and the accuracy on what was held out."""
     model = fresh(task, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
@@ -95,7 +95,7 @@ def _trained(task: Task, micro_batch_size: int, seed: int) -> tuple[float, float
 
 
 @torch.no_grad()
-def accuracy_of(model: nn.Module, task: Task) -> float:
+def accuracy_of(model: nn.Module, task: PlaygroundTask) -> float:
     """Return the share of held-out samples whose class is found."""
     model.eval()
     found = model(task.held_out.inputs).argmax(dim=1) == task.held_out.targets

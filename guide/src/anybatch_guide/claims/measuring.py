@@ -1,4 +1,4 @@
-"""What the measurements of claims share: gradients in one row, steps by hand, times that can be compared."""
+"""Shared parts of the measurements of claims: gradients in one row, steps by hand, times that can be compared."""
 
 import statistics
 import time
@@ -15,7 +15,7 @@ import anybatch as ab
 from anybatch.diagnostics.memory.memory_report import record_memory
 from anybatch_guide.experiment import Tell
 from anybatch_guide.mistakes.windows import items
-from anybatch_guide.tasks.task import MicroBatches, Task, cross_entropy
+from anybatch_guide.tasks.task import MicroBatches, PlaygroundTask, cross_entropy
 
 Pair = tuple[Tensor, Tensor]
 
@@ -25,14 +25,14 @@ def progress(tell: Tell, done: int, of: int, what: str) -> None:
     tell({"kind": "guide.progress", "done": done, "of": of, "what": what})
 
 
-def fresh(task: Task, seed: int = 0) -> nn.Module:
+def fresh(task: PlaygroundTask, seed: int = 0) -> nn.Module:
     """Return a new network of a task; the same one for the same seed, and the process's random numbers stay."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return task.model()
 
 
-def rows_of(task: Task, num_samples: int, seed: int = 0) -> Pair:
+def rows_of(task: PlaygroundTask, num_samples: int, seed: int = 0) -> Pair:
     """Return the first effective batch of an epoch."""
     return next(iter(MicroBatches(task.rows, num_samples, seed)))
 
@@ -74,14 +74,16 @@ def relative(found: Float[Tensor, " number"], expected: Float[Tensor, " number"]
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class BatchCut:
     """How one optimizer step is cut: so many micro-batches of one size."""
 
     size: int
     number: int
 
 
-def step_seconds(task: Task, cuts: Sequence[Cut], tell: Tell, *, rounds: int) -> dict[Cut, list[float]]:
+def step_seconds(
+    task: PlaygroundTask, cuts: Sequence[BatchCut], tell: Tell, *, rounds: int
+) -> dict[BatchCut, list[float]]:
     """Return the processor's time of one optimizer step by each cut, of each round; rounds are interleaved.
 
     Processor time on one thread, so that another process on the machine takes less part in it.
@@ -89,7 +91,7 @@ def step_seconds(task: Task, cuts: Sequence[Cut], tell: Tell, *, rounds: int) ->
     steps = {one: _stepper(task, one) for one in cuts}
     for step in steps.values():
         step()
-    found: dict[Cut, list[float]] = {one: [] for one in cuts}
+    found: dict[BatchCut, list[float]] = {one: [] for one in cuts}
     for number in range(rounds):
         progress(tell, number, rounds, "round of times")
         for one, step in steps.items():
@@ -99,12 +101,12 @@ def step_seconds(task: Task, cuts: Sequence[Cut], tell: Tell, *, rounds: int) ->
     return found
 
 
-def median_ratio(times: Mapping[Cut, Sequence[float]], one: Cut, other: Cut) -> float:
+def median_ratio(times: Mapping[BatchCut, Sequence[float]], one: BatchCut, other: BatchCut) -> float:
     """Return the median, over rounds, of the time by one cut as a multiple of that by another."""
     return statistics.median(a / b for a, b in zip(times[one], times[other], strict=True))
 
 
-def _stepper(task: Task, one: Cut) -> Callable[[], None]:
+def _stepper(task: PlaygroundTask, one: BatchCut) -> Callable[[], None]:
     """Return a function that makes one step on a batch, in plain PyTorch."""
     model = fresh(task)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -119,7 +121,9 @@ def _stepper(task: Task, one: Cut) -> Callable[[], None]:
     return step
 
 
-def step_memory(task: Task, *, micro_batch_size: int, effective_batch_size: int) -> Mapping[str, Mapping[str, int]]:
+def step_memory(
+    task: PlaygroundTask, *, micro_batch_size: int, effective_batch_size: int
+) -> Mapping[str, Mapping[str, int]]:
     """Return what the engine's second step holds, by category: at its peak, and at the highest moment of a forward."""
     model = fresh(task)
     engine = ab.Engine(model, torch.optim.AdamW(model.parameters()), task.loss, micro_batch_size=micro_batch_size)

@@ -1,1 +1,1 @@
-"""What the page shows, as functions: one file per figure, run to be recorded or run again while somebody looks."""
+"""Experiments behind the page's figures: one file and function each, run to be recorded, or live from the page."""

@@ -16,7 +16,7 @@ import anybatch as ab
 from anybatch.norms import Exact, Ghost
 from anybatch_guide.experiment import Data, Experiment, Tell
 from anybatch_guide.tasks.shapes import network, shapes
-from anybatch_guide.tasks.task import Norm, Rows, cross_entropy
+from anybatch_guide.tasks.task import LabelledSamples, Norm, cross_entropy
 
 EFFECTIVE_BATCH_SIZE: Final = 64
 SIZES: Final = (64, 16, 4)
@@ -33,7 +33,7 @@ ERROR_STEPS: Final = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class BatchNormWay:
     """A way to train a network with norms in micro-batches.
 
     Attributes:
@@ -50,11 +50,11 @@ class Way:
 
 
 WAYS: Final = (
-    Way(name="plain", norm="batch", policy=None),
-    Way(name="keep", norm="batch", policy="keep"),
-    Way(name="ghost", norm="batch", policy=Ghost(GROUP_SIZE), sizes=(64, 4)),
-    Way(name="exact", norm="batch", policy=Exact(offload=False), sizes=(64, 4)),
-    Way(name="group_norm", norm="group", policy="keep", sizes=(64, 4)),
+    BatchNormWay(name="plain", norm="batch", policy=None),
+    BatchNormWay(name="keep", norm="batch", policy="keep"),
+    BatchNormWay(name="ghost", norm="batch", policy=Ghost(GROUP_SIZE), sizes=(64, 4)),
+    BatchNormWay(name="exact", norm="batch", policy=Exact(offload=False), sizes=(64, 4)),
+    BatchNormWay(name="group_norm", norm="group", policy="keep", sizes=(64, 4)),
 )
 
 
@@ -91,7 +91,7 @@ def summary(outcomes: Sequence[dict[str, float]]) -> dict[str, Any]:
     return {name: _spread([one[name] for one in outcomes]) for name in names}
 
 
-def outcome(way: Way, size: int, seed: int, tell: Tell) -> dict[str, float]:
+def outcome(way: BatchNormWay, size: int, seed: int, tell: Tell) -> dict[str, float]:
     """Train once; return the training loss, and what is read on held-out pictures before and after recalibration."""
     rows, held_out = pictures()
     torch.manual_seed(seed)
@@ -108,7 +108,7 @@ def outcome(way: Way, size: int, seed: int, tell: Tell) -> dict[str, float]:
     return found
 
 
-def stepper(way: Way, size: int, model: nn.Module) -> Callable[[dict[str, Tensor]], float]:
+def stepper(way: BatchNormWay, size: int, model: nn.Module) -> Callable[[dict[str, Tensor]], float]:
     """Return a function that steps one effective batch and returns its loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     if way.policy is None:
@@ -131,14 +131,14 @@ def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[s
 
 
 @functools.cache
-def pictures() -> tuple[Rows, Rows]:
+def pictures() -> tuple[LabelledSamples, LabelledSamples]:
     """Return pictures for one epoch, so that none is seen twice, and pictures that are held out."""
     num_seen = NUM_STEPS * EFFECTIVE_BATCH_SIZE
     images, labels = shapes(num_seen + NUM_HELD_OUT, seed=0)
-    return Rows(images[:num_seen], labels[:num_seen]), Rows(images[num_seen:], labels[num_seen:])
+    return LabelledSamples(images[:num_seen], labels[:num_seen]), LabelledSamples(images[num_seen:], labels[num_seen:])
 
 
-def batches(rows: Rows, seed: int, num_steps: int) -> Iterator[dict[str, Tensor]]:
+def batches(rows: LabelledSamples, seed: int, num_steps: int) -> Iterator[dict[str, Tensor]]:
     """Yield effective batches of one order, the same for every way."""
     random = torch.Generator().manual_seed(seed)
     ids = torch.randperm(len(rows), generator=random)[: num_steps * EFFECTIVE_BATCH_SIZE]
@@ -147,8 +147,8 @@ def batches(rows: Rows, seed: int, num_steps: int) -> Iterator[dict[str, Tensor]
 
 
 @torch.no_grad()
-def recalibrate(model: nn.Module, rows: Rows) -> None:
-    """Take the running statistics anew, from all training pictures at once; weights stay."""
+def recalibrate(model: nn.Module, rows: LabelledSamples) -> None:
+    """Compute the running statistics again, from all training pictures at once; weights stay."""
     layers = [layer for layer in model.modules() if isinstance(layer, nn.BatchNorm2d)]
     for layer in layers:
         layer.reset_running_stats()
@@ -159,7 +159,7 @@ def recalibrate(model: nn.Module, rows: Rows) -> None:
 
 
 @torch.no_grad()
-def _read(prefix: str, model: nn.Module, rows: Rows) -> dict[str, float]:
+def _read(prefix: str, model: nn.Module, rows: LabelledSamples) -> dict[str, float]:
     model.eval()
     logits = model(rows.inputs)
     return {
@@ -178,7 +178,7 @@ def gradient_errors() -> list[dict[str, Any]]:
     ]
 
 
-def gradient_error(way: Way, size: int) -> float:
+def gradient_error(way: BatchNormWay, size: int) -> float:
     """Return |gradient in micro-batches - gradient at once| / |gradient at once|."""
     rows, _ = pictures()
     torch.manual_seed(SEEDS[0])
@@ -190,12 +190,12 @@ def gradient_error(way: Way, size: int) -> float:
     )
     for batch in before:
         plain_step(model, optimizer, batch, EFFECTIVE_BATCH_SIZE)
-    at_once = step_taken(Way(name="", norm=way.norm, policy=None), EFFECTIVE_BATCH_SIZE, model, last)
+    at_once = step_taken(BatchNormWay(name="", norm=way.norm, policy=None), EFFECTIVE_BATCH_SIZE, model, last)
     in_parts = step_taken(way, size, model, last)
     return float((in_parts - at_once).norm() / at_once.norm())
 
 
-def step_taken(way: Way, size: int, model: nn.Module, batch: dict[str, Tensor]) -> Float[Tensor, " number"]:
+def step_taken(way: BatchNormWay, size: int, model: nn.Module, batch: dict[str, Tensor]) -> Float[Tensor, " number"]:
     """Return the gradient of a batch: what a step of SGD at learning rate 1 takes away from a copy of the weights."""
     moved = copy.deepcopy(model)
     optimizer = torch.optim.SGD(moved.parameters(), lr=1.0)

@@ -4,7 +4,7 @@ from typing import Any
 
 from anybatch.memory.timeline import ORDER
 from anybatch_guide.experiment import Data, Experiment, Tell
-from anybatch_guide.memory.accumulated import Way, all_ways, measure_accumulated
+from anybatch_guide.memory.accumulated import AccumulationWay, all_ways, measure_accumulated
 from anybatch_guide.memory.courses import drawn, peak_of
 from anybatch_guide.memory.small import ACCUMULATED
 
@@ -35,7 +35,7 @@ def run(tell: Tell) -> Data:
     }
 
 
-def _measured(way: Way, tell: Tell, *, is_drawn: bool) -> dict[str, Any]:
+def _measured(way: AccumulationWay, tell: Tell, *, is_drawn: bool) -> dict[str, Any]:
     cuts, alone, courses, copies = [], [], {}, set()
     for size in MICRO_SIZES:
         tell({"kind": "guide.progress", "done": size, "of": EFFECTIVE, "what": f"{size} x {EFFECTIVE // size}"})

@@ -8,7 +8,7 @@ from anybatch.memory.timeline import ORDER, MemoryTimeline, timeline
 from anybatch.memory.trace import fit
 from anybatch_guide.experiment import Data, Experiment, Tell
 from anybatch_guide.memory.courses import in_order, peak_of
-from anybatch_guide.memory.native import Shortage, trace_native, try_native
+from anybatch_guide.memory.native import OutOfMemory, trace_native, try_native
 from anybatch_guide.memory.small import SMALL_MODELS, SmallModel
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -67,7 +67,7 @@ def _tried(model: SmallModel, course: Callable[[int], MemoryTimeline], budget: i
     }
 
 
-def _told(shortage: Shortage | None) -> dict[str, Any]:
+def _told(shortage: OutOfMemory | None) -> dict[str, Any]:
     assert shortage is not None, "more was counted than the budget has"
     return {"phase": shortage.phase, "held": in_order(shortage.held), "message": shortage.message}
 

@@ -15,7 +15,7 @@ from anybatch_guide.memory.formulas import (
     state_bytes,
     transformer_layer_activation_bytes,
 )
-from anybatch_guide.memory.planning import Traced, Variant, Wish, planned, trace
+from anybatch_guide.memory.planning import PlanRequest, Traced, Variant, planned, trace
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Batch sizes that are offered."""
@@ -38,7 +38,7 @@ MODELS = {
     for model, length, precision, title in _ROWS
 }
 """What is planned, and how a page calls it."""
-OPENING = Wish(device="RTX 4090", effective_batch_size=512)
+OPENING = PlanRequest(device="RTX 4090", effective_batch_size=512)
 """What the planner of the page opens with, for the second of these models."""
 _MANY = 1 << 20
 
@@ -79,7 +79,9 @@ def _wall(traced: Traced, title: str, tell: Tell) -> dict[str, Any]:
         "precision": variant.precision,
         "num_parameters": traced.num_parameters,
         "rows": rows,
-        "limits": [_limit(planned(traced, Wish(device=f"{one}GiB", effective_batch_size=_MANY))) for one in LIMITS_GIB],
+        "limits": [
+            _limit(planned(traced, PlanRequest(device=f"{one}GiB", effective_batch_size=_MANY))) for one in LIMITS_GIB
+        ],
     }
 
 

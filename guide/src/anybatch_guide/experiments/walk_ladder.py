@@ -4,7 +4,7 @@ from pathlib import Path
 
 from anybatch.errors import UserError
 from anybatch_guide.experiment import Data, Experiment, Tell
-from anybatch_guide.tracing import Source, trace_program, trace_rank
+from anybatch_guide.tracing import TracedFile, trace_program, trace_rank
 
 LADDER = Path(__file__).parents[4] / "examples" / "from_scratch"
 SPEAKERS = {"07_ddp_with_sampler.py": 1}
@@ -24,7 +24,7 @@ def run(tell: Tell) -> Data:
     traces = {}
     for number, path in enumerate(paths):
         tell({"kind": "guide.progress", "done": number, "of": len(paths), "what": path.name})
-        source = Source(path, f"examples/from_scratch/{path.name}")
+        source = TracedFile(path, f"examples/from_scratch/{path.name}")
         has_ranks = "def run_rank(" in path.read_text(encoding="utf-8")
         rank = SPEAKERS.get(path.name, 0)
         traces[path.name] = trace_rank(source, "run_rank", rank=rank) if has_ranks else trace_program([source])

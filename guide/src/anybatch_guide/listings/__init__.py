@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from anybatch_guide.tracing import Source
+from anybatch_guide.tracing import TracedFile
 
 
-def listing(name: str) -> Source:
+def listing(name: str) -> TracedFile:
     """Return one of these programs, to be watched while it runs."""
-    return Source(Path(__file__).parent / name, f"guide/src/anybatch_guide/listings/{name}")
+    return TracedFile(Path(__file__).parent / name, f"guide/src/anybatch_guide/listings/{name}")

@@ -17,7 +17,7 @@ _OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class AccumulationWay:
     """How a step is computed, beside the cut of its batch.
 
     Attributes:
@@ -32,8 +32,8 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Measured:
-    """What a step held.
+class MeasuredStep:
+    """The memory of a measured step.
 
     Attributes:
         course: over the course of the step.
@@ -44,7 +44,9 @@ class Measured:
     gradient_bytes: int
 
 
-def measure_accumulated(what: SmallModel, way: Way, *, effective_batch_size: int, micro_batch_size: int) -> Measured:
+def measure_accumulated(
+    what: SmallModel, way: AccumulationWay, *, effective_batch_size: int, micro_batch_size: int
+) -> MeasuredStep:
     """Return what the engine's second step holds; the first one has made the optimizer's state."""
     make = what.checkpointed if way.checkpointing else what.make
     assert make is not None, f"{what.name} has no blocks"
@@ -64,15 +66,15 @@ def measure_accumulated(what: SmallModel, way: Way, *, effective_batch_size: int
         engine.step(batch)
         with record_memory(engine) as recording:
             engine.step(batch)
-    return Measured(course=recording.report.timeline, gradient_bytes=gradient_bytes(model.parameters()))
+    return MeasuredStep(course=recording.report.timeline, gradient_bytes=gradient_bytes(model.parameters()))
 
 
-def all_ways() -> tuple[Way, ...]:
+def all_ways() -> tuple[AccumulationWay, ...]:
     """Return every combination, the plainest first."""
     optimizers: tuple[OptimizerName, ...] = ("adamw", "sgd")
     precisions: tuple[PrecisionName, ...] = ("fp32", "bf16")
     return tuple(
-        Way(optimizer=optimizer, precision=precision, checkpointing=checkpointing)
+        AccumulationWay(optimizer=optimizer, precision=precision, checkpointing=checkpointing)
         for optimizer in optimizers
         for precision in precisions
         for checkpointing in (False, True)

@@ -15,7 +15,7 @@ from anybatch_guide.memory.small import Batch, SmallModel, own_random_numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Shortage:
+class OutOfMemory:
     """A step that ran out of memory.
 
     Attributes:
@@ -36,7 +36,7 @@ def trace_native(what: SmallModel, num_samples: int) -> MemoryTrace:
     return run.trace()
 
 
-def try_native(what: SmallModel, num_samples: int, budget_bytes: int) -> Shortage | None:
+def try_native(what: SmallModel, num_samples: int, budget_bytes: int) -> OutOfMemory | None:
     """Run the same step where tensors may hold so many bytes; return how it failed, None if it did not."""
     run = _Run(what, num_samples)
     try:
@@ -44,7 +44,7 @@ def try_native(what: SmallModel, num_samples: int, budget_bytes: int) -> Shortag
     except torch.OutOfMemoryError as error:
         course = timeline(run.trace())
         last = len(course.totals) - 1
-        return Shortage(message=str(error), phase=run.phase, held=course.at(last))
+        return OutOfMemory(message=str(error), phase=run.phase, held=course.at(last))
     return None
 
 

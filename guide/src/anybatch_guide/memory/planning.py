@@ -28,7 +28,7 @@ _SEVERAL = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """What a step is, as far as its memory depends on it.
+    """The properties of a step on which its memory depends.
 
     Attributes:
         model: name of a published model.
@@ -57,7 +57,7 @@ class Variant:
         if self.checkpointing:
             task = _changed(task, "checkpointing")
         if self.optimizer == "fused AdamW":
-            # this change comes with the model made; the one that is planned anew makes its own
+            # this change comes with the model made; the one that is planned again makes its own
             fused = _changed(task, "fused optimizer").trained.optimizer
             make = task.train
             assert not isinstance(make, TrainSpec), "it is a function, before and after checkpointing"
@@ -139,8 +139,8 @@ def trace(variant: Variant) -> Traced:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
-    """What a step is planned for.
+class PlanRequest:
+    """The device, batch and ranks that a step is planned for.
 
     Attributes:
         device: a name or a size, as `anybatch plan` takes it.
@@ -153,7 +153,7 @@ class Wish:
     world_size: int = 1
 
 
-def planned(traced: Traced, wish: Wish) -> Plan:
+def planned(traced: Traced, wish: PlanRequest) -> Plan:
     """Return the plan of a step that has been traced: that of `make_plan`, without times and changes."""
     variant, envelopes = traced.variant, traced.envelopes
     assert variant.several == (wish.world_size > 1), "it was traced for another number of ranks"

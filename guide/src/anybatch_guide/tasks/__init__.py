@@ -1,1 +1,1 @@
-"""What the playground learns: four small tasks whose data are made by code, offline, and the same everywhere."""
+"""The tasks of the playground: four small tasks whose data are made by code, offline, and the same everywhere."""

@@ -5,21 +5,21 @@ from torch import nn
 
 import anybatch as ab
 from anybatch.recipes.digits import Digits, Network, scikit_learn_datasets
-from anybatch_guide.tasks.task import Rows, Task, loss
+from anybatch_guide.tasks.task import LabelledSamples, PlaygroundTask, loss
 
 
-def task() -> Task:
+def task() -> PlaygroundTask:
     """Return the task: 1,437 images of 8 x 8 pixels, ten classes."""
     scikit_learn_datasets("digits")
     train, held_out = Digits("train"), Digits("held_out")
-    return Task(
+    return PlaygroundTask(
         name="digits",
         unit="image",
         num_classes=10,
         model=network,
         loss=ab.mean_over_samples(loss),
-        rows=Rows(train.images, train.labels),
-        held_out=Rows(held_out.images, held_out.labels),
+        rows=LabelledSamples(train.images, train.labels),
+        held_out=LabelledSamples(held_out.images, held_out.labels),
     )
 
 

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 import anybatch as ab
-from anybatch_guide.tasks.task import Norm, Rows, Task, loss
+from anybatch_guide.tasks.task import LabelledSamples, Norm, PlaygroundTask, loss
 
 NUM_IMAGES, NUM_HELD_OUT = 1_000, 400
 SIDE = 16
@@ -16,17 +16,17 @@ NOISE = 0.3
 WIDTHS = (1, 16, 32, 32)
 
 
-def task(norm: Norm = "batch") -> Task:
+def task(norm: Norm = "batch") -> PlaygroundTask:
     """Return the task: 1,000 pictures, four classes."""
     images, labels = shapes(NUM_IMAGES + NUM_HELD_OUT, seed=0)
-    return Task(
+    return PlaygroundTask(
         name="shapes",
         unit="image",
         num_classes=4,
         model=partial(network, norm),
         loss=ab.mean_over_samples(loss),
-        rows=Rows(images[:NUM_IMAGES], labels[:NUM_IMAGES]),
-        held_out=Rows(images[NUM_IMAGES:], labels[NUM_IMAGES:]),
+        rows=LabelledSamples(images[:NUM_IMAGES], labels[:NUM_IMAGES]),
+        held_out=LabelledSamples(images[NUM_IMAGES:], labels[NUM_IMAGES:]),
     )
 
 

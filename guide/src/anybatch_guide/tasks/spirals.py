@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 import anybatch as ab
-from anybatch_guide.tasks.task import Rows, Task, loss
+from anybatch_guide.tasks.task import LabelledSamples, PlaygroundTask, loss
 
 NUM_POINTS, NUM_HELD_OUT = 500, 200
 TURNS = 1.25
@@ -16,17 +16,17 @@ EXTENT = 1.2
 """The points lie in a square of twice this side, around the origin."""
 
 
-def task() -> Task:
+def task() -> PlaygroundTask:
     """Return the task: 500 points, two classes."""
     points, arms = spirals(NUM_POINTS + NUM_HELD_OUT, seed=0)
-    return Task(
+    return PlaygroundTask(
         name="spirals",
         unit="point",
         num_classes=2,
         model=network,
         loss=ab.mean_over_samples(loss),
-        rows=Rows(points[:NUM_POINTS], arms[:NUM_POINTS]),
-        held_out=Rows(points[NUM_POINTS:], arms[NUM_POINTS:]),
+        rows=LabelledSamples(points[:NUM_POINTS], arms[:NUM_POINTS]),
+        held_out=LabelledSamples(points[NUM_POINTS:], arms[NUM_POINTS:]),
     )
 
 

@@ -1,4 +1,4 @@
-"""`Task`: data, a network and a loss, small enough to be learned while somebody looks; and `load`, which names them."""
+"""`PlaygroundTask`: data, a network and a loss, small enough to be learned within seconds; and `load`, by name."""
 
 import importlib
 import math
@@ -26,7 +26,7 @@ _HOMES: Mapping[str, str] = MappingProxyType(
 )
 
 
-class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
+class LabelledSamples(torch.utils.data.Dataset[dict[str, Tensor]]):
     """Inputs and targets as a data set; what is not shuffled here is left to `ab.batches`."""
 
     def __init__(self, inputs: Shaped[Tensor, "sample ..."], targets: Int[Tensor, "sample ..."]) -> None:
@@ -42,7 +42,7 @@ class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Task:
+class PlaygroundTask:
     """Something to learn by telling classes apart.
 
     Attributes:
@@ -60,12 +60,12 @@ class Task:
     num_classes: int
     model: Callable[[], nn.Module]
     loss: Loss
-    rows: Rows = field(repr=False)
-    held_out: Rows = field(repr=False)
+    rows: LabelledSamples = field(repr=False)
+    held_out: LabelledSamples = field(repr=False)
 
     @property
     def chance(self) -> float:
-        """Loss of somebody who thinks every class equally likely: the logarithm of their number."""
+        """Return the loss of a uniform prediction over all classes: the logarithm of their number."""
         return math.log(self.num_classes)
 
 
@@ -75,7 +75,7 @@ class MicroBatches:
     Each `iter` is one epoch; the next one is the next epoch. The last micro-batch of an epoch may be smaller.
     """
 
-    def __init__(self, rows: Rows, micro_batch_size: int, seed: int) -> None:
+    def __init__(self, rows: LabelledSamples, micro_batch_size: int, seed: int) -> None:
         self._rows, self._size, self._seed, self._epoch = rows, micro_batch_size, seed, 0
 
     def __len__(self) -> int:
@@ -100,7 +100,7 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Float[Tensor, ""]:
     return cross_entropy(model(batch["inputs"]), batch["targets"])
 
 
-def load(name: str, *, norm: Norm = "none") -> Task:
+def load(name: str, *, norm: Norm = "none") -> PlaygroundTask:
     """Return a task by its name.
 
     Args:
@@ -113,5 +113,5 @@ def load(name: str, *, norm: Norm = "none") -> Task:
     if name not in _HOMES:
         message = f"{name=} must be one of {', '.join(map(repr, _HOMES))}."
         raise UserError(message)
-    make: Callable[..., Task] = importlib.import_module(_HOMES[name]).task
+    make: Callable[..., PlaygroundTask] = importlib.import_module(_HOMES[name]).task
     return make(norm) if name == "shapes" else make()

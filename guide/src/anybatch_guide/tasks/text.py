@@ -8,7 +8,7 @@ from torch import Tensor
 
 import anybatch as ab
 from anybatch.recipes.text import NUM_BYTE_VALUES, Transformer
-from anybatch_guide.tasks.task import IGNORED, Rows, Task, loss
+from anybatch_guide.tasks.task import IGNORED, LabelledSamples, PlaygroundTask, loss
 
 NUM_SENTENCES, NUM_HELD_OUT = 1_000, 200
 CONTEXT = 56
@@ -19,18 +19,18 @@ _UNITS = (
 _TENS = ("", "", "twenty", "thirty", "forty", "fifty")
 
 
-def task() -> Task:
+def task() -> PlaygroundTask:
     """Return the task: 1,000 sentences; to predict each byte from those before it."""
     inputs, targets = encoded(sentences(NUM_SENTENCES + NUM_HELD_OUT, seed=0))
-    return Task(
+    return PlaygroundTask(
         name="text",
         unit="sentence",
         num_classes=NUM_BYTE_VALUES,
         model=partial(Transformer, width=32, num_layers=2, num_heads=2),
         # Sentences are of different lengths: what counts is the byte, not the sentence.
         loss=ab.mean_over_tokens(loss, labels="targets", shift=False),
-        rows=Rows(inputs[:NUM_SENTENCES], targets[:NUM_SENTENCES]),
-        held_out=Rows(inputs[NUM_SENTENCES:], targets[NUM_SENTENCES:]),
+        rows=LabelledSamples(inputs[:NUM_SENTENCES], targets[:NUM_SENTENCES]),
+        held_out=LabelledSamples(inputs[NUM_SENTENCES:], targets[NUM_SENTENCES:]),
     )
 
 

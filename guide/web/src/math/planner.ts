@@ -79,7 +79,7 @@ export interface Plan {
   oneMore: number;
 }
 
-export interface Wish {
+export interface PlanRequest {
   device: string;
   effective: number;
   ranks: number;
@@ -92,7 +92,7 @@ export const NUM_RANKS = [1, 2, 3, 4, 6, 8, 16, 32, 64];
 export const EFFECTIVE_BATCH_SIZES = Array.from({ length: 13 }, (_, power) => 2 ** power);
 
 /** What fits, as src/anybatch/planner/proposals/ranking.py, fit_of, found it. */
-export function plan(data: PlannerData, variant: VariantData, { device, effective, ranks }: Wish): Plan {
+export function plan(data: PlannerData, variant: VariantData, { device, effective, ranks }: PlanRequest): Plan {
   const row = data.devices.findIndex((one) => one.name === device);
   const budget = budgetOf(data, row, ranks);
   const share = Math.ceil(effective / ranks);

@@ -1,6 +1,0 @@
-"""The claim "small_micro_batches", measured and judged; see guide/claims/catalogue.py."""
-
-from anybatch_guide.claims.catalogue import CLAIMS
-from anybatch_guide.claims.claim import experiment_of
-
-EXPERIMENT = experiment_of(CLAIMS["small_micro_batches"])
