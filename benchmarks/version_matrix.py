@@ -35,6 +35,7 @@ EXACTNESS = (
     "tests/engine/test_resume.py",
 )
 FAST = ("tests/norms", "tests/data", "tests/events", "tests/checkpoints", "tests/parallel")
+INTERNALS = ("tests/engine/test_torch_internals.py", "tests/planner/test_torch_internals.py")  # others are in FAST
 MOST_NAMED = 12  # failures that the table names; more of them have one cause
 
 
@@ -138,7 +139,11 @@ def tested(pair: Pair) -> Row:
     options = ["-q", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile", f"--junit-xml={report}"]
     begin = time.monotonic()
     done = subprocess.run(
-        [program, "-m", "pytest", *options, *FAST, *EXACTNESS], cwd=ROOT, capture_output=True, text=True, check=False
+        [program, "-m", "pytest", *options, *FAST, *INTERNALS, *EXACTNESS],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     seconds = time.monotonic() - begin
     (pair.folder / "output.txt").write_text(done.stdout + done.stderr, encoding="utf-8")
@@ -165,7 +170,7 @@ def write(lines: Sequence[str]) -> Path:
         "# On which versions of torch and Python the tests pass",
         "",
         f"{today}, {platform.machine()} CPU, {os.cpu_count()} cores.",
-        f"The tests of {', '.join(FAST)} and, for exactness, of {', '.join(EXACTNESS)}.",
+        f"The tests of {', '.join((*FAST, *INTERNALS))} and, for exactness, of {', '.join(EXACTNESS)}.",
         "",
         "`make matrix`",
         "",
