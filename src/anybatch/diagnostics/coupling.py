@@ -46,6 +46,7 @@ def look(modules: nn.Module, run: Callable[[], object], num_samples: int) -> For
         # A generator that has moved is the only sign of a draw that works for every module.
         if not torch.equal(states[module], torch.default_generator.get_state()):
             drew.append(module)
+        # A module may return something that is no batch.
         with contextlib.suppress(TypeError):
             dtypes.extend(t.dtype for t in tensors_of(output) if t.is_floating_point())
 

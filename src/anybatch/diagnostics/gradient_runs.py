@@ -112,6 +112,7 @@ class GradientRuns:
     def changed_by_forward(self, tolerance: float) -> list[str]:
         """Return the buffers that a forward changes, if the gradient of a second forward differs because of them."""
         with self._untouched(self.seed) as draws:
+            # All three forwards draw the same numbers, so that only buffers can make a difference.
             first = self._backward(self._value(self.loss, self.batch))
             before = {name: buffer.clone() for name, buffer in self.modules.named_buffers()}
             draws.seed(self.seed)
@@ -138,6 +139,7 @@ class GradientRuns:
         with without_side_effects(self.modules, torch.device("cpu")) as draws:
             draws.seed(seed)
             for module in self.resting:
+                # The attribute, since `eval()` would reach the children too.
                 module.training = False
             yield draws
 
@@ -156,6 +158,7 @@ class GradientRuns:
 
     def _backward(self, value: torch.Tensor) -> Gradients:
         own = trainable(self.modules)
+        # A parameter that no forward reaches has the gradient None, as after `backward()`.
         found = torch.autograd.grad(value, list(own.values()), allow_unused=True)
         return dict(zip(own, found, strict=True))
 
@@ -164,6 +167,7 @@ def copied(
     model: Model, loss: Loss, batch: Batch, dtype: torch.dtype | None, *, seed: int, norms: Policy | PolicyName
 ) -> GradientRuns:
     """Return gradient runs on CPU copies of everything, floating-point numbers as `dtype`; None leaves their type."""
+    # In one call, because a loss may share modules with the model.
     model, loss = copy.deepcopy((model, loss))
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:

@@ -101,6 +101,7 @@ class TuneReport:
         return {
             one.num_workers: min(rate, one.samples_per_second)
             if one.num_workers
+            # In one process the times of training and of loading add up, so the rates combine harmonically.
             else rate * one.samples_per_second / (rate + one.samples_per_second)
             for one in self.loading
         }
@@ -283,6 +284,7 @@ class _Steps:
             torch.cuda.reset_peak_memory_stats(self._device)
         try:
             with self._engine(size) as engine:
+                # The first step makes the optimizer's state and warms the caches; only the second one is timed.
                 too_large = engine.step(self._batch).too_large  # the engine went on with a smaller size
                 begun = self._now()
                 too_large += engine.step(self._batch).too_large
@@ -296,6 +298,7 @@ class _Steps:
         return taken
 
     def _now(self) -> float:
+        # Kernels run behind the host: without waiting, a step would seem to end when it has only been launched.
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
         return self._clock()
@@ -305,6 +308,7 @@ def _peak_bytes(trained: Model, engine: Callable[[int], Engine], batch: Effectiv
     """Return the most that tensors hold in the second step, as a ledger has it."""
     modules = [trained] if isinstance(trained, torch.nn.Module) else list(trained.values())
     held = _Held(batch)
+    # Loaded before the ledger is entered, so that loading is not counted.
     list(Placement(Cut(micro_batch_size=size), 1, 0).micro_batches(held))
     with MemoryLedger() as ledger:
         for module in modules:
@@ -339,6 +343,7 @@ def _loaded_per_second(data: Iterable[EffectiveBatch], cut: Cut, clock: Callable
         for number, batch in enumerate(run):
             for _ in Placement(cut, 1, 0).micro_batches(batch):
                 pass
+            # Starting the workers is in the time of the first batch, and is not what is measured.
             if number == 0:
                 begun = clock()
                 continue
@@ -346,6 +351,7 @@ def _loaded_per_second(data: Iterable[EffectiveBatch], cut: Cut, clock: Callable
             if number == LOADED_STEPS:
                 break
     finally:
+        # Ends the loader's workers now; they would disturb the next measurement.
         run.close()
     return num_samples / max(clock() - begun, 1e-9)
 

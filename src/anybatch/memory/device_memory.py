@@ -47,6 +47,7 @@ def begin_peak(device: torch.device) -> None:
     Args:
         device: whose peak is reset.
     """
+    # Before CUDA is initialised there is no allocator whose peak could be reset.
     if device.type == "cuda" and torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats(device)
 

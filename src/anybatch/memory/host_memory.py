@@ -82,6 +82,7 @@ def device_name(device: torch.device) -> str:
         return device.type
     model = platform.processor() or platform.machine()
     try:
+        # `platform.processor()` is empty, or only the architecture, on most Linux systems.
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), model)
     except OSError:
@@ -101,6 +102,7 @@ def _kilobytes(path: Path) -> dict[str, int]:
 
 def _left_in_container(root: Path, otherwise: int) -> int:
     """Return the bytes that the limit of the container leaves; `otherwise` without one."""
+    # Control groups of version 2, as they are seen from inside a container.
     folder = root / "sys/fs/cgroup"
     try:
         limit, used = (int((folder / name).read_text(encoding="utf-8")) for name in ("memory.max", "memory.current"))

@@ -92,6 +92,7 @@ class Envelopes:
         """
         if size >= most_samples:
             return "batch"
+        # Tensors alone would fit, so the obstacle is how the allocator rounds and fragments them.
         if self.peak_bytes(size + 1) <= usable_bytes:
             return "allocator"
         return "optimizer step" if self.at_peak(size + 1).phase == "update" else "tensors"
@@ -172,6 +173,7 @@ def _found(ready: StepSpec, usable_bytes: int, *, most_samples: int | None, note
         _refuse_dependence(ready, traces[low])
         notes = [*notes, "the step reads numbers from tensors; what it holds was seen not to depend on them"]
     try:
+        # The tracer stays entered: checking a third size then takes one more step instead of a new trace.
         with StepTracer(ready) as tracing:
             traces[high] = tracing.begin(high, recorders[high])
             found = _fitted(ready, traces, [recorders[m].trace() for m in TRACED], tuple(notes))

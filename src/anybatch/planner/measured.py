@@ -111,6 +111,7 @@ def keep(found: Verification, plan: Plan, known: KnownDevices) -> str:
 
 def subject(name: str, precision: str) -> str:
     """Return the key of a step in the file: the name of what was trained, and its precision."""
+    # The end of a long name is kept, since the precision is there.
     return "".join(letter for letter in f"{name} in {precision}" if letter.isprintable())[-MOST_LETTERS:]
 
 

@@ -182,6 +182,7 @@ def _table(plan: Plan) -> list[str]:
     rows = [("what would change it", "micro-batch", "steps", "memory", "s/step")]
     rows += [_row("as it is", plan.as_it_is, plan.budget)]
     rows += [_row(change.name, change, plan.budget) for change in plan.changes]
+    # Without known rates there are no times: an empty column reads better than one of dashes.
     if not any(fit.seconds for fit in (plan.as_it_is, *plan.changes)):
         rows = [(*row[:-1], "") for row in rows]
     width = max(len(row[0]) for row in rows)
@@ -189,6 +190,7 @@ def _table(plan: Plan) -> list[str]:
         f"{name:<{width}}  {size:>11}  {steps:>6}  {memory:>9}  {time:>9}".rstrip()
         for name, size, steps, memory, time in rows
     ]
+    # Changes are sorted, so the first one is the fastest that fits, if any does.
     best = plan.changes[0]
     return [*lines, f"{best.name}: {best.how}"] if best.fits else lines
 

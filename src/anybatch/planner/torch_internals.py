@@ -87,6 +87,7 @@ def kernel_library(make: Callable[[], Any] = lambda: torch.library.Library("aten
     """
     library = make()
     with needed_for("Planning autocast as on CUDA"):
+        # Looked up before anything is registered: what cannot be taken back must not be put there.
         take_back = library._destroy
     try:
         yield library
@@ -186,6 +187,7 @@ def cpu_allocations(run: Callable[[], object], of: Any = torch._C) -> list[int]:
         result = run()
     finally:
         records = end()
+    # Freed only after recording has ended, so that the last running sum is the size of the result.
     del result
     return [size for record in records for event in record if (size := event.cpu_memory_usage())]
 

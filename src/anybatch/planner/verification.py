@@ -102,6 +102,7 @@ def verify(spec: StepSpec, fit: Fit, device: str | torch.device) -> Verification
         name=full_name(device),
         planned_bytes=fit.peak.num_bytes if allocator is not None else _of_tensors(fit.envelope).peak_bytes(size),
         measured_bytes=found.timeline.peak_bytes if allocator is None else allocator.peak_bytes,
+        # This run has no limit, so the prediction without a limit is the one to compare with.
         planned_reserved_bytes=None if allocator is None else fit.freely_reserved_bytes or fit.reserved_bytes,
         measured_reserved_bytes=None if allocator is None else allocator.reserved_bytes,
         outside_bytes=outside,

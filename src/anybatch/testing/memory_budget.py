@@ -177,6 +177,7 @@ def out_of_memory_at(number: int, *, phase: Phase | None = None, times: int = 1)
     fault = AllocationFault(number, phase, times if number else 0)
     ledger = fault.ledger
     with ExitStack() as stack:
+        # Registered first, so that it runs last, after the ledger has been left.
         stack.callback(ledger.forget)
         for handle in (
             register_optimizer_step_pre_hook(fault.begin_update),
@@ -189,6 +190,7 @@ def out_of_memory_at(number: int, *, phase: Phase | None = None, times: int = 1)
 
 def _tensors_of(holder: Holder) -> list[torch.Tensor]:
     if isinstance(holder, torch.Tensor):
+        # torch warns if `.grad` of a tensor that is no leaf is read.
         gradient = holder.grad if holder.is_leaf else None
         return [holder] if gradient is None else [holder, gradient]
     if isinstance(holder, nn.Module):

@@ -47,6 +47,7 @@ class RankPool:
     def __init__(self, world_size: int, *, timeout_seconds: float = 120.0) -> None:
         self._timeout_seconds = timeout_seconds
         self._folder = tempfile.TemporaryDirectory(prefix="anybatch-ranks-")
+        # A file instead of a port, which another process could take first.
         rendezvous = Path(self._folder.name, "store").as_uri()
         context = rank_context()
         self._pipes: list[Connection] = []
@@ -57,6 +58,7 @@ class RankPool:
                 target=_serve, args=(theirs, rank, world_size, rendezvous, timeout_seconds), daemon=True
             )
             process.start()
+            # Only the rank keeps its end: otherwise the pipe would not report the end of a rank that has died.
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)

@@ -83,6 +83,7 @@ def check_loop(
         runner = _Runner(function, needs, kind, time_limit_seconds)
         try:
             return runner.judge(NUM_RANKS if on_ranks else 1, pool)
+        # A loop that fails on one kind of targets may have been written for another.
         except LoopFailedError as error:
             failures.append((kind, str(error)))
     kind, words = failures[0]
@@ -141,6 +142,7 @@ class _Runner:
         traces, loud = self._traces_on_ranks(pool) if num_ranks > 1 else (), None
         with group_of_one() if self.needs.ranks else nullcontext():
             if num_ranks == 1:
+                # Run twice: clipping shows as a difference between small and large gradients.
                 traces, loud = (self.run(),), self.run(gain=LOUD_GAIN)
             evidence = self._evidence(traces, loud, self._units(traces[0]))
             windows, findings = judge(evidence)
@@ -180,6 +182,7 @@ class _Runner:
         steps = steps_of(traces, parts)
         sizes = Counter(step.num_micro_batches for step in steps)
         knows_steps = "accumulation_steps" in self.needs
+        # Called for its effect: measuring all samples decides whether the scale is known.
         units.of(IDS)
         return Evidence(
             traces=traces,
@@ -200,6 +203,7 @@ class _Runner:
         """Return whether the loss that one window returns is that of its last micro-batch."""
         ids = range(MICRO_BATCH_SIZE * ACCUMULATION_STEPS)
         last = ids[-MICRO_BATCH_SIZE:]
+        # Three runs whose losses differ: the window in micro-batches, as a whole, and its last micro-batch alone.
         split = self.run(ids, epochs=1)
         reported = split.returned
         whole = self.run(ids, size=len(ids), steps=1, epochs=1).returned
@@ -210,6 +214,7 @@ class _Runner:
         assert whole is not None
         assert alone is not None
         found, window, micro_batch = reported[0], whole[0], alone[0]
+        # The last loss may be returned as it is, or as it was divided for accumulation.
         if near(found, window) or not any(near(found, micro_batch / by) for by in (1, ACCUMULATION_STEPS)):
             return ()
         name = self.function.__code__.co_firstlineno
@@ -258,6 +263,7 @@ def run_on_rank(runner: _Runner) -> bytes:
 
 def _opened(outcome: RankOutcome) -> LoopTrace:
     if outcome.error is not None:
+        # The rank's traceback ends with that of the loop, which is what the user needs.
         raise LoopFailedError(outcome.error.rpartition(f"{LoopFailedError.__name__}: ")[2].rstrip())
     trace: LoopTrace = pickle.loads(outcome.value)  # noqa: S301 (made by `run_on_rank`, in a process of ours)
     return trace

@@ -109,6 +109,7 @@ def judge(evidence: Evidence) -> tuple[tuple[Window, ...], tuple[LoopFinding, ..
     findings += [*_about_samples(evidence, findings), *_about_reductions(evidence), *_about_clipping(evidence)]
     if not any(finding.in_gradient for finding in findings):
         findings += _about_the_rest(evidence)
+    # Faults in the gradient come first; `sorted` is stable, so both groups keep the order of the checks.
     return windows, tuple(sorted(findings, key=lambda finding: not finding.in_gradient))
 
 
@@ -141,6 +142,7 @@ def _about_steps(evidence: Evidence) -> Iterator[LoopFinding]:
     if steps_given > 1 and max(sizes) == 1 and len(steps) > 1:
         yield sentences.steps_every_micro_batch(steps_given, evidence.where(steps[0].line))
         return
+    # A shorter window is in order where it ends an epoch.
     last = {(part.rank, part.epoch): part for parts in evidence.parts for part in parts}
     ends = set(last.values())
     odd = [
@@ -181,6 +183,7 @@ def _about_tails(evidence: Evidence) -> Iterator[LoopFinding]:
     done = [trace.steps[-1].num_forwards for trace in evidence.traces]
     left = [part for parts, start in zip(evidence.parts, done, strict=True) for part in parts[start:]]
     if not all(trace.ended for trace in evidence.traces):
+        # A loop that was stopped has samples left because of that.
         left = []
     if carried:
         step = carried[0]
@@ -290,6 +293,7 @@ def _about_samples(evidence: Evidence, findings: Sequence[LoopFinding]) -> Itera
             ranks[sample].add(part.rank)
     shared = [sample for sample, on in ranks.items() if len(on) > 1]
     twice = sorted({sample for (_, sample), times in seen.items() if times > 1})
+    # A sampler pads with a few samples; if half of them or more are shared, the data is not dealt to ranks at all.
     if len(evidence.traces) > 1 and len(shared) * 2 >= len(ranks):
         yield sentences.ranks_share_samples(len(shared), len(evidence.ids), where)
     elif twice:
@@ -304,6 +308,7 @@ def _about_rates(evidence: Evidence) -> Iterator[LoopFinding]:
     trace = evidence.traces[0]
     for step in evidence.steps:
         rates = [trace.forwards[part.number].rates for part in step.parts if part.rank == 0]
+        # An optimizer of the loop's own is known from its first step on, which lengthens the list without a change.
         changed = [(a, b) for a, b in pairwise(rates) if len(a) == len(b) and a != b]
         if changed:
             line = trace.forwards[step.parts[0].number].line
@@ -329,12 +334,14 @@ def _about_reductions(evidence: Evidence) -> Iterator[LoopFinding]:
         return
     apart = [step for step in evidence.steps if not step.agree]
     if apart:
+        # If only short windows differ, the last one of an epoch never leaves no_sync.
         tail = all(step.num_micro_batches < evidence.accumulation_steps for step in apart)
         yield sentences.not_reduced(apart[0].number + 1, tail, evidence.where(apart[0].line))
     often = [step for step in evidence.steps if step.num_backwards > 1 and (step.num_reductions or 0) > 1]
     if often:
         trace, step = evidence.traces[0], often[0]
         pairs = [(trace.forwards[each.forwards[0]].synced, each.synced) for each in trace.backwards if each.forwards]
+        # DistributedDataParallel decides in the forward, so no_sync around the backward alone has no effect.
         code = "no_sync_around_backward_only" if (True, False) in pairs else "reduces_every_micro_batch"
         yield sentences.reduces(
             code, step.number + 1, step.num_reductions or 0, evidence.where(trace.backwards[0].line)

@@ -61,7 +61,9 @@ def make_data(kind: TargetKind) -> ProbeData:
     else:
         targets = torch.randint(_NUM_OUTPUTS, (NUM_ROWS, num_positions), generator=generator)
     if kind == "tokens":
+        # At least two, so that one target is left where a loss shifts the labels.
         lengths = torch.randint(2, num_positions + 1, (NUM_ROWS, 1), generator=generator)
+        # Every word occurs once in the data, so the first one says which sample it is.
         words = torch.arange(NUM_ROWS * num_positions).view(NUM_ROWS, num_positions)
         return ProbeData(kind, words, targets.masked_fill(torch.arange(num_positions) >= lengths, _IGNORED), outputs)
     return ProbeData(kind, torch.eye(NUM_ROWS, dtype=torch.float64), targets.squeeze(1), outputs)
@@ -103,6 +105,7 @@ class RowModel(nn.Module):
         outputs = constant + self._gain * (rows - rows.detach())
         if self._data.kind != "tokens":
             outputs = outputs.squeeze(1)
+        # An evaluation without gradients is no part of training.
         if outputs.requires_grad:
             self._observer.forward(ids.tolist(), outputs)
         if labels is None:
@@ -144,6 +147,7 @@ class PairOrDict(dict[str, Any]):
             return values[key]
         if key == "attention_mask":
             return torch.ones_like(values[0])
+        # The inputs are entry 0 and the targets entry 1.
         return values[key in _TARGET_NAMES]
 
     def to(self, *args: Any, **kwargs: Any) -> "PairOrDict":  # noqa: ANN401 (those of Tensor.to)

@@ -70,6 +70,7 @@ class Recorder:
         def received(gradient: Tensor) -> None:
             self._pending[number] = None
             for row, sample in enumerate(ids):
+                # The first gradient counts; later epochs bring the same one again.
                 rows = gradient[row].detach().double().cpu()
                 self.trace.by_sample.setdefault(sample, rows if rows.dim() > 1 else rows.unsqueeze(0))
 
@@ -110,6 +111,7 @@ class Recorder:
         assert table is self._table
 
     def _step(self, optimizer: Optimizer, *_: object) -> None:
+        # The hook is called for every optimizer of the process.
         if not any(each is self._table for group in optimizer.param_groups for each in group["params"]):
             return
         self._limit.check()
@@ -122,6 +124,7 @@ class Recorder:
         """Take note of the wrapper that reduces, the first time it is called, and count its reductions."""
         if self._wrapper is not None or not isinstance(module, DistributedDataParallel):
             return
+        # The hook is called for every module of the process.
         if not any(each is self._table for each in module.parameters()):
             return
         self._wrapper, self.trace.reductions = module, 0
@@ -130,7 +133,7 @@ class Recorder:
         def reduce(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
             if bucket.is_last():
                 self.trace.reductions = (self.trace.reductions or 0) + 1
-            # The user's own reduction is kept; this one only counts.
+            # The reduction that DistributedDataParallel makes without a hook, so that counting changes nothing.
             return allreduce_hook(wrapper.process_group, bucket)
 
         module.register_comm_hook(None, reduce)
@@ -188,5 +191,6 @@ class _TimeLimit:
                 self._raise_in_thread(ctypes.py_object(LoopStopped))
 
     def _raise_in_thread(self, error: object) -> None:
+        # Elsewhere the limit acts at the loop's next forward or step, in `check`.
         if sys.implementation.name == "cpython":
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), error)

@@ -111,6 +111,7 @@ def read_parameters(function: Callable[..., Any]) -> LoopParameters:
     wraps = DistributedDataParallel in values or "DistributedDataParallel" in words
     ranks = bool(words & _RANK_WORDS) or wraps or DistributedSampler in values
     ranks = ranks or bool({dist.all_reduce, dist.get_rank, dist.get_world_size} & values)
+    # Only a wrapped model has no_sync, so a loop that uses it without wrapping expects one.
     return LoopParameters(roles, ranks, wrapped=ranks and "no_sync" in words and not wraps)
 
 

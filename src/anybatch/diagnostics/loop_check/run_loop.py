@@ -82,6 +82,7 @@ def run_loop(function: LearningLoop, needs: LoopParameters, settings: LoopSettin
 
 def _arguments_by_role(model: nn.Module, settings: LoopSettings, *, wrapped: bool) -> dict[str, Any]:
     """Return the argument for each role."""
+    # Any learning rate will do: the outputs of the probe model do not depend on the values of its parameters.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = make_loader(settings.data, settings.ids, settings.micro_batch_size)
     num_windows = -(-len(loader) // settings.accumulation_steps)
@@ -93,7 +94,9 @@ def _arguments_by_role(model: nn.Module, settings: LoopSettings, *, wrapped: boo
         "optimizer": optimizer,
         "accumulation_steps": settings.accumulation_steps,
         "criterion": nn.MSELoss() if settings.data.kind == "values" else nn.CrossEntropyLoss(),
+        # It falls with every step, so that a schedule that runs too fast is seen.
         "scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step)),
+        # Disabled, since a scaled gradient would look like a wrong weight.
         "scaler": torch.amp.GradScaler("cpu", enabled=False),
         "device": torch.device("cpu"),
         "epochs": settings.num_epochs,
@@ -112,6 +115,7 @@ def _call(function: LearningLoop, args: tuple[Any, ...], kwargs: dict[str, Any])
             return function(*args, **kwargs)
     except Exception as error:  # noqa: BLE001 (whatever it is, it is the loop's own, and is shown)
         trace = error.__traceback__
+        # Without the frame of this function, the traceback begins in the user's loop.
         lines = traceback.format_exception(type(error), error, None if trace is None else trace.tb_next)
         raise LoopFailedError("".join(lines).rstrip()) from None
 

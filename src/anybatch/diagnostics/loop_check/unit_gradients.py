@@ -71,6 +71,7 @@ class UnitGradients:
 
     def _measure(self, ids: tuple[int, ...]) -> TableGradient | None:
         measured = self.unsplit(ids)
+        # A sample without any gradient leaves nothing to measure weights by.
         if measured is None or not bool(measured[0][list(ids)].flatten(1).any(1).all()):
             return None
         gradient, has_scale = measured
@@ -107,6 +108,7 @@ def received(trace: LoopTrace, ids: Sequence[int], shape: torch.Size, *, by_size
     """Return the gradients of the samples' outputs, times the size of their micro-batch if asked for."""
     if not set(ids) <= trace.by_sample.keys():
         return None
+    # Reversed, so that the first forward of a sample counts, as in `by_sample`.
     size_of = {sample: len(forward.ids) for forward in reversed(trace.forwards) for sample in forward.ids}
     rows = torch.zeros(shape, dtype=torch.float64)
     for sample in ids:

@@ -142,6 +142,7 @@ def _share(trace: LoopTrace, parts: Sequence[Part], number: int) -> _Share:
         new = _parts(later, parts)
         # The gradient was there after one backward and gone before the next: the loop has cleared it in between.
         if _is_zero(later.before) and not _is_zero(earlier.after):
+            # Between two epochs this is a tail without a step; within an epoch the window has lost its beginning.
             if new and kept and new[0].epoch > kept[-1].epoch:
                 lost_tail += kept
                 kept = []
@@ -159,6 +160,7 @@ def _parts(backward: Backward, parts: Sequence[Part]) -> list[Part]:
 
 def rescaled_lines(trace: LoopTrace) -> list[int | None]:
     """Return the lines of backwards that found the gradient of the one before them changed, though not cleared."""
+    # Only backwards of one window are compared: a step in between may clear gradients or keep them.
     ends = {step.num_backwards for step in trace.steps}
     return [
         later.line

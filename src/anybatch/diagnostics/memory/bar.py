@@ -83,6 +83,7 @@ class MemoryBar:
         if self._total_bytes is not None and held > self._total_bytes:
             place = 1 + round((width - 2) * self._total_bytes / held)
             note = f"{in_bytes(self._total_bytes)} is what there is"
+            # The note goes to the left of the arrow where there is no room on the right.
             before = place + len(note) + 2 > width
             yield _line(f"{note} ^".rjust(place + 1) if before else f"{'':{place}}^ {note}")
         yield from _legend(parts, width, blocks=blocks)

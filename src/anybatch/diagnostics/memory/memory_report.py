@@ -212,6 +212,7 @@ class MemoryRecording:
             begin_peak(self._device)
             now = self._allocator()
             self._retries_before = 0 if now is None else now.num_retries
+        # If the ledger cannot be entered, the engine is no longer observed.
         with ExitStack() as stack:
             stack.enter_context(self._engine.observed_by(self, self._hold_inputs))
             stack.enter_context(self._ledger)
@@ -245,6 +246,7 @@ class MemoryRecording:
         """Take over the phase; between two of them the former goes on. The ledger tells forward from backward."""
         begins = record.event == "begin"
         if record.name == "load":
+            # Loading is not booked; the micro-batch that comes of it is, in `_hold_inputs`.
             self._ledger.phase, self._ledger.paused = "setup" if begins else None, begins
             self._loading = record.position or 0
             return
@@ -303,6 +305,7 @@ class MemoryRecording:
             peak_bytes=self._handed_out_bytes,
             allocated_bytes=at_peak.allocated_bytes,
             reserved_bytes=at_peak.reserved_bytes,
+            # The allocator has counted since the process began, and the report is about this recording.
             num_retries=now.num_retries - self._retries_before,
             summary=torch.cuda.memory_summary(self._device) if self._wants_summary else "",
         )

@@ -49,6 +49,7 @@ _SETTINGS: Mapping[str, Any] = MappingProxyType(
         "legend.title_fontsize": 9.0,
     }
 )
+# Without a date the same timeline gives the same file.
 _UNDATED: Mapping[str, Mapping[str, None]] = MappingProxyType(
     {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {}}
 )
@@ -76,12 +77,14 @@ def draw(course: MemoryTimeline, picture: MemoryPicture, path: Path) -> None:
 
 def make_figure(course: MemoryTimeline, picture: MemoryPicture) -> Figure:
     """Return a timeline as a figure: two strips that say what was going on, and below them the areas."""
+    # Not by pyplot, which would keep the figure alive and may open a window.
     figure = Figure(figsize=(11.0, 5.6), layout="constrained")
     strips, areas = figure.subplots(2, 1, sharex=True, height_ratios=[0.075, 1.0])
     unit_bytes, unit = _unit(course.peak_bytes)
     colours = colours_of(course.categories)
     moments = highest_moments(course.totals, MOST_COLUMNS)
     heights = (course.held_bytes[moments].T / unit_bytes).tolist()
+    # In steps, since memory stays the same between two events.
     areas.stackplot(moments.tolist(), heights, colors=list(colours.values()), step="post", linewidth=0, zorder=2)
     top = _draw_limit(areas, course, picture, unit_bytes)
     areas.set_xlim(0, max(1, len(course.phases) - 1))

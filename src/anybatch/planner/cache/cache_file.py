@@ -92,6 +92,7 @@ class JsonLinesFile:
             with os.fdopen(number, "w", encoding="utf-8") as file:
                 file.write(text)
             Path(name).replace(self.path)
+        # Also for KeyboardInterrupt: the temporary file must not stay.
         except BaseException:
             with suppress(OSError):
                 Path(name).unlink()

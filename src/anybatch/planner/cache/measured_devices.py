@@ -101,6 +101,7 @@ class KnownDevices:
 
 def driver_version() -> str | None:
     """Return the version of the accelerator's driver, without touching the accelerator; None if there is none."""
+    # The driver's own files first: torch knows the number only where it is built for CUDA.
     for path in (_NVIDIA, _AMD):
         try:
             text = path.read_text(encoding="utf-8")
@@ -138,4 +139,5 @@ def _is_text(value: Any) -> bool:  # noqa: ANN401 (what JSON may hold)
 
 
 def _is_size(value: Any, least: int, most: int) -> bool:  # noqa: ANN401 (what JSON may hold)
+    # In Python `True` is an int, and in a file it is no size.
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most

@@ -44,6 +44,7 @@ class KnownSizes:
             circumstances: all that the fastest size depends on; names to plain values.
         """
         wanted = plain(circumstances)
+        # The newest lines are the last ones in the file.
         for line in reversed(self._lines.read()):
             known = _known(line, wanted)
             if known is not None:
@@ -74,6 +75,7 @@ def _known(line: JsonObject, wanted: object) -> KnownSize | None:
     size, rate, date = line.get("size"), line.get("samples_per_second"), line.get("date")
     if line.get("circumstances") != wanted or not isinstance(size, int) or isinstance(size, bool) or size < 1:
         return None
+    # A file is untrusted: `true` is an int for Python, and JSON can hold NaN, which fails this comparison too.
     if not isinstance(rate, int | float) or isinstance(rate, bool) or not 0 <= rate < MOST_RATE:
         return None
     if not isinstance(date, str):

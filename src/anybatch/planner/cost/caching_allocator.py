@@ -211,10 +211,12 @@ class _Allocator:
         self._put(self._joined(block))
 
     def _pool(self, stream: int, *, is_small: bool) -> _Pool:
+        # Streams share no blocks, and neither do small and large allocations.
         pool = self._pools.get((stream, is_small))
         if pool is None:
             pool = self._pools[stream, is_small] = _Pool(is_small)
             if self._expandable:
+                # An expandable segment starts as a range of addresses of which nothing is mapped.
                 self._put(_Block(pool, 0, _ENDLESS, is_mapped=False))
         return pool
 
@@ -278,6 +280,7 @@ class _Allocator:
     def _hand_back(self) -> None:
         """Return all free segments to the device; of an expandable one, all whole pages that are free."""
         for pool in self._pools.values():
+            # A copy, since returning a block takes it out of the list.
             for _, address in list(pool.free):
                 block = pool.blocks[address]
                 if self._expandable:

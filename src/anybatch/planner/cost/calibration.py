@@ -58,6 +58,7 @@ def _plain_rates(name: str, measured: list[tuple[Operation, float]]) -> Rates:
         name=name,
         flops_per_second=peaks,
         bytes_per_second=_high(one.num_bytes / seconds for one, seconds in moving if one.num_bytes > _MANY_BYTES),
+        # The shortest of these does next to no work, so its time is that of starting an operation.
         launch_seconds=min(seconds for _, seconds in moving),
         band=(1.0, 1.0),
     )
@@ -109,6 +110,7 @@ def _measure(program: Program, clock: Clock, num_rounds: int, watching: float) -
     alike: dict[tuple[object, ...], tuple[Operation, list[float]]] = {}
     for one, found in zip(operations, zip(*rounds, strict=True), strict=True):
         alike.setdefault((one.name, one.features, one.stored_as), (one, []))[1].append(statistics.median(found))
+    # Noise can make a short operation seem shorter than the timing of it.
     return [(one, max(_LEAST_SECONDS, statistics.median(found) - watching)) for one, found in alike.values()]
 
 

@@ -48,6 +48,7 @@ class Device:
 
 
 def _rates(fp32: float, tf32: float | None, bf16: float | None, fp16: float) -> Mapping[Arithmetic, float]:
+    # Devices before Ampere have neither TF32 nor bf16; they are left out, and `peak` returns that of fp32.
     given: dict[Arithmetic, float | None] = {"fp32": fp32, "tf32": tf32, "bf16": bf16, "fp16": fp16}
     return {name: rate * _TERA for name, rate in given.items() if rate is not None}
 
@@ -240,6 +241,7 @@ def find_device(name: str) -> Device:
         if wanted in {_plain(one) for one in (device.name, *device.also_called)}:
             return device
     names = [device.name for device in DEVICES]
+    # "A100" comes in two memory sizes, so it is refused rather than guessed.
     longer = [one for one in names if wanted and _plain(one).startswith(wanted)]
     if longer:
         message = f"device {name!r} is one of several: {', '.join(longer)}. Say which."
@@ -269,6 +271,7 @@ def parse_budget(text: str) -> tuple[int, Device | None]:
     Raises:
         UserError: it is neither.
     """
+    # "3090" reads as a number of bytes, and is a device.
     if re.fullmatch(r"[\d.]+\s*[kmgt]?i?b?", text.strip().lower()) and not any(
         _plain(text) == _plain(one) for device in DEVICES for one in device.also_called
     ):

@@ -188,6 +188,7 @@ def _flops(func: Any, kind: OperationKind, args: tuple[Any, ...], kwargs: Mappin
     if kind in {"attention", "attention backward"}:
         batch, queries, keys, width = _attention_dims(kind, args)
         num_products = _FORWARD_PRODUCTS if kind == "attention" else _BACKWARD_PRODUCTS
+        # Kernels take it at different places, by position or by name.
         is_causal = any(one is True for one in (*args, kwargs.get("is_causal")))
         return 2 * num_products * batch * queries * keys * width // (2 if is_causal else 1)
     formula = flop_registry.get(func.overloadpacket)
@@ -208,6 +209,7 @@ def _dims(name: str, kind: OperationKind, args: tuple[Any, ...]) -> tuple[int, .
         image, kernel = args[0].shape, args[1].shape
         return image[0], kernel[1], kernel[0], math.prod(kernel[2:]), math.prod(image[2:])
     if kind == "convolution backward":
+        # A backward takes the gradient of the output first.
         image, kernel = args[1].shape, args[2].shape
         return image[0], kernel[1], kernel[0], math.prod(kernel[2:]), math.prod(image[2:])
     return _attention_dims(kind, args) if kind in {"attention", "attention backward"} else ()
@@ -215,5 +217,6 @@ def _dims(name: str, kind: OperationKind, args: tuple[Any, ...]) -> tuple[int, .
 
 def _attention_dims(kind: OperationKind, args: tuple[Any, ...]) -> tuple[int, int, int, int]:
     """Return (batch and heads, queries, keys, width of a head)."""
+    # A backward takes the gradient of the output before these.
     query, key = args[:2] if kind == "attention" else args[1:3]
     return math.prod(query.shape[:-2]), query.shape[-2], key.shape[-2], query.shape[-1]

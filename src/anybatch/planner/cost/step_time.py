@@ -151,6 +151,7 @@ UNMEASURED_LAUNCH_SECONDS = 2e-6
 UNMEASURED_HOST_SECONDS = 8e-6
 """Python, dispatcher and autograd take that long per operation on the host of an accelerator."""
 _NUM_NEIGHBOURS = 4
+# Added to squared distances: a sample of exactly the same shape would have infinite weight otherwise.
 _SAME_SHAPE = 0.05
 _FOUR_OF_FIVE = 4
 
@@ -192,7 +193,9 @@ def calibrated(rates: Rates, measured: Sequence[Sequence[tuple[Operation, float]
     for number, program in enumerate(measured):
         others = tuple(sample for part in (*samples[:number], *samples[number + 1 :]) for sample in part)
         if others and program:
+            # Programs are measured operation by operation, so the host's part is not in their times.
             predicted = operation_seconds([one for one, _ in program], replace(rates, samples=others, host_seconds={}))
+            # In logarithms twice as long and half as long are errors of the same size.
             errors.append(abs(math.log(predicted / sum(taken for _, taken in program))))
     spread = math.exp(sorted(errors)[_FOUR_OF_FIVE * len(errors) // 5]) if errors else UNMEASURED_BAND[1]
     return replace(rates, samples=tuple(sample for part in samples for sample in part), band=(1 / spread, spread))
@@ -293,6 +296,7 @@ def fit_costs(trace_a: CostTrace, m_a: int, trace_b: CostTrace, m_b: int) -> Cos
     Raises:
         PlanError: the two did not do the same.
     """
+    # Not strict: the first operation that differs says more than a difference in length, which is refused below.
     for number, (one, other) in enumerate(zip(trace_a.operations, trace_b.operations, strict=False)):
         if (one.name, one.phase, len(one.dims)) != (other.name, other.phase, len(other.dims)):
             message = (
@@ -311,6 +315,7 @@ def fit_costs(trace_a: CostTrace, m_a: int, trace_b: CostTrace, m_b: int) -> Cos
 
 
 def _between(one: Operation, other: Operation, part: float) -> Operation:
+    # Operations on parameters, and views, are the same at every size and need no copy.
     if one is other or (one.num_bytes == other.num_bytes and one.dims == other.dims and one.flops == other.flops):
         return one
 
@@ -340,6 +345,7 @@ class Reduction:
     num_bytes: int
     world_size: int
     link_bytes_per_second: float
+    # The default of DistributedDataParallel.
     bucket_bytes: int = 25 << 20
 
     @property

@@ -71,6 +71,7 @@ def _fused(make: OptimizerFunction) -> OptimizerFunction | None:
     def fused(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
         optimizer = make(named)
         for group in optimizer.param_groups:
+            # torch refuses an optimizer that is asked for both.
             group["fused"], group["foreach"] = True, False
         return optimizer
 
@@ -122,6 +123,7 @@ def _of_head(spec: StepSpec) -> list[Change]:
         return []
     # Labels have one entry per token; inputs of a model of images, say, are floating-point and are left out.
     num_tokens = max(tensor[0].numel() for tensor in labels)
+    # Of short samples a chunk would hold about as many logits as the loss has at once.
     if num_tokens <= CHUNK_TOKENS // 2:
         return []
     return [
@@ -141,6 +143,7 @@ def chunked(envelope: MemoryEnvelope, vocabulary: int, num_tokens: int) -> Memor
     Everything that grows by `num_tokens` x `vocabulary` values per sample (one token less, where labels are shifted)
     is taken to be logits, their logarithms or their gradient, and holds a chunk instead. The rest stays.
     """
+    # Logits are recognised by their growth per sample, in 16 or in 32 bits.
     widths = {tokens * vocabulary * width: width for tokens in (num_tokens, num_tokens - 1) for width in (2, 4)}
     allocated = envelope.allocated
     chunk = torch.tensor(

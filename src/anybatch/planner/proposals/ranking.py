@@ -183,6 +183,7 @@ def _smallest_world(spec: StepSpec, target: PlanTarget) -> list[Fit]:
     """Plan FSDP over the fewest devices that suffice, its blocks checkpointed where it has blocks."""
     checkpointed = next((one for one in possible_changes(spec) if one.name == "checkpointing"), None)
     spec = spec if checkpointed is None else checkpointed.spec
+    # Negative where overheads take more than there is; no step fits into one byte, which is the answer then.
     smallest = smallest_world(spec, max(1, target.budget.usable_bytes)).world_size
     if smallest is None:
         return []
@@ -197,6 +198,7 @@ def _zero1(spec: StepSpec, envelopes: Envelopes, target: PlanTarget) -> Fit:
     low, high = TRACED
 
     def dealt_state(one: MemoryEnvelope) -> MemoryEnvelope:
+        # Shares are rounded up, allocation by allocation, so two sizes are cut and the line is fitted again.
         return fit(zero1(one.at(low), spec.world_size), low, zero1(one.at(high), spec.world_size), high)
 
     dealt = dataclasses.replace(envelopes, steady=dealt_state(envelopes.steady), first=dealt_state(envelopes.first))
@@ -218,6 +220,7 @@ def _fit_in_pools(envelope: MemoryEnvelope, pools: Sequence[int], world_size: in
     found = largest_that_fits(envelope, usable, pools=pools)
     largest = share if found is None else min(share, found)
     size = even_size(share, max(1, largest))
+    # Where nothing fits, the table shows what one sample would reserve without a limit.
     limit = usable if largest else None
     taken = replay(envelope.trace.events, envelope.sizes(size), limit_bytes=limit, pools=pools)
     return Fit(

@@ -23,6 +23,7 @@ from anybatch.planner.torch_internals import cpu_allocations
 MOST_BYTES = 128 << 20
 _ENOUGH_SAMPLES = 32
 """With less than 16 samples torch leaves some convolutions to other kernels, and threads have nothing to share."""
+# Bounds the arithmetic of one measurement, so that a plan does not wait for large kernels.
 _ENOUGH_FLOPS = 1_000_000_000
 _FEW = 2
 """A single sample is special."""
@@ -143,6 +144,7 @@ class KernelMemory:
         # As many samples as fit the memory and time limits: kernels choose another algorithm for small batches.
         high = min(enough, self.most_bytes // growth, max(_FEW + 1, _ENOUGH_FLOPS // max(1, flops)))
         if high <= _FEW:
+            # Nothing larger fits the limits, so the line has to go through a single sample after all.
             return lines_through(call.held_bytes(1), 1, first, _FEW)
         low = max(_FEW, high // 2)
         held = first if low == _FEW else call.held_bytes(low)
@@ -190,6 +192,7 @@ def _highest(lines: Sequence[LinearBytes]) -> list[LinearBytes]:
         steeper = [line for line in lines if line.slope > last.slope]
         if not steeper:
             return highest
+        # Exact: with rounded quotients, lines that meet in one point could change places.
         meeting = {line: Fraction(last.constant - line.constant, line.slope - last.slope) for line in steeper}
         highest.append(min(steeper, key=lambda line: (meeting[line], -line.slope)))
 
@@ -272,6 +275,7 @@ def _kernel_call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     first = [shape(one, samples_first=True) for one in args[:count]]
     rest = tree_map_only(torch.Tensor, lambda one: shape(one, samples_first=False), args[count:])
     named = {name: _named(one, args[0], shape) for name, one in kwargs.items()}
+    # Sorted, so that the order in which arguments are named makes no other key.
     call = _KernelCall(func, _hashable((*first, *rest)), _hashable(sorted(named.items())), torch.get_num_threads())
     return call, num_samples
 

@@ -117,6 +117,7 @@ def choose_foreach(optimizer: Optimizer, profile: Profile) -> None:
     for group in optimizer.param_groups:
         if "foreach" not in group or group["foreach"] is not None or group.get("fused") or group.get("differentiable"):
             continue
+        # As torch decides: a learning rate in a tensor rules `foreach` out, unless the optimizer is capturable.
         group["foreach"] = not isinstance(group["lr"], torch.Tensor) or bool(group.get("capturable"))
 
 
@@ -129,6 +130,7 @@ def _kernels() -> list[tuple[str, Callable[..., Any]]]:
         for name in sorted(on_cpu - on_cuda)
     ]
     for policy, names in POLICIES.items():
+        # The table is that of one version; what this torch does not cast on CUDA is left alone.
         made += [(name, _kernel(_operation(name), policy)) for name in names if name in on_cuda]
     return made
 

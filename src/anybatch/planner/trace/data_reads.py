@@ -52,6 +52,7 @@ class HostReads(TorchDispatchMode):
         """Run an operation; make up the result if it reads a number of a tensor without data."""
         del types
         if func is _LOOKS_FOR_OVERFLOW:
+            # The flag that this operation writes: a read of it later on is answered with no.
             self._overflows.append(args[1])
         if func not in _READS:
             return func(*args, **(kwargs or {}))
@@ -59,6 +60,7 @@ class HostReads(TorchDispatchMode):
             return func(*args, **(kwargs or {}))  # a number that the program itself has written is known
         except DataDependentOutputException:
             pass
+        # By identity, since comparing values would itself be a read.
         if any(args[0] is overflow for overflow in self._overflows):
             return 0.0
         if func is not _READS[0] or args[0].dtype is torch.bool:

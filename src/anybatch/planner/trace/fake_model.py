@@ -79,6 +79,7 @@ def fake_batch(sample: Batch, num_samples: int, mode: Mode) -> Batch:
     def resize(tensor: torch.Tensor) -> torch.Tensor:
         shape = (num_samples, *tensor.shape[1:]) if tensor.dim() else ()
         last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)  # noqa: PLR2004 (NCHW)
+        # With one channel both layouts hold; such a batch counts as contiguous.
         layout = torch.channels_last if last and not tensor.is_contiguous() else torch.contiguous_format
         with mode:
             return torch.empty(shape, dtype=tensor.dtype, device="cpu", memory_format=layout)
@@ -92,6 +93,7 @@ class _Replacement(TorchFunctionMode):
     def __init__(self, mode: Mode) -> None:
         super().__init__()
         self._mode = mode
+        # Each storage is kept beside its twin, so that its key cannot pass to another storage.
         self._storages: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
 
     def __torch_function__(
@@ -116,6 +118,7 @@ class _Replacement(TorchFunctionMode):
             for parameter in module.parameters():
                 if id(parameter) not in memo:
                     twin = nn.Parameter(self.twin(parameter), requires_grad=parameter.requires_grad)
+                    # `nn.Parameter` does not copy attributes that the user has set on a parameter.
                     twin.__dict__.update(parameter.__dict__)
                     memo[id(parameter)] = twin
         return memo
@@ -135,6 +138,7 @@ class _Replacement(TorchFunctionMode):
             known = self._storages.get(storage_key(storage))
             if known is None:
                 made = torch.empty_strided(size, stride, dtype=dtype, device="cpu")
+                # The usual case, a tensor that is all of its memory. A part of a larger one needs the larger one first.
                 if made.untyped_storage().nbytes() == storage.nbytes() and not tensor.storage_offset():
                     self._storages[storage_key(storage)] = storage, made
                     return made

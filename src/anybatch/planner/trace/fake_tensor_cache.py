@@ -101,6 +101,7 @@ class FakeLedger(MemoryLedger):
         Raises:
             NotImplementedError: the memory that the operation holds cannot be known without running it.
         """
+        # Two thirds of all calls while planning ask for a device, so this comes before everything else.
         if func is DEVICE and type(args[0]) is FakeTensor:
             return _device_of(args[0])
         for kind in types:
@@ -246,6 +247,7 @@ class CachedOperations:
             # A number that the program has written itself: reading it is no read of data, and needs no dispatch.
             with undispatched():
                 return func(args[0].constant)
+        # The default type and inference mode change the result of the same operation on the same arguments.
         key: list[object] = [torch.get_default_dtype(), torch.is_inference_mode_enabled(), *kwargs]
         tensors: list[FakeTensor] = []
         if (
@@ -262,6 +264,7 @@ class CachedOperations:
                 return self._remade(entry.parts[0], tensors)
             return entry.kind([self._remade(part, tensors) for part in entry.parts])
         result = func(*args, **kwargs)
+        # An entry may be None: a result that could not be made again once is computed each time.
         if whole not in known.results:
             known.results[whole] = self._entry_of(result, tensors)
         return result
@@ -345,6 +348,7 @@ class CachedOperations:
                 return _Argument(number)
         bases = [number for number, one in enumerate(tensors) if storage_of(one) == storage_of(tensor)]
         attributes = {name: value for name, value in vars(tensor).items() if name != "fake_mode"}
+        # Arguments that share memory leave open which of them the result is a view of.
         if len(bases) > 1 or any(
             value is not None and type(value) is not torch.device for value in attributes.values()
         ):
@@ -361,6 +365,7 @@ class CachedOperations:
             attributes=attributes,
         )
         try:
+            # The first result is made a second time and compared: a change in torch must not change plans unnoticed.
             again = metadata_of(self._made(part, tensors))
         except (TypeError, RuntimeError, AttributeError):  # torch makes such tensors in another way by now
             return None
@@ -374,6 +379,7 @@ def _depends_on_shapes(func: Any) -> bool:  # noqa: ANN401 (torch's type has no 
     name = func.overloadpacket.__name__
     if name.startswith("lift"):  # makes tensors without data of others
         return False
+    # An operation in place returns its argument as it is; one with `out=` may give it another shape.
     return not schema_of(func).is_mutable or name.endswith("_")
 
 

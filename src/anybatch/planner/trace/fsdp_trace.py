@@ -109,6 +109,7 @@ def trace_sharded(spec: StepSpec, micro_batch_size: int, sharding: Sharding | No
         mesh = init_device_mesh("cpu", (spec.world_size,))
         with as_planning_errors(), mode, reads, allocating_as(spec.profile):
             shard(model, mesh, sharding)
+            # Sharding replaces the parameters, so the optimizer is made after it.
             optimizer = cast("OptimizerFunction", ready.trained.optimizer)(model.named_parameters())
             loop = ShardedLoop(model, optimizer, loss, batch, sharding)
             loop.begin()
@@ -148,6 +149,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, sharding: Sharding) -> None:
     """
     policy = MixedPrecisionPolicy(param_dtype=sharding.param_dtype, reduce_dtype=sharding.reduce_dtype)
     blocks = [block for row in repeated_blocks(model) for block in row.modules]
+    # Blocks first: on the root, `fully_shard` takes the parameters that no block has taken.
     for block in blocks:
         reshard = sharding.reshard_after_forward and (sharding.reshard_last_block or block is not blocks[-1])
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)

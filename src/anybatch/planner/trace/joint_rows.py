@@ -69,6 +69,7 @@ class AllRows(nn.Module):
         # Once per step: what is kept stands for the outputs of all micro-batches that are not traced.
         if not self._num_encoded:
             own, _ = take_apart(outputs)
+            # The outputs of the two traced micro-batches are in memory themselves.
             self._keep(own, self._own_rows - 2 * len(own[0]) if own else 0)
         self._num_encoded += 1
         return outputs
@@ -76,6 +77,7 @@ class AllRows(nn.Module):
     def forward(self, model: Any, outputs: Batch) -> Any:  # noqa: ANN401 (the user's model, and what the loss returns)
         """Return the function's result for the rows of a whole effective batch."""
         own, _ = take_apart(outputs)
+        # One row has the shape and type that are needed, and detached it keeps no graph alive.
         self._differentiable = [tensor.detach()[:1] for tensor in own if tensor.requires_grad]
         self._num_missing = self._num_rows - len(own[0])
         if self._num_missing <= 0:

@@ -104,6 +104,7 @@ class StepTracer:
 
     def __enter__(self) -> Self:
         """Imagine the ranks, and make the twin."""
+        # If making the twin fails, everything entered so far is left again; `pop_all` keeps it entered otherwise.
         with ExitStack() as stack:
             world = stack.enter_context(fake_ranks(self._spec.world_size))
             stack.enter_context(warnings.catch_warnings())
@@ -131,11 +132,13 @@ class StepTracer:
         """
         assert self._twin_run is not None, "it is entered"
         ledger = self._twin_run.ledger
+        # Registered last, so that the engine is closed while its fake ranks still exist.
         self._entered.callback(self._close)
         with self._running():
             self._twin_run.make_engine()
             self._twin_run.step(micro_batch_size)
             start = ledger.num_events
+            # The first step makes the optimizer's state, so the second one is the first that is like all later ones.
             self._twin_run.step(micro_batch_size, recorder)
         computing: tuple[Phase, ...] = ("forward", "backward")
         steady = ledger.trace(start)
@@ -169,6 +172,7 @@ class StepTracer:
             self._twin_run.step(micro_batch_size)
         left = ledger.trace(ledger.num_events).allocations
         own = _which_stay(ledger.trace(start), len(found))
+        # Pieces are matched by their order alone, which is sound only where both steps leave equally many.
         if not len(found) == len(left) == len(self._stays) or sum(own) != sum(self._stays):
             message = f"a step finds {len(found)} pieces of memory taken, and leaves {len(left)}: no two are alike."
             raise PlanError(message)
@@ -194,6 +198,7 @@ class _TwinRun:
     """The twin of a spec, the engine that runs it, and the ledger that looks on. It is the engine's observer."""
 
     def __init__(self, spec: StepSpec, mode: FakeTensorMode, world: World, num_micro_batches: int) -> None:
+        # Measured workspaces are those of this CPU's kernels; they say nothing about a GPU's.
         kernels = spec.kernels if spec.profile == "cpu" else None
         watch = None if kernels is None else kernels.moments
         self.ledger = FakeLedger(mode, on_operation=self._operation, kernels=watch, cache=spec.cache)
@@ -207,6 +212,7 @@ class _TwinRun:
         loss = declared(train.loss)
         instance = train.optimizer if isinstance(train.optimizer, Optimizer) else None
         model: Model = train.model
+        # Copied in one call, so that the twin of the optimizer updates the parameters of the twin of the model.
         self._model, optimizer, self._loss = fake_twin((model, instance, loss), mode)
         self._optimizer = train.optimizer if optimizer is None else optimizer
         if self._loss.kind.brings_count:
@@ -229,6 +235,7 @@ class _TwinRun:
         ledger.hold("weights", self._modules.parameters())
         ledger.hold("buffers", self._modules.buffers())
         engine = self._engine = self._made_engine()
+        # Left open, the choice would follow the device of the parameters, which are CPU tensors here.
         choose_foreach(engine.optimizer, spec.profile)
         self._hold_gradients()
         ledger.hold_rest("gradients")  # what strategies make before a run is where gradients add up
@@ -314,6 +321,7 @@ class _TwinRun:
 
     def _hold_gradients(self) -> None:
         updated = [p for group in self._engine.optimizer.param_groups for p in group["params"]] if self._engine else []
+        # With master weights the optimizer updates other tensors than the modules have, with gradients of their own.
         held = [parameter.grad for parameter in (*self._modules.parameters(), *updated)]
         self.ledger.hold("gradients", (gradient for gradient in held if gradient is not None))
 
@@ -353,6 +361,7 @@ class _TracedBatch:
                 yield self.run.loaded(self.run.sample(len(positions)))
             return
         whole = self.run.loaded(self.run.sample(sum(map(len, units))))
+        # Positions count over the whole effective batch; the batch made here begins at this rank's first one.
         first = units[0][0]
         for positions in units:
             yield slice_samples(whole, positions[0] - first, positions[-1] + 1 - first)

@@ -118,4 +118,5 @@ def _share(loss: LossTerms, part: Samples, batch: Samples, model: nn.Module) -> 
     means = loss.function(model, part)
     counts = [(term, term.count(part), term.count(batch)) for term in loss.terms]
     shares = [term.weight * means[term.name] * here / all_ for term, here, all_ in counts if here]
+    # Where nothing counts, a zero with a graph, so that the backward still runs.
     return torch.stack(shares).sum() if shares else next(iter(means.values())).nan_to_num(0.0) * 0.0

@@ -83,6 +83,7 @@ def _row(adapter: Adapter, split: SplitCase, expected: Sequence[Gradients], tole
         steps = list(adapter.steps(split))
     except Exception as error:  # noqa: BLE001 (whatever a trainer raises is its verdict)
         return _verdict(split, float("inf"), f"raised {type(error).__name__}: {error}")
+    # Not strict: different numbers of steps are a verdict of their own, below.
     errors = [relative_error(step.gradients, gradient) for step, gradient in zip(steps, expected, strict=False)]
     if len(steps) != len(expected):
         partial_tail = num_samples(split.samples()) % split.effective_batch_size
