@@ -61,8 +61,8 @@ def test_wrong_declarations_are_caught(name: str, dtype: str) -> None:
     message = str(caught.value)
 
     assert [word for word in case.words if word not in message] == [], message
-    assert "add up to a norm of" in message
-    assert "they differ by" in message
+    assert "weighted by its share" in message
+    assert "The relative difference is" in message
     assert "check_loss=False" in message
     assert all(torch.equal(value, after[key]) for key, value in before.items())
     assert engine.num_steps == 0
@@ -156,7 +156,7 @@ def said_on_ranks(name: str, strategy: str, idle: bool) -> tuple[str, str]:
     "declaration: a rank goes by its own verdict",
     "src/anybatch/engine/loss_check/check.py",
     """
-        self._agree(verdicts)
+        self._combine(verdicts)
 """,
     """
         self._agree(verdicts[self._world.rank :][:1])
@@ -403,7 +403,7 @@ def test_nothing_is_touched(kind: str) -> None:
         engine._parts.modules.get_parameter("head.weight").register_hook(lambda _: hooked.append("head"))  # noqa: SLF001
         batch = vectors(23)
         seen.append([*watched_state(engine, hooked), *(value.clone() for value in batch.values())])
-        look = engine._parts.check.look  # noqa: SLF001
+        look = engine._parts.check.check_declaration  # noqa: SLF001
 
         def looking(*args: Any) -> Any:
             try:
@@ -411,7 +411,7 @@ def test_nothing_is_touched(kind: str) -> None:
             finally:
                 seen.append([*watched_state(engine, hooked), *(value.clone() for value in batch.values())])
 
-        engine._parts.check.look = looking  # type: ignore[assignment, method-assign]  # noqa: SLF001
+        engine._parts.check.check_declaration = looking  # type: ignore[assignment, method-assign]  # noqa: SLF001
         try:
             engine.step(batch)
         except (LossError, ZeroDivisionError, KeyboardInterrupt):

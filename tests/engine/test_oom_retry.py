@@ -238,11 +238,11 @@ def test_a_budget_is_kept() -> None:
     "what a failed try held stays in the error's frames",
     "src/anybatch/engine/step_runner.py",
     """
-            failed = OutOfMemory(phase, str(error))
+            failed = OutOfMemory(phase, f"{error}{_place_of(error)}")
             release_frames(error)
 """,
     """
-            failed = OutOfMemory(phase, str(error))
+            failed = OutOfMemory(phase, f"{error}{_place_of(error)}")
             self.kept = error
 """,
 )

@@ -40,7 +40,7 @@ def raised_together() -> tuple[str, int | None, str | None, str]:
             raise ZeroDivisionError(AWKWARD)
 
     with pytest.raises((ZeroDivisionError, RankFailedError)) as caught:
-        world.together(act)
+        world.run_on_all_ranks(act)
     error = caught.value
     if isinstance(error, RankFailedError):
         return type(error).__name__, error.rank, error.error_type, error.reason

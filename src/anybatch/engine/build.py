@@ -254,7 +254,7 @@ def _runnable(
         prepared=prepared,
         scaler=updater.scaler,
         autocast=given.autocast,
-        forward=batch_norm.forward,
+        forward=(lambda _: given.autocast()) if batch_norm.is_idle else batch_norm.forward,
         randomness=given.randomness,
         before=notifier.before,
         after=notifier.after,

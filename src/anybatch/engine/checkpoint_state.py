@@ -194,7 +194,7 @@ def save_on_first_rank(
     def write() -> SavedCheckpoint:
         return save(folder, step, state, keep_last=keep_last)
 
-    saved: SavedCheckpoint = world.together(write if world.rank == 0 else None)[0]
+    saved: SavedCheckpoint = world.run_on_all_ranks(write if world.rank == 0 else None)[0]
     return saved
 
 
@@ -216,7 +216,7 @@ def load_on_all_ranks(path: Path, world: World) -> LoadedCheckpoint:
         loaded = LoadedCheckpoint(path=path, state=load(path), skipped=()) if is_one else load_latest(path)
         return int(loaded.state["num_steps"])
 
-    steps = world.together(read)
+    steps = world.run_on_all_ranks(read)
     if len(set(steps)) > 1:
         message = (
             f"ranks see checkpoints of different steps in {path}: {steps}. "

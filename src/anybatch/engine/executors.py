@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import nn
 
-from anybatch.engine.accumulation.accumulate import LoopContext
+from anybatch.engine.accumulation.accumulate import LoopContext, accumulate
 from anybatch.engine.accumulation.planned_batch import CountedBatch
 from anybatch.engine.accumulation.sums import Sums
 from anybatch.engine.accumulation.two_pass import (
@@ -15,7 +15,7 @@ from anybatch.engine.accumulation.two_pass import (
     first_rank_with_samples,
     gather_outputs,
 )
-from anybatch.engine.batch_norm.runner import BatchNormRunner
+from anybatch.engine.batch_norm.runner import BatchNormRunner, Execute
 from anybatch.engine.telemetry.notifier import Notifier
 from anybatch.parallel.world import World
 
@@ -49,22 +49,21 @@ def choose_executor(
         # Made beforehand: a rank that has run out of memory can allocate nothing for its last message.
         abort = context.prepared.abort(Sums().totals(context.loss, world.device))
     if context.loss.kind.encode is None:
-        return _OnePass(context, notifier, batch_norm, abort)
+        execute = accumulate if batch_norm.is_idle else batch_norm.accumulate
+        return _OnePass(context, notifier, execute, abort)
     return _TwoPasses(context, modules, world, notifier, batch_norm, abort=abort)
 
 
 class _OnePass:
-    def __init__(
-        self, context: LoopContext, notifier: Notifier, batch_norm: BatchNormRunner, abort: Callable[[], None]
-    ) -> None:
+    def __init__(self, context: LoopContext, notifier: Notifier, execute: Execute, abort: Callable[[], None]) -> None:
         self._context = context
         self._notifier = notifier
-        self._batch_norm = batch_norm
+        self._execute = execute
         self.abort = abort
 
     def __call__(self, counted: CountedBatch) -> Sums:
         """Run forward and backward of one micro-batch after the other."""
-        return self._batch_norm.accumulate(self._context, self._notifier.loaded(counted))
+        return self._execute(self._context, self._notifier.with_load_events(counted))
 
 
 class _TwoPasses:
@@ -99,7 +98,7 @@ class _TwoPasses:
             reports_loss=first_rank_with_samples(plan) == self._world.rank,
             seed=counted.seed,
         )
-        micro_batches = self._notifier.loaded(counted)
+        micro_batches = self._notifier.with_load_events(counted)
         with self._batch_norm.two_passes() as record:
             return accumulate_in_two_passes(
                 self._context, self._modules, micro_batches, counted.replay, exchange, record=record

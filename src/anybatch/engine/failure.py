@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from anybatch.engine.compatibility import refused_in_backward
-from anybatch.errors import MemoryExhaustedError, RankFailedError
+from anybatch.errors import AnyBatchError, MemoryExhaustedError, RankFailedError
 from anybatch.parallel.world import World
 
 
@@ -27,6 +27,8 @@ def failures_reported(world: World, step: int, undo: Callable[[], None]) -> Iter
         yield
     except BaseException as error:
         undo()
+        if not isinstance(error, AnyBatchError):
+            error.add_note(f"anybatch: in step {step} (counted from 0), on rank {world.rank} of {world.size}.")
         if (refused := refused_in_backward(error)) is not None:
             world.publish_failure(refused, step)
             raise refused from error

@@ -100,5 +100,5 @@ class StepPlanner:
             self._on_first_batch(planned, step)
         # A second try runs the same samples again, which have been looked at.
         if is_first_try and self._check.pending:
-            planned = self._check.look(planned, self._autocast)
+            planned = self._check.check_declaration(planned, self._autocast)
         return count_batch(planned, self._loss, self._world, step=step, constraints=self._sizes.constraints)

@@ -1,5 +1,6 @@
 """Runs an effective batch: plan and run, in smaller micro-batches once memory has run out, until it fits."""
 
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -90,14 +91,14 @@ class StepRunner:
         too_large: tuple[int, ...] = ()
         while True:
             counted = self._planner.plan(batch, step, position, is_first_try=not too_large)
-            found = self._try(counted, step, too_large)
-            if isinstance(found, SummedBatch):
-                return found
-            cut = counted.planned.plan
+            outcome = self._attempt(counted, step, too_large)
+            if isinstance(outcome, SummedBatch):
+                return outcome
+            plan = counted.planned.plan
             del counted  # with all that it has loaded
-            too_large += (self._retry.shrink(found, cut, step),)
+            too_large += (self._retry.undo_and_shrink(outcome, plan, step, too_large),)
 
-    def _try(self, counted: CountedBatch, step: int, too_large: tuple[int, ...]) -> SummedBatch | OutOfMemory:
+    def _attempt(self, counted: CountedBatch, step: int, too_large: tuple[int, ...]) -> SummedBatch | OutOfMemory:
         """Add gradients up over micro-batches and ranks, and divide; all that may run out of memory is in here."""
         phase: PhaseName = "forward_backward"
         loss, device = self._context.loss, self._world.device
@@ -115,7 +116,7 @@ class StepRunner:
             release_frames(error)
             return OutOfMemory()
         except torch.OutOfMemoryError as error:
-            failed = OutOfMemory(phase, str(error))
+            failed = OutOfMemory(phase, f"{error}{_place_of(error)}")
             release_frames(error)
             return failed  # outside of this function the failed frames, and all their tensors, are freed
         # The count was known only once all losses had been computed: gradients were divided by a guess so far.
@@ -125,3 +126,16 @@ class StepRunner:
         return SummedBatch(
             planned=counted.planned, gradients=gradients, contributions=totals, counts=counts, too_large=too_large
         )
+
+
+def _place_of(error: BaseException) -> str:
+    """Return where in the user's code an error was raised, ` (in model.py, line 12, in forward)`; empty if nowhere.
+
+    The frames themselves cannot be kept: their tensors are what has to be freed.
+    """
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        module = frame.f_globals.get("__name__", "")
+        if module.split(".")[0] not in ("anybatch", "torch"):
+            place = f" (in {frame.f_code.co_filename}, line {line}, in {frame.f_code.co_name})"
+    return place

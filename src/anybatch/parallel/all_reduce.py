@@ -20,7 +20,7 @@ from anybatch.core.compatibility import Feature
 from anybatch.parallel.gradient_buckets import GradientBuffers
 from anybatch.parallel.replicas import Initial, align_replicas
 from anybatch.parallel.step_agreement import StepAbortedError, StepAgreement
-from anybatch.parallel.strategy import Capabilities, Prepared, ReductionObserver, Turn, trainable
+from anybatch.parallel.strategy import Capabilities, Prepared, ReductionObserver, Turn, caller_of, trainable
 from anybatch.parallel.world import World
 
 _NOTHING = nullcontext()
@@ -63,7 +63,7 @@ class AllReduce:
         }
         return Prepared(
             parameters=parameters,
-            call=lambda function, batch: function(model, batch),
+            call=caller_of(model),
             backward_inputs=tuple(parameters.values()),
             differed=differed,
             gradient_buffers=self._buffers.flats,

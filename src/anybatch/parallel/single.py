@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from anybatch.core.compatibility import Feature
 from anybatch.core.dtypes import is_low_precision
 from anybatch.parallel.gradient_buckets import GradientBuffers
-from anybatch.parallel.strategy import Capabilities, Prepared, ReductionObserver, Turn, trainable
+from anybatch.parallel.strategy import Capabilities, Prepared, ReductionObserver, Turn, caller_of, trainable
 from anybatch.parallel.world import World
 
 _NOTHING = nullcontext()
@@ -35,7 +35,7 @@ class Single:
         self._buffers = GradientBuffers(low) if low else None
         return Prepared(
             parameters=parameters,
-            call=lambda function, batch: function(model, batch),
+            call=caller_of(model),
             backward_inputs=tuple(self._parameters),
             gradient_buffers=() if self._buffers is None else self._buffers.flats,
             abort=lambda _: _no_collective,

@@ -156,6 +156,15 @@ class Strategy(Protocol):
         ...
 
 
+def caller_of(model: object) -> Callable[[LossFunction, Batch], Any]:
+    """Return what runs a loss function with the user's own model, without a wrapper around it."""
+
+    def call_model(function: LossFunction, batch: Batch) -> Any:  # noqa: ANN401 (whatever the loss returns)
+        return function(model, batch)
+
+    return call_model
+
+
 def trainable(modules: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that require gradients by name; tied ones once, under their first name."""
     return {name: parameter for name, parameter in modules.named_parameters() if parameter.requires_grad}

@@ -135,7 +135,7 @@ class World:
         # What our own ranks have written is as trustworthy as this process.
         return [pickle.loads(row[:size]) for row, size in zip(gathered, sizes, strict=True)]  # noqa: S301
 
-    def together(self, function: Callable[[], Any] | None) -> list[Any]:
+    def run_on_all_ranks(self, function: Callable[[], Any] | None) -> list[Any]:
         """Run `function` on every rank that has one, and return what every rank's returned; if one raises, all raise.
 
         Raises:

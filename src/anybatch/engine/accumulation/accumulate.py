@@ -118,7 +118,7 @@ def accumulate(context: LoopContext, micro_batches: Iterable[tuple[MicroBatch, B
         # 2. Forward, divided by the count of the effective batch; reduction starts in the last micro-batch only.
         with context.randomness.micro_batch(micro_batch), context.strategy.micro_batch(micro_batch.turn):
             with context.forward(micro_batch):
-                terms = call(forward_of(context.loss, micro_batch.factors, sums), batch)
+                terms = call(forward_of(context.loss, micro_batch, sums), batch)
             # 3. Backward: gradients add up.
             total = terms[0] if len(terms) == 1 else torch.stack(terms).sum()
             torch.autograd.backward(scale(total), inputs=inputs)
@@ -129,16 +129,20 @@ def accumulate(context: LoopContext, micro_batches: Iterable[tuple[MicroBatch, B
     return sums
 
 
-def forward_of(
-    loss: Loss, factors: tuple[TermFactors, ...], sums: Sums
-) -> Callable[[object, Batch], list[torch.Tensor]]:
+def forward_of(loss: Loss, micro_batch: MicroBatch, sums: Sums) -> Callable[[object, Batch], list[torch.Tensor]]:
     """Return the function that runs one forward; a wrapper may want to call it (DDP does)."""
+    unit, factors = micro_batch.unit, micro_batch.factors
 
-    def run(model: object, batch: Batch) -> list[torch.Tensor]:
-        output = loss.function(model, batch)
+    def compute_terms(model: object, batch: Batch) -> list[torch.Tensor]:
+        try:
+            output = loss.function(model, batch)
+        except Exception as error:
+            samples = f"samples {unit.start} to {unit.stop - 1} of the effective batch"
+            error.add_note(f"anybatch: in the loss function, on micro-batch {unit.number}, {samples}.")
+            raise
         terms = scaled(loss, output, factors)
         if loss.kind.brings_count and factors[0].of_sum:  # 0 for a unit that only keeps ranks in lockstep
             sums.late_counts.append(returned_count(output))
         return terms
 
-    return run
+    return compute_terms

@@ -70,7 +70,7 @@ def accumulate_together(
             together = interceptor.in_this_thread(
                 lambda call: _normalise(call, exchange, counts=micro_batch.unit.weight > 0)
             )
-            forward = forward_of(context.loss, micro_batch.factors, sums[number])
+            forward = forward_of(context.loss, micro_batch, sums[number])
             with context.randomness.micro_batch(micro_batch), here.again(), together, _hooks(store), context.autocast():
                 terms: Terms = context.prepared.call(forward, batch)
             contributions = [term.detach() for term in terms]

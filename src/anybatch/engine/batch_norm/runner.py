@@ -40,6 +40,7 @@ class BatchNormRunner:
         device: where the model is.
 
     Attributes:
+        is_idle: there is no layer that it has anything to do with.
         description: the policy in words; empty without BatchNorm layers.
     """
 
@@ -65,7 +66,7 @@ class BatchNormRunner:
         self._frozen = list(self._batch_norms.values()) if frozen else []
         self._statistics = _statistics(modules, device, frozen=frozen)
         # Most models are: then a micro-batch costs nothing here but one question.
-        self._is_plain = not self._batch_norms and not self._statistics.layers
+        self.is_idle = not self._batch_norms and not self._statistics.layers
         # Layers whose statistics nothing else gets to see leave them in their buffers.
         overridden = bool(self._batch_norms) and (
             constraints.group is not None or constraints.lockstep or constraints.every_unit
@@ -84,7 +85,7 @@ class BatchNormRunner:
 
     def forward(self, micro_batch: MicroBatch) -> AbstractContextManager[object]:
         """Return the context of one forward: autocast; layers know which samples they see, and statistics see them."""
-        if self._is_plain or self._constraints.every_unit:
+        if self._constraints.every_unit:
             return self._autocast()
         self._unit = micro_batch.unit
         stack = ExitStack()
@@ -99,8 +100,6 @@ class BatchNormRunner:
             context: what the loop uses.
             micro_batches: this rank's, in order, each with its data on the device.
         """
-        if self._is_plain:
-            return accumulate(context, micro_batches)
         if self._constraints.every_unit:
             return self._together(context, micro_batches)
         # Around the backward too: a block that is run again there must be normalised as before.
@@ -109,14 +108,14 @@ class BatchNormRunner:
 
     def accumulate_alone(self, context: LoopContext, micro_batches: Iterable[tuple[MicroBatch, Batch]]) -> Sums:
         """Add up the gradient of some micro-batches without waiting for other ranks; see `accumulate`."""
-        if self._constraints.lockstep or self._constraints.every_unit:
+        if self.is_idle or self._constraints.lockstep or self._constraints.every_unit:
             return accumulate(dataclasses.replace(context, forward=lambda _: self._autocast()), micro_batches)
         return self.accumulate(context, micro_batches)
 
     @contextmanager
     def two_passes(self) -> Iterator[Callable[[MicroBatch], AbstractContextManager[object]]]:
         """Prepare layers for a loss across samples; what is yielded is the context of a forward of the first pass."""
-        if self._is_plain:
+        if self.is_idle:
             yield lambda _: nullcontext()
             return
         with self._prepared():

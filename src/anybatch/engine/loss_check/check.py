@@ -33,7 +33,7 @@ from anybatch.parallel.world import World
 _MOST_STEPS = 8
 """Number of steps after which an inconclusive check is given up."""
 _TAKEN = "taken as a mean over samples, because the check of the first step has found that it is one"
-_OTHERWISE = "If you know better, Engine(check_loss=False) leaves this check out."
+_OTHERWISE = "If this is a false alarm, Engine(check_loss=False) leaves the check out."
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,9 @@ class LossCheck:
             self._bare.is_mean = True
             self.pending = False
 
-    def look(self, planned: PlannedBatch, autocast: Callable[[], AbstractContextManager[object]]) -> PlannedBatch:
+    def check_declaration(
+        self, planned: PlannedBatch, autocast: Callable[[], AbstractContextManager[object]]
+    ) -> PlannedBatch:
         """Look at the loss on some samples of this rank's first micro-batches; return the batch, nothing used up.
 
         Args:
@@ -141,16 +143,16 @@ class LossCheck:
             loaded.extend(itertools.islice(planned.micro_batches, num_needed))
             return None if self._lockstep else self._verdict(_few_samples(loaded), autocast)
 
-        verdicts = self._world.together(load)
+        verdicts = self._world.run_on_all_ranks(load)
         if self._lockstep:
             # The same samples on every rank: then all of them run the model equally often, whatever is found.
             chosen = self._world.gather_objects(_few_samples(loaded))
             of_one_rank = next((few for few in chosen if few.batch is not None), chosen[0])
-            verdicts = self._world.together(lambda: self._verdict(of_one_rank, autocast))
-        self._agree(verdicts)
+            verdicts = self._world.run_on_all_ranks(lambda: self._verdict(of_one_rank, autocast))
+        self._combine(verdicts)
         return dataclasses.replace(planned, micro_batches=itertools.chain(loaded, planned.micro_batches))
 
-    def _agree(self, verdicts: Sequence[CheckVerdict]) -> None:
+    def _combine(self, verdicts: Sequence[CheckVerdict]) -> None:
         """Come to one verdict from those of all ranks, the same on each."""
         bare = self._bare is not None and any(one.is_scalar for one in verdicts)
         broken = next((one.words for one in verdicts if one.kind == "broken"), None)

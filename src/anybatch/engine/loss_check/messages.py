@@ -12,9 +12,10 @@ def broken(loss: Loss, name: str, found: TermFinding) -> str:
     kind = "a sum with its count" if loss.kind.brings_count and found.adds_up else f"a mean over {unit}"
     sizes = " + ".join(map(str, found.sizes))
     return (
-        f"{what} was {verb} as {kind}, but it is not: the gradients of {sizes} samples, with respect to what the "
-        f"model returned, add up to a norm of {found.pieces:.4g}, that of all {sum(found.sizes)} at once has "
-        f"{found.whole:.4g}, and they differ by {found.error:.2g}, where rounding is below {found.rounding:g}."
+        f"{what} was {verb} as {kind}, but it is not: on pieces of {sizes} samples, each weighted by its share of the "
+        f"count and added, the gradient with respect to what the model returned has a norm of {found.pieces:.4g}; on "
+        f"all {sum(found.sizes)} in one call it has {found.whole:.4g}. The relative difference is {found.error:.2g}, "
+        f"where rounding is below {found.rounding:g}."
     )
 
 

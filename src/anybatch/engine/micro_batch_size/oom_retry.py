@@ -86,13 +86,14 @@ class OomRetry:
         self._buffers.keep()
         self._backoff.begin_step(step)
 
-    def shrink(self, failed: OutOfMemory, cut: BatchPlan, step: int) -> int:
+    def undo_and_shrink(self, failed: OutOfMemory, plan: BatchPlan, step: int, tried: tuple[int, ...]) -> int:
         """Undo what the failed try has done, on all ranks, and take smaller micro-batches from now on.
 
         Args:
             failed: what happened on this rank.
-            cut: the plan that did not fit.
+            plan: what did not fit.
             step: its number.
+            tried: sizes that had not fitted before.
 
         Returns:
             The size of micro-batches that did not fit.
@@ -108,10 +109,10 @@ class OomRetry:
         self._clear()
         self._buffers.restore()
         self._randomness.rewind()
-        before, after = self._backoff.shrink(cut, step)
+        before, after = self._backoff.shrink(plan, step)
         self._notifier.out_of_memory(failed.phase, failed.message, before, after)
         if after is None:
-            self._world.together(lambda: self._refuse(failed, before, step))
+            self._world.run_on_all_ranks(lambda: self._raise_does_not_fit(failed, (*tried, before), step))
         return before
 
     def _abort(self, failed: OutOfMemory, step: int) -> None:
@@ -129,20 +130,22 @@ class OomRetry:
             )
             raise CannotRedoError(message, rank=self._world.rank, step=step, phase=failed.phase)
 
-    def _refuse(self, failed: OutOfMemory, before: int, step: int) -> None:
+    def _raise_does_not_fit(self, failed: OutOfMemory, tried: tuple[int, ...], step: int) -> None:
         """Raise on a rank that ran out of memory itself.
 
         Raises:
-            DoesNotFitError: with the size.
+            DoesNotFitError: with the sizes.
         """
         if failed.phase is None:
             return
+        *larger, size = tried
+        after = f" (after {', '.join(map(str, larger))})" if larger else ""
         message = (
             f"out of memory in phase {failed.phase!r} of step {step} (counted from 0), at micro-batches of "
-            f"{before} sample{'s' * (before != 1)}, and {self._backoff.why_not_smaller}. Parameters and optimizer "
+            f"{size} sample{'s' * (size != 1)}{after}, and {self._backoff.why_not_smaller}. Parameters and optimizer "
             f"are as before the step. {self._resident.remedy()} torch says: {failed.message}"
         )
-        raise DoesNotFitError(message, rank=self._world.rank, step=step, phase=failed.phase, micro_batch_size=before)
+        raise DoesNotFitError(message, rank=self._world.rank, step=step, phase=failed.phase, micro_batch_size=size)
 
 
 def why_impossible(prepared: Prepared, needs: Capabilities, constraints: CutConstraints, world: World) -> str:

@@ -181,7 +181,7 @@ class RunSizes:
         if (reason and not self.may_run_out) or first.share < 2:  # noqa: PLR2004 (one sample cannot be cut)
             return FoundSize(None, f"the whole rank share, as {reason or 'there is only one sample'}")
         # Loading may raise on one rank; together, all of them raise instead of waiting for it in a trial run.
-        self._world.together(first.load)
+        self._world.run_on_all_ranks(first.load)
         if lockstep and self.may_run_out:
             return self._planned_in_lockstep(trial, first)
         runs = TrialRuns(
@@ -279,7 +279,7 @@ class RunSizes:
             except PlanError as error:
                 return str(error)
 
-        plans = self._world.together(ask)
+        plans = self._world.run_on_all_ranks(ask)
         reason = next((found for found in plans if isinstance(found, str)), "")
         return min((found for found in plans if isinstance(found, int)), default=None), reason
 

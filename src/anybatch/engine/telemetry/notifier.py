@@ -91,7 +91,7 @@ class Notifier:
         if self._observer is not None and self._memory is not None:
             self._memory.begin()
 
-    def loaded(self, counted: CountedBatch) -> Iterator[tuple[MicroBatch, Batch]]:
+    def with_load_events(self, counted: CountedBatch) -> Iterator[tuple[MicroBatch, Batch]]:
         """Return the micro-batches of a step, and report how long each takes to load."""
         return counted.micro_batches if self._observer is None else self._timed(counted.micro_batches)
 

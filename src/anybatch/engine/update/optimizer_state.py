@@ -42,7 +42,7 @@ class OptimizerStateMemory:
             RankFailedError: on the others.
         """
         if not self._is_allocated:
-            self._world.together(self._allocate)
+            self._world.run_on_all_ranks(self._allocate)
             self._is_allocated = True
 
     def drop_unused(self, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -69,7 +69,7 @@ class OptimizerStateMemory:
         except torch.OutOfMemoryError as error:
             message = (
                 "out of memory before the first step, when the optimizer's state and the room for its update were "
-                f"made; nothing has been changed. {self._resident.remedy()} torch says: {error}"
+                f"made; nothing has been changed. {self._resident.remedy(in_update=True)} torch says: {error}"
             )
             raise DoesNotFitError(message) from error
 

@@ -86,8 +86,12 @@ class ResidentMemory:
         }
         return {kind: num for kind, num in found.items() if num}
 
-    def remedy(self) -> str:
-        """Return what is resident and what would take less, in sentences."""
+    def remedy(self, *, in_update: bool = False) -> str:
+        """Return what a step needs beside activations, and what would need less, in sentences.
+
+        Args:
+            in_update: memory ran out in the optimizer's own step.
+        """
         num_bytes = self.num_bytes()
         listed = ", ".join(f"{kind} {in_bytes(num)}" for kind, num in num_bytes.items())
         ideas = ["activation checkpointing", "shorter or smaller samples", "a smaller model, or a part of it frozen"]
@@ -95,7 +99,7 @@ class ResidentMemory:
             ideas.insert(0, "precision='bf16'")
         state, weights = num_bytes.get("optimizer state", 0), num_bytes.get("weights", 0)
         if state > 1.5 * weights:
-            ideas.append("an optimizer with less state (this one holds " + in_bytes(state) + ")")
-        if getattr(self.target.optimizer, "defaults", {}).get("fused") is None:
+            ideas.append("an optimizer with less state (this one has " + in_bytes(state) + ")")
+        if in_update and getattr(self.target.optimizer, "defaults", {}).get("fused") is None:
             ideas.append("fused=True in the optimizer, which needs no copies in its step")
-        return f"Held beside activations: {listed}. What takes less: {'; '.join(ideas)}."
+        return f"Besides activations a step needs: {listed}. To reduce memory: {'; '.join(ideas)}."

@@ -134,7 +134,7 @@ class Updater:
             message = (
                 f"{_out_of_memory('update', step, error)} The update was under way, so parameters and optimizer may be "
                 "half updated, and running on would train on with them. Go back to the last checkpoint (engine.load). "
-                f"{self.resident.remedy()}"
+                f"{self.resident.remedy(in_update=True)}"
             )
             raise HalfUpdatedError(message, step=step, phase="update") from error
         return Updated(norm, rates, skipped=not stepped)

@@ -1,0 +1,57 @@
+"""An error of the user's own code says where in the run it happened; out of memory, where in the code."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import anybatch as ab
+from anybatch.errors import DoesNotFitError
+from tests.engine.cases import InMemory
+
+
+def batch_of(num_samples: int) -> InMemory:
+    """Return a batch of vectors."""
+    return InMemory({"x": torch.randn(num_samples, 3)})
+
+
+def engine_of(loss: Any, **options: Any) -> ab.Engine:
+    """Return an engine over a linear layer."""
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return ab.Engine(model, optimizer, ab.mean_over_samples(loss), check_loss=False, **options)
+
+
+def test_an_error_in_the_loss_names_step_rank_and_samples() -> None:
+    """The error is the user's own, with notes beside it; the traceback ends in the user's line."""
+    calls = []
+
+    def loss(model: Any, part: Any) -> torch.Tensor:
+        calls.append(part)
+        if len(calls) == 6:
+            raise KeyError("label")  # noqa: EM101 (as a dict raises it)
+        value: torch.Tensor = model(part["x"]).mean()
+        return value
+
+    with engine_of(loss, micro_batch_size=3) as engine:
+        engine.step(batch_of(10))
+        with pytest.raises(KeyError) as caught:
+            engine.step(batch_of(10))
+        notes = " ".join(caught.value.__notes__)
+
+    assert "micro-batch 1, samples 3 to 5 of the effective batch" in notes
+    assert "in step 1 (counted from 0), on rank 0 of 1" in notes
+
+
+def test_memory_that_runs_out_names_the_users_line_and_the_sizes_tried() -> None:
+    """The frames are cleared, so that their tensors are freed; the place in the user's code is kept as text."""
+
+    def loss(model: Any, part: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError(str(model(part["x"]).shape))
+
+    with engine_of(loss, micro_batch_size=4) as engine, pytest.raises(DoesNotFitError) as caught:
+        engine.step(batch_of(4))
+
+    assert f"(in {__file__}, line " in str(caught.value)
+    assert "in loss)" in str(caught.value)
+    assert "1 sample (after 4, 2)" in str(caught.value)
