@@ -159,7 +159,7 @@ def said_on_ranks(name: str, strategy: str, idle: bool) -> tuple[str, str]:
         self._combine(verdicts)
 """,
     """
-        self._agree(verdicts[self._world.rank :][:1])
+        self._combine(verdicts[self._world.rank :][:1])
 """,
 )
 @pytest.mark.parametrize("idle", [False, True], ids=["uneven", "one-idle"])
