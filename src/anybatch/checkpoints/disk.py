@@ -62,6 +62,7 @@ class LocalDisk:
 
     def create(self, path: Path, /) -> FileIO:
         """Open a new file."""
+        # Unbuffered, so that an error comes from the write that it belongs to, and a sync leaves nothing behind.
         return path.open("xb", buffering=0)
 
     def write(self, file: FileIO, block: bytes | memoryview, /) -> None:

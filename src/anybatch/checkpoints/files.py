@@ -80,6 +80,7 @@ def read_digests(path: Path) -> dict[str, Digest]:
     if body is None or body.get("format") != _HEAD["format"]:
         message = f"{path / DIGESTS} is damaged: its {len(content)} bytes are not a file of digests. {_CURE}"
         raise DamagedCheckpointError(message, path=path / DIGESTS)
+    # Before the content is compared, since a newer version may write other keys.
     _refuse_newer(path, body.get("version"))
     try:
         digests = {name: Digest(**entry) for name, entry in body["files"].items()}
@@ -132,6 +133,7 @@ def _opened(path: Path) -> Iterator[BufferedReader]:
     except PermissionError as error:
         raise access_error(path, error) from error
     except OSError as error:
+        # EIO is what a bad sector gives; other errors say nothing about the checkpoint.
         if error.errno != errno.EIO:
             raise
         message = f"{path} is damaged: the disk does not give its bytes ({error}). {_CURE}"

@@ -58,6 +58,7 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> tuple[Path, ...]:
         raise NotACheckpointError(message, path=Path(folder)) from error
     except PermissionError as error:
         raise access_error(Path(folder), error) from error
+    # The former checkpoint of a step comes before the one that replaces it, so that the newest is the last.
     return tuple(sorted(paths, key=lambda path: (step_of(path), not path.suffix)))
 
 
@@ -109,6 +110,7 @@ def prune(folder: Path, *, step: int, keep_last: int, disk: Disk) -> list[str]:
     Checkpoints of later steps belong to a run that has gone further. They are not counted and not removed.
     """
     upto = [path for path in list_checkpoints(folder) if step_of(path) <= step]
+    # One without its successor is the only checkpoint of its step, and counts like any other.
     former = [path for path in upto if path.suffix and path.with_suffix("") in upto]
     current = [path for path in upto if path not in former]
     failures = []

@@ -35,6 +35,7 @@ from anybatch.checkpoints.tensors import TensorFile, lay_out
 from anybatch.core.whole_numbers import checked_int
 from anybatch.errors import CheckpointError, DiskFullError
 
+# As long as any other, so that the length of the digests is known before the files are written.
 _ANY_SHA256 = "0" * 64
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT}
 

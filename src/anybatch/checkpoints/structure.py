@@ -29,7 +29,9 @@ from anybatch.checkpoints.tensors import STANDARD_DTYPES, as_standard, from_stan
 from anybatch.checkpoints.torch_internals import layer_versions, set_layer_versions
 from anybatch.errors import NewerCheckpointError, UserError
 
+# Below Python's own limit of recursion, so that a state that contains itself gets a message with its place.
 _MAX_DEPTH = 100
+# The signed 64-bit integers that JSON readers of other languages take.
 _MAX_INT_BITS = 63
 _NEAREST: Final = {Mapping: "dict", tuple: "tuple", list: "list", str: "str", Integral: "int", Real: "float"}
 _MAPPINGS: Final = {dict: "$dict", OrderedDict: "$ordered_dict", Counter: "$counter"}

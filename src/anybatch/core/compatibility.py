@@ -299,6 +299,7 @@ def refuse_compositions(present: Mapping[Feature, str]) -> None:
     for one, other in meetings(present):
         found = cell(one, other)
         if found.verdict is Verdict.REFUSED:
+            # By cell, because several pairs may share one, and its reason is to be given once.
             sentences.setdefault(found, refusal(one, other, present))
     if sentences:
         raise CompositionError("\n".join(sentences.values()))

@@ -182,6 +182,7 @@ def scale_optimizer(
         raise ParameterError(message)
     chosen = default_rule(optimizer) if rule is None else rule
     names = [_decay_name(optimizer, group) for group in optimizer.param_groups]
+    # All groups are computed before the first is written, so that a refusal leaves the optimizer as it was.
     scaled = tuple(
         scale_rate(
             float(group["lr"]),
@@ -390,6 +391,7 @@ def attach_schedule(optimizer: torch.optim.Optimizer, schedule: Schedule) -> Lam
 
 def _decay_name(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str | None:
     """Return under which name an Adam-like optimizer keeps the decay of its averages; None for other optimizers."""
+    # Adafactor's eps is a pair, for which no rule is known.
     if not isinstance(group.get("eps"), int | float):
         return None
     if "betas" in group:
@@ -419,6 +421,7 @@ def _like(old: float | torch.Tensor, new: float) -> float | torch.Tensor:
 def _progress(step: int, num_steps: int) -> float:
     """Return how much of `num_steps` is over before `step`, from 0 to 1."""
     checked_int("step", step, least=0)
+    # In this order, so that 0 steps need no division.
     return 1.0 if step >= num_steps else step / num_steps
 
 

@@ -153,6 +153,7 @@ class CountedBefore:
         Raises:
             LossError: with both.
         """
+        # With a tolerance, because a count may be a sum of weights, which is rounded.
         if abs(returned - declared) > 1e-6 * declared:
             message = (
                 f"the loss function returned LossSum with count={returned} for term {name!r}, but the declaration "

@@ -8,6 +8,7 @@ from jaxtyping import Int32, Int64
 from torch import Tensor
 
 _MASK = (1 << 64) - 1
+# One word per purpose, its first letters in ASCII: equal numbers give unrelated seeds for different purposes.
 _AUGMENTATION, _MICRO_BATCH, _ORDER, _JOINT = 0x61756766, 0x6D696372, 0x6F726465, 0x6A6F696E
 _STEP, _CALL, _AXIS = 0x73746570, 0x63616C6C, 0x61786973
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
@@ -78,6 +79,7 @@ def sample_bits(keys: Int64[Tensor, " sample"], call: int, shape: Sequence[int])
     state = keys + _signed(_mix(_CALL, call, 0, 0) << 1)
     lengths = (*shape[:-1], (shape[-1] + 1) // 2)
     for axis, length in enumerate(lengths):
+        # Odd, hence one-to-one modulo 2**64: no two indices of an axis get the same state.
         stride = _signed(_mix(_AXIS, len(lengths) - 1 - axis, 0, 0) << 1 | 1)
         state = state.unsqueeze(-1) + torch.arange(length, device=keys.device).mul_(stride)
     return _finalise(state).view(torch.int32)[..., : shape[-1]]

@@ -192,6 +192,7 @@ def plan_batch(num_samples: int, world_size: int, cut: Cut) -> BatchPlan:
     if cut.accumulation_steps is not None:
         sizes: Iterable[int] = _even_shares(num_samples, world_size * cut.accumulation_steps, cut, keep_empty=False)
     else:
+        # Without a micro-batch size a unit is a whole rank share, of at least one group.
         share = max(ceil_div(num_samples, world_size), cut.group or 1)
         sizes = _units_of(num_samples, cut.micro_batch_size or share, cut)
     units = [Unit(number, start, stop) for number, (start, stop) in enumerate(_ranges(sizes, 0))]

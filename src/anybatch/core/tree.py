@@ -88,6 +88,7 @@ def take_apart(batch: Batch) -> tuple[list[torch.Tensor], Callable[[Iterable[tor
 
     def take_out(tensor: torch.Tensor) -> torch.Tensor:
         tensors.append(tensor)
+        # Without rows: the form keeps the type and device of each leaf, and none of its memory.
         return tensor.new_zeros((0, *tensor.shape[1:])) if tensor.dim() else tensor.new_zeros(())
 
     form = map_tensors(batch, take_out)
@@ -109,6 +110,7 @@ def _is_container(node: object) -> bool:
         return False
     if isinstance(node, (tuple, Mapping)) or (dataclasses.is_dataclass(node) and not isinstance(node, type)):
         return True
+    # A list of numbers or strings is a leaf, with one entry per sample.
     return isinstance(node, list) and any(isinstance(item, torch.Tensor) or _is_container(item) for item in node)
 
 
@@ -142,6 +144,7 @@ def _map_leaves(node: Batch, function: Callable[[Any], Any]) -> Batch:
         values = {key: _map_leaves(value, function) for key, value in node.items()}
         return _rebuild_mapping(node, values)
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        # `replace` refuses fields that `__init__` does not take; the class computes these from the others.
         fields = {f.name: _map_leaves(getattr(node, f.name), function) for f in dataclasses.fields(node) if f.init}
         return dataclasses.replace(node, **fields)
     items = [_map_leaves(item, function) for item in node]

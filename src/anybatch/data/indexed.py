@@ -71,6 +71,7 @@ class _Walk:
         self._seed = request.seed
         self._shuffle = request.shuffle
         self._end = schedule.end(request.start, request.end_epoch, request.steps)
+        # Weak, so that the order of an epoch goes with the last one who walks it.
         self._orders: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
     def steps(self, position: Position) -> Iterator[tuple[Position, Position, tuple[int, ...]]]:

@@ -82,11 +82,13 @@ def read_rounds(shards: Shards, numbers: Sequence[int], *, seed: int, epoch: int
     """
     parts = {}
     for number in numbers:
+        # A shard may draw numbers when it is opened, to shuffle its files, say.
         seed_generators(order_seed(order_seed(seed, number), epoch))
         parts[number] = shards.open(number, epoch)
     # The id of a sample is its round times the number of shards plus its shard: the same for any number of readers.
     for first_id in itertools.count(0, shards.num_shards):
         samples = []
+        # A copy, because shards that have ended are taken out on the way.
         for number, part in list(parts.items()):
             seed_generators(sample_seed(seed, epoch, first_id + number))
             try:

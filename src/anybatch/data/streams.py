@@ -101,6 +101,7 @@ class StreamSource:
                 samples += unpacked(ahead.take(key_at(place), onward))
             if not samples:
                 return
+            # Lanes read different shards of the same rounds; by id they are in the order of a single reader.
             yield from sorted(samples, key=itemgetter(0))
 
     def _batches_of_epoch(self, stream: Iterator[StreamSample], start: Position) -> Iterator[DatasetBatch]:
@@ -149,6 +150,7 @@ def _chunk_key(epoch: int, num_lanes: int, keep_from: int, place: int) -> ChunkK
 
 
 def _skip(stream: Iterator[StreamSample], start: Position) -> None:
+    # Reading seeds the global generators, which are the caller's.
     with preserved_random_state():
         num_skipped = sum(1 for _ in itertools.islice(stream, start.sample_offset))
     if num_skipped < start.sample_offset:

@@ -140,12 +140,14 @@ def build(spec: TrainSpec, hardware: Hardware, observer: Observer | None = None)
     modules, world, strategy = given.modules, given.world, given.strategy
     decisions = Decisions()
     notifier = Notifier(observer, world.rank, given.loss, given.clip)
+    # Before the strategy, which allocates its buckets where the parameters are.
     move_modules(modules, world.device)
     # From here on something of the model may have changed: hooks, buckets, for some strategies the parameters.
     prepared = strategy.prepare(modules, spec.model, world, notifier.reduction)
     try:
         # An optimizer that is given as a function is made over what the strategy has made of the parameters.
         target = make_target(spec.optimizer, prepared.parameters)
+        # Not with the other checks: an optimizer that is given as a function has no groups before it is made.
         refuse_groups(given.clip, target.optimizer)
         scheduler = scheduler_of(spec.scheduler, target.optimizer)
         average = None if spec.average_decay is None else WeightAverage(prepared.parameters, spec.average_decay)

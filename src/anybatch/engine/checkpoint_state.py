@@ -212,6 +212,7 @@ def load_on_all_ranks(path: Path, world: World) -> LoadedCheckpoint:
 
     def read() -> int:
         nonlocal loaded
+        # A checkpoint holds its digests, a folder of checkpoints does not.
         is_one = (path / "digests.json").exists()
         loaded = LoadedCheckpoint(path=path, state=load(path), skipped=()) if is_one else load_latest(path)
         return int(loaded.state["num_steps"])

@@ -153,12 +153,14 @@ class Engine:
         Raises:
             UserError: with what was wrong, both values and what to do; nothing has been changed then.
         """
+        # Past `__init__`, whose arguments are the fields of the spec one by one.
         engine = cls.__new__(cls)
         cls._set_up(engine, spec, hardware or Hardware(), observer)
         return engine
 
     def _set_up(self, spec: TrainSpec, hardware: Hardware, observer: Observer | None) -> None:
         self._parts = build(spec, hardware, observer)
+        # A world that was passed belongs to the caller, who closes it.
         self._made_world = hardware.world is None
         self.model = spec.model
         self.num_steps = 0
@@ -254,6 +256,7 @@ class Engine:
             raise UserError(message)
         parts = self._parts
         parts.updater.finite.settle()
+        # Module by module: parts of a model may be in evaluation mode while the rest trains.
         modes = {module: module.training for module in parts.modules.modules()}
         parts.modules.eval()
         try:
@@ -286,6 +289,7 @@ class Engine:
             CheckpointError: it could not be written; older ones are untouched.
         """
         parts = self._parts
+        # On an accelerator the last step's loss is not looked at yet, and weights after a NaN must not be saved.
         parts.updater.finite.settle()
         progress = Progress(
             num_steps=self.num_steps,
@@ -316,6 +320,7 @@ class Engine:
             UserWarning: a newer checkpoint is damaged, and an older one was taken; or the sizes are others than saved.
         """
         loaded = load_on_all_ranks(Path(path), self.world)
+        # First, because it raises before it changes anything; the engine's own numbers follow the parts.
         restore_state(self._parts.state, loaded.state)
         for skipped in loaded.skipped:
             self._parts.notifier.checkpoint("fell_back", self.num_steps, skipped.path, None, skipped.reason)

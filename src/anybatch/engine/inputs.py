@@ -34,6 +34,7 @@ def collect_modules(model: Model, loss: Loss) -> nn.Module:
     for name, function in loss.functions.items():
         if isinstance(function, nn.Module):
             named[name] = function
+    # A model by itself is not wrapped, so that the names in checkpoints and messages are the user's own.
     modules = model if isinstance(model, nn.Module) and len(named) == 1 else nn.ModuleDict(named)
     if not any(parameter.requires_grad for parameter in modules.parameters()):
         total = sum(1 for _ in modules.parameters())

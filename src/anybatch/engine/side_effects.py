@@ -56,6 +56,7 @@ def _restore_attributes(module: nn.Module, kind: type, before: dict[str, Any]) -
     for name in [name for name in now if name not in before]:
         del now[name]
     for name, value in before.items():
+        # A list or dict is the same object before and after, whatever was done to it: plain values alone can go back.
         if isinstance(value, _PLAIN_TYPES) and now.get(name, module) is not value:
             now[name] = value
 

@@ -55,6 +55,7 @@ class Interceptor:
             for layer in layers
             for handle in (
                 layer.register_forward_pre_hook(self._enter),
+                # Always: after an error in the layer the mode would stay on, and catch what later layers call.
                 layer.register_forward_hook(self._leave, always_call=True),
             )
         ]
@@ -130,6 +131,7 @@ class _InsteadOfBatchNorm(TorchFunctionMode):
         eps: float = 1e-5,
     ) -> Tensor:
         if not training:
+            # This does not come back here: a mode is off while it handles a function.
             return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
         # As torch's own kernel, which autocast leaves in the type of its input.
         with torch.autocast(input.device.type, enabled=False):

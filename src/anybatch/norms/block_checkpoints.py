@@ -83,4 +83,5 @@ class BlockCheckpoint:
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         del module, args, output
         if not self._recomputing and self._running:
+            # Advanced to its end, which raises StopIteration without a default.
             next(self._running.pop(), None)

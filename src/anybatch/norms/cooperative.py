@@ -55,6 +55,7 @@ class CooperativeThreads(Generic[C, V, R]):
         self._turns = [threading.Semaphore(0) for _ in tasks]
         threads = [
             threading.Thread(
+                # A thread starts with empty context variables, and the model may read the caller's.
                 target=contextvars.copy_context().run,
                 args=(self._serve, number, task),
                 name=f"anybatch micro-batch {number}",

@@ -62,6 +62,7 @@ class _HostCopy:
     def __init__(self, tensor: Tensor) -> None:
         self._device = tensor.device
         self._back: weakref.ref[Tensor] | None = None
+        # Pinned, so that the copy can run beside what the device computes.
         self._values = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
         self._values.copy_(tensor, non_blocking=True)
 

@@ -61,6 +61,7 @@ def merge_statistics(
     like = parts[0].mean
     count = like.new_full((1,), float(sum(part.count for part in parts)))
     total = sum((part.mean * part.count for part in parts), start=torch.zeros_like(like))
+    # One message for both. The squares need another one, since they are taken around the mean of all ranks.
     first, token = _sum(torch.cat([count, total]), ranks, token)
     count, total = first[:1].detach(), first[1:]
     count = count.clamp(min=1)  # 0 if every rank runs along with weight 0: the result must be finite
@@ -147,6 +148,7 @@ class _RankSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, token: Tensor, total: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:  # noqa: ANN401
         ctx.total = total
+        # Copies: the collective writes into its argument, and a Function's output must not be its input.
         return total(value.clone()), token.clone()
 
     @staticmethod

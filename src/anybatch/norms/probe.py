@@ -136,6 +136,7 @@ def _inputs_of_modules(model: nn.Module, run: Callable[[], object]) -> dict[nn.M
 def _coupling(module: nn.Module, inputs: _Inputs, num_samples: int) -> float:
     """Return how far the output of other samples moves, relative to its size, if the last sample changes."""
     changed = map_tensors(inputs, lambda tensor: _with_other_last_sample(tensor, num_samples))
+    # No input has rows of samples that could be changed.
     if all(torch.equal(one, other) for one, other in zip(tensors_of(inputs), tensors_of(changed), strict=True)):
         return 0.0
     outputs = _outputs(module, (inputs, inputs, changed))
@@ -175,6 +176,7 @@ def _with_other_last_sample(tensor: Tensor, num_samples: int) -> Tensor:
     rows = tensor.shape[0] // num_samples
     changed = tensor.clone()
     if tensor.is_floating_point():
+        # Another value even where all samples are equal, or zero.
         changed[-rows:] = tensor[:rows] * 3 + tensor.abs().mean() + 1
     else:
         changed[-rows:] = tensor[:rows]  # token ids, say: only those of another sample are sure to be valid

@@ -142,6 +142,7 @@ class RunningStatistics:
         """Update the buffers once, from the sums of all ranks."""
         if not self.layers:
             return
+        # A rank may have called its layers less often, or have run nothing: the messages must be of one length.
         num_calls = ranks.most(len(self.sums_by_call)) if ranks.size > 1 else len(self.sums_by_call)
         self.sums_by_call += [self._new_sums() for _ in range(num_calls - len(self.sums_by_call))]
         # All sums of all layers travel in one message.
@@ -156,9 +157,11 @@ class RunningStatistics:
             num_updates += active & ~self._is_single  # torch's InstanceNorm does not count
             # A negative momentum stands for momentum=None: a cumulative mean over effective batches.
             rates = torch.where(momentum < 0, 1 / num_updates.clamp(min=1), momentum)[self._owner]
+            # The 1 avoids 0 / 0 for layers that saw nothing; a rate of 0 leaves these as they are.
             counts = layer_counts[self._owner].clamp(min=1)
             shift = shifts / counts
             unbiased = (squares - shifts * shift) / (counts - 1).clamp(min=1)
+            # InstanceNorm tracks the mean of its samples' variances.
             found = torch.where(self._is_single[self._owner], squares / counts, unbiased)
             rates = torch.where(active[self._owner], rates, 0)
             means.lerp_(self._centre + shift, rates)

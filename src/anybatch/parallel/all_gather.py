@@ -89,6 +89,7 @@ def gather_rows(
             _fill(own, [_as_bytes(piece[number]) for piece in pieces])
         start += most * layout.num_bytes
     with notify(len(mine)), world.collective():
+        # The chunks are views, so that every rank's bytes arrive where they belong, without a copy.
         dist.all_gather(list(everyone.chunk(world.size)), mine)
     found, start = [], 0
     by_rank = everyone.unflatten(0, (world.size, -1))
@@ -109,4 +110,5 @@ def _fill(buffers: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's elements, row by row, as a flat tensor of bytes."""
+    # As bytes, so that tensors of different types can travel in one message.
     return tensor.detach().contiguous().flatten().view(torch.uint8)

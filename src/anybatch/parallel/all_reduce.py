@@ -73,6 +73,7 @@ class AllReduce:
     def micro_batch(self, turn: Turn) -> AbstractContextManager[object]:
         """Arm the hooks for the last micro-batch; gradients of the others only add up."""
         if turn.last and self._overlap:
+            # What a bucket still waits for. Unused parameters never come: `finish_gradients` starts their buckets.
             self._missing = [len(bucket.members) for bucket in self._gradients.buckets]
             self._gradients.on_gradient = self._gradient_is_final
         return _NOTHING
@@ -117,6 +118,7 @@ class AllReduce:
 
         def abort() -> None:
             self._gradients.on_gradient = None
+            # Buckets that have started travel as they are: all ranks throw this step's gradients away.
             for bucket in self._gradients.buckets[len(self._started) :]:
                 bucket.flat.zero_()
             agreement.reset_to_abort()

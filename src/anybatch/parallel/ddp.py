@@ -74,6 +74,7 @@ class DDP:
         self._reductions = _Reductions(on_reduction)
         self._wrapper = DistributedDataParallel(
             _Caller(modules, model),
+            # `align_replicas` has made the replicas equal, and can say which tensors differed.
             init_sync=False,
             **_NO_BUFFER_SYNC,
             bucket_cap_mb=max(1, self._bucket_bytes // 2**20),
@@ -102,6 +103,7 @@ class DDP:
         """Return what DDP has reduced; a rank that ran nothing joins with zeros first."""
         if not self._reduced:
             self._join_with_zeros()
+        # No flags: DDP itself leaves `.grad` at None for a parameter that no rank has used.
         agreement = StepAgreement(numbers, (), self._world)
         agreement.start()
         numbers, _ = agreement.wait()
@@ -202,6 +204,7 @@ def _sum_bucket(reductions: _Reductions, bucket: GradBucket) -> torch.futures.Fu
     flat = bucket.buffer()
     if reductions.on_reduction is not None:
         reductions.on_reduction(bucket.index(), flat.numel() * flat.itemsize, flat.dtype)
+    # DDP's own hook would divide by the number of ranks; the engine divides once, by the count of the whole batch.
     work = dist.all_reduce(flat, async_op=True)
     assert work is not None
     result: torch.futures.Future[torch.Tensor] = work.get_future().then(summed)

@@ -100,6 +100,7 @@ class GradientBuffers:
         def add_widened(parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
             view.add_(parameter.grad)
+            # Freed at once: the next micro-batch would be added to it in bf16.
             parameter.grad = None
             mark_used(parameter)
 
@@ -126,6 +127,7 @@ def _bucket_members(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> li
     open_buckets: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     held_bytes: dict[tuple[torch.device, torch.dtype], int] = {}
     closed: list[tuple[int, ...]] = []
+    # Decided from the parameters alone, because all ranks must make the same buckets in the same order.
     for number in reversed(range(len(parameters))):
         parameter = parameters[number]
         kind = (parameter.device, accumulation_dtype(parameter))

@@ -113,6 +113,7 @@ def join_default_group(backend: str, timeout: timedelta) -> None:
         # rank 0 was about to end; the next one that it finds is the right one.
         store, rank, size = _meet(timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    # Marks the group as ours: `count_open_worlds` counts nothing in one that the user has started.
     default_store().set(f"{_OPEN_KEY}/{rank}", "0")
 
 
@@ -141,9 +142,11 @@ def _meet(timeout: timedelta) -> tuple[Store, int, int]:
     """Wait for all ranks, and return a part of the store that no earlier group has used, the rank and the size."""
     store, rank, size = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
+    # Each rank counts for itself; all join equally often, and so arrive at the same number.
     number = store.add(f"{_JOINED_KEY}/{rank}", 1)
     own = PrefixStore(f"anybatch/join_{number}", store)
     own.set(f"rank_{rank}", "here")
+    # Goes on only when all ranks have found this store; one may have found that of the last group instead.
     own.wait([f"rank_{other}" for other in range(size)])
     return own, rank, size
 

@@ -12,6 +12,7 @@ from anybatch.parallel.world import World
 
 Initial = Literal["broadcast", "verify"]
 _BLOCK_WORDS = 1 << 18  # 2 MiB at a time, so that the mixed words stay in a cache
+# Written as signed numbers, since torch computes with signed 64-bit integers only.
 _ODD = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 
 
@@ -83,6 +84,7 @@ def _mix(words: torch.Tensor) -> torch.Tensor:
 
 def _broadcast(tensor: torch.Tensor) -> None:
     with torch.no_grad():
+        # A collective needs contiguous memory; the parameter keeps its own strides (channels-last weights, say).
         contiguous = tensor.detach().contiguous()
         dist.broadcast(contiguous, src=0)
         tensor.copy_(contiguous)

@@ -39,6 +39,7 @@ class StepAgreement:
         self._numbers = numbers
         self._own = [*flags, aborts]
         self._num_together = len(numbers) if numbers.device.type == "cpu" else 0
+        # In the type of the numbers that may travel with them; sums of flags are exact in it.
         own_flags = torch.tensor(self._own, dtype=torch.float64)
         self._message = torch.cat([numbers.double(), own_flags]) if self._num_together else own_flags
         self._works: list[PendingSum | dist.Work | None] = []

@@ -60,6 +60,7 @@ class Capabilities:
 
 def total_norm(gradients: Sequence[torch.Tensor]) -> Float[Tensor, ""]:
     """Return the 2-norm over all gradients together, on the device, in the gradients' own precision."""
+    # A sparse gradient has the norm of the numbers it stores, once no index comes twice, as `Single` sees to.
     return get_total_norm([dense_values(gradient) for gradient in gradients])
 
 

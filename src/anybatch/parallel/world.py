@@ -70,6 +70,7 @@ class World:
         _check_launcher()
         chosen = _own_accelerator() if device is None else torch.device(device)
         if chosen.type == "cuda":
+            # Before the process group is started: NCCL takes the current device of the process.
             torch.cuda.set_device(chosen)
         if not dist.is_initialized() and not has_launcher():
             return cls(device=chosen)
@@ -146,6 +147,7 @@ class World:
             value = None if function is None else function()
         except Exception as caught:  # noqa: BLE001 (raised again once all ranks know)
             error = caught
+        # A rank that has failed takes part as well, since the others wait for its answer.
         outcomes = self.gather_objects((value, None if error is None else RankFailure.of(error, self.rank, None)))
         if error is not None:
             raise error
@@ -186,6 +188,7 @@ class World:
         text = RankFailure.of(error, self.rank, step).to_json()
         try:
             store = default_store()
+            # One indivisible operation, so that of several ranks that fail at once exactly one leaves its word.
             kept = store.compare_set(self._failure_key(store), "", text)
             store.add(f"{_COUNT_KEY}/{self.rank}", 1)
         except (RuntimeError, ValueError):  # the store went with its rank: nobody is left to tell
@@ -224,6 +227,7 @@ class World:
         An error that all ranks raise, such as a loss of NaN, need not end the run. Each rank counts its own errors, so
         that ranks which go on after one look for the next in a new place, and none has to clear the old one away.
         """
+        # Adding 0 reads the counter, and makes it where there is none; `get` would wait for it.
         return f"{_FAILURE_KEY}/{store.add(f'{_COUNT_KEY}/{self.rank}', 0)}"
 
     def first_failure(self, error: BaseException) -> RankFailedError:
@@ -265,6 +269,7 @@ def _own_accelerator() -> torch.device:
         return torch.device("cpu")
     kind = torch.accelerator.current_accelerator()
     assert kind is not None
+    # Ranks may share an accelerator where there are more of them than of these.
     return torch.device(kind.type, local_rank % torch.accelerator.device_count())
 
 

@@ -110,6 +110,7 @@ def count_batch(
     if loss.needs_data_to_count:
         loaded = list(micro_batches)
         counts = [unit_counts(loss, batch, unit.num_samples) for batch, unit in zip(loaded, planned.units, strict=True)]
+        # A unit of weight 0 repeats samples that another unit counts already.
         own = [
             sum(c[j] for c, u in zip(counts, planned.units, strict=True) if u.weight) for j in range(len(loss.names))
         ]
@@ -121,6 +122,7 @@ def count_batch(
             planned, loaded, counts = _run_along(planned, loaded, counts)
         micro_batches = iter(loaded)
     else:
+        # Every term counts samples, which the plan knows: nothing is loaded ahead, and ranks need not talk.
         counts = [(float(unit.num_samples),) * len(loss.names) for unit in planned.units]
         divisors = (float(planned.plan.num_samples),) * len(loss.names)
     if not any(divisors):
@@ -211,6 +213,7 @@ def _line_up(
         seed = unit_seed(planned.seed, step, planned.sample_ids[unit.start])
         lined_up.append(MicroBatch(unit, known[key], Turn(first=number == first, last=number == last), seed, batch_key))
     if len(running) < len(counts):
+        # Left-out units are loaded all the same: data come in the order of the units, one for each.
         wanted = set(running)
         micro_batches = (batch for number, batch in enumerate(micro_batches) if number in wanted)
     return zip(lined_up, micro_batches, strict=True)
@@ -231,6 +234,7 @@ def _copied_beside(batches: Iterator[Batch], device: torch.device) -> Iterator[B
         with torch.cuda.stream(copies):
             moved = map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
         computing = torch.cuda.current_stream(device)
+        # The device waits for the copy before it computes on it; the host goes on.
         computing.wait_stream(copies)
         for tensor in tensors_of(moved):
             tensor.record_stream(computing)  # the allocator must not hand its memory to the next copy too early
@@ -247,6 +251,7 @@ def refuse_disagreement(batch: Any, planned: PlannedBatch, world: World) -> None
     if world.size == 1:
         return
     if _is_effective_batch(batch):
+        # Hashes of whole numbers, unlike those of strings, are the same in every process.
         word = (planned.seed, str(planned.plan), hash(tuple(int(sample) for sample in planned.sample_ids)))
         for rank, other in enumerate(world.gather_objects(word)):
             if other != word:
@@ -257,6 +262,7 @@ def refuse_disagreement(batch: Any, planned: PlannedBatch, world: World) -> None
                 )
                 raise DataError(message)
         return
+    # Samples of a loader of the user's own have no ids, so their bytes are compared.
     digests = world.gather_objects(_digest(batch.batch if isinstance(batch, RankShare) else batch))
     for rank, found in enumerate(digests):
         if found is not None and found in digests[:rank]:
@@ -276,11 +282,13 @@ def _digest(batch: Batch | None) -> tuple[int, ...] | None:
 
 
 def _is_effective_batch(batch: object) -> bool:
+    # Asked of the object and not of its class: an effective batch may be of a class of the user's own.
     return hasattr(batch, "feed") and hasattr(batch, "sample_ids")
 
 
 def _plan_share(share: RankShare, placement: Placement, world: World, start: Position) -> PlannedBatch:
     size = 0 if share.batch is None else count_samples(share.batch)
+    # A rank whose loader has ended takes part with 0 samples: the others would wait for its answer.
     sizes = [int(row[0]) for row in world.gather_numbers([float(size)])]
     if not sum(sizes):
         message = "the effective batch is empty: no rank brought a sample. End the loop before, as ab.shares does."

@@ -26,11 +26,13 @@ class Sums:
 
     def totals(self, loss: Loss, device: torch.device) -> Float[Tensor, " numbers"]:
         """Return a tensor (terms,) of this rank's contributions, or (2,) with the count behind it if that came late."""
+        # Sums of many micro-batches lose digits in float32.
         dtype = widest_dtype(device)
         columns: list[list[torch.Tensor]] = [[] for _ in loss.names]
         for factors, values in self.contributions:
             value = iter(values)
             for column, factor in zip(columns, factors, strict=True):
+                # A term that counts nothing in a micro-batch has returned no value there.
                 if factor.count:
                     column.append(next(value))
         if loss.kind.brings_count:

@@ -142,6 +142,7 @@ def run_trial(
 
     def gather(outputs: Outputs) -> tuple[list[torch.Tensor], tuple[bool, ...]]:
         columns = [torch.cat(column) for column in zip(*outputs.pieces, strict=True)]
+        # The trial may run fewer samples than the batch has, and the loss takes memory by the number of its rows.
         rows = torch.arange(num_samples) % len(columns[0])
         return [column[rows.to(column.device)] for column in columns], outputs.differentiable
 
@@ -174,6 +175,7 @@ def encode_all(
             outputs.graph, outputs.put_together = take_apart(context.prepared.call(_encode(loss), batch))
         _note(outputs, micro_batch)
         done.append(micro_batch)
+    # With one micro-batch the kept backward is the last one, for which DDP needs a forward that ran as the last one.
     not_in_turn = len(done) == 1 and context.strategy.capabilities.prepares_in_forward
     if not_in_turn or context.randomness.covers_backward:
         outputs.graph = []  # its backward cannot be run by itself
@@ -205,6 +207,7 @@ def gather_outputs(
     # A rank that says that it is there has room for what comes: after that none may stay away from the collective.
     buffers = None if outputs.kinds is None else make_gather_buffers(outputs.kinds, sizes, world)
     from_all = world.gather_objects((outputs.kinds, outputs.differentiable))
+    # None is sent by `abort_exchange`, in the place of what a rank has encoded.
     if None in from_all:
         raise StepAbortedError
     note_exchange()
@@ -219,6 +222,7 @@ def gather_outputs(
             message = "there is no room for the outputs of all ranks, which these are sending already"
             raise CannotRedoError(message) from error
     tensors = gather_rows(outputs.pieces, kinds, sizes, world, collective, buffers=buffers)
+    # All ranks must treat an output alike, also one that takes a gradient on some of them only.
     return tensors, tuple(map(any, zip(*(flags for _, flags in found), strict=True)))
 
 
@@ -234,6 +238,7 @@ def first_rank_with_samples(plan: BatchPlan) -> int:
 
 def call_on_whole(context: LoopContext, loss: Loss, outputs: Batch, seed: int) -> object:
     """Return what the loss function makes of the outputs of a whole effective batch."""
+    # Every rank computes the whole loss, so every rank has to draw the same numbers.
     context.randomness.whole(seed)
     with context.strategy.micro_batch(_NOT_LAST), context.autocast():
         return context.prepared.call(loss.function, outputs)
@@ -301,6 +306,7 @@ def _loss_gradient(context: LoopContext, outputs: Outputs, exchange: OutputExcha
     tensors, differentiable = exchange.gather(outputs)
     if outputs.put_together is None:
         return None
+    # The graph of the loss begins here: the encoder's own graphs are gone, and the second pass makes them again.
     leaves = [tensor.requires_grad_(flag) for tensor, flag in zip(tensors, differentiable, strict=True)]
     whole = _in_batch_order(leaves, exchange.plan)
     value = one_number(call_on_whole(context, context.loss, outputs.put_together(whole), exchange.seed))
@@ -308,6 +314,7 @@ def _loss_gradient(context: LoopContext, outputs: Outputs, exchange: OutputExcha
     parameters = list(context.prepared.parameters.values())
     found: Sequence[torch.Tensor | None] = []
     if value.requires_grad:
+        # `grad` and not `backward`, which would add to `.grad` and set off reductions before the last micro-batch.
         found = torch.autograd.grad(context.scaler.scale(value), [*wanted, *parameters], allow_unused=True)
     if all(gradient is None for gradient in found[: len(wanted)]):
         message = (
@@ -329,6 +336,7 @@ def _in_batch_order(tensors: Sequence[torch.Tensor], plan: BatchPlan) -> list[to
     """Return tensors of a whole effective batch with their rows in the batch's own order; differentiable."""
     if plan.order is None:
         return list(tensors)
+    # Row k holds the sample at position order[k]; the inverse permutation puts it back there.
     inverse = torch.tensor(plan.order).argsort()
     return [tensor[inverse.to(tensor.device)] for tensor in tensors]
 
@@ -368,6 +376,7 @@ def _replay(
     def run_last(model: object, batch: Batch) -> list[torch.Tensor]:
         return [*run(model, batch), *(parameter.view_as(parameter) for parameter in loss_gradient.parameters)]
 
+    # Not strict: the replay has one batch more where the last micro-batch's graph was kept.
     for micro_batch, turn, batch in zip(micro_batches, turns, replay, strict=False):
         context.before(micro_batch)
         with context.randomness.micro_batch(micro_batch), context.strategy.micro_batch(turn):

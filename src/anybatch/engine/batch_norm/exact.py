@@ -60,6 +60,7 @@ def accumulate_together(
         store = HostStore(context.prepared.parameters.values())
     sums = [Sums() for _ in micro_batches]
     merging = _Merging(statistics, ranks, device)
+    # torch keeps these states per thread, and each forward runs in a thread of its own.
     here = _ThisThread(device)
 
     def forward_of_one(number: int) -> Callable[[Exchange[_Contribution, MergedStatistics]], Terms]:
@@ -120,6 +121,7 @@ class _Merging:
         """Return what makes a backward run the sums of all layers over ranks, in order, though it adds nothing."""
         if self._ranks.size == 1:
             return []
+        # Not detached: the token's graph puts the collectives of a backward into one order on all ranks.
         token = self._token * 0
         return [token.to(like[0].dtype) if like else token]
 
@@ -130,6 +132,7 @@ def _normalise(call: BatchNormCall, exchange: Exchange[_Contribution, MergedStat
         raise CompositionError(refusal(Feature.NON_REENTRANT, Feature.NORMS_EXACT, {}))
     part = partial_statistics(call.values)
     if not counts:
+        # It has to come to each layer like the others, and must not change the statistics.
         part = PartialStatistics(0, part.mean, part.squares)
     statistics = exchange(f"{call.values.shape[1]} channels, eps={call.eps:g}", (part, call.running_mean))
     return normalise_with(call.values, statistics, call.weight, call.bias, call.eps)

@@ -109,6 +109,7 @@ class BatchNormRunner:
     def accumulate_alone(self, context: LoopContext, micro_batches: Iterable[tuple[MicroBatch, Batch]]) -> Sums:
         """Add up the gradient of some micro-batches without waiting for other ranks; see `accumulate`."""
         if self.is_idle or self._constraints.lockstep or self._constraints.every_unit:
+            # As plain layers: those that wait for other ranks or micro-batches would wait for ever in a trial.
             return accumulate(dataclasses.replace(context, forward=lambda _: self._autocast()), micro_batches)
         return self.accumulate(context, micro_batches)
 
@@ -162,6 +163,7 @@ class BatchNormRunner:
         try:
             for layer in self._frozen:
                 layer.training = False
+            # With a momentum of 1 a layer leaves each forward's statistics in its buffers, for `BufferReader`.
             with momentum_of_one(self._reading):
                 yield
             self._has_sums = True
@@ -186,6 +188,7 @@ class BatchNormRunner:
         """Normalise by the statistics of what all ranks run at this moment."""
         part = partial_statistics(call.values)
         self._record(call, [part])
+        # A rank that only fills up takes part in the sum all the same, with a count of 0: the others wait for it.
         counted = part if self._unit.weight else PartialStatistics(0, part.mean, part.squares)
         statistics, _ = merge_statistics([counted], self._ranks, torch.zeros_like(part.mean[0]))
         return normalise_with(call.values, statistics, call.weight, call.bias, call.eps)
@@ -206,6 +209,7 @@ class BatchNormRunner:
         groups = call.values.split(sizes)
         with torch.no_grad():
             self._record(call, [partial_statistics(group) for group in groups])
+        # Without running statistics: those of the whole effective batch are updated once, after the step.
         return torch.cat(
             [F.batch_norm(g, None, None, call.weight, call.bias, training=True, eps=call.eps) for g in groups]
         )

@@ -129,6 +129,7 @@ def findings(checked: CheckedSamples) -> dict[str, TermFinding]:
 
 def _findings(checked: CheckedSamples, tolerance: Tolerance) -> dict[str, TermFinding]:
     try:
+        # The cheaper recording guesses the axes of samples; only if it finds fault, or nothing, is the second one made.
         found = _in_some_layout(checked, tolerance, exact=False)
     except UndecidedError:
         found = {}
@@ -233,6 +234,7 @@ def _explanation(replay: Replay, name: str, tried: Sequence[Sequence[Pass]], err
         raise UndecidedError(message)
     if replay.coupling(name, max(1, replay.checked.num_samples // 2)) > tolerance.rounding:
         return "joint"
+    # Where other shares of the pieces make up the whole, only the counts are wrong; otherwise there are several terms.
     fitted = [replay.difference(name, p, [replay.fitted_share(name, one) for one in p])[0] for p in tried]
     return "other" if max(fitted) <= tolerance.rounding else "terms"
 

@@ -64,6 +64,7 @@ class RecordedModel:
         module = uncompiled(module)
         if id(module) in self._clones:
             return self._clones[id(module)]
+        # Past `__init__`, whose arguments are not known here; the attributes are taken over below.
         clone: nn.Module = object.__new__(type(module))
         self._clones[id(module)] = clone
         parameters, children = module_parts(module)
@@ -116,6 +117,7 @@ class RecordedModel:
                 raise _other_calls()
             inputs.append([one.detach() for one in tensors_of((args, named)) if one.requires_grad])
             values = iter(tensors)
+            # Copies, because the loss may change in place what the model has returned.
             return map_tensors(call.returned, lambda _: next(values).clone())
 
         self._answer = answer

@@ -159,6 +159,7 @@ class Replay:
         if mixed_from:
             leaves = _both(self._rows, leaves, lambda rows, leaf: rows.mixed(leaf, mixed_from))
         answers = _both(self._rows, leaves, lambda rows, leaf: rows.shaped(leaf))
+        # The same numbers in every pass, so that passes differ by their samples alone.
         self.checked.generators.seed(seed)
         piece = self.checked.fresh(start, stop)
         with torch.enable_grad(), nullcontext() if self._wide else self.checked.autocast():
@@ -180,6 +181,7 @@ class Replay:
         except Exception:  # noqa: BLE001 (whatever the user's loss raises on few samples)
             return None
         names = self.checked.loss.names
+        # A piece that counts nothing has no share in the sum, so that its NaN does no harm.
         usable = all(one.is_finite(name) for one in passes for name in names if self.count(one, name))
         return passes if usable else None
 
@@ -281,6 +283,7 @@ def open_replay(checked: CheckedSamples, *, wide: bool, exact: bool, interleaved
     Raises:
         UndecidedError: there is no such replay.
     """
+    # A loss that is a module has to run, on pieces; only what belongs to the model answers from the recording.
     inner = {id(module) for module in modules_in(checked.loss.function)}
     opened = inner - {id(module) for module in modules_in(checked.model)}
     for _ in range(_MOST_ROUNDS):
@@ -316,6 +319,7 @@ def relative_difference(
     least = _SMALLEST_LEAF * max(one_norm, other_norm)
     worst = 0.0
     for one, other, sizes in zip(ones, others, norms, strict=True):
+        # A gradient that one side lacks is zero there, and the norm of None is 0: the sum is the other's norm.
         gap = sum(sizes) if one is None or other is None else _norm(one - other)
         if gap:
             worst = max(worst, gap / max(*sizes, least))
@@ -325,6 +329,7 @@ def relative_difference(
 def _norm(tensor: torch.Tensor | None) -> float:
     if tensor is None:
         return 0.0
+    # In double precision: the rounding of a long sum of squares is not to be taken for a difference.
     dtype = torch.complex128 if tensor.is_complex() else torch.float64
     return float(torch.linalg.vector_norm(tensor, dtype=dtype))
 
@@ -382,6 +387,7 @@ def _gradients(value: torch.Tensor, leaves: Sequence[torch.Tensor]) -> Gradients
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     if not value.requires_grad or not wanted:
         return [None] * len(leaves)
+    # Kept, because the other terms of the loss may share the graph.
     found = iter(torch.autograd.grad(value, wanted, retain_graph=True, allow_unused=True))
     dense = (next(found) if leaf.requires_grad else None for leaf in leaves)
     return [one.to_dense() if one is not None and one.is_sparse else one for one in dense]

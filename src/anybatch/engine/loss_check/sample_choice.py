@@ -18,6 +18,7 @@ _IGNORED = -100
 def choose_samples(loss: Loss, batch: Batch, num_samples: int) -> tuple[Batch, int, dict[str, str]]:
     """Return a few samples, how many, and by term why they can not tell its declaration from others, if they cannot."""
     elsewhere = {size for tensor in tensors_of(batch) for size in tensor.shape[1:]}
+    # False sorts before True, and sorting is stable: numbers that are no other length first, by preference.
     possible = sorted((one for one in _NUMBERS if one <= num_samples), key=lambda number: number in elsewhere)
     windows = ((start, n) for n in possible for start in range(0, num_samples - n + 1, n)[:_MOST_WINDOWS])
     found: tuple[Batch, int, dict[str, str]] | None = None

@@ -151,6 +151,7 @@ class SizeBackoff:
         after = ceil_div(sum(unit.num_samples for unit in counting), 2 * len(counting))
         if plan.cut.group is not None:
             after = max(plan.cut.group, after // plan.cut.group * plan.cut.group)
+        # Smaller in any case: rounding up, or to whole groups, may lead back to the size that did not fit.
         return dataclasses.replace(sizes, micro_batch_size=min(after, before - 1), accumulation_steps=None)
 
 

@@ -104,6 +104,7 @@ class OomRetry:
             CannotRedoError: the ranks cannot repeat this step.
         """
         free_cached_memory(self._world.device)
+        # A rank that another one has informed has taken part in all collectives already.
         if failed.phase is not None:
             self._abort(failed, step)
         self._clear()
@@ -112,6 +113,7 @@ class OomRetry:
         before, after = self._backoff.shrink(plan, step)
         self._notifier.out_of_memory(failed.phase, failed.message, before, after)
         if after is None:
+            # On all ranks, so that those with enough memory stop too, and name the reason.
             self._world.run_on_all_ranks(lambda: self._raise_does_not_fit(failed, (*tried, before), step))
         return before
 

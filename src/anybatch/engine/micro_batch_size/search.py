@@ -31,6 +31,7 @@ _SHORTEST_SECONDS = 0.005
 """Micro-batches are run in a row until this is over, or the share is: less says more of the clock than of the model."""
 _PAYS = 1.1
 """Doubling pays if it makes samples this many times as fast."""
+# From good to bad: ranks agree on the largest of their numbers.
 _CODES = ("ran", "out_of_memory", "failed")
 
 
@@ -191,6 +192,7 @@ class Search:
 
     def fits(self, size: int) -> bool:
         """Return whether two micro-batches of `size` run on every rank."""
+        # The second one runs beside the gradients of the first, as all but one in a step do.
         return self._try(size, 2).outcome == "ran"
 
     def largest(self, device: str) -> FoundSize:
@@ -220,6 +222,7 @@ class Search:
             size: doubling.steps[size] for size in doubling.steps if size <= doubling.largest
         }
         size = smallest_of_the_fastest(steps)
+        # A coarse clock may say that no time has passed.
         rates = {tried: self._num_in_batch / max(seconds, 1e-9) for tried, seconds in steps.items()}
         return FoundSize(
             size, f"{size}, {_compared(size, steps, rates)}{self._fitting(doubling, max(steps))}", rates[size]
@@ -257,12 +260,14 @@ class Search:
         """Return the size to go to at once where there is a plan: the smallest that will be compared; 0 for none."""
         if self._planned is None:
             return 0
+        # A quarter of the largest: that, a half and the largest itself will be timed.
         return ceil_div(self._upper, 4 * self._group) * self._group if timed else self._upper
 
     def _soon(self, size: int, doubling: _Doubling, *, timed: bool) -> bool:
         """Return whether there is time for so large a size, going by the one that has been run."""
         if not timed or not doubling.largest:
             return not timed
+        # Two micro-batches, with time in proportion to their size.
         expected = 2 * doubling.seconds[doubling.largest] * size / doubling.largest
         return self._elapsed + expected <= self._auto.most_seconds / 2
 
@@ -303,12 +308,14 @@ class Search:
         found: dict[int, float] = {}
         left = list(sizes)
         for number in range(NUM_ROUNDS + 1):  # the first one warms up what has not been run yet
+            # In turns, so that what disturbs the machine for a while does not hit one size alone.
             for size in sizes:
                 if size not in left or (number == 0 and size in doubling.seconds):
                     continue
                 expected = doubling.seconds.get(size) or (self._line.seconds(size) if self._line else 0.0)
                 most = max(2, math.ceil(_SHORTEST_SECONDS / expected)) if expected else 2
                 if self._elapsed + min(most, ceil_div(self._share, size)) * expected > self._auto.most_seconds:
+                    # Comparable only if each size has been timed; otherwise the times of the doubling are compared.
                     return found if found.keys() == set(left) else {}
                 trial = self._try(size, most)
                 if trial.outcome != "ran":
@@ -325,6 +332,7 @@ class Search:
         seconds, step = self._of_own_share(run, size)
         elapsed = self._runs.clock() - self._begun
         may_double = self._room is None or self._room.may_double()
+        # Of each number larger is worse, so that one maximum over ranks is right for all of them.
         numbers = [float(_CODES.index(run.outcome)), seconds, step, elapsed, float(not may_double)]
         worst = [max(column) for column in zip(*self._world.gather_numbers(numbers), strict=True)]
         self._elapsed = worst[3]

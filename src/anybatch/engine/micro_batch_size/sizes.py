@@ -96,6 +96,7 @@ class RunSizes:
             accumulation_steps=accumulation_steps,
         )
         self.searches = self.is_auto and accumulation_steps is None and constraints.searchable
+        # On a CPU the system ends the process where memory runs out; nothing is raised that a search could catch.
         self.may_run_out = world.device.type != "cpu"
         self._deal = deal
         self._order = order
@@ -106,6 +107,7 @@ class RunSizes:
     @property
     def placement(self) -> Placement:
         """How batches are cut and dealt with the sizes of the moment, and which rank this one is."""
+        # Sizes are frozen and replaced as a whole, so that identity tells whether they have changed.
         if self._placed is None or self._placed[0] is not self.sizes:
             self._placed = self.sizes, self._placement()
         return self._placed[1]
@@ -116,6 +118,7 @@ class RunSizes:
             micro_batch_size = accumulation_steps = None
         cut = Cut(
             micro_batch_size=micro_batch_size,
+            # A cut follows one of the two. Where the user has given both they agree, as `resolve_sizes` has checked.
             accumulation_steps=accumulation_steps if micro_batch_size is None else None,
             deal=self._deal,
             lockstep=self.constraints.fills_up,
@@ -241,6 +244,7 @@ class RunSizes:
             return search.fastest()
         memory, on_first = self.auto.known, self._world.rank == 0
         circumstances = self._circumstances(trial, first)
+        # Rank 0's memory alone decides: hosts may remember different sizes, and all ranks must take the same.
         known = self._world.gather_objects(memory.find(circumstances) if on_first else None)[0]
         if known is not None and known.size <= first.share and (not self.may_run_out or search.fits(known.size)):
             words = f"{known.size}, as measured on {known.date} ({known.samples_per_second:,.0f} samples/s)"
@@ -249,6 +253,7 @@ class RunSizes:
         found = search.fastest()
         if found.size is None or found.rate is None:
             return found
+        # All ranks learn whether it was kept, since the decision is worded alike on all of them.
         kept = self._world.gather_objects(on_first and memory.keep(circumstances, found.size, found.rate))[0]
         return found if kept else dataclasses.replace(found, words=f"{found.words}; it could not be kept for later")
 
@@ -279,6 +284,7 @@ class RunSizes:
             except PlanError as error:
                 return str(error)
 
+        # Shares differ between ranks, and so may plans; the smallest size fits everywhere.
         plans = self._world.run_on_all_ranks(ask)
         reason = next((found for found in plans if isinstance(found, str)), "")
         return min((found for found in plans if isinstance(found, int)), default=None), reason

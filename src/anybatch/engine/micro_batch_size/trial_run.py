@@ -21,6 +21,7 @@ from anybatch.parallel.strategy import Turn
 
 Execute = Callable[[LoopContext, Iterable[tuple[MicroBatch, Batch]]], Sums]
 """Adds up the gradient of micro-batches."""
+# Neither first nor last: a last micro-batch would start a reduction, and other ranks may not run as many.
 _NEITHER = Turn(first=False, last=False)
 
 
@@ -112,6 +113,7 @@ class TrialRuns:
         pieces = to_device(iter(self._pieces(size, most)), self._device)
         for start, piece in zip(range(0, self.num_samples, size), pieces, strict=False):
             stop = min(start + size, self.num_samples)
+            # Divided by its own count: nothing is updated, so the count of the whole batch is not needed.
             counts = unit_counts(self._context.loss, piece, stop - start)
             factors = factors_of(self._context.loss, counts, counts, 1.0)
             if any(counts) or self._num_in_lockstep is not None:

@@ -21,6 +21,7 @@ from anybatch.errors import CompositionError, UserError
 
 _INSTEAD = "Or use rng='micro_batch', which is exact for the same cut."
 _ALPHA = 1.7580993408473766  # what SELU tends to: minus this is what alpha dropout puts in the place of what it drops
+# `dropout2d` is missing here because torch takes three axes for (N, C, L) there, which has samples.
 _UNBATCHED_DIMENSIONS = {"dropout1d": 2, "dropout3d": 4}
 
 
@@ -123,6 +124,7 @@ class _Draws(TorchFunctionMode):
         self._first_seed = 0
         self._axis_of_call: list[int] = []
         self._device_states: list[torch.Tensor] = []
+        # Seeded like the host's generator, it shows the state that this one has if nothing has drawn from it.
         self._clean = torch.Generator()
         self._is_batch_first = False
         self._probing = True
@@ -139,6 +141,7 @@ class _Draws(TorchFunctionMode):
         torch.default_generator.manual_seed(self._first_seed)
         for generator in self.generators[1:]:
             generator.manual_seed(micro_batch.seed)
+        # A device's generator holds no count; it is looked at only to see whether anything has drawn from it.
         self._device_states = [generator.get_state() for generator in self.generators[1:]]
 
     def end(self) -> None:
@@ -264,6 +267,7 @@ class _Draws(TorchFunctionMode):
         frame = inspect.currentframe()
         while frame is not None:
             code = frame.f_code
+            # The first argument of a method is its module, by whatever name.
             first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
             if id(first) in self._names:
                 return first
@@ -284,6 +288,7 @@ def _axes_of_modules(policy: PerSample, modules: nn.Module) -> dict[int, int]:
     """Return the axis of samples inside each module for which one was declared; the innermost declaration counts."""
     known = dict(modules.named_modules())
     axes: dict[int, int] = {}
+    # The name of an inner module is longer, so that its declaration comes later and replaces the outer one.
     for name in sorted(policy.sample_dims, key=len):
         if name not in known:
             message = (
@@ -342,6 +347,7 @@ def _dropping(apply: Callable[..., torch.Tensor], *, by_channel: bool = False) -
 
 def _zero(values: torch.Tensor, kept: torch.Tensor, p: float, *, inplace: bool) -> torch.Tensor:
     """Return what stays divided by the share that stays, and 0 for the rest."""
+    # With p = 1 all is dropped: the scale would be infinite, and infinity times 0 is NaN.
     scale = 1 / (1 - p) if p < 1 else 0.0
     if inplace:
         return values.mul_(scale).masked_fill_(~kept, 0.0)

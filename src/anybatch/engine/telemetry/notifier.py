@@ -122,6 +122,7 @@ class Notifier:
             counts[name] = factor.count
             if factor.count and contributions:  # a loss across samples has none of a micro-batch
                 contribution = next(values)
+                # Back from the contribution to the term's own sum; a weight of 0 cannot be divided out.
                 sums[name] = contribution * (divisor / weight) if weight else contribution
         self._send(self._micro_batch(micro_batch, "end", self._position, counts, sums))
         self._position += 1
@@ -180,6 +181,7 @@ class Notifier:
                 losses={name: value / weight if weight else value for (name, weight), value in means},
                 counts=dict(zip(report.weights, report.counts.unbind(), strict=True)),
                 gradient_norm=norm,
+                # Compared on the device, so that nothing waits for it here.
                 clipped=None if by_norm is None or norm is None else norm > by_norm,
                 learning_rates=report.learning_rates,
                 skipped=report.skipped,

@@ -42,6 +42,7 @@ class StepMemory:
         found = memory_in_use(self._device)
         if found is None:
             return
+        # Sizes stay the same once the optimizer has made its state, so they are looked up no more.
         if not self._optimizer_is_known:
             self._optimizer_is_known = updated
             sizes: dict[str, int] = {category: num_bytes_of(tensors) for category, tensors in self._resident().items()}

@@ -112,6 +112,7 @@ def temporary_bytes(optimizer: Optimizer) -> int:
 
     An optimizer that cannot be run like that is taken to need a copy of its parameters, as most do.
     """
+    # Fused kernels compute in place.
     if any(group.get("fused") for group in optimizer.param_groups):
         return 0
     groups = [

@@ -16,6 +16,7 @@ PrecisionName = Literal["fp32", "bf16", "fp16"]
 OptimizerFunction = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
 Update = Literal["direct", "master_weights", "cast"]
 
+# GradScaler halves the scale at each overflow: from 65536 it takes 27 in a row to come below this.
 _SMALLEST_SCALE = 2.0**-10
 _AUTOCAST: Mapping[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -128,6 +129,7 @@ class LossScaler:
         assert target.update != "cast", "the composition table refuses it"
         self.scaler = torch.amp.GradScaler(device.type)
         self.scaler.scale(torch.zeros((), device=device))  # it is made on first use, and a rank may have no micro-batch
+        # GradScaler does not say whether it has skipped the optimizer's step, and the optimizer's own hook does.
         self._hook = target.optimizer.register_step_post_hook(self._note_step)
 
     @property
