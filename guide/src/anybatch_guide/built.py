@@ -54,6 +54,7 @@ def read_page(folder: Path) -> dict[str, Asset]:
     for file in sorted(folder.rglob("*")):
         path = file.relative_to(folder).as_posix()
         pattern = _RECORDING if file.suffix == ".json" else _ASSET
+        # A link could bring in a file from outside of the folder.
         if file.suffix not in MEDIA_TYPES or not pattern.fullmatch(path) or file.is_symlink() or not file.is_file():
             continue
         num_bytes += file.stat().st_size

@@ -126,6 +126,7 @@ def _record(words: Sequence[str]) -> int:
     for name in names:
         sys.stdout.write(f"{name} ...")
         sys.stdout.flush()
+        # Several are recorded in a process each, so that none depends on those before it.
         written = record(name, given.to) if len(names) == 1 else record_apart(name, given.to)
         sys.stdout.write(f" {written}\n")
     return Status.DONE

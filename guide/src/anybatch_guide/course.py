@@ -119,6 +119,7 @@ class Course:
         try:
             return finite(self._native.step(self._model))
         except NonFiniteError:
+            # The native batch has diverged, so there is nothing to compare with from now on.
             self._native = None
             return None
 
@@ -147,6 +148,7 @@ def digest_of(model: nn.Module) -> str:
     """Return 16 hexadecimal digits that stand for all parameters and buffers, to the bit."""
     found = hashlib.sha256()
     for tensor in model.state_dict().values():
+        # As bytes: equal digests mean equal bits, also for -0.0 and NaN.
         found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()[:16]
 

@@ -80,6 +80,7 @@ def single_file(page: Mapping[str, Asset]) -> str:
         href = _HREF.search(match.group())
         if href is None or href.group(1).startswith("data:"):
             return match.group()
+        # Scripts will stand in the page, so there is nothing to load early.
         if "modulepreload" in match.group():
             return ""
         if "stylesheet" in match.group():
@@ -87,6 +88,7 @@ def single_file(page: Mapping[str, Asset]) -> str:
             return f"<style>{styles[-1]}</style>"
         return match.group().replace(href.group(), f'href="{_data_url(page, href.group(1))}"')
 
+    # Links first: a script, once it is in the page, may hold text that looks like one.
     html = _LINK.sub(inline_link, html)
     html = _SCRIPT.sub(inline_script, html)
     html = html.replace("</body>", f"{''.join(_missing_recordings(page, html))}</body>", 1)
@@ -158,5 +160,6 @@ def _missing_recordings(page: Mapping[str, Asset], html: str) -> Iterator[str]:
     """Yield the recordings that are not in the page yet, as elements that hold data and are never run."""
     for name, text in recordings(page).items():
         if f'id="rec-{name}"' not in html:
+            # No text in the data may end the element.
             safe = text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
             yield f'<script type="application/json" id="rec-{name}">{safe}</script>\n'

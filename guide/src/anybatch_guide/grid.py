@@ -67,6 +67,7 @@ def digits() -> list[PlaygroundSetting]:
         for micro in (4, 16, 64)
         for mistake in _MISTAKES
     ]
+    # The runs of the opening are in a recording of their own.
     known = opening()
     return [setting for setting in found if setting not in known]
 

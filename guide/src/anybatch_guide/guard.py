@@ -78,6 +78,7 @@ class Admission:
         """Return whether one of the Cookie headers holds the secret under this server's name."""
         pairs = [pair.strip().partition(b"=") for header in cookies for pair in header.split(b";")]
         values = [value for name, _, value in pairs if name == self.cookie_name.encode()]
+        # In constant time, so that the duration does not tell how much of a guess was right.
         return any(secrets.compare_digest(value, self.secret.encode()) for value in values)
 
 
@@ -204,6 +205,7 @@ def _look_at_host(request: _Request, admission: Admission, _limits: Limits) -> A
         return Answer(HTTPStatus.MISDIRECTED_REQUEST, "host", message)
     if request.all(b"upgrade"):
         return Answer(HTTPStatus.BAD_REQUEST, "upgrade", "No other protocol is spoken here.")
+    # With two values, this check and the application could go by different ones.
     if any(len(request.all(name)) > 1 for name in _ONLY_ONCE):
         return Answer(HTTPStatus.BAD_REQUEST, "headers", "A header that may stand once stands twice.")
     return None
@@ -211,10 +213,12 @@ def _look_at_host(request: _Request, admission: Admission, _limits: Limits) -> A
 
 def _look_at_origin(request: _Request, _admission: Admission, _limits: Limits) -> Answer | None:
     site = request.one(b"sec-fetch-site")
+    # A typed address has no site that asks; only the page itself may be opened in that way.
     is_page = request.path == "/" and request.one(b"sec-fetch-dest") in (None, b"document")
     if site not in (None, b"same-origin") and not (site == b"none" and is_page):
         message = "Another page asked for this. Open the guide by its printed address, in the address bar."
         return Answer(HTTPStatus.FORBIDDEN, "site", message)
+    # Browsers without Fetch metadata still send an Origin with whatever changes something.
     origin, host = request.one(b"origin"), request.one(b"host")
     if origin is not None and origin.lower() != b"http://" + (host or b"").lower():
         return Answer(HTTPStatus.FORBIDDEN, "origin", "Another page asked for this.")
@@ -236,6 +240,7 @@ def _look_at_secret(request: _Request, admission: Admission, _limits: Limits) ->
     key = _launch_key(request)
     if key is not None and admission.launches(key):
         cookie = f"{admission.cookie_name}={admission.secret}; HttpOnly; SameSite=Strict; Path=/"
+        # By a redirect, so that the secret does not stay in the address bar.
         headers = ((b"location", b"/"), (b"set-cookie", cookie.encode()))
         return Answer(HTTPStatus.SEE_OTHER, "welcome", "The page is at /.", headers)
     if key is None and admission.admits(request.all(b"cookie")):
@@ -254,12 +259,14 @@ def _launch_key(request: _Request) -> str | None:
 def _look_at_form(request: _Request, _admission: Admission, limits: Limits) -> Answer | None:
     if request.method not in _CHANGING:
         return None
+    # A foreign page cannot set this header without a preflight request, which is never granted here.
     if request.one(b"x-anybatch") != b"1":
         return Answer(HTTPStatus.FORBIDDEN, "header", "A change needs the header X-Anybatch: 1.")
     media_type = (request.one(b"content-type") or b"").partition(b";")[0].strip().lower()
     if media_type != b"application/json" and not (request.method == "DELETE" and not media_type):
         return Answer(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "type", "A body has to be application/json.")
     length = request.one(b"content-length")
+    # Cut first: converting thousands of digits would take long.
     if length is not None and (not length.isdigit() or int(length[:20]) > limits.body_bytes):
         return _too_large(limits)
     return None

@@ -88,6 +88,7 @@ class LoopWatch:
         self._tell("begin")
 
     def _end_micro_batch(self) -> None:
+        # No hook tells that a backward is over: the next forward, or the update, ends the micro-batch.
         if self._open_samples is not None:
             self._hold_kept()
             self._tell("end")
@@ -116,6 +117,7 @@ class LoopWatch:
             message = f"the loss of step {record.step} is {record.loss}."
             raise NonFiniteError(message)
         if self._step == self._setting.steps:
+            # The loop is written by hand, and only an exception leaves it.
             raise _Enough
         self._follow_memory()
 
@@ -126,6 +128,7 @@ class LoopWatch:
             self._ledger.phase = "setup"
             self._hold_kept()
             self._ledger.phase = None
+            # Entered by hand, since another hook leaves it.
             self._ledger.__enter__()
 
     def _leave_ledger(self) -> None:
@@ -147,6 +150,7 @@ class LoopWatch:
         self._ledger.hold("optimizer", (value for value in states if isinstance(value, Tensor)))
 
     def _tell(self, event: SpanEvent) -> None:
+        # The loss is known only after the forward.
         mean, count = self._means[-1] if event == "end" else (0.0, 0)
         self._course.observe(
             MicroBatchRecord(

@@ -88,12 +88,14 @@ def alone(num_threads: int = 1) -> Iterator[None]:
 
 def warm() -> None:
     """Do once what takes long the first time: import what images come from, and make one step."""
+    # Without scikit-learn there are no digits to warm up with.
     with suppress(DataError):
         run(PlaygroundSetting(micro_batch_size=1, accumulation_steps=1, steps=1), lambda _: None)
 
 
 def make(setting: PlaygroundSetting, task: PlaygroundTask) -> tuple[nn.Module, Optimizer, LinearLR]:
     """Return a new network, its optimizer and scheduler."""
+    # Seeded for each network, so that a run and its native batch begin with the same parameters.
     torch.default_generator.manual_seed(setting.seed)
     model = task.model()
     optimizer = _OPTIMIZERS[setting.optimizer](model.parameters(), lr=setting.learning_rate)
@@ -143,6 +145,7 @@ class Native:
     @torch.no_grad()
     def step(self, model: nn.Module) -> float:
         """Make one more step; return how far the parameters of `model` are from its own, as a part of their norm."""
+        # The comparison below needs no gradient, but the step does.
         with torch.enable_grad():
             for batch in itertools.islice(self._data, 1):
                 self._engine.step(batch)

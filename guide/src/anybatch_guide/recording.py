@@ -177,6 +177,7 @@ def commit_here() -> str | None:
     if not (_CLONE / ".git").exists():
         return None
     commit = _git("rev-parse", "--short=12", "HEAD")
+    # The built page lies among the sources, and no number depends on it.
     changed = _git("status", "--porcelain", "--", "src", "guide/src", ":(exclude)guide/src/anybatch_guide/dist")
     return None if commit is None or changed is None else f"{commit}+" if changed else commit
 

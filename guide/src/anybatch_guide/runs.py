@@ -126,6 +126,7 @@ class Runs:
         self._is_closing = True
         for task in self._tasks:
             task.cancel()
+        # Tasks end the worker when they are cancelled, so they are waited for.
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def begin(self, request: Mapping[str, Any], *, paused: bool = False) -> str:
@@ -157,6 +158,7 @@ class Runs:
         """
         run = self._current(run_id)
         run.is_paused = do != "resume"
+        # The limit on pauses counts from the last command: stepping by micro-batches shows that the page is in use.
         run.idle_seconds = 0.0
         assert self._process is not None
         self._process.say({"do": do})
@@ -175,6 +177,7 @@ class Runs:
         if self._run is not None:
             failure = Failure("busy", "Another run is under way.")
             raise RefusedError(HTTPStatus.CONFLICT, failure, self._run.id)
+        # The deque has the latest starts: if its oldest is less than a second old, the limit is reached.
         if len(self._starts) == self._limits.starts_per_second and now - self._starts[0] < 1.0:
             failure = Failure("often", f"At most {self._limits.starts_per_second} runs are begun in a second.")
             raise RefusedError(HTTPStatus.TOO_MANY_REQUESTS, failure)
@@ -194,6 +197,7 @@ class Runs:
         retry_seconds = _FIRST_RETRY_SECONDS
         while not self._is_closing:
             await self._listen()
+            # A worker that was ready once is restarted at once; one that never gets there, at ever longer intervals.
             retry_seconds = _FIRST_RETRY_SECONDS if self._ready.is_set() else 2 * retry_seconds
             self._ready.clear()
             self._state = "restarting"
@@ -224,6 +228,7 @@ class Runs:
             self._tell_status()
             return
         run = self._run
+        # An answer about a run that is over comes too late.
         if run is None or answer.get("id") != run.id:
             return
         if "started" in answer:
@@ -247,6 +252,7 @@ class Runs:
         self._num_skipped = 0
         self._stream.begin()
         self._tell_status()
+        # The time is taken here, since the task itself begins later.
         self._spawn(self._watch(run, self._clock()))
 
     def _pass_on(self, run: LiveRun, lines: Sequence[Any]) -> None:
@@ -341,5 +347,6 @@ class Runs:
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
+        # asyncio keeps weak references only: without this one a task could vanish before it ends.
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -80,10 +80,12 @@ def make_app(page: Mapping[str, Asset], runs: Runs, stream: Stream, admission: A
         Route("/api/runs", _begin(runs), methods=["POST"]),
         Route("/api/runs/{run_id}", _cancel(runs), methods=["DELETE"]),
         Route("/api/runs/{run_id}/{do}", _steer(runs), methods=["POST"]),
+        # Last, since it matches every path.
         Route("/{path:path}", _files(page), methods=["GET"]),
     ]
     errors: dict[Any, Any] = {HTTPException: _http_error, RefusedError: _refused}
     app = Starlette(routes=routes, lifespan=worker, exception_handlers=errors)
+    # Starlette would make the address of a redirect from the Host header.
     app.router.redirect_slashes = False
     return Guard(app, admission, limits)
 
@@ -191,6 +193,7 @@ def _object(body: bytes) -> dict[str, Any]:
         raise ValueError(name)
 
     def no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        # Parsers disagree on which of two equal names counts.
         if len({name for name, _ in pairs}) != len(pairs):
             raise ValueError(pairs)
         return dict(pairs)
@@ -226,6 +229,7 @@ async def serve(serving: Serving, tell: Callable[[str, str], None]) -> None:
     """
     page = read_page(serving.page)
     sockets = _listen(serving)
+    # Read from the socket, since port 0 asks for any that is free.
     port = sockets[0].getsockname()[1]
     names = LOOPBACK_NAMES | serving.names | ({serving.host} - {"0.0.0.0", "::"})  # noqa: S104 (taken out, not bound)
     admission = Admission(port=port, hosts=names, once=secrets.token_urlsafe())
@@ -261,6 +265,7 @@ def _config(app: App, limits: Limits) -> uvicorn.Config:
         log_level="error",
         access_log=False,
         server_header=False,
+        # No proxy is expected in front, so such headers would only be a client's claims.
         proxy_headers=False,
         limit_concurrency=limits.num_connections,
         timeout_graceful_shutdown=5,

@@ -120,6 +120,7 @@ def parse_setting(value: object) -> PlaygroundSetting:
         message = f"a setting has exactly the keys {', '.join(sorted(known))}; {missing=}, {foreign=}."
         raise SettingError(message, code="keys")
     given: Mapping[str, Any] = value
+    # JSON may write 1.0 as 1; an integer that is too large for a float is left to the check below.
     rate = given["learning_rate"]
     return PlaygroundSetting(
         **{**given, "learning_rate": float(rate) if type(rate) is int and abs(rate) < MAX_BYTES else rate}

@@ -79,6 +79,7 @@ class Ring:
             self._light.append(self.last)
         while len(self._entries) > self._limits.ring_lines or self._num_bytes > self._limits.ring_bytes:
             if not self._light:
+                # Events other than lines are few and small, and are kept beyond the limit.
                 if event == "lines":
                     raise RingFullError
                 return
@@ -87,6 +88,7 @@ class Ring:
     def behind(self, number: int) -> Iterator[Entry]:
         """Yield the entries after one, as far as it is still there."""
         first = max(number + 1, next(iter(self._entries), self.last + 1))
+        # Numbers have gaps where lines that only show progress were dropped.
         return (self._entries[at] for at in range(first, self.last + 1) if at in self._entries)
 
 
@@ -111,6 +113,7 @@ class Stream:
         self._clock = clock
         self._ring = Ring(limits)
         self._readers: list[Reader] = []
+        # Part of every id: after a restart a page must not go on at a number of the server before.
         self._name = secrets.token_hex(4)
         self._status = "{}"
         self._is_closed = False
@@ -164,6 +167,7 @@ class Stream:
             await Answer(HTTPStatus.SERVICE_UNAVAILABLE, "streams", text).send(send)
             return
         asked = next((value for name, value in scope["headers"] if name.lower() == b"last-event-id"), b"")
+        # The second header asks a proxy, such as nginx, not to hold events back.
         headers = [(b"content-type", b"text/event-stream"), (b"x-accel-buffering", b"no")]
         with self._reader(self._number(asked)) as reader:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -177,6 +181,7 @@ class Stream:
         first_status = self._ring.last  # what stands in the ring until here is older than the status sent first
         await _send_text(send, _message("status", self._status))
         while True:
+            # Cleared before looking, so that what comes meanwhile sets it again.
             reader.news.clear()
             text, has_lines = self._next(reader, first_status)
             if text:
@@ -193,6 +198,7 @@ class Stream:
             async with asyncio.timeout(self._limits.heartbeat_seconds):
                 await reader.news.wait()
         except TimeoutError:
+            # A comment, which readers ignore, keeps a silent connection open.
             await _send_text(send, ": beat\n\n")
 
     def _next(self, reader: Reader, first_status: int) -> tuple[str, bool]:
@@ -203,6 +209,7 @@ class Stream:
         num_bytes = num_dropped = 0
         run: str | None = None
         for entry in self._ring.behind(reader.seen):
+            # The lines so far go out first, so that the order stays.
             if entry.event != "lines" and lines:
                 break
             reader.seen = entry.number
@@ -217,6 +224,7 @@ class Stream:
             if num_bytes > self._limits.message_bytes:
                 break
         if lines:
+            # Put together as text, since the lines are JSON already.
             data = f'{{"run":{json.dumps(run)},"dropped":{num_dropped},"lines":[{",".join(lines)}]}}'
             texts.append(_message("lines", data, self._id(reader.seen)))
         return "".join(texts), bool(lines)

@@ -99,6 +99,7 @@ class LineTrace:
             self._files[str(source.path)] = number
             self._main.append(source.main_line)
         self._stack.enter_context(contextlib.redirect_stdout(self.output))
+        # What traced before, such as a debugger or a coverage tool, goes on afterwards.
         self._stack.callback(sys.settrace, sys.gettrace())
         sys.settrace(self._called)
         return self
@@ -253,6 +254,7 @@ def _answered(processes: Sequence[SpawnProcess], ours: Connection, theirs: Conne
     """Start processes, return what comes through the pipe, and leave none of them behind."""
     for process in processes:
         process.start()
+    # Only the child keeps its end, so that its death ends the pipe.
     theirs.close()
     try:
         if not ours.poll(TIME_LIMIT_SECONDS):
@@ -286,6 +288,7 @@ def _serve_rank(
 def _joined(function: Any, rank: int, num_ranks: int, meeting: str) -> None:  # noqa: ANN401 (a program's)
     torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=num_ranks)
     function(rank, num_ranks)
+    # Reference cycles may keep DDP alive, which has to be gone before its process group.
     gc.collect()
     torch.distributed.destroy_process_group()
 

@@ -128,6 +128,7 @@ class Worker:
 
     def read(self, commands: BinaryIO) -> None:
         """Take commands until there are no more; then the server is gone, and the process ends, whatever it does."""
+        # For commands that come before the first run.
         gate = Gate(paused=False)
         for text in commands:
             command = json.loads(text)
@@ -136,6 +137,7 @@ class Worker:
                 self._asked.put((command, gate))
             else:
                 gate.set(command["do"])
+        # `sys.exit` would end this thread only, and a run that computes would go on.
         os._exit(0)
 
     def work(self) -> None:
@@ -164,6 +166,7 @@ class Worker:
         run = command["id"]
 
         def tell(line: Mapping[str, Any]) -> None:
+            # First the gate, then the line: a paused run waits before it tells that a micro-batch begins.
             gate.keep(line)
             self._say({"id": run, "lines": [plain(line)]})
 
@@ -208,10 +211,12 @@ def work(repertoire: Callable[[], Repertoire]) -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     with suppress(OSError):
         os.nice(NICENESS)
+    # One core is left to the server and the browser.
     torch.set_num_threads(max(1, _num_cores() - 1))
     made = replace(made_here("", commit=commit_here()), command="anybatch guide")
     known = repertoire()
     worker = Worker(known, answers, made)
+    # Commands are read before the warm-up: the end of the server has to end this process at any time.
     threading.Thread(target=worker.read, args=(sys.stdin.buffer,), name="commands", daemon=True).start()
     known.warm()
     worker.work()

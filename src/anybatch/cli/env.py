@@ -38,6 +38,7 @@ def hardware() -> dict[str, str]:
     import torch.distributed as dist  # noqa: PLC0415 (takes seconds)
 
     num_devices = torch.accelerator.device_count()
+    # In a container fewer cores may be usable than the machine has.
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     facts = {
         "cpu cores": f"{os.cpu_count()} ({usable} usable), {torch.get_num_threads()} torch threads",

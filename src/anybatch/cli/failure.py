@@ -65,8 +65,10 @@ def _from_users_code_on(error: BaseException) -> str | None:
 
 def _is_ours(filename: str) -> bool:
     """Return whether a frame is anybatch's, torch's or Python's own."""
+    # Code without a file, such as Python's frozen modules.
     if filename.startswith("<"):
         return True
+    # Not imported for this: where torch was not loaded, no frame can be its own.
     torch = sys.modules.get("torch")
     packages = [_PACKAGE] if torch is None or torch.__file__ is None else [_PACKAGE, Path(torch.__file__).parent]
     if any(_lies_in(filename, package) for package in packages):

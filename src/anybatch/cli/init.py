@@ -59,6 +59,7 @@ def write_recipe(file: Path) -> None:
         message = f"{file.name!r} must be a name that Python can import, such as train.py: letters, digits, _ and .py."
         raise UserError(message)
     try:
+        # "x" refuses an existing file, even one that was made a moment ago.
         with file.open("x", encoding="utf-8") as opened:
             opened.write(TEMPLATE.replace("{file}", file.name))
     except FileExistsError:

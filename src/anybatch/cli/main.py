@@ -67,6 +67,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (whatever it is, it ends here, in words)
         from anybatch.cli.failure import explain  # noqa: PLC0415 (not needed unless something fails)
 
+        # Results that were written so far come before the error.
         sys.stdout.flush()
         sys.stderr.write(f"{explain(error)}\n")
         return status_of(error)

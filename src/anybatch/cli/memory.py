@@ -97,6 +97,7 @@ def record(recipe: str, *, limit: int | None, allocator: bool, **choices: Any) -
     from anybatch.recipes.load import load_recipe  # noqa: PLC0415 (brings torch)
     from anybatch.recipes.run.start import start  # noqa: PLC0415 (brings torch)
 
+    # The engine takes one of the two, and the size always has a default.
     if choices["accumulation_steps"] is not None:
         del choices["micro_batch_size"]
     run = start(load_recipe(recipe), steps=_MOST_STEPS, **choices)
@@ -105,6 +106,7 @@ def record(recipe: str, *, limit: int | None, allocator: bool, **choices: Any) -
         first = next(data)
         engine.step(first)
         batch = next(data)
+        # At the end of an epoch a step may be smaller, and would show less memory.
         if len(batch.sample_ids) < len(first.sample_ids):
             engine.step(batch)
             batch = next(data)

@@ -137,6 +137,7 @@ def plan_subject(
         headroom=headroom,
         known=known,
         proposals=not no_proposals,
+        # CPUs are not in the table of devices, so this one is measured.
         rates=measure_rates("this CPU", time.perf_counter) if choices["device"].startswith("cpu:") else None,
         **choices,
     )

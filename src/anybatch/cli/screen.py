@@ -67,6 +67,7 @@ class RunDisplay:
     """
 
     def __init__(self, stop_requested: Callable[[], bool] | None) -> None:
+        # Without a terminal there is no bar that the signal handler's own line could be lost under.
         self._stop_requested = stop_requested if sys.stderr.isatty() else None
         self._console: Console | None = None
         self._charts: TensorBoardLog | None = None

@@ -38,6 +38,7 @@ def read(words: Sequence[str]) -> TrainRequest:
             parser.error(f"--resume takes no value; the run to go on with is named by --out: --resume --out {recipe}")
         parser.error(f"--resume needs --out, the folder of the run to go on with{_newest_run()}")
     ranks = given.pop("ranks")
+    # What was not given is left to the run that is resumed, or to the recipe.
     choices = {name: value for name, value in given.items() if value is not None}
     return TrainRequest(recipe=recipe, folder=out, resume=resume, ranks=ranks, choices=choices)
 

@@ -31,5 +31,6 @@ class TrainRequest:
 def short_name(recipe: str) -> str:
     """Return a word for a recipe: `digits`, and `train` for `jobs/train.py:main` or `jobs.train:main`."""
     place, _, function = recipe.rpartition(":")
+    # The colon of a Windows drive separates no function.
     place = place if place and function.isidentifier() else recipe
     return Path(place).stem if place.endswith(".py") else place.rpartition(".")[2]

@@ -101,6 +101,7 @@ def tune_recipe(
         return batches(
             dataset,
             effective_batch_size=size,
+            # One more than is timed: the first batch also starts the workers.
             steps=LOADED_STEPS + 1,
             shuffle=job.shuffle,
             seed=seed,

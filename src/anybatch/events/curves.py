@@ -120,6 +120,7 @@ class _CurveCollector:
         }
         self.skipped = {number for number in self.skipped if number <= first}
         self.out_of_memory_at = {number for number in self.out_of_memory_at if number <= first}
+        # A session that began where this one begins has left no step.
         self.sessions = [session for session in self.sessions if session.first_step < first]
         circumstances = ", ".join(str(line[name]) for name in ("device", "precision", "strategy"))
         self.sessions.append(LogSession(first_step=first, geometry=str(line["geometry"]), circumstances=circumstances))

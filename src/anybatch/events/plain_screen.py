@@ -27,6 +27,7 @@ class PlainScreen:
     def say(self, line: str, level: Level, /) -> None:  # noqa: ARG002 (the line itself says "warning" or "error")
         """Write a line."""
         self._stream.write(f"{line}\n")
+        # Line by line, so that a reader of the file or pipe sees it at once.
         self._stream.flush()
 
     def show(self, moment: ScreenContents, /) -> None:

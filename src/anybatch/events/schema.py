@@ -111,6 +111,7 @@ def _described(record: type[Record]) -> tuple[str, dict[str, str]]:
     """Return the first paragraph of a record's docstring, and the description of each of its attributes."""
     summary, _, attributes = (inspect.getdoc(record) or "").partition("\n\nAttributes:\n")
     entries = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", attributes, re.MULTILINE)
+    # The schema is for readers in other languages, who know null.
     return summary, {name: re.sub(r"\bNone\b", "null", " ".join(text.split())) for name, text in entries}
 
 

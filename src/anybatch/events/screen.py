@@ -57,6 +57,7 @@ class ScreenContents:
         """How much of the run is done, from 0 to 1; None if its length is not known."""
         if self.total_steps is None:
             return None
+        # A run of no steps is complete.
         return min(1.0, (self.num_steps + self.share_of_step) / self.total_steps) if self.total_steps else 1.0
 
 

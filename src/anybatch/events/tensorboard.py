@@ -127,6 +127,7 @@ class TensorBoardLog:
     def close(self) -> None:
         """Write buffered charts, and close the file. Closing twice is allowed."""
         with self._lock:
+            # Writing opens a file, which a run without any record should not leave behind.
             if self._pending:
                 self._write()
             if self._writer is not None:
@@ -244,6 +245,7 @@ def _steps_made(record: Record) -> int:
 
 def _summary_writer() -> Callable[..., Writer]:
     try:
+        # torch's own module imports the package tensorboard, which may be missing.
         module: Any = importlib.import_module("torch.utils.tensorboard")
     except ImportError as error:
         message = (

@@ -42,6 +42,7 @@ class Encoders(nn.Module):
             )
             for _ in range(2)
         )
+        # CLIP's initial temperature; its logarithm is learned, so that the factor stays positive.
         self.logit_scale = nn.Parameter(torch.tensor(1 / 0.07).log())
 
 

@@ -211,6 +211,7 @@ def make_model(job: Job, seed: int) -> Model:
 def _check_function(owner: str, name: str, value: object, arguments: str, error: type[UserError]) -> None:
     """Refuse what cannot be called with these arguments, and objects in the place of what makes them."""
     form = f"a function {name}{arguments}"
+    # A module is callable as well, and is what people give by mistake.
     if isinstance(value, nn.Module) or not callable(value):
         cure = f"{form} that makes it: {name}=lambda: ..." if arguments == "()" else form
         message = f"{owner}({name}=...) was given {_kind(value)}, already made; pass {cure}."

@@ -209,6 +209,7 @@ def _only_one(module: ModuleType, place: str) -> Callable[..., Any]:
     functions = _functions(module)
     likely = {name: function for name, function in functions.items() if name in _JOB_NAMES or _says_job(function)}
     ready = {name: function for name, function in likely.items() if not _needed_arguments(function)}
+    # A function that can be called as it is goes before one that needs arguments.
     found = ready or likely
     if len(found) == 1:
         return next(iter(found.values()))

@@ -55,6 +55,7 @@ def text(
         UserError: the heads do not divide the width.
         DataError: there are fewer than two files.
     """
+    # Rotary positions turn pairs of numbers, so each head needs an even width.
     if width % (2 * num_heads):
         message = f"{width=} must be a multiple of 2 x {num_heads=}: each head gets an even part of it."
         raise UserError(message)
@@ -192,6 +193,7 @@ class Windows(torch.utils.data.Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Return the inputs and, one byte on, the targets of a window: two tensors (context,) of int64."""
         start = index * self.context
+        # Widened window by window: as int64 the whole text would take eight times the memory.
         window = self.bytes[start : start + self.context + 1].long()
         return {"inputs": window[:-1], "targets": window[1:]}
 
@@ -210,6 +212,7 @@ def list_files(folder: str | Path | None, pattern: str | None, max_bytes: int | 
     left_out = _NOT_CODE if folder is None else frozenset()
     found = {}
     for path, folders, names in os.walk(root):
+        # In place: `os.walk` does not enter folders that are taken out of its list.
         folders[:] = [name for name in folders if name not in left_out and not name.startswith(".")]
         for file in (Path(path, name) for name in names if fnmatch(name, pattern) and not name.startswith(".")):
             # Sorted by a digest, the split does not depend on the file system's order, nor on where the folder lies.

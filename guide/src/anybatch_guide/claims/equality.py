@@ -67,6 +67,7 @@ def error_of(
     inputs, targets = rows_of(task, sum(sizes), seed)
     batch = (inputs.to(dtype) if inputs.is_floating_point() else inputs), targets
     parts = cut(batch, sizes)
+    # Both gradients start from one seed, so that dropout differs only by the cut.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         found = weighed(model, parts, by_items(parts) if by_share else by_parts(parts))
@@ -183,6 +184,7 @@ def sync_batch_norm(tell: Tell) -> Numbers:
 
 def _by_exact_engine(task: PlaygroundTask, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     model = fresh(task)
+    # Any optimizer will do, since `gradients` makes no update.
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with ab.Engine(model, optimizer, task.loss, micro_batch_size=16, norms="exact") as engine:
         gradients = engine.gradients({"inputs": inputs, "targets": targets})

@@ -54,6 +54,7 @@ def final_loss(task: PlaygroundTask, loop: str, optimizer: Callable[..., Optimiz
             model,
             loader,
             optimizer=trained,
+            # The loops take a scheduler; this one leaves the learning rate as it is.
             scheduler=LambdaLR(trained, lambda _: 1.0),
             criterion=cross_entropy,
             accumulation_steps=16,

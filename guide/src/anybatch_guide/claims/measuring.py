@@ -89,6 +89,7 @@ def step_seconds(
     Processor time on one thread, so that another process on the machine takes less part in it.
     """
     steps = {one: _stepper(task, one) for one in cuts}
+    # Once without a clock: the first step makes the optimizer's state.
     for step in steps.values():
         step()
     found: dict[BatchCut, list[float]] = {one: [] for one in cuts}

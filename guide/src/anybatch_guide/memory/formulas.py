@@ -69,6 +69,7 @@ def smallest_world_size(num_parameters: int, each: ParameterBytes, budget_bytes:
     Raises:
         PlanError: what is not dealt exceeds the budget on any number of ranks.
     """
+    # On so many ranks only what is not dealt is left.
     fixed = state_bytes(num_parameters, each, stage, 1 << 62)
     if budget_bytes <= fixed:
         message = (

@@ -77,6 +77,7 @@ class _Run:
             try:
                 self._pass(self._batch)
             finally:
+                # Also after an error: its report names the gradients made so far.
                 ledger.hold("gradients", (one.grad for one in model.parameters() if one.grad is not None))
         self._optimizer.zero_grad()
 

@@ -22,6 +22,7 @@ from anybatch.planner.trace.step_spec import StepSpec, built
 from anybatch.recipes.planning.subjects import load_subject
 
 OptimizerName = Literal["AdamW", "fused AdamW"]
+# More than any device has, so that what is traced does not depend on one.
 _PLENTY_BYTES = 1 << 50
 _SEVERAL = 2
 

@@ -39,6 +39,7 @@ def spirals(num_points: int, *, seed: int) -> tuple[Float[Tensor, "point 2"], In
     """Return points and the arm that each lies on; the radius grows with the angle."""
     random = torch.Generator().manual_seed(seed)
     arms = torch.randint(0, 2, (num_points,), generator=random)
+    # The square root puts more points outside, where an arm is longer.
     along = torch.rand(num_points, generator=random).sqrt()
     angles = 2 * math.pi * TURNS * along + math.pi * arms
     points = along[:, None] * torch.stack((angles.cos(), angles.sin()), dim=1)

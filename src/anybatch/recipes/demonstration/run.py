@@ -53,6 +53,7 @@ def demonstrate(write: Write = sys.stdout.write) -> int:
 def changed_lines() -> list[str]:
     """Return how the second loop differs from the first, as a diff of the very functions that run."""
     before, after = (inspect.getsource(module.train).splitlines() for module in (plain, three_lines))
+    # Without the three lines at the head of a diff.
     lines = itertools.islice(difflib.unified_diff(before, after, n=1, lineterm=""), 3, None)
     return [line for line in lines if not line.startswith("@@")]
 

@@ -80,6 +80,7 @@ def plan(
     """
     subject = _subject(what, optimizer, loss, sample, sequence_length)
     size = effective_batch_size or subject.effective_batch_size
+    # Measurements are kept by precision, so it has to be known before they are looked up.
     if size is None or (precision is None and known is not None):
         train, _ = build(subject.train)
         size, precision = size or train.effective_batch_size, precision or train.precision

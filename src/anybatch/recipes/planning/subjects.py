@@ -92,6 +92,7 @@ def subject_of_known_model(name: str, *, sequence_length: int | None = None, che
             loss=mean_over_tokens(next_token_loss, labels="targets", shift=False),
             clip=1.0,
         ),
+        # Only shapes count, so inputs and targets may be one tensor.
         sample=dict.fromkeys(("inputs", "targets"), torch.zeros(1, length, dtype=torch.int64)),
     )
 

@@ -164,6 +164,7 @@ class RunFolder:
             with partial.open("w", encoding="utf-8") as file:
                 file.write(json.dumps(content, indent=2) + "\n")
                 file.flush()
+                # On the disk before it is renamed: after a power failure the new name must not stand for an empty file.
                 os.fsync(file.fileno())
             # A rename on one file system is indivisible: a killed run leaves the old header or the new one.
             partial.replace(self.header)

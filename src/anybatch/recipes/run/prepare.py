@@ -66,6 +66,7 @@ def prepare(
     """
     former = None if header is None else header.stretches[-1]
     settings = resolve_settings(job, choices, None if former is None else former.settings, world_size=world.size)
+    # Made once, so that a resumed run reads its rest from the same data set.
     dataset = job.dataset()
     job = dataclasses.replace(with_settings(settings, job), dataset=lambda: dataset)
     run = start(
@@ -199,6 +200,7 @@ def _follow_changes(
         engine.reschedule(make)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of a scheduler that is stepped before its optimizer
+        # The new schedule is brought to where the old one stood.
         for _ in range(made):
             cast("Any", engine.scheduler).step()
     asked = ", ".join(changes) or "the settings of this one"

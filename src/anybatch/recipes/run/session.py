@@ -133,6 +133,7 @@ def train(
         ):
             highest = PeakMemory()
             backlog = Backlog()
+            # The user's observer gets the number of steps, so it is made after the run; until then records are kept.
             observers = Observers(log, highest) if observer is None else Observers(log, highest, backlog)
             ready = prepare(
                 job,
@@ -294,6 +295,7 @@ class _Session:
         try:
             epoch = self._rest.steps_per_epoch
         except TypeError:
+            # Data without a length has no end of an epoch to wait for.
             epoch = self._num_steps + 1
         return max(1, ceil_div(self._num_steps, NUM_EVALUATIONS)) if self._num_steps < epoch else None
 
