@@ -99,6 +99,7 @@ class LocalDisk:
 
     def free_bytes(self, path: Path, /) -> int:
         """Return the room that an ordinary user has on the file system of `path`."""
+        # The folder itself may not have been made yet.
         existing = next(place for place in (path, *path.absolute().parents) if place.exists())
         return shutil.disk_usage(existing).free
 

@@ -42,6 +42,7 @@ class Digest:
 
 def json_bytes(body: Mapping[str, Any]) -> bytes:
     """Return the bytes of a JSON file that names its format and version first, then `body`."""
+    # Without NaN, which is not JSON: `pack` writes it in another way.
     text = json.dumps({**_HEAD, **body}, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode() + b"\n"
 

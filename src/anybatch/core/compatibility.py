@@ -194,6 +194,7 @@ _BY_ITSELF: Mapping[Feature, Cell] = {
     ),
     Feature.NORMS_SYNC: _JOINS_RANKS,
 }
+# Keyed by sets, so that a pair is found in either order.
 _TOGETHER: Mapping[frozenset[Feature], Cell] = {
     frozenset((Feature.SINGLE, Feature.SEVERAL_RANKS)): Cell(
         Verdict.REFUSED, "every rank would train a model of its own", "Use strategy='auto' (all_reduce) or 'ddp'."
@@ -264,6 +265,7 @@ _TOGETHER: Mapping[frozenset[Feature], Cell] = {
     frozenset((Feature.WIDE_PARAMETERS, Feature.CAST)): _NO_MASTERS,
     frozenset((Feature.LOW_PARAMETERS, Feature.DIRECT)): _NO_MASTERS,
 }
+# An Enum keeps the order in which its members are written.
 _GOOD_TO_BAD = tuple(Verdict)
 
 
@@ -276,6 +278,7 @@ def cell(one: Feature, other: Feature) -> Cell:
         return stated
     if one.axis is other.axis and one.axis.exclusive:
         return _ONE_AXIS
+    # In the order of the table and not of the arguments: of two equally bad features the first one gives the reason.
     owns = [cell(feature, feature) for feature in Feature if feature in (one, other)]
     return max(owns, key=lambda own: _GOOD_TO_BAD.index(own.verdict))
 

@@ -342,6 +342,7 @@ def then(first: BoundedSchedule, *rest: BoundedSchedule) -> Sequential:
         part.parts if isinstance(part, Sequential) else (part,) for part in (first, *rest)
     )
     joined = Sequential(tuple(parts))
+    # Refused here, where the schedule is written, and not in the middle of a run.
     for part in joined.parts[:-1]:
         _bounded(part)
     return joined

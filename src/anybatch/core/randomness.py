@@ -82,6 +82,7 @@ def sample_bits(keys: Int64[Tensor, " sample"], call: int, shape: Sequence[int])
         # Odd, hence one-to-one modulo 2**64: no two indices of an axis get the same state.
         stride = _signed(_mix(_AXIS, len(lengths) - 1 - axis, 0, 0) << 1 | 1)
         state = state.unsqueeze(-1) + torch.arange(length, device=keys.device).mul_(stride)
+    # Each 64-bit number gives two; of an odd length one is left over.
     return _finalise(state).view(torch.int32)[..., : shape[-1]]
 
 

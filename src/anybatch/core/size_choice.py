@@ -79,6 +79,7 @@ def fit_seconds(seconds: Mapping[int, float]) -> SecondsFit | None:
     slope = sum((size - mean_size) * (seconds[size] - mean_seconds) for size in sizes)
     slope /= sum((size - mean_size) ** 2 for size in sizes)
     fixed = mean_seconds - slope * mean_size
+    # Noise can make the line fall, or start below zero; times do neither.
     return SecondsFit(max(0.0, fixed), slope) if slope > 0.0 else None
 
 

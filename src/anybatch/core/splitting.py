@@ -256,6 +256,7 @@ def _even_shares(num_samples: int, num_parts: int, cut: Cut, *, keep_empty: bool
     """Split samples into parts that differ by at most one sample, or by one group where groups stay whole."""
     groups = None if cut.group is None else group_sizes(num_samples, cut.group)
     num_pieces = num_samples if groups is None else len(groups)
+    # A rank may go without samples, a unit may not.
     parts = even_parts(num_pieces, num_parts if keep_empty else min(num_parts, num_pieces))
     if groups is None:
         return parts
@@ -270,6 +271,7 @@ def _units_of(num_samples: int, size: int, cut: Cut) -> tuple[int, ...]:
     """
     if cut.group is None:
         return _parts_of(num_samples, size)
+    # A batch that is smaller than a group is one group by itself.
     if size < min(cut.group, num_samples):
         message = (
             f"micro_batch_size={size} must be at least the group size {cut.group}: a group is normalised in one "
@@ -289,6 +291,7 @@ def _refuse_cut_groups(share_sizes: Sequence[int], cut: Cut) -> None:
     if cut.group is None:
         return
     total = sum(share_sizes)
+    # Groups are those of the whole batch, counted from its first sample.
     borders = {0, *itertools.accumulate(group_sizes(total, cut.group))}
     for rank, end in enumerate(itertools.accumulate(share_sizes)):
         if end not in borders:

@@ -148,6 +148,7 @@ def _map_leaves(node: Batch, function: Callable[[Any], Any]) -> Batch:
         fields = {f.name: _map_leaves(getattr(node, f.name), function) for f in dataclasses.fields(node) if f.init}
         return dataclasses.replace(node, **fields)
     items = [_map_leaves(item, function) for item in node]
+    # A named tuple takes its items one by one, any other tuple takes all of them together.
     if isinstance(node, tuple) and hasattr(node, "_fields"):
         return type(node)(*items)
     return type(node)(items)
@@ -168,6 +169,7 @@ def _carries_samples(leaf: object) -> bool:
         return leaf.dim() > 0
     if isinstance(leaf, list) or _are_strings(leaf):
         return True
+    # A numpy array, recognised without numpy, which need not be installed.
     return hasattr(leaf, "__array__") and getattr(leaf, "ndim", 0) > 0
 
 

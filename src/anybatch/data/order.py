@@ -23,6 +23,7 @@ def sample_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> t
     """
     if not shuffle:
         return torch.arange(num_samples)
+    # A generator of its own, so that the order depends on the seed alone and the caller's is left as it is.
     generator = torch.Generator().manual_seed(order_seed(seed, epoch))
     return torch.randperm(num_samples, generator=generator)
 

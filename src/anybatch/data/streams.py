@@ -77,6 +77,7 @@ class StreamSource:
 
     def _batches(self, ahead: Prefetcher[ChunkKey, bytes] | None) -> Iterator[DatasetBatch]:
         start = self._request.start
+        # `!=` and not `<`: the end is None where a number of steps was asked for.
         while start.epoch != self._request.end_epoch:
             stream = self._samples_here(start) if ahead is None else self._samples_from_workers(start, ahead)
             _skip(stream, start)

@@ -190,6 +190,7 @@ def _check_arguments(spec: TrainSpec, hardware: Hardware) -> _Arguments:
     """Refuse all that is known to fail, before anything of the model is touched."""
     loss = declared(spec.loss)
     modules = collect_modules(spec.model, loss)
+    # After the modules, since a single rank computes where the model is.
     world = hardware.world or world_of(modules)
     strategy = choose_strategy(hardware.strategy, world)
     needs, clip = strategy.capabilities, clip_policy(spec.clip)
@@ -205,6 +206,7 @@ def _check_arguments(spec: TrainSpec, hardware: Hardware) -> _Arguments:
         accumulation_steps=hardware.accumulation_steps,
         deal=hardware.deal,
         order=hardware.order,
+        # A cut has to satisfy the strategy as well; BatchNorm layers are run by the policy's constraints alone.
         constraints=constraints | needs.constraints,
     )
     features = features_of(spec, modules, loss, sizes=sizes.sizes, deal=hardware.deal, clip=clip, policy=policy)

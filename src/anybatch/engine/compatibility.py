@@ -152,6 +152,7 @@ def refused_in_backward(error: BaseException) -> CompositionError | None:
     Whether checkpointing is reentrant cannot be seen before, so it is recognised by where the error was raised.
     """
     last = None
+    # The last frame is where the error was raised.
     for frame, _ in traceback.walk_tb(error.__traceback__):
         last = frame
     if last is None or last.f_code is not CheckpointFunction.backward.__code__:
@@ -177,6 +178,7 @@ def _features_of_parameters(modules: nn.Module, optimizer: Optimizer | Optimizer
         found[Feature.SPARSE] = f"module {sparse!r} has sparse=True"
     if frozen:
         found[Feature.FROZEN] = f"{len(frozen)} of them, first {frozen[0]!r}"
+    # `tied` holds a parameter once for each of its names, the other two hold it once.
     if len(tied) > len(own) + len(frozen):
         found[Feature.TIED] = ""
     return found
@@ -190,4 +192,5 @@ def _features_of_loss(loss: Loss) -> dict[Feature, str]:
 
 def _has_sparse_gradients(module: nn.Module) -> bool:
     trains = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+    # `is True`, because a user's module may have an attribute of that name for something else.
     return trains and getattr(module, "sparse", False) is True

@@ -233,6 +233,7 @@ class Engine:
                 name: None if gradient is None else parts.context.scaler.unscaled(gradient)
                 for name, gradient in zip(parts.context.prepared.parameters, summed.gradients, strict=True)
             }
+            # Only after the copies are made: gradients may be views of buckets, which this sets to zero.
             parts.clear_gradients()
         return found
 
@@ -356,6 +357,7 @@ class Engine:
         self._parts.close()
         self._parts.notifier.end(self.num_steps, error)
         try:
+            # After an error a second one would hide the first.
             if error is None:
                 self._parts.updater.finite.settle()
         finally:

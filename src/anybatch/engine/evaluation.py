@@ -69,6 +69,7 @@ def evaluate(
         message = "there was nothing to evaluate: the batches held no samples on any rank."
         raise LossError(message)
     nothing = torch.zeros(2, dtype=widest_dtype(world.device), device=world.device)
+    # One message and one wait for the device, for all metrics together.
     stacked = context.strategy.sum(torch.stack([totals.get(name, nothing) for name in names])).tolist()
     means = zip(names, stacked, strict=True)
     return {name: total / count if count else float("nan") for name, (total, count) in means}, num_samples
@@ -94,6 +95,7 @@ def _measure_whole(
     """Yield (total, count) of metrics across samples, for the effective batch as a whole and on one rank only."""
     assert isinstance(metric, Loss)
     batches = to_device(planned.micro_batches, world.device)
+    # Nothing is reduced within a forward of an evaluation.
     turn = Turn(first=False, last=False)
     key = BatchKey(planned.seed, 0, planned.sample_ids)
     outputs = Outputs()

@@ -26,6 +26,7 @@ def failures_reported(world: World, step: int, undo: Callable[[], None]) -> Iter
     try:
         yield
     except BaseException as error:
+        # First, since every way from here raises.
         undo()
         if not isinstance(error, AnyBatchError):
             error.add_note(f"anybatch: in step {step} (counted from 0), on rank {world.rank} of {world.size}.")

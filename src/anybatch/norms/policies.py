@@ -150,6 +150,7 @@ class Exact:
         over_ranks = has_layers and world_size > 1
         if self.method == "checkpoint":
             return CutConstraints(lockstep=over_ranks, fills_up=over_ranks, joins_ranks=over_ranks, whole=True)
+        # Filled up, so that a rank without samples has a unit with which it meets the others in every layer.
         return CutConstraints(fills_up=over_ranks, joins_ranks=over_ranks, every_unit=has_layers)
 
     @property

@@ -119,6 +119,7 @@ def _statistics(
     handle = layer.register_forward_pre_hook(hook)
     try:
         for batch in batches:
+            # A forward that came to the layer less often than the first one has left its count behind.
             calls = 0
             try:
                 run(model, batch)

@@ -195,6 +195,7 @@ class _Reductions:
 def _sum_bucket(reductions: _Reductions, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     def summed(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
         try:
+            # Asked for its error alone: the sum is in the bucket itself.
             future.value()
         except RuntimeError:
             reductions.broken = True

@@ -156,6 +156,7 @@ def _run_along(
     planned: PlannedBatch, loaded: Sequence[Batch], counts: Sequence[tuple[float, ...]]
 ) -> tuple[PlannedBatch, list[Batch], list[tuple[float, ...]]]:
     """Under lockstep every unit has to run; one that counts nothing runs another's samples with weight 0 instead."""
+    # There is one: a rank that counts nothing has been refused just before.
     busy = next(number for number, count in enumerate(counts) if any(count))
     chosen = [number if any(count) else busy for number, count in enumerate(counts)]
     units = tuple(
@@ -302,7 +303,9 @@ def _plan_share(share: RankShare, placement: Placement, world: World, start: Pos
         plan=plan,
         units=units,
         sample_ids=range(start.sample_offset, start.sample_offset + sum(sizes)),
+        # A loader of the user's own has no seed; that of the engine, if it was given one, takes its place.
         seed=0,
+        # Where the epochs of such a loader end is not known, so its samples are counted on.
         end=Position(start.epoch, start.sample_offset + sum(sizes)),
         micro_batches=iter([slice_samples(share.batch, unit.start - first, unit.stop - first) for unit in units]),
     )

@@ -112,6 +112,7 @@ def accumulate_in_two_passes(
     loss_gradient = _loss_gradient(context, outputs, exchange)
     if loss_gradient is None:
         return sums
+    # One rank alone: contributions are summed over ranks, and each rank knows the whole loss.
     if exchange.reports_loss:
         sums.contributions.append(((TermFactors(1.0, 1.0, float(exchange.plan.num_samples)),), [loss_gradient.value]))
     # 3. Pass its rows of that gradient on to each micro-batch: first to the kept graph, so that it can be freed.
@@ -170,6 +171,7 @@ def encode_all(
     outputs = outputs or Outputs()
     for micro_batch, batch in micro_batches:
         outputs.graph = []  # the graph of the one before goes first
+        # Never the last turn: reductions start in a backward of the second pass.
         drawing = context.randomness.micro_batch(micro_batch)
         with drawing, context.strategy.micro_batch(_NOT_LAST), record(micro_batch), context.autocast():
             outputs.graph, outputs.put_together = take_apart(context.prepared.call(_encode(loss), batch))
@@ -351,6 +353,7 @@ def _backward_kept(
             root for root, slopes in zip(outputs.graph, loss_gradient.of_outputs, strict=True) if slopes is not None
         ]
         outputs.graph = []
+        # Parameters of the loss function join the last backward, so that their reduction starts within it.
         _backward(context, micro_batch, [*roots, *(loss_gradient.parameters if turn.last else ())], loss_gradient)
     context.after(micro_batch, ())
 

@@ -58,6 +58,7 @@ def accumulate_together(
     store = None
     if device.type != "cpu" if offload is None else offload:
         store = HostStore(context.prepared.parameters.values())
+    # One for each forward, since forwards take turns; they are joined in the order of the micro-batches.
     sums = [Sums() for _ in micro_batches]
     merging = _Merging(statistics, ranks, device)
     # torch keeps these states per thread, and each forward runs in a thread of its own.

@@ -207,6 +207,7 @@ class LossCheck:
     def _judged(
         self, whole: Batch, autocast: Callable[[], AbstractContextManager[object]], generators: SeededGenerators
     ) -> CheckVerdict:
+        # The precision is known as a context alone; inside of it torch says whether it is a low one.
         with autocast():
             is_low = torch.is_autocast_enabled(self._world.device.type)
         checked, doubtful = checked_samples(

@@ -74,6 +74,7 @@ class RecordedModel:
                 vars(module),
                 {name: self._alias(value) for name, value in parameters.items()},
                 {name: None if child is None else self.clone(child) for name, child in children.items()},
+                # An opened module runs its own forward; hooks around a recorded answer would see none.
                 keeps_forward_hooks=is_opened,
             )
         )

@@ -265,6 +265,7 @@ class Replay:
                 return self.recorded_model.record(lambda: self._function(self.recorded_model.model, piece))
 
         try:
+            # A recording needs no graph; what is differentiated are leaves made from it.
             with torch.no_grad():
                 return record()
         except torch.OutOfMemoryError:

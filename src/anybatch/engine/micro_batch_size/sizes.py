@@ -209,6 +209,7 @@ class RunSizes:
             group=self.constraints.group or 1,
             optimizer_is_new=trial.optimizer_is_new,
         )
+        # Compiled modules run compiled, since the memory of their steps is what is looked for.
         with without_side_effects(trial.modules, self._world.device, as_compiled=True):
             try:
                 if not reason:
@@ -246,6 +247,7 @@ class RunSizes:
         circumstances = self._circumstances(trial, first)
         # Rank 0's memory alone decides: hosts may remember different sizes, and all ranks must take the same.
         known = self._world.gather_objects(memory.find(circumstances) if on_first else None)[0]
+        # It may come from a process that had more memory to itself.
         if known is not None and known.size <= first.share and (not self.may_run_out or search.fits(known.size)):
             words = f"{known.size}, as measured on {known.date} ({known.samples_per_second:,.0f} samples/s)"
             return FoundSize(known.size, words, known.samples_per_second)

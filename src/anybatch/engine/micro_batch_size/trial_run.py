@@ -111,12 +111,14 @@ class TrialRuns:
     def _run(self, size: int, most: int) -> None:
         lined_up = []
         pieces = to_device(iter(self._pieces(size, most)), self._device)
+        # Not strict: there are no more pieces than were asked for.
         for start, piece in zip(range(0, self.num_samples, size), pieces, strict=False):
             stop = min(start + size, self.num_samples)
             # Divided by its own count: nothing is updated, so the count of the whole batch is not needed.
             counts = unit_counts(self._context.loss, piece, stop - start)
             factors = factors_of(self._context.loss, counts, counts, 1.0)
             if any(counts) or self._num_in_lockstep is not None:
+                # Any key will do: nothing that depends on it is kept.
                 key = BatchKey(0, 0, range(stop))
                 lined_up.append((MicroBatch(Unit(0, start, stop), factors, _NEITHER, 0, key), piece))
         if self._num_in_lockstep is not None:  # the rank with the largest share may have one more

@@ -72,6 +72,7 @@ class SampleRandomness:
 
     def __enter__(self) -> Self:
         self._states = [generator.get_state() for generator in self._draws.generators]
+        # Calls are compared within a step only: the next one may take another way through the model.
         self._draws.num_calls_of_step = None
         return self
 
@@ -159,6 +160,7 @@ class _Draws(TorchFunctionMode):
                 "Call it in every micro-batch, whatever the data.",
             )
         self.num_calls_of_step = calls
+        # Looking after every function is slow: in the first micro-batch it names what draws, later the end is enough.
         self._probing = False
 
     def __torch_function__(

@@ -38,6 +38,7 @@ from anybatch.engine.update.resident_tensors import ResidentTensors
 from anybatch.parallel.gradient_buckets import gradient_bytes
 from anybatch.parallel.world import World
 
+# One object for all phases: without an observer a phase costs next to nothing.
 _NOTHING = nullcontext()
 
 

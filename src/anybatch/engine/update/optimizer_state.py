@@ -93,6 +93,7 @@ def make_state(optimizer: Optimizer) -> list[nn.Parameter]:
         for group in optimizer.param_groups:
             make(group, *([] for _ in range(num_lists)))
     except BaseException:
+        # Nothing stays of a state that was made for some parameters only: the error says that nothing has changed.
         for parameter in set(optimizer.state) - before:
             del optimizer.state[parameter]
         raise

@@ -180,6 +180,7 @@ def _unchanged(loss: torch.Tensor) -> torch.Tensor:
 
 def _check_members(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
     given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    # By identity, because `==` compares the values of tensors.
     given_ids = {id(parameter) for parameter in given}
     own_ids = {id(parameter) for parameter in parameters.values()}
     missing = [name for name, parameter in parameters.items() if id(parameter) not in given_ids]

@@ -153,6 +153,7 @@ class Updater:
     ) -> Float[Tensor, ""] | None:
         """Unscale, measure, look and clip; return the norm from before clipping."""
         self.target.attach(gradients)
+        # Before the norm is measured: limits are meant for the gradient without fp16's scale.
         self.scaler.unscale()
         present = [gradient for gradient in gradients if gradient is not None]
         norm = self._layout.norm(present) if self._measures_norm and present else None
@@ -160,6 +161,7 @@ class Updater:
             loss = contributions.sum()
             self.finite.check(loss if norm is None else loss + norm, step)
         clip_gradients(gradients, norm, self._clip, self.target.in_groups, self._layout)
+        # After clipping, so that the gradient is rounded once.
         self.target.cast(gradients)
         return norm
 
