@@ -119,6 +119,7 @@ class Guard:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
+            # Nothing here speaks WebSocket, which browsers do not bind to the origin of a page.
             await send({"type": "websocket.close", "code": 1008})
         else:
             await self._http(scope, receive, _with_headers(send))

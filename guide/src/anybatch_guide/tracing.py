@@ -151,6 +151,7 @@ class LineTrace:
                 self._now["micro_batches"] = 0
         self._look(frame.f_locals)
         if self.values and not self._unnoted:
+            # A copy, since later lines change the values.
             self.values[-1] = dict(self._now)
             self.printed[-1] = self.output.tell()
 
@@ -189,6 +190,7 @@ def columns(lines: LineTrace) -> dict[str, Any]:
             for source in lines.sources
         ],
         "lines": [number for _, number in lines.numbers],
+        # Left out where all lines are of one file, to save bytes.
         "file_of": [] if not any(files) else files,
         "skipped": [[index, count] for index, count in enumerate(lines.skipped) if count],
         "values": changes,
@@ -275,6 +277,7 @@ def _serve_rank(
 ) -> None:
     torch.set_num_threads(1)
     program = runpy.run_path(str(source.path), run_name="traced")
+    # Other ranks run unwatched: without files no line is noted.
     watched = LineTrace([source] if answer is not None else [], repeats)
     with watched:
         if function == "run_rank":

@@ -194,6 +194,7 @@ class Worker:
         return experiment
 
     def _say(self, answer: Mapping[str, Any]) -> None:
+        # Encoded before the lock is taken, which is then held for the writing alone.
         text = json.dumps(answer, allow_nan=False, separators=(",", ":")).encode() + b"\n"
         with self._writing:
             self._answers.write(text)

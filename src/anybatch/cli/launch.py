@@ -34,6 +34,7 @@ def launch(request: TrainRequest) -> Status:
         if status in (Status.DONE, Status.STOPPED):
             dist.destroy_process_group()
         return status
+    # Named here, so that all ranks share it, and the advice on resuming can name it too.
     folder = new_folder(request.recipe) if request.folder is None else request.folder
     request = dataclasses.replace(request, folder=folder)
     num_ranks = number_of_ranks(request)

@@ -31,6 +31,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
         """Return the values of a command line, or end the program with a sentence about the first thing wrong in it."""
+        # Unknown words are returned instead of refused, so that the sentence about them is our own.
         values, unknown = self.parse_known_args(words)
         if unknown and self._explain_unknown is not None:
             self.error(self._explain_unknown(unknown))

@@ -71,6 +71,7 @@ def _train(request: TrainRequest, world: World, stop: Callable[[], bool] | None)
         message = f"--ranks {request.ranks}, but a launcher has started {world.size}. Leave --ranks to the launcher."
         raise UserError(message)
     recipe = request.recipe or DEFAULT_RECIPE
+    # The name has the time in it, and other ranks would read the clock a moment later.
     folder = on_first_rank(world, partial(new_folder, recipe)) if request.folder is None else request.folder
     with RunDisplay(stop) as display:
         result = train(
@@ -104,6 +105,7 @@ def _quiet_warnings(world: World) -> None:
     def show(message: Warning | str, *_: object, **__: object) -> None:
         _write(sys.stderr, f"warning: {message}\n")
 
+    # Under `python -X dev` a warning keeps its file and line.
     if not sys.flags.dev_mode:
         warnings.showwarning = show
 

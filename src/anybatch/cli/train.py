@@ -20,6 +20,7 @@ def run(words: Sequence[str]) -> int:
     """Train what a command line asks for; return the exit status."""
     request = read(words)
     let_threads_sleep()
+    # Before torch is imported, so that the server imports it at the same time as this process.
     if request.ranks not in (None, "auto", 1):
         start_fork_server()
     # torch takes seconds to import, and is not needed to say that an option is wrong.

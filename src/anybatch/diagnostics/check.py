@@ -69,6 +69,7 @@ def _check(runs: GradientRuns, precision: str, micro_batch_sizes: Sequence[int] 
     seen = runs.look()
     # Autocast inside of the model may compute in fewer bits than its parameters have.
     narrowest = min((d for d in (runs.dtype, seen.narrowest) if d), key=lambda dtype: torch.finfo(dtype).bits)
+    # A type that is not listed, such as float8, has the widest tolerance.
     tolerance = _TOLERANCES.get(narrowest, max(_TOLERANCES.values()))
     findings = []
     if (randomness := _set_randomness_aside(runs, seen.draws, tolerance)) is not None:
@@ -122,6 +123,7 @@ def _measure(runs: GradientRuns, size: int, tolerance: float) -> SplitResult:
 
 def _set_randomness_aside(runs: GradientRuns, draws: Sequence[str], tolerance: float) -> CheckFinding | None:
     """Put the modules that draw random numbers to rest, if the gradient depends on what they draw."""
+    # The same gradient from another seed: what is drawn, if anything, does not matter.
     if relative_error(runs.whole(seed=runs.seed + 1), runs.whole()) <= tolerance:
         return None
     by_name = dict(runs.modules.named_modules())

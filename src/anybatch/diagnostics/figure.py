@@ -29,6 +29,7 @@ def draw_errors(report: CheckReport, path: Path) -> None:
     figure = figures.Figure(figsize=(8, max(2.5, 1.6 + 0.24 * len(names))), layout="constrained")
     axes = figure.subplots()
     for number, split in enumerate(report.splits):
+        # A cut that could not be run has no errors to show.
         if not split.errors:
             continue
         values = [max(split.errors[name], FLOOR) for name in names]
@@ -47,6 +48,7 @@ def draw_errors(report: CheckReport, path: Path) -> None:
         axes.text(limit, -1.1, name, color="#595959", ha="right", va="top", fontsize=8)
     axes.set_xscale("log")
     axes.set_xlim(FLOOR / 3, 1e1)
+    # From the top down, in the order of the parameters.
     axes.set_ylim(len(names) - 0.4, -1.2)
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.set_xlabel("part in the relative error of the gradient")
@@ -90,6 +92,7 @@ def draw_tuning(report: TuneReport, path: Path) -> None:
     memory.set_xscale("log", base=2)
     sizes = [one.size for one in report.sizes]
     memory.set_xticks(sizes, [str(size) for size in sizes])
+    # Only sizes that were measured are marked on the axis.
     memory.minorticks_off()
     memory.set_xlabel("micro-batch size" + (f" (from {too_large[0]} on it does not fit)" if too_large else ""))
     speed.set_title(f"{report.num_samples} samples per step, {report.device}", loc="left", fontsize=9)

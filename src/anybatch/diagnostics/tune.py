@@ -240,6 +240,7 @@ class _Held:
 
     def feed(self, units: Sequence[Positions], foresight: Foresight | None = None) -> Iterator[Batch]:
         """Yield the micro-batches of a cut, loaded once as long as the cut stays."""
+        # Another micro-batch size cuts the batch elsewhere.
         if self._loaded is None or self._loaded[0] != units:
             self._loaded = units, list(self._batch.feed(units, foresight))
         yield from self._loaded[1]
@@ -270,6 +271,7 @@ class _Steps:
             for size in sizes if number == 0 else list(found):
                 taken = self._step(size)
                 if taken is None:
+                    # A size that does not fit in every round is not one to recommend.
                     found.pop(size, None)
                     break  # larger sizes do not fit either
                 # The shortest time: whatever else the machine does only ever adds to it.
@@ -353,6 +355,7 @@ def _loaded_per_second(data: Iterable[EffectiveBatch], cut: Cut, clock: Callable
     finally:
         # Ends the loader's workers now; they would disturb the next measurement.
         run.close()
+    # A coarse clock may not have moved.
     return num_samples / max(clock() - begun, 1e-9)
 
 

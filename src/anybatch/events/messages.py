@@ -89,6 +89,7 @@ def _about_checkpoint(record: CheckpointRecord, total_steps: int | None) -> Sent
 
 def _about_diagnosis(record: DiagnosisRecord, total_steps: int | None) -> Sentence:
     word, level = _DIAGNOSES[record.level]
+    # Records number steps from 0, sentences from 1.
     where = "" if record.step is None else f"{step_of(record.step + 1, total_steps)}   "
     message, remedy = _in_one_line(record.message), _in_one_line(record.remedy or "")
     if remedy:
@@ -110,6 +111,7 @@ def _about_out_of_memory(record: OutOfMemoryRecord, total_steps: int | None) -> 
 def _about_end(record: EndRecord, seconds: float | None) -> Sentence:
     steps = f"{record.num_steps:,} step{'s' * (record.num_steps != 1)}"
     took = "" if seconds is None else f" after {duration(seconds)}"
+    # Only the first line, since this is one sentence.
     reason = "" if record.message is None else f": {record.message.strip().partition(chr(10))[0]}"
     level: Level = "error" if record.status == "failed" else "result"
     return f"{record.status}{took}, {steps} made{reason}", level

@@ -34,6 +34,7 @@ def plot_losses(jsonl_path: str | os.PathLike[str], out_paths: Iterable[str | os
         message = f"{os.fspath(jsonl_path)} holds no steps yet, so there is nothing to draw. Is it the log of rank 0?"
         raise UserError(message)
     for path in paths:
+        # Only now, so that a log without steps leaves no empty folders.
         path.parent.mkdir(parents=True, exist_ok=True)
     drawing.draw(curves, paths)
     return paths

@@ -32,6 +32,7 @@ class SafeStream(io.TextIOBase):
                 self._stream.write(writable)
             except (OSError, ValueError):  # ValueError is what a closed file raises
                 self._is_lost = True
+        # Also where the text is lost, which the caller must not notice.
         return len(text)
 
     def flush(self) -> None:

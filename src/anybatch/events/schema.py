@@ -104,6 +104,7 @@ def _record_schema(record: type[Record]) -> Schema:
         for field in dataclasses.fields(record)
     }
     properties = {**_envelope(), "kind": {"const": record.kind}, **fields}
+    # A log always writes every field, so a reader need not ask for it.
     return {"type": "object", "description": summary, "properties": properties, "required": list(properties)}
 
 

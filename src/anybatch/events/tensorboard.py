@@ -176,6 +176,7 @@ class TensorBoardLog:
                     points = [*points, ("update_skipped", record.skipped)]
                 _add_scalars(writer, points, record.step + 1, wall_seconds)
             elif isinstance(record, EvaluateRecord):
+                # An evaluation has the number of steps made; a step has its own number, from 0.
                 metrics = [(f"evaluation/{name}", value) for name, value in record.metrics.items()]
                 _add_scalars(writer, metrics, record.step, wall_seconds)
             elif isinstance(record, MemoryRecord):
@@ -196,6 +197,7 @@ class TensorBoardLog:
 def _points(record: StepRecord, samples_per_second: float | None) -> list[Point]:
     """Return the numbers of a step under the names of their charts."""
     points: list[Point] = [("loss", record.loss)]
+    # A single term is the loss itself.
     if len(record.losses) > 1:
         points += [(f"loss_terms/{name}", value) for name, value in record.losses.items()]
     if record.gradient_norm is not None:

@@ -37,6 +37,7 @@ def read_host(root: Path = Path("/")) -> HostReading | None:
         resident, peak = process["VmRSS"], process["VmHWM"]
     except (OSError, KeyError, ValueError):
         return None
+    # A container's limit may be far below what the machine has free.
     return HostReading(min(available, _left_in_container(root, available)), resident, peak)
 
 

@@ -88,6 +88,7 @@ def timeline(trace: MemoryTrace) -> MemoryTimeline:
     changes = torch.zeros(len(events), len(get_args(Category)), dtype=torch.int64)
     changes[torch.arange(len(events)), codes[numbers]] = torch.where(events > 0, sizes[numbers], -sizes[numbers])
     held = changes.cumsum(0)
+    # All that was there before stands at one moment, after the last of these events.
     first = _num_there_before(trace) - 1
     kept = [name for name in ORDER if held[:, get_args(Category).index(name)].any()]
     phases, operations = _course(trace)

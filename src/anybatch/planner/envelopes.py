@@ -237,6 +237,7 @@ def _checked(
         traces[size] = trace_step(spec, size)
         seen = check(found.steady, traces[size].steady, size)
         if seen.verdict == "exact":
+            # Called for its error: it is raised if the first step does something else at this size.
             check(found.first, traces[size].first, size)
             return dataclasses.replace(found, checked_at=size)
         firsts = [(traces[m].first, m) for m in (low, high, size)]

@@ -71,6 +71,7 @@ def _measured(
     fresh = [step for step in mine if step.versions == versions]
     notes = (refused,) if refused else ()
     if not fresh:
+        # Of the stale measurements only the newest is mentioned.
         return DeviceMeasurements(notes=(*notes, *(_stale(step, versions) for step in mine[-1:])))
     same = [step for step in fresh if step.subject == of]
     excess = max(step.excess for step in same or fresh)

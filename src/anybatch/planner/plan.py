@@ -60,6 +60,7 @@ def make_plan(
         name=name,
         spec=spec,
         num_parameters=sum(parameter.numel() for parameter in parameters),
+        # Only an instance has the optimizer's name; one number is enough to make it.
         optimizer=type(optimizer if isinstance(optimizer, Optimizer) else optimizer(_one_parameter())).__name__,
         precision=ready.trained.precision,
         target=target,

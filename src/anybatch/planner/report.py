@@ -155,6 +155,7 @@ def _bound(plan: Plan) -> str:
 def _nothing_fits(plan: Plan) -> list[str]:
     """Return the rows for a step of which not even one sample fits, with the smallest change that would."""
     fit, usable = plan.as_it_is, max(0, plan.budget.usable_bytes)
+    # A category that exceeds the budget by itself is the reason, whatever else is there.
     alone = [(size, name) for name, size in fit.peak.by_category.items() if size > usable]
     if alone:
         size, name = max(alone)

@@ -160,6 +160,7 @@ def _import_file(path: Path, sought: _FunctionKind) -> ModuleType:
     try:
         with _users_traceback(f"importing {path} failed"):
             spec.loader.exec_module(module)
+    # A module that has failed half-way must not be found by the next import.
     except BaseException:
         del sys.modules[name]
         raise
@@ -229,6 +230,7 @@ def _functions(module: ModuleType) -> dict[str, Callable[..., Any]]:
 
 def _says_job(function: Callable[..., Any]) -> bool:
     """Return whether the annotation is `Job`, also as text, and with or without the module it is in."""
+    # It is text under `from __future__ import annotations`, with quotes of its own where it had some.
     annotation = getattr(function, "__annotations__", {}).get("return")
     return annotation is Job or (isinstance(annotation, str) and annotation.strip("'\"").rpartition(".")[2] == "Job")
 

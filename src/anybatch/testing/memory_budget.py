@@ -30,6 +30,7 @@ def _ledger(watcher: AllocationObserver) -> MemoryLedger:
         func: object, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object, phase: Phase
     ) -> None:
         del func, result, phase
+        # Under any category: here only the amount counts.
         ledger.hold("inputs", _tensors_in((args, kwargs)))
 
     ledger = MemoryLedger(watcher=watcher, on_operation=book_arguments)

@@ -96,6 +96,7 @@ class RankPool:
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
+            # A closed pipe ends a rank by itself; one that hangs is killed.
             process.join(self._timeout_seconds / 10)
             if process.is_alive():
                 process.kill()
@@ -114,6 +115,7 @@ class RankPool:
         try:
             outcome: RankOutcome = self._pipes[rank].recv()
         except (EOFError, ConnectionError):
+            # The exit code is known only after the process has been waited for.
             self._processes[rank].join(self._timeout_seconds)
             return RankOutcome(error=f"the process ended with exit code {self._processes[rank].exitcode}")
         return outcome

@@ -152,6 +152,7 @@ def three_lines(tell: Tell) -> Numbers:
 def changed(before: Callable[..., None], after: Callable[..., None]) -> int:
     """Return how many lines of the second function's body the first one does not have, whatever their indentation."""
     former, latter = (
+        # From the docstring on: signatures are not counted.
         [line.strip() for line in inspect.getsource(function).partition('"""')[2].splitlines()]
         for function in (before, after)
     )

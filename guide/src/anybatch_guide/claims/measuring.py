@@ -131,6 +131,7 @@ def step_memory(
     data = ab.batches(task.rows, effective_batch_size=effective_batch_size, steps=2)
     first, second = data
     with engine:
+        # The first step makes the optimizer's state and checks the loss; the second one is like all later ones.
         engine.step(first)
         with record_memory(engine) as recording:
             engine.step(second)

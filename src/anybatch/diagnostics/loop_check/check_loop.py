@@ -140,6 +140,7 @@ class _Runner:
         The expected gradients are measured on one rank in any case.
         """
         traces, loud = self._traces_on_ranks(pool) if num_ranks > 1 else (), None
+        # A loop for several ranks is also run alone, to measure unit gradients, and may ask for its rank then.
         with group_of_one() if self.needs.ranks else nullcontext():
             if num_ranks == 1:
                 # Run twice: clipping shows as a difference between small and large gradients.

@@ -92,6 +92,7 @@ class WeighedWindow:
 
     def weight_of(self, part: Part) -> float:
         """Return the weight of a sample of a micro-batch."""
+        # A sample that comes twice has the sum of two weights; one that comes once shows that of its micro-batch.
         once = [self.found.get(s, 0.0) for s in part.ids if self.step.ids[s] == 1]
         return once[0] if once else self.found.get(part.ids[0], 0.0) / self.step.ids[part.ids[0]]
 
@@ -136,6 +137,7 @@ def _about_end(evidence: Evidence) -> Iterator[LoopFinding]:
 def _about_steps(evidence: Evidence) -> Iterator[LoopFinding]:
     """Yield faults in the places of `optimizer.step()`."""
     steps, steps_given = evidence.steps, evidence.accumulation_steps
+    # Then nothing says how many micro-batches a step should have.
     if evidence.cuts_batches or not evidence.knows_steps:
         return
     sizes = [step.num_micro_batches for step in steps]
@@ -220,6 +222,7 @@ def _about_weights(evidence: Evidence, findings: Sequence[LoopFinding]) -> Itera
     if others:
         yield sentences.not_a_weighted_sum(others[0].number + 1, evidence.where(others[0].line))
     carried = any(finding.code == "tail_carried" for finding in findings)
+    # A window over two epochs has a finding of its own; its weights would only repeat it.
     judged = [each for each in judged if not carried or len(each.step.epochs) == 1]
     # Samples with different numbers of targets have different shares in the loss: weights add up to 1 if even.
     yield from _about_totals(evidence, [each for each in judged if each.is_even or not evidence.has_targets])
@@ -265,6 +268,7 @@ def _about_evenness(evidence: Evidence, judged: Sequence[WeighedWindow]) -> Iter
             code = "mean_of_means" if by_size else "mean_of_token_means" if by_targets else "uneven_weights"
         else:
             code = "uneven_ranks"
+        # Each cause is reported once, for the first step that shows it.
         if code in codes:
             continue
         codes.add(code)
@@ -353,6 +357,7 @@ def _about_the_rest(evidence: Evidence) -> Iterator[LoopFinding]:
     units = evidence.units
     for step in evidence.steps if units.scale_is_known else ():
         rows = units.of(tuple(step.ids)) if step.ids else None
+        # A step without samples should have no gradient.
         expected = step.gradient * 0 if rows is None else _mean(step, rows)
         if not is_close(step.gradient, expected):
             yield sentences.unexplained(step.number + 1, evidence.where(step.line))

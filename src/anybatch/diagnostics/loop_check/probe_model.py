@@ -66,6 +66,7 @@ def make_data(kind: TargetKind) -> ProbeData:
         # Every word occurs once in the data, so the first one says which sample it is.
         words = torch.arange(NUM_ROWS * num_positions).view(NUM_ROWS, num_positions)
         return ProbeData(kind, words, targets.masked_fill(torch.arange(num_positions) >= lengths, _IGNORED), outputs)
+    # One-hot, so that a sample is recognised by its largest input.
     return ProbeData(kind, torch.eye(NUM_ROWS, dtype=torch.float64), targets.squeeze(1), outputs)
 
 
@@ -131,6 +132,7 @@ class RowSet(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if not 0 <= index < len(self._ids):
+            # Python ends an iteration over `__getitem__` by this error.
             raise IndexError(index)
         return self._data.inputs[self._ids[index]], self._data.targets[self._ids[index]]
 

@@ -93,6 +93,7 @@ class Recorder:
         if self._table is not None:
             self.trace.left = self._gradient()
         self.trace.ended = kind is not LoopStopped
+        # True keeps the exception from going on: a stopped loop is a result like others.
         return kind is LoopStopped
 
     _table: nn.Parameter | None = None
@@ -151,6 +152,7 @@ class Recorder:
 
     def _line(self) -> int | None:
         frame = inspect.currentframe()
+        # The innermost frame of the user's file is the line that led here.
         while frame is not None and frame.f_code.co_filename != self._file:
             frame = frame.f_back
         return None if frame is None else frame.f_lineno
@@ -170,6 +172,7 @@ class _TimeLimit:
     def start(self) -> None:
         self._end = time.monotonic() + self._seconds
         self._running = True
+        # A loop that cannot be ended must not keep the process from ending.
         self._timer.daemon = True
         self._timer.start()
 

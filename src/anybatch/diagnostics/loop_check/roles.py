@@ -142,5 +142,6 @@ def _names_used(function: Callable[..., Any]) -> tuple[frozenset[str], frozenset
 
 
 def _names_in(code: CodeType) -> frozenset[str]:
+    # Nested functions have code of their own.
     inner = [_names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
     return frozenset(code.co_names).union(*inner)

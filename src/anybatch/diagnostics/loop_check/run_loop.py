@@ -62,6 +62,7 @@ def run_loop(function: LearningLoop, needs: LoopParameters, settings: LoopSettin
         LoopFailedError: the loop raised.
     """
     code = getattr(function, "__code__", None)
+    # A callable object has no code of its own, and its lines are not named then.
     recorder = Recorder(None if code is None else code.co_filename, settings.gain, settings.time_limit_seconds)
     # A loop without a number of epochs is one epoch, so it is called once for each.
     num_calls = 1 if "epochs" in needs or "max_steps" in needs else settings.num_epochs
@@ -130,6 +131,7 @@ def group_of_one() -> Iterator[None]:
     if dist.is_initialized():
         message = "check_loop starts ranks of its own: call it in a process that has not joined a process group."
         raise UserError(message)
+    # In memory: a group of one rank needs no port.
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         yield
@@ -142,6 +144,7 @@ def state_kept() -> Iterator[None]:
     """Put back the random states and settings of torch and Python that a loop may change."""
     gradients, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
     try:
+        # The caller may be within `no_grad`, where no backward runs.
         with preserved_random_state(), torch.enable_grad():
             yield
     finally:

@@ -77,6 +77,7 @@ class UnitGradients:
         gradient, has_scale = measured
         if not has_scale:
             scaled = self._usual(gradient, ids)
+            # Unknown for one window is unknown for all: they are compared with each other then.
             self.scale_is_known = self.scale_is_known and scaled is not None
             gradient = gradient if scaled is None else scaled
         return gradient * len(ids)

@@ -173,6 +173,7 @@ def weights(gradient: TableGradient, units: TableGradient) -> Mapping[int, float
     """Return each sample's weight in a gradient: the multiple of its unit gradient that is nearest."""
     # The least-squares multiple; rows of samples do not mix, so each is its own one-dimensional problem.
     products, squares = (gradient * units).sum((1, 2)), units.square().sum((1, 2))
+    # A sample without a gradient has weight 0 instead of NaN.
     found = torch.where(squares > 0, products / squares, 0.0)
     return {sample: weight for sample, weight in enumerate(found.tolist()) if abs(weight) > TOLERANCE / 100}
 

@@ -90,6 +90,7 @@ class MemoryBar:
 
     def _parts(self, num_cells: int) -> list[_Part]:
         held = sum(self._num_bytes.values())
+        # Parts may exceed the device; the bar then stands for the parts.
         whole = max(held, self._total_bytes or 0)
         sizes = dict(self._num_bytes)
         letters = _letters(sizes)

@@ -224,6 +224,7 @@ class MemoryRecording:
     ) -> None:
         """Stop looking, and put the report together."""
         self._stack.close()
+        # After an error the last step is incomplete, and a report of it would mislead.
         if error is None and self._steps:
             self._report = self._make_report()
         self._ledger.forget()

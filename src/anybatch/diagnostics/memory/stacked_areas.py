@@ -88,6 +88,7 @@ def make_figure(course: MemoryTimeline, picture: MemoryPicture) -> Figure:
     areas.stackplot(moments.tolist(), heights, colors=list(colours.values()), step="post", linewidth=0, zorder=2)
     top = _draw_limit(areas, course, picture, unit_bytes)
     areas.set_xlim(0, max(1, len(course.phases) - 1))
+    # From zero, since areas are compared by their size.
     areas.set_ylim(0, top)
     areas.set_ylabel(unit)
     areas.set_xlabel(picture.axis)
@@ -115,6 +116,7 @@ def highest_moments(totals: Int[Tensor, " moment"], num_columns: int) -> Int[Ten
         return torch.arange(num_moments)
     borders = [num_moments * number // num_columns for number in range(num_columns + 1)]
     highest = [begin + int(totals[begin:end].argmax()) for begin, end in pairwise(borders)]
+    # A set, since an end may be the highest moment of its stretch.
     return torch.tensor(sorted({0, *highest, num_moments - 1}))
 
 

@@ -70,6 +70,7 @@ class JsonLinesFile:
     def _text(self) -> str:
         """Return the file's text, or nothing with the reason in `refused`; a pipe is not waited for."""
         # Opening a pipe would block until another process writes; O_NONBLOCK returns at once, and it is refused below.
+        # Windows lacks the first flag, and other systems the second one.
         number = os.open(self.path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
         try:
             if not stat.S_ISREG(os.fstat(number).st_mode):

@@ -64,6 +64,7 @@ class OperationRecorder:
         one = self._known.get(key)
         if one is None:
             one = operation_of(func, args, kwargs, result, phase=phase, micro_batch=self._micro_batch)
+            # Without a cached result, equal keys do not mean equal arguments.
             if key[0] is not None:
                 self._known[key] = one
         self._operations.append(one)

@@ -149,6 +149,7 @@ def propose(spec: StepSpec, envelopes: Envelopes, target: PlanTarget, *, fits: b
     for change in possible_changes(spec) if fits or stays < usable else []:
         try:
             changed = _changed(change, envelopes, target)
+        # A change that cannot be planned must not keep the others from the table.
         except UserError:
             continue
         found.append(fit_of(change.spec, changed, target, name=change.name, how=change.how))

@@ -76,6 +76,7 @@ def repeated_blocks(model: Model) -> tuple[Blocks, ...]:
             continue
         if not isinstance(parent, _CONTAINERS):
             continue
+        # Each class once, in the order in which they appear.
         for kind in dict.fromkeys(type(child) for child in parent.children()):
             names = tuple(name for name, child in parent.named_children() if type(child) is kind)
             first = parent.get_submodule(names[0])

@@ -32,6 +32,7 @@ from anybatch.planner.torch_internals import (
 )
 from anybatch.planner.trace.data_reads import WATCHED
 
+# Exact types, since a subclass may compare and hash in its own way.
 _PLAIN = frozenset(
     {int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 )

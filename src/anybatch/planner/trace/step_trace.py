@@ -181,6 +181,7 @@ class StepTracer:
     @contextmanager
     def _running(self) -> Iterator[None]:
         assert self._twin_run is not None, "it is entered"
+        # Entered last, the ledger sees an operation first; the fake mode, entered first, makes the result.
         with as_planning_errors(), self._mode, self._reads, allocating_as(self._spec.profile), self._twin_run.ledger:
             yield
 
@@ -220,6 +221,7 @@ class _TwinRun:
             self._loss = dataclasses.replace(self._loss, function=BareLoss(self._loss.function, is_mean=True))
         self._rows: AllRows | None = None
         if self._loss.kind.encode is not None:
+            # Such a loss sees the rows of the whole effective batch, of which two micro-batches are traced.
             self._rows = AllRows(self._loss, train.effective_batch_size, world.size)
             self._loss = self._rows.as_loss()
         self._modules = collect_modules(self._model, self._loss)

@@ -124,5 +124,6 @@ def _fresh() -> tuple[Transformer, torch.optim.Optimizer]:
 
 def _batches() -> Iterable[dict[str, torch.Tensor]]:
     """Return the first batches of the recipe `text`."""
+    # In order, so that every part of the demonstration gets the same batches.
     loader: Iterable[dict[str, torch.Tensor]] = DataLoader(text().dataset(), batch_size=BATCH_SIZE)
     return itertools.islice(loader, NUM_STEPS)

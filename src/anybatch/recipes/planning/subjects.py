@@ -177,6 +177,7 @@ def _sample(config: Any, kind: Any, length: int | None) -> dict[str, Tensor]:  #
         )
         raise UserError(message)
     tokens = torch.zeros(1, length, dtype=torch.int64)
+    # A classifier of sequences has one label for all tokens; one of tokens has a label for each.
     one_label = "Classification" in kind.__name__ and "Token" not in kind.__name__
     return {
         "input_ids": tokens,

@@ -41,6 +41,7 @@ class EngineAdapter:
         model, first = split.model(), 0
         with Engine(
             model,
+            # Only gradients are asked for, and this optimizer changes no parameter.
             lambda named: torch.optim.SGD(named, lr=0.0),
             declaration(split.loss),
             micro_batch_size=split.micro_batch_size,

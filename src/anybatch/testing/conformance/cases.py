@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from anybatch.testing.conformance.protocol import IGNORED, Case, LossTerm, LossTerms, Samples
 
 _NUM_FEATURES, _NUM_CLASSES, _NUM_WORDS, _WIDTH = 6, 4, 9, 12
+# Far apart, so that a mean that leaves them out is far off.
 _CLASS_WEIGHTS = (0.2, 2.0, 1.0, 0.6)
 _AUX_WEIGHT = 0.05
 
@@ -124,11 +125,13 @@ CASES: tuple[Case, ...] = (
         samples=lambda: vectors(26),
         loss=OVER_SAMPLES,
         effective_batch_size=13,
+        # 13 in parts of 5, and of 4, leaves 3 and 1.
         micro_batch_sizes=(13, 5, 4),
     ),
     Case(
         name="partial last window",
         model=classifier,
+        # Two full windows of 12, and 4 samples.
         samples=lambda: vectors(28),
         loss=OVER_SAMPLES,
         effective_batch_size=12,
@@ -153,6 +156,7 @@ CASES: tuple[Case, ...] = (
     Case(
         name="micro-batches without targets",
         model=next_word,
+        # Samples 3 to 8 have no target: two whole micro-batches of three.
         samples=lambda: sentences(24, empty=(3, 9)),
         loss=OVER_TARGETS,
         effective_batch_size=12,

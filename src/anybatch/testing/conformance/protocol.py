@@ -53,6 +53,7 @@ class LossTerms:
     def whole(self, model: nn.Module, samples: Samples) -> Tensor:
         """Return the loss of an un-split batch, which every split has to reproduce."""
         means = self.function(model, samples)
+        # The mean over nothing is NaN.
         counted = [term.weight * means[term.name] for term in self.terms if term.count(samples)]
         return torch.stack(counted).sum()
 
