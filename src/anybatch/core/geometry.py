@@ -98,6 +98,7 @@ def _check_product(world_size: int, effective: int, micro: int | None, steps: in
     if micro is None:
         return
     needed = ceil_div(share, micro)
+    # By numbers of micro-batches and not by the product, since the last one of a share may be smaller.
     if needed != steps:
         message = (
             f"effective_batch_size={effective} contradicts {world_size} rank{'s' * (world_size > 1)} x "

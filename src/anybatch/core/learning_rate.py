@@ -405,6 +405,7 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:  # noqa: ANN401 (a number or sever
 
 
 def _write(group: dict[str, Any], name: str | None, rate: ScaledRate) -> None:
+    # As the kind of number that it was: capturable optimizers keep the rate in a tensor.
     group["lr"] = _like(group["lr"], rate.learning_rate)
     if name is None or rate.rule != "sqrt":
         return
@@ -434,6 +435,7 @@ def _bounded(part: BoundedSchedule) -> int:
 
 
 def _check_not_negative(name: str, value: float) -> None:
+    # NaN fails every comparison, and so is refused as well.
     if not 0.0 <= value < math.inf:
         message = f"{name}={value} must be a finite number that is not negative."
         raise UserError(message)

@@ -204,6 +204,7 @@ def unit_counts(loss: Loss, batch: Batch, num_samples: int) -> tuple[float, ...]
     """
     counts = []
     for name, term in loss.kind.terms.items():
+        # On the host, because the divisors have to be known there before the first forward.
         count = float(num_samples if term.count is None else term.count(batch))
         if not 0.0 <= count < float("inf"):
             message = f"the count of loss term {name!r} is {count}; it must be a finite number that is not negative."
@@ -259,6 +260,7 @@ def scaled(loss: Loss, output: object, factors: Sequence[TermFactors]) -> list[t
     """
     if not loss.kind.named:
         return [_contribution(loss, ONLY_TERM, output, factors[0])] if factors[0].count else []
+    # Neither more nor fewer: a missing term would not be trained, and an extra one has no divisor.
     if not isinstance(output, Mapping) or set(output) != set(loss.names):
         found = sorted(output) if isinstance(output, Mapping) else type(output).__name__
         message = (
@@ -284,6 +286,7 @@ def returned_count(output: object) -> "int | float | torch.Tensor":
 def _contribution(loss: Loss, name: str, value: object, factor: TermFactors) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         if value.dim():
+            # Before they are added up: a sum no longer shows of how many values it was made.
             loss.kind.check_items(name, value, factor.count)
             return value.sum() * factor.of_sum
         return loss.kind.mean(value, factor.of_mean)

@@ -127,7 +127,7 @@ class CountedBefore:
         return Feature.SEVERAL_TERMS if len(self.terms) > 1 else Feature.COUNT_BEFORE
 
     def check_items(self, name: str, values: torch.Tensor, count: float) -> None:
-        """Refuse losses per item that cannot be one for each item of the term; a tensor (1,) is a mean gone astray.
+        """Refuse losses per item that cannot be one for each item of the term; a tensor (1,) is likely a mean.
 
         Raises:
             LossError: with the shape and the count.
@@ -166,6 +166,7 @@ class CountedBefore:
 class CountedByLoss:
     """The function returns its count too: `LossSum`, or one loss per item. Gradients are divided at the end."""
 
+    # Counted as samples: that is what gradients are divided by until the true count has come.
     terms = MappingProxyType({ONLY_TERM: Term(None)})
     named = False
     brings_count = True

@@ -11,6 +11,7 @@ from anybatch.core.batch import Position
 from anybatch.core.splitting import BatchPlan
 
 
+# eq=False: comparing two reports would compare tensors, and wait for the device.
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepReport:
     """The outcome of one effective batch. Reading a number waits for the device; not reading it costs nothing.

@@ -51,7 +51,7 @@ def lacking(purpose: str, missing: Exception) -> UnsupportedTorchError:
 
 with needed_for("Telling normalisation layers from others"):
     # The only common bases of all BatchNorm and InstanceNorm layers, lazy, synchronised and users' own ones. A list of
-    # the public classes instead would miss the users' own, and a missed layer makes a gradient wrong without a word.
+    # the public classes instead would miss the users' own, and a missed layer makes a gradient wrong without an error.
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
     from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNormBase
 

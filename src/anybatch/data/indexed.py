@@ -83,6 +83,7 @@ class _Walk:
                 start, end = Position(epoch, offset), self._schedule.normalized(Position(epoch, stop))
                 if start >= self._end:
                     return
+                # Plain integers, because they become parts of keys, which are compared and sent to workers.
                 yield start, end, tuple(order[offset:stop].tolist())
             position = Position(epoch + 1)
 

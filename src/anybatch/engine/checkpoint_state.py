@@ -146,6 +146,7 @@ def _scattered(saved: dict[str, Any], parts: StateParts) -> dict[str, Any]:
     parameters = [parameter for group in parts.target.optimizer.param_groups for parameter in group["params"]]
     for number, values in saved["state"].items():
         for name, value in values.items():
+            # What has another shape, such as a count of steps, is not laid out like the parameter.
             if isinstance(value, torch.Tensor) and value.shape == parameters[number].shape:
                 values[name] = parts.layout.scatter(value, parameters[number])
     return saved
@@ -172,6 +173,7 @@ def _check_model(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
 
 
 def _check_optimizer(target: Target, saved: Mapping[str, Any]) -> None:
+    # By numbers, because an optimizer's state knows its parameters by their position alone.
     own = [len(group["params"]) for group in target.optimizer.param_groups]
     theirs = [len(group["params"]) for group in saved["param_groups"]]
     if own != theirs:

@@ -89,6 +89,7 @@ class _TwoPasses:
 
     def __call__(self, counted: CountedBatch) -> Sums:
         """Encode everything, bring the outputs together, encode again with the gradient of the loss."""
+        # Set back in each try: it decides in which collective a rank that aborts meets the others.
         plan, self._have_exchanged = counted.planned.plan, False
         exchange = OutputExchange(
             gather=lambda outputs: gather_outputs(

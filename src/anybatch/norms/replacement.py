@@ -101,6 +101,7 @@ def replaced(model: nn.Module, kind: Kind, *, num_groups: int | None = None) -> 
         replaced_by[name] = f"{type(old).__name__}({old.num_features}) -> {_described(new_of[old])}"
     # Duplicates too: a layer under two names has to be replaced under both.
     for name, old_layer in list(made.named_modules(remove_duplicate=False)):
+        # The model itself stands in no other module; if it is a layer, it is exchanged below.
         if name and old_layer in new_of:
             outer, _, own_name = name.rpartition(".")
             setattr(made.get_submodule(outer), own_name, new_of[old_layer])

@@ -25,7 +25,7 @@ _PATIENCE_SECONDS = 2.0
 
 @dataclass(slots=True)
 class _Held:
-    """What a control group holds: its process group, and how many sums over it nobody has waited for."""
+    """The process group of a control group, and the number of sums over it that have not been waited for yet."""
 
     groups: list["dist.ProcessGroup"]
     num_pending: int = 0
@@ -118,7 +118,7 @@ def join_default_group(backend: str, timeout: timedelta) -> None:
 
 
 def count_open_worlds(change: int) -> int | None:
-    """Change the number of open worlds of this rank, and return it; None where somebody else made the default group.
+    """Change the number of open worlds of this rank, and return it; None where the user made the default group.
 
     The number stands in the store of the default group, and so begins and ends with it. Worlds that are dropped without
     being closed stay in the count: when they are collected differs between ranks, and the count may not.

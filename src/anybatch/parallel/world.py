@@ -115,7 +115,7 @@ class World:
 
     @property
     def _silent(self) -> bool:
-        """Whether there is nobody to talk to: other ranks there are none, or they are imagined."""
+        """Whether there is no other process to talk to: this is the only rank, or the other ranks are imagined."""
         return self._control is None or self.size == 1
 
     def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
@@ -176,22 +176,22 @@ class World:
             raise self.first_failure(error) from error
 
     def publish_failure(self, error: BaseException, step: int | None) -> bool:
-        """Leave a word about this rank's error for ranks that will only see a broken connection. First one wins.
+        """Publish this rank's error for ranks that will only see a broken connection. The first one published stays.
 
         `step` is None for what failed between steps.
 
         Returns:
-            Whether it is up to this rank to tell the user: no other rank has left a word before.
+            Whether it is up to this rank to inform the user: no other rank has published an error before.
         """
         if self._silent or isinstance(error, RankFailedError):
             return self.published_failure() is None
         text = RankFailure.of(error, self.rank, step).to_json()
         try:
             store = default_store()
-            # One indivisible operation, so that of several ranks that fail at once exactly one leaves its word.
+            # One indivisible operation, so that of several ranks that fail at once exactly one publishes its error.
             kept = store.compare_set(self._failure_key(store), "", text)
             store.add(f"{_COUNT_KEY}/{self.rank}", 1)
-        except (RuntimeError, ValueError):  # the store went with its rank: nobody is left to tell
+        except (RuntimeError, ValueError):  # the store went with its rank: there is no rank left to inform
             return True
         return kept.decode() == text
 

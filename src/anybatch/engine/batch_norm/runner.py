@@ -61,6 +61,7 @@ class BatchNormRunner:
         self._autocast = autocast
         self._has_sums = False
         self._unit = Unit(0, 0, 0)
+        # Of the policies only Exact(method="checkpoint") makes a rank share one unit.
         blocks = blocks_of(modules, policy.blocks) if isinstance(policy, Exact) and constraints.whole else {}
         frozen = isinstance(policy, Freeze)
         self._frozen = list(self._batch_norms.values()) if frozen else []
@@ -161,11 +162,13 @@ class BatchNormRunner:
         self._has_sums = False
         self._statistics.begin()
         try:
+            # For this batch alone: the modes of the model are the user's.
             for layer in self._frozen:
                 layer.training = False
             # With a momentum of 1 a layer leaves each forward's statistics in its buffers, for `BufferReader`.
             with momentum_of_one(self._reading):
                 yield
+            # Not reached after an error: a part of a batch must not update running statistics.
             self._has_sums = True
         finally:
             for layer, training in zip(self._frozen, modes, strict=True):
@@ -313,5 +316,6 @@ def ranks_of(strategy: Strategy, world: World) -> Ranks:
 def _statistics(modules: nn.Module, device: torch.device, *, frozen: bool) -> RunningStatistics:
     tracking = tracking_layers(modules)
     if frozen:
+        # Frozen BatchNorm layers keep their statistics; InstanceNorm layers are not frozen.
         tracking = {name: layer for name, layer in tracking.items() if isinstance(layer, InstanceNormBase)}
     return RunningStatistics(tracking, device)

@@ -157,6 +157,7 @@ def _judged(replay: Replay, tolerance: Tolerance) -> dict[str, TermFinding]:
     """Compare whole and pieces, term by term."""
     cuts, spare = _cuts(replay.checked.num_samples)
     tried = [passes for cut in cuts if (passes := replay.pieces(cut)) is not None]
+    # A loss such as a variance is not defined for one sample, so pieces of two are tried.
     tried = tried or [passes for cut in spare if (passes := replay.pieces(cut)) is not None]
     if not tried:
         message = "it is not defined on fewer samples"
@@ -169,6 +170,7 @@ def _judged(replay: Replay, tolerance: Tolerance) -> dict[str, TermFinding]:
             found[name] = _judged_term(replay, name, tried, tolerance)
         except UndecidedError as error:
             undecided.append(error)
+    # One term that is found broken is reason enough, whatever cannot be said of the others.
     if undecided and not _is_broken(found):
         raise undecided[0]
     return found

@@ -47,6 +47,7 @@ class OomHalving:
                 if size == 1:
                     message = f"not even 1 sample at a time fits into memory. torch says: {error}"
                     raise DoesNotFitError(message, micro_batch_size=1) from error
+                # The failed frames still hold the tensors that filled the memory.
                 release_frames(error)
             else:
                 start += size
@@ -67,6 +68,7 @@ def release_frames(error: BaseException | None) -> None:
 
 def free_cached_memory(device: torch.device) -> None:
     """Collect cycles of references, and give memory that torch has cached back to the device."""
+    # Before the cache is emptied: tensors in cycles are not free yet.
     gc.collect()
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()

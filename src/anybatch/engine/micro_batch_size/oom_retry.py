@@ -1,8 +1,9 @@
 """Out of memory in the middle of a step: agree, go back to its beginning, take smaller micro-batches.
 
-Repeating the failed micro-batch alone would be wrong without a word: a backward that fails half-way has added to some
-gradients already. So everything a step has changed goes back, on all ranks, and the whole effective batch is run again,
-as if it had been cut so from the start. The loop is in `engine/step_runner.py`; this is what it does between two tries.
+Repeating the failed micro-batch alone would give wrong gradients and no error, since a backward that fails half-way has
+added to some of them already. So everything that a step has changed goes back, on all ranks, and the whole effective
+batch is run again, as if it had been cut so from the start. The loop is in `engine/step_runner.py`; this file holds the
+part between two tries.
 """
 
 from collections.abc import Callable

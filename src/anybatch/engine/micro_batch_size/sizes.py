@@ -27,7 +27,7 @@ from anybatch.memory.host_memory import HostRoom, device_name
 from anybatch.parallel.world import World
 
 MicroBatchSize = int | Literal["auto"] | Auto | None
-"""What `Engine(micro_batch_size=...)` takes."""
+"""The values of `Engine(micro_batch_size=...)`."""
 WORTH_TIMING = 1_000_000
 """Parameters times samples of a rank share from which on sizes are timed: below, a step is a matter of milliseconds."""
 

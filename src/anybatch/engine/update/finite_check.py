@@ -33,6 +33,7 @@ class FiniteCheck:
         self.settle()
         copy = number.detach().to("cpu", non_blocking=True)
         event = torch.Event(self._device)
+        # Once the device has come to this event, the copy has arrived.
         event.record()
         self._pending = (step, copy, event)
 
@@ -41,6 +42,7 @@ class FiniteCheck:
         if self._pending is None:
             return
         step, copy, event = self._pending
+        # Dropped before it is looked at, so that one number raises once.
         self._pending = None
         event.synchronize()
         if not torch.isfinite(copy):

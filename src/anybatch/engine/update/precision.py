@@ -154,6 +154,7 @@ class LossScaler:
         if not self.enabled:
             self._optimizer.step()
             return True
+        # The optimizer's hook sets it again, if the scaler lets the optimizer step.
         self._stepped = False
         self.scaler.step(self._optimizer)
         self.scaler.update()

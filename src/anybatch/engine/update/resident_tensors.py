@@ -35,6 +35,7 @@ def resident_tensors(
     local = prepared.layout.local
     weights = list(modules.parameters())
     own = set(map(id, weights))
+    # Without low-precision parameters the optimizer holds the weights themselves, which are counted already.
     masters = [parameter for parameter in target.updated if id(parameter) not in own]
     states = itertools.chain.from_iterable(state.values() for state in target.optimizer.state.values())
     averaged = () if average is None else average.weights.values()
@@ -57,6 +58,7 @@ def num_bytes_of(tensors: Iterable[torch.Tensor]) -> int:
             storage = tensor.untyped_storage()
             sizes[storage_key(storage)] = storage.nbytes()
         else:
+            # A sparse tensor has no storage of its own that could be asked for.
             sizes[id(tensor)] = sparse_bytes(tensor)
     return sum(sizes.values())
 
@@ -98,6 +100,7 @@ class ResidentMemory:
         if self.precision == "fp32":
             ideas.insert(0, "precision='bf16'")
         state, weights = num_bytes.get("optimizer state", 0), num_bytes.get("weights", 0)
+        # Momentum keeps one copy of the weights, Adam two.
         if state > 1.5 * weights:
             ideas.append("an optimizer with less state (this one has " + in_bytes(state) + ")")
         if in_update and getattr(self.target.optimizer, "defaults", {}).get("fused") is None:
