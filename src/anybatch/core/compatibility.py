@@ -119,6 +119,7 @@ class Feature(Enum):
     NORMS_EXACT = (_NORMS, "norms='exact'")
     NORMS_CHECKPOINT = (_NORMS, "norms=Exact(method='checkpoint')")
 
+    # Enum calls this with the two parts of each member's value.
     def __init__(self, axis: Axis, says: str) -> None:
         self.axis = axis
         self.says = says
@@ -416,6 +417,7 @@ def _section(title: str, verdict: Verdict) -> str:
     grouped: dict[Cell, list[str]] = {}
     for one, other in pairs(Feature):
         found = cell(one, other)
+        # Only what is stated is listed; every other pair follows from that.
         is_stated = one is other or frozenset((one, other)) in _TOGETHER
         if is_stated and found.verdict is verdict:
             names = (one,) if one is other else (one, other)

@@ -411,6 +411,7 @@ def _write(group: dict[str, Any], name: str | None, rate: ScaledRate) -> None:
         return
     old = group[name]
     betas = tuple(_like(beta, new) for beta, new in zip(_as_tuple(old), rate.betas, strict=True))
+    # RMSprop keeps one decay rate, Adam a pair.
     group[name] = betas if isinstance(old, tuple | list) else betas[0]
     group["eps"] = rate.eps
 

@@ -307,6 +307,7 @@ def _ranges(sizes: Iterable[int], start: int) -> Iterable[tuple[int, int]]:
 
 
 def _finish(num_samples: int, shares: tuple[tuple[Unit, ...], ...], cut: Cut) -> BatchPlan:
+    # A batch without samples has no unit that could be repeated.
     if cut.lockstep and num_samples:
         shares = _in_lockstep(shares)
     return BatchPlan(num_samples=num_samples, shares=shares, cut=cut)

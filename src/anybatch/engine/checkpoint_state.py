@@ -219,6 +219,7 @@ def load_on_all_ranks(path: Path, world: World) -> LoadedCheckpoint:
         loaded = LoadedCheckpoint(path=path, state=load(path), skipped=()) if is_one else load_latest(path)
         return int(loaded.state["num_steps"])
 
+    # The steps are compared and not the states, which are as large as the model.
     steps = world.run_on_all_ranks(read)
     if len(set(steps)) > 1:
         message = (

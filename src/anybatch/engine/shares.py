@@ -41,6 +41,7 @@ def _agreed_shares(loader: Iterable[Any], world: World) -> Iterator[RankShare]:
         try:
             share = RankShare(next(batches, None))
         except Exception as error:
+            # The other ranks wait in the gather below, where they will see no more than a broken connection.
             world.publish_failure(error, None)
             raise
         # Every rank asks in every step, also one that is done: the others would wait for its answer.

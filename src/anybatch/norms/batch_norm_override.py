@@ -89,6 +89,7 @@ class Interceptor:
         if normalise is None or not layer.training:
             return
         self._thread.mode = _InsteadOfBatchNorm(normalise)
+        # By hand, because no `with` reaches from one hook to another.
         self._thread.mode.__enter__()
 
     def _leave(self, layer: nn.Module, args: tuple[Any, ...], output: object) -> None:

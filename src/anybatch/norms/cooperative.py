@@ -85,6 +85,7 @@ class CooperativeThreads(Generic[C, V, R]):
             self._results[number] = task(lambda name, contribution: self._exchange(number, name, contribution))
             self._finished.add(number)
             self._pass_turn()
+        # Another task has failed, and `run` raises its error.
         except _CancelledError:
             return
         except BaseException as error:  # noqa: BLE001 (raised again by the caller's thread)

@@ -39,6 +39,7 @@ def checkpointed_forward(
     Raises:
         UnsupportedTorchError: there is no such function, or it takes other arguments.
     """
+    # In torch's order: preserve_rng_state, context_fn, determinism_check, debug, early_stop.
     options = (True, contexts, "default", False, True)
     try:
         running: Generator[None, None, None] = of._checkpoint_without_reentrant_generator(

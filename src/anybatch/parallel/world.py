@@ -91,6 +91,7 @@ class World:
             error: what has ended the work of this rank, if anything. NCCL ends a group only together with all ranks,
                 so a default group that uses it is left alone then.
         """
+        # A second call ends here: the number of open worlds has been reduced already.
         if self._control is None or not self._control.close():
             return
         try:

@@ -211,6 +211,7 @@ class BatchNormRunner:
         sizes = [rows * size for size in group_sizes(self._unit.num_samples, group_size)]
         groups = call.values.split(sizes)
         with torch.no_grad():
+            # For the running statistics alone; the normalisation below makes a graph of its own.
             self._record(call, [partial_statistics(group) for group in groups])
         # Without running statistics: those of the whole effective batch are updated once, after the step.
         return torch.cat(

@@ -35,6 +35,7 @@ def choose_samples(loss: Loss, batch: Batch, num_samples: int) -> tuple[Batch, i
 
 def sample_counts(loss: Loss, batch: Batch, num_samples: int) -> dict[str, list[float]]:
     """Return what each sample counts for each term."""
+    # One sample at a time, since a count function returns one number for all that it is given.
     rows = [unit_counts(loss, slice_samples(batch, number, number + 1), 1) for number in range(num_samples)]
     return {name: [row[place] for row in rows] for place, name in enumerate(loss.names)}
 

@@ -192,7 +192,7 @@ class Search:
 
     def fits(self, size: int) -> bool:
         """Return whether two micro-batches of `size` run on every rank."""
-        # The second one runs beside the gradients of the first, as all but one in a step do.
+        # The second one runs beside the gradients of the first, as all but the first in a step do.
         return self._try(size, 2).outcome == "ran"
 
     def largest(self, device: str) -> FoundSize:

@@ -144,6 +144,7 @@ class Notifier:
     def gathering(self, num_bytes: int) -> Iterator[None]:
         """Report that the outputs of all ranks are brought together, for a loss across samples."""
         if self._observer is not None:
+            # Outputs of all types travel in one message, as bytes.
             self._send(self._reduction("begin", 0, num_bytes, torch.uint8, collective="all_gather"))
         yield
         if self._observer is not None:
