@@ -70,6 +70,7 @@ class Admission:
     def launches(self, key: str) -> bool:
         """Return whether an address with this key lets a browser in."""
         if self.once is not None and secrets.compare_digest(key.encode(), self.once.encode()):
+            # Used up: other users of the machine can read with what address a browser was started.
             self.once = None
             return True
         return secrets.compare_digest(key.encode(), self.secret.encode())
@@ -134,6 +135,7 @@ class Guard:
             if isinstance(body, Answer):
                 await body.send(send)
                 return
+            # The body has been read here, and the application reads it as well.
             receive = _replayed(body, receive)
         await self._app(scope, receive, send)
 
@@ -193,6 +195,7 @@ class _Request:
 
 def host_name(host: bytes) -> str | None:
     """Return the name or address in a Host header, in lower case; None if it is neither."""
+    # latin-1 decodes every byte, so a malformed header is refused instead of an error.
     match = _HOST.fullmatch(host.decode("latin-1").lower())
     return None if match is None else match.group(1) or match.group(2)
 
@@ -244,6 +247,7 @@ def _look_at_secret(request: _Request, admission: Admission, _limits: Limits) ->
         # By a redirect, so that the secret does not stay in the address bar.
         headers = ((b"location", b"/"), (b"set-cookie", cookie.encode()))
         return Answer(HTTPStatus.SEE_OTHER, "welcome", "The page is at /.", headers)
+    # A wrong key in the address is refused, even from a browser that has the cookie.
     if key is None and admission.admits(request.all(b"cookie")):
         return None
     message = "This needs the address that `anybatch guide` has printed, with all that is behind the question mark."
@@ -264,6 +268,7 @@ def _look_at_form(request: _Request, _admission: Admission, limits: Limits) -> A
     if request.one(b"x-anybatch") != b"1":
         return Answer(HTTPStatus.FORBIDDEN, "header", "A change needs the header X-Anybatch: 1.")
     media_type = (request.one(b"content-type") or b"").partition(b";")[0].strip().lower()
+    # A DELETE may come without a body, which then has no type.
     if media_type != b"application/json" and not (request.method == "DELETE" and not media_type):
         return Answer(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "type", "A body has to be application/json.")
     length = request.one(b"content-length")

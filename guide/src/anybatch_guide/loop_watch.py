@@ -76,6 +76,7 @@ class LoopWatch:
         self._course.observe(
             EndRecord(rank=0, status=status, num_steps=self._step, message=message, digest=None)  # type: ignore[arg-type]
         )
+        # True ends `_Enough` here; any other error goes on.
         return self.is_done
 
     def _before_forward(self, _: nn.Module, args: tuple[Any, ...]) -> None:
@@ -113,6 +114,7 @@ class LoopWatch:
         self._step += 1
         self._position = self._num_samples = 0
         self._means.clear()
+        # The engine ends a run in the same way.
         if not torch.isfinite(torch.tensor(record.loss)):
             message = f"the loss of step {record.step} is {record.loss}."
             raise NonFiniteError(message)

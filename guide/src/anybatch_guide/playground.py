@@ -147,6 +147,7 @@ class Native:
         """Make one more step; return how far the parameters of `model` are from its own, as a part of their norm."""
         # The comparison below needs no gradient, but the step does.
         with torch.enable_grad():
+            # One batch, or none where the data is at its end.
             for batch in itertools.islice(self._data, 1):
                 self._engine.step(batch)
         own = torch.cat([parameter.flatten() for parameter in self._model.parameters()]).double()

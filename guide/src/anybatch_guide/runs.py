@@ -157,6 +157,7 @@ class Runs:
             RefusedError: it is not the run that is under way.
         """
         run = self._current(run_id)
+        # After a single micro-batch the run stands still again.
         run.is_paused = do != "resume"
         # The limit on pauses counts from the last command: stepping by micro-batches shows that the page is in use.
         run.idle_seconds = 0.0
@@ -209,6 +210,7 @@ class Runs:
         """Start a worker and hear it out."""
         try:
             process = self._process = await WorkerProcess.start(self._command, self._limits)
+        # The server goes on without a worker, and tries again later.
         except OSError as error:
             sys.stderr.write(f"anybatch guide: the process that computes cannot be started: {error}\n")
             return
@@ -216,6 +218,7 @@ class Runs:
             async for answer in process.answers():
                 self._hear(answer)
         finally:
+            # First of all, so that no command is sent to a process that is being ended.
             self._process = None
             await process.end(self._limits)
 
@@ -267,6 +270,7 @@ class Runs:
 
     def _over(self, run: LiveRun, ended: Failure | Literal["cancel"] | None) -> None:
         """Close a run: it was refused, or failed, or was cancelled, or went through."""
+        # It was refused, or ended before it began: the request for it is still waiting.
         if not run.accepted.done():
             run.accepted.set_result(ended if isinstance(ended, Failure) else Failure("cancelled", "It was cancelled."))
         elif isinstance(ended, Failure):
@@ -289,6 +293,7 @@ class Runs:
         """Look at a run from time to time, from `before` on, until it is over or has taken more than it may."""
         while not run.over.is_set():
             try:
+                # Waits for the end of the run, and looks at it each time that takes longer.
                 async with asyncio.timeout(self._limits.look_seconds):
                     await run.over.wait()
             except TimeoutError:
@@ -315,6 +320,7 @@ class Runs:
         return None
 
     def _end_soon(self, run: LiveRun, reason: Failure | Literal["cancel"]) -> None:
+        # The first reason counts, and a run is ended once.
         if run.ending is None:
             run.ending = reason
             self._spawn(self._end(run))

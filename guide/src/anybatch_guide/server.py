@@ -243,6 +243,7 @@ async def serve(serving: Serving, tell: Callable[[str, str], None]) -> None:
     try:
         await server.serve(sockets=sockets)
     finally:
+        # A server that fails by itself leaves this task waiting for a signal.
         ending.cancel()
 
 
@@ -269,6 +270,7 @@ def _config(app: App, limits: Limits) -> uvicorn.Config:
         proxy_headers=False,
         limit_concurrency=limits.num_connections,
         timeout_graceful_shutdown=5,
+        # Bounds the headers of a request, which the guard sees only when they are complete.
         h11_max_incomplete_event_size=16 * 2**10,
     )
 

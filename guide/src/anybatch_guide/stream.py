@@ -87,6 +87,7 @@ class Ring:
 
     def behind(self, number: int) -> Iterator[Entry]:
         """Yield the entries after one, as far as it is still there."""
+        # Entries are in order, so the first key is the oldest one that is left.
         first = max(number + 1, next(iter(self._entries), self.last + 1))
         # Numbers have gaps where lines that only show progress were dropped.
         return (self._entries[at] for at in range(first, self.last + 1) if at in self._entries)
@@ -166,6 +167,7 @@ class Stream:
             text = f"There are {len(self._readers)} streams already. Close a tab."
             await Answer(HTTPStatus.SERVICE_UNAVAILABLE, "streams", text).send(send)
             return
+        # A browser sends this header by itself when it opens the stream again.
         asked = next((value for name, value in scope["headers"] if name.lower() == b"last-event-id"), b"")
         # The second header asks a proxy, such as nginx, not to hold events back.
         headers = [(b"content-type", b"text/event-stream"), (b"x-accel-buffering", b"no")]
@@ -261,6 +263,7 @@ async def _until_first(*ways: Awaitable[None]) -> None:
     finally:
         for task in tasks:
             task.cancel()
+        # Cancelled tasks are waited for, so that none goes on in the background.
         await asyncio.gather(*tasks, return_exceptions=True)
     for task in done:
         task.result()

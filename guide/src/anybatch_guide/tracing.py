@@ -107,6 +107,7 @@ class LineTrace:
     def __exit__(self, *error: object) -> None:
         """Stop watching; what traced before goes on."""
         self._stack.close()
+        # A frame keeps its variables alive.
         self._under_way.clear()
 
     def _called(self, frame: FrameType, event: str, value: object) -> Any:  # noqa: ANN401, ARG002 (as sys.settrace has it)
@@ -144,6 +145,7 @@ class LineTrace:
         place = self._under_way.pop(frame, None)
         if place is not None:
             text = self._texts[place[0]][place[1] - 1]
+            # By the text of the line, since calls into torch are not traced.
             if ".backward(" in text:
                 self._now["micro_batches"] += 1
             if any(update in text for update in UPDATES):
@@ -166,6 +168,7 @@ class LineTrace:
         if gradients:
             self._now["gradient_norm"] = float(torch.stack([g.detach().norm() for g in gradients]).norm())
         else:
+            # Gradients that were cleared have no norm, which is not the same as 0.
             self._now.pop("gradient_norm", None)
         for shown, kept in LOSSES.items():
             loss = next((names[name] for name in kept if name in names), None)
@@ -266,6 +269,7 @@ def _answered(processes: Sequence[SpawnProcess], ours: Connection, theirs: Conne
     finally:
         ours.close()
         for process in processes:
+            # A process that has answered ends by itself; one that hangs is killed.
             process.join(10)
             process.kill()
             process.join()

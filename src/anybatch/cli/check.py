@@ -115,6 +115,7 @@ def first_batch(job: "Job", num_samples: int, seed: int) -> "Batch":
         seed=seed,
         collate=job.collate,
     )
+    # One rank and no cut: the batch comes as a whole.
     return next(Placement(Cut(), 1, 0).micro_batches(next(iter(data))))
 
 

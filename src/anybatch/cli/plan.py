@@ -142,6 +142,7 @@ def plan_subject(
         **choices,
     )
     sys.stdout.write(f"{found}\n")
+    # Where nothing fits there is no size to run.
     if verify and found.as_it_is.fits:
         measured = verified(found.spec, found.as_it_is, _device_of(choices["device"]))
         sys.stdout.write(f"{measured}\n{keep(measured, found, known)}\n")

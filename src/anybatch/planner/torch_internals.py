@@ -189,6 +189,7 @@ def cpu_allocations(run: Callable[[], object], of: Any = torch._C) -> list[int]:
         records = end()
     # Freed only after recording has ended, so that the last running sum is the size of the result.
     del result
+    # Most events are no allocations, and have 0.
     return [size for record in records for event in record if (size := event.cpu_memory_usage())]
 
 

@@ -87,6 +87,7 @@ class Digits(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 def _load() -> tuple[Float[Tensor, "image 1 8 8"], Int[Tensor, " image"]]:
     found = scikit_learn_datasets("digits").load_digits()
+    # Pixels are whole numbers from 0 to 16.
     return torch.from_numpy(found.images).float()[:, None] / 16, torch.from_numpy(found.target).long()
 
 

@@ -69,6 +69,7 @@ def judged(claim: Claim, found: Numbers) -> Data:
     Raises:
         ValueError: other numbers were measured than the claim shows.
     """
+    # A number that is measured and not shown, or the other way round, is a mistake in the catalogue.
     if found.keys() != claim.numbers.keys():
         message = f"{claim.name} measured {sorted(found)}, and shows {sorted(claim.numbers)}."
         raise ValueError(message)

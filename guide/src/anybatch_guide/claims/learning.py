@@ -98,6 +98,7 @@ def _trained(task: PlaygroundTask, micro_batch_size: int, seed: int) -> tuple[fl
 @torch.no_grad()
 def accuracy_of(model: nn.Module, task: PlaygroundTask) -> float:
     """Return the share of held-out samples whose class is found."""
+    # By running statistics, so that the accuracy does not depend on how held-out data is cut.
     model.eval()
     found = model(task.held_out.inputs).argmax(dim=1) == task.held_out.targets
     model.train()

@@ -30,7 +30,7 @@ class OutOfMemory:
 
 
 def trace_native(what: SmallModel, num_samples: int) -> MemoryTrace:
-    """Return all that tensors take and let go in a step like all but the first, on so many samples at once."""
+    """Return all allocations and frees of tensors in a step like all but the first, on so many samples at once."""
     run = _Run(what, num_samples)
     run.step()
     return run.trace()

@@ -24,6 +24,7 @@ from anybatch.recipes.planning.subjects import load_subject
 OptimizerName = Literal["AdamW", "fused AdamW"]
 # More than any device has, so that what is traced does not depend on one.
 _PLENTY_BYTES = 1 << 50
+# Two stand for any number above one, on which a rank holds the same.
 _SEVERAL = 2
 
 

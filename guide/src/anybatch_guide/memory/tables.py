@@ -42,6 +42,7 @@ def tables(envelopes: Envelopes, *, several: bool) -> dict[str, Any]:
     shares = rank_shares(several=several)
     usable = [budget_of(name, world_size=2 if several else 1, headroom=None).usable_bytes for name in DEVICE_NAMES]
     largest = [envelopes.largest_allocated(limit) if limit > 0 else 0 for limit in usable]
+    # Only sizes that a plan can come to, since the allocator is replayed for each.
     sizes = sorted({micro_batch_size(share, found) for share in shares for found in largest})
     return {
         "steady": [list(piece) for piece in peak_pieces(envelopes.steady)],
@@ -79,6 +80,7 @@ def peak_pieces(envelope: MemoryEnvelope) -> Iterator[tuple[int, int, str, list[
         overtaken = [_overtakes(line, (constant, slope, event)) for line in lines if line[1] > slope]
         if not overtaken:
             return
+        # At least one further, so that the walk goes on where several lines meet.
         size = max(size + 1, min(overtaken))
 
 

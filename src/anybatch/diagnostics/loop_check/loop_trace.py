@@ -47,7 +47,7 @@ class Backward:
 
     @property
     def after(self) -> TableGradient:
-        """The gradient it left, before anybody reduced it."""
+        """The gradient it left, before any reduction."""
         return self.before + self.incoming
 
 

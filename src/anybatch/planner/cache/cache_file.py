@@ -1,6 +1,6 @@
 """A small file of what was measured, kept from one process to the next: one line of JSON each, never more than a hint.
 
-Anybody can edit the file, so it is read as untrusted input: a damaged line is skipped, never an error.
+Users can edit the file, so it is read as untrusted input: a damaged line is skipped, never an error.
 """
 
 import json

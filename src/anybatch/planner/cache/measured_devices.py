@@ -130,6 +130,7 @@ def _step(line: JsonObject) -> MeasuredStep | None:
         and all(value is None or _is_text(value) for value in versions.values())
     )
     step = MeasuredStep(**line) if plausible else None
+    # Such a step is never kept, so the line was edited, or written by another version.
     return None if step is None or step.excess > MOST_EXCESS else step
 
 

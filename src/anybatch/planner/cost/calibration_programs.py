@@ -53,7 +53,7 @@ class Program:
             self.optimizer.step()
 
     def clear(self) -> None:
-        """Let gradients go."""
+        """Set all gradients to None."""
         for parameter in self.parameters:
             parameter.grad = None
 

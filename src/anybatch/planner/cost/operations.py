@@ -52,7 +52,7 @@ class OperationRecorder:
     ) -> None:
         """Record an operation."""
         # These ask for a device or a layout, and only tensors without data are asked.
-        if func.namespace == "prim":  # questions about a tensor, which only those without data ask
+        if func.namespace == "prim":
             return
         if phase == "backward":
             self._after_backward = True

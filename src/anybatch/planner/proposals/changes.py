@@ -53,6 +53,7 @@ def possible_changes(spec: StepSpec) -> list[Change]:
 
 def _of_update(spec: StepSpec) -> list[Change]:
     """Return the update in one kernel, without temporaries, where the optimizer offers one."""
+    # An optimizer that is made already cannot be made again with another option.
     if isinstance(spec.trained.optimizer, Optimizer):
         return []
     fused = _fused(spec.trained.optimizer)

@@ -127,7 +127,7 @@ class KernelMemory:
     def _ask(self, call: "_KernelCall", per_sample: int, flops: int) -> tuple[LinearBytes, ...]:
         """Return the memory of a kernel, as lines; none if it cannot be measured."""
         # A convolution may copy everything into another layout, hence twice.
-        if 2 * _FEW * per_sample > self.most_bytes:  # a copy of everything, in another layout
+        if 2 * _FEW * per_sample > self.most_bytes:
             self._too_large[call] = per_sample
             return ()
         try:
@@ -245,7 +245,7 @@ class _KernelCall:
     def held_bytes(self, num_samples: int) -> tuple[int, ...]:
         """Run the kernel; return what it held each time it had taken or given back memory.
 
-        It runs in a thread of its own, where no mode, no autocast and no profiler of anybody else is entered.
+        It runs in a thread of its own, where no mode, no autocast and no profiler of another caller is entered.
         """
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(self._run, num_samples).result()

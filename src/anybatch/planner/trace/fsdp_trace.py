@@ -46,7 +46,7 @@ class Sharding:
     """How FSDP2 is used.
 
     Args:
-        reshard_after_forward: whether a block lets its gathered weights go after its forward and gathers them again in
+        reshard_after_forward: whether a block frees its gathered weights after its forward and gathers them again in
             the backward.
         reshard_last_block: the same for the last block, whose backward comes first.
         param_dtype: what weights are gathered and computed in; None for their own.

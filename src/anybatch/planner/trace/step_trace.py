@@ -116,7 +116,7 @@ class StepTracer:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Let go of everything."""
+        """Leave all contexts that were entered."""
         self._entered.close()
 
     def begin(self, micro_batch_size: int, recorder: OperationRecorder | None = None) -> StepTrace:
@@ -244,7 +244,7 @@ class _TwinRun:
         ledger.phase = None
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Close the engine, if it was made."""
         if self._engine is not None:
             self._engine.close()
 

@@ -123,6 +123,7 @@ def _subject(
         return load_subject(what, sequence_length=sequence_length)
     if isinstance(what, Job):
         return subject_of_job(what)
+    # By its attributes: transformers is no dependency, and need not be imported to ask.
     if hasattr(what, "model_type") and hasattr(what, "architectures"):
         return subject_of_config(what, sequence_length=sequence_length)
     if not isinstance(what, nn.Module | dict | TrainSpec) and not callable(what):

@@ -145,7 +145,7 @@ def start(
         base_batch_size=base,
         effective_batch_size=size,
         # An optimizer without a known rule can be trained at the batch size its rate was found with.
-        rule=defaults.learning_rate_rule or ("none" if size == base else None),  # then no rule need be known
+        rule=defaults.learning_rate_rule or ("none" if size == base else None),
     )
     data = batches(
         job.dataset(),
