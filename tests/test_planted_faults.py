@@ -23,6 +23,7 @@ def test_what_a_fault_replaces_is_there_once() -> None:
         ast.parse(changed, fault.place)
 
 
+@pytest.mark.slow
 def test_the_tests_of_faults_are_there() -> None:
     """Every test that is to see a fault is a function of its file."""
     names = {test.partition("[")[0] for fault in FAULTS for test in fault.tests}

@@ -37,6 +37,7 @@ def test_exact_statistics_give_the_gradient_of_the_batch_and_micro_batches_do_no
     assert batch_norm.gradient_error(named("plain"), 4) > 0.05
 
 
+@pytest.mark.slow
 def test_recalibrated_statistics_are_those_of_all_pictures() -> None:
     """After recalibration the first layer's running mean is the mean over all training pictures."""
     rows, _ = batch_norm.pictures()

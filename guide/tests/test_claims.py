@@ -104,6 +104,7 @@ def test_other_numbers_are_refused() -> None:
         judged(CLAIMS["on_cpus"], {"gradient_error": 0.0})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_a_recording_comes_out_again(name: str) -> None:
     """Measured now, a claim has the numbers of its recording, within its tolerance, and the same verdict."""

@@ -98,6 +98,7 @@ def test_the_largest_size_runs_and_the_next_does_not(monkeypatch: pytest.MonkeyP
     "batch = what.batch(effective_batch_size)",
     "batch = what.batch(micro_batch_size)",
 )
+@pytest.mark.slow
 def test_accumulation_holds_exactly_one_more_copy_of_gradients() -> None:
     """4 x 16 against 16 alone: gradients differ by one copy, inputs by what waits, the rest by a few sums."""
     many = measure_accumulated(ACCUMULATED, PLAIN, effective_batch_size=64, micro_batch_size=16)

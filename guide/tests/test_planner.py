@@ -42,6 +42,7 @@ def row(data: dict[str, Any], variant: Variant) -> dict[str, Any]:
     "return size + 1",
     also=["guide/tests/test_planner.py::test_the_recording_is_of_this_engine"],
 )
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", [GPT2, ON_RANKS], ids=["one rank", "several ranks"])
 @pytest.mark.parametrize("which", ["steady", "first"])
 def test_pieces_are_the_peak_at_every_size(data: dict[str, Any], variant: Variant, which: str) -> None:
@@ -58,6 +59,7 @@ def test_pieces_are_the_peak_at_every_size(data: dict[str, Any], variant: Varian
         assert (data["phases"][phase], operation) == (peak.phase, peak.operation)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", [GPT2, ON_RANKS], ids=["one rank", "several ranks"])
 def test_the_recording_is_of_this_engine(data: dict[str, Any], variant: Variant) -> None:
     """Tables that are made now are those that were recorded."""
@@ -76,6 +78,7 @@ def test_every_choice_is_recorded(data: dict[str, Any]) -> None:
         assert {micro_batch_size(share, found) for share in shares for found in one["largest"]} <= sizes
 
 
+@pytest.mark.slow
 def test_a_plan_of_the_guide_is_that_of_the_library() -> None:
     """`ab.plan` says the same, in the same words."""
     found = planned(traced(GPT2), PlanRequest(device="RTX 4090", effective_batch_size=500))

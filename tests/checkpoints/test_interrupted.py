@@ -195,6 +195,7 @@ def test_killed_in_the_first_save(tmp_path: Path) -> None:
 """,
     also=["tests/checkpoints/test_interrupted.py::test_killed_at_any_operation[replace]"],
 )
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(1, 2), st.none() | st.integers(0, 30)), max_size=6))
 @settings(max_examples=60)
 def test_killed_again_and_again(saves: list[tuple[int, int, int | None]]) -> None:

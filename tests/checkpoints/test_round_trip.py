@@ -64,6 +64,7 @@ def there_and_back(state: dict[Any, Any], folder: Path | str) -> dict[Any, Any]:
     "_is_unicode(str(key)) and str(key)[:1]",
     also=["tests/checkpoints/test_round_trip.py::test_an_optimizer_continues_bit_for_bit"],
 )
+@pytest.mark.slow
 @given(states)
 @example({"a": {"b": torch.ones(1)}, "a.b": torch.zeros(1), "a.b~2": torch.ones(2), "__metadata__": torch.ones(3)})
 @example({"\udcff": torch.ones(1), "\\udcff": torch.zeros(1), "": torch.ones(2)})

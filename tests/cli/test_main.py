@@ -237,6 +237,7 @@ def test_env_names_nobody(capsys: pytest.CaptureFixture[str]) -> None:
     assert not re.search(r"(^|\s)/\w", printed)
 
 
+@pytest.mark.slow
 def test_resume_by_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`--resume --out` alone goes on with the recipe, the ranks and the settings of the run, and says what changes."""
     out = ["--out", str(tmp_path / "run")]

@@ -344,6 +344,7 @@ def test_observer_misses_nothing(tmp_path: Path) -> None:
     assert [(each.first_step, each.num_steps) for each in starts] == [(5, NUM_STEPS)]
 
 
+@pytest.mark.slow
 def test_records_are_not_kept(tmp_path: Path) -> None:
     """Without an observer of its own a session keeps no record beyond its step: a long run needs no more memory."""
     alive: list[int] = []

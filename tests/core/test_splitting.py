@@ -45,6 +45,7 @@ def test_units_are_a_partition(num_samples: int, world_size: int, cut: Cut) -> N
     assert len({unit.number for share in plan.shares for unit in share}) == sum(map(len, plan.shares))
 
 
+@pytest.mark.slow
 @given(num_samples=st.integers(0, 200), world_size=st.integers(1, 9), cut=CUTS)
 def test_sizes_are_respected(num_samples: int, world_size: int, cut: Cut) -> None:
     """No unit is larger than allowed, and there are as many steps as named, or as few as it takes."""

@@ -93,6 +93,7 @@ def test_right_loops_are_exact(loop: Loop) -> None:
     "        return not (self.is_stale or self.lost",
     "        return not (self.lost",
 )
+@pytest.mark.slow
 @pytest.mark.parametrize(("loop", "codes"), loops.WRONG.items())
 def test_wrong_loops_are_named(loop: Loop, codes: set[str]) -> None:
     """Each published fault is found by its name, and nothing else is."""

@@ -101,6 +101,7 @@ def test_an_ending_that_cannot_be_drawn(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without matplotlib the message has the line that installs it, and no folder is made."""
     monkeypatch.delitem(sys.modules, "anybatch.diagnostics.memory.stacked_areas", raising=False)

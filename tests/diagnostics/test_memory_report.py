@@ -84,6 +84,7 @@ def rise(course: MemoryTimeline, *, inputs: bool) -> int:
     return int(totals.max() - totals[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("micro_batch_size", [1, 8, 24])
 def test_the_peak_is_the_allocators(recomputes: bool, micro_batch_size: int) -> None:

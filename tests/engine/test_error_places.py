@@ -43,6 +43,7 @@ def test_an_error_in_the_loss_names_step_rank_and_samples() -> None:
     assert "in step 1 (counted from 0), on rank 0 of 1" in notes
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_names_the_users_line_and_the_sizes_tried() -> None:
     """The frames are cleared, so that their tensors are freed; the place in the user's code is kept as text."""
 

@@ -497,6 +497,7 @@ def random_right(data: st.DataObject) -> tuple[Declared, Batch]:
     return Declared(Classifier, lambda: batch, RIGHT[name].loss), batch
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(data=st.data())
 def test_right_declarations_are_never_refused(data: st.DataObject) -> None:

@@ -156,6 +156,7 @@ def step(case: Case, precision: Any) -> str:
         return engine.decisions["loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_declarations_hold(name: str, precision: str) -> None:

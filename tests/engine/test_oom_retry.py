@@ -123,6 +123,7 @@ ONE_RANK: Mapping[str, tuple[Run, Mapping[str, int | str], int]] = {
 """,
     cases=["accumulation steps"],
 )
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_RANK)
 def test_wherever_a_single_rank_fails(name: str) -> None:
     """The same on one rank, for other sizes, batches, policies and random numbers."""
@@ -214,6 +215,7 @@ def naive_gradient(batch: Mapping[str, torch.Tensor], at: int) -> tuple[list[tor
     )
 
 
+@pytest.mark.slow
 def test_a_budget_is_kept() -> None:
     """Under an enforced budget the size falls until it fits, stays, and the weights are those of the planned run."""
     planned_model, planned = one_rank_engine(micro_batch_size=4)
@@ -246,6 +248,7 @@ def test_a_budget_is_kept() -> None:
             self.kept = error
 """,
 )
+@pytest.mark.slow
 def test_the_failed_try_lets_go_of_its_memory() -> None:
     """When the next try begins, no tensor of the failed one is held any more, garbage collector or not."""
     held: list[tuple[str, int]] = []
@@ -285,6 +288,7 @@ def one_rank_engine(**options: Any) -> tuple[nn.Module, ab.Engine]:
     return engine_of(Run(sizes={}, options=options), ab.World(), Listening())
 
 
+@pytest.mark.slow
 def test_one_sample_that_does_not_fit_ends_the_run() -> None:
     """The error says what is held and what would take less; nothing has been changed."""
     model, engine = one_rank_engine(micro_batch_size=2)

@@ -56,6 +56,7 @@ def test_modes_that_see_operations_are_listed() -> None:
     assert active_dispatch_modes() == []
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is")
 def test_compiled_modules_are_known_by_what_is_behind_them() -> None:
     """`torch.compile(module)` and `module.compile()` show; the module behind the first is the user's."""

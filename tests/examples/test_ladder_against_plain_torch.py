@@ -97,6 +97,7 @@ def test_kept_bytes_grow_with_the_micro_batch() -> None:
         "tests/examples/test_ladder_against_plain_torch.py::test_training_in_one_process[3-33]",
     ],
 )
+@pytest.mark.slow
 @given(num_samples=st.integers(1, 40), size=st.integers(1, 16), seed=st.integers(0, 99))
 def test_ragged_tail(num_samples: int, size: int, seed: int) -> None:
     """Sums over the count are exact for any tail; a mean of means weighs each sample by its micro-batch."""
@@ -112,6 +113,7 @@ def test_ragged_tail(num_samples: int, size: int, seed: int) -> None:
     assert distance(ladder.gradient(model, points, labels, size, exact=False), weighted) <= EXACT
 
 
+@pytest.mark.slow
 @given(masked=st.lists(st.floats(0, 1), min_size=1, max_size=12), size=st.integers(1, 5), seed=st.integers(0, 99))
 def test_token_mean(masked: list[float], size: int, seed: int) -> None:
     """Whatever share of each sentence's targets is masked: the sum over all targets is the un-split mean."""

@@ -100,6 +100,7 @@ def launcher_store() -> TCPStore:
     "if num_open is not None and",
     cases=["torchrun"],
 )
+@pytest.mark.slow
 @pytest.mark.parametrize("keeper", ["torchrun", "rank 0"])
 def test_a_later_world_joins_again(keeper: str, launcher_store: TCPStore) -> None:
     """The last world to be closed ends the default group that the first one has started; a later one starts another.

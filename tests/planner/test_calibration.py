@@ -55,6 +55,7 @@ def test_timing_one_by_one_costs_nothing_in_the_end() -> None:
     assert operation_seconds(step, rates) == pytest.approx(1.0, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_programs")
 def test_a_slower_device_is_found_slower() -> None:
     """If everything takes a thousand times as long, so does every prediction."""

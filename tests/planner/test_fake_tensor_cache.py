@@ -350,6 +350,7 @@ def spec(profile: Profile, *, enabled: bool) -> StepSpec:
     "value.stride(), value.dtype, value.storage_offset()",
     "value.stride(), value.storage_offset()",
 )
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", ["cpu", "cuda"])
 def test_the_plan_is_the_same_without_the_cache(profile: Profile) -> None:
     """What a step holds at any size, allocation by allocation, and what it costs, is the same with the cache off."""

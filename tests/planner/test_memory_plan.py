@@ -172,6 +172,7 @@ def test_the_plan_is_what_the_real_engine_holds(name: str) -> None:
         assert envelope.peak_bytes(size) == real_peak(spec, batch(NUM_MICRO_BATCHES * size), size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["words", "pictures"])
 def test_the_plan_is_what_the_allocator_hands_out(name: str) -> None:
     """The planned peak of a step is what torch's CPU allocator hands out for the engine, inside kernels too.

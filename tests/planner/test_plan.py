@@ -206,6 +206,7 @@ def test_fused_update_takes_no_temporaries() -> None:
     assert changed < 0.85 * plain
 
 
+@pytest.mark.slow
 def test_what_is_proposed_fits_and_one_more_does_not() -> None:
     """At the size that is found tensors fit on a CPU, and at the next one they do not: seen by tracing both."""
     spec = step_spec(Net, optimizer=adamw, loss=ab.mean_over_samples(classes), sample=torch.zeros(1, 32), profile="cpu")
@@ -325,6 +326,7 @@ def test_changes_that_cannot_be_planned_are_left_out(monkeypatch: pytest.MonkeyP
     ] == ["checkpointing"]
 
 
+@pytest.mark.slow
 def test_a_plan_is_drawn(tmp_path: Path) -> None:
     """The picture of a plan names its micro-batches from 1, its device and its peak."""
     pytest.importorskip("matplotlib", reason="needs the extra anybatch[plot]")

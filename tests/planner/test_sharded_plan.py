@@ -57,6 +57,7 @@ def rows(parameter: torch.Tensor, world_size: int) -> int:
     return len(range(0, parameter.shape[0], world_size))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_state_and_update_are_shared(world_size: int) -> None:
     """Rank 0 holds its rows of weights and of both of AdamW's averages, and its update takes as many for a while.
@@ -92,6 +93,7 @@ def largest_held(trace: MemoryTrace, category: Category, mark: str) -> int:
     return held_at(trace, next(position for position, name in trace.marks if name == mark))[category]
 
 
+@pytest.mark.slow
 def test_deferred_gradients_are_whole() -> None:
     """Between micro-batches a rank holds its share of the gradients if they are reduced, all of them if not."""
     whole = sum(4 * one.numel() for one in Network().parameters())

@@ -131,6 +131,7 @@ def held(plan: Plan) -> Counter[str]:
         "tests/recipes/test_planning.py::test_batch_norm_is_planned",
     ),
 )
+@pytest.mark.slow
 def test_an_average_is_planned() -> None:
     """With an exponential average of the weights one copy of them more is planned than without."""
     weights = sum(parameter.nbytes for parameter in deep().parameters())
@@ -138,6 +139,7 @@ def test_an_average_is_planned() -> None:
     assert held(planned(average_decay=0.9))["optimizer"] - held(planned())["optimizer"] == weights
 
 
+@pytest.mark.slow
 def test_clipping_is_planned() -> None:
     """A module is planned with its clipping: by value nothing is measured, by norm every gradient is."""
     plain, clipped = (
@@ -148,6 +150,7 @@ def test_clipping_is_planned() -> None:
     assert {name for name in clipped - plain if "norm" in name}
 
 
+@pytest.mark.slow
 def test_batch_norm_is_planned() -> None:
     """A module is planned under its policy about BatchNorm: frozen, it makes no statistics of the batch."""
     kept, frozen = planned(norms="keep"), planned(norms="freeze")
@@ -161,6 +164,7 @@ def test_batch_norm_is_planned() -> None:
     "copy.deepcopy(train.model, {id(tensor): tensor for tensor in tensors})",
     "train.model if tensors else train.model",
 )
+@pytest.mark.slow
 def test_what_is_there_is_planned_and_left_alone() -> None:
     """A `TrainSpec` is planned at its own batch size and precision, and changes of its blocks stay in the plan."""
     train = trained(effective_batch_size=512, precision="bf16")
