@@ -81,7 +81,10 @@ def test_users_code_is_shown_from_its_file_on(tmp_path: Path) -> None:
     assert re.search(r'small\.py", line \d+, in loss$', said.splitlines()[3])
     assert "session.py" not in said
     assert "engine.py" not in said
-    assert said.endswith("FaultError: mine")
+    *_, last, where, when = said.splitlines()
+    assert last.endswith("FaultError: mine")
+    assert "samples 0 to" in where
+    assert "in step 0" in when
 
 
 def test_own_faults_are_shown_in_full() -> None:

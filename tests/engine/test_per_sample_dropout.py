@@ -371,7 +371,7 @@ REFUSED_WHILE_RUNNING: Mapping[str, tuple[Callable[[torch.Tensor], torch.Tensor]
     ),
     "a seed": (
         lambda hidden: (torch.default_generator.manual_seed(3), F.dropout(hidden))[1],
-        ("seeded anew", "manual_seed"),
+        ("seeded again", "manual_seed"),
     ),
     "now and then": (sometimes, ("called 1 times in one micro-batch of a step and 0 times in another",)),
     "a checkpoint that forgets": (unpreserved, ("activation checkpointing", "preserve_rng_state=True")),

@@ -14,6 +14,7 @@ from anybatch.engine.spec import Hardware, TrainSpec
 from anybatch.engine.telemetry.decisions import Decisions
 from anybatch.errors import UserError
 from tests.engine.cases import CASES, InMemory
+from tests.ranks_fixture import Ranks
 
 
 def spec_of(model: torch.nn.Module, **changes: Any) -> TrainSpec:
@@ -85,6 +86,26 @@ def test_a_dropped_engine_is_freed_without_the_garbage_collector() -> None:
         assert gone() is None
     finally:
         gc.enable()
+
+
+def freed_models(strategy: str) -> list[bool]:
+    """Run on every rank: step engines, drop them without closing, and return whether their models are gone."""
+    gone = []
+    for _ in range(2):
+        model = CASES["ragged"].model()
+        engine = ab.Engine.from_spec(spec_of(model), Hardware(micro_batch_size=3, strategy=strategy))
+        engine.step(InMemory(CASES["ragged"].batch()))
+        watched = weakref.ref(model)
+        del engine, model
+        gc.collect()
+        gone.append(watched() is None)
+    return gone
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
+def test_a_dropped_engine_lets_its_model_go(strategy: str, two_ranks: Ranks) -> None:
+    """Nothing that lives outside of Python, such as DDP's reducer, keeps the model of an engine that was dropped."""
+    assert two_ranks.run(freed_models, strategy) == [[True, True], [True, True]]
 
 
 def test_decisions_are_only_added_to() -> None:

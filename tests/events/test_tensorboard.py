@@ -1,11 +1,14 @@
 """TensorBoard shows the numbers of the records, over the steps made."""
 
 import importlib
+import itertools
 import math
 import re
 import sys
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +34,17 @@ from tests.events.recorded_run import (
 
 pytest.importorskip("tensorboard", reason="needs the package tensorboard")
 Charts = Mapping[str, list[tuple[int, float]]]
+
+
+@pytest.fixture(autouse=True)
+def files_of_different_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each event file have a second of its own.
+
+    Those of one second are read in the order of a counter of the process as text, in which "10" comes before "9".
+    """
+    seconds = itertools.count(int(time.time()))
+    clock = SimpleNamespace(time=lambda: float(next(seconds)), sleep=time.sleep)
+    monkeypatch.setattr("tensorboard.summary.writer.event_file_writer.time", clock)
 
 
 class CountingTensor(torch.Tensor):

@@ -356,7 +356,7 @@ def check_same_structure(trace_a: MemoryTrace, m_a: int, trace_b: MemoryTrace, m
     """
     # The first difference names the cause; lengths are compared afterwards, since they differ as its consequence.
     for position, (event_a, event_b) in enumerate(zip(trace_a.events, trace_b.events, strict=False)):
-        what_a, what_b = _told(trace_a, event_a), _told(trace_b, event_b)
+        what_a, what_b = _description(trace_a, event_a), _description(trace_b, event_b)
         if event_a != event_b or what_a != what_b:
             message = (
                 f"a step at micro-batch size {m_a} and one at {m_b} do different things, so memory at other sizes "
@@ -369,13 +369,13 @@ def check_same_structure(trace_a: MemoryTrace, m_a: int, trace_b: MemoryTrace, m
         longer = trace_a if len(trace_a.events) > shorter else trace_b
         message = (
             f"a step at micro-batch size {m_a} has {len(trace_a.events)} events, one at {m_b} has "
-            f"{len(trace_b.events)}; the first that only one of them has is {_told(longer, longer.events[shorter])}. "
-            "Let the sizes be tried instead of planned."
+            f"{len(trace_b.events)}; the first that only one of them has is "
+            f"{_description(longer, longer.events[shorter])}. Let the sizes be tried instead of planned."
         )
         raise PlanError(message)
 
 
-def _told(trace: MemoryTrace, event: int) -> str:
+def _description(trace: MemoryTrace, event: int) -> str:
     one = trace.allocations[abs(event) - 1]
     what = one.operation or f"what was there before ({one.category})"
     return f"{what} in {one.phase}" if event > 0 else f"the end of what {what} took in {one.phase}"

@@ -1,6 +1,7 @@
 """torch's DistributedDataParallel, made to sum."""
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ class DDP:
         self._reduced = False
         self._prepared = False
         self._world = World()
-        self._reductions = _Reductions(None)
+        self._reductions = _Reductions(_weakly(None))
 
     def prepare(
         self, modules: nn.Module, model: object, world: World, on_reduction: ReductionObserver | None
@@ -71,7 +72,7 @@ class DDP:
         differed = align_replicas(modules, world, self._initial)
         self._parameters = list(parameters.values())
         self._world = world
-        self._reductions = _Reductions(on_reduction)
+        self._reductions = _Reductions(_weakly(on_reduction))
         self._wrapper = DistributedDataParallel(
             _Caller(modules, model),
             # `align_replicas` has made the replicas equal, and can say which tensors differed.
@@ -188,8 +189,19 @@ class _Caller(nn.Module):
 class _Reductions:
     """The observer of reductions, and whether one has broken: DDP lets no exception of its own type through."""
 
-    on_reduction: ReductionObserver | None
+    on_reduction: Callable[[], ReductionObserver | None]
     broken: bool = False
+
+
+def _weakly(observer: ReductionObserver | None) -> Callable[[], ReductionObserver | None]:
+    """Return what looks the observer up while its owner lives.
+
+    DDP's reducer keeps what it is given out of the garbage collector's sight: through a method of the engine's parts it
+    would keep the model of an engine that was dropped.
+    """
+    if inspect.ismethod(observer):
+        return weakref.WeakMethod(observer)
+    return lambda: observer
 
 
 def _sum_bucket(reductions: _Reductions, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -203,8 +215,9 @@ def _sum_bucket(reductions: _Reductions, bucket: GradBucket) -> torch.futures.Fu
         return flat  # it was summed in place
 
     flat = bucket.buffer()
-    if reductions.on_reduction is not None:
-        reductions.on_reduction(bucket.index(), flat.numel() * flat.itemsize, flat.dtype)
+    on_reduction = reductions.on_reduction()
+    if on_reduction is not None:
+        on_reduction(bucket.index(), flat.numel() * flat.itemsize, flat.dtype)
     # DDP's own hook would divide by the number of ranks; the engine divides once, by the count of the whole batch.
     work = dist.all_reduce(flat, async_op=True)
     assert work is not None

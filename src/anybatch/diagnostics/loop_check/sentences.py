@@ -46,7 +46,7 @@ def window_size(step: int, found: int, steps_given: int, where: str) -> LoopFind
     """A window that should be full is not."""
     return LoopFinding(
         code="window_size",
-        what=f"Step {step} is not made of as many micro-batches as the loop was told, and no epoch ends there.",
+        what=f"Step {step} is not made of as many micro-batches as the loop was asked for, and no epoch ends there.",
         found=f"{found} micro-batches",
         expected=f"{steps_given}",
         where=where,

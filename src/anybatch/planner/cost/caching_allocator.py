@@ -64,7 +64,7 @@ def replay(
     expandable: bool = False,
     pools: Sequence[int] | None = None,
 ) -> AllocatorReplay:
-    """AllocatorReplay a trace in the allocator.
+    """Replay a trace in the allocator.
 
     Args:
         events: `n` where allocation number `n - 1` is made, `-n` where it is freed, as in a `MemoryTrace`.
