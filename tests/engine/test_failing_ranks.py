@@ -65,7 +65,7 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, list[RankOutcome]]:
     "all failures are kept in one place",
     "src/anybatch/parallel/world.py",
     """
-            store.add(f"{_COUNT_KEY}/{self.rank}", 1)
+            store.add(self._count_key, 1)
 """,
     "",
     cases=["raises, all_reduce"],

@@ -14,9 +14,6 @@ AWKWARD = 'rank 0 failed: "quoted", \n a line, \N{SNOWMAN}'
 def published() -> tuple[RankFailure | None, RankFailedError]:
     """Run on every rank: rank 1 publishes a failure whose text begins like a message of rank 0."""
     world = World.from_environment(device="cpu")
-    while world.published_failure() is not None:  # of a test before this one, on the same ranks
-        world.publish_failure(ValueError("read"), None)
-    world.gather_numbers([0.0])
     if world.rank == 1:
         world.publish_failure(NonFiniteError(AWKWARD), STEP)
     world.gather_numbers([0.0])  # until it is there
@@ -32,6 +29,21 @@ def test_a_failure_is_published_as_a_value(two_ranks: Ranks) -> None:
     assert own is None
     assert (error.rank, error.step, error.error_type, error.reason) == (1, STEP, "NonFiniteError", AWKWARD)
     assert str(error).startswith(f"rank 1 failed in step {STEP}: NonFiniteError: {AWKWARD}. Rank 0 stops too: ")
+
+
+def published_by_another_world() -> RankFailure | None:
+    """Run on every rank: return what is read of a failure that rank 1 has published in an earlier world."""
+    with World.from_environment(device="cpu") as earlier:
+        if earlier.rank == 1:
+            earlier.publish_failure(NonFiniteError(AWKWARD), STEP)
+        earlier.gather_numbers([0.0])
+        with World.from_environment(device="cpu") as world:
+            return world.published_failure()
+
+
+def test_failures_belong_to_a_world(two_ranks: Ranks) -> None:
+    """A program that goes on after a failure of one rank does not read it again in its next world."""
+    assert two_ranks.run(published_by_another_world) == [None, None]
 
 
 def raised_together() -> tuple[str, int | None, str | None, str]:

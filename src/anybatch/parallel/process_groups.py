@@ -66,6 +66,7 @@ class ControlGroup:
         group = dist.new_group(backend="gloo", timeout=timeout)
         # Until every rank has connected to all others, a rank that ends its group again breaks their connecting.
         dist.all_reduce(torch.zeros(1), group=group)
+        self.name: str = group.group_name  # the same on all ranks, which make their groups in the same order
         self._held = _Held([group])
         self._end = weakref.finalize(self, _end, self._held)
         self._end.atexit = False  # the process that ends takes everything along, and must not wait for other ranks

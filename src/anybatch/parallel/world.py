@@ -191,7 +191,7 @@ class World:
             store = default_store()
             # One indivisible operation, so that of several ranks that fail at once exactly one publishes its error.
             kept = store.compare_set(self._failure_key(store), "", text)
-            store.add(f"{_COUNT_KEY}/{self.rank}", 1)
+            store.add(self._count_key, 1)
         except (RuntimeError, ValueError):  # the store went with its rank: there is no rank left to inform
             return True
         return kept.decode() == text
@@ -229,7 +229,16 @@ class World:
         that ranks which go on after one look for the next in a new place, and none has to clear the old one away.
         """
         # Adding 0 reads the counter, and makes it where there is none; `get` would wait for it.
-        return f"{_FAILURE_KEY}/{store.add(f'{_COUNT_KEY}/{self.rank}', 0)}"
+        return f"{_FAILURE_KEY}/{self._name}/{store.add(self._count_key, 0)}"
+
+    @property
+    def _count_key(self) -> str:
+        return f"{_COUNT_KEY}/{self._name}/{self.rank}"
+
+    @property
+    def _name(self) -> str:
+        """The same on all ranks, and another for each world: errors of an earlier one are not this one's."""
+        return "" if self._control is None else self._control.name
 
     def first_failure(self, error: BaseException) -> RankFailedError:
         """Return the error to raise on a rank whose collective broke: it carries the first failed rank's own error."""
