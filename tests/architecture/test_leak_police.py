@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.architecture.leak_police import environment, holdings, leaks_since, settled, take_snapshot
+from tests.architecture.leak_police import (
+    PATIENCE_SECONDS,
+    environment,
+    has_no_more_groups,
+    holdings,
+    leaks_since,
+    settled,
+    take_snapshot,
+)
 
 
 def test_clean_test_is_let_go() -> None:
@@ -107,6 +116,9 @@ def test_groups_that_are_not_destroyed_are_seen(tmp_path: Path) -> None:
     try:
         before = take_snapshot()
         group = dist.new_group(backend="gloo")
+        end = time.monotonic() + PATIENCE_SECONDS
+        while has_no_more_groups(holdings(), before.holdings) and time.monotonic() < end:
+            os.sched_yield()  # a thread that has just been started has no name yet
         (found,) = leaks_since(before, patience_seconds=0.1)
         dist.destroy_process_group(group)
         del group

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import contextlib
 import sys
 import webbrowser
 from collections.abc import Sequence
@@ -78,10 +79,10 @@ def _serve(words: Sequence[str]) -> int:
         if not given.no_browser:
             open_browser(once)
 
-    try:
+    # Ctrl-C arrives here as an exception or as a server that has returned, by where in its loop it found the server.
+    with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(serve(serving, tell))
-    except KeyboardInterrupt:
-        sys.stdout.write("guide  ended\n")
+    sys.stdout.write("guide  ended\n")
     return Status.DONE
 
 
