@@ -172,6 +172,33 @@ def test_lockstep_keeps_auto_and_the_check_of_the_loss(two_ranks: Ranks) -> None
     assert "samples/s" in first[1]
 
 
+def lockstep_size_with_masked_targets() -> str:
+    """Run on every rank: return what "auto" decides where most micro-batches of rank 1 have no target."""
+    warnings.filterwarnings("ignore", message=NOT_TO_BE_CHANGED_IN_PLACE)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(200, 200), torch.nn.ReLU(), torch.nn.Linear(200, 3))
+    targets = torch.randint(0, 3, (85,))
+    targets[40:80] = -100
+    batch = InMemory({"x": torch.randn(85, 200), "y": targets})
+
+    def loss(net: Any, part: Batch) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(net(part["x"]), part["y"])
+
+    declared = ab.mean_over(loss, count=lambda part: (part["y"] != -100).sum())
+    world = ab.World.from_environment()
+    with ab.Engine(model, sgd, declared, strategy=FullyShard(), check_loss=False, world=world) as engine:
+        engine.step(batch)
+        return engine.decisions["micro_batch_size"]
+
+
+def test_lockstep_tries_sizes_where_a_rank_has_nothing_to_count(two_ranks: Ranks) -> None:
+    """Micro-batches without a target are run in a trial all the same: another rank waits in their forward."""
+    first, second = two_ranks.run(lockstep_size_with_masked_targets)
+
+    assert first == second
+    assert "samples/s" in first
+
+
 def messages_of_idle_ranks() -> list[str]:
     """Run on every rank: return what is said where a rank has nothing that it could run along with."""
     world = ab.World.from_environment()

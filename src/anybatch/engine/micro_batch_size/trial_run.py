@@ -116,8 +116,10 @@ class TrialRuns:
             stop = min(start + size, self.num_samples)
             # Divided by its own count: nothing is updated, so the count of the whole batch is not needed.
             counts = unit_counts(self._context.loss, piece, stop - start)
+            if self._num_in_lockstep is not None:  # all ranks run all of them; what a trial's loss is, does not matter
+                counts = tuple(count or 1.0 for count in counts)
             factors = factors_of(self._context.loss, counts, counts, 1.0)
-            if any(counts) or self._num_in_lockstep is not None:
+            if any(counts):
                 # Any key will do: nothing that depends on it is kept.
                 key = BatchKey(0, 0, range(stop))
                 lined_up.append((MicroBatch(Unit(0, start, stop), factors, _NEITHER, 0, key), piece))
