@@ -29,12 +29,22 @@ AnyBatchError
     └── RankFailedError               another rank failed first; carries its error
 ```
 
+`AnyBatchWarning` (UserWarning) is the class of what runs all the same, and might not be what was meant.
+
 Every message says what is wrong, shows both values, and says what to do. What a program would want to know of it is in
 fields beside the text: rank, step, phase, sizes, paths. A field is None where the place that raised does not know it.
 Fields survive pickling, which is how an error of one rank reaches another.
 """
 
 from pathlib import Path
+
+
+class AnyBatchWarning(UserWarning):
+    """What runs, and might not be what was meant: it could not be checked, or differs from the un-split batch.
+
+    Given once, on rank 0, with what to do. The same text is a diagnosis record for observers. To stop at it:
+    `warnings.simplefilter("error", anybatch.errors.AnyBatchWarning)`.
+    """
 
 
 class AnyBatchError(Exception):

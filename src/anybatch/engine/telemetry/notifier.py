@@ -30,6 +30,7 @@ from anybatch.core.records import (
 )
 from anybatch.core.reports import StepReport
 from anybatch.core.tree import Batch
+from anybatch.core.user_warnings import warn_user
 from anybatch.engine.accumulation.accumulate import MicroBatch
 from anybatch.engine.accumulation.planned_batch import CountedBatch, PlannedBatch
 from anybatch.engine.telemetry.step_memory import StepMemory
@@ -58,6 +59,7 @@ class Notifier:
         self._memory: StepMemory | None = None
         self._gradient_bytes = 0
         self._on_batch: Callable[[Batch], None] | None = None
+        self._warned: set[str] = set()
 
     def measure_memory(
         self, world: World, parameters: Sequence[torch.Tensor], resident: Callable[[], ResidentTensors]
@@ -213,6 +215,20 @@ class Notifier:
     def diagnosis(self, code: str, message: str, level: Literal["info", "warning", "error"] = "info") -> None:
         """Report something the user should know."""
         self._send(DiagnosisRecord(rank=self._rank, step=None, code=code, level=level, message=message, remedy=None))
+
+    def warn(self, code: str, message: str) -> None:
+        """Warn the user, on rank 0 and once per `code`: by a Python warning, and by a diagnosis record on every rank.
+
+        Args:
+            code: names the condition, for programs.
+            message: what might not be meant, both values, and what to do.
+        """
+        if code in self._warned:
+            return
+        self._warned.add(code)
+        self.diagnosis(code, message, "warning")
+        if self._rank == 0:
+            warn_user(message)
 
     def checkpoint(
         self,

@@ -1,0 +1,50 @@
+"""Warnings point at the user's line, and come once."""
+
+import inspect
+import warnings
+
+import pytest
+
+import anybatch as ab
+from anybatch.core.user_warnings import warn_user
+from anybatch.engine.telemetry.notifier import Notifier
+from anybatch.errors import AnyBatchWarning
+from tests.engine.cases import classify
+
+HERE = __file__
+
+
+def test_warning_points_at_the_users_line() -> None:
+    """The place of the warning is the call in the user's file, not a line of ours."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        frame = inspect.currentframe()
+        assert frame is not None
+        notifier(0).warn("code", "what and what to do")
+        line = frame.f_lineno - 1
+
+    assert [(one.filename, one.lineno, one.category) for one in seen] == [(HERE, line, AnyBatchWarning)]
+
+
+def test_each_condition_is_said_once_on_rank_0() -> None:
+    """A condition that holds in every step gives one warning; other ranks give none."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for rank in (0, 1):
+            one = notifier(rank)
+            for _ in range(3):
+                one.warn("code", f"from rank {rank}")
+            one.warn("other", f"another from rank {rank}")
+
+    assert [str(one.message) for one in seen] == ["from rank 0", "another from rank 0"]
+
+
+def test_a_warning_can_be_made_an_error() -> None:
+    """Under a filter "error" the call raises, so that a program may stop at what it does not accept."""
+    with pytest.raises(AnyBatchWarning, match="what and what to do"):
+        warn_user("what and what to do")
+
+
+def notifier(rank: int) -> Notifier:
+    """Return the notifier of a rank without an observer."""
+    return Notifier(None, rank, ab.mean_over_samples(classify), None)
