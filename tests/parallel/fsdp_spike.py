@@ -86,6 +86,10 @@ class FullyShard:
         """Return the shards that the last backward has reduced."""
         return [parameter.grad for parameter in self._parameters], self.sum(numbers)
 
+    def place_gradients(self) -> None:
+        """Begin with none."""
+        self.clear_gradients()
+
     def clear_gradients(self) -> None:
         """Let the shards' gradients go."""
         for parameter in self._parameters:

@@ -58,6 +58,7 @@ def test_autograd_adds_into_the_buckets() -> None:
     """Two backward passes add up in the bucket itself: nothing is copied, and a bf16 gradient is widened and let go."""
     wide, narrow = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     buffers = GradientBuffers([wide, narrow])
+    buffers.place()
     for _ in range(2):
         (wide.sum() * 2 + narrow.float().sum() * 3).backward()
     gradients = buffers.gradients(buffers.used)
@@ -94,6 +95,7 @@ def test_what_was_not_used_has_no_gradient() -> None:
     """Only parameters that a backward reached count as used; clearing forgets it."""
     used, idle = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     buffers = GradientBuffers([used, idle])
+    buffers.place()
     used.sum().backward()
 
     assert buffers.used == [True, False]
@@ -101,6 +103,8 @@ def test_what_was_not_used_has_no_gradient() -> None:
     assert idle.grad is None
     buffers.clear()
     assert buffers.used == [False, False]
+    assert used.grad is None
+    buffers.place()
     assert idle.grad is not None
     (used.sum() + idle.sum()).backward()
     assert [gradient.tolist() for gradient in buffers.gradients(buffers.used) if gradient is not None] == [[1, 1]] * 2
@@ -128,6 +132,7 @@ def test_views_have_their_parameters_strides(parameter: torch.Tensor) -> None:
     """A gradient is laid out as its parameter is, so that adding and updating run over memory in one order."""
     made = nn.Parameter(parameter.clone(memory_format=torch.preserve_format))
     buffers = GradientBuffers([made])
+    buffers.place()
     assert made.grad is not None
     assert made.grad.stride() == parameter.stride()
     (made * made.detach()).sum().backward()
@@ -146,6 +151,32 @@ def test_views_have_their_parameters_strides(parameter: torch.Tensor) -> None:
 """,
     also=["tests/engine/test_steps.py::test_a_closed_engine_leaves_no_hook_behind"],
 )
+@sees(
+    "a backward between two steps counts",
+    "src/anybatch/parallel/gradient_buckets.py",
+    """
+            if not self._is_placed:
+                return
+            assert parameter.grad""",
+    """
+            assert parameter.grad""",
+)
+def test_a_backward_between_steps_does_not_reach_the_buckets() -> None:
+    """What is added before the parameters are given their places stays in `.grad`, in every precision."""
+    wide, narrow = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    buffers = GradientBuffers([wide, narrow])
+    (wide.sum() + narrow.float().sum()).backward()
+
+    assert buffers.used == [False, False]
+    assert narrow.grad is not None
+    assert not buffers.buckets[0].flat.any()
+    buffers.place()
+    assert narrow.grad is None
+    assert wide.grad is not None
+    assert not wide.grad.any()
+    buffers.close()
+
+
 def test_a_closed_buffer_leaves_the_parameters_alone() -> None:
     """After closing, a backward no longer reaches the buffer of a bf16 parameter."""
     narrow = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))

@@ -1,5 +1,6 @@
 """Makes the parts of an engine, in the order in which they depend on each other. Every refusal of arguments is here."""
 
+import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from anybatch.core.loss import Loss, declared
 from anybatch.core.records import Observer
 from anybatch.core.splitting import CutConstraints
 from anybatch.engine.accumulation.accumulate import LoopContext, Randomness
+from anybatch.engine.accumulation.gradient_guard import GradientGuard
 from anybatch.engine.accumulation.planned_batch import PlannedBatch
 from anybatch.engine.batch_norm.runner import BatchNormRunner, policy_for, ranks_of, refuse_order, refuse_policy
 from anybatch.engine.checkpoint_state import StateParts
@@ -56,6 +58,7 @@ class Parts:
         backoff: smaller sizes after out of memory.
         check: of the loss's declaration.
         planner: plans steps.
+        guard: keeps gradients apart from those of others.
         runner: runs them.
         updater: updates parameters.
         batch_norm: runs micro-batches under the policy about BatchNorm.
@@ -70,6 +73,7 @@ class Parts:
     backoff: SizeBackoff
     check: LossCheck
     planner: StepPlanner
+    guard: GradientGuard
     runner: StepRunner
     updater: Updater
     batch_norm: BatchNormRunner
@@ -145,6 +149,10 @@ def build(spec: TrainSpec, hardware: Hardware, observer: Observer | None = None)
     # From here on something of the model may have changed: hooks, buckets, for some strategies the parameters.
     prepared = strategy.prepare(modules, spec.model, world, notifier.reduction)
     try:
+        guard = GradientGuard(
+            modules, prepared, notifier, replaces_parameters=strategy.capabilities.replaces_parameters
+        )
+        prepared = dataclasses.replace(prepared, call=guard.call)
         # An optimizer that is given as a function is made over what the strategy has made of the parameters.
         target = make_target(spec.optimizer, prepared.parameters)
         # Not with the other checks: an optimizer that is given as a function has no groups before it is made.
@@ -178,12 +186,15 @@ def build(spec: TrainSpec, hardware: Hardware, observer: Observer | None = None)
         scheduler=scheduler,
         optimizer_memory=OptimizerStateMemory(target, world, resident),
         update_statistics=batch_norm.update,
+        run_hooks=guard.run_hooks,
         clear=strategy.clear_gradients,
         buffers=buffers,
         resident=resident,
         notifier=notifier,
     )
-    return _runnable(given, prepared, updater, batch_norm, decisions=decisions, notifier=notifier, buffers=buffers)
+    return _runnable(
+        given, prepared, guard, updater, batch_norm, decisions=decisions, notifier=notifier, buffers=buffers
+    )
 
 
 def _check_arguments(spec: TrainSpec, hardware: Hardware) -> _Arguments:
@@ -232,6 +243,7 @@ def _check_arguments(spec: TrainSpec, hardware: Hardware) -> _Arguments:
 def _runnable(
     given: _Arguments,
     prepared: Prepared,
+    guard: GradientGuard,
     updater: Updater,
     batch_norm: BatchNormRunner,
     *,
@@ -309,7 +321,8 @@ def _runnable(
         backoff=backoff,
         check=check,
         planner=planner,
-        runner=StepRunner(planner, executor, context, world=world, retry=retry, notifier=notifier),
+        guard=guard,
+        runner=StepRunner(planner, executor, context, guard, world=world, retry=retry, notifier=notifier),
         updater=updater,
         batch_norm=batch_norm,
         decisions=decisions,

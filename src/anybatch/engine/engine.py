@@ -16,7 +16,7 @@ from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.records import Observer
 from anybatch.core.reports import StepReport
 from anybatch.core.splitting import Deal
-from anybatch.engine.build import build
+from anybatch.engine.build import Parts, build
 from anybatch.engine.checkpoint_state import (
     Progress,
     Scheduler,
@@ -162,6 +162,7 @@ class Engine:
         self._parts = build(spec, hardware, observer)
         # A world that was passed belongs to the caller, who closes it.
         self._made_world = hardware.world is None
+        self._is_closed = False
         self.model = spec.model
         self.num_steps = 0
         self.position = Position()
@@ -207,11 +208,13 @@ class Engine:
 
         Raises:
             DataError, BatchSizeError, LossError: the batch cannot be run; nothing has changed.
+            ParameterError: the model has other trainable parameters than when the engine was made.
             NonFiniteError: the loss or the gradient is NaN or infinite.
             MemoryExhaustedError: memory has run out, and smaller micro-batches cannot help.
             RankFailedError: another rank failed first.
+            UserError: the engine has been closed.
         """
-        parts = self._parts
+        parts = self._open_parts()
         with failures_reported(parts.world, self.num_steps, parts.updater.undo):
             parts.updater.allocate()
             # Plans and runs, and both again in smaller micro-batches where memory runs out.
@@ -226,13 +229,14 @@ class Engine:
 
         None for a parameter that no rank used. The gradients are copies; parameters, optimizer and position stay.
         """
-        parts = self._parts
+        parts = self._open_parts()
         with failures_reported(parts.world, self.num_steps, parts.updater.undo):
             summed = parts.runner.run(batch, self.num_steps, self.position)
             found = {
                 name: None if gradient is None else parts.context.scaler.unscaled(gradient)
                 for name, gradient in zip(parts.context.prepared.parameters, summed.gradients, strict=True)
             }
+            parts.guard.run_hooks(tuple(found.values()))
             # Only after the copies are made: gradients may be views of buckets, which this sets to zero.
             parts.clear_gradients()
         return found
@@ -354,6 +358,7 @@ class Engine:
         Args:
             error: what ended the run, if it did not end by itself.
         """
+        self._is_closed = True
         self._parts.close()
         self._parts.notifier.end(self.num_steps, error)
         try:
@@ -377,6 +382,20 @@ class Engine:
     ) -> AbstractContextManager[None]:
         """Let one more observer look in for a while, and a function see every micro-batch on its device."""
         return self._parts.notifier.also(observer, on_micro_batch)
+
+    def _open_parts(self) -> Parts:
+        """Return the parts, as long as the engine is open.
+
+        Raises:
+            UserError: it has been closed: what reduces gradients has gone from the model.
+        """
+        if self._is_closed:
+            message = (
+                f"the engine was closed after step {self.num_steps}, and trains no more: close() removes what sums "
+                "gradients from the model. Close it behind the last step, or make a new engine."
+            )
+            raise UserError(message)
+        return self._parts
 
     def _record(self, summed: SummedBatch, updated: Updated) -> StepReport:
         """Count the step, and return its report."""

@@ -13,6 +13,7 @@ from anybatch.core.batch import Position
 from anybatch.core.dtypes import widest_dtype
 from anybatch.core.records import PhaseName
 from anybatch.engine.accumulation.accumulate import LoopContext
+from anybatch.engine.accumulation.gradient_guard import GradientGuard
 from anybatch.engine.accumulation.planned_batch import CountedBatch, PlannedBatch
 from anybatch.engine.accumulation.sums import divide_late
 from anybatch.engine.executors import Executor
@@ -50,6 +51,7 @@ class StepRunner:
         planner: cuts a batch with the sizes of the moment.
         executor: runs the micro-batches of a plan.
         context: what the loop uses.
+        guard: keeps gradients apart from those of others.
         world: the ranks.
         retry: makes a step ready to be run again.
         notifier: reports phases.
@@ -60,6 +62,7 @@ class StepRunner:
         planner: StepPlanner,
         executor: Executor,
         context: LoopContext,
+        guard: GradientGuard,
         *,
         world: World,
         retry: OomRetry,
@@ -68,6 +71,7 @@ class StepRunner:
         self._planner = planner
         self._execute = executor
         self._context = context
+        self._guard = guard
         self._retry = retry
         self._world = world
         self._notifier = notifier
@@ -82,9 +86,14 @@ class StepRunner:
 
         Raises:
             DataError, BatchSizeError, LossError: the batch cannot be run; nothing has changed.
+            ParameterError: other parameters are trainable than before.
             MemoryExhaustedError: no cut fits, or the ranks cannot repeat this step.
             RankFailedError: another rank failed first.
         """
+        with self._guard.step():
+            return self._run(batch, step, position)
+
+    def _run(self, batch: Any, step: int, position: Position) -> SummedBatch:  # noqa: ANN401
         self._planner.settle_sizes(batch, position)
         # Buffers as they are now are what every further try has to begin from.
         self._retry.begin_step(step)
@@ -104,6 +113,7 @@ class StepRunner:
         loss, device = self._context.loss, self._world.device
         try:
             self._notifier.begin_step(step, counted)
+            self._context.strategy.place_gradients()
             counts = torch.tensor(counted.divisors, dtype=widest_dtype(device))
             with self._context.randomness, self._notifier.phase(phase):
                 sums = self._execute(counted)

@@ -6,11 +6,12 @@ The last argument of a function is where the name is looked for, so that a test 
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _python_dispatch as dispatch
 
@@ -21,14 +22,19 @@ with needed_for("Telling dropout layers from others"):
 
 __all__ = [
     "DropoutBase",
+    "accumulation_hooks",
     "active_dispatch_modes",
     "is_compiled",
     "is_in_checkpoint",
     "module_parts",
     "packing_function",
     "state_maker",
+    "tensor_hooks",
+    "trainable_ids",
     "uncompiled",
+    "versions_of",
     "with_parts",
+    "without_tensor_hooks",
 ]
 
 _FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
@@ -98,6 +104,80 @@ def module_parts(module: nn.Module) -> tuple[Mapping[str, nn.Parameter | None], 
     """
     with needed_for("The check of the loss"):
         return module._parameters, module._modules
+
+
+def trainable_ids(modules: nn.Module) -> list[int]:
+    """Return the identity of every parameter that requires a gradient, once for each place in the modules.
+
+    `Module._parameters`: it is asked in every step, and the public iterator takes twice as long.
+
+    Raises:
+        UnsupportedTorchError: modules keep them elsewhere.
+    """
+    with needed_for("Seeing that parameters have been frozen or replaced"):
+        return [
+            id(parameter)
+            for module in modules.modules()
+            for parameter in module._parameters.values()
+            if parameter is not None and parameter.requires_grad
+        ]
+
+
+def versions_of(tensors: Sequence[Tensor | None]) -> list[int]:
+    """Return how often each tensor has been written to: `Tensor._version`; nothing for None.
+
+    Raises:
+        UnsupportedTorchError: tensors do not count it.
+    """
+    try:  # not `needed_for`: it is asked twice in every micro-batch
+        return [tensor._version for tensor in tensors if tensor is not None]
+    except AttributeError as missing:
+        purpose = "Seeing that a loss function changes gradients"
+        raise lacking(purpose, missing) from missing
+
+
+def tensor_hooks(parameters: Sequence[Tensor]) -> list[tuple[int, Callable[[Tensor], Tensor | None]]]:
+    """Return every hook that `Tensor.register_hook` has put on parameters, with the number of its parameter.
+
+    `Tensor._backward_hooks`; torch has no public name for them.
+
+    Raises:
+        UnsupportedTorchError: tensors keep them elsewhere.
+    """
+    with needed_for("Running hooks on parameters once per effective batch"):
+        hooks = [parameter._backward_hooks for parameter in parameters]
+    return [(number, hook) for number, found in enumerate(hooks) if found for hook in found.values()]
+
+
+def accumulation_hooks(parameters: Sequence[Tensor]) -> list[tuple[int, Callable[[Tensor], None]]]:
+    """Return every hook of `register_post_accumulate_grad_hook`, with the number of its parameter.
+
+    `Tensor._post_accumulate_grad_hooks`; torch has no public name for them.
+
+    Raises:
+        UnsupportedTorchError: tensors keep them elsewhere.
+    """
+    with needed_for("Seeing hooks that would run in every micro-batch"):
+        hooks = [parameter._post_accumulate_grad_hooks for parameter in parameters]
+    return [(number, hook) for number, found in enumerate(hooks) if found for hook in found.values()]
+
+
+@contextmanager
+def without_tensor_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Take the hooks that `tensor_hooks` lists off for a while; their handles stay valid.
+
+    Raises:
+        UnsupportedTorchError: tensors keep them elsewhere.
+    """
+    with needed_for("Running hooks on parameters once per effective batch"):
+        taken = [(parameter, parameter._backward_hooks) for parameter in parameters if parameter._backward_hooks]
+    for parameter, _ in taken:
+        parameter._backward_hooks = None
+    try:
+        yield
+    finally:
+        for parameter, hooks in taken:
+            parameter._backward_hooks = hooks
 
 
 def with_parts(

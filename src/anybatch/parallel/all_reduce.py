@@ -87,6 +87,10 @@ class AllReduce:
         numbers, used = self._finish(StepAgreement(numbers, buffers.used, self._world))
         return buffers.gradients(used), numbers
 
+    def place_gradients(self) -> None:
+        """Give every parameter its place in the buckets."""
+        self._gradients.place()
+
     def clear_gradients(self) -> None:
         """Set the buckets to zero."""
         self._gradients.on_gradient = None

@@ -110,6 +110,10 @@ class DDP:
         numbers, _ = agreement.wait()
         return [parameter.grad for parameter in self._parameters], numbers
 
+    def place_gradients(self) -> None:
+        """Begin with every `.grad` at None; DDP copies its buckets there."""
+        self.clear_gradients()
+
     def clear_gradients(self) -> None:
         """Set every `.grad` to None."""
         self._reduced = self._prepared = False

@@ -26,8 +26,9 @@ class Bucket:
 class GradientBuffers:
     """Flat buffers in which the gradients of `parameters` add up, micro-batch after micro-batch.
 
-    A float32 or float64 parameter's `.grad` is a view of a bucket, so autograd itself adds into it. A bf16 or fp16
-    parameter's gradient is added to its float32 view as soon as autograd has made it, and freed.
+    From `place` to `clear` the `.grad` of a float32 or float64 parameter is a view of a bucket, so autograd itself adds
+    into it. A bf16 or fp16 parameter's gradient is added to its float32 view as soon as autograd has made it, and
+    freed. Before and after that `.grad` is None, and a backward of somebody else's does not reach the buckets.
 
     Buckets are filled in reverse parameter order, roughly the order in which a backward makes gradients.
 
@@ -47,10 +48,10 @@ class GradientBuffers:
         self._low = tuple(is_low_precision(parameter) for parameter in self._parameters)
         self.used = [False] * len(self._parameters)
         self.on_gradient: Callable[[int], None] | None = None
+        self._is_placed = False
         self._views: list[torch.Tensor] = [torch.empty(0)] * len(self._parameters)
         size = sys.maxsize if bucket_bytes is None else bucket_bytes
         self.buckets = tuple(self._make_bucket(members) for members in _bucket_members(parameters, size))
-        self.clear()
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._make_hook(number))
             for number, parameter in enumerate(self._parameters)
@@ -61,14 +62,21 @@ class GradientBuffers:
         """The buffers themselves."""
         return tuple(bucket.flat for bucket in self.buckets)
 
-    def clear(self) -> None:
-        """Set all gradients to zero and give every parameter its view again."""
-        for bucket in self.buckets:
-            bucket.flat.zero_()
-        self.used[:] = [False] * len(self.used)
+    def place(self) -> None:
+        """Give every parameter its view, whatever was in `.grad`; gradients add up in the buckets from now on."""
+        self._is_placed = True
         for parameter, view, low in zip(self._parameters, self._views, self._low, strict=True):
             # A `.grad` that is set makes autograd add into it; a bf16 one would add up in bf16.
             parameter.grad = None if low else view
+
+    def clear(self) -> None:
+        """Set the buckets to zero and every `.grad` to None."""
+        for bucket in self.buckets:
+            bucket.flat.zero_()
+        self.used[:] = [False] * len(self.used)
+        self._is_placed = False
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def gradients(self, used: Sequence[bool]) -> list[torch.Tensor | None]:
         """Return each parameter's gradient, None where it is not `used`, and set `.grad` to None there.
@@ -93,11 +101,16 @@ class GradientBuffers:
         used, view = self.used, self._views[number]
 
         def mark_used(_: torch.Tensor) -> None:
+            # Another engine over the same model, or the user's own loop, runs its backwards between our steps.
+            if not self._is_placed:
+                return
             used[number] = True
             if self.on_gradient is not None:
                 self.on_gradient(number)
 
         def add_widened(parameter: torch.Tensor) -> None:
+            if not self._is_placed:
+                return
             assert parameter.grad is not None
             view.add_(parameter.grad)
             # Freed at once: the next micro-batch would be added to it in bf16.

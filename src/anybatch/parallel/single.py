@@ -60,6 +60,13 @@ class Single:
         found = [next(wide) if is_low_precision(parameter) else parameter.grad for parameter in self._parameters]
         return found, numbers
 
+    def place_gradients(self) -> None:
+        """Begin with every `.grad` at None; those of bf16 and fp16 parameters add up in their buffers."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        if self._buffers is not None:
+            self._buffers.place()
+
     def clear_gradients(self) -> None:
         """Set every `.grad` to None and the float32 buffers to zero."""
         for parameter in self._parameters:

@@ -144,8 +144,12 @@ class Strategy(Protocol):
         """
         ...
 
+    def place_gradients(self) -> None:
+        """Make ready for the first micro-batch of an effective batch: nothing of what is in `.grad` is part of it."""
+        ...
+
     def clear_gradients(self) -> None:
-        """Clear all gradients, also half-finished ones."""
+        """Clear all gradients, also half-finished ones, and leave every `.grad` at None."""
         ...
 
     def sum(self, numbers: torch.Tensor) -> torch.Tensor:

@@ -90,6 +90,7 @@ class TrialRuns:
     def run(self, size: int, most: int) -> TrialResult:
         """Run the first micro-batches of `size`, at most so many; a share without samples runs none."""
         self.clear()
+        self._context.strategy.place_gradients()
         self._marks.clear()
         outcome: Literal["out_of_memory", "failed"]
         error = ""

@@ -54,6 +54,7 @@ class Updater:
         scheduler: stepped once per update; None for none.
         optimizer_memory: the optimizer's state, which is made before the first step.
         update_statistics: called after each update, for running statistics of layers.
+        run_hooks: runs the user's hooks on parameters on the summed gradients, in place.
         clear: clears gradients.
         buffers: the buffers of the model as they were before the step.
         resident: what stays in memory from step to step, for errors.
@@ -73,6 +74,7 @@ class Updater:
         scheduler: Scheduler | None,
         optimizer_memory: OptimizerStateMemory,
         update_statistics: Callable[[], None],
+        run_hooks: Callable[[Gradients], None],
         clear: Callable[[], None],
         buffers: BufferKeeper,
         resident: ResidentMemory,
@@ -88,6 +90,7 @@ class Updater:
         self._layout = layout
         self._optimizer_memory = optimizer_memory
         self._update_statistics = update_statistics
+        self._run_hooks = run_hooks
         self._clear = clear
         self._buffers = buffers
         self.resident = resident
@@ -155,6 +158,7 @@ class Updater:
         self.target.attach(gradients)
         # Before the norm is measured: limits are meant for the gradient without fp16's scale.
         self.scaler.unscale()
+        self._run_hooks(gradients)
         present = [gradient for gradient in gradients if gradient is not None]
         norm = self._layout.norm(present) if self._measures_norm and present else None
         if not self.scaler.enabled:  # overflow is common under fp16: the scaler skips the step

@@ -1,0 +1,155 @@
+"""Keeps the gradients of an effective batch apart from everybody else's."""
+
+import operator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from anybatch.core.loss_kinds import LossFunction
+from anybatch.core.tree import Batch
+from anybatch.engine.telemetry.notifier import Notifier
+from anybatch.engine.torch_internals import (
+    accumulation_hooks,
+    tensor_hooks,
+    trainable_ids,
+    versions_of,
+    without_tensor_hooks,
+)
+from anybatch.errors import LossError, ParameterError
+from anybatch.parallel.strategy import Prepared
+
+_GRADIENT = operator.attrgetter("grad")
+_NAMED = 4
+"""Most parameters that an error names."""
+
+
+class GradientGuard:
+    """Sees that from the first micro-batch to the update nobody but the engine changes gradients.
+
+    Gradients add up in `.grad`, which belongs to the user between steps. So a step begins by looking at what is there,
+    and the loss function, which runs while they add up, is watched.
+
+    Args:
+        modules: everything that trains.
+        prepared: what the strategy has made of it.
+        replaces_parameters: the strategy puts other parameters into the modules, and they change during a step.
+        notifier: gives warnings.
+
+    Raises:
+        ParameterError: a parameter has a hook that runs after each accumulation.
+    """
+
+    def __init__(
+        self, modules: nn.Module, prepared: Prepared, notifier: Notifier, *, replaces_parameters: bool
+    ) -> None:
+        self._modules = None if replaces_parameters else modules
+        self._names = list(prepared.parameters)
+        self._parameters = list(prepared.parameters.values())
+        self._buffers = prepared.gradient_buffers
+        self._call = prepared.call
+        self._notifier = notifier
+        self._trained = trainable_ids(modules)
+        self._refuse_hooks()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Return the context in which the micro-batches of one effective batch are run, again too.
+
+        The user's hooks on parameters are off meanwhile, see `run_hooks`.
+
+        Raises:
+            ParameterError: other parameters are trainable than when the engine was made, or one has a hook that runs
+                after each accumulation.
+        """
+        self._refuse_other_parameters()
+        self._refuse_hooks()
+        self._warn_of_gradients()
+        with without_tensor_hooks(self._parameters):
+            yield
+
+    def call(self, function: LossFunction, batch: Batch) -> Any:  # noqa: ANN401 (whatever the loss returns)
+        """Call a function with the model, as `Prepared.call` does.
+
+        Raises:
+            LossError: the function has changed gradients, with `backward()` or `zero_grad()`.
+        """
+        before = self._gradients()
+        versions = versions_of(before)
+        output = self._call(function, batch)
+        after = self._gradients()
+        if versions_of(after) != versions or not all(map(operator.is_, before, after)):
+            message = (
+                "the loss function changed gradients (backward() or zero_grad()) while those of the effective batch "
+                "add up. Return the loss, and leave backward() to the engine, which also clears gradients; for a "
+                "gradient inside of the loss use torch.autograd.grad."
+            )
+            raise LossError(message)
+        return output
+
+    @torch.no_grad()
+    def run_hooks(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Run the user's hooks on parameters (`Tensor.register_hook`), once, on the summed gradients, in place.
+
+        Args:
+            gradients: of each trainable parameter, summed and divided; None for one that no rank used.
+        """
+        for number, hook in tensor_hooks(self._parameters):
+            gradient = gradients[number]
+            changed = None if gradient is None else hook(gradient)
+            if gradient is not None and changed is not None:
+                gradient.copy_(changed)
+
+    def _gradients(self) -> list[torch.Tensor | None]:
+        """Return every tensor in which gradients add up."""
+        return [*map(_GRADIENT, self._parameters), *self._buffers]
+
+    def _refuse_other_parameters(self) -> None:
+        if self._modules is None or trainable_ids(self._modules) == self._trained:
+            return
+        now = {id(p): name for name, p in self._modules.named_parameters() if p.requires_grad}
+        own = dict(zip(map(id, self._parameters), self._names, strict=True))
+        added = [name for key, name in now.items() if key not in own]
+        gone = [name for key, name in own.items() if key not in now]
+        said = [
+            f"{word}: {_some(names)}"
+            for word, names in (("trainable now, and not trained by it", added), ("frozen, or not in it now", gone))
+            if names
+        ]
+        if not said:  # a tied parameter has come or gone at one of its places
+            self._trained = trainable_ids(self._modules)
+            return
+        message = (
+            f"the model has other trainable parameters than when the engine was made. {'; '.join(said)}. "
+            "An engine trains the parameters that it was made with: close it and make a new one, whose optimizer holds "
+            "exactly those that are to be trained."
+        )
+        raise ParameterError(message)
+
+    def _refuse_hooks(self) -> None:
+        for number, hook in accumulation_hooks(self._parameters):
+            if not getattr(hook, "__module__", "").startswith("anybatch."):
+                message = (
+                    f"parameter {self._names[number]!r} has a post-accumulate hook ({hook!r}), which would run in "
+                    "every micro-batch, on a part of the gradient. Remove it (its handle's remove()): the engine "
+                    "updates once per effective batch. To look at the summed gradient or change it, use "
+                    "parameter.register_hook, which the engine runs once per step, or optimizer.register_step_pre_hook."
+                )
+                raise ParameterError(message)
+
+    def _warn_of_gradients(self) -> None:
+        found = [name for name, p in zip(self._names, self._parameters, strict=True) if p.grad is not None]
+        if found:
+            message = (
+                f"before this step {len(found)} of {len(self._names)} parameters had a gradient that is not of the "
+                f"effective batch: {_some(found)}. It came from a backward() outside of the engine, and is not added: "
+                "the engine clears gradients when a step begins. If it was meant to count, make it a part of the loss "
+                "function; if not, nothing is wrong."
+            )
+            self._notifier.warn("gradients_from_elsewhere", message)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:_NAMED])) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")

@@ -1,0 +1,412 @@
+"""Gradients are the engine's from the first micro-batch to the update, whatever a loop does beside that.
+
+Each case runs two steps and compares the parameters with those of a plain loop over un-split batches.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import anybatch as ab
+from anybatch.errors import AnyBatchWarning, LossError, ParameterError, UserError
+from anybatch.parallel.registry import STRATEGIES
+from anybatch.testing import relative_error
+from tests.engine.cases import Batch, Gradients, InMemory, classify, perceptron, vectors
+from tests.faults import sees
+from tests.ranks_fixture import Ranks
+
+TOLERANCE = 1e-12
+NUM_STEPS = 2
+WARNED = "gradients_from_elsewhere"
+Beside = Callable[[nn.Module, torch.optim.Optimizer], object]
+"""What a loop does before each step, beside it."""
+
+
+def zero_grad(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """What every loop has."""
+    optimizer.zero_grad()
+
+
+def zero_grad_in_place(model: nn.Module, _: torch.optim.Optimizer) -> None:
+    """The form that keeps the tensors."""
+    model.zero_grad(set_to_none=False)
+
+
+def backward(model: nn.Module, _: torch.optim.Optimizer) -> None:
+    """A penalty, another loss, the other half of a GAN."""
+    sum(parameter.square().sum() for parameter in model.parameters()).backward()  # type: ignore[union-attr]
+
+
+def half_backward(model: nn.Module, _: torch.optim.Optimizer) -> None:
+    """The same over some parameters, with a gradient that is kept over steps."""
+    model.get_parameter("0.weight").square().sum().backward()
+
+
+BESIDE: dict[str, tuple[Beside, bool]] = {
+    "zero_grad": (zero_grad, False),
+    "zero_grad in place": (zero_grad_in_place, False),
+    "backward": (backward, True),
+    "backward of a part": (half_backward, True),
+}
+"""What a loop may do beside the engine, and whether it is worth a warning."""
+
+
+@contextmanager
+def codes_of_warnings(engine_options: dict[str, Any]) -> Iterator[list[str]]:
+    """Collect the codes of all warnings, as an observer sees them."""
+    codes: list[str] = []
+
+    class Listener:
+        def observe(self, record: Any) -> None:
+            if getattr(record, "level", "") == "warning":
+                codes.append(record.code)
+
+    engine_options["observer"] = Listener()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AnyBatchWarning)
+        yield codes
+
+
+def plain_steps(num_steps: int, batch: Batch, *, prepare: Callable[[nn.Module], object] = lambda _: None) -> Gradients:
+    """Return the parameters after steps of a plain loop."""
+    model = perceptron()
+    prepare(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        classify(model, batch).backward()
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def engine_steps(
+    beside: Beside, strategy: str, *, prepare: Callable[[nn.Module], object] = lambda _: None, **options: Any
+) -> tuple[float, list[str]]:
+    """Run on every rank: return the error of the parameters after some steps, and the warnings that were given."""
+    batch, model = vectors(13), perceptron()
+    prepare(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    given: dict[str, Any] = {"micro_batch_size": 3, "strategy": STRATEGIES[strategy](), **options}
+    with codes_of_warnings(given) as codes:
+        beside(model, optimizer)
+        with ab.Engine(model, optimizer, ab.mean_over_samples(classify), **given) as engine:
+            for _ in range(NUM_STEPS):
+                beside(model, optimizer)
+                engine.step(InMemory(batch))
+                beside(model, optimizer)
+    trained = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return relative_error(trained, plain_steps(NUM_STEPS, batch, prepare=prepare)), codes
+
+
+@sees(
+    "gradients found before a step are added to it",
+    "src/anybatch/parallel/single.py",
+    """
+        for parameter in self._parameters:
+            parameter.grad = None
+        if self._buffers is not None:
+            self._buffers.place()
+""",
+    """
+        if self._buffers is not None:
+            self._buffers.place()
+""",
+    cases=["backward"],
+)
+@pytest.mark.parametrize("name", BESIDE)
+def test_one_rank_trains_as_if_nothing_were_there(name: str) -> None:
+    """What a loop leaves in `.grad` between steps is no part of them; a gradient found there is said, once."""
+    beside, warns = BESIDE[name]
+
+    error, codes = engine_steps(beside, "single")
+    assert error <= TOLERANCE
+    assert codes == [WARNED] * warns
+
+
+@sees(
+    "zero_grad takes the gradients out of the buckets",
+    "src/anybatch/engine/step_runner.py",
+    "            self._context.strategy.place_gradients()\n",
+    "",
+    cases=["all_reduce-zero_grad"],
+)
+@pytest.mark.parametrize("name", BESIDE)
+@pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
+def test_ranks_train_as_if_nothing_were_there(strategy: str, name: str, two_ranks: Ranks) -> None:
+    """The same on two ranks: `optimizer.zero_grad()` does not keep gradients from being reduced."""
+    beside, warns = BESIDE[name]
+
+    for error, codes in two_ranks.run(engine_steps, beside, strategy):
+        assert error <= TOLERANCE
+        assert codes == [WARNED] * warns
+
+
+def two_engines(strategy: str) -> float:
+    """Run on every rank: let two engines over one model step in turn; return the error of the parameters."""
+    batch, model = vectors(13), perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    engines = [
+        ab.Engine(model, optimizer, ab.mean_over_samples(classify), micro_batch_size=3, strategy=STRATEGIES[strategy]())
+        for _ in range(2)
+    ]
+    for _ in range(NUM_STEPS):
+        for engine in engines:
+            engine.step(InMemory(batch))
+    for engine in engines:
+        engine.close()
+    trained = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return relative_error(trained, plain_steps(2 * NUM_STEPS, batch))
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
+def test_two_engines_over_one_model_take_turns(strategy: str, two_ranks: Ranks) -> None:
+    """A cell of a notebook that is run again leaves an engine behind: neither hears the other."""
+    assert all(error <= TOLERANCE for error in two_ranks.run(two_engines, strategy))
+
+
+def test_engines_over_one_bf16_model_take_turns() -> None:
+    """Where gradients add up outside of `.grad`, too: two engines in turn end where one does, bit for bit."""
+    ends = []
+    for num_engines in (1, 2):
+        model, batch = perceptron().bfloat16(), vectors(7)
+        batch["x"] = batch["x"].bfloat16()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engines = [
+            ab.Engine(model, optimizer, ab.mean_over_samples(classify), micro_batch_size=2, check_loss=False)
+            for _ in range(num_engines)
+        ]
+        for step in range(4):
+            engines[step % num_engines].step(InMemory(batch))
+        for engine in engines:
+            engine.close()
+        ends.append([parameter.detach() for parameter in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
+
+
+def clamped(model: nn.Module) -> None:
+    """Clamp each gradient in place of its hook's argument, and look at another; as scripts do."""
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+
+@sees(
+    "hooks on parameters run in every micro-batch",
+    "src/anybatch/engine/accumulation/gradient_guard.py",
+    "        with without_tensor_hooks(self._parameters):\n            yield",
+    "        yield",
+)
+def test_hooks_on_parameters_run_once_on_the_sum() -> None:
+    """A clamp of each parameter's gradient is that of the whole batch, as one backward of it would give."""
+    error, codes = engine_steps(lambda *_: None, "single", prepare=clamped)
+    assert error <= TOLERANCE
+    assert not codes
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
+def test_hooks_on_parameters_run_once_on_the_sum_of_ranks(strategy: str, two_ranks: Ranks) -> None:
+    """On two ranks a hook sees the sum over both."""
+    for error, codes in two_ranks.run(steps_with_clamp, strategy):
+        assert error <= TOLERANCE
+        assert not codes
+
+
+def steps_with_clamp(strategy: str) -> tuple[float, list[str]]:
+    """Run on every rank: `engine_steps` of a model whose gradients are clamped."""
+    return engine_steps(lambda *_: None, strategy, prepare=clamped)
+
+
+def test_a_hook_is_called_once_per_step_and_keeps_its_handle() -> None:
+    """A hook that only looks sees the summed gradient once; removed between steps, it is not called again."""
+    model, seen = perceptron(), []
+    handle = model.get_parameter("0.weight").register_hook(lambda gradient: seen.append(gradient.clone()))
+    engine = ab.Engine(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), ab.mean_over_samples(classify), micro_batch_size=2
+    )
+    with engine:
+        gradients = engine.gradients(InMemory(vectors(7)))
+        handle.remove()
+        engine.step(InMemory(vectors(7)))
+
+    assert len(seen) == 1
+    assert torch.equal(seen[0], gradients["0.weight"])  # type: ignore[arg-type]
+
+
+def backward_inside(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Differentiate in the loss, as adversarial training does."""
+    loss = classify(model, batch)
+    loss.backward(retain_graph=True)
+    return loss
+
+
+def zero_grad_inside(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Begin as an ordinary step does."""
+    model.zero_grad()
+    return classify(model, batch)
+
+
+@sees(
+    "a zero_grad inside of the loss is not seen",
+    "src/anybatch/engine/accumulation/gradient_guard.py",
+    "if versions_of(after) != versions or not all(map(operator.is_, before, after)):",
+    "if versions_of(after) != versions:",
+    cases=["zero_grad"],
+)
+@sees(
+    "a backward inside of the loss is not seen",
+    "src/anybatch/engine/accumulation/gradient_guard.py",
+    "if versions_of(after) != versions or not all(map(operator.is_, before, after)):",
+    "if not all(map(operator.is_, before, after)):",
+    cases=["backward in bf16"],
+)
+@pytest.mark.parametrize(
+    ("loss", "dtype"),
+    [
+        (backward_inside, torch.float64),
+        (zero_grad_inside, torch.float64),
+        # Gradients of bf16 parameters add up outside of `.grad`, where zero_grad does not reach them.
+        (backward_inside, torch.bfloat16),
+    ],
+    ids=["backward", "zero_grad", "backward in bf16"],
+)
+def test_a_loss_that_changes_gradients_is_refused(loss: Any, dtype: torch.dtype) -> None:
+    """`backward()` and `zero_grad()` inside the loss are refused with what to do; parameters stay as they were."""
+    model = perceptron().to(dtype)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    batch = vectors(7)
+    batch["x"] = batch["x"].to(dtype)
+    engine = ab.Engine(
+        model,
+        lambda named: torch.optim.SGD(named, lr=0.1),
+        ab.mean_over_samples(loss),
+        micro_batch_size=2,
+        check_loss=False,
+    )
+    with engine, pytest.raises(LossError, match=r"backward\(\) or zero_grad\(\)"):
+        engine.step(InMemory(batch))
+    assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_gradients_inside_of_a_loss_are_its_own_affair() -> None:
+    """`torch.autograd.grad` in the loss, as a gradient penalty does it, is exact."""
+    batch, model, plain = vectors(9), perceptron(), perceptron()
+    with ab.Engine(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), ab.mean_over_samples(penalised), micro_batch_size=2
+    ) as engine:
+        found = engine.gradients(InMemory(batch))
+    penalised(plain, batch).backward()
+    assert relative_error(found, {name: parameter.grad for name, parameter in plain.named_parameters()}) <= TOLERANCE
+
+
+def penalised(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return a loss with the mean squared gradient by the inputs, sample by sample."""
+    inputs = batch["x"].clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(inputs).square().sum(), inputs, create_graph=True)
+    return classify(model, batch) + gradient.square().sum(1).mean()
+
+
+def step_in_backward(model: nn.Module) -> None:
+    """Update each parameter as soon as its gradient is there, as a tutorial of torch does."""
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: p.data.sub_(p.grad))
+
+
+@pytest.mark.parametrize("when", ["before the engine", "before a step"])
+def test_an_update_inside_of_the_backward_is_refused(when: str) -> None:
+    """A hook that runs after each accumulation would update once per micro-batch: refused, with what to use."""
+    model = perceptron()
+    if when == "before the engine":
+        step_in_backward(model)
+        with pytest.raises(ParameterError, match=r"'0.weight' has a post-accumulate hook .*once per step"):
+            ab.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), ab.mean_over_samples(classify))
+        return
+    with ab.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), ab.mean_over_samples(classify)) as engine:
+        step_in_backward(model)
+        with pytest.raises(ParameterError, match="post-accumulate hook"):
+            engine.step(InMemory(vectors(7)))
+
+
+def thaw(model: nn.Module) -> None:
+    """Let the first layer train too."""
+    model.get_submodule("0").requires_grad_(True)
+
+
+def freeze(model: nn.Module) -> None:
+    """Let the last layer train no more."""
+    model.get_submodule("3").requires_grad_(False)
+
+
+def replace_head(model: nn.Module) -> None:
+    """Put a new layer in the place of the last."""
+    model.register_module("3", nn.Linear(16, 4).double())
+
+
+@sees(
+    "other trainable parameters than before are not seen",
+    "src/anybatch/engine/accumulation/gradient_guard.py",
+    "if self._modules is None or trainable_ids(self._modules) == self._trained:",
+    "if self._modules is None or self._trained:",
+)
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (thaw, r"trainable now, and not trained by it: '0.weight', '0.bias'\."),
+        (freeze, r"frozen, or not in it now: '3.weight', '3.bias'\."),
+        (replace_head, r"not trained by it: '3.weight', '3.bias'; frozen, or not in it now: '3.weight'"),
+    ],
+    ids=["thawed", "frozen", "replaced"],
+)
+def test_other_parameters_than_before_are_refused(change: Callable[[nn.Module], None], named: str) -> None:
+    """A parameter that is thawed, frozen or replaced is named in the next step, which changes nothing."""
+    model = perceptron()
+    model.get_submodule("0").requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    with ab.Engine(model, optimizer, ab.mean_over_samples(classify), micro_batch_size=3) as engine:
+        engine.step(InMemory(vectors(7)))
+        change(model)
+        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        with pytest.raises(ParameterError, match=named):
+            engine.step(InMemory(vectors(7)))
+    assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+
+
+def test_a_new_engine_goes_on_with_the_thawed_parameters() -> None:
+    """What the error advises works: the first engine closed, a second one with the optimizer's new group trains on."""
+    model, plain = perceptron(), perceptron()
+    batch = vectors(7)
+    for network, step in ((model, True), (plain, False)):
+        network.get_submodule("0").requires_grad_(False)
+        optimizer = torch.optim.SGD([p for p in network.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+        for phase in range(2):
+            if phase:
+                thaw(network)
+                optimizer.add_param_group({"params": list(network.get_submodule("0").parameters())})
+            if step:
+                with ab.Engine(network, optimizer, ab.mean_over_samples(classify), micro_batch_size=3) as engine:
+                    engine.step(InMemory(batch))
+            else:
+                optimizer.zero_grad()
+                classify(network, batch).backward()
+                optimizer.step()
+    assert relative_error(dict(model.named_parameters()), dict(plain.named_parameters())) <= TOLERANCE
+
+
+@sees(
+    "a closed engine trains on",
+    "src/anybatch/engine/engine.py",
+    "        self._is_closed = True\n",
+    "",
+)
+@pytest.mark.parametrize("method", ["step", "gradients"])
+def test_a_closed_engine_trains_no_more(method: str) -> None:
+    """A step after `close` is refused: what reduces gradients has gone from the model."""
+    model = perceptron()
+    with ab.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), ab.mean_over_samples(classify)) as engine:
+        engine.step(InMemory(vectors(7)))
+    with pytest.raises(UserError, match="closed after step 1"):
+        getattr(engine, method)(InMemory(vectors(7)))
