@@ -1,4 +1,4 @@
-"""Every exception of anybatch.
+"""Every exception of anybatch, and its warning.
 
 ```text
 AnyBatchError
@@ -36,6 +36,8 @@ fields beside the text: rank, step, phase, sizes, paths. A field is None where t
 Fields survive pickling, which is how an error of one rank reaches another.
 """
 
+import inspect
+import warnings
 from pathlib import Path
 
 
@@ -272,3 +274,21 @@ class RankFailedError(WorldError):
         self.step = step
         self.error_type = error_type
         self.reason = reason
+
+
+def warn_user(message: str) -> None:
+    """Give an `AnyBatchWarning` at the innermost line of the caller's that is neither anybatch's nor torch's.
+
+    Python shows a warning once per line and text, so one that comes in every step is shown once.
+
+    Args:
+        message: what might not be meant, both values, and what to do.
+    """
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, AnyBatchWarning, stacklevel=level)
+
+
+def _is_ours(module: str) -> bool:
+    return module.partition(".")[0] in ("anybatch", "torch", "contextlib")

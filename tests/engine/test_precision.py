@@ -282,8 +282,9 @@ def test_fp16_overflow_skips_the_step_on_all_ranks(strategy: str, one_rank: Rank
     "src/anybatch/engine/update/updater.py",
     """
         self.scaler.unscale()
-        present =""",
-    "        present =",
+        self._run_hooks""",
+    """
+        self._run_hooks""",
     cases=["clipped"],
     also=["tests/engine/test_compatibility.py::test_exact[fp16-clip_norm]"],
 )

@@ -30,12 +30,12 @@ from anybatch.core.records import (
 )
 from anybatch.core.reports import StepReport
 from anybatch.core.tree import Batch
-from anybatch.core.user_warnings import warn_user
 from anybatch.engine.accumulation.accumulate import MicroBatch
 from anybatch.engine.accumulation.planned_batch import CountedBatch, PlannedBatch
 from anybatch.engine.telemetry.step_memory import StepMemory
 from anybatch.engine.update.clipping import ClipByNorm, ClipPolicy
 from anybatch.engine.update.resident_tensors import ResidentTensors
+from anybatch.errors import warn_user
 from anybatch.parallel.gradient_buckets import gradient_bytes
 from anybatch.parallel.world import World
 

@@ -6,9 +6,8 @@ import warnings
 import pytest
 
 import anybatch as ab
-from anybatch.core.user_warnings import warn_user
 from anybatch.engine.telemetry.notifier import Notifier
-from anybatch.errors import AnyBatchWarning
+from anybatch.errors import AnyBatchWarning, warn_user
 from tests.engine.cases import classify
 
 HERE = __file__
