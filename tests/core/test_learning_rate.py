@@ -21,15 +21,15 @@ from anybatch.core.learning_rate import (
     LinearDecay,
     ScalingRule,
     Schedule,
-    Sequential,
+    SequentialSchedule,
     WarmUp,
     attach_schedule,
     default_rule,
+    join_schedules,
     scale_optimizer,
     scale_rate,
     steps_of_epochs,
     steps_of_samples,
-    then,
 )
 from anybatch.errors import BatchSizeError, ParameterError, UserError
 from tests.faults import sees
@@ -209,10 +209,10 @@ def test_optimizers_without_a_known_rule_are_refused(make: Callable[..., torch.o
     "the first group's scaled rate goes to all groups",
     "src/anybatch/core/learning_rate.py",
     """
-        _write(group, name, rate)
+        _update_group(group, key, rate)
 """,
     """
-        _write(group, name, scaled[0])
+        _update_group(group, key, scaled[0])
 """,
 )
 def test_every_group_keeps_its_own_rate_and_weight_decay() -> None:
@@ -353,10 +353,10 @@ def test_cosine_is_torchs_cosine_annealing(num_steps: int, floor: float) -> None
     "src/anybatch/core/learning_rate.py",
     "self.parts[number](step - starts[number])",
     "self.parts[number](step)",
-    also=["tests/core/test_learning_rate.py::test_then_runs_each_part_from_its_own_start"],
+    also=["tests/core/test_learning_rate.py::test_joining_runs_each_part_from_its_own_start"],
 )
 @given(warm_up=st.integers(1, 10), decay=st.integers(1, 20), start=st.floats(0.01, 1.0), floor=fractions)
-def test_then_is_torchs_sequential_lr(warm_up: int, decay: int, start: float, floor: float) -> None:
+def test_joining_is_torchs_sequential_lr(warm_up: int, decay: int, start: float, floor: float) -> None:
     """A warm-up and then a cosine gives the learning rates of torch's SequentialLR."""
 
     def sequential(optimizer: torch.optim.Optimizer) -> LRScheduler:
@@ -364,7 +364,7 @@ def test_then_is_torchs_sequential_lr(warm_up: int, decay: int, start: float, fl
         return SequentialLR(optimizer, parts, [warm_up])
 
     num_steps = warm_up + decay + 1
-    schedule = then(WarmUp(num_steps=warm_up, start_factor=start), Cosine(num_steps=decay, floor=floor))
+    schedule = join_schedules(WarmUp(num_steps=warm_up, start_factor=start), Cosine(num_steps=decay, floor=floor))
     torchs = rates_of(sequential, num_steps)
     assert schedule_rates(schedule, num_steps) == pytest.approx(torchs, rel=1e-9, abs=1e-12)
 
@@ -398,9 +398,9 @@ parts = st.one_of(
 
 
 @given(schedules=st.lists(parts, min_size=1, max_size=4))
-def test_then_runs_each_part_from_its_own_start(schedules: list[BoundedSchedule]) -> None:
+def test_joining_runs_each_part_from_its_own_start(schedules: list[BoundedSchedule]) -> None:
     """Joined schedules give, step by step, what their parts give one after another; then the last part's end."""
-    joined = then(*schedules)
+    joined = join_schedules(*schedules)
     expected = [part(step) for part in schedules for step in range(part.num_steps or 0)]
     expected += [schedules[-1](schedules[-1].num_steps or 0)]
     assert joined.num_steps == len(expected) - 1
@@ -408,15 +408,21 @@ def test_then_runs_each_part_from_its_own_start(schedules: list[BoundedSchedule]
 
 
 @given(first=parts, second=parts, third=parts)
-def test_then_is_associative(first: BoundedSchedule, second: BoundedSchedule, third: BoundedSchedule) -> None:
+def test_joining_is_associative(first: BoundedSchedule, second: BoundedSchedule, third: BoundedSchedule) -> None:
     """How joins are nested does not matter: the value is the same."""
-    assert then(then(first, second), third) == then(first, then(second, third)) == then(first, second, third)
+    assert (
+        join_schedules(join_schedules(first, second), third)
+        == join_schedules(first, join_schedules(second, third))
+        == join_schedules(first, second, third)
+    )
 
 
 @given(warm_up=st.integers(1, 50), hold=counts, decay=st.integers(1, 50))
 def test_warm_up_hold_decay_is_continuous(warm_up: int, hold: int, decay: int) -> None:
     """Warm-up, hold and decay join without a jump: no step moves further than the steepest part."""
-    schedule = then(WarmUp(num_steps=warm_up, start_factor=0.0), Constant(num_steps=hold), LinearDecay(num_steps=decay))
+    schedule = join_schedules(
+        WarmUp(num_steps=warm_up, start_factor=0.0), Constant(num_steps=hold), LinearDecay(num_steps=decay)
+    )
     factors = [schedule(step) for step in range(warm_up + hold + decay + 1)]
     steepest = max(1 / warm_up, 1 / decay)
     assert all(abs(after - before) <= steepest + 1e-12 for before, after in itertools.pairwise(factors))
@@ -425,15 +431,20 @@ def test_warm_up_hold_decay_is_continuous(warm_up: int, hold: int, decay: int) -
 def test_nothing_follows_a_schedule_without_end() -> None:
     """A schedule without end can only stand last; joining one before another says which and what to do."""
     with pytest.raises(UserError, match=r"Constant\(factor=1.0, num_steps=None\).*Give it num_steps, or put it last"):
-        then(Constant(), Cosine(num_steps=3))
-    joined = then(Constant(num_steps=1), Constant())
-    assert joined == Sequential((Constant(num_steps=1), Constant()))
+        join_schedules(Constant(), Cosine(num_steps=3))
+    joined = join_schedules(Constant(num_steps=1), Constant())
+    assert joined == SequentialSchedule((Constant(num_steps=1), Constant()))
     assert joined.num_steps is None
 
 
 @pytest.mark.parametrize(
     "schedule",
-    [WarmUp(num_steps=2, start_factor=0.5), Constant(), Cosine(num_steps=2), then(Constant(num_steps=1), Constant())],
+    [
+        WarmUp(num_steps=2, start_factor=0.5),
+        Constant(),
+        Cosine(num_steps=2),
+        join_schedules(Constant(num_steps=1), Constant()),
+    ],
 )
 def test_negative_steps_are_refused(schedule: Schedule) -> None:
     """There is no step before step 0."""
@@ -507,7 +518,9 @@ def test_bad_warm_up_lengths_are_refused() -> None:
 
 def test_schedules_survive_pickling() -> None:
     """A schedule is a value: its pickled copy is equal to it and gives the same factors."""
-    schedule = then(WarmUp(num_steps=3, start_factor=0.1), Constant(num_steps=2), Cosine(num_steps=4, floor=0.1))
+    schedule = join_schedules(
+        WarmUp(num_steps=3, start_factor=0.1), Constant(num_steps=2), Cosine(num_steps=4, floor=0.1)
+    )
     copy = pickle.loads(pickle.dumps(schedule))  # noqa: S301 (made here)
     assert copy == schedule
     assert [copy(step) for step in range(12)] == [schedule(step) for step in range(12)]
@@ -515,7 +528,7 @@ def test_schedules_survive_pickling() -> None:
 
 def test_a_resumed_schedule_goes_on_where_it_was() -> None:
     """The scheduler's state loads as plain data, and the resumed run has the rates of the uninterrupted one."""
-    schedule = then(WarmUp(num_steps=3, start_factor=0.1), Cosine(num_steps=6))
+    schedule = join_schedules(WarmUp(num_steps=3, start_factor=0.1), Cosine(num_steps=6))
     uninterrupted = schedule_rates(schedule, 10)
 
     def make() -> tuple[torch.optim.Optimizer, LRScheduler]:

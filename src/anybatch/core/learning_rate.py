@@ -1,8 +1,8 @@
-"""Chapter 7: the learning rate that belongs to a batch size, and how it moves from step to step.
+"""Chapter 7: how the learning rate is scaled with the batch size, and scheduled from step to step.
 
-Changing the effective batch size changes the noise of every update, so a learning rate found at one size is wrong at
-another. A *rule* carries it over, once, before training; a *schedule* then multiplies it with a factor per step.
-The unit of every schedule is the optimizer step; samples and epochs are turned into steps once, beforehand.
+Changing the effective batch size changes the noise of every update, so a learning rate tuned at one size is wrong at
+another. A *scaling rule* converts it once, before training; a *schedule* then multiplies it by a factor in each step.
+Every schedule counts optimizer steps; durations in samples or epochs are converted to steps beforehand.
 """
 
 import itertools
@@ -21,24 +21,24 @@ from anybatch.errors import BatchSizeError, ParameterError, UserError
 
 ScalingRule = Literal["linear", "sqrt", "none"]
 Schedule = Callable[[int], float]
-"""Optimizer step, from 0 on, to the factor its learning rate is multiplied with."""
+"""Function (optimizer step, from 0 on) -> the factor that the learning rate is multiplied by in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaledRate:
-    """A learning rate carried from one batch size to another, with what goes with it. Print it in a banner.
+    """A learning rate scaled from one batch size to another, with betas and eps. Printed, it is one line.
 
     Attributes:
-        rule: the rule that was applied.
-        base_batch_size: samples per optimizer step that the base values were found with.
-        effective_batch_size: samples per optimizer step that the other values are for.
+        rule: the scaling rule that was applied.
+        base_batch_size: samples per optimizer step that the base values were tuned with.
+        effective_batch_size: samples per optimizer step that the scaled values are for.
         factor: learning rate / base learning rate.
-        base_learning_rate: the learning rate before.
-        learning_rate: the learning rate to use.
-        base_betas: decay rates of an Adam-like optimizer's running averages before; empty for other optimizers.
-        betas: the same, to use.
-        base_eps: the optimizer's eps before; None where it has none that belongs to the rule.
-        eps: the same, to use.
+        base_learning_rate: the learning rate before scaling.
+        learning_rate: the scaled learning rate.
+        base_betas: betas of an Adam-like optimizer before scaling; empty for other optimizers.
+        betas: the scaled betas.
+        base_eps: the optimizer's eps before scaling; None for an optimizer without one that a rule scales.
+        eps: the scaled eps.
     """
 
     rule: ScalingRule
@@ -58,7 +58,7 @@ class ScaledRate:
         rates = f"lr {self.learning_rate:.6g} = {self.base_learning_rate:.6g} x {self.factor:.6g}"
         line = f"{rates} ({self.rule}, {sizes})"
         if self.betas != self.base_betas:
-            line += f", betas {_listed(self.base_betas)} -> {_listed(self.betas)}"
+            line += f", betas {_comma_separated(self.base_betas)} -> {_comma_separated(self.betas)}"
         if self.eps is not None and self.eps != self.base_eps:
             line += f", eps {self.base_eps:.6g} -> {self.eps:.6g}"
         return line
@@ -73,7 +73,7 @@ def scale_rate(
     betas: Sequence[float] = (),
     eps: float | None = None,
 ) -> ScaledRate:
-    """Carry `learning_rate` from `base_batch_size` to `effective_batch_size`, by `rule`.
+    """Scale `learning_rate` from `base_batch_size` to `effective_batch_size` by `rule`.
 
     With kappa = effective / base:
 
@@ -81,22 +81,22 @@ def scale_rate(
       warm-up that starts at the base rate (`WarmUp(num_steps=..., start_factor=1 / kappa)`) and takes about 5 epochs.
     - "sqrt": lr x sqrt(kappa), betas -> betas ** kappa, eps -> eps / sqrt(kappa). Malladi et al. 2022, arXiv
       2205.10287, for Adam and RMSprop. They give 1 - beta -> kappa (1 - beta), which leaves [0, 1) for large kappa;
-      beta ** kappa agrees to first order, never leaves it, and holds the half-life of the average in samples
-      (Marek et al. 2025, arXiv 2507.07101). For SGD, which has no betas, it holds the variance of the update
-      (Krizhevsky 2014, arXiv 1404.5997; Hoffer et al. 2017, arXiv 1705.08741): a careful choice that under-shoots.
-    - "none": everything as it is.
+      beta ** kappa agrees to first order, never leaves it, and keeps the half-life of the average in samples
+      (Marek et al. 2025, arXiv 2507.07101). For SGD, which has no betas, it keeps the variance of the update
+      (Krizhevsky 2014, arXiv 1404.5997; Hoffer et al. 2017, arXiv 1705.08741): a cautious choice, lower than linear.
+    - "none": nothing is scaled.
 
-    Limits: all hold only where gradient noise dominates, well below the critical batch size (McCandlish et al. 2018,
-    arXiv 1812.06162); from there on they over-shoot. The betas are exact to first order in kappa (1 - beta). The
-    weight decay coefficient is not part of any rule here.
+    Limits: the rules are valid only where gradient noise dominates, well below the critical batch size (McCandlish et
+    al. 2018, arXiv 1812.06162); above it they give too large a rate. The betas are exact to first order in
+    kappa (1 - beta). No rule scales the weight decay coefficient.
 
     Args:
-        learning_rate: found with `base_batch_size`.
-        base_batch_size: samples per optimizer step, over all ranks, that `learning_rate` was found with.
+        learning_rate: the rate that was tuned with `base_batch_size`.
+        base_batch_size: samples per optimizer step, over all ranks, that `learning_rate` was tuned with.
         effective_batch_size: samples per optimizer step, over all ranks, to train with.
         rule: "linear", "sqrt" or "none".
-        betas: decay rates per step of an Adam-like optimizer.
-        eps: what an Adam-like optimizer adds to the root of its second moment.
+        betas: an Adam-like optimizer's decay rates of its running averages, per step.
+        eps: an Adam-like optimizer's eps, added to the root of the second moment.
 
     Raises:
         BatchSizeError: a batch size below 1.
@@ -106,7 +106,7 @@ def scale_rate(
     checked_int("effective_batch_size", effective_batch_size, error=BatchSizeError)
     _check_not_negative("learning_rate", learning_rate)
     if rule not in get_args(ScalingRule):
-        message = f"{rule=} is not a scaling rule; use one of {_listed(get_args(ScalingRule))}."
+        message = f"{rule=} is not a scaling rule; use one of {_comma_separated(get_args(ScalingRule))}."
         raise UserError(message)
     kappa = effective_batch_size / base_batch_size
     factor = {"linear": kappa, "sqrt": math.sqrt(kappa), "none": 1.0}[rule]
@@ -126,23 +126,23 @@ def scale_rate(
 
 
 def default_rule(optimizer: torch.optim.Optimizer) -> ScalingRule:
-    """Return the rule that has a source for this type of optimizer: "linear" for SGD, "sqrt" for Adam and its kin.
+    """Return the published rule for this type of optimizer: "linear" for SGD, "sqrt" for Adam-like ones.
 
-    SGD-like is `torch.optim.SGD` and what derives from it: Goyal et al. 2017, measured to a batch of 8192 on ImageNet.
-    Adam-like is RMSprop and whatever has both `betas` and one `eps` per group: Malladi et al. 2022 derive and measure
-    Adam and RMSprop (without momentum); the others follow by analogy only. Optimizers that find their own rate
-    (D-Adaptation, Prodigy) look like Adam and want "none".
+    SGD-like are `torch.optim.SGD` and its subclasses: Goyal et al. 2017, measured up to a batch of 8192 on ImageNet.
+    Adam-like are RMSprop and every optimizer with `betas` and one `eps` per group: Malladi et al. 2022 derive and
+    measure the rule for Adam and RMSprop (without momentum); for the others it is an analogy. Optimizers that estimate
+    the learning rate themselves (D-Adaptation, Prodigy) look like Adam, but need "none".
 
     Raises:
         UserError: no rule is known for this type.
     """
     if isinstance(optimizer, torch.optim.SGD):
         return "linear"
-    if all(_decay_name(optimizer, group) is not None for group in optimizer.param_groups):
+    if all(_betas_key(optimizer, group) is not None for group in optimizer.param_groups):
         return "sqrt"
     message = (
         f"no scaling rule is known for {type(optimizer).__name__}, which is neither SGD-like nor Adam-like. "
-        f"Name one of {_listed(get_args(ScalingRule))} as rule."
+        f"Name one of {_comma_separated(get_args(ScalingRule))} as rule."
     )
     raise UserError(message)
 
@@ -154,17 +154,17 @@ def scale_optimizer(
     effective_batch_size: int,
     rule: ScalingRule | None = None,
 ) -> tuple[ScaledRate, ...]:
-    """Scale the learning rate of every parameter group in place; return one description per group, to be shown.
+    """Scale the learning rate of every parameter group in place; return what changed, one `ScaledRate` per group.
 
-    An Adam-like optimizer's betas (RMSprop's alpha) and eps change with "sqrt", see `scale_rate`. Nothing else does:
-    not momentum, and not the weight decay coefficient. Where weight decay is decoupled, torch multiplies it with the
-    learning rate, so the decay of a step follows the learning rate.
+    "sqrt" also scales an Adam-like optimizer's betas (RMSprop's alpha) and eps, see `scale_rate`. Momentum and the
+    weight decay coefficient are never scaled. Where weight decay is decoupled, torch multiplies it by the learning
+    rate, so the decay of a step follows the learning rate.
 
     Call it once, on a new optimizer: a second call scales again, and groups added later are not scaled.
 
     Args:
-        optimizer: not yet under a scheduler.
-        base_batch_size: samples per optimizer step, over all ranks, that its learning rates were found with.
+        optimizer: an optimizer without a scheduler so far.
+        base_batch_size: samples per optimizer step, over all ranks, that its learning rates were tuned with.
         effective_batch_size: samples per optimizer step, over all ranks, to train with.
         rule: None for `default_rule(optimizer)`.
 
@@ -181,30 +181,30 @@ def scale_optimizer(
         )
         raise ParameterError(message)
     chosen = default_rule(optimizer) if rule is None else rule
-    names = [_decay_name(optimizer, group) for group in optimizer.param_groups]
-    # All groups are computed before the first is written, so that a refusal leaves the optimizer as it was.
+    betas_keys = [_betas_key(optimizer, group) for group in optimizer.param_groups]
+    # All groups are computed before the first is changed, so that an error leaves the optimizer unchanged.
     scaled = tuple(
         scale_rate(
             float(group["lr"]),
             base_batch_size=base_batch_size,
             effective_batch_size=effective_batch_size,
             rule=chosen,
-            betas=() if name is None else tuple(float(beta) for beta in _as_tuple(group[name])),
-            eps=None if name is None else float(group["eps"]),
+            betas=() if key is None else tuple(float(beta) for beta in _as_tuple(group[key])),
+            eps=None if key is None else float(group["eps"]),
         )
-        for group, name in zip(optimizer.param_groups, names, strict=True)
+        for group, key in zip(optimizer.param_groups, betas_keys, strict=True)
     )
-    for group, name, rate in zip(optimizer.param_groups, names, scaled, strict=True):
-        _write(group, name, rate)
+    for group, key, rate in zip(optimizer.param_groups, betas_keys, scaled, strict=True):
+        _update_group(group, key, rate)
     return scaled
 
 
 class BoundedSchedule(Protocol):
-    """A schedule that knows when it is over; None for never. Make them with the classes below, join them by `then`."""
+    """A schedule that knows its number of steps: one of the classes below, or several joined by `join_schedules`."""
 
     @property
     def num_steps(self) -> int | None:
-        """Steps until it is over."""
+        """Steps until it ends; None if it never does."""
         ...
 
     def __call__(self, step: int, /) -> float:
@@ -214,7 +214,7 @@ class BoundedSchedule(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmUp:
-    """From `start_factor` to 1 in a straight line over `num_steps` steps, then 1.
+    """Linear from `start_factor` to 1 over `num_steps` steps, then 1.
 
     Args:
         num_steps: steps before the factor is 1. See `steps_of_samples` and `steps_of_epochs`.
@@ -241,7 +241,7 @@ class Constant:
 
     Args:
         factor: not negative.
-        num_steps: steps until the next schedule of a `then`; None for the rest of the run.
+        num_steps: steps until the next schedule begins, where it is joined with others; None if it never ends.
     """
 
     factor: float = 1.0
@@ -286,7 +286,7 @@ class Cosine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearDecay:
-    """From 1 to `floor` in a straight line over `num_steps` steps, then `floor`.
+    """Linear from 1 to `floor` over `num_steps` steps, then `floor`.
 
     Args:
         num_steps: steps before the factor is `floor`.
@@ -307,49 +307,49 @@ class LinearDecay:
 
 
 @dataclass(frozen=True, slots=True)
-class Sequential:
-    """Schedules one after another, each from its own step 0. Made by `then`."""
+class SequentialSchedule:
+    """Schedules one after another, each counting from its own step 0; made by `join_schedules`."""
 
     parts: tuple[BoundedSchedule, ...]
 
     @property
     def num_steps(self) -> int | None:
-        """Steps of all parts together; None if the last has no end."""
+        """Steps of all parts together; None if the last part never ends."""
         last = self.parts[-1].num_steps
-        return None if last is None else sum(_bounded(part) for part in self.parts)
+        return None if last is None else sum(_required_num_steps(part) for part in self.parts)
 
     def __call__(self, step: int, /) -> float:
-        """Return the factor of `step`: of the part it falls into, or of the last one."""
+        """Return the factor of `step`, by the part that it falls into; after the end, by the last part."""
         checked_int("step", step, least=0)
-        starts = list(itertools.accumulate((_bounded(part) for part in self.parts[:-1]), initial=0))
+        starts = list(itertools.accumulate((_required_num_steps(part) for part in self.parts[:-1]), initial=0))
         number = sum(start <= step for start in starts) - 1
         return self.parts[number](step - starts[number])
 
 
-def then(first: BoundedSchedule, *rest: BoundedSchedule) -> Sequential:
-    """Join schedules: the second begins, at its own step 0, where the first is over, and so on.
+def join_schedules(first: BoundedSchedule, *rest: BoundedSchedule) -> SequentialSchedule:
+    """Return one schedule that runs these one after another, each from its own step 0 (as torch's `SequentialLR`).
 
-    `then(WarmUp(num_steps=500, start_factor=0.1), Cosine(num_steps=9500, floor=0.1))`.
+    `join_schedules(WarmUp(num_steps=500, start_factor=0.1), Cosine(num_steps=9500, floor=0.1))`.
 
     Args:
-        first: a schedule with a number of steps, after which the next one begins.
-        rest: the schedules after it, in order; the last one need not end.
+        first: the first schedule; its `num_steps` says when the next one begins.
+        rest: the schedules after it, in order; only the last one may have `num_steps=None`.
 
     Raises:
-        UserError: a schedule that never ends stands before another one.
+        UserError: a schedule that never ends has another one after it.
     """
     parts = itertools.chain.from_iterable(
-        part.parts if isinstance(part, Sequential) else (part,) for part in (first, *rest)
+        part.parts if isinstance(part, SequentialSchedule) else (part,) for part in (first, *rest)
     )
-    joined = Sequential(tuple(parts))
-    # Refused here, where the schedule is written, and not in the middle of a run.
+    joined = SequentialSchedule(tuple(parts))
+    # Checked here, where the schedule is made, and not in the middle of a run.
     for part in joined.parts[:-1]:
-        _bounded(part)
+        _required_num_steps(part)
     return joined
 
 
 def steps_of_samples(num_samples: int, *, effective_batch_size: int) -> int:
-    """Return the optimizer steps in which `num_samples` samples have been seen, over all ranks, rounded up.
+    """Return the number of optimizer steps that `num_samples` samples take, over all ranks, rounded up.
 
     Raises:
         BatchSizeError: `effective_batch_size` is below 1.
@@ -361,7 +361,7 @@ def steps_of_samples(num_samples: int, *, effective_batch_size: int) -> int:
 
 
 def steps_of_epochs(num_epochs: float, *, samples_per_epoch: int, effective_batch_size: int) -> int:
-    """Return the optimizer steps of `num_epochs` epochs, rounded up; the last, smaller batch of an epoch is a step.
+    """Return the number of optimizer steps of `num_epochs` epochs, rounded up; an epoch's smaller last batch is a step.
 
     Raises:
         BatchSizeError: `effective_batch_size` is below 1.
@@ -376,22 +376,22 @@ def steps_of_epochs(num_epochs: float, *, samples_per_epoch: int, effective_batc
 
 
 def attach_schedule(optimizer: torch.optim.Optimizer, schedule: Schedule) -> LambdaLR:
-    """Return the torch scheduler that multiplies each group's learning rate with `schedule(step)`.
+    """Return a torch scheduler that multiplies each group's learning rate by `schedule(step)`.
 
-    Call its `step` once after each optimizer step; its last_epoch counts optimizer steps. Its state holds the step and
-    the base rates but not the schedule, which comes from the code: it loads with `weights_only=True`, and a resumed run
-    follows the schedule it was given.
+    Call its `step` once after each optimizer step; its `last_epoch` counts optimizer steps. Its state_dict has the step
+    and the base rates, but not the schedule, which comes from the code: it loads with `weights_only=True`, and a
+    resumed run follows the schedule that it is given then.
 
     Args:
-        optimizer: its groups' learning rates are the factor 1.
+        optimizer: its groups' learning rates are multiplied by the factor.
         schedule: function (step) -> factor, from step 0 on.
     """
     # LambdaLR saves, and on loading overwrites, the __dict__ of a callable object: a partial's is empty
     return LambdaLR(optimizer, partial(schedule))
 
 
-def _decay_name(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str | None:
-    """Return under which name an Adam-like optimizer keeps the decay of its averages; None for other optimizers."""
+def _betas_key(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str | None:
+    """Return the key of an Adam-like optimizer's decay rates, "betas" or "alpha"; None for other optimizers."""
     # Adafactor's eps is a pair, for which no rule is known.
     if not isinstance(group.get("eps"), int | float):
         return None
@@ -404,31 +404,32 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:  # noqa: ANN401 (a number or sever
     return tuple(value) if isinstance(value, tuple | list) else (value,)
 
 
-def _write(group: dict[str, Any], name: str | None, rate: ScaledRate) -> None:
-    # As the kind of number that it was: capturable optimizers keep the rate in a tensor.
-    group["lr"] = _like(group["lr"], rate.learning_rate)
-    if name is None or rate.rule != "sqrt":
+def _update_group(group: dict[str, Any], betas_key: str | None, rate: ScaledRate) -> None:
+    # A number stays a number, and a tensor a tensor: capturable optimizers keep the rate in one.
+    group["lr"] = _same_type(group["lr"], rate.learning_rate)
+    if betas_key is None or rate.rule != "sqrt":
         return
-    old = group[name]
-    betas = tuple(_like(beta, new) for beta, new in zip(_as_tuple(old), rate.betas, strict=True))
+    old = group[betas_key]
+    betas = tuple(_same_type(beta, new) for beta, new in zip(_as_tuple(old), rate.betas, strict=True))
     # RMSprop keeps one decay rate, Adam a pair.
-    group[name] = betas if isinstance(old, tuple | list) else betas[0]
+    group[betas_key] = betas if isinstance(old, tuple | list) else betas[0]
     group["eps"] = rate.eps
 
 
-def _like(old: float | torch.Tensor, new: float) -> float | torch.Tensor:
-    """Return `new` as the kind of number `old` is; a new tensor, since groups may share the old one."""
+def _same_type(old: float | torch.Tensor, new: float) -> float | torch.Tensor:
+    """Return `new` as a float or tensor, as `old` is; a new tensor, since groups may share the old one."""
     return old.new_tensor(new) if isinstance(old, torch.Tensor) else new
 
 
 def _progress(step: int, num_steps: int) -> float:
-    """Return how much of `num_steps` is over before `step`, from 0 to 1."""
+    """Return the fraction of `num_steps` that is done before `step`, from 0 to 1."""
     checked_int("step", step, least=0)
     # In this order, so that 0 steps need no division.
     return 1.0 if step >= num_steps else step / num_steps
 
 
-def _bounded(part: BoundedSchedule) -> int:
+def _required_num_steps(part: BoundedSchedule) -> int:
+    """Return the steps of a schedule that another one follows; refuse one that never ends."""
     if part.num_steps is None:
         message = f"{part} has num_steps=None, so nothing can follow it. Give it num_steps, or put it last."
         raise UserError(message)
@@ -448,5 +449,6 @@ def _check_fraction(name: str, value: float) -> None:
         raise UserError(message)
 
 
-def _listed(values: Sequence[object]) -> str:
+def _comma_separated(values: Sequence[object]) -> str:
+    """Return values as text, floats with six significant digits."""
     return ", ".join(f"{value:.6g}" if isinstance(value, float) else repr(value) for value in values)

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import anybatch as ab
-from anybatch.core.learning_rate import Cosine, WarmUp, attach_schedule, then
+from anybatch.core.learning_rate import Cosine, WarmUp, attach_schedule, join_schedules
 from anybatch.errors import DataError, UserError
 
 NUM_BYTE_VALUES = 256
@@ -160,7 +160,8 @@ def warm_up_and_cosine(optimizer: Optimizer, num_steps: int) -> LambdaLR:
     """Return a scheduler that warms up over a tenth of the run and comes down along a cosine for the rest."""
     warm_up = num_steps // 10
     return attach_schedule(
-        optimizer, then(WarmUp(num_steps=warm_up, start_factor=0.1), Cosine(num_steps=num_steps - warm_up, floor=0.1))
+        optimizer,
+        join_schedules(WarmUp(num_steps=warm_up, start_factor=0.1), Cosine(num_steps=num_steps - warm_up, floor=0.1)),
     )
 
 
