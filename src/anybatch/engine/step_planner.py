@@ -77,14 +77,15 @@ class StepPlanner:
         if found.rate is not None:
             self._notifier.diagnosis("micro_batch_size", f"micro_batch_size: {found.words}")
 
-    def plan(self, batch: Any, step: int, position: Position, *, is_first_try: bool) -> CountedBatch:  # noqa: ANN401
+    def plan(self, batch: Any, step: int, position: Position, *, check_loss: bool) -> CountedBatch:  # noqa: ANN401
         """Return the batch with this rank's micro-batches lined up and the divisors of the loss.
 
         Args:
             batch: what `Engine.step` takes.
             step: its number.
             position: where the data stands.
-            is_first_try: whether this batch has not been planned before.
+            check_loss: whether to compare the loss with its declaration, if that is still to be done. False where a
+                step is repeated: its samples have been checked already.
 
         Raises:
             DataError, BatchSizeError, LossError: the batch cannot be run; nothing has changed.
@@ -98,7 +99,6 @@ class StepPlanner:
             refuse_disagreement(batch, planned, self._world)
             self._has_begun = True
             self._on_first_batch(planned, step)
-        # A second try runs the same samples again, which have been looked at.
-        if is_first_try and self._check.pending:
+        if check_loss and self._check.pending:
             planned = self._check.check_declaration(planned, self._autocast)
         return count_batch(planned, self._loss, self._world, step=step, constraints=self._sizes.constraints)

@@ -99,7 +99,7 @@ class StepRunner:
         self._retry.begin_step(step)
         too_large: tuple[int, ...] = ()
         while True:
-            counted = self._planner.plan(batch, step, position, is_first_try=not too_large)
+            counted = self._planner.plan(batch, step, position, check_loss=not too_large)
             outcome = self._attempt(counted, step, too_large)
             if isinstance(outcome, SummedBatch):
                 return outcome
