@@ -38,7 +38,7 @@ class SizeResult:
         size: samples of a micro-batch.
         num_micro_batches: of them in a step.
         samples_per_second: of whole steps, update included; None if memory ran out.
-        peak_bytes: the most that tensors held in a step; None if memory ran out, or the device does not report it.
+        peak_bytes: the most that tensors took in a step; None if memory ran out, or the device does not report it.
     """
 
     size: int
@@ -169,7 +169,7 @@ def tune(
             seconds[size] = min(seconds[size], timed(engine_with(size).step, batch))
     ```
 
-    The batch is loaded beforehand, so a step is forwards, backwards and update. Memory is the most that tensors held,
+    The batch is loaded beforehand, so a step is forwards, backwards and update. Memory is the most that tensors took,
     weights, gradients and optimizer state included: on CUDA as the allocator counts it, on a CPU in a run of its own
     that is not timed.
 
@@ -180,7 +180,7 @@ def tune(
         micro_batch_sizes: sizes to try; None cuts the batch into 1, 2, 4, ... parts.
         num_workers: numbers of loading processes to try; empty does not look at loading.
         most_seconds: no further round is begun after so long; there is one in any case.
-        clock: seconds that only go forward.
+        clock: monotonic time in seconds.
         world: the one rank that is measured; None asks the environment.
 
     Raises:
@@ -307,7 +307,7 @@ class _Steps:
 
 
 def _peak_bytes(trained: Model, engine: Callable[[int], Engine], batch: EffectiveBatch, size: int) -> int:
-    """Return the most that tensors hold in the second step, as a ledger has it."""
+    """Return the most that tensors take in the second step, as a ledger counts it."""
     modules = [trained] if isinstance(trained, torch.nn.Module) else list(trained.values())
     held = _Held(batch)
     # Loaded before the ledger is entered, so that loading is not counted.

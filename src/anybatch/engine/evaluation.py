@@ -66,7 +66,7 @@ def evaluate(
     # All ranks must bring tensors of one length to the sum below.
     names = sorted(set().union(*world.gather_objects(sorted(totals))))  # a rank without data knows no names
     if not names:
-        message = "there was nothing to evaluate: the batches held no samples on any rank."
+        message = "there was nothing to evaluate: the batches had no samples on any rank."
         raise LossError(message)
     nothing = torch.zeros(2, dtype=widest_dtype(world.device), device=world.device)
     # One message and one wait for the device, for all metrics together.

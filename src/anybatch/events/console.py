@@ -52,7 +52,7 @@ class Console:
         total_steps: steps of the whole run, those before a resume included; None if that is not known.
         stream: where to; None for the standard error, which leaves the standard output to results.
         screen: how to show it; None for the terminal's or the plain one, whichever suits the stream.
-        clock: seconds that only go forward.
+        clock: monotonic time in seconds.
     """
 
     def __init__(

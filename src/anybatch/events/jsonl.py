@@ -52,7 +52,7 @@ class JsonlLog:
     Args:
         path: the file; its directory is made if it is missing. An existing log is continued: an unfinished last line
             is removed, and `sequence` goes on.
-        clock: seconds that only go forward; stamped on every record when it arrives. Ranks of one machine that use
+        clock: monotonic time in seconds; stamped on every record when it arrives. Ranks of one machine that use
             the default can be compared.
         num_steps_per_flush: steps whose lines are written together.
 

@@ -70,7 +70,7 @@ class TensorBoardLog:
     Args:
         folder: for TensorBoard's files; one run each. It is made if it is missing.
         seconds_per_write: most time that a step is kept.
-        clock: seconds that only go forward.
+        clock: monotonic time in seconds.
         wall_clock: seconds since 1970, stamped on every record when it arrives.
 
     Raises:

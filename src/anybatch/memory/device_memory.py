@@ -96,10 +96,11 @@ def _of_process() -> MemoryInUse | None:
         return None
     found = dict(line.split(":", 1) for line in text.splitlines() if line.startswith(("VmRSS:", "VmHWM:")))
     try:
-        held, peak = _in_bytes(found["VmRSS"]), _in_bytes(found["VmHWM"])
+        resident, peak = _in_bytes(found["VmRSS"]), _in_bytes(found["VmHWM"])
     except KeyError:  # a kernel that keeps it to itself, as some sandboxes' do
         return None
-    return MemoryInUse(allocated_bytes=held, peak_bytes=max(held, peak))  # the kernel's two counts differ by some pages
+    # The kernel's two counts differ by some pages.
+    return MemoryInUse(allocated_bytes=resident, peak_bytes=max(resident, peak))
 
 
 def _in_bytes(text: str) -> int:

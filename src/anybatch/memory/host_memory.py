@@ -62,7 +62,7 @@ class HostRoom:
     def may_double(self) -> bool:
         """Return whether twice of what has been taken at most since the beginning would still have fitted then.
 
-        True where nothing is known, and while this process has held more before than it has since.
+        True where nothing is known, and while this process has used more memory before than since.
         """
         now, start = self._read(), self._start
         if now is None or start is None or now.peak_bytes <= start.peak_bytes:

@@ -21,14 +21,14 @@ from anybatch.memory.torch_internals import (
 from anybatch.memory.trace import Allocation, Category, MemoryTrace, Phase
 
 AllocationObserver = Callable[[int, int, str], None]
-"""Called with (bytes held, the new allocation included; bytes of it; operation) at each allocation; may raise."""
+"""Called with (bytes in use, the new allocation included; bytes of it; operation) at each allocation; may raise."""
 
 OperationObserver = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any, Phase], None]
 """Called with (operation, arguments, keyword arguments, result, phase) after each operation."""
 
 KernelWorkspaces = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], Iterable[int]]
-"""Called with (operation, arguments, keyword arguments, result); returns the bytes that its kernel held at each moment
-that can be its peak, results included."""
+"""Called with (operation, arguments, keyword arguments, result); returns the bytes that its kernel has allocated at
+each moment that can be its peak, results included."""
 
 PoolSelector = Callable[[], int]
 """Returns the number of the allocator's pool that the next allocation comes from."""
@@ -147,7 +147,7 @@ class MemoryLedger(TorchDispatchMode):
         self._marks.append((len(self._events), name))
 
     def hold_rest(self, category: Category) -> None:
-        """Record everything that is held now and has no category as belonging to `category`.
+        """Record all memory that is in use now and has no category as belonging to `category`.
 
         Args:
             category: the purpose of that memory.
@@ -164,10 +164,10 @@ class MemoryLedger(TorchDispatchMode):
         """Return the recorded trace.
 
         Args:
-            start: number of events to leave out. What was held after these is what was there before the rest.
+            start: number of events to leave out; memory in use after these is in the trace from its beginning.
             stop: number of events after which to end; None for all there are.
         """
-        # Memory that is held at `start` opens the trace, so that its running sum is the true one from there on.
+        # Memory that is in use at `start` opens the trace, so that its running sum is the true one from there on.
         there = sorted(_held_after(self._events[:start]))
         rest = self._events[start:stop]
         taken = [event for event in rest if event > 0]
@@ -181,7 +181,7 @@ class MemoryLedger(TorchDispatchMode):
         )
 
     def forget(self) -> None:
-        """Stop following tensors that are still held: their frees are not recorded any more."""
+        """Stop following tensors that still exist: their frees are not recorded any more."""
         self._live.clear()
 
     def _see(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:  # noqa: ANN401
@@ -276,7 +276,7 @@ def _name_of(func: Any) -> str:  # noqa: ANN401 (torch's type has no name in pub
 
 
 def _held_after(events: Iterable[int]) -> set[int]:
-    """Return the numbers, from 1, of the allocations that are held after some events."""
+    """Return the numbers, from 1, of the allocations that are not yet freed after some events."""
     held: set[int] = set()
     for event in events:
         if event > 0:

@@ -39,12 +39,12 @@ class MemoryTimeline:
 
     @property
     def peak_moment(self) -> int:
-        """The first moment at which most was held."""
+        """The first moment at which most memory was in use."""
         return int(self.totals.argmax())
 
     @property
     def peak_bytes(self) -> int:
-        """Most that was held at once."""
+        """The most memory that was in use at once."""
         return int(self.totals.max())
 
     def at(self, moment: int) -> Mapping[str, int]:

@@ -1,7 +1,7 @@
 """Memory of a training step, allocation by allocation, at every micro-batch size.
 
 The size of an allocation is `a + b m` in the micro-batch size `m`. Two traces therefore give every size, and the sum of
-what is held after event `t` is a line too, `A_t + B_t m`. The peak is their envelope:
+the memory in use after event `t` is a line too, `A_t + B_t m`. The peak is their envelope:
 
     peak(m) = max over t of (A_t + B_t m)
 
@@ -59,7 +59,7 @@ class MemoryTrace:
 
     @property
     def peak_bytes(self) -> int:
-        """Return the most that was held at once."""
+        """Return the most memory that was in use at once."""
         # Frees carry no size of their own: each subtracts that of the allocation it names.
         held = peak = 0
         for event in self.events:
@@ -71,10 +71,10 @@ class MemoryTrace:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The moment at which most is held.
+    """The moment at which most memory is in use.
 
     Attributes:
-        num_bytes: bytes held then.
+        num_bytes: bytes in use then.
         by_category: the same by category; every category is there.
         phase: when the last piece was taken.
         operation: what took it.
@@ -129,7 +129,7 @@ class MemoryEnvelope:
     Attributes:
         trace: the first trace; only its sizes belong to one micro-batch size.
         allocated: the size of each allocation.
-        held: bytes held after each event.
+        held: bytes in use after each event.
         traced: the micro-batch sizes it was made from.
     """
 
@@ -156,7 +156,7 @@ class MemoryEnvelope:
         return _envelope(self.trace, sizes, self.traced)
 
     def peak_bytes(self, m: int) -> int:
-        """Return the most that is held at once at micro-batch size `m`: the maximum over all moments.
+        """Return the most memory that is in use at once at micro-batch size `m`: the maximum over all moments.
 
         Args:
             m: samples of a micro-batch.
@@ -190,7 +190,7 @@ class MemoryEnvelope:
         return fits
 
     def at_peak(self, m: int) -> Peak:
-        """Return the first moment at which most is held at micro-batch size `m`, and what is held then.
+        """Return the first moment of the peak at micro-batch size `m`, and the memory in use then.
 
         Args:
             m: samples of a micro-batch.
@@ -268,7 +268,7 @@ def fit_quadratic(traces: Sequence[tuple[MemoryTrace, int]]) -> MemoryEnvelope:
     # `largest` searches an interval, which needs convex functions.
     if bool((found.held.curvature < 0).any()):
         message = (
-            f"what is held grows ever more slowly with the micro-batch size (traced at {_listed(sizes_m)}): "
+            f"memory grows ever more slowly with the micro-batch size (traced at {_listed(sizes_m)}): "
             "no polynomial says what it is at others. Let the sizes be tried instead of planned."
         )
         raise PlanError(message)

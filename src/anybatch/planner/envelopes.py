@@ -242,7 +242,7 @@ def _checked(
             return dataclasses.replace(found, checked_at=size)
         firsts = [(traces[m].first, m) for m in (low, high, size)]
         found = dataclasses.replace(found, steady=seen.envelope, first=fit_quadratic(firsts), verdict="quadratic")
-    message = f"what is held at micro-batch sizes {sorted(traces)} follows no line and no quadratic."
+    message = f"memory at micro-batch sizes {sorted(traces)} is neither linear nor quadratic in the size."
     raise PlanError(message)
 
 

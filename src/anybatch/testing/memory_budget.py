@@ -43,9 +43,9 @@ class MemoryBudget:
     Attributes:
         num_bytes: the budget. Set it to lower or raise it in the middle of a run, as another tenant of a device would;
             tensors that exist already stay.
-        peak_bytes: most that was held at once after an allocation that was let through.
+        peak_bytes: the most that was allocated at once, counting only allocations that were let through.
         num_refused: allocations that were not.
-        ledger: books what tensors hold.
+        ledger: records the memory of tensors.
     """
 
     def __init__(self, num_bytes: int) -> None:

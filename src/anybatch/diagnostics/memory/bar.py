@@ -79,9 +79,9 @@ class MemoryBar:
         left, right = ("▕", "▏") if blocks else ("[", "]")
         pieces = [(_glyph(part, blocks=blocks) * part.num_cells, part.colour) for part in parts]
         yield _line(left, *pieces, right)
-        held = sum(self._num_bytes.values())
-        if self._total_bytes is not None and held > self._total_bytes:
-            place = 1 + round((width - 2) * self._total_bytes / held)
+        total = sum(self._num_bytes.values())
+        if self._total_bytes is not None and total > self._total_bytes:
+            place = 1 + round((width - 2) * self._total_bytes / total)
             note = f"{in_bytes(self._total_bytes)} is what there is"
             # The note goes to the left of the arrow where there is no room on the right.
             before = place + len(note) + 2 > width
@@ -89,14 +89,14 @@ class MemoryBar:
         yield from _legend(parts, width, blocks=blocks)
 
     def _parts(self, num_cells: int) -> list[_Part]:
-        held = sum(self._num_bytes.values())
+        total = sum(self._num_bytes.values())
         # Parts may exceed the device; the bar then stands for the parts.
-        whole = max(held, self._total_bytes or 0)
+        whole = max(total, self._total_bytes or 0)
         sizes = dict(self._num_bytes)
         letters = _letters(sizes)
         colours = colours_of(sizes)
-        if whole > held:
-            sizes["free"] = whole - held
+        if whole > total:
+            sizes["free"] = whole - total
             letters.append(_FREE)
             colours["free"] = _FREE_COLOUR
         cells = cells_of(list(sizes.values()), num_cells)

@@ -34,7 +34,7 @@ class AllocatorReport:
 
     Attributes:
         peak_bytes: most that was allocated at once, by kernels too.
-        allocated_bytes: allocated at the moment when tensors held most.
+        allocated_bytes: allocated at the moment of the tensors' peak.
         reserved_bytes: reserved on the device by then.
         num_retries: how often it emptied its cache to find room, during the recording.
         summary: `torch.cuda.memory_summary()` at the end; empty if it was not asked for.

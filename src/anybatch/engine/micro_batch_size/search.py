@@ -76,7 +76,7 @@ class Auto:
             the share is used up.
         known: remembers what was found, from one process to the next; None measures in each.
         most_seconds: how long to try. Sizes are doubled for longer only while that makes samples a tenth faster.
-        clock: seconds that only go forward.
+        clock: monotonic time in seconds.
     """
 
     largest: Callable[[Batch, int], int | None] | None = None

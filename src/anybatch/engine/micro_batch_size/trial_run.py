@@ -56,7 +56,7 @@ class TrialRuns:
         execute: runs micro-batches as a step would, but for one thing: it must not wait for other ranks.
         clear: clears gradients.
         device: where the model is.
-        clock: seconds that only go forward.
+        clock: monotonic time in seconds.
     """
 
     def __init__(

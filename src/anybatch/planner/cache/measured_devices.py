@@ -48,7 +48,7 @@ class MeasuredStep:
 
     @property
     def excess(self) -> float:
-        """Return by what share more was held than was planned; 0 if it was less."""
+        """Return by what share the measured memory exceeds the planned memory; 0 if it does not."""
         return max(0.0, self.measured_bytes / self.planned_bytes - 1.0)
 
 

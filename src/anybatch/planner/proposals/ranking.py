@@ -144,8 +144,8 @@ def propose(spec: StepSpec, envelopes: Envelopes, target: PlanTarget, *, fits: b
             to ranks is planned: no other change makes it smaller.
     """
     found = []
-    held, usable = envelopes.steady.at_peak(1).by_category, target.budget.usable_bytes
-    stays = sum(held[name] for name in ("weights", "gradients", "optimizer"))
+    by_category, usable = envelopes.steady.at_peak(1).by_category, target.budget.usable_bytes
+    stays = sum(by_category[name] for name in ("weights", "gradients", "optimizer"))
     for change in possible_changes(spec) if fits or stays < usable else []:
         try:
             changed = _changed(change, envelopes, target)

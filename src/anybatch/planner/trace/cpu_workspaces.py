@@ -155,11 +155,11 @@ def lines_through(held_a: Sequence[int], n_a: int, held_b: Sequence[int], n_b: i
     """Return the lines whose maximum is the peak of a kernel.
 
     Each moment is a line. Where the kernel does something else at `n_b`, its highest moments are taken for one and the
-    same. Moments that are the highest at no number of samples are left out, and so is what is held in the end: these
-    are the results.
+    same. Moments that are the highest at no number of samples are left out, and so is what is allocated at the end:
+    these are the results.
 
     Args:
-        held_a: bytes held at `n_a` samples, after each time the kernel took or gave back memory.
+        held_a: bytes allocated at `n_a` samples, after each allocation and each free of the kernel.
         n_a: fewer samples.
         held_b: the same at `n_b` samples.
         n_b: more samples.
@@ -243,7 +243,7 @@ class _KernelCall:
         return sum(one.num_elements(num_samples) * one.dtype.itemsize for one in shapes)
 
     def held_bytes(self, num_samples: int) -> tuple[int, ...]:
-        """Run the kernel; return what it held each time it had taken or given back memory.
+        """Run the kernel; return the bytes that it had allocated after each of its allocations and frees.
 
         It runs in a thread of its own, where no mode, no autocast and no profiler of another caller is entered.
         """

@@ -222,7 +222,7 @@ class ShardedLoop:
             ledger.hold("inputs", _tensors(batch))
             loss = _total(self.loss(self.model, batch))
             loss.backward()
-            # The next micro-batch is loaded before these names are assigned again, and would be held beside them.
+            # The next micro-batch is loaded before these names are assigned again, and would be in memory beside them.
             del loss, batch
             ledger.mark(f"micro-batch {number} ends")
         ledger.phase = "update"

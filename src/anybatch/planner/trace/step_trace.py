@@ -324,8 +324,8 @@ class _TwinRun:
     def _hold_gradients(self) -> None:
         updated = [p for group in self._engine.optimizer.param_groups for p in group["params"]] if self._engine else []
         # With master weights the optimizer updates other tensors than the modules have, with gradients of their own.
-        held = [parameter.grad for parameter in (*self._modules.parameters(), *updated)]
-        self.ledger.hold("gradients", (gradient for gradient in held if gradient is not None))
+        gradients = [parameter.grad for parameter in (*self._modules.parameters(), *updated)]
+        self.ledger.hold("gradients", (gradient for gradient in gradients if gradient is not None))
 
     def _hold_states(self) -> None:
         """Book what lives as long as the engine: master weights, the optimizer's state, averaged weights."""
@@ -384,7 +384,7 @@ def _as_in_a_run(
 
     Args:
         step: the trace of the step.
-        left: what was held after it.
+        left: the pieces that are allocated after it.
         own: of each piece that it has found whether it has left it.
         stays: the same of another step, and its pieces: equally many, of which equally many stay.
     """

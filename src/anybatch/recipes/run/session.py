@@ -114,7 +114,7 @@ def train(
         stop: function () -> whether to stop after this step; one rank is enough. None stops on SIGINT and SIGTERM, and
             a second SIGINT ends at once.
         checkpoint_seconds: most time between two checkpoints, looked at after each step.
-        clock: seconds that only go forward.
+        clock: monotonic time in seconds.
 
     Raises:
         UserError: the folder is used, or a choice cannot be run.
