@@ -35,22 +35,22 @@ def recorded() -> dict[str, Any]:
     return dict(json.loads(RECORDING.read_text(encoding="utf-8"))["data"])
 
 
-def wishes(variants: Sequence[Variant]) -> Iterator[tuple[int, PlanRequest]]:
-    """Yield a thousand random wishes of those that the page offers: 100 variants on devices, with 10 batches each."""
+def requests(variants: Sequence[Variant]) -> Iterator[tuple[int, PlanRequest]]:
+    """Yield a thousand random requests of those that the page offers: 100 variants on devices, with 10 batches each."""
     draw = random.Random(64)
     # To replay the first step of a large model on several ranks takes Python half a minute.
-    weights = [0.1 if one.several and one.model != "gpt2" else 1.0 for one in variants]
+    weights = [0.1 if one.multi_rank and one.model != "gpt2" else 1.0 for one in variants]
     for _ in range(NUM_CASES // BATCHES):
         (number,) = draw.choices(range(len(variants)), weights)
         device = draw.choice(DEVICE_NAMES)
         for _ in range(BATCHES):
-            ranks = draw.choice(NUM_RANKS[1:]) if variants[number].several else 1
+            ranks = draw.choice(NUM_RANKS[1:]) if variants[number].multi_rank else 1
             size = draw.choice(EFFECTIVE_BATCH_SIZES)
             yield number, PlanRequest(device=device, effective_batch_size=size, world_size=ranks)
 
 
 class Remembering:
-    """Envelopes that replay the allocator once for each limit and size: several wishes share one."""
+    """Envelopes that replay the allocator once for each limit and size: several requests share one."""
 
     def __init__(self, envelopes: Envelopes) -> None:
         self._envelopes = envelopes
@@ -75,12 +75,12 @@ def lines_of(plan: Plan) -> list[str]:
     return [line for line in upper if not line.startswith(LEFT_OUT)]
 
 
-def row_of(number: int, wish: PlanRequest, plan: Plan) -> list[Any]:
+def row_of(number: int, request: PlanRequest, plan: Plan) -> list[Any]:
     """Return a plan as it is compared: whole numbers, and the digest of its words."""
-    fit = plan.as_it_is
+    fit = plan.baseline
     digest = hashlib.sha256("\n".join(lines_of(plan)).encode()).hexdigest()[:16]
     return [
-        *(number, wish.device, plan.budget.total_bytes, wish.effective_batch_size, wish.world_size),
+        *(number, request.device, plan.budget.total_bytes, request.effective_batch_size, request.world_size),
         *(fit.largest, fit.micro_batch_size, fit.accumulation_steps, fit.peak.num_bytes, fit.reserved_bytes),
         *(plan.bytes_by_purpose().get("activations", 0), fit.binds, digest),
     ]
@@ -90,8 +90,8 @@ def main() -> None:
     """Plan all of them, and write them down."""
     torch.set_num_threads(1)
     rows = []
-    for done, (number, wish) in enumerate(wishes(VARIANTS)):
-        rows.append(row_of(number, wish, planned(traced(VARIANTS[number]), wish)))
+    for done, (number, request) in enumerate(requests(VARIANTS)):
+        rows.append(row_of(number, request, planned(traced(VARIANTS[number]), request)))
         if done % 50 == 0:
             sys.stdout.write(f"{done} of {NUM_CASES}\n")
             sys.stdout.flush()

@@ -183,9 +183,9 @@ def main(words: Sequence[str]) -> None:
     worker = (*WORKER, options["connections"])
     serving = Serving(page=PAGE, limits=Limits(**options["limits"]), worker=worker)
 
-    def tell(address: str, once: str) -> None:
+    def write_address(address: str, once: str) -> None:
         sys.stdout.write(f"{address} {once}\n")
         sys.stdout.flush()
 
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(serve(serving, tell))
+        asyncio.run(serve(serving, write_address))

@@ -1,4 +1,4 @@
-"""The page's experiment with BatchNorm: its ways against a plain step on the whole batch."""
+"""The page's experiment with BatchNorm: its configurations against a plain step on the whole batch."""
 
 import itertools
 
@@ -8,26 +8,26 @@ from torch import nn
 
 from anybatch.norms import Exact
 from anybatch_guide.experiments import batch_norm
-from anybatch_guide.experiments.batch_norm import WAYS, BatchNormWay
+from anybatch_guide.experiments.batch_norm import CONFIGS, NormConfig
 from anybatch_guide.recording import read_recording
 from anybatch_guide.tasks.shapes import network
 from guide.tests.recorded_again import RECORDINGS
 
 
-def named(name: str) -> BatchNormWay:
-    """Return the way of that name."""
-    return next(way for way in WAYS if way.name == name)
+def named(name: str) -> NormConfig:
+    """Return the configuration of that name."""
+    return next(config for config in CONFIGS if config.name == name)
 
 
 def test_a_step_takes_the_gradient_of_plain_torch() -> None:
     """What a step of SGD at learning rate 1 takes away is the gradient of the mean over the batch."""
-    rows, _ = batch_norm.pictures()
+    train_set, _ = batch_norm.train_and_held_out_images()
     torch.manual_seed(0)
     model = network("group").double()
-    batch = {"inputs": rows.inputs[:64].double(), "targets": rows.targets[:64]}
+    batch = {"inputs": train_set.inputs[:64].double(), "targets": train_set.targets[:64]}
     nn.functional.cross_entropy(model(batch["inputs"]), batch["targets"]).backward()
     plain = torch.cat([one.grad.flatten() for one in model.parameters() if one.grad is not None])
-    taken = batch_norm.step_taken(named("group_norm"), 4, model, batch)
+    taken = batch_norm.gradient_of_step(named("group_norm"), 4, model, batch)
     assert (taken - plain).norm() <= 1e-12 * plain.norm()
 
 
@@ -38,17 +38,17 @@ def test_exact_statistics_give_the_gradient_of_the_batch_and_micro_batches_do_no
 
 
 @pytest.mark.slow
-def test_recalibrated_statistics_are_those_of_all_pictures() -> None:
-    """After recalibration the first layer's running mean is the mean over all training pictures."""
-    rows, _ = batch_norm.pictures()
+def test_recalibrated_statistics_are_those_of_all_images() -> None:
+    """After recalibration the first layer's running mean is the mean over all training images."""
+    train_set, _ = batch_norm.train_and_held_out_images()
     torch.manual_seed(0)
     model = network("batch")
-    batch_norm.recalibrate(model, rows)
+    batch_norm.recalibrate(model, train_set)
     first, norm = model[0], model[1]
     assert isinstance(norm, nn.BatchNorm2d)
     assert norm.running_mean is not None
     with torch.no_grad():
-        expected = first(rows.inputs).mean(dim=(0, 2, 3))
+        expected = first(train_set.inputs).mean(dim=(0, 2, 3))
     assert torch.allclose(norm.running_mean, expected, atol=1e-5)
 
 
@@ -66,13 +66,13 @@ def test_no_convolution_in_front_of_a_norm_has_a_bias() -> None:
 @pytest.mark.parametrize("size", [64, 4])
 def test_exact_runs_agree_with_the_plain_whole_batch(size: int) -> None:
     """Ten float32 steps with norms="exact" leave the weights of ten plain steps on whole batches, up to rounding."""
-    rows, _ = batch_norm.pictures()
+    train_set, _ = batch_norm.train_and_held_out_images()
     models = []
-    for way, micro_batch_size in ((BatchNormWay(name="", norm="batch", policy=None), 64), (named("exact"), size)):
+    for config, micro_batch_size in ((NormConfig(name="", norm="batch", policy=None), 64), (named("exact"), size)):
         torch.manual_seed(0)
         model = network("batch")
-        step = batch_norm.stepper(way, micro_batch_size, model)
-        for batch in batch_norm.batches(rows, 0, 10):
+        step = batch_norm.make_step(config, micro_batch_size, model)
+        for batch in batch_norm.batches(train_set, 0, 10):
             step(batch)
         models.append(model)
     plain, exact = (nn.utils.parameters_to_vector(one.parameters()) for one in models)
@@ -95,7 +95,7 @@ def test_a_run_is_one_of_the_recorded() -> None:
     """Training in a plain loop from a recorded seed ends within what was recorded over all of them."""
     rows = read_recording(RECORDINGS / "batch_norm.json").data["rows"]
     (row,) = (one for one in rows if (one["way"], one["micro_batch_size"]) == ("plain", 64))
-    found = batch_norm.outcome(named("plain"), 64, batch_norm.SEEDS[0], lambda _: None)
+    found = batch_norm.train_and_evaluate(named("plain"), 64, batch_norm.SEEDS[0], lambda _: None)
 
     for name, value in found.items():
         assert 0.99 * row[name]["least"] <= value <= 1.01 * row[name]["most"], name

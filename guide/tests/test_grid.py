@@ -31,7 +31,7 @@ def test_the_page_opens_on_sixty_four_digits() -> None:
     """The first run is 16 x 4 = 64 digits with nothing wrong; its first loss is that of chance, 2.30."""
     first = runs("opening")[0]
 
-    assert parse_setting(first["setting"]) == PlaygroundSetting() == grid.opening()[0]
+    assert parse_setting(first["setting"]) == PlaygroundSetting() == grid.opening_settings()[0]
     assert f"{first['losses'][0]:.2f}" == "2.30"
     assert max(first["relative_differences"]) < 1e-5
 
@@ -41,7 +41,7 @@ def test_the_grid_is_what_the_code_asks_for(name: str) -> None:
     """Recorded settings are those of the code, each once, and each is one that the page may ask for."""
     settings = [parse_setting(run["setting"]) for run in runs(name)]
 
-    assert settings == getattr(grid, name)()
+    assert settings == getattr(grid, f"{name}_settings")()
     assert len(set(settings)) == len(settings)
     for run, setting in zip(runs(name), settings, strict=True):
         assert len(run["losses"]) == setting.steps or run["status"] == "failed"
@@ -59,7 +59,7 @@ def test_a_run_comes_out_again(name: str, at: int) -> None:
     """Run now, a recorded setting has the numbers of the recording."""
     recorded = runs(name)[at]
     setting = parse_setting(recorded["setting"])
-    found = plain(grid.compact(setting, lambda _: None))
+    found = plain(grid.record_run(setting, lambda _: None))
 
     assert differences(recorded, found, tolerance=1e-3, noisy=grid.NOISY) == []
 

@@ -24,8 +24,8 @@ pytestmark = pytest.mark.slow
 EXACT = 1e-12
 
 
-def say_nothing(_line: object) -> None:
-    """Take a line and do nothing."""
+def ignore(_line: object) -> None:
+    """Take an event and do nothing."""
 
 
 def plain_losses(dtype: torch.dtype, clip: float | None = None) -> list[float]:
@@ -47,13 +47,13 @@ def plain_losses(dtype: torch.dtype, clip: float | None = None) -> list[float]:
 @pytest.fixture(scope="module")
 def batch_data() -> Any:
     """What the experiment "one batch" returns, once for all tests."""
-    return batch_experiment.run(say_nothing)
+    return batch_experiment.run(ignore)
 
 
 @pytest.fixture(scope="module")
 def split_data() -> Any:
     """What the experiment "split, accumulate" returns."""
-    return split_experiment.run(say_nothing)
+    return split_experiment.run(ignore)
 
 
 @pytest.mark.parametrize("size", [64, 16, 4])
@@ -130,17 +130,17 @@ def test_running_sums_grow_by_micro_batch(split_data: Any) -> None:
     assert float((found * split_data["unit"] - second).abs().max()) < 2 * split_data["unit"]
 
 
-def test_log_is_of_the_same_training_as_the_strips(tmp_path: Path) -> None:
+def test_log_is_of_the_same_training_as_the_snapshots(tmp_path: Path) -> None:
     """The run that writes the log and the run whose gradients are copied have the same losses, bit for bit."""
     with ab.JsonlLog(tmp_path / "log.jsonl") as log:
         logged = full_loop.train(3, log, full_loop.make_model())
-    strips = loop_experiment.Strips()
+    snapshots = loop_experiment.GradientSnapshots()
 
-    assert full_loop.train(3, strips, strips.model) == logged
+    assert full_loop.train(3, snapshots, snapshots.model) == logged
 
 
 def test_log_columns_hold_the_log(tmp_path: Path) -> None:
-    """Decoded, the columns say of each line what the log says, and when."""
+    """Decoded, the columns have the log's fields and times of each line."""
     path = tmp_path / "log.jsonl"
     with ab.JsonlLog(path) as log:
         full_loop.train(1, log, full_loop.make_model())

@@ -7,13 +7,13 @@ import torch
 
 from anybatch.memory.timeline import ORDER, MemoryTimeline, timeline
 from anybatch_guide.experiments import memory_limit
-from anybatch_guide.memory.accumulated import AccumulationWay, measure_accumulated
-from anybatch_guide.memory.courses import drawn, in_order, peak_of
-from anybatch_guide.memory.native import trace_native, try_native
+from anybatch_guide.memory.accumulated import AccumulationConfig, measure_accumulated
+from anybatch_guide.memory.plain_step import trace_plain_step, try_plain_step
 from anybatch_guide.memory.small import ACCUMULATED, SMALL_MODELS, TRANSFORMER, SmallModel
+from anybatch_guide.memory.timelines import downsampled, in_order, peak_of
 from tests.faults import sees
 
-PLAIN = AccumulationWay(optimizer="adamw", precision="fp32", checkpointing=False)
+PLAIN = AccumulationConfig(optimizer="adamw", precision="fp32", checkpointing=False)
 MODELS = pytest.mark.parametrize("model", SMALL_MODELS.values(), ids=lambda model: model.name)
 
 
@@ -30,7 +30,7 @@ def silent(_line: object) -> None:
 def test_what_stays_from_step_to_step_is_what_the_tensors_sizes_say(model: SmallModel) -> None:
     """Weights, buffers, inputs and AdamW's two moments and step count per parameter, by their shapes."""
     made = model.make()
-    held = timeline(trace_native(model, 4)).at(0)
+    held = timeline(trace_plain_step(model, 4)).at(0)
     parameters = list(made.parameters())
     assert held["weights"] == num_bytes(parameters)
     assert held.get("buffers", 0) == num_bytes(list(made.buffers()))
@@ -41,7 +41,7 @@ def test_what_stays_from_step_to_step_is_what_the_tensors_sizes_say(model: Small
 
 @sees(
     "the guide books gradients as something that comes and goes",
-    "guide/src/anybatch_guide/memory/native.py",
+    "guide/src/anybatch_guide/memory/plain_step.py",
     'ledger.hold("gradients", ',
     'ledger.hold("temporaries", ',
     cases=["transformer"],
@@ -49,14 +49,14 @@ def test_what_stays_from_step_to_step_is_what_the_tensors_sizes_say(model: Small
 @MODELS
 def test_gradients_are_one_copy_when_the_update_begins(model: SmallModel) -> None:
     """At the first moment of the update, gradients take as much as weights."""
-    course = timeline(trace_native(model, 4))
-    begin = course.phases.index("update")
-    assert course.at(begin)["gradients"] == course.at(begin)["weights"]
+    measured = timeline(trace_plain_step(model, 4))
+    begin = measured.phases.index("update")
+    assert measured.at(begin)["gradients"] == measured.at(begin)["weights"]
 
 
 @sees(
     "the guide enforces a budget that is a byte too large",
-    "guide/src/anybatch_guide/memory/native.py",
+    "guide/src/anybatch_guide/memory/plain_step.py",
     "memory_budget(budget_bytes, ",
     "memory_budget(budget_bytes + 1, ",
     cases=["transformer"],
@@ -64,13 +64,13 @@ def test_gradients_are_one_copy_when_the_update_begins(model: SmallModel) -> Non
 @MODELS
 def test_a_step_runs_out_of_memory_exactly_below_its_peak(model: SmallModel) -> None:
     """A budget of the counted peak is enough; one byte less raises torch's error, in the phase of the peak."""
-    course = timeline(trace_native(model, 12))
-    assert try_native(model, 12, course.peak_bytes) is None
-    shortage = try_native(model, 12, course.peak_bytes - 1)
+    measured = timeline(trace_plain_step(model, 12))
+    assert try_plain_step(model, 12, measured.peak_bytes) is None
+    shortage = try_plain_step(model, 12, measured.peak_bytes - 1)
     assert shortage is not None
-    assert shortage.phase == course.phases[course.peak_moment]
+    assert shortage.phase == measured.phases[measured.peak_moment]
     assert shortage.message.startswith("Tried to allocate")
-    assert sum(shortage.held.values()) < course.peak_bytes
+    assert sum(shortage.held.values()) < measured.peak_bytes
 
 
 def test_the_largest_size_runs_and_the_next_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,8 +81,8 @@ def test_the_largest_size_runs_and_the_next_does_not(monkeypatch: pytest.MonkeyP
     data = memory_limit.run(silent)
     (model,) = data["models"]
     (budget,) = model["budgets"]
-    assert try_native(TRANSFORMER, budget["largest"], 8 * 2**20) is None
-    assert try_native(TRANSFORMER, budget["largest"] + 1, 8 * 2**20) is not None
+    assert try_plain_step(TRANSFORMER, budget["largest"], 8 * 2**20) is None
+    assert try_plain_step(TRANSFORMER, budget["largest"] + 1, 8 * 2**20) is not None
     # a single sample is special: its squeezed axes are summed otherwise
     assert model["predicted"][1:] == [peak["num_bytes"] for peak in model["peaks"][1:]]
     assert [shortage is None for shortage in budget["shortages"]] == [
@@ -103,13 +103,8 @@ def test_accumulation_holds_exactly_one_more_copy_of_gradients() -> None:
     """4 x 16 against 16 alone: gradients differ by one copy, inputs by what waits, the rest by a few sums."""
     many = measure_accumulated(ACCUMULATED, PLAIN, effective_batch_size=64, micro_batch_size=16)
     one = measure_accumulated(ACCUMULATED, PLAIN, effective_batch_size=16, micro_batch_size=16)
-    gained = {
-        name: after - before
-        for name, before, after in zip(
-            ORDER, in_order(one.course.at(one.course.peak_moment)), in_order(many.course.at(many.course.peak_moment)),
-            strict=True,
-        )
-    }  # fmt: skip
+    peaks = (in_order(step.timeline.at(step.timeline.peak_moment)) for step in (one, many))
+    gained = {name: after - before for name, before, after in zip(ORDER, *peaks, strict=True)}
     copy = sum(4 * parameter.numel() for parameter in ACCUMULATED.make().parameters())
     assert gained["gradients"] == many.gradient_bytes == copy
     waiting = num_bytes(list(ACCUMULATED.batch(64).values())) - num_bytes(list(ACCUMULATED.batch(16).values()))
@@ -118,42 +113,42 @@ def test_accumulation_holds_exactly_one_more_copy_of_gradients() -> None:
 
 
 @sees(
-    "a course is drawn without its highest moments",
-    "guide/src/anybatch_guide/memory/courses.py",
+    "a timeline is downsampled without its highest moments",
+    "guide/src/anybatch_guide/memory/timelines.py",
     "for pick in (max, min)",
     "for pick in (min,)",
 )
-def test_the_courses_highest_moment_survives_the_drawing() -> None:
-    """What is drawn holds the highest moment with its bytes by category, and only moments that there were."""
-    course = measure_accumulated(ACCUMULATED, PLAIN, effective_batch_size=8, micro_batch_size=2).course
-    picture = drawn(course, 20)
+def test_the_peak_survives_downsampling() -> None:
+    """The points have the highest moment with its bytes by category, and only moments that there were."""
+    measured = measure_accumulated(ACCUMULATED, PLAIN, effective_batch_size=8, micro_batch_size=2).timeline
+    picture = downsampled(measured, 20)
     moments = torch.tensor(picture["moments"]).cumsum(0)
     held = [torch.tensor(row).cumsum(0).expand(len(moments)) for row in picture["held"]]
     totals = torch.stack(held).sum(0)
-    assert int(totals.max()) == course.peak_bytes == peak_of(course)["num_bytes"]
-    assert totals.tolist() == course.totals[moments].tolist()
+    assert int(totals.max()) == measured.peak_bytes == peak_of(measured)["num_bytes"]
+    assert totals.tolist() == measured.totals[moments].tolist()
     assert len(moments) <= 41
 
 
 @sees(
-    "a course is drawn at moments that are no turns",
-    "guide/src/anybatch_guide/memory/courses.py",
+    "a timeline is downsampled at moments that are no turns",
+    "guide/src/anybatch_guide/memory/timelines.py",
     "itertools.groupby(_turns(totals), key",
     "itertools.groupby(range(len(totals)), key",
 )
-def test_the_order_within_a_fall_is_not_drawn() -> None:
-    """Two courses that let the same pieces go in another order, one after the other, are drawn alike."""
+def test_the_order_within_a_fall_does_not_matter() -> None:
+    """Two timelines that free the same pieces in another order, one after the other, have the same points."""
     pieces = [8, 2, 4]
     pictures = []
     for order in (pieces, pieces[::-1]):
         changes = torch.tensor([*pieces, *(-size for size in order), 8, 2])
-        course = MemoryTimeline(
+        measured = MemoryTimeline(
             categories=("activations",),
             held_bytes=changes.cumsum(0)[:, None],
             phases=["forward"] * len(changes),
             operations=[""] * len(changes),
         )
-        pictures.append(drawn(course, 3))
+        pictures.append(downsampled(measured, 3))
 
     assert pictures[0] == pictures[1]
     assert torch.tensor(pictures[0]["moments"]).cumsum(0).tolist() == [0, 2, 5, 7]

@@ -13,15 +13,16 @@ import anybatch as ab
 from anybatch.memory.trace import MemoryEnvelope
 from anybatch.planner.proposals import changes, ranking
 from anybatch.planner.report import Plan
+from anybatch_guide.experiments.memory_planner import properties_of
 from anybatch_guide.memory.planning import PlanRequest, Variant, planned
 from anybatch_guide.memory.tables import DEVICE_NAMES, micro_batch_size, peak_pieces, rank_shares, tables
-from guide.tests.planner_cases import GOLDEN, NUM_CASES, VARIANTS, lines_of, recorded, row_of, traced, wishes
+from guide.tests.planner_cases import GOLDEN, NUM_CASES, VARIANTS, lines_of, recorded, requests, row_of, traced
 from tests.faults import sees
 
 GPT2 = Variant(
-    model="gpt2", sequence_length=256, precision="bf16", optimizer="AdamW", checkpointing=False, several=False
+    model="gpt2", sequence_length=256, precision="bf16", optimizer="AdamW", checkpointing=False, multi_rank=False
 )
-ON_RANKS = dataclasses.replace(GPT2, optimizer="fused AdamW", checkpointing=True, several=True)
+ON_RANKS = dataclasses.replace(GPT2, optimizer="fused AdamW", checkpointing=True, multi_rank=True)
 
 
 @pytest.fixture(scope="module")
@@ -63,17 +64,17 @@ def test_pieces_are_the_peak_at_every_size(data: dict[str, Any], variant: Varian
 @pytest.mark.parametrize("variant", [GPT2, ON_RANKS], ids=["one rank", "several ranks"])
 def test_the_recording_is_of_this_engine(data: dict[str, Any], variant: Variant) -> None:
     """Tables that are made now are those that were recorded."""
-    made = tables(traced(variant).envelopes, several=variant.several)
+    made = tables(traced(variant).envelopes, multi_rank=variant.multi_rank)
     assert {name: row(data, variant)[name] for name in made} == json.loads(json.dumps(made))
 
 
 def test_every_choice_is_recorded(data: dict[str, Any]) -> None:
     """What the page lets one choose is there: every variant and device, and every size that a plan comes to."""
-    names = [one.name for one in dataclasses.fields(Variant)]
-    assert [Variant(**{name: one[name] for name in names}) for one in data["variants"]] == list(VARIANTS)
+    expected = [properties_of(variant) for variant in VARIANTS]
+    assert [{name: one[name] for name in expected[0]} for one in data["variants"]] == expected
     assert tuple(one["name"] for one in data["devices"]) == DEVICE_NAMES
     for one in data["variants"]:
-        shares = rank_shares(several=one["several"])
+        shares = rank_shares(multi_rank=one["several"])
         sizes = {size for size, _ in one["reserved_mebibytes"]}
         assert {micro_batch_size(share, found) for share in shares for found in one["largest"]} <= sizes
 
@@ -92,7 +93,7 @@ def test_a_plan_of_the_guide_is_that_of_the_library() -> None:
     )
     assert [without_time(one) for one in (found, plan)] == [without_time(plan)] * 2
     assert found.bytes_by_purpose() == plan.bytes_by_purpose()
-    assert found.as_it_is.reserved_bytes == plan.as_it_is.reserved_bytes
+    assert found.baseline.reserved_bytes == plan.baseline.reserved_bytes
 
 
 def without_time(plan: Plan) -> list[str]:
@@ -115,7 +116,7 @@ def test_a_variant_is_a_row_of_the_table_of_changes(
     (change_row,) = ab.plan(
         "gpt2", device="12GiB", effective_batch_size=300, precision="bf16", sequence_length=256
     ).changes
-    found = planned(traced(variant), PlanRequest(device="12GiB", effective_batch_size=300)).as_it_is
+    found = planned(traced(variant), PlanRequest(device="12GiB", effective_batch_size=300)).baseline
     assert (found.largest, found.micro_batch_size, found.accumulation_steps) == (
         change_row.largest,
         change_row.micro_batch_size,
@@ -130,8 +131,8 @@ def test_a_variant_is_a_row_of_the_table_of_changes(
 @sees(
     "the page's planner forgets what ranks need to speak to each other",
     "guide/src/anybatch_guide/memory/planning.py",
-    "budget_of(wish.device, world_size=wish.world_size)",
-    "budget_of(wish.device)",
+    "budget_of(request.device, world_size=request.world_size)",
+    "budget_of(request.device)",
 )
 @pytest.mark.slow
 def test_the_thousand_plans_are_ours() -> None:
@@ -139,10 +140,10 @@ def test_the_thousand_plans_are_ours() -> None:
     golden = json.loads(GOLDEN.read_text(encoding="utf-8"))
     assert len(golden) == NUM_CASES
     made = 0
-    for place, (number, wish) in enumerate(wishes(VARIANTS)):
-        assert golden[place][:2] == [number, wish.device]
+    for place, (number, request) in enumerate(requests(VARIANTS)):
+        assert golden[place][:2] == [number, request.device]
         if VARIANTS[number] in (GPT2, ON_RANKS):
-            plan = planned(traced(VARIANTS[number]), wish)
-            assert golden[place] == row_of(number, wish, plan), str(plan)
+            plan = planned(traced(VARIANTS[number]), request)
+            assert golden[place] == row_of(number, request, plan), str(plan)
             made += 1
     assert made > NUM_CASES // len(VARIANTS)

@@ -1,4 +1,4 @@
-"""A run of the playground is a run of the library: the same losses, told in lines that its log would hold."""
+"""A run of the playground is a run of the library: the same losses, emitted in lines that its log would hold."""
 
 import base64
 import json
@@ -113,10 +113,10 @@ def test_lines_are_those_of_the_log(mistake: MistakeName) -> None:
 def test_the_engine_matches_the_native_batch() -> None:
     """After each step, the parameters are those of the batch that was not cut, up to rounding."""
     data, lines = played(task="spirals")
-    told = [line["relative_difference"] for line in of_kind(lines, "guide.match")]
+    emitted = [line["relative_difference"] for line in of_kind(lines, "guide.match")]
 
-    assert told == data["relative_differences"]
-    assert 0 < max(told) < 1e-5
+    assert emitted == data["relative_differences"]
+    assert 0 < max(emitted) < 1e-5
     assert played(task="spirals", accumulation_steps=1)[0]["relative_differences"] == [0.0] * 6
 
 
@@ -151,7 +151,7 @@ def test_memory_of_a_loop_is_that_of_the_engine() -> None:
 
 
 def test_surfaces_are_bytes() -> None:
-    """Spirals tell a surface of 40 x 40 bytes now and then, the last one at the end."""
+    """Spirals emit a surface of 40 x 40 bytes now and then, the last one at the end."""
     _, lines = played(task="spirals", steps=6)
     surfaces = of_kind(lines, "guide.surface")
 
@@ -177,17 +177,17 @@ class _Stopped(BaseException):
 
 @pytest.mark.parametrize("mistake", ["", "clip_each"])
 def test_telling_ends_a_run(mistake: MistakeName) -> None:
-    """What `tell` raises in the middle of a step comes out, and the process is as before."""
+    """What `emit` raises in the middle of a step comes out, and the process is as before."""
     threads, random = torch.get_num_threads(), torch.get_rng_state()
     lines: list[Line] = []
 
-    def tell(line: Line) -> None:
+    def emit(line: Line) -> None:
         lines.append(line)
         if len(lines) == 20:
             raise _Stopped
 
     with pytest.raises(_Stopped):
-        run(PlaygroundSetting(**SHORT, task="spirals", mistake=mistake), tell)
+        run(PlaygroundSetting(**SHORT, task="spirals", mistake=mistake), emit)
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), random)
 

@@ -80,17 +80,17 @@ def test_every_page_gets_everything() -> None:
 
     async def scene() -> None:
         stream = Stream(FAST, zero)
-        stream.tell("status", {"worker": "idle"})
+        stream.publish("status", {"worker": "idle"})
         early = Page(stream)
         await early.until(lambda page: page.text != b"")
         stream.begin()
-        stream.tell("status", {"worker": "running"})
+        stream.publish("status", {"worker": "running"})
         for number in range(1000):
-            stream.tell_line("run", micro_batch(number))
+            stream.publish_line("run", micro_batch(number))
         late = Page(stream)
         await late.until(lambda page: page.text != b"")
-        stream.tell("result", {"run": "run", "recording": {}}, "run")
-        stream.tell("status", {"worker": "idle"})
+        stream.publish("result", {"run": "run", "recording": {}}, "run")
+        stream.publish("status", {"worker": "idle"})
         for page in (early, late):
             await page.until(
                 lambda page: page.events()[-1][:2] == ("status", {"worker": "idle"}) and bool(page.lines())
@@ -112,12 +112,12 @@ def test_page_comes_back() -> None:
         stream = Stream(FAST, zero)
         page = Page(stream)
         for number in range(3):
-            stream.tell_line("run", micro_batch(number))
+            stream.publish_line("run", micro_batch(number))
         await page.until(lambda page: len(page.lines()) == 3)
         last = page.events()[-1][2]
         await page.leave()
         for number in range(3, 6):
-            stream.tell_line("run", micro_batch(number))
+            stream.publish_line("run", micro_batch(number))
         again = Page(stream, last)
         await again.until(lambda page: len(page.lines()) == 3)
         assert [line["number"] for line in again.lines()] == [3, 4, 5]
@@ -134,7 +134,7 @@ def test_page_that_names_nonsense(last: str) -> None:
 
     async def scene() -> None:
         stream = Stream(FAST, zero)
-        stream.tell_line("run", micro_batch(0))
+        stream.publish_line("run", micro_batch(0))
         first = Page(stream)
         await first.until(lambda page: bool(page.lines()))
         name = str(first.events()[-1][2]).partition("-")[0]
@@ -157,7 +157,7 @@ def test_messages_are_few() -> None:
         loop = asyncio.get_running_loop()
         begun, number = loop.time(), 0
         while loop.time() - begun < 1.0:
-            stream.tell_line("run", micro_batch(number))
+            stream.publish_line("run", micro_batch(number))
             number += 1
             await asyncio.sleep(0)
         seconds = loop.time() - begun
@@ -177,14 +177,14 @@ def test_slow_page_loses_progress_first() -> None:
         page = Page(stream)
         await page.until(lambda page: page.text != b"")
         page.may_read.clear()
-        stream.tell_line("run", micro_batch(-1))
+        stream.publish_line("run", micro_batch(-1))
         await asyncio.sleep(0)  # it takes that line now, and is stuck with it
         for number in range(1000):
-            stream.tell_line("run", micro_batch(number))
+            stream.publish_line("run", micro_batch(number))
             if number % 100 == 0:
-                stream.tell_line("run", {"kind": "step", "number": number})
+                stream.publish_line("run", {"kind": "step", "number": number})
         for kind in ("diagnosis", "end"):
-            stream.tell_line("run", {"kind": kind})
+            stream.publish_line("run", {"kind": kind})
         page.may_read.set()
         await page.until(lambda page: any(line["kind"] == "end" for line in page.lines()))
         kinds = [line["kind"] for line in page.lines()]
@@ -264,7 +264,7 @@ def test_good_bye() -> None:
         stream = Stream(FAST, zero)
         page = Page(stream)
         await page.until(lambda page: page.status == 200)
-        stream.tell_line("run", micro_batch(0))
+        stream.publish_line("run", micro_batch(0))
         stream.close()
         await page.end()
         assert [event for event, _, _ in page.events()] == ["status", "lines", "close"]
@@ -297,8 +297,8 @@ def test_lines_that_are_too_long() -> None:
     """A line that is too long is left out, and whoever tells it learns that."""
     stream = Stream(Limits(line_bytes=100), zero)
 
-    assert stream.tell_line("run", {"kind": "start"})
-    assert not stream.tell_line("run", {"kind": "start", "text": "x" * 100})
+    assert stream.publish_line("run", {"kind": "start"})
+    assert not stream.publish_line("run", {"kind": "start", "text": "x" * 100})
 
 
 def test_firm_kinds_are_kinds() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from anybatch_guide.experiment import Data, Experiment, Tell
+from anybatch_guide.experiment import Data, Emit, Experiment
 from anybatch_guide.worker import Repertoire, everything, work
 from guide.tests.connections import watch_connections
 
@@ -21,73 +21,73 @@ def micro_batch(event: str, step: int, position: int) -> dict[str, object]:
     return {"kind": "micro_batch", "event": event, "step": step, "position": position}
 
 
-def counting(tell: Tell) -> Data:
-    """Tell steps of micro-batches, as the engine does."""
-    tell({"kind": "start"})
+def counting(emit: Emit) -> Data:
+    """Emit steps of micro-batches, as the engine does."""
+    emit({"kind": "start"})
     for step in range(NUM_STEPS):
         for position in range(NUM_MICRO_BATCHES):
-            tell(micro_batch("begin", step, position))
-            tell(micro_batch("end", step, position))
-        tell({"kind": "step", "step": step, "loss": float("nan")})
-    tell({"kind": "end"})
+            emit(micro_batch("begin", step, position))
+            emit(micro_batch("end", step, position))
+        emit({"kind": "step", "step": step, "loss": float("nan")})
+    emit({"kind": "end"})
     return {"steps": NUM_STEPS, "worst": float("inf")}
 
 
-def endless(tell: Tell) -> Data:
-    """Go on for ever, whatever goes wrong, and tell so."""
+def endless(emit: Emit) -> Data:
+    """Go on for ever, whatever goes wrong, and emit progress."""
     done = 0
     while True:
         with suppress(Exception):
-            tell({"kind": "guide.progress", "done": done, "of": 0, "what": "endless"})
+            emit({"kind": "guide.progress", "done": done, "of": 0, "what": "endless"})
         done += 1
         time.sleep(0.001)
 
 
-def stuck(tell: Tell) -> Data:
-    """Tell one line and no more, so that it cannot be cancelled by asking."""
-    tell({"kind": "start"})
+def stuck(emit: Emit) -> Data:
+    """Emit one event and no more, so that it cannot be cancelled by asking."""
+    emit({"kind": "start"})
     while True:
         signal.pause()
 
 
-def deaf(tell: Tell) -> Data:
+def deaf(emit: Emit) -> Data:
     """Do not even listen to SIGTERM."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    return stuck(tell)
+    return stuck(emit)
 
 
-def greedy(tell: Tell) -> Data:
+def greedy(emit: Emit) -> Data:
     """Take a lot of memory, and wait."""
     held = bytearray(400 * 2**20)
     held[:: 2**12] = b"x" * len(held[:: 2**12])
-    return stuck(tell)
+    return stuck(emit)
 
 
-def failing(tell: Tell) -> Data:
+def failing(emit: Emit) -> Data:
     """Fail as code with a fault does."""
-    tell({"kind": "start"})
+    emit({"kind": "start"})
     return {"never": 1 / 0}
 
 
-def noisy(tell: Tell) -> Data:
-    """Print what looks like answers, and tell lines that are none."""
+def noisy(emit: Emit) -> Data:
+    """Print what looks like answers, and emit lines that are none."""
     sys.stdout.write('{"id": "x", "done": true}\nnoise\n')
     sys.stdout.flush()
-    tell({"no": "kind"})
-    tell({"kind": "start", "long": "x" * 100_000})
-    tell({"kind": "start", "text": HOSTILE})
+    emit({"no": "kind"})
+    emit({"kind": "start", "long": "x" * 100_000})
+    emit({"kind": "start", "text": HOSTILE})
     return {"text": HOSTILE}
 
 
-def flood(tell: Tell) -> Data:
-    """Tell more than a slow page can follow."""
+def flood(emit: Emit) -> Data:
+    """Emit more than a slow page can follow."""
     for number in range(FLOOD):
-        tell(micro_batch("end", 0, number))
-    tell({"kind": "step", "step": 0})
+        emit(micro_batch("end", 0, number))
+    emit({"kind": "step", "step": 0})
     return {}
 
 
-EXPERIMENTS: tuple[Callable[[Tell], Data], ...] = (*(counting, endless, stuck, deaf, greedy, failing, noisy, flood),)
+EXPERIMENTS: tuple[Callable[[Emit], Data], ...] = (*(counting, endless, stuck, deaf, greedy, failing, noisy, flood),)
 
 
 def repertoire() -> Repertoire:

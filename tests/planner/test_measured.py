@@ -42,7 +42,7 @@ def on_this_cpu(known: KnownDevices) -> tuple[Plan, Verification]:
     """Return a plan for this CPU, and what its step took."""
     del known
     plan = make_plan(SPEC, budget_of("cpu:1MiB"), 4096, name="net", proposals=False)
-    return plan, verify(SPEC, plan.as_it_is, "cpu")
+    return plan, verify(SPEC, plan.baseline, "cpu")
 
 
 @sees(
@@ -71,7 +71,7 @@ def test_the_next_plan_uses_it(known: KnownDevices) -> None:
     again = make_plan(SPEC, budget_of("cpu:1MiB", measured=after), 4096, name="net", proposals=False)
 
     assert after.headroom == pytest.approx(MEASURED_HEADROOM, abs=0.01)
-    assert again.as_it_is.largest > plan.as_it_is.largest
+    assert again.baseline.largest > plan.baseline.largest
     assert "note: measured on 2030-12-31 with torch 2.13.0: headroom 10%" in str(again)
     assert "10% is kept free (as measured on 2030-12-31 with torch 2.13.0)" in str(again)
     assert "15% is kept free (nothing has been measured on it yet)" in str(plan)

@@ -39,7 +39,7 @@ def test_a_plan_is_what_a_step_takes() -> None:
     """What was planned for tensors is what they hold when the step is run; both are printed."""
     plan = make_plan(SPEC, budget_of("cpu:1MiB"), 512, proposals=False)
 
-    found = verify(SPEC, plan.as_it_is, "cpu")
+    found = verify(SPEC, plan.baseline, "cpu")
 
     assert found.planned_bytes == pytest.approx(found.measured_bytes, rel=0.01)
     assert found.planned_reserved_bytes is None
@@ -52,7 +52,7 @@ def test_a_wrong_plan_is_seen() -> None:
     plan = make_plan(SPEC, budget_of("cpu:1MiB"), 512, proposals=False)
     wider = changed(SPEC, model=lambda: nn.Sequential(nn.Linear(16, 512), nn.GELU(), nn.Linear(512, 4)))
 
-    found = verify(wider, plan.as_it_is, "cpu")
+    found = verify(wider, plan.baseline, "cpu")
 
     assert found.measured_bytes > 1.5 * found.planned_bytes
 
@@ -68,4 +68,4 @@ def test_what_cannot_be_verified() -> None:
         changed(SPEC, model=lambda: model, optimizer=torch.optim.SGD(model.parameters())),
     ):
         with pytest.raises(PlanError, match="plan it so"):
-            verify(spec, plan.as_it_is, "cpu")
+            verify(spec, plan.baseline, "cpu")

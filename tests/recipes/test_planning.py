@@ -57,8 +57,8 @@ def test_a_configuration_is_planned() -> None:
 
     assert plan.batch.world_size == 8
     assert plan.micro_batch_size == 8
-    assert plan.as_it_is.seconds is not None
-    assert not plan.as_it_is.seconds.is_calibrated
+    assert plan.baseline.seconds is not None
+    assert not plan.baseline.seconds.is_calibrated
     assert "8 ranks" in str(plan)
 
 
@@ -76,7 +76,7 @@ def test_a_job_brings_what_is_needed() -> None:
 
     assert plan.batch.num_samples == 32
     assert plan.optimizer == "SGD"
-    assert plan.as_it_is.seconds is None
+    assert plan.baseline.seconds is None
 
 
 class Block(nn.Module):
@@ -116,7 +116,7 @@ def planned(**fields: Any) -> Plan:
 def held(plan: Plan) -> Counter[str]:
     """Return the bytes of each category that a step is planned to take, each piece of memory once."""
     found: Counter[str] = Counter()
-    for one in plan.as_it_is.envelope.trace.allocations:
+    for one in plan.baseline.envelope.trace.allocations:
         found[one.category] += one.num_bytes
     return found
 
@@ -143,7 +143,7 @@ def test_an_average_is_planned() -> None:
 def test_clipping_is_planned() -> None:
     """A module is planned with its clipping: by value nothing is measured, by norm every gradient is."""
     plain, clipped = (
-        {one.operation for one in planned(measure_gradient_norm=False, clip=clip).as_it_is.envelope.trace.allocations}
+        {one.operation for one in planned(measure_gradient_norm=False, clip=clip).baseline.envelope.trace.allocations}
         for clip in (None, 1.0)
     )
 
@@ -155,7 +155,7 @@ def test_batch_norm_is_planned() -> None:
     """A module is planned under its policy about BatchNorm: frozen, it makes no statistics of the batch."""
     kept, frozen = planned(norms="keep"), planned(norms="freeze")
 
-    assert len(frozen.as_it_is.envelope.trace.allocations) < len(kept.as_it_is.envelope.trace.allocations)
+    assert len(frozen.baseline.envelope.trace.allocations) < len(kept.baseline.envelope.trace.allocations)
 
 
 @sees(
@@ -192,7 +192,7 @@ def test_time() -> None:
     seconds = plan.seconds_on(1)
 
     assert seconds is not None
-    assert plan.as_it_is.seconds == seconds
+    assert plan.baseline.seconds == seconds
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_an_average_of_the_weights_is_planned() -> None:
         defaults=ab.Defaults(effective_batch_size=4, learning_rate=0.1),
     )
     jobs = (job, dataclasses.replace(job, average_decay=0.9))
-    plain, averaged = (ab.plan(each, device="1GiB", proposals=False).as_it_is for each in jobs)
+    plain, averaged = (ab.plan(each, device="1GiB", proposals=False).baseline for each in jobs)
     model = job.model()
     assert isinstance(model, nn.Module)
     copy_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())

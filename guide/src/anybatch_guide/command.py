@@ -73,7 +73,7 @@ def _serve(words: Sequence[str]) -> int:
         keep=given.keep,
     )
 
-    def tell(address: str, once: str) -> None:
+    def show_address(address: str, once: str) -> None:
         sys.stdout.write(f"guide  {address}\n       for this machine and whoever has the address; Ctrl-C ends it\n")
         sys.stdout.flush()
         if not given.no_browser:
@@ -81,7 +81,7 @@ def _serve(words: Sequence[str]) -> int:
 
     # Ctrl-C arrives here as an exception or as a server that has returned, by where in its loop it found the server.
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(serve(serving, tell))
+        asyncio.run(serve(serving, show_address))
     sys.stdout.write("guide  ended\n")
     return Status.DONE
 

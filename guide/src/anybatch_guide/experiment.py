@@ -1,4 +1,4 @@
-"""An experiment, what it returned, and where that was: what stands behind every number of the page."""
+"""`Experiment`, a measurement whose data the page shows, and `Provenance`, where and how such data was computed."""
 
 import datetime as dt
 import platform
@@ -11,9 +11,9 @@ import torch
 from anybatch.engine.telemetry.notifier import software_versions
 
 Data = Mapping[str, Any]
-"""What JSON can hold, by name."""
-Tell = Callable[[Mapping[str, Any]], None]
-"""Takes one line while an experiment is under way: a record of the engine, or a kind of the page's own."""
+"""The data of an experiment: JSON values by name."""
+Emit = Callable[[Mapping[str, Any]], None]
+"""Sends one event to the page while an experiment runs: a record of the engine, or a kind of the guide's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +23,8 @@ class Experiment:
     Attributes:
         name: its name in recordings, links and on the command line: lower case, with underscores.
         question: what it answers, in one line.
-        run: function (tell) -> data. It sets its own seeds, changes no state of the process, and asks `tell` often
-            enough to be stopped: `tell` raises to end it.
+        run: function (emit) -> data. It sets its own seeds, changes no state of the process, and calls `emit` often
+            enough to be cancelled: `emit` raises to end it.
         seconds: about how long it takes on two cores.
         runs_here: whether the page may run it. What takes minutes, or ranks, is only recorded.
         tolerance: the largest relative difference of a number between two recordings with the same versions; 0 for
@@ -34,7 +34,7 @@ class Experiment:
 
     name: str
     question: str
-    run: Callable[[Tell], Data]
+    run: Callable[[Emit], Data]
     seconds: float
     runs_here: bool = True
     tolerance: float = 0.0
@@ -61,7 +61,7 @@ class Provenance:
 
 
 def made_here(experiment: str, *, commit: str | None = None, today: dt.date | None = None) -> Provenance:
-    """Return what is to be said of data that is computed in this process."""
+    """Return the provenance of data that is computed in this process."""
     day = dt.datetime.now(tz=dt.UTC).date() if today is None else today
     return Provenance(
         date=day.isoformat(),

@@ -1,4 +1,4 @@
-"""Lines for the page: an engine's records in the shape of its log, and the kinds that only the page knows."""
+"""Events for the page, one JSON object each: the engine's records as its log has them, and kinds of the guide's own."""
 
 import math
 import time
@@ -8,33 +8,33 @@ from typing import Any
 from anybatch.core.records import MemoryRecord, PhaseRecord, Record
 from anybatch.events.jsonl import line_of
 from anybatch.events.schema import SCHEMA_VERSION
-from anybatch_guide.experiment import Tell
+from anybatch_guide.experiment import Emit
 
 
 class RecordLines:
-    """An observer that reports each record as a line, at once, so that the receiver may wait, or end the run.
+    """An observer that emits each record as one event at once, so that the receiver may pause or cancel the run.
 
     Phases and the memory of the process are left out: the page shows neither of them.
 
     Args:
-        tell: takes the lines.
-        clock: seconds that only go forward.
+        emit: receives the events.
+        clock: monotonic time in seconds.
     """
 
-    def __init__(self, tell: Tell, clock: Callable[[], float] = time.monotonic) -> None:
-        self._tell = tell
+    def __init__(self, emit: Emit, clock: Callable[[], float] = time.monotonic) -> None:
+        self._emit = emit
         self._clock = clock
         self._sequence = 0
 
     def observe(self, record: Record, /) -> None:
-        """Report a record of the engine."""
+        """Emit a record of the engine."""
         if not isinstance(record, PhaseRecord | MemoryRecord):
-            self._tell(line_of(record, sequence=self._next(), time_seconds=self._clock()))
+            self._emit(line_of(record, sequence=self._next(), time_seconds=self._clock()))
 
-    def say(self, kind: str, **fields: Any) -> None:  # noqa: ANN401 (whatever JSON has)
-        """Report a line of the page's own."""
+    def emit(self, kind: str, **fields: Any) -> None:  # noqa: ANN401 (whatever JSON has)
+        """Emit an event of the guide's own, of kind `guide.<kind>`."""
         head = {"version": SCHEMA_VERSION, "sequence": self._next(), "time_seconds": round(self._clock(), 6)}
-        self._tell({**head, "kind": f"guide.{kind}", **fields})
+        self._emit({**head, "kind": f"guide.{kind}", **fields})
 
     def _next(self) -> int:
         self._sequence += 1
@@ -42,5 +42,5 @@ class RecordLines:
 
 
 def finite(value: float) -> float | None:
-    """Return a number that JSON can hold; None for those it cannot."""
+    """Return a number, or None for NaN and infinities, which JSON cannot represent."""
     return value if math.isfinite(value) else None

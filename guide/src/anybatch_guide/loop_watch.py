@@ -1,4 +1,4 @@
-"""`LoopWatch`: looks at a loop in plain PyTorch from outside, so that the loop holds nothing but what it shows."""
+"""`LoopWatch`: observes a loop in plain PyTorch through hooks, so that the loop has only the lines that it shows."""
 
 from contextlib import ExitStack
 from types import TracebackType
@@ -12,32 +12,34 @@ from anybatch.core.records import EndRecord, MicroBatchRecord, SpanEvent, StartR
 from anybatch.errors import NonFiniteError
 from anybatch.memory.ledger import MemoryLedger
 from anybatch.memory.timeline import timeline
-from anybatch_guide.course import Course
 from anybatch_guide.mistakes.windows import items
+from anybatch_guide.run_metrics import RunMetrics
 from anybatch_guide.setting import PlaygroundSetting
 from anybatch_guide.tasks.task import cross_entropy
 
 
-class _Enough(Exception):  # noqa: N818 (nothing went wrong)
+class _AllStepsMade(Exception):  # noqa: N818 (nothing went wrong)
     """The steps that were asked for have been made."""
 
 
 class LoopWatch:
-    """Tells of a loop what the engine tells of itself: micro-batches, steps, and the memory of one step.
+    """Reports of a loop what the engine reports of itself: micro-batches, steps, and the memory of one step.
 
-    Hooks on the model and the optimizer say when what begins, and the criterion hears of every loss. The gradient norm
-    is that of what the optimizer was given, clipped where the loop clips.
+    Hooks on the model and the optimizer see where forwards and updates begin, and the criterion sees every loss. The
+    gradient norm is that of the gradients that the optimizer was given, clipped where the loop clips.
 
     Args:
         setting: what the run does.
         model: the network that the loop trains.
         optimizer: its optimizer.
-        course: receives what is seen.
+        metrics: receives the records.
     """
 
-    def __init__(self, setting: PlaygroundSetting, *, model: nn.Module, optimizer: Optimizer, course: Course) -> None:
+    def __init__(
+        self, setting: PlaygroundSetting, *, model: nn.Module, optimizer: Optimizer, metrics: RunMetrics
+    ) -> None:
         self.is_done = False
-        self._setting, self._model, self._optimizer, self._course = setting, model, optimizer, course
+        self._setting, self._model, self._optimizer, self._metrics = setting, model, optimizer, metrics
         self._step = self._position = self._num_samples = 0
         self._means: list[tuple[float, int]] = []
         self._open_samples: int | None = None
@@ -53,30 +55,30 @@ class LoopWatch:
         return loss
 
     def __enter__(self) -> Self:
-        """Begin to look."""
+        """Register the hooks and report the start."""
         for handle in (
             self._model.register_forward_pre_hook(self._before_forward),
             self._optimizer.register_step_pre_hook(self._before_update),
             self._optimizer.register_step_post_hook(self._after_update),
         ):
             self._stack.callback(handle.remove)
-        self._course.observe(self._start())
-        self._follow_memory()
+        self._metrics.observe(self._start())
+        self._record_memory()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
-        """Stop looking, and tell how it ended. That the steps have been made is no error."""
-        self._leave_ledger()
+        """Remove the hooks and report the end. That all steps have been made is no error."""
+        self._stop_recording()
         self._stack.close()
-        self.is_done = isinstance(error, _Enough)
+        self.is_done = isinstance(error, _AllStepsMade)
         status = "completed" if self.is_done else "failed" if isinstance(error, Exception) else "stopped"
         message = None if self.is_done else f"{type(error).__name__}: {error}"
-        self._course.observe(
+        self._metrics.observe(
             EndRecord(rank=0, status=status, num_steps=self._step, message=message, digest=None)  # type: ignore[arg-type]
         )
-        # True ends `_Enough` here; any other error goes on.
+        # True ends `_AllStepsMade` here; any other error goes on.
         return self.is_done
 
     def _before_forward(self, _: nn.Module, args: tuple[Any, ...]) -> None:
@@ -86,13 +88,13 @@ class LoopWatch:
         if self._ledger is not None:
             self._ledger.mark(f"micro-batch {self._position + 1}")
             self._ledger.hold("inputs", args)
-        self._tell("begin")
+        self._report_micro_batch("begin")
 
     def _end_micro_batch(self) -> None:
-        # No hook tells that a backward is over: the next forward, or the update, ends the micro-batch.
+        # No hook runs after a backward: the next forward, or the update, ends the micro-batch.
         if self._open_samples is not None:
-            self._hold_kept()
-            self._tell("end")
+            self._categorize_persistent()
+            self._report_micro_batch("end")
             self._position += 1
             self._open_samples = None
 
@@ -106,11 +108,11 @@ class LoopWatch:
         self._rates = tuple(group["lr"] for group in self._optimizer.param_groups)
 
     def _after_update(self, *_: object) -> None:
-        self._hold_kept()
-        self._leave_ledger()
+        self._categorize_persistent()
+        self._stop_recording()
         record = self._step_record()
-        self._course.observe(record)
-        self._course.after_step(self._step)
+        self._metrics.observe(record)
+        self._metrics.after_step(self._step)
         self._step += 1
         self._position = self._num_samples = 0
         self._means.clear()
@@ -120,28 +122,28 @@ class LoopWatch:
             raise NonFiniteError(message)
         if self._step == self._setting.steps:
             # The loop is written by hand, and only an exception leaves it.
-            raise _Enough
-        self._follow_memory()
+            raise _AllStepsMade
+        self._record_memory()
 
-    def _follow_memory(self) -> None:
-        """Book the memory of the step that is measured, if it comes next."""
-        if self._step == self._course.measured_step:
+    def _record_memory(self) -> None:
+        """Record the memory of the step that is measured, if it comes next."""
+        if self._step == self._metrics.measured_step:
             self._ledger = MemoryLedger(device_type="cpu")
             self._ledger.phase = "setup"
-            self._hold_kept()
+            self._categorize_persistent()
             self._ledger.phase = None
             # Entered by hand, since another hook leaves it.
             self._ledger.__enter__()
 
-    def _leave_ledger(self) -> None:
+    def _stop_recording(self) -> None:
         ledger, self._ledger = self._ledger, None
         if ledger is not None:
             ledger.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            self._course.note_memory(timeline(ledger.trace()))
+            self._metrics.add_memory(timeline(ledger.trace()))
             ledger.forget()
 
-    def _hold_kept(self) -> None:
-        """Book what stays: weights, buffers, gradients, the optimizer's state."""
+    def _categorize_persistent(self) -> None:
+        """Assign persistent tensors to their categories: weights, buffers, gradients, the optimizer's state."""
         if self._ledger is None:
             return
         states = (value for state in self._optimizer.state.values() for value in state.values())
@@ -151,10 +153,10 @@ class LoopWatch:
         self._ledger.hold("gradients", gradients)
         self._ledger.hold("optimizer", (value for value in states if isinstance(value, Tensor)))
 
-    def _tell(self, event: SpanEvent) -> None:
+    def _report_micro_batch(self, event: SpanEvent) -> None:
         # The loss is known only after the forward.
         mean, count = self._means[-1] if event == "end" else (0.0, 0)
-        self._course.observe(
+        self._metrics.observe(
             MicroBatchRecord(
                 rank=0,
                 event=event,

@@ -1,4 +1,4 @@
-"""The playground: a run of the engine, or of a loop with a mistake in it, reported line by line while it goes on."""
+"""The playground: a run of the engine, or of a loop with a mistake in it, streamed to the page as it goes on."""
 
 import itertools
 import time
@@ -16,26 +16,26 @@ from anybatch.data.batches import Batches, batches
 from anybatch.diagnostics.memory.memory_report import record_memory
 from anybatch.engine.engine import Engine
 from anybatch.errors import DataError, NonFiniteError
-from anybatch_guide.course import Course
-from anybatch_guide.experiment import Data, Tell
+from anybatch_guide.experiment import Data, Emit
 from anybatch_guide.lines import RecordLines
 from anybatch_guide.loop_watch import LoopWatch
 from anybatch_guide.mistakes.mistake import loop_of
 from anybatch_guide.programs import as_command, as_python
+from anybatch_guide.run_metrics import RunMetrics
 from anybatch_guide.setting import PlaygroundSetting, SettingError, parse_setting
 from anybatch_guide.tasks.task import MicroBatches, PlaygroundTask, load
 
 __all__ = ["PlaygroundSetting", "SettingError", "as_command", "as_python", "parse_setting", "run", "warm"]
 
 FINAL_FACTOR = 0.1
-"""The learning rate falls in a line to this part of what it begins with."""
+"""The learning rate decays linearly to this fraction of its first value."""
 MAX_NORM = 1.0
-"""Where the mistake is about clipping, gradients longer than this are clipped; everywhere else none is."""
+"""The norm to which gradients are clipped where the mistake is about clipping; no other run clips."""
 _OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 
 
-def run(setting: PlaygroundSetting, tell: Tell, *, clock: Callable[[], float] = time.monotonic) -> Data:
-    """Train as asked, and tell every micro-batch and step as it happens; `tell` may wait, and raises to end it.
+def run(setting: PlaygroundSetting, emit: Emit, *, clock: Callable[[], float] = time.monotonic) -> Data:
+    """Train as asked, and emit every micro-batch and step as it happens; `emit` may block, and raises to end the run.
 
     The plain loop, which `as_python` returns as a program with the same losses:
 
@@ -46,37 +46,38 @@ def run(setting: PlaygroundSetting, tell: Tell, *, clock: Callable[[], float] = 
         engine.step(batch)
     ```
 
-    Beside it runs the native batch: the same engine, whose micro-batch is the whole batch. After each step the line
-    `guide.match` tells how far the parameters of the two are apart. A loss that is not finite ends the run as failed,
-    which is a result like any other.
+    A reference run goes beside it, on the native batch: the same engine, without accumulation. After each step the
+    event `guide.match` has the relative difference of the two runs' parameters. A loss that is not finite ends the run
+    as failed, which is a result like any other.
 
     Args:
         setting: what to do.
-        tell: takes the lines: the engine's records, and kinds of the page's own (`guide.match`, `guide.memory`,
+        emit: receives the events: the engine's records, and kinds of the guide's own (`guide.match`, `guide.memory`,
             `guide.surface`).
-        clock: seconds that only go forward.
+        clock: monotonic time in seconds.
 
     Returns:
-        The numbers of the run, by step, and what its memory held at the highest moment of one step.
+        The metrics of the run by step, and the peak memory of one step by category.
     """
     task = load(setting.task, norm=setting.norm)
-    with alone():
+    with isolated():
         model, optimizer, scheduler = make(setting, task)
-        native = native_of(setting, task)
-        course = Course(setting, task, model=model, native=native, lines=RecordLines(tell, clock), clock=clock)
-        play = _play_engine if not setting.mistake else _play_loop
+        reference = reference_run(setting, task)
+        lines = RecordLines(emit, clock)
+        metrics = RunMetrics(setting, task, model=model, reference=reference, lines=lines, clock=clock)
+        run_steps = _run_engine if not setting.mistake else _run_loop
         try:
-            play(setting, task, course, (model, optimizer, scheduler))
+            run_steps(setting, task, metrics, (model, optimizer, scheduler))
         except NonFiniteError:
-            pass  # the last line says so
+            pass  # the last event says so
         finally:
-            native.close()
-        return course.data()
+            reference.close()
+        return metrics.data()
 
 
 @contextmanager
-def alone(num_threads: int = 1) -> Iterator[None]:
-    """Compute on so many threads, with a random generator of one's own; what was before is there again afterwards."""
+def isolated(num_threads: int = 1) -> Iterator[None]:
+    """Compute on so many threads with a random state of its own; restore threads and random state afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
@@ -87,7 +88,7 @@ def alone(num_threads: int = 1) -> Iterator[None]:
 
 
 def warm() -> None:
-    """Do once what takes long the first time: import what images come from, and make one step."""
+    """Do once what takes long the first time: import scikit-learn for the images, and make one step."""
     # Without scikit-learn there are no digits to warm up with.
     with suppress(DataError):
         run(PlaygroundSetting(micro_batch_size=1, accumulation_steps=1, steps=1), lambda _: None)
@@ -95,7 +96,7 @@ def warm() -> None:
 
 def make(setting: PlaygroundSetting, task: PlaygroundTask) -> tuple[nn.Module, Optimizer, LinearLR]:
     """Return a new network, its optimizer and scheduler."""
-    # Seeded for each network, so that a run and its native batch begin with the same parameters.
+    # Seeded for each network, so that a run and its reference run begin with the same parameters.
     torch.default_generator.manual_seed(setting.seed)
     model = task.model()
     optimizer = _OPTIMIZERS[setting.optimizer](model.parameters(), lr=setting.learning_rate)
@@ -129,22 +130,25 @@ def engine_of(
     )
 
 
-def native_of(setting: PlaygroundSetting, task: PlaygroundTask) -> "Native":
-    """Return the run of the same setting whose micro-batch is the whole batch, before its first step."""
+def reference_run(setting: PlaygroundSetting, task: PlaygroundTask) -> "ReferenceRun":
+    """Return the run of the same setting without accumulation, before its first step."""
     parts = make(setting, task)
     engine = engine_of(setting, task, parts, micro_batch_size=setting.effective_batch_size)
-    return Native(parts[0], engine, iter(batches_of(setting, task)))
+    return ReferenceRun(parts[0], engine, iter(batches_of(setting, task)))
 
 
-class Native:
-    """The native batch, stepped beside a run to compare with. It stops where its loss is not finite."""
+class ReferenceRun:
+    """A run on the native batch (the effective batch in one micro-batch), stepped beside a run to compare with.
+
+    It stops where its loss is not finite.
+    """
 
     def __init__(self, model: nn.Module, engine: Engine, data: Iterator[object]) -> None:
         self._model, self._engine, self._data = model, engine, data
 
     @torch.no_grad()
     def step(self, model: nn.Module) -> float:
-        """Make one more step; return how far the parameters of `model` are from its own, as a part of their norm."""
+        """Make one more step; return |parameters of `model` - own parameters| / |own parameters|."""
         # The comparison below needs no gradient, but the step does.
         with torch.enable_grad():
             # One batch, or none where the data is at its end.
@@ -159,27 +163,27 @@ class Native:
         self._engine.close()
 
 
-def _play_engine(
-    setting: PlaygroundSetting, task: PlaygroundTask, course: Course, parts: tuple[nn.Module, Optimizer, LinearLR]
+def _run_engine(
+    setting: PlaygroundSetting, task: PlaygroundTask, metrics: RunMetrics, parts: tuple[nn.Module, Optimizer, LinearLR]
 ) -> None:
-    engine = engine_of(setting, task, parts, micro_batch_size=setting.micro_batch_size, observer=course)
+    engine = engine_of(setting, task, parts, micro_batch_size=setting.micro_batch_size, observer=metrics)
     with engine:
         for step, batch in enumerate(batches_of(setting, task)):
-            recording = record_memory(engine) if step == course.measured_step else None
+            recording = record_memory(engine) if step == metrics.measured_step else None
             with recording or nullcontext():
                 engine.step(batch)
             if recording is not None:
-                course.note_memory(recording.report.timeline)
-            course.after_step(step)
+                metrics.add_memory(recording.report.timeline)
+            metrics.after_step(step)
 
 
-def _play_loop(
-    setting: PlaygroundSetting, task: PlaygroundTask, course: Course, parts: tuple[nn.Module, Optimizer, LinearLR]
+def _run_loop(
+    setting: PlaygroundSetting, task: PlaygroundTask, metrics: RunMetrics, parts: tuple[nn.Module, Optimizer, LinearLR]
 ) -> None:
     """Give a hand-written loop epoch after epoch, until it has made the steps that were asked for."""
     model, optimizer, scheduler = parts
     loader = MicroBatches(task.rows, setting.micro_batch_size, setting.seed)
-    with warnings.catch_warnings(), LoopWatch(setting, model=model, optimizer=optimizer, course=course) as watch:
+    with warnings.catch_warnings(), LoopWatch(setting, model=model, optimizer=optimizer, metrics=metrics) as watch:
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler", UserWarning)  # shown on purpose
         while not watch.is_done:
             loop_of(setting.mistake)(

@@ -82,7 +82,7 @@ class Runs:
     Args:
         stream: where lines and events go.
         limits: of a run.
-        clock: seconds that only go forward.
+        clock: monotonic time in seconds.
         command: starts the worker.
         keep: whether a run goes on that no page watches.
     """
@@ -118,7 +118,7 @@ class Runs:
 
     def open(self) -> None:
         """Start the worker, and keep one there from now on."""
-        self._tell_status()
+        self._publish_status()
         self._spawn(self._keep_worker())
 
     async def close(self) -> None:
@@ -140,7 +140,7 @@ class Runs:
             async with asyncio.timeout(self._limits.answer_seconds):
                 await self._ready.wait()
                 assert self._process is not None
-                self._process.say({"do": "run", "id": run.id, **request, "paused": paused})
+                self._process.send({"do": "run", "id": run.id, **request, "paused": paused})
                 failure = await run.accepted
         except TimeoutError:
             failure = Failure("worker", "The process that computes does not answer.")
@@ -162,8 +162,8 @@ class Runs:
         # The limit on pauses counts from the last command: stepping by micro-batches shows that the page is in use.
         run.idle_seconds = 0.0
         assert self._process is not None
-        self._process.say({"do": do})
-        self._tell_status()
+        self._process.send({"do": do})
+        self._publish_status()
 
     def cancel(self, run_id: str) -> None:
         """Ask a run to end, and see to it that it does.
@@ -203,7 +203,7 @@ class Runs:
             self._ready.clear()
             self._state = "restarting"
             self._lost()
-            self._tell_status()
+            self._publish_status()
             await asyncio.sleep(min(retry_seconds, self._limits.retry_seconds))
 
     async def _listen(self) -> None:
@@ -228,7 +228,7 @@ class Runs:
             self.made = answer["made"]
             self._state = "idle"
             self._ready.set()
-            self._tell_status()
+            self._publish_status()
             return
         run = self._run
         # An answer about a run that is over comes too late.
@@ -239,7 +239,7 @@ class Runs:
         elif "lines" in answer:
             self._pass_on(run, answer["lines"])
         elif "result" in answer:
-            self._stream.tell("result", {"run": run.id, "recording": answer["result"]}, run.id)
+            self._stream.publish("result", {"run": run.id, "recording": answer["result"]}, run.id)
         elif "failed" in answer:
             self._over(run, Failure(**answer["failed"]))
         elif "cancelled" in answer:
@@ -254,7 +254,7 @@ class Runs:
         self._state = "running"
         self._num_skipped = 0
         self._stream.begin()
-        self._tell_status()
+        self._publish_status()
         # The time is taken here, since the task itself begins later.
         self._spawn(self._watch(run, self._clock()))
 
@@ -264,7 +264,7 @@ class Runs:
                 self._num_skipped += 1
                 continue
             try:
-                self._num_skipped += not self._stream.tell_line(run.id, line)
+                self._num_skipped += not self._stream.publish_line(run.id, line)
             except RingFullError:
                 self._end_soon(run, Failure("lines", "The run has written more lines than can be kept."))
 
@@ -274,14 +274,14 @@ class Runs:
         if not run.accepted.done():
             run.accepted.set_result(ended if isinstance(ended, Failure) else Failure("cancelled", "It was cancelled."))
         elif isinstance(ended, Failure):
-            self._stream.tell("failed", {"run": run.id, "code": ended.code, "message": ended.message}, run.id)
+            self._stream.publish("failed", {"run": run.id, "code": ended.code, "message": ended.message}, run.id)
         elif ended == "cancel":
-            self._stream.tell("cancelled", {"run": run.id}, run.id)
+            self._stream.publish("cancelled", {"run": run.id}, run.id)
         self._run = None
         run.over.set()
         if self._state == "running":
             self._state = "idle"
-            self._tell_status()
+            self._publish_status()
 
     def _lost(self) -> None:
         """The worker has ended: so has its run."""
@@ -330,7 +330,7 @@ class Runs:
         process = self._process
         if process is None:
             return
-        process.say({"do": "cancel"})
+        process.send({"do": "cancel"})
         limits = self._limits
         for seconds, number in (
             (limits.terminate_seconds, signal.SIGTERM),
@@ -344,12 +344,12 @@ class Runs:
             else:
                 return
 
-    def _tell_status(self) -> None:
+    def _publish_status(self) -> None:
         run = self._run if self._state == "running" else None
         status: dict[str, Any] = {"worker": self._state, "run": None, "paused": False, "skipped": self._num_skipped}
         if run is not None:
             status |= {"run": run.id, **run.request, "paused": run.is_paused}
-        self._stream.tell("status", status)
+        self._stream.publish("status", status)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -217,12 +217,12 @@ async def _http_error(_request: Request, error: HTTPException) -> Response:
     return JSONResponse({"code": word, "message": error.detail}, error.status_code, headers=error.headers)
 
 
-async def serve(serving: Serving, tell: Callable[[str, str], None]) -> None:
+async def serve(serving: Serving, on_listening: Callable[[str, str], None]) -> None:
     """Serve the guide until the process is asked to end (SIGINT, SIGTERM).
 
     Args:
         serving: what, to whom.
-        tell: is called once it listens, with the address for people, and one that lets a single browser in, once.
+        on_listening: called once it listens, with the address to show, and one that admits a single browser, once.
 
     Raises:
         UserError: there is no page, or the address cannot be listened at.
@@ -238,7 +238,7 @@ async def serve(serving: Serving, tell: Callable[[str, str], None]) -> None:
     app = make_app(page, runs, stream, admission, serving.limits)
     server = uvicorn.Server(_config(app, serving.limits))
     shown = f"[{serving.host}]" if ":" in serving.host else serving.host
-    tell(f"http://{shown}:{port}/?k={admission.secret}", f"http://{shown}:{port}/?k={admission.once}")
+    on_listening(f"http://{shown}:{port}/?k={admission.secret}", f"http://{shown}:{port}/?k={admission.once}")
     ending = asyncio.create_task(_close_when(server, stream))
     try:
         await server.serve(sockets=sockets)

@@ -20,7 +20,7 @@ LIMITS: Mapping[str, tuple[float, float]] = {
 }
 MAX_EFFECTIVE, MAX_SAMPLES, MAX_BYTES = 4_096, 5_000_000, 2**30
 SAMPLE_BYTES: Mapping[TaskName, int] = {"digits": 60_000, "spirals": 1_000, "shapes": 100_000, "text": 600_000}
-"""About what a step holds for each sample of the batch that is run whole beside it; a test holds them to what is so."""
+"""Memory that each sample of the reference run's native batch takes, roughly; a test compares with measured memory."""
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "task": get_args(TaskName),
     "norm": get_args(Norm),
@@ -31,7 +31,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
 
 
 class SettingError(UserError):
-    """A setting that is not run. `code` says why in a word or two."""
+    """A setting that is refused; `code` is the reason in a word or two."""
 
     def __init__(self, message: str, *, code: str) -> None:
         super().__init__(message)
@@ -43,14 +43,14 @@ class PlaygroundSetting:
     """The settings of one run of the playground.
 
     Attributes:
-        task: what is learned.
-        norm: how the network of `shapes` is normed; "none" for other tasks.
+        task: name of the data and network.
+        norm: normalization layers of the network of `shapes`; "none" for other tasks.
         micro_batch_size: samples of one forward and backward.
         accumulation_steps: micro-batches of one optimizer step.
         optimizer: "sgd" without momentum, or "adamw".
-        learning_rate: of the first step; it falls in a line to a tenth.
+        learning_rate: of the first step; it decays linearly to a tenth.
         steps: optimizer steps.
-        seed: of parameters and order.
+        seed: of the initial parameters and the order of samples.
         precision: number format of forward and backward.
         mistake: which wrong loop runs in the engine's place; empty for the engine.
 

@@ -106,7 +106,7 @@ class Stream:
 
     Args:
         limits: how much is kept, and how often and to how many pages it is sent.
-        clock: seconds that only go forward.
+        clock: monotonic time in seconds.
     """
 
     def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
@@ -135,15 +135,15 @@ class Stream:
         self._ring.clear()
         self._alone_since = self._clock()
 
-    def tell(self, event: str, data: Mapping[str, Any], run: str | None = None) -> None:
-        """Tell an event."""
+    def publish(self, event: str, data: Mapping[str, Any], run: str | None = None) -> None:
+        """Send an event to every page."""
         text = _json(data)
         if event == "status":
             self._status = text
         self._ring.add(event, run, text)
         self._wake()
 
-    def tell_line(self, run: str, line: StreamLine) -> bool:
+    def publish_line(self, run: str, line: StreamLine) -> bool:
         """Send a line of a run; return False for one that is too long, and not sent.
 
         Raises:
@@ -157,7 +157,7 @@ class Stream:
         return True
 
     def close(self) -> None:
-        """Tell every page to go away and not to come back."""
+        """Send every page the event that asks it to disconnect and not to reconnect."""
         self._is_closed = True
         self._wake()
 

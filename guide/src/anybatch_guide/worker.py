@@ -22,7 +22,7 @@ import torch
 from anybatch.errors import AnyBatchError, UserError
 from anybatch_guide import playground
 from anybatch_guide.catalogue import experiments
-from anybatch_guide.experiment import Data, Experiment, Provenance, Tell, made_here
+from anybatch_guide.experiment import Data, Emit, Experiment, Provenance, made_here
 from anybatch_guide.recording import as_recording, commit_here, plain
 
 NICENESS: Final = 5
@@ -31,7 +31,7 @@ Command = Mapping[str, Any]
 
 
 class UnknownError(UserError):
-    """Something that is not run here. `code` says why in a word or two."""
+    """A request for something that is not run here; `code` is the reason in a word or two."""
 
     def __init__(self, message: str, *, code: str) -> None:
         super().__init__(message)
@@ -43,11 +43,11 @@ class Prepared:
     """A run of the playground that may begin.
 
     Attributes:
-        run: function (tell) -> its numbers.
+        run: function (emit) -> its metrics.
         command: what computes them again.
     """
 
-    run: Callable[[Tell], Data]
+    run: Callable[[Emit], Data]
     command: str
 
 
@@ -71,9 +71,9 @@ class Repertoire:
 
 
 class Gate:
-    """Where a run waits while it is paused, and where it ends when it is cancelled: each line passes here.
+    """Where a run waits while it is paused, and where it ends when it is cancelled: every event passes here.
 
-    A paused run stands before a micro-batch, or between two parts of an experiment that tells its progress. One
+    A paused run waits before a micro-batch, or where an experiment reports its progress. One
     micro-batch at a time lets it through once: the update belongs to the last micro-batch of its step.
     """
 
@@ -91,8 +91,8 @@ class Gate:
                 self._state = {"pause": "closed", "resume": "open", "micro": "once"}[do]  # type: ignore[assignment]
             self._changed.notify_all()
 
-    def keep(self, line: Mapping[str, Any]) -> None:
-        """Wait before a line for as long as the run is paused.
+    def wait_before(self, line: Mapping[str, Any]) -> None:
+        """Wait before an event for as long as the run is paused.
 
         Raises:
             CancelledError: the run was cancelled.
@@ -116,7 +116,7 @@ class Worker:
     Args:
         repertoire: what it can be asked for.
         answers: where its lines go.
-        made: what is to be said of what it computes.
+        made: the provenance of what it computes.
     """
 
     def __init__(self, repertoire: Repertoire, answers: BinaryIO, made: Provenance) -> None:
@@ -142,10 +142,10 @@ class Worker:
 
     def work(self) -> None:
         """Say that it is ready, and run what it is asked to, for ever."""
-        self._say({"ready": True, "made": asdict(self._made)})
+        self._write_answer({"ready": True, "made": asdict(self._made)})
         while True:
             command, gate = self._asked.get()
-            self._say({"id": command["id"], **self._outcome(command, gate)})
+            self._write_answer({"id": command["id"], **self._outcome(command, gate)})
 
     def _outcome(self, command: Command, gate: Gate) -> Mapping[str, Any]:
         try:
@@ -165,15 +165,15 @@ class Worker:
     def _run(self, command: Command, gate: Gate) -> None:
         run = command["id"]
 
-        def tell(line: Mapping[str, Any]) -> None:
-            # First the gate, then the line: a paused run waits before it tells that a micro-batch begins.
-            gate.keep(line)
-            self._say({"id": run, "lines": [plain(line)]})
+        def emit(line: Mapping[str, Any]) -> None:
+            # First the gate, then the event: a paused run waits before it reports that a micro-batch begins.
+            gate.wait_before(line)
+            self._write_answer({"id": run, "lines": [plain(line)]})
 
         experiment, again = self._found(command)
-        self._say({"id": run, "started": True})
-        recording = as_recording(experiment, experiment.run(tell), replace(self._made, command=again))
-        self._say({"id": run, "result": recording.as_json()})
+        self._write_answer({"id": run, "started": True})
+        recording = as_recording(experiment, experiment.run(emit), replace(self._made, command=again))
+        self._write_answer({"id": run, "result": recording.as_json()})
 
     def _found(self, command: Command) -> tuple[Experiment, str]:
         """Return what is to be run, and the command that runs it again."""
@@ -193,8 +193,8 @@ class Worker:
             raise UnknownError(message, code="only_recorded")
         return experiment
 
-    def _say(self, answer: Mapping[str, Any]) -> None:
-        # Encoded before the lock is taken, which is then held for the writing alone.
+    def _write_answer(self, answer: Mapping[str, Any]) -> None:
+        # Encoded before the lock is taken, so that only the writing is done under it.
         text = json.dumps(answer, allow_nan=False, separators=(",", ":")).encode() + b"\n"
         with self._writing:
             self._answers.write(text)
@@ -230,7 +230,7 @@ def everything() -> Repertoire:
 
 def _playground(setting: Mapping[str, Any]) -> Prepared:
     parsed = playground.parse_setting(setting)
-    return Prepared(run=lambda tell: playground.run(parsed, tell), command=playground.as_command(parsed))
+    return Prepared(run=lambda emit: playground.run(parsed, emit), command=playground.as_command(parsed))
 
 
 def _num_cores() -> int:

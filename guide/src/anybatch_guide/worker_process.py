@@ -42,14 +42,14 @@ class WorkerProcess:
         """The process's number."""
         return self._process.pid
 
-    def say(self, command: Mapping[str, Any]) -> None:
+    def send(self, command: Mapping[str, Any]) -> None:
         """Send a command; one to a worker that has ended is lost, and its end is seen elsewhere."""
         assert self._process.stdin is not None
         if not self._process.stdin.is_closing():
             self._process.stdin.write(json.dumps(command, allow_nan=False).encode() + b"\n")
 
     async def answers(self) -> AsyncIterator[Mapping[str, Any]]:
-        """Yield what it says, until it ends. What is no line of JSON, or too long a one, ends it."""
+        """Yield its answers until it ends. An answer that is not JSON, or is too long, ends it."""
         assert self._process.stdout is not None
         while True:
             try:
@@ -81,7 +81,7 @@ class WorkerProcess:
             await self._process.wait()
 
     def resident_bytes(self) -> int | None:
-        """Return the memory that it holds; None where the system does not tell."""
+        """Return the memory that it holds; None where the system does not report it."""
         try:
             pages = Path(f"/proc/{self._process.pid}/statm").read_text(encoding="ascii").split()[1]
         except (OSError, IndexError):

@@ -143,13 +143,13 @@ def plan_subject(
     )
     sys.stdout.write(f"{found}\n")
     # Where nothing fits there is no size to run.
-    if verify and found.as_it_is.fits:
-        measured = verified(found.spec, found.as_it_is, _device_of(choices["device"]))
+    if verify and found.baseline.fits:
+        measured = verified(found.spec, found.baseline, _device_of(choices["device"]))
         sys.stdout.write(f"{measured}\n{keep(measured, found, known)}\n")
     if figure is not None:
         draw_plan(found, figure)
         sys.stdout.write(f"wrote {figure}\n")
-    return Status.DONE if found.as_it_is.fits else Status.OUT_OF_MEMORY
+    return Status.DONE if found.baseline.fits else Status.OUT_OF_MEMORY
 
 
 def _device_of(budget: str) -> "torch.device":

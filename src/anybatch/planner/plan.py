@@ -52,10 +52,10 @@ def make_plan(
     )
     # Sizes beyond a rank's share are never run, so none of them is traced.
     envelopes = find_envelopes(ready, budget.usable_bytes, most_samples=target.share(spec.world_size))
-    as_it_is = fit_of(spec, envelopes, target)
-    changes = propose(spec, envelopes, target, fits=as_it_is.fits) if proposals else []
+    baseline = fit_of(spec, envelopes, target)
+    changes = propose(spec, envelopes, target, fits=baseline.fits) if proposals else []
     optimizer = ready.trained.optimizer
-    cut = Cut(micro_batch_size=as_it_is.micro_batch_size)
+    cut = Cut(micro_batch_size=baseline.micro_batch_size)
     return Plan(
         name=name,
         spec=spec,
@@ -65,7 +65,7 @@ def make_plan(
         precision=ready.trained.precision,
         target=target,
         batch=plan_batch(effective_batch_size, spec.world_size, cut),
-        as_it_is=as_it_is,
+        baseline=baseline,
         costs=envelopes.costs,
         changes=tuple(best_first(changes)),
         exact=envelopes.verdict == "exact",

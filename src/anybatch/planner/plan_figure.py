@@ -25,7 +25,7 @@ def draw_plan(plan: Plan, path: Path) -> None:
         UserError: matplotlib is not installed, or the picture has another ending than .png, .svg or .pdf.
         OSError: it cannot be written.
     """
-    fit, budget = plan.as_it_is, plan.budget
+    fit, budget = plan.baseline, plan.budget
     beside = budget.outside_bytes + budget.workspace_bytes + fit.reserved_bytes - fit.peak.num_bytes
     picture = MemoryPicture(
         title=f"{plan.name} on {plan.budget}, planned: micro-batches of {fit.micro_batch_size}",

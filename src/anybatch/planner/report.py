@@ -28,9 +28,9 @@ class Plan:
         precision: number formats of forward and backward.
         target: the device's memory and rates, and the effective batch size.
         batch: how the effective batch is cut and dealt at the proposed size.
-        as_it_is: the largest micro-batch that fits without a change.
+        baseline: the step as it is, with the largest micro-batch that fits.
         costs: of its operations, at any micro-batch size.
-        changes: the same with each change, the fastest first.
+        changes: the step with each proposed change, the fastest first.
         exact: whether every allocation is linear in the micro-batch size; False if some are quadratic.
         notes: remarks for the user on how the plan was made.
         seconds: time that planning took.
@@ -43,7 +43,7 @@ class Plan:
     precision: str
     target: PlanTarget
     batch: BatchPlan
-    as_it_is: Fit
+    baseline: Fit
     costs: CostLine
     changes: tuple[Fit, ...]
     exact: bool
@@ -58,12 +58,12 @@ class Plan:
     @property
     def micro_batch_size(self) -> int:
         """The proposed size, in samples; 0 if not even one fits."""
-        return self.as_it_is.micro_batch_size if self.as_it_is.fits else 0
+        return self.baseline.micro_batch_size if self.baseline.fits else 0
 
     @property
     def accumulation_steps(self) -> int:
         """Micro-batches per rank and step at that size."""
-        return self.as_it_is.accumulation_steps
+        return self.baseline.accumulation_steps
 
     def seconds_on(self, world_size: int) -> StepSeconds | None:
         """Return how long a step of the same effective batch takes on so many devices; None where that is not known.
@@ -73,18 +73,25 @@ class Plan:
         Args:
             world_size: number of devices.
         """
-        if not self.as_it_is.fits:
+        if not self.baseline.fits:
             return None
-        size = even_size(self.target.share(world_size), self.as_it_is.largest)
+        size = even_size(self.target.share(world_size), self.baseline.largest)
         return self.target.seconds(self.costs, size, world_size)
+
+    def summary(self) -> Mapping[str, str]:
+        """Return what fits and why, in words: the text's rows by their labels.
+
+        These are fits, peak, left and largest; where not even one sample fits: fits, because, peak and smallest.
+        """
+        return _fitting(self) if self.baseline.fits else _nothing_fits(self)
 
     def bytes_by_purpose(self) -> Mapping[str, int]:
         """Return bytes of the device at the peak: tensors by category, the allocator's rounding, and libraries."""
-        fit = self.as_it_is
-        held: dict[str, int] = {name: fit.peak.by_category[name] for name in ORDER}
-        held["allocator"] = fit.reserved_bytes - fit.peak.num_bytes
-        held["libraries"] = self.budget.outside_bytes + self.budget.workspace_bytes
-        return {name: size for name, size in held.items() if size}
+        fit = self.baseline
+        sizes: dict[str, int] = {name: fit.peak.by_category[name] for name in ORDER}
+        sizes["allocator"] = fit.reserved_bytes - fit.peak.num_bytes
+        sizes["libraries"] = self.budget.outside_bytes + self.budget.workspace_bytes
+        return {name: size for name, size in sizes.items() if size}
 
     def __str__(self) -> str:
         """Return the plan as text, 80 columns wide, for a terminal and for a pipe."""
@@ -92,7 +99,7 @@ class Plan:
             f"{self.name}: {self.num_parameters:,} parameters, {self.optimizer}, {self.precision}",
             f"on {self.batch.world_size} x {self.budget}, {self.batch.num_samples:,} samples a step",
             "",
-            *(_fitting(self) if self.as_it_is.fits else _nothing_fits(self)),
+            *_rows(**self.summary()),
             *_time(self),
             "",
             *str(MemoryBar(self.bytes_by_purpose(), self.budget.total_bytes)).splitlines(),
@@ -105,8 +112,8 @@ class Plan:
 
 def _time(plan: Plan) -> list[str]:
     """Return how long a step takes on one device, on eight, and on the planned number of them."""
-    seconds = plan.as_it_is.seconds
-    if seconds is None or not plan.as_it_is.fits:
+    seconds = plan.baseline.seconds
+    if seconds is None or not plan.baseline.fits:
         return []
     known = "measured rates" if seconds.is_calibrated else "uncalibrated: from the data sheet"
     band = f"{in_seconds(seconds.least)} and {in_seconds(seconds.greatest)}"
@@ -127,21 +134,21 @@ def in_seconds(seconds: float) -> str:
     return f"{three_digits(1000 * seconds)} ms" if seconds < 1 else f"{three_digits(seconds)} s"
 
 
-def _fitting(plan: Plan) -> list[str]:
-    fit, budget = plan.as_it_is, plan.budget
+def _fitting(plan: Plan) -> dict[str, str]:
+    fit, budget = plan.baseline, plan.budget
     taken = fit.reserved_bytes + budget.outside_bytes + budget.workspace_bytes
     left = 1.0 - taken / budget.total_bytes
-    return _rows(
-        fits=f"micro-batches of {fit.micro_batch_size}: {plan.batch}",
-        peak=f"{in_bytes(fit.peak.num_bytes)} in tensors, {in_bytes(taken)} in all, {_moment(fit)}",
-        left=f"{100 * left:.0f}% of the device; {100 * budget.headroom:.0f}% is kept free ({budget.why})",
-        largest=f"{fit.largest}{_bound(plan)}",
-    )
+    return {
+        "fits": f"micro-batches of {fit.micro_batch_size}: {plan.batch}",
+        "peak": f"{in_bytes(fit.peak.num_bytes)} in tensors, {in_bytes(taken)} in all, {_moment(fit)}",
+        "left": f"{100 * left:.0f}% of the device; {100 * budget.headroom:.0f}% is kept free ({budget.why})",
+        "largest": f"{fit.largest}{_bound(plan)}",
+    }
 
 
 def _bound(plan: Plan) -> str:
     """Return, as text, the limit that a larger micro-batch would exceed."""
-    fit, usable = plan.as_it_is, plan.budget.usable_bytes
+    fit, usable = plan.baseline, plan.budget.usable_bytes
     if fit.binds == "batch":
         return ", which is all there is for a rank"
     if fit.binds == "allocator":
@@ -152,9 +159,9 @@ def _bound(plan: Plan) -> str:
     )
 
 
-def _nothing_fits(plan: Plan) -> list[str]:
+def _nothing_fits(plan: Plan) -> dict[str, str]:
     """Return the rows for a step of which not even one sample fits, with the smallest change that would."""
-    fit, usable = plan.as_it_is, max(0, plan.budget.usable_bytes)
+    fit, usable = plan.baseline, max(0, plan.budget.usable_bytes)
     # A category that exceeds the budget by itself is the reason, whatever else is there.
     alone = [(size, name) for name, size in fit.peak.by_category.items() if size > usable]
     if alone:
@@ -165,12 +172,12 @@ def _nothing_fits(plan: Plan) -> list[str]:
         term = "no part alone is too large; " + ", ".join(f"{name} {in_bytes(size)}" for size, name in largest)
     fitting = [change for change in plan.changes if change.fits]
     cure = f"{fitting[0].name}: {fitting[0].how}" if fitting else "nothing of what was tried"
-    return _rows(
-        fits=f"nothing: one sample takes {in_bytes(fit.peak.num_bytes)}, and {in_bytes(usable)} can be had",
-        because=term,
-        peak=_moment(fit),
-        smallest=f"change that would fit: {cure}",
-    )
+    return {
+        "fits": f"nothing: one sample takes {in_bytes(fit.peak.num_bytes)}, and {in_bytes(usable)} can be had",
+        "because": term,
+        "peak": _moment(fit),
+        "smallest": f"change that would fit: {cure}",
+    }
 
 
 def _moment(fit: Fit) -> str:
@@ -181,10 +188,10 @@ def _moment(fit: Fit) -> str:
 def _table(plan: Plan) -> list[str]:
     """Return the table of changes, the fastest first, below the step as it is, and the code of the best one."""
     rows = [("what would change it", "micro-batch", "steps", "memory", "s/step")]
-    rows += [_row("as it is", plan.as_it_is, plan.budget)]
+    rows += [_row("as it is", plan.baseline, plan.budget)]
     rows += [_row(change.name, change, plan.budget) for change in plan.changes]
     # Without known rates there are no times: an empty column reads better than one of dashes.
-    if not any(fit.seconds for fit in (plan.as_it_is, *plan.changes)):
+    if not any(fit.seconds for fit in (plan.baseline, *plan.changes)):
         rows = [(*row[:-1], "") for row in rows]
     width = max(len(row[0]) for row in rows)
     lines = [
@@ -205,7 +212,7 @@ def _row(name: str, fit: Fit, budget: Budget) -> tuple[str, str, str, str, str]:
 
 
 def _made(plan: Plan) -> str:
-    if not plan.as_it_is.fits:
+    if not plan.baseline.fits:
         return f"planned in {plan.seconds:.1f} s without the device"
     sure = "each allocation follows its line" if plan.exact else "allocations follow lines and quadratics"
     return f"planned in {plan.seconds:.1f} s without the device; {sure}, seen at a third size"

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from anybatch_guide.experiment import Data, Experiment, Tell
+from anybatch_guide.experiment import Data, Emit, Experiment
 
 Verdict = Literal["true", "only_if", "false"]
 Side = Literal["advantage", "limitation", "recipe"]
@@ -39,7 +39,7 @@ class Claim:
         said: the claim, in our words.
         sources: where such a thing is said.
         how: what was measured, in a sentence or two.
-        measure: function (tell) -> numbers.
+        measure: function (emit) -> numbers.
         numbers: name of a number to how it is shown, in the order in which they are shown.
         rule: function (numbers) -> verdict.
         rule_in_words: the rule, for readers.
@@ -54,7 +54,7 @@ class Claim:
     said: str
     sources: tuple[str, ...]
     how: str
-    measure: Callable[[Tell], Numbers]
+    measure: Callable[[Emit], Numbers]
     numbers: Mapping[str, Number]
     rule: Callable[[Numbers], Verdict]
     rule_in_words: str
@@ -94,8 +94,8 @@ def judged(claim: Claim, found: Numbers) -> Data:
 def experiment_of(claim: Claim) -> Experiment:
     """Return the experiment behind a claim."""
 
-    def run(tell: Tell) -> Data:
-        return judged(claim, claim.measure(tell))
+    def run(emit: Emit) -> Data:
+        return judged(claim, claim.measure(emit))
 
     return Experiment(
         name=f"claims_{claim.name}",

@@ -3,17 +3,17 @@
 import itertools
 
 from anybatch_guide.claims.claim import Numbers
-from anybatch_guide.claims.measuring import BatchCut, median_ratio, progress, step_memory, step_seconds
-from anybatch_guide.experiment import Tell
+from anybatch_guide.claims.measuring import BatchCut, emit_progress, median_ratio, step_memory, step_seconds
+from anybatch_guide.experiment import Emit
 from anybatch_guide.tasks.task import load
 
 ROUNDS = 15
 
 
-def n_times_longer(tell: Tell) -> Numbers:
+def n_times_longer(emit: Emit) -> Numbers:
     """Time a step of 16 x 4 against the same 64 samples at once, and against a step of one micro-batch."""
     accumulated, at_once, one = BatchCut(16, 4), BatchCut(64, 1), BatchCut(16, 1)
-    times = step_seconds(load("digits"), (accumulated, at_once, one), tell, rounds=ROUNDS)
+    times = step_seconds(load("digits"), (accumulated, at_once, one), emit, rounds=ROUNDS)
     return {
         "accumulation_steps": accumulated.number,
         "ratio_to_same_samples": median_ratio(times, accumulated, at_once),
@@ -21,30 +21,30 @@ def n_times_longer(tell: Tell) -> Numbers:
     }
 
 
-def small_micro_batches(tell: Tell) -> Numbers:
+def small_micro_batches(emit: Emit) -> Numbers:
     """Time a step over 64 samples, cut ever finer."""
     cuts = {size: BatchCut(size, 64 // size) for size in (64, 16, 4, 1)}
-    times = step_seconds(load("digits"), tuple(cuts.values()), tell, rounds=ROUNDS)
+    times = step_seconds(load("digits"), tuple(cuts.values()), emit, rounds=ROUNDS)
     return {f"ratio_{size}": median_ratio(times, cuts[size], cuts[64]) for size in (16, 4, 1)}
 
 
-def larger_is_faster(tell: Tell) -> Numbers:
+def larger_is_faster(emit: Emit) -> Numbers:
     """Time a step over 256 samples, with micro-batches from 1 to 256."""
     sizes = (1, 4, 16, 64, 256)
     cuts = {size: BatchCut(size, 256 // size) for size in sizes}
-    times = step_seconds(load("digits"), tuple(cuts.values()), tell, rounds=7)
+    times = step_seconds(load("digits"), tuple(cuts.values()), emit, rounds=7)
     return {
         f"gain_{small}_to_{large}": median_ratio(times, cuts[small], cuts[large])
         for small, large in itertools.pairwise(sizes)
     }
 
 
-def not_free(tell: Tell) -> Numbers:
+def not_free(emit: Emit) -> Numbers:
     """Compare what a step holds in its forward and at its peak, with one micro-batch and with four."""
     task = load("digits")
-    progress(tell, 0, 2, "one micro-batch")
+    emit_progress(emit, 0, 2, "one micro-batch")
     alone = step_memory(task, micro_batch_size=16, effective_batch_size=16)
-    progress(tell, 1, 2, "four micro-batches")
+    emit_progress(emit, 1, 2, "four micro-batches")
     several = step_memory(task, micro_batch_size=16, effective_batch_size=64)
     return {
         "weight_bytes": alone["peak"]["weights"],
@@ -54,12 +54,12 @@ def not_free(tell: Tell) -> Numbers:
     }
 
 
-def less_memory(tell: Tell) -> Numbers:
+def less_memory(emit: Emit) -> Numbers:
     """Compare what a step over 64 samples holds at its peak: at once, in four parts, one by one."""
     task = load("digits")
     peaks = {}
     for done, size in enumerate((64, 16, 1)):
-        progress(tell, done, 3, f"micro-batches of {size}")
+        emit_progress(emit, done, 3, f"micro-batches of {size}")
         peaks[size] = step_memory(task, micro_batch_size=size, effective_batch_size=64)["peak"]
     totals = {size: sum(peak.values()) for size, peak in peaks.items()}
     return {

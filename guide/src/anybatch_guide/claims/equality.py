@@ -15,24 +15,24 @@ from anybatch.recipes.demonstration.run import changed_lines
 from anybatch_guide.claims import loops
 from anybatch_guide.claims.claim import Numbers
 from anybatch_guide.claims.measuring import (
-    by_items,
-    by_parts,
     cut,
-    fresh,
-    progress,
+    emit_progress,
+    equal_weights,
+    first_batch,
+    flat_gradients,
+    new_model,
     relative,
-    row_of_gradients,
-    rows_of,
     step_memory,
-    weighed,
+    weighted_gradient,
+    weights_by_items,
 )
-from anybatch_guide.experiment import Tell
+from anybatch_guide.experiment import Emit
 from anybatch_guide.tasks.task import PlaygroundTask, cross_entropy, load
 
 EVEN, UNEVEN, SMALL = [16] * 4, [24, 24, 16], [4] * 16
 
 
-def equivalent(tell: Tell) -> Numbers:
+def equivalent(emit: Emit) -> Numbers:
     """Compare gradients where accumulation is usual, and in each case where something stands against it."""
     digits, text = load("digits"), load("text")
     normed = load("shapes", norm="batch")
@@ -46,7 +46,7 @@ def equivalent(tell: Tell) -> Numbers:
     }
     found = {}
     for done, (name, measure) in enumerate(cases.items()):
-        progress(tell, done, len(cases), name)
+        emit_progress(emit, done, len(cases), name)
         found[name] = measure()
     return found
 
@@ -63,20 +63,20 @@ def error_of(
         dtype: number format.
         seed: of parameters and order, and of dropout.
     """
-    model = fresh(task, seed).to(dtype)
-    inputs, targets = rows_of(task, sum(sizes), seed)
+    model = new_model(task, seed).to(dtype)
+    inputs, targets = first_batch(task, sum(sizes), seed)
     batch = (inputs.to(dtype) if inputs.is_floating_point() else inputs), targets
     parts = cut(batch, sizes)
     # Both gradients start from one seed, so that dropout differs only by the cut.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        found = weighed(model, parts, by_items(parts) if by_share else by_parts(parts))
+        found = weighted_gradient(model, parts, weights_by_items(parts) if by_share else equal_weights(parts))
         torch.default_generator.manual_seed(seed)
-        whole = weighed(model, [batch], [1.0])
+        whole = weighted_gradient(model, [batch], [1.0])
     return relative(found, whole)
 
 
-def divide_by_n(tell: Tell) -> Numbers:
+def divide_by_n(emit: Emit) -> Numbers:
     """Compare dividing by N with weighing by items: equal sizes, unequal ones, and sentences of unequal length."""
     digits, text = load("digits"), load("text")
     cases: dict[str, Callable[[], float]] = {
@@ -88,26 +88,26 @@ def divide_by_n(tell: Tell) -> Numbers:
     }
     found = {}
     for done, (name, measure) in enumerate(cases.items()):
-        progress(tell, done, len(cases), name)
+        emit_progress(emit, done, len(cases), name)
         found[name] = measure()
     return found
 
 
-def stale(tell: Tell, steps: int = 20) -> Numbers:
+def stale(emit: Emit, steps: int = 20) -> Numbers:
     """Watch the parameters inside windows while Adam trains; beside it, step after every micro-batch instead."""
     task = load("digits")
-    model, other = fresh(task), fresh(task)
+    model, other = new_model(task), new_model(task)
     engine = ab.Engine(model, torch.optim.AdamW(model.parameters(), lr=0.003), task.loss, micro_batch_size=16)
     moved, errors, moved_if_stepped = 0.0, [], []
     optimizer = torch.optim.AdamW(other.parameters(), lr=0.003)
     for done, batch in enumerate(ab.batches(task.rows, effective_batch_size=64, steps=steps)):
-        progress(tell, done, steps, "steps")
-        whole = rows_of(task, 64, seed=done)
+        emit_progress(emit, done, steps, "steps")
+        whole = first_batch(task, 64, seed=done)
         parts = cut(whole, EVEN)
         before = _vector(model)
-        accumulated = weighed(model, parts, by_items(parts))
+        accumulated = weighted_gradient(model, parts, weights_by_items(parts))
         moved = max(moved, float((_vector(model) - before).abs().max()))
-        errors.append(relative(accumulated, weighed(model, [whole], [1.0])))
+        errors.append(relative(accumulated, weighted_gradient(model, [whole], [1.0])))
         before = _vector(other)
         for inputs, targets in parts:
             optimizer.zero_grad()
@@ -123,23 +123,23 @@ def stale(tell: Tell, steps: int = 20) -> Numbers:
     }
 
 
-def on_cpus(tell: Tell) -> Numbers:
+def on_cpus(emit: Emit) -> Numbers:
     """Accumulate on this machine's processor, and compare gradient and memory with the batch at once."""
     task = load("digits")
-    progress(tell, 0, 2, "gradient")
+    emit_progress(emit, 0, 2, "gradient")
     error = error_of(task, EVEN)
-    progress(tell, 1, 2, "memory")
+    emit_progress(emit, 1, 2, "memory")
     whole = step_memory(task, micro_batch_size=64, effective_batch_size=64)["peak"]
     parts = step_memory(task, micro_batch_size=4, effective_batch_size=64)["peak"]
     return {"gradient_error": error, "memory_ratio": sum(parts.values()) / sum(whole.values())}
 
 
-def three_lines(tell: Tell) -> Numbers:
+def three_lines(emit: Emit) -> Numbers:
     """Count the lines that change, and let the checker judge the loop that results."""
-    progress(tell, 0, 2, "lines")
+    emit_progress(emit, 0, 2, "lines")
     found = check_loop(loops.three_lines)
     right = check_loop(loops.right)
-    progress(tell, 1, 2, "checked")
+    emit_progress(emit, 1, 2, "checked")
     return {
         "changed_lines": changed(loops.whole_batch, loops.three_lines),
         "findings": len(found.findings),
@@ -159,39 +159,39 @@ def changed(before: Callable[..., None], after: Callable[..., None]) -> int:
     return sum(line.startswith("+ ") for line in difflib.ndiff(former, latter))
 
 
-def sync_batch_norm(tell: Tell) -> Numbers:
+def sync_batch_norm(emit: Emit) -> Numbers:
     """Compare cures for BatchNorm in a step of four micro-batches.
 
     On one rank SyncBatchNorm is what it is where no other rank is. What it computes over ranks is what BatchNorm
     computes over their micro-batches put together, so that stands for two and for four ranks here.
     """
     task = load("shapes", norm="batch")
-    progress(tell, 0, 3, "plain and synchronised")
-    inputs, targets = rows_of(task, 64)
-    whole = weighed(fresh(task), [(inputs, targets)], [1.0])
-    synced: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(fresh(task))
+    emit_progress(emit, 0, 3, "plain and synchronised")
+    inputs, targets = first_batch(task, 64)
+    whole = weighted_gradient(new_model(task), [(inputs, targets)], [1.0])
+    synced: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(new_model(task))
     parts = cut((inputs, targets), EVEN)
     found = {
-        "plain_error": relative(weighed(fresh(task), parts, by_items(parts)), whole),
-        "sync_error": relative(weighed(synced, parts, by_items(parts)), whole),
+        "plain_error": relative(weighted_gradient(new_model(task), parts, weights_by_items(parts)), whole),
+        "sync_error": relative(weighted_gradient(synced, parts, weights_by_items(parts)), whole),
     }
     for done, ranks in enumerate((2, 4), start=1):
-        progress(tell, done, 3, f"{ranks} ranks")
+        emit_progress(emit, done, 3, f"{ranks} ranks")
         together = cut((inputs, targets), [16 * ranks] * (4 // ranks))
-        error = relative(weighed(fresh(task), together, by_items(together)), whole)
+        error = relative(weighted_gradient(new_model(task), together, weights_by_items(together)), whole)
         found[f"sync_error_{ranks}_ranks"] = error
     return {**found, "exact_error": relative(_by_exact_engine(task, inputs, targets), whole)}
 
 
 def _by_exact_engine(task: PlaygroundTask, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    model = fresh(task)
+    model = new_model(task)
     # Any optimizer will do, since `gradients` makes no update.
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with ab.Engine(model, optimizer, task.loss, micro_batch_size=16, norms="exact") as engine:
         gradients = engine.gradients({"inputs": inputs, "targets": targets})
     for name, parameter in model.named_parameters():
         parameter.grad = gradients[name]
-    return row_of_gradients(model)
+    return flat_gradients(model)
 
 
 def _vector(model: nn.Module) -> torch.Tensor:

@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import LambdaLR
 import anybatch as ab
 from anybatch_guide.claims.claim import Numbers
 from anybatch_guide.claims.equality import error_of
-from anybatch_guide.claims.measuring import fresh, progress
-from anybatch_guide.experiment import Tell
+from anybatch_guide.claims.measuring import emit_progress, new_model
+from anybatch_guide.experiment import Emit
 from anybatch_guide.mistakes.mistake import loop_of
 from anybatch_guide.tasks.task import MicroBatches, PlaygroundTask, cross_entropy, load
 
@@ -23,7 +23,7 @@ NUM_STEPS = 80
 NUM_EPOCHS = 2
 
 
-def forgetting(tell: Tell) -> Numbers:
+def forgetting(emit: Emit) -> Numbers:
     """Train digits, 4 x 16 samples a step, as it should be and without dividing by 16; by SGD and by Adam."""
     task = load("digits")
     optimizers: dict[str, Callable[..., Optimizer]] = {
@@ -35,7 +35,7 @@ def forgetting(tell: Tell) -> Numbers:
     for done, (name, loop) in enumerate(cells):
         losses = []
         for number, seed in enumerate(SEEDS):
-            progress(tell, done * len(SEEDS) + number, len(cells) * len(SEEDS), f"{name}, {loop}")
+            emit_progress(emit, done * len(SEEDS) + number, len(cells) * len(SEEDS), f"{name}, {loop}")
             losses.append(final_loss(task, loop, optimizers[name], seed))
         found[f"{name}_{loop}"] = statistics.median(losses)
     return found
@@ -46,7 +46,7 @@ def final_loss(task: PlaygroundTask, loop: str, optimizer: Callable[..., Optimiz
 
     A loss that is no number any more counts as infinite.
     """
-    model = fresh(task, seed)
+    model = new_model(task, seed)
     trained = optimizer(model.parameters())
     loader = MicroBatches(task.rows, 4, seed)
     for _ in range(NUM_EPOCHS):
@@ -65,10 +65,10 @@ def final_loss(task: PlaygroundTask, loop: str, optimizer: Callable[..., Optimiz
     return loss if math.isfinite(loss) else math.inf
 
 
-def batch_norm(tell: Tell) -> Numbers:
+def batch_norm(emit: Emit) -> Numbers:
     """Train shapes at 64 samples a step, with BatchNorm at three micro-batch sizes, and with GroupNorm at one."""
     normed, grouped = load("shapes", norm="batch"), load("shapes", norm="group")
-    progress(tell, 0, 3 * len(SEEDS) + 1, "gradients")
+    emit_progress(emit, 0, 3 * len(SEEDS) + 1, "gradients")
     found = {
         "gradient_error": statistics.median(error_of(normed, [4] * 16, seed=seed) for seed in SEEDS),
         "group_norm_error": statistics.median(error_of(grouped, [4] * 16, seed=seed) for seed in SEEDS),
@@ -76,7 +76,7 @@ def batch_norm(tell: Tell) -> Numbers:
     for done, size in enumerate((64, 16, 4)):
         accuracies, losses = [], []
         for number, seed in enumerate(SEEDS):
-            progress(tell, 1 + done * len(SEEDS) + number, 3 * len(SEEDS) + 1, f"micro-batches of {size}")
+            emit_progress(emit, 1 + done * len(SEEDS) + number, 3 * len(SEEDS) + 1, f"micro-batches of {size}")
             loss, accuracy = _trained(normed, size, seed)
             losses.append(loss)
             accuracies.append(accuracy)
@@ -87,7 +87,7 @@ def batch_norm(tell: Tell) -> Numbers:
 
 def _trained(task: PlaygroundTask, micro_batch_size: int, seed: int) -> tuple[float, float]:
     """Return the mean loss of the last ten steps, and the accuracy on what was held out."""
-    model = fresh(task, seed)
+    model = new_model(task, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
     data = ab.batches(task.rows, effective_batch_size=64, steps=NUM_STEPS, seed=seed)
     with ab.Engine(model, optimizer, task.loss, micro_batch_size=micro_batch_size) as engine:

@@ -1,4 +1,4 @@
-"""Shared parts of the measurements of claims: gradients in one row, steps by hand, times that can be compared."""
+"""Shared parts of the measurements of claims: flat gradients, steps in plain PyTorch, times that can be compared."""
 
 import statistics
 import time
@@ -13,26 +13,26 @@ from torch import Tensor, nn
 
 import anybatch as ab
 from anybatch.diagnostics.memory.memory_report import record_memory
-from anybatch_guide.experiment import Tell
+from anybatch_guide.experiment import Emit
 from anybatch_guide.mistakes.windows import items
 from anybatch_guide.tasks.task import MicroBatches, PlaygroundTask, cross_entropy
 
 Pair = tuple[Tensor, Tensor]
 
 
-def progress(tell: Tell, done: int, of: int, what: str) -> None:
-    """Tell how far a measurement is; may raise, to end it."""
-    tell({"kind": "guide.progress", "done": done, "of": of, "what": what})
+def emit_progress(emit: Emit, done: int, of: int, what: str) -> None:
+    """Emit how much of a measurement is done; raises where `emit` does, to end it."""
+    emit({"kind": "guide.progress", "done": done, "of": of, "what": what})
 
 
-def fresh(task: PlaygroundTask, seed: int = 0) -> nn.Module:
-    """Return a new network of a task; the same one for the same seed, and the process's random numbers stay."""
+def new_model(task: PlaygroundTask, seed: int = 0) -> nn.Module:
+    """Return a new network of a task, initialized from `seed`; the process's random state is left as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return task.model()
 
 
-def rows_of(task: PlaygroundTask, num_samples: int, seed: int = 0) -> Pair:
+def first_batch(task: PlaygroundTask, num_samples: int, seed: int = 0) -> Pair:
     """Return the first effective batch of an epoch."""
     return next(iter(MicroBatches(task.rows, num_samples, seed)))
 
@@ -43,28 +43,28 @@ def cut(pair: Pair, sizes: Sequence[int]) -> list[Pair]:
     return list(zip(inputs.split(list(sizes)), targets.split(list(sizes)), strict=True))
 
 
-def weighed(model: nn.Module, parts: Sequence[Pair], weights: Sequence[float]) -> Float[Tensor, " number"]:
-    """Return the sum of the gradients of the parts' mean losses, each times its weight, in one row."""
+def weighted_gradient(model: nn.Module, parts: Sequence[Pair], weights: Sequence[float]) -> Float[Tensor, " number"]:
+    """Return the sum of the gradients of the parts' mean losses, each times its weight, as one vector."""
     model.zero_grad()
     for (inputs, targets), weight in zip(parts, weights, strict=True):
         (cross_entropy(model(inputs), targets) * weight).backward()
-    return row_of_gradients(model)
+    return flat_gradients(model)
 
 
-def row_of_gradients(model: nn.Module) -> Float[Tensor, " number"]:
-    """Return the gradients of all parameters in one row; zeros where there is none."""
+def flat_gradients(model: nn.Module) -> Float[Tensor, " number"]:
+    """Return the gradients of all parameters as one vector; zeros for a parameter without a gradient."""
     found = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
     return torch.cat([gradient.flatten() for gradient in found]).double()
 
 
-def by_items(parts: Sequence[Pair]) -> list[float]:
-    """Return each part's share of all items: the weights that are right."""
+def weights_by_items(parts: Sequence[Pair]) -> list[float]:
+    """Return each part's share of all items: the right weights."""
     counts = [items(targets) for _, targets in parts]
     return [count / sum(counts) for count in counts]
 
 
-def by_parts(parts: Sequence[Pair]) -> list[float]:
-    """Return one over N for each part: the weights that are usual."""
+def equal_weights(parts: Sequence[Pair]) -> list[float]:
+    """Return 1 / N for each of N parts: the usual weights."""
     return [1 / len(parts)] * len(parts)
 
 
@@ -82,7 +82,7 @@ class BatchCut:
 
 
 def step_seconds(
-    task: PlaygroundTask, cuts: Sequence[BatchCut], tell: Tell, *, rounds: int
+    task: PlaygroundTask, cuts: Sequence[BatchCut], emit: Emit, *, rounds: int
 ) -> dict[BatchCut, list[float]]:
     """Return the processor's time of one optimizer step by each cut, of each round; rounds are interleaved.
 
@@ -94,7 +94,7 @@ def step_seconds(
         step()
     found: dict[BatchCut, list[float]] = {one: [] for one in cuts}
     for number in range(rounds):
-        progress(tell, number, rounds, "round of times")
+        emit_progress(emit, number, rounds, "round of times")
         for one, step in steps.items():
             begun = time.process_time()
             step()
@@ -109,9 +109,9 @@ def median_ratio(times: Mapping[BatchCut, Sequence[float]], one: BatchCut, other
 
 def _stepper(task: PlaygroundTask, one: BatchCut) -> Callable[[], None]:
     """Return a function that makes one step on a batch, in plain PyTorch."""
-    model = fresh(task)
+    model = new_model(task)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    parts = cut(rows_of(task, one.size * one.number), [one.size] * one.number)
+    parts = cut(first_batch(task, one.size * one.number), [one.size] * one.number)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -126,7 +126,7 @@ def step_memory(
     task: PlaygroundTask, *, micro_batch_size: int, effective_batch_size: int
 ) -> Mapping[str, Mapping[str, int]]:
     """Return what the engine's second step holds, by category: at its peak, and at the highest moment of a forward."""
-    model = fresh(task)
+    model = new_model(task)
     engine = ab.Engine(model, torch.optim.AdamW(model.parameters()), task.loss, micro_batch_size=micro_batch_size)
     data = ab.batches(task.rows, effective_batch_size=effective_batch_size, steps=2)
     first, second = data
@@ -135,10 +135,10 @@ def step_memory(
         engine.step(first)
         with record_memory(engine) as recording:
             engine.step(second)
-    course = recording.report.timeline
-    totals = cast("list[int]", course.totals.tolist())
-    forward = max((at for at, phase in enumerate(course.phases) if phase == "forward"), key=totals.__getitem__)
-    return {"peak": course.at(course.peak_moment), "forward": course.at(forward)}
+    timeline = recording.report.timeline
+    totals = cast("list[int]", timeline.totals.tolist())
+    forward = max((at for at, phase in enumerate(timeline.phases) if phase == "forward"), key=totals.__getitem__)
+    return {"peak": timeline.at(timeline.peak_moment), "forward": timeline.at(forward)}
 
 
 def is_rising(values: Sequence[float], factor: float) -> bool:

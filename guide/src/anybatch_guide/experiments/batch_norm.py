@@ -1,4 +1,4 @@
-"""BatchNorm under accumulation: one effective batch cut ever finer, with and without a cure, over several seeds."""
+"""BatchNorm under accumulation: one effective batch in ever smaller micro-batches, under several norm policies."""
 
 import copy
 import functools
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import anybatch as ab
 from anybatch.norms import Exact, Ghost
-from anybatch_guide.experiment import Data, Experiment, Tell
-from anybatch_guide.tasks.shapes import network, shapes
+from anybatch_guide.experiment import Data, Emit, Experiment
+from anybatch_guide.tasks.shapes import draw_images, network
 from anybatch_guide.tasks.task import LabelledSamples, Norm, cross_entropy
 
 EFFECTIVE_BATCH_SIZE: Final = 64
@@ -29,18 +29,18 @@ SEEDS: Final = (0, 1, 2)
 LEARNING_RATE: Final = 3e-3
 GROUP_SIZE: Final = 4
 ERROR_STEPS: Final = 10
-"""Steps of the native batch after which gradients are compared, so that running statistics and weights have moved."""
+"""Steps of the native batch before gradients are compared: weights and running statistics are not the initial ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchNormWay:
-    """A way to train a network with norms in micro-batches.
+class NormConfig:
+    """A network with normalization layers, and how it is trained in micro-batches.
 
     Attributes:
-        name: in the data.
-        norm: the layers of the network.
-        policy: what the engine does about BatchNorm; None for a loop in plain PyTorch.
-        sizes: the micro-batch sizes it is run at.
+        name: its name in the recorded data.
+        norm: the kind of normalization layers.
+        policy: the engine's policy about BatchNorm; None for a loop in plain PyTorch.
+        sizes: the micro-batch sizes to train with.
     """
 
     name: str
@@ -49,28 +49,29 @@ class BatchNormWay:
     sizes: tuple[int, ...] = SIZES
 
 
-WAYS: Final = (
-    BatchNormWay(name="plain", norm="batch", policy=None),
-    BatchNormWay(name="keep", norm="batch", policy="keep"),
-    BatchNormWay(name="ghost", norm="batch", policy=Ghost(GROUP_SIZE), sizes=(64, 4)),
-    BatchNormWay(name="exact", norm="batch", policy=Exact(offload=False), sizes=(64, 4)),
-    BatchNormWay(name="group_norm", norm="group", policy="keep", sizes=(64, 4)),
+CONFIGS: Final = (
+    NormConfig(name="plain", norm="batch", policy=None),
+    NormConfig(name="keep", norm="batch", policy="keep"),
+    NormConfig(name="ghost", norm="batch", policy=Ghost(GROUP_SIZE), sizes=(64, 4)),
+    NormConfig(name="exact", norm="batch", policy=Exact(offload=False), sizes=(64, 4)),
+    NormConfig(name="group_norm", norm="group", policy="keep", sizes=(64, 4)),
 )
 
 
-def run(tell: Tell) -> Data:
-    """Train every way at every size from every seed, and compare gradients at one point of one run."""
-    rows: list[dict[str, Any]] = []
-    of = sum(len(way.sizes) for way in WAYS) * len(SEEDS)
+def run(emit: Emit) -> Data:
+    """Train every configuration at every micro-batch size from every seed, and compare gradients once in a run."""
+    results: list[dict[str, Any]] = []
+    of = sum(len(config.sizes) for config in CONFIGS) * len(SEEDS)
     done = 0
-    for way in WAYS:
-        for size in way.sizes:
+    for config in CONFIGS:
+        for size in config.sizes:
             outcomes = []
             for seed in SEEDS:
-                tell({"kind": "guide.progress", "done": done, "of": of, "what": f"{way.name}, micro-batches of {size}"})
-                outcomes.append(outcome(way, size, seed, tell))
+                what = f"{config.name}, micro-batches of {size}"
+                emit({"kind": "guide.progress", "done": done, "of": of, "what": what})
+                outcomes.append(train_and_evaluate(config, size, seed, emit))
                 done += 1
-            rows.append({"way": way.name, "micro_batch_size": size, **summary(outcomes)})
+            results.append({"way": config.name, "micro_batch_size": size, **summary(outcomes)})
     return {
         "effective_batch_size": EFFECTIVE_BATCH_SIZE,
         "num_steps": NUM_STEPS,
@@ -81,44 +82,44 @@ def run(tell: Tell) -> Data:
         "num_held_out": NUM_HELD_OUT,
         "error_steps": ERROR_STEPS,
         "gradient_errors": gradient_errors(),
-        "rows": rows,
+        "rows": results,
     }
 
 
 def summary(outcomes: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """Return mean, least and most over seeds of every number."""
+    """Return the mean, least and most of every metric over the seeds."""
     names = outcomes[0]
     return {name: _spread([one[name] for one in outcomes]) for name in names}
 
 
-def outcome(way: BatchNormWay, size: int, seed: int, tell: Tell) -> dict[str, float]:
-    """Train once; return the training loss, and what is read on held-out pictures before and after recalibration."""
-    rows, held_out = pictures()
+def train_and_evaluate(config: NormConfig, size: int, seed: int, emit: Emit) -> dict[str, float]:
+    """Train once; return the training loss, and held-out loss and accuracy before and after recalibration."""
+    train_set, held_out = train_and_held_out_images()
     torch.manual_seed(seed)
-    model = network(way.norm)
-    step = stepper(way, size, model)
+    model = network(config.norm)
+    step = make_step(config, size, model)
     losses = []
-    for batch in batches(rows, seed, NUM_STEPS):
+    for batch in batches(train_set, seed, NUM_STEPS):
         losses.append(step(batch))
-        tell({"kind": "guide.progress"})
-    found = {"train_loss": statistics.fmean(losses[-NUM_LAST:]), **_read("", model, held_out)}
-    if way.norm == "batch":
-        recalibrate(model, rows)
-        found |= _read("recalibrated_", model, held_out)
+        emit({"kind": "guide.progress"})
+    found = {"train_loss": statistics.fmean(losses[-NUM_LAST:]), **_evaluate("", model, held_out)}
+    if config.norm == "batch":
+        recalibrate(model, train_set)
+        found |= _evaluate("recalibrated_", model, held_out)
     return found
 
 
-def stepper(way: BatchNormWay, size: int, model: nn.Module) -> Callable[[dict[str, Tensor]], float]:
-    """Return a function that steps one effective batch and returns its loss."""
+def make_step(config: NormConfig, size: int, model: nn.Module) -> Callable[[dict[str, Tensor]], float]:
+    """Return a function that makes one optimizer step on an effective batch and returns its loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    if way.policy is None:
+    if config.policy is None:
         return lambda batch: plain_step(model, optimizer, batch, size)
-    engine = ab.Engine(model, optimizer, ab.mean_over_samples(_loss), micro_batch_size=size, norms=way.policy)
+    engine = ab.Engine(model, optimizer, ab.mean_over_samples(_loss), micro_batch_size=size, norms=config.policy)
     return lambda batch: float(engine.step(batch).loss)
 
 
 def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor], size: int) -> float:
-    """Step as a loop in plain PyTorch does: BatchNorm takes every micro-batch for a batch."""
+    """Make a step as a loop in plain PyTorch does: BatchNorm normalizes each micro-batch by its own statistics."""
     model.train()
     optimizer.zero_grad()
     total = 0.0
@@ -131,79 +132,82 @@ def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[s
 
 
 @functools.cache
-def pictures() -> tuple[LabelledSamples, LabelledSamples]:
-    """Return pictures for one epoch, so that none is seen twice, and pictures that are held out."""
+def train_and_held_out_images() -> tuple[LabelledSamples, LabelledSamples]:
+    """Return training images for all steps, so that none is used twice, and held-out images."""
     num_seen = NUM_STEPS * EFFECTIVE_BATCH_SIZE
-    images, labels = shapes(num_seen + NUM_HELD_OUT, seed=0)
+    images, labels = draw_images(num_seen + NUM_HELD_OUT, seed=0)
     return LabelledSamples(images[:num_seen], labels[:num_seen]), LabelledSamples(images[num_seen:], labels[num_seen:])
 
 
-def batches(rows: LabelledSamples, seed: int, num_steps: int) -> Iterator[dict[str, Tensor]]:
-    """Yield effective batches of one order, the same for every way."""
+def batches(samples: LabelledSamples, seed: int, num_steps: int) -> Iterator[dict[str, Tensor]]:
+    """Yield effective batches in an order that depends on the seed alone."""
     random = torch.Generator().manual_seed(seed)
-    ids = torch.randperm(len(rows), generator=random)[: num_steps * EFFECTIVE_BATCH_SIZE]
+    ids = torch.randperm(len(samples), generator=random)[: num_steps * EFFECTIVE_BATCH_SIZE]
     for some in ids.split(EFFECTIVE_BATCH_SIZE):
-        yield {"inputs": rows.inputs[some], "targets": rows.targets[some]}
+        yield {"inputs": samples.inputs[some], "targets": samples.targets[some]}
 
 
 @torch.no_grad()
-def recalibrate(model: nn.Module, rows: LabelledSamples) -> None:
-    """Compute the running statistics again, from all training pictures at once; weights stay."""
+def recalibrate(model: nn.Module, samples: LabelledSamples) -> None:
+    """Compute the running statistics again from all training images at once, with the weights unchanged."""
     layers = [layer for layer in model.modules() if isinstance(layer, nn.BatchNorm2d)]
     for layer in layers:
         layer.reset_running_stats()
-        layer.momentum = None  # a plain average over what comes
+        layer.momentum = None  # a cumulative average
     model.train()
-    model(rows.inputs)
+    model(samples.inputs)
     model.eval()
 
 
 @torch.no_grad()
-def _read(prefix: str, model: nn.Module, rows: LabelledSamples) -> dict[str, float]:
+def _evaluate(prefix: str, model: nn.Module, samples: LabelledSamples) -> dict[str, float]:
     model.eval()
-    logits = model(rows.inputs)
+    logits = model(samples.inputs)
     return {
-        f"{prefix}held_out_loss": float(F.cross_entropy(logits, rows.targets)),
-        f"{prefix}held_out_accuracy": float((logits.argmax(dim=1) == rows.targets).double().mean()),
+        f"{prefix}held_out_loss": float(F.cross_entropy(logits, samples.targets)),
+        f"{prefix}held_out_accuracy": float((logits.argmax(dim=1) == samples.targets).double().mean()),
     }
 
 
 def gradient_errors() -> list[dict[str, Any]]:
-    """Return how far each way's gradient is from that of the whole batch, in float64, in the middle of a run."""
+    """Return the relative error of each configuration's gradient in float64, in the middle of a run."""
     return [
-        {"way": way.name, "micro_batch_size": size, "relative_error": gradient_error(way, size)}
-        for way in WAYS
-        if way.name != "ghost"  # another function, which has no whole batch to be compared with
-        for size in (ERROR_SIZES if way.sizes == SIZES else way.sizes)
+        {"way": config.name, "micro_batch_size": size, "relative_error": gradient_error(config, size)}
+        for config in CONFIGS
+        if config.name != "ghost"  # normalizes groups by definition, so the whole batch is no reference
+        for size in (ERROR_SIZES if config.sizes == SIZES else config.sizes)
     ]
 
 
-def gradient_error(way: BatchNormWay, size: int) -> float:
-    """Return |gradient in micro-batches - gradient at once| / |gradient at once|."""
-    rows, _ = pictures()
+def gradient_error(config: NormConfig, size: int) -> float:
+    """Return |gradient in micro-batches - gradient of the whole batch| / |gradient of the whole batch|."""
+    train_set, _ = train_and_held_out_images()
     torch.manual_seed(SEEDS[0])
-    model = network(way.norm).double()
+    model = network(config.norm).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     *before, last = (
         {"inputs": batch["inputs"].double(), "targets": batch["targets"]}
-        for batch in batches(rows, SEEDS[0], ERROR_STEPS + 1)
+        for batch in batches(train_set, SEEDS[0], ERROR_STEPS + 1)
     )
     for batch in before:
         plain_step(model, optimizer, batch, EFFECTIVE_BATCH_SIZE)
-    at_once = step_taken(BatchNormWay(name="", norm=way.norm, policy=None), EFFECTIVE_BATCH_SIZE, model, last)
-    in_parts = step_taken(way, size, model, last)
-    return float((in_parts - at_once).norm() / at_once.norm())
+    whole = gradient_of_step(NormConfig(name="", norm=config.norm, policy=None), EFFECTIVE_BATCH_SIZE, model, last)
+    found = gradient_of_step(config, size, model, last)
+    return float((found - whole).norm() / whole.norm())
 
 
-def step_taken(way: BatchNormWay, size: int, model: nn.Module, batch: dict[str, Tensor]) -> Float[Tensor, " number"]:
-    """Return the gradient of a batch: what a step of SGD at learning rate 1 takes away from a copy of the weights."""
-    moved = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(moved.parameters(), lr=1.0)
-    if way.policy is None:
-        plain_step(moved, optimizer, batch, size)
+def gradient_of_step(
+    config: NormConfig, size: int, model: nn.Module, batch: dict[str, Tensor]
+) -> Float[Tensor, " number"]:
+    """Return the gradient of a batch: what a step of SGD at learning rate 1 subtracts from a copy of the weights."""
+    updated = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(updated.parameters(), lr=1.0)
+    if config.policy is None:
+        plain_step(updated, optimizer, batch, size)
     else:
-        ab.Engine(moved, optimizer, ab.mean_over_samples(_loss), micro_batch_size=size, norms=way.policy).step(batch)
-    before, after = (nn.utils.parameters_to_vector(one.parameters()).detach() for one in (model, moved))
+        loss = ab.mean_over_samples(_loss)
+        ab.Engine(updated, optimizer, loss, micro_batch_size=size, norms=config.policy).step(batch)
+    before, after = (nn.utils.parameters_to_vector(one.parameters()).detach() for one in (model, updated))
     return before - after
 
 
@@ -221,6 +225,6 @@ EXPERIMENT = Experiment(
     run=run,
     seconds=300.0,
     runs_here=False,
-    tolerance=1e-2,  # rounding grows over the steps of a run, and accuracies are counts of pictures
+    tolerance=1e-2,  # rounding grows over the steps of a run, and accuracies are counts of images
     noisy=("relative_error",),
 )

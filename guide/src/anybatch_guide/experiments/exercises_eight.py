@@ -3,17 +3,17 @@
 import torch
 
 from anybatch_guide.claims.equality import error_of
-from anybatch_guide.claims.measuring import progress, step_memory
-from anybatch_guide.experiment import Data, Experiment, Tell
+from anybatch_guide.claims.measuring import emit_progress, step_memory
+from anybatch_guide.experiment import Data, Emit, Experiment
 from anybatch_guide.tasks.task import load
 
 
-def run(tell: Tell) -> Data:
+def run(emit: Emit) -> Data:
     """Compare both on digits."""
     task = load("digits")
-    progress(tell, 0, 2, "gradients")
+    emit_progress(emit, 0, 2, "gradients")
     errors = {"fp32": error_of(task, [1] * 8), "fp64": error_of(task, [1] * 8, dtype=torch.float64)}
-    progress(tell, 1, 2, "memory")
+    emit_progress(emit, 1, 2, "memory")
     at_once = step_memory(task, micro_batch_size=8, effective_batch_size=8)
     one_by_one = step_memory(task, micro_batch_size=1, effective_batch_size=8)
     return {

@@ -1,14 +1,14 @@
 """Six loops with a bug each, and what the checker finds in them."""
 
 from anybatch_guide.exercises.exercise import EXERCISES, described
-from anybatch_guide.experiment import Data, Experiment, Tell
+from anybatch_guide.experiment import Data, Emit, Experiment
 
 
-def run(tell: Tell) -> Data:
+def run(emit: Emit) -> Data:
     """Let `anybatch check --loop` judge each of them."""
     found = []
     for done, exercise in enumerate(EXERCISES):
-        tell({"kind": "guide.progress", "done": done, "of": len(EXERCISES), "what": exercise.module})
+        emit({"kind": "guide.progress", "done": done, "of": len(EXERCISES), "what": exercise.module})
         found.append(described(exercise))
     return {"loops": found}
 

@@ -1,4 +1,4 @@
-"""The full loop: the log of two steps as the engine wrote it, the gradient at its moments, and what it costs."""
+"""The full loop: the engine's log of two steps, snapshots of the gradient, and the times of steps."""
 
 import statistics
 import tempfile
@@ -12,73 +12,78 @@ from torch import Tensor
 import anybatch as ab
 from anybatch.core.records import MicroBatchRecord, PhaseRecord, Record
 from anybatch.events.jsonl import JsonLine, read_jsonl
-from anybatch_guide.experiment import Data, Experiment, Tell
+from anybatch_guide.experiment import Data, Emit, Experiment
 from anybatch_guide.listings.full_loop import make_model, measured, train, ways
 
 NUM_WARM_UP = 2
-"""Steps that are run before those that are shown: the first ones allocate."""
+"""Steps before those that are shown, to warm up: the first ones allocate memory."""
 NUM_SHOWN = 2
 ROUNDS = 40
-NATIVE = "by hand 64 x 1"
+REFERENCE = "by hand 64 x 1"
+"""The step that the times of all others are divided by: plain PyTorch, without accumulation."""
 FIELDS = ("kind", "name", "event", "step", "position")
 
 
-def run(tell: Tell) -> Data:
-    """Return a log, the gradients of a second run with the same losses, and the times of whole steps."""
+def run(emit: Emit) -> Data:
+    """Return the log of a run, the gradients of a second run with the same losses, and the times of steps."""
 
-    def say(done: int) -> None:
-        tell({"kind": "guide.progress", "done": done, "of": ROUNDS, "what": "rounds"})
+    def emit_rounds(done: int) -> None:
+        emit({"kind": "guide.progress", "done": done, "of": ROUNDS, "what": "rounds"})
 
-    say(0)
+    emit_rounds(0)
     with tempfile.TemporaryDirectory(prefix="anybatch-guide-") as folder:
         path = Path(folder, "loop.jsonl")
         with ab.JsonlLog(path) as log:
             train(NUM_WARM_UP + NUM_SHOWN, log, make_model())
         lines = list(read_jsonl(path))
-    strips = Strips()
-    train(NUM_WARM_UP + NUM_SHOWN, strips, strips.model)
+    snapshots = GradientSnapshots()
+    train(NUM_WARM_UP + NUM_SHOWN, snapshots, snapshots.model)
     shown = [line for line in lines if line.get("step", -1) >= NUM_WARM_UP]
-    seconds = measured(ways(), ROUNDS, lambda: say(1))
+    seconds = measured(ways(), ROUNDS, lambda: emit_rounds(1))
     return {
         "geometry": lines[0]["geometry"],
         "num_parameters": lines[0]["num_parameters"],
         "gradient_bytes": lines[0]["gradient_bytes"],
         "first_step": NUM_WARM_UP,
         "log": log_columns(shown),
-        "strips": strip_rows(strips.rows),
+        "strips": quantized_snapshots(snapshots.rows),
         "seconds_per_step": {name: quartiles(values) for name, values in seconds.items()},
-        "times_native": {name: quartiles(ratios(values, seconds[NATIVE])) for name, values in seconds.items()},
+        "times_native": {name: quartiles(ratios(values, seconds[REFERENCE])) for name, values in seconds.items()},
     }
 
 
-class Strips:
-    """An observer that copies 64 numbers of the gradient, evenly spaced over all, whenever they have changed."""
+class GradientSnapshots:
+    """An observer that copies 64 evenly spaced elements of the gradient whenever it has changed.
+
+    `rows` has the step, after what ("micro_batch", "clip" or "update"), the micro-batch's position, and the elements.
+    """
 
     def __init__(self) -> None:
         self.model = make_model()
         self.rows: list[tuple[int, str, int | None, list[float]]] = []
 
     def observe(self, record: Record) -> None:
-        """Look after each backward, after clipping and after the update."""
+        """Copy after each backward, after clipping and after the update."""
         if isinstance(record, MicroBatchRecord) and record.event == "end":
-            self._look(record.step, "micro_batch", record.position)
+            self._copy_gradient(record.step, "micro_batch", record.position)
         if isinstance(record, PhaseRecord) and record.event == "end" and record.name in ("clip", "update"):
-            self._look(record.step, record.name, None)
+            self._copy_gradient(record.step, record.name, None)
 
-    def _look(self, step: int, name: str, position: int | None) -> None:
-        row = flat_gradient(self.model)
+    def _copy_gradient(self, step: int, name: str, position: int | None) -> None:
+        gradient = flat_gradient(self.model)
         if step >= NUM_WARM_UP:
-            self.rows.append((step, name, position, row[torch.linspace(0, len(row) - 1, 64).long()].tolist()))
+            elements = gradient[torch.linspace(0, len(gradient) - 1, 64).long()]
+            self.rows.append((step, name, position, elements.tolist()))
 
 
 def flat_gradient(model: torch.nn.Module) -> Tensor:
-    """Return the gradient in one row; zero where there is none."""
+    """Return the gradients of all parameters as one vector; zeros for a parameter without a gradient."""
     parameters = list(model.parameters())
     return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad.detach()).flatten() for p in parameters])
 
 
-def strip_rows(rows: Sequence[tuple[int, str, int | None, list[float]]]) -> dict[str, Any]:
-    """Return strips as whole numbers from -1000 to 1000, of the largest number among them."""
+def quantized_snapshots(rows: Sequence[tuple[int, str, int | None, list[float]]]) -> dict[str, Any]:
+    """Return snapshots as integers from -1000 to 1000, scaled by the largest absolute value of all of them."""
     largest = max(abs(x) for *_, row in rows for x in row)
     found = [
         {"step": step, "after": name, "position": position, "cells": [round(1000 * x / largest) for x in row]}
@@ -88,24 +93,24 @@ def strip_rows(rows: Sequence[tuple[int, str, int | None, list[float]]]) -> dict
 
 
 def log_columns(lines: Sequence[JsonLine]) -> dict[str, Any]:
-    """Return lines of a log as columns: what happened, when in seconds since the first, and the numbers that came."""
+    """Return lines of a log as columns: the fields of `FIELDS`, seconds since the first line, and numeric fields."""
     start = lines[0]["time_seconds"]
     columns: dict[str, Any] = {"first_sequence": lines[0]["sequence"]}
     columns["seconds"] = [round(line["time_seconds"] - start, 6) for line in lines]
     for field in FIELDS:
-        columns[field] = shortened([line.get(field) for line in lines])
+        columns[field] = dictionary_encoded([line.get(field) for line in lines])
     columns["numbers"] = [[index, numbers_of(line)] for index, line in enumerate(lines) if numbers_of(line)]
     return columns
 
 
-def shortened(values: Sequence[object]) -> dict[str, Any]:
-    """Return a column as its distinct values and, for each line, the number of one of them."""
+def dictionary_encoded(values: Sequence[object]) -> dict[str, Any]:
+    """Return a column as its distinct values (`words`) and, for each line, the index of its value (`of`)."""
     distinct = list(dict.fromkeys(values))
     return {"words": distinct, "of": [distinct.index(value) for value in values]}
 
 
 def numbers_of(line: JsonLine) -> dict[str, Any]:
-    """Return what a line says in numbers, if it says any."""
+    """Return the numeric fields of a line; empty if the page shows none of them."""
     if line["kind"] == "step":
         return {name: line[name] for name in ("loss", "gradient_norm", "clipped", "counts", "num_samples")}
     if line["kind"] == "micro_batch" and line["event"] == "end":
@@ -115,13 +120,13 @@ def numbers_of(line: JsonLine) -> dict[str, Any]:
     return {}
 
 
-def ratios(values: Sequence[float], native: Sequence[float]) -> list[float]:
-    """Return each step's time over that of its neighbour, the native step of the same round."""
-    return [value / other for value, other in zip(values, native, strict=True)]
+def ratios(values: Sequence[float], reference: Sequence[float]) -> list[float]:
+    """Return each step's time divided by that of the reference step in the same round."""
+    return [value / other for value, other in zip(values, reference, strict=True)]
 
 
 def quartiles(values: Sequence[float]) -> Mapping[str, float]:
-    """Return the median and the quartiles beside it, with four significant digits."""
+    """Return the median and both quartiles, with four significant digits."""
     low, middle, high = statistics.quantiles(values, n=4)
     return {name: float(f"{x:.4g}") for name, x in (("median", middle), ("low", low), ("high", high))}
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from anybatch_guide.experiment import Data, Experiment, Tell
+from anybatch_guide.experiment import Data, Emit, Experiment
 
 NUM_SAMPLES: Final = 64
 CUTS: Final[Mapping[str, tuple[int, ...]]] = MappingProxyType(
@@ -28,12 +28,12 @@ FACTORS: Final[Mapping[str, Factor]] = MappingProxyType(
 )
 
 
-def run(tell: Tell) -> Data:
+def run(emit: Emit) -> Data:
     """Compare every cut, factor and format with the gradient of the whole batch in float64."""
     rows: list[dict[str, Any]] = []
     for loss in ("samples", "tokens"):
         for done, cut in enumerate(CUTS):
-            tell({"kind": "guide.progress", "done": done, "of": len(CUTS), "what": f"{loss}, {cut}"})
+            emit({"kind": "guide.progress", "done": done, "of": len(CUTS), "what": f"{loss}, {cut}"})
             rows += [
                 {"loss": loss, "cut": cut, "factor": factor, "format": name, **compared(loss, cut, factor, dtype)}
                 for factor in FACTORS

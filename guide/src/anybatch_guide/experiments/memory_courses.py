@@ -1,25 +1,24 @@
-"""Memory over the course of a step, in every way of computing it: what the page draws once a setting is changed."""
+"""Memory timelines of a step in every configuration: what the page draws once a setting is changed."""
 
-from anybatch_guide.experiment import Data, Experiment, Tell
-from anybatch_guide.experiments.memory_accumulation import DRAWN, EFFECTIVE, NUM_BUCKETS
-from anybatch_guide.memory.accumulated import all_ways, measure_accumulated
-from anybatch_guide.memory.courses import drawn
+from anybatch_guide.experiment import Data, Emit, Experiment
+from anybatch_guide.experiments.memory_accumulation import EFFECTIVE, NUM_BUCKETS, TIMELINE_SIZES
+from anybatch_guide.memory.accumulated import all_configs, measure_accumulated
 from anybatch_guide.memory.small import ACCUMULATED
+from anybatch_guide.memory.timelines import downsampled
 
 
-def run(tell: Tell) -> Data:
-    """Measure each way with a few of the cuts."""
-    courses = []
-    for done, way in enumerate(all_ways()):
-        tell(
-            {"kind": "guide.progress", "done": done, "of": len(all_ways()), "what": f"{way.optimizer}, {way.precision}"}
-        )
+def run(emit: Emit) -> Data:
+    """Measure each configuration at a few micro-batch sizes."""
+    timelines = []
+    for done, config in enumerate(all_configs()):
+        what = f"{config.optimizer}, {config.precision}"
+        emit({"kind": "guide.progress", "done": done, "of": len(all_configs()), "what": what})
         measured = {
-            str(size): measure_accumulated(ACCUMULATED, way, effective_batch_size=EFFECTIVE, micro_batch_size=size)
-            for size in DRAWN
+            str(size): measure_accumulated(ACCUMULATED, config, effective_batch_size=EFFECTIVE, micro_batch_size=size)
+            for size in TIMELINE_SIZES
         }
-        courses.append({size: drawn(one.course, NUM_BUCKETS) for size, one in measured.items()})
-    return {"drawn": list(DRAWN), "ways": courses}
+        timelines.append({size: downsampled(one.timeline, NUM_BUCKETS) for size, one in measured.items()})
+    return {"drawn": list(TIMELINE_SIZES), "ways": timelines}
 
 
 EXPERIMENT = Experiment(

@@ -1,29 +1,29 @@
 """Plans of published models as tables: what the page's planner looks up."""
 
 import dataclasses
-from typing import get_args
+from typing import Any, get_args
 
 from anybatch.core.headroom import HEADROOM
 from anybatch.memory.trace import Category, Phase
 from anybatch.planner.budget import COMMUNICATOR_BYTES, CONTEXT_BYTES, WORKSPACE_BYTES, budget_of
-from anybatch_guide.experiment import Data, Experiment, Tell
-from anybatch_guide.memory.planning import OFFERED, trace
+from anybatch_guide.experiment import Data, Emit, Experiment
+from anybatch_guide.memory.planning import OFFERED, Variant, trace
 from anybatch_guide.memory.tables import DEVICE_NAMES, EFFECTIVE_BATCH_SIZES, NUM_RANKS, tables
 
 
-def run(tell: Tell) -> Data:
+def run(emit: Emit) -> Data:
     """Trace every variant of every model, and tabulate its plans for every device."""
     variants = [variant for one in OFFERED for variant in one.variants()]
     found = []
     for done, variant in enumerate(variants):
-        tell({"kind": "guide.progress", "done": done, "of": len(variants), "what": variant.model})
+        emit({"kind": "guide.progress", "done": done, "of": len(variants), "what": variant.model})
         traced = trace(variant)
         assert (traced.envelopes.verdict, traced.envelopes.notes) == ("exact", ()), "the page has no words for more"
         found.append(
             {
-                **dataclasses.asdict(variant),
+                **properties_of(variant),
                 "num_parameters": traced.num_parameters,
-                **tables(traced.envelopes, several=variant.several),
+                **tables(traced.envelopes, multi_rank=variant.multi_rank),
             }
         )
     budgets = {name: budget_of(name) for name in DEVICE_NAMES}
@@ -39,6 +39,13 @@ def run(tell: Tell) -> Data:
         "phases": list(get_args(Phase)),
         "variants": found,
     }
+
+
+def properties_of(variant: Variant) -> dict[str, Any]:
+    """Return a variant's properties under the names that the page knows."""
+    properties = dataclasses.asdict(variant)
+    properties["several"] = properties.pop("multi_rank")
+    return properties
 
 
 EXPERIMENT = Experiment(

@@ -7,8 +7,7 @@ from anybatch.engine.update.precision import PrecisionName
 from anybatch.memory.timeline import ORDER
 from anybatch.planner.report import Plan
 from anybatch.recipes.planning.known_models import KNOWN_MODELS
-from anybatch_guide.experiment import Data, Experiment, Tell
-from anybatch_guide.memory.courses import in_order
+from anybatch_guide.experiment import Data, Emit, Experiment
 from anybatch_guide.memory.formulas import (
     AUTOCAST_ADAM,
     logits_bytes,
@@ -16,6 +15,7 @@ from anybatch_guide.memory.formulas import (
     transformer_layer_activation_bytes,
 )
 from anybatch_guide.memory.planning import PlanRequest, Traced, Variant, planned, trace
+from anybatch_guide.memory.timelines import in_order
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Batch sizes that are offered."""
@@ -33,36 +33,38 @@ MODELS = {
         precision=precision,
         optimizer="AdamW",
         checkpointing=False,
-        several=False,
+        multi_rank=False,
     ): title
     for model, length, precision, title in _ROWS
 }
-"""What is planned, and how a page calls it."""
-OPENING = PlanRequest(device="RTX 4090", effective_batch_size=512)
-"""What the planner of the page opens with, for the second of these models."""
-_MANY = 1 << 20
+"""The models that are planned, and their titles on the page."""
+INITIAL_REQUEST = PlanRequest(device="RTX 4090", effective_batch_size=512)
+"""The request that the page's planner shows first, for the second of these models."""
+_UNLIMITED_BATCH_SIZE = 1 << 20
+"""An effective batch size that no device holds in one micro-batch, so that memory alone is the limit."""
 
 
-def run(tell: Tell) -> Data:
+def run(emit: Emit) -> Data:
     """Trace each model, and plan it for every size and every limit."""
-    steps = []
+    traced_models = []
     for done, (variant, title) in enumerate(MODELS.items()):
-        tell({"kind": "guide.progress", "done": done, "of": len(MODELS), "what": title})
-        steps.append((trace(variant), title))
+        emit({"kind": "guide.progress", "done": done, "of": len(MODELS), "what": title})
+        traced_models.append((trace(variant), title))
     return {
         "categories": list(ORDER),
         "sizes": list(SIZES),
         "limits_gib": list(LIMITS_GIB),
-        "models": [_wall(traced, title, tell) for traced, title in steps],
-        "opening": _opening(planned(steps[1][0], OPENING)),
+        "models": [_wall(traced, title, emit) for traced, title in traced_models],
+        "opening": _initial_plan(planned(traced_models[1][0], INITIAL_REQUEST)),
     }
 
 
-def _wall(traced: Traced, title: str, tell: Tell) -> dict[str, Any]:
+def _wall(traced: Traced, title: str, emit: Emit) -> dict[str, Any]:
+    """Return the memory of a model's step by batch size, and the largest batch size by device size."""
     variant, envelopes = traced.variant, traced.envelopes
     rows = []
     for size in SIZES:
-        tell({"kind": "guide.progress", "done": size, "of": max(SIZES), "what": title})
+        emit({"kind": "guide.progress", "done": size, "of": max(SIZES), "what": title})
         peak = envelopes.at_peak(size)
         rows.append(
             {
@@ -80,29 +82,30 @@ def _wall(traced: Traced, title: str, tell: Tell) -> dict[str, Any]:
         "num_parameters": traced.num_parameters,
         "rows": rows,
         "limits": [
-            _limit(planned(traced, PlanRequest(device=f"{one}GiB", effective_batch_size=_MANY))) for one in LIMITS_GIB
+            _limit(planned(traced, PlanRequest(device=f"{size}GiB", effective_batch_size=_UNLIMITED_BATCH_SIZE)))
+            for size in LIMITS_GIB
         ],
     }
 
 
 def _limit(plan: Plan) -> dict[str, Any]:
-    """Return how many samples fit, and the plan's own words on why not one more."""
-    rows = dict(row.split(maxsplit=1) for row in str(plan).splitlines()[3:7])
+    """Return how many samples fit into a device, and the plan's own words on why not one more."""
+    summary = plan.summary()
     return {
         "usable_bytes": plan.budget.usable_bytes,
         "beside_bytes": plan.budget.outside_bytes + plan.budget.workspace_bytes,
-        "largest": plan.as_it_is.largest,
-        "why": rows["largest"] if plan.as_it_is.fits else f"{rows['fits']}; {rows['because']}",
+        "largest": plan.baseline.largest,
+        "why": summary["largest"] if plan.baseline.fits else f"{summary['fits']}; {summary['because']}",
     }
 
 
-def _opening(plan: Plan) -> dict[str, Any]:
-    """Return a whole plan as the page shows it before it can compute one itself."""
-    fit = plan.as_it_is
+def _initial_plan(plan: Plan) -> dict[str, Any]:
+    """Return the plan of the first request, which the page shows before it can compute plans itself."""
+    fit = plan.baseline
     assert fit.micro_batch_size == even_size(plan.batch.num_samples, fit.largest)
     return {
-        "device": OPENING.device,
-        "effective_batch_size": OPENING.effective_batch_size,
+        "device": INITIAL_REQUEST.device,
+        "effective_batch_size": INITIAL_REQUEST.effective_batch_size,
         "total_bytes": plan.budget.total_bytes,
         "headroom": plan.budget.headroom,
         "libraries_bytes": plan.budget.outside_bytes + plan.budget.workspace_bytes,
@@ -118,7 +121,7 @@ def _opening(plan: Plan) -> dict[str, Any]:
 
 
 def _formulas(plan: Plan) -> dict[str, float]:
-    """Return what the literature's formulas say of the same step: of the state, of layers, and of the loss."""
+    """Return the bytes of the same step by published formulas: weights and optimizer state, layers, logits."""
     shape, size = KNOWN_MODELS[plan.name], plan.micro_batch_size
     (length,) = {variant.sequence_length for variant in MODELS if variant.model == plan.name}
     layer = transformer_layer_activation_bytes(

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from anybatch.testing import RankPool
-from anybatch_guide.experiment import Data, Experiment, Tell
+from anybatch_guide.experiment import Data, Emit, Experiment
 from anybatch_guide.listings import one_batch, one_mistake
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -17,12 +17,12 @@ RAGGED: Mapping[str, int] = {"64x1": 64, "16x4": 21, "4x16": 9, "2x8x4": 31}
 Train = Callable[..., list[float]]
 
 
-def run(tell: Tell) -> Data:
+def run(emit: Emit) -> Data:
     """Return the losses of 60 steps: each way's by the engine, and each mistake's by a loop that makes it."""
     with RankPool(2) as ranks:
 
         def trained(train: Train, num_ranks: int, *args: Any) -> list[float]:  # noqa: ANN401 (the program's)
-            tell({"kind": "guide.progress", "done": 0, "of": 1, "what": f"{train.__name__}{args}"})
+            emit({"kind": "guide.progress", "done": 0, "of": 1, "what": f"{train.__name__}{args}"})
             return train(*args) if num_ranks == 1 else list(ranks.run(train, *args)[0])
 
         losses = {

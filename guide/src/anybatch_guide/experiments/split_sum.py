@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybatch_guide.experiment import Data, Experiment, Tell
+from anybatch_guide.experiment import Data, Emit, Experiment
 from anybatch_guide.listings.split_sum import cut, make_model, running_sums
 
 PARTS = (4, 2, 8)
@@ -14,13 +14,13 @@ UNIT = 1e-4
 """What the whole numbers of a strip count; differences are written as they are."""
 
 
-def run(tell: Tell) -> Data:
+def run(emit: Emit) -> Data:
     """Return the whole batch's gradient, and for each cut the running sums and how far the last one is from it."""
     wholes = {dtype: next(running_sums([64], dtype)) for dtype in (torch.float32, torch.float64)}
     cuts: list[dict[str, Any]] = []
     for num_parts in PARTS:
         for even in (True, False):
-            tell({"kind": "guide.progress", "done": len(cuts), "of": 2 * len(PARTS), "what": "cuts"})
+            emit({"kind": "guide.progress", "done": len(cuts), "of": 2 * len(PARTS), "what": "cuts"})
             cuts.append(one_cut(cut(num_parts, even=even), wholes))
     return {
         "num_samples": 64,

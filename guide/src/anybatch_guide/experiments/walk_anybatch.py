@@ -3,14 +3,14 @@
 from pathlib import Path
 
 from anybatch.engine.accumulation import accumulate
-from anybatch_guide.experiment import Data, Experiment, Tell
+from anybatch_guide.experiment import Data, Emit, Experiment
 from anybatch_guide.listings import listing
 from anybatch_guide.tracing import TracedFile, trace_program
 
 
-def run(tell: Tell) -> Data:
+def run(emit: Emit) -> Data:
     """Return the trace of the program."""
-    tell({"kind": "guide.progress", "done": 0, "of": 1, "what": "lines"})
+    emit({"kind": "guide.progress", "done": 0, "of": 1, "what": "lines"})
     hot_loop = TracedFile(Path(accumulate.__file__), "src/anybatch/engine/accumulation/accumulate.py")
     return trace_program([listing("with_anybatch.py"), hot_loop], repeats=100)
 

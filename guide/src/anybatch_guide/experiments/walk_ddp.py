@@ -1,13 +1,13 @@
 """The code walk-through, ddp: the lines that ran, in their order."""
 
-from anybatch_guide.experiment import Data, Experiment, Tell
+from anybatch_guide.experiment import Data, Emit, Experiment
 from anybatch_guide.listings import listing
 from anybatch_guide.tracing import trace_rank
 
 
-def run(tell: Tell) -> Data:
+def run(emit: Emit) -> Data:
     """Return the trace of the program."""
-    tell({"kind": "guide.progress", "done": 0, "of": 1, "what": "lines"})
+    emit({"kind": "guide.progress", "done": 0, "of": 1, "what": "lines"})
     return trace_rank(listing("with_ddp.py"), "train", repeats=100)
 
 

@@ -1,4 +1,4 @@
-"""A step of the engine in micro-batches, in one of several ways: what it holds."""
+"""Memory of a step of the engine in micro-batches, by optimizer, precision and checkpointing."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -17,8 +17,8 @@ _OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AccumulationWay:
-    """How a step is computed, beside the cut of its batch.
+class AccumulationConfig:
+    """How a step is computed, apart from its micro-batch size.
 
     Attributes:
         optimizer: SGD without momentum, or AdamW.
@@ -36,45 +36,45 @@ class MeasuredStep:
     """The memory of a measured step.
 
     Attributes:
-        course: over the course of the step.
+        timeline: its memory by category, over the step.
         gradient_bytes: of one copy of the gradients.
     """
 
-    course: MemoryTimeline
+    timeline: MemoryTimeline
     gradient_bytes: int
 
 
 def measure_accumulated(
-    what: SmallModel, way: AccumulationWay, *, effective_batch_size: int, micro_batch_size: int
+    what: SmallModel, config: AccumulationConfig, *, effective_batch_size: int, micro_batch_size: int
 ) -> MeasuredStep:
-    """Return what the engine's second step holds; the first one has made the optimizer's state."""
-    make = what.checkpointed if way.checkpointing else what.make
+    """Return the memory of the engine's second step; the first one has made the optimizer's state."""
+    make = what.checkpointed if config.checkpointing else what.make
     assert make is not None, f"{what.name} has no blocks"
     with own_random_numbers():
         model = make()
-    optimizer = _OPTIMIZERS[way.optimizer](model.parameters(), lr=1e-3)
+    optimizer = _OPTIMIZERS[config.optimizer](model.parameters(), lr=1e-3)
     batch = what.batch(effective_batch_size)
     with ab.Engine(
         model,
         optimizer,
         ab.mean_over_samples(what.loss),
         micro_batch_size=micro_batch_size,
-        precision=way.precision,
+        precision=config.precision,
         measure_gradient_norm=False,
         check_loss=False,  # which would look at the second step again, and take memory for it
     ) as engine:
         engine.step(batch)
         with record_memory(engine) as recording:
             engine.step(batch)
-    return MeasuredStep(course=recording.report.timeline, gradient_bytes=gradient_bytes(model.parameters()))
+    return MeasuredStep(timeline=recording.report.timeline, gradient_bytes=gradient_bytes(model.parameters()))
 
 
-def all_ways() -> tuple[AccumulationWay, ...]:
-    """Return every combination, the plainest first."""
+def all_configs() -> tuple[AccumulationConfig, ...]:
+    """Return every combination; the first is AdamW in float32 without checkpointing."""
     optimizers: tuple[OptimizerName, ...] = ("adamw", "sgd")
     precisions: tuple[PrecisionName, ...] = ("fp32", "bf16")
     return tuple(
-        AccumulationWay(optimizer=optimizer, precision=precision, checkpointing=checkpointing)
+        AccumulationConfig(optimizer=optimizer, precision=precision, checkpointing=checkpointing)
         for optimizer in optimizers
         for precision in precisions
         for checkpointing in (False, True)

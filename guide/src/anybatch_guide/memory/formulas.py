@@ -15,7 +15,7 @@ Stage = Literal[0, 1, 2, 3]
 
 @dataclass(frozen=True, slots=True)
 class ParameterBytes:
-    """Bytes held for one parameter throughout a step.
+    """Bytes allocated for one parameter throughout a step.
 
     Attributes:
         weight: the weight that forward and backward use.

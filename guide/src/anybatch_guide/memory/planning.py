@@ -24,8 +24,8 @@ from anybatch.recipes.planning.subjects import load_subject
 OptimizerName = Literal["AdamW", "fused AdamW"]
 # More than any device has, so that what is traced does not depend on one.
 _PLENTY_BYTES = 1 << 50
-# Two stand for any number above one, on which a rank holds the same.
-_SEVERAL = 2
+# Two stand for any number above one: the memory of a rank is the same.
+_MULTIPLE_RANKS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Variant:
         precision: number formats of forward and backward.
         optimizer: AdamW as it is by default, or in one kernel.
         checkpointing: whether blocks are run again in the backward.
-        several: whether there are several ranks.
+        multi_rank: whether it runs on more than one rank.
     """
 
     model: str
@@ -46,7 +46,7 @@ class Variant:
     precision: PrecisionName
     optimizer: OptimizerName
     checkpointing: bool
-    several: bool
+    multi_rank: bool
 
     def task(self, world_size: int | None = None) -> StepSpec:
         """Return the step, as `ab.plan` plans it and its table of changes changes it."""
@@ -55,7 +55,8 @@ class Variant:
         def train() -> TrainSpec:
             return dataclasses.replace(subject.train(), precision=self.precision)
 
-        task = StepSpec(train=train, sample=subject.sample, world_size=world_size or (_SEVERAL if self.several else 1))
+        ranks = world_size or (_MULTIPLE_RANKS if self.multi_rank else 1)
+        task = StepSpec(train=train, sample=subject.sample, world_size=ranks)
         if self.checkpointing:
             task = _changed(task, "checkpointing")
         if self.optimizer == "fused AdamW":
@@ -79,20 +80,20 @@ class Offered:
         name: of the model, as `anybatch plan` takes it.
         sequence_lengths: tokens of a sample.
         precisions: number formats.
-        ranks: whether for several ranks as well. A copy of a large model on each is seldom what is wanted, and that
-            they start equal takes a digest of each in pieces, of which there are hundreds of thousands.
+        with_ranks: whether it is offered on more than one rank too. A copy of a large model on each rank is seldom
+            what is wanted, and to check that the copies start equal takes hundreds of thousands of digests.
     """
 
     name: str
     sequence_lengths: tuple[int, ...]
     precisions: tuple[PrecisionName, ...]
-    ranks: bool = True
+    with_ranks: bool = True
 
     def variants(self) -> Iterator[Variant]:
         """Yield every combination."""
         optimizers: tuple[OptimizerName, ...] = ("AdamW", "fused AdamW")
-        for length, precision, optimizer, checkpointing, several in itertools.product(
-            self.sequence_lengths, self.precisions, optimizers, (False, True), (False, True)[: 1 + self.ranks]
+        for length, precision, optimizer, checkpointing, multi_rank in itertools.product(
+            self.sequence_lengths, self.precisions, optimizers, (False, True), (False, True)[: 1 + self.with_ranks]
         ):
             yield Variant(
                 model=self.name,
@@ -100,14 +101,14 @@ class Offered:
                 precision=precision,
                 optimizer=optimizer,
                 checkpointing=checkpointing,
-                several=several,
+                multi_rank=multi_rank,
             )
 
 
 OFFERED = (
     Offered(name="gpt2", sequence_lengths=(256, 1024), precisions=("fp32", "bf16")),
     Offered(name="llama-3.2-1b", sequence_lengths=(2048,), precisions=("bf16",)),
-    Offered(name="llama-3.1-8b", sequence_lengths=(4096,), precisions=("bf16",), ranks=False),
+    Offered(name="llama-3.1-8b", sequence_lengths=(4096,), precisions=("bf16",), with_ranks=False),
 )
 
 
@@ -116,9 +117,9 @@ class Traced:
     """A step that has been traced.
 
     Attributes:
-        variant: which one.
-        task: the same for the product's functions.
-        envelopes: what it holds at any micro-batch size.
+        variant: its properties.
+        task: the step for the library's own functions.
+        envelopes: its memory at any micro-batch size.
         num_parameters: of the model.
     """
 
@@ -129,7 +130,7 @@ class Traced:
 
 
 def trace(variant: Variant) -> Traced:
-    """Return a step with what it holds, which has been seen at a third size."""
+    """Return a step with its memory at any micro-batch size, which a third traced size has confirmed."""
     task = variant.task()
     ready, _ = built(task)
     return Traced(
@@ -155,13 +156,13 @@ class PlanRequest:
     world_size: int = 1
 
 
-def planned(traced: Traced, wish: PlanRequest) -> Plan:
+def planned(traced: Traced, request: PlanRequest) -> Plan:
     """Return the plan of a step that has been traced: that of `make_plan`, without times and changes."""
     variant, envelopes = traced.variant, traced.envelopes
-    assert variant.several == (wish.world_size > 1), "it was traced for another number of ranks"
-    task = dataclasses.replace(traced.task, world_size=wish.world_size)
-    budget = budget_of(wish.device, world_size=wish.world_size)
-    target = PlanTarget(budget=budget, effective_batch_size=wish.effective_batch_size)
+    assert variant.multi_rank == (request.world_size > 1), "it was traced for another number of ranks"
+    task = dataclasses.replace(traced.task, world_size=request.world_size)
+    budget = budget_of(request.device, world_size=request.world_size)
+    target = PlanTarget(budget=budget, effective_batch_size=request.effective_batch_size)
     fit = fit_of(task, envelopes, target)
     return Plan(
         name=variant.model,
@@ -170,8 +171,8 @@ def planned(traced: Traced, wish: PlanRequest) -> Plan:
         optimizer="AdamW",
         precision=variant.precision,
         target=target,
-        batch=plan_batch(wish.effective_batch_size, wish.world_size, Cut(micro_batch_size=fit.micro_batch_size)),
-        as_it_is=fit,
+        batch=plan_batch(request.effective_batch_size, request.world_size, Cut(micro_batch_size=fit.micro_batch_size)),
+        baseline=fit,
         costs=envelopes.costs,
         changes=(),
         exact=envelopes.verdict == "exact",

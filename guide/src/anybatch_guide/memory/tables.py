@@ -1,6 +1,6 @@
 """Plans as tables: of a traced step, what the page looks up for every choice that it offers.
 
-The peak of what tensors hold is piecewise linear in the micro-batch size, so it is written as its pieces, exact at
+The peak of the tensors' memory is piecewise linear in the micro-batch size, so it is written as its pieces, exact at
 every size. What the allocator reserves is no line, and neither is the largest size that it can serve from a device:
 both are replayed here, for each device and each size that a plan can come to, and written down.
 """
@@ -26,12 +26,12 @@ EFFECTIVE_BATCH_SIZES = tuple(2**power for power in range(13))
 MEBIBYTE = 1 << 20
 
 
-def tables(envelopes: Envelopes, *, several: bool) -> dict[str, Any]:
+def tables(envelopes: Envelopes, *, multi_rank: bool) -> dict[str, Any]:
     """Return what the page looks up of a step.
 
     Args:
         envelopes: of the step, on a CUDA device.
-        several: whether it runs on several ranks.
+        multi_rank: whether it runs on more than one rank.
 
     Returns:
         `steady` and `first`: the pieces of the peak, see `peak_pieces`, of every step but the first, and of the first.
@@ -39,8 +39,8 @@ def tables(envelopes: Envelopes, *, several: bool) -> dict[str, Any]:
         `reserved_mebibytes`: (micro-batch size, what the allocator takes from a device with enough) for each size that
         a plan can come to.
     """
-    shares = rank_shares(several=several)
-    usable = [budget_of(name, world_size=2 if several else 1, headroom=None).usable_bytes for name in DEVICE_NAMES]
+    shares = rank_shares(multi_rank=multi_rank)
+    usable = [budget_of(name, world_size=2 if multi_rank else 1, headroom=None).usable_bytes for name in DEVICE_NAMES]
     largest = [envelopes.largest_allocated(limit) if limit > 0 else 0 for limit in usable]
     # Only sizes that a plan can come to, since the allocator is replayed for each.
     sizes = sorted({micro_batch_size(share, found) for share in shares for found in largest})
@@ -52,9 +52,9 @@ def tables(envelopes: Envelopes, *, several: bool) -> dict[str, Any]:
     }
 
 
-def rank_shares(*, several: bool) -> list[int]:
+def rank_shares(*, multi_rank: bool) -> list[int]:
     """Return the largest rank share of every combination of effective batch size and number of ranks on offer."""
-    ranks = [number for number in NUM_RANKS if (number > 1) == several]
+    ranks = [number for number in NUM_RANKS if (number > 1) == multi_rank]
     return sorted({ceil_div(size, number) for size in EFFECTIVE_BATCH_SIZES for number in ranks})
 
 
@@ -67,9 +67,9 @@ def peak_pieces(envelope: MemoryEnvelope) -> Iterator[tuple[int, int, str, list[
     """Yield the pieces of peak(m) = max over events t of (A_t + B_t m), for all m >= 1.
 
     Yields:
-        The micro-batch size from which on a piece holds, the number of the phase (in `Phase`) and the operation at
-        the moment when most is held, and what is held then by category (in the order of `Category`), as constants and
-        as slopes in bytes.
+        The micro-batch size from which on a piece is the peak, the number of the phase (in `Phase`) and the operation
+        at the moment of the peak, and the bytes in use then by category (in the order of `Category`), as constants and
+        as slopes.
     """
     assert envelope.is_affine, "a size is no line"
     lines = _highest_by_slope(envelope)
@@ -85,11 +85,11 @@ def peak_pieces(envelope: MemoryEnvelope) -> Iterator[tuple[int, int, str, list[
 
 
 _Line = tuple[int, int, int]
-"""What is held after an event, as constant and slope, and the number of the event."""
+"""Bytes in use after an event, as constant and slope, and the number of the event."""
 
 
 def _highest_by_slope(envelope: MemoryEnvelope) -> list[_Line]:
-    """Return, of the lines of one slope, the highest, and the first of several: no other is ever the peak."""
+    """Return, of the lines of one slope, the highest, and the first of multi_rank: no other is ever the peak."""
     best: dict[int, _Line] = {}
     held = zip(envelope.held.constant.tolist(), envelope.held.slope.tolist(), strict=True)
     for event, (constant, slope) in enumerate(held):
@@ -111,7 +111,7 @@ def _overtakes(steeper: _Line, line: _Line) -> int:
 
 
 def _moment(envelope: MemoryEnvelope, event: int) -> tuple[int, str, list[int], list[int]]:
-    """Return phase, operation and what is held by category after an event, as `at_peak` does."""
+    """Return phase, operation and the bytes in use by category after an event, as `at_peak` does."""
     trace = envelope.trace
     constant, slope = envelope.allocated.constant.tolist(), envelope.allocated.slope.tolist()
     categories = get_args(Category)

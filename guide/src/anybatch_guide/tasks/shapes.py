@@ -1,4 +1,4 @@
-"""`shapes`: noisy pictures of 16 x 16 pixels with a disc, square, triangle or cross, for networks of three norms."""
+"""`shapes`: noisy images of 16 x 16 pixels with a disc, square, triangle or cross, for networks with three norms."""
 
 import itertools
 from functools import partial
@@ -17,8 +17,8 @@ WIDTHS = (1, 16, 32, 32)
 
 
 def task(norm: Norm = "batch") -> PlaygroundTask:
-    """Return the task: 1,000 pictures, four classes."""
-    images, labels = shapes(NUM_IMAGES + NUM_HELD_OUT, seed=0)
+    """Return the task: 1,000 images, four classes."""
+    images, labels = draw_images(NUM_IMAGES + NUM_HELD_OUT, seed=0)
     return PlaygroundTask(
         name="shapes",
         unit="image",
@@ -31,11 +31,11 @@ def task(norm: Norm = "batch") -> PlaygroundTask:
 
 
 def network(norm: Norm) -> nn.Sequential:
-    """Return three convolutions, normed or not, and a linear layer."""
+    """Return three convolutions, with or without normalization, and a linear layer."""
     layers: list[nn.Module] = []
     for before, after in itertools.pairwise(WIDTHS):
         stride = 1 if before == 1 else 2
-        # A norm takes a bias in front of it away again: its gradient is rounding, and AdamW would make steps of that.
+        # A norm cancels a bias in front of it: its gradient is rounding error, from which AdamW makes full steps.
         convolution = nn.Conv2d(before, after, 3, padding=1, stride=stride, bias=norm == "none")
         layers += [convolution, _norm(norm, after), nn.GELU()]
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(WIDTHS[-1] * 16, 4))
@@ -47,8 +47,8 @@ def _norm(norm: Norm, width: int) -> nn.Module:
     return nn.GroupNorm(8, width) if norm == "group" else nn.Identity()
 
 
-def shapes(num_images: int, *, seed: int) -> tuple[Float[Tensor, "image 1 16 16"], Int[Tensor, " image"]]:
-    """Return pictures and what is on each; place, size and brightness are drawn, and noise is added."""
+def draw_images(num_images: int, *, seed: int) -> tuple[Float[Tensor, "image 1 16 16"], Int[Tensor, " image"]]:
+    """Return images and their classes; position, size and brightness are random, and noise is added."""
     random = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, 4, (num_images,), generator=random)
     centres = 5 + 6 * torch.rand(num_images, 2, generator=random)

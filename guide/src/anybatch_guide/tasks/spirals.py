@@ -48,7 +48,7 @@ def spirals(num_points: int, *, seed: int) -> tuple[Float[Tensor, "point 2"], In
 
 @torch.no_grad()
 def surface(model: nn.Module, size: int = 40) -> Float[Tensor, "row column"]:
-    """Return how likely the second arm is on a grid over the square, rows from the top down."""
+    """Return the predicted probability of the second arm on a grid over the square, rows from the top down."""
     places = (torch.arange(size) + 0.5) * (2 * EXTENT / size) - EXTENT
     rows, columns = torch.meshgrid(-places, places, indexing="ij")
     logits: Tensor = model.forward(torch.stack((columns, rows), dim=-1).flatten(0, 1))  # no hook hears of it

@@ -20,14 +20,14 @@ from anybatch.errors import UserError
 TaskName = Literal["digits", "spirals", "shapes", "text"]
 Norm = Literal["batch", "group", "none"]
 IGNORED = -100
-"""The target of what is not to be predicted."""
+"""The target of positions that the loss ignores."""
 _HOMES: Mapping[str, str] = MappingProxyType(
     {name: f"anybatch_guide.tasks.{name}" for name in get_args(TaskName)},
 )
 
 
 class LabelledSamples(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Inputs and targets as a data set; what is not shuffled here is left to `ab.batches`."""
+    """Inputs and targets as a map-style data set; `ab.batches` shuffles it."""
 
     def __init__(self, inputs: Shaped[Tensor, "sample ..."], targets: Int[Tensor, "sample ..."]) -> None:
         self.inputs, self.targets = inputs, targets
@@ -43,7 +43,7 @@ class LabelledSamples(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class PlaygroundTask:
-    """Something to learn by telling classes apart.
+    """A small classification task: data, network and loss.
 
     Attributes:
         name: its name.
@@ -51,8 +51,8 @@ class PlaygroundTask:
         num_classes: classes of a target.
         model: function () -> network. Its parameters come from torch's global generator.
         loss: the declared loss, for the engine.
-        rows: what is trained on.
-        held_out: what it is judged on.
+        rows: the training set.
+        held_out: the held-out set.
     """
 
     name: TaskName
@@ -70,7 +70,7 @@ class PlaygroundTask:
 
 
 class MicroBatches:
-    """The rows of a task in the order of `ab.batches`, a few at a time, as a loop of one's own is given them.
+    """The training set in micro-batches, in the order of `ab.batches`, as a loader for a hand-written loop.
 
     Each `iter` is one epoch; the next one is the next epoch. The last micro-batch of an epoch may be smaller.
     """
@@ -105,7 +105,7 @@ def load(name: str, *, norm: Norm = "none") -> PlaygroundTask:
 
     Args:
         name: "digits", "spirals", "shapes" or "text".
-        norm: how `shapes` is normed; the others have no choice.
+        norm: normalization layers of the network of `shapes`; the other tasks have none.
 
     Raises:
         UserError: there is no such task.

@@ -1,4 +1,4 @@
-"""A step of ordinary PyTorch, without accumulation: what it holds, and what torch says where that is too much."""
+"""A step of plain PyTorch without accumulation: its memory, and torch's error where that exceeds a budget."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -21,7 +21,7 @@ class OutOfMemory:
     Attributes:
         message: what the error says.
         phase: forward, backward or update.
-        held: what tensors held by then, by what they are held for; the piece that was refused is not in it.
+        held: bytes of tensors by category at that moment, without the allocation that failed.
     """
 
     message: str
@@ -29,27 +29,27 @@ class OutOfMemory:
     held: Mapping[str, int]
 
 
-def trace_native(what: SmallModel, num_samples: int) -> MemoryTrace:
-    """Return all allocations and frees of tensors in a step like all but the first, on so many samples at once."""
+def trace_plain_step(what: SmallModel, num_samples: int) -> MemoryTrace:
+    """Return all allocations and frees of tensors in a step after the first, with so many samples in one batch."""
     run = _Run(what, num_samples)
     run.step()
     return run.trace()
 
 
-def try_native(what: SmallModel, num_samples: int, budget_bytes: int) -> OutOfMemory | None:
-    """Run the same step where tensors may hold so many bytes; return how it failed, None if it did not."""
+def try_plain_step(what: SmallModel, num_samples: int, budget_bytes: int) -> OutOfMemory | None:
+    """Run the same step where tensors may take so many bytes; return how it failed, None if it did not."""
     run = _Run(what, num_samples)
     try:
         run.step(budget_bytes)
     except torch.OutOfMemoryError as error:
-        course = timeline(run.trace())
-        last = len(course.totals) - 1
-        return OutOfMemory(message=str(error), phase=run.phase, held=course.at(last))
+        measured = timeline(run.trace())
+        last = len(measured.totals) - 1
+        return OutOfMemory(message=str(error), phase=run.phase, held=measured.at(last))
     return None
 
 
 class _Run:
-    """A model, its AdamW with its state, and a batch; and the ledger that looks on."""
+    """A model, its AdamW with its state, a batch, and the ledger that records their memory."""
 
     def __init__(self, what: SmallModel, num_samples: int) -> None:
         self.phase: Phase = "forward"
@@ -58,7 +58,7 @@ class _Run:
         with own_random_numbers():
             self._model = what.make()
         self._optimizer: Optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-3)
-        self._pass(what.batch(2))  # makes the optimizer's state; of one sample there is no variance to normalise by
+        self._pass(what.batch(2))  # makes the optimizer's state; BatchNorm needs two samples for a variance
         self._batch = what.batch(num_samples)
 
     def step(self, budget_bytes: int | None = None) -> None:
@@ -82,7 +82,7 @@ class _Run:
         self._optimizer.zero_grad()
 
     def trace(self) -> MemoryTrace:
-        """Return what was booked, and stop."""
+        """Return the recorded allocations and frees, and stop recording."""
         trace = self._ledger.trace()
         self._ledger.forget()
         return trace

@@ -1,4 +1,4 @@
-"""`Course`: what is noted of a run of the playground, and reported beside its records."""
+"""`RunMetrics`: the metrics of a playground run, collected step by step and streamed to the page."""
 
 import base64
 import dataclasses
@@ -19,22 +19,25 @@ from anybatch_guide.tasks.spirals import surface
 from anybatch_guide.tasks.task import PlaygroundTask
 
 if TYPE_CHECKING:
-    from anybatch_guide.playground import Native
+    from anybatch_guide.playground import ReferenceRun
 
 SURFACE_SIZE = 40
 NUM_SURFACES = 20
 
 
-class Course:
-    """An observer of a run that keeps its numbers by step, and tells what the page knows beyond the records.
+class RunMetrics:
+    """An observer that passes a run's records on to the page, collects its metrics, and streams those of its own.
+
+    These are the memory of one step, the difference from the reference run after each step, and now and then the
+    probabilities that the network predicts over the plane of the spirals.
 
     Args:
         setting: what the run does.
-        task: what is learned.
-        model: the network that learns.
-        native: the native batch, stepped after each step.
-        lines: where everything is reported.
-        clock: seconds that only go forward; for the throughput.
+        task: its data, network and loss.
+        model: the network that is trained.
+        reference: a run without accumulation to compare with; it makes one step after each step of this run.
+        lines: streams records and metrics to the page.
+        clock: monotonic time in seconds, for the throughput.
     """
 
     def __init__(
@@ -43,13 +46,13 @@ class Course:
         task: PlaygroundTask,
         *,
         model: nn.Module,
-        native: "Native",
+        reference: "ReferenceRun",
         lines: RecordLines,
         clock: Callable[[], float],
     ) -> None:
         self.measured_step = min(1, setting.steps - 1)  # the first one also makes the optimizer's state
         self._setting, self._task, self._model = setting, task, model
-        self._native: Native | None = native
+        self._reference: ReferenceRun | None = reference
         self._lines, self._clock = lines, clock
         self._steps: list[StepRecord] = []
         self._differences: list[float | None] = []
@@ -59,7 +62,7 @@ class Course:
         self._seconds: list[float] = []
 
     def observe(self, record: Record, /) -> None:
-        """Note a record, and tell it."""
+        """Take the metrics from a record, and stream it."""
         match record:
             case MicroBatchRecord(event="begin", position=0):
                 self._begun = self._clock()
@@ -73,29 +76,29 @@ class Course:
                 pass
         self._lines.observe(record)
 
-    def note_memory(self, course: MemoryTimeline) -> None:
-        """Keep the peak memory of the measured step by category, and report the peak of each of its parts."""
-        self._peak = course.at(course.peak_moment)
-        for position, phase, moment in parts_of(course):
-            self._lines.say(
+    def add_memory(self, timeline: MemoryTimeline) -> None:
+        """Keep the peak memory of the measured step by category, and stream the peak of each of its phases."""
+        self._peak = timeline.at(timeline.peak_moment)
+        for position, phase, moment in phase_peaks(timeline):
+            self._lines.emit(
                 "memory",
                 step=self.measured_step,
                 position=position,
                 phase=phase,
-                category_bytes=course.at(moment),
+                category_bytes=timeline.at(moment),
             )
 
     def after_step(self, step: int) -> None:
-        """Step the native batch and tell how far it is away; now and then tell the surface."""
+        """Step the reference run and stream the difference of the parameters; now and then stream the surface."""
         difference = self._compare()
         self._differences.append(difference)
-        self._lines.say("match", step=step, relative_difference=difference)
+        self._lines.emit("match", step=step, relative_difference=difference)
         every = max(1, self._setting.steps // NUM_SURFACES)
         if self._task.name == "spirals" and ((step + 1) % every == 0 or step + 1 == self._setting.steps):
-            self._lines.say("surface", step=step, size=SURFACE_SIZE, values=surface_of(self._model))
+            self._lines.emit("surface", step=step, size=SURFACE_SIZE, values=surface_of(self._model))
 
     def data(self) -> Data:
-        """Return the numbers of the run, step by step."""
+        """Return the metrics of the run, step by step."""
         steps = self._steps
         return {
             "status": self._status,
@@ -114,29 +117,29 @@ class Course:
         }
 
     def _compare(self) -> float | None:
-        if self._native is None:
+        if self._reference is None:
             return None
         try:
-            return finite(self._native.step(self._model))
+            return finite(self._reference.step(self._model))
         except NonFiniteError:
-            # The native batch has diverged, so there is nothing to compare with from now on.
-            self._native = None
+            # The reference run has diverged, so there is nothing to compare with from now on.
+            self._reference = None
             return None
 
     def _samples_per_second(self) -> float | None:
-        """Return the throughput after the measured step, which is slow since it is looked at."""
+        """Return the throughput after the measured step, which recording its memory slows down."""
         first = self.measured_step + 1
         samples = sum(step.num_samples for step in self._steps[first:])
         seconds = sum(self._seconds[first:])
         return samples / seconds if samples and seconds else None
 
 
-def parts_of(course: MemoryTimeline) -> list[tuple[int | None, str, int]]:
-    """Return micro-batch (None for the update), phase and highest moment of each part of a step, in order."""
-    totals = course.totals.tolist()
+def phase_peaks(timeline: MemoryTimeline) -> list[tuple[int | None, str, int]]:
+    """Return micro-batch (None for the update), phase and moment of the peak for each phase of a step, in order."""
+    totals = timeline.totals.tolist()
     found: dict[tuple[int | None, str], int] = {}
-    for moment, phase in enumerate(course.phases):
-        mark = course.mark_before(moment) or ""
+    for moment, phase in enumerate(timeline.phases):
+        mark = timeline.mark_before(moment) or ""
         word, _, number = mark.rpartition(" ")
         part = (int(number) - 1 if word == "micro-batch" else None, phase)
         if part not in found or totals[moment] > totals[found[part]]:
@@ -145,7 +148,7 @@ def parts_of(course: MemoryTimeline) -> list[tuple[int | None, str, int]]:
 
 
 def digest_of(model: nn.Module) -> str:
-    """Return 16 hexadecimal digits that stand for all parameters and buffers, to the bit."""
+    """Return the first 16 hexadecimal digits of the SHA-256 of all parameters and buffers."""
     found = hashlib.sha256()
     for tensor in model.state_dict().values():
         # As bytes: equal digests mean equal bits, also for -0.0 and NaN.
@@ -154,6 +157,6 @@ def digest_of(model: nn.Module) -> str:
 
 
 def surface_of(model: nn.Module) -> str:
-    """Return the surface of a network in bytes from 0 to 255, as base64."""
+    """Return the network's predicted probabilities over the plane as bytes from 0 to 255, in base64."""
     values: Any = (surface(model, SURFACE_SIZE) * 255).round().to(torch.uint8).numpy()
     return base64.b64encode(values.tobytes()).decode("ascii")

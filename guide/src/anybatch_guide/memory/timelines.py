@@ -1,0 +1,72 @@
+"""Memory timelines of a step as JSON for the page: the peak, and few enough points to draw."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from anybatch.memory.timeline import ORDER, MemoryTimeline
+from anybatch.memory.trace import Category
+
+
+def peak_of(timeline: MemoryTimeline) -> dict[str, Any]:
+    """Return the peak for the page: bytes by category in stacking order, and where in the step it is."""
+    moment = timeline.peak_moment
+    return {
+        "num_bytes": timeline.peak_bytes,
+        "held": in_order(timeline.at(moment)),
+        "phase": timeline.phases[moment],
+        "operation": timeline.operations[moment],
+        "mark": timeline.mark_before(moment),
+    }
+
+
+def in_order(by_category: Mapping[Category, int] | Mapping[str, int]) -> list[int]:
+    """Return bytes by category as a list, in stacking order."""
+    by_name: dict[str, int] = {name: size for name, size in by_category.items()}  # noqa: C416 (a mapping's keys are invariant)
+    return [by_name.get(name, 0) for name in ORDER]
+
+
+def downsampled(timeline: MemoryTimeline, num_buckets: int) -> dict[str, Any]:
+    """Return a timeline in few points: of each of `num_buckets` equal parts, its highest and its lowest turn.
+
+    All points are measured ones, and the peak is among them. Only turns are taken, where memory begins to rise or to
+    fall: within one fall the order in which tensors are freed may differ from run to run, as it does when autocast
+    drops its copies of the weights. A category that never changes is one number; any other is its first value and the
+    differences from point to point.
+    """
+    totals = timeline.totals.tolist()
+    size = -(-len(totals) // num_buckets)
+    stretches = itertools.groupby(_turns(totals), key=lambda moment: moment // size)
+    kept = sorted(
+        {
+            pick(turns, key=totals.__getitem__)
+            for _, stretch in stretches
+            for turns in [list(stretch)]
+            for pick in (max, min)
+        }
+        | {0, len(totals) - 1}
+    )
+    held = dict(zip(timeline.categories, timeline.held_bytes[kept].T.tolist(), strict=True))
+    return {
+        "num_moments": len(totals),
+        "moments": _differences(kept),
+        "held": [_differences(held.get(name, [0])) for name in ORDER],
+        "marks": [list(mark) for mark in timeline.marks],
+    }
+
+
+def _turns(totals: Sequence[int]) -> list[int]:
+    """Return the moments at which memory begins to rise or to fall, with the first and the last."""
+    turns, rises = [0], None
+    for moment, (before, after) in enumerate(itertools.pairwise(totals)):
+        if after != before and (after > before) is not rises:
+            if rises is not None:
+                turns.append(moment)
+            rises = after > before
+    return [*turns, len(totals) - 1]
+
+
+def _differences(values: list[int]) -> list[int]:
+    """Return the first value, then differences; only the first value if all are equal."""
+    changes = [after - before for before, after in itertools.pairwise(values)]
+    return [values[0], *(changes if any(changes) else ())]
