@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import anybatch as ab
 from anybatch.cli import init, option_hints
 from anybatch.cli.main import VERBS, function_of, main
 from anybatch.cli.option_hints import HINTS, OWN_OPTIONS, explain_unknown
@@ -304,3 +305,10 @@ def test_what_a_plan_imports_is_never_collected() -> None:
         assert found - before >= len(kept)
     finally:
         gc.unfreeze()
+
+
+@pytest.mark.parametrize("word", ["--version", "-V"])
+def test_version_is_told(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`anybatch --version` prints the package's version, as every program does."""
+    assert main([word]) == 0
+    assert capsys.readouterr().out == f"anybatch {ab.__version__}\n"

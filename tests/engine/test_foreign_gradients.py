@@ -196,7 +196,7 @@ def clamped(model: nn.Module) -> None:
 
 @sees(
     "hooks on parameters run in every micro-batch",
-    "src/anybatch/engine/accumulation/gradient_guard.py",
+    "src/anybatch/engine/accumulation/step_guard.py",
     "        with without_tensor_hooks(self._parameters):\n            yield",
     "        yield",
 )
@@ -251,14 +251,14 @@ def zero_grad_inside(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 @sees(
     "a zero_grad inside of the loss is not seen",
-    "src/anybatch/engine/accumulation/gradient_guard.py",
+    "src/anybatch/engine/accumulation/step_guard.py",
     "if versions_of(after) != versions or not all(map(operator.is_, before, after)):",
     "if versions_of(after) != versions:",
     cases=["zero_grad"],
 )
 @sees(
     "a backward inside of the loss is not seen",
-    "src/anybatch/engine/accumulation/gradient_guard.py",
+    "src/anybatch/engine/accumulation/step_guard.py",
     "if versions_of(after) != versions or not all(map(operator.is_, before, after)):",
     "if not all(map(operator.is_, before, after)):",
     cases=["backward in bf16"],
@@ -348,7 +348,7 @@ def replace_head(model: nn.Module) -> None:
 
 @sees(
     "other trainable parameters than before are not seen",
-    "src/anybatch/engine/accumulation/gradient_guard.py",
+    "src/anybatch/engine/accumulation/step_guard.py",
     "if self._modules is None or trainable_ids(self._modules) == self._trained:",
     "if self._modules is None or self._trained:",
 )

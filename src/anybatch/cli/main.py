@@ -5,7 +5,7 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, version
 from typing import cast
 
 from anybatch.cli.status import Status, status_of
@@ -54,6 +54,9 @@ def main(words: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else words
     if not words or words[0] in ("-h", "--help", "help"):
         sys.stdout.write(overview())
+        return Status.DONE
+    if words[0] in ("-V", "--version", "version"):
+        sys.stdout.write(f"anybatch {version('anybatch')}\n")
         return Status.DONE
     verb = next((verb for verb in VERBS if verb.name == words[0]), None)
     if verb is None:

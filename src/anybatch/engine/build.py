@@ -14,10 +14,10 @@ from anybatch.core.loss import Loss, declared
 from anybatch.core.records import Observer
 from anybatch.core.splitting import CutConstraints
 from anybatch.engine.accumulation.accumulate import LoopContext, Randomness
-from anybatch.engine.accumulation.gradient_guard import GradientGuard
 from anybatch.engine.accumulation.planned_batch import PlannedBatch
+from anybatch.engine.accumulation.step_guard import StepGuard
 from anybatch.engine.batch_norm.runner import BatchNormRunner, policy_for, ranks_of, refuse_order, refuse_policy
-from anybatch.engine.checkpoint_state import StateParts
+from anybatch.engine.checkpoint_state import Stateful, StateParts
 from anybatch.engine.compatibility import Features, features_of, refuse_features
 from anybatch.engine.executors import choose_executor
 from anybatch.engine.inputs import collect_modules, move_modules, world_of
@@ -25,7 +25,7 @@ from anybatch.engine.loss_check.check import LossCheck
 from anybatch.engine.micro_batch_size.backoff import SizeBackoff
 from anybatch.engine.micro_batch_size.oom_retry import OomRetry, why_impossible
 from anybatch.engine.micro_batch_size.sizes import RunSizes, TrialParts
-from anybatch.engine.rng.generators import choose_randomness
+from anybatch.engine.rng.generators import CallersRandomness, choose_randomness
 from anybatch.engine.spec import Hardware, TrainSpec
 from anybatch.engine.step_planner import StepPlanner
 from anybatch.engine.step_runner import StepRunner
@@ -33,6 +33,7 @@ from anybatch.engine.telemetry.decisions import Decisions, first_decisions
 from anybatch.engine.telemetry.notifier import Notifier, start_record
 from anybatch.engine.update.clipping import ClipPolicy, clip_policy, refuse_groups
 from anybatch.engine.update.finite_check import FiniteCheck
+from anybatch.engine.update.optimizer_mode import prepare_for_training
 from anybatch.engine.update.optimizer_state import OptimizerStateMemory
 from anybatch.engine.update.precision import LossScaler, autocast, make_target
 from anybatch.engine.update.resident_tensors import ResidentMemory, ResidentTensors, resident_tensors
@@ -64,6 +65,7 @@ class Parts:
         batch_norm: runs micro-batches under the policy about BatchNorm.
         decisions: what was decided.
         notifier: sends records to observers.
+        further_state: objects of the user's whose state is saved too, by name.
     """
 
     world: World
@@ -73,12 +75,13 @@ class Parts:
     backoff: SizeBackoff
     check: LossCheck
     planner: StepPlanner
-    guard: GradientGuard
+    guard: StepGuard
     runner: StepRunner
     updater: Updater
     batch_norm: BatchNormRunner
     decisions: Decisions
     notifier: Notifier
+    further_state: dict[str, Stateful]
 
     @property
     def resident_tensors(self) -> Callable[[], ResidentTensors]:
@@ -88,7 +91,7 @@ class Parts:
     @property
     def state(self) -> StateParts:
         """The parts that change while an engine trains."""
-        updater = self.updater
+        updater, randomness = self.updater, self.context.randomness
         return StateParts(
             modules=self.modules,
             layout=self.context.prepared.layout,
@@ -96,6 +99,8 @@ class Parts:
             scaler=updater.scaler,
             scheduler=updater.scheduler,
             average=updater.average,
+            generators=tuple(randomness.generators) if isinstance(randomness, CallersRandomness) else (),
+            further=self.further_state,
         )
 
     def clear_gradients(self) -> None:
@@ -149,14 +154,15 @@ def build(spec: TrainSpec, hardware: Hardware, observer: Observer | None = None)
     # From here on something of the model may have changed: hooks, buckets, for some strategies the parameters.
     prepared = strategy.prepare(modules, spec.model, world, notifier.reduction)
     try:
-        guard = GradientGuard(
-            modules, prepared, notifier, replaces_parameters=strategy.capabilities.replaces_parameters
+        guard = StepGuard(
+            spec.model, modules, prepared, notifier, replaces_parameters=strategy.capabilities.replaces_parameters
         )
         prepared = dataclasses.replace(prepared, call=guard.call)
         # An optimizer that is given as a function is made over what the strategy has made of the parameters.
         target = make_target(spec.optimizer, prepared.parameters)
         # Not with the other checks: an optimizer that is given as a function has no groups before it is made.
         refuse_groups(given.clip, target.optimizer)
+        prepare_for_training(target.optimizer)
         scheduler = scheduler_of(spec.scheduler, target.optimizer)
         average = None if spec.average_decay is None else WeightAverage(prepared.parameters, spec.average_decay)
         batch_norm = BatchNormRunner(
@@ -243,7 +249,7 @@ def _check_arguments(spec: TrainSpec, hardware: Hardware) -> _Arguments:
 def _runnable(
     given: _Arguments,
     prepared: Prepared,
-    guard: GradientGuard,
+    guard: StepGuard,
     updater: Updater,
     batch_norm: BatchNormRunner,
     *,
@@ -327,6 +333,7 @@ def _runnable(
         batch_norm=batch_norm,
         decisions=decisions,
         notifier=notifier,
+        further_state={},
     )
 
 

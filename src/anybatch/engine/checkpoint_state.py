@@ -2,10 +2,10 @@
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -29,11 +29,24 @@ class Scheduler(Protocol):
         ...
 
 
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything whose state can be saved: a scheduler, a loader, an average."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return plain values and tensors."""
+        ...
+
+    def load_state_dict(self, state: Any) -> Any:  # noqa: ANN401 (as torch has it)
+        """Go on from them."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateParts:
     """The parts of an engine that change while it trains.
 
-    Random numbers are not among them: they are keyed by (seed, step, sample), so the seed and the step say it all.
+    Keyed random numbers are not among them: the seed, the step and the sample say it all.
 
     Attributes:
         modules: everything that trains.
@@ -42,6 +55,8 @@ class StateParts:
         scaler: fp16's gradient scaler, or nothing.
         scheduler: anything with a state, or None.
         average: averaged weights, or None.
+        generators: of the random numbers that are not keyed.
+        further: objects of the user's, by name.
     """
 
     modules: nn.Module
@@ -50,6 +65,8 @@ class StateParts:
     scaler: LossScaler
     scheduler: Any
     average: WeightAverage | None
+    generators: tuple[torch.Generator, ...]
+    further: Mapping[str, Stateful]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,10 +90,17 @@ class Progress:
     decisions: Mapping[str, str]
 
 
-def collect_state(parts: StateParts, progress: Progress) -> dict[str, Any]:
+def collect_state(parts: StateParts, progress: Progress, world: World, *, only_trainable: bool) -> dict[str, Any]:
     """Return everything that changes, as nested dicts of whole tensors and plain values.
 
-    A collective where tensors are sharded, so every rank calls it. Tensors of replicas are not copied.
+    Every rank calls it: tensors may be sharded, and random numbers that are not keyed differ. Tensors of replicas are
+    not copied.
+
+    Args:
+        parts: what changes.
+        progress: how far the run has come.
+        world: the ranks.
+        only_trainable: leave out frozen parameters.
     """
     target, scaler, gather = parts.target, parts.scaler, parts.layout.gather
     return {
@@ -86,7 +110,12 @@ def collect_state(parts: StateParts, progress: Progress) -> dict[str, Any]:
         "sizes": dataclasses.asdict(progress.sizes),
         "resized": progress.resized,
         "decisions": dict(progress.decisions),
-        "model": map_tensors(dict(parts.modules.state_dict()), gather),
+        "model": map_tensors(_model_state(parts.modules, only_trainable=only_trainable), gather),
+        "optimizer_class": _class_name(target.optimizer),
+        "generators": world.gather_objects([generator.get_state() for generator in parts.generators])
+        if parts.generators
+        else None,
+        "further": {name: dict(found.state_dict()) for name, found in parts.further.items()},
         "optimizer": map_tensors(target.optimizer.state_dict(), gather),
         "master_weights": [gather(weight.detach()) for weight in target.updated]
         if target.update == "master_weights"
@@ -99,14 +128,23 @@ def collect_state(parts: StateParts, progress: Progress) -> dict[str, Any]:
     }
 
 
-def restore_state(parts: StateParts, state: Mapping[str, Any]) -> None:
+def restore_state(parts: StateParts, state: Mapping[str, Any], world: World) -> list[str]:
     """Put a collected state into the parts of an engine; nothing is changed unless all of it fits.
+
+    Args:
+        parts: what changes.
+        state: what `collect_state` returned, perhaps an earlier version's.
+        world: the ranks.
+
+    Returns:
+        What the user should know about what was restored all the same.
 
     Raises:
         CheckpointError: the state is of another model, optimizer or precision; names what differs, with both values.
     """
-    _check_model(parts.modules.state_dict(), state["model"])
-    _check_optimizer(parts.target, state["optimizer"])
+    _check_model(parts.modules, state["model"])
+    remarks = _check_optimizer(parts.target, state["optimizer"], state.get("optimizer_class"))
+    remarks += _check_further(parts.further, state.get("further", {}))
     # Everything is compared before anything is loaded, so that a checkpoint that does not fit changes nothing.
     for name, own in (
         ("master_weights", parts.target.update == "master_weights"),
@@ -125,7 +163,7 @@ def restore_state(parts: StateParts, state: Mapping[str, Any]) -> None:
         name: scatter(value, own_model[name]) if isinstance(value, torch.Tensor) else value
         for name, value in state["model"].items()
     }
-    parts.modules.load_state_dict(model)
+    parts.modules.load_state_dict({**own_model, **model})
     # A copy, because an optimizer keeps tensors of what it loads and changes them in place.
     parts.target.optimizer.load_state_dict(_scattered(copy.deepcopy(dict(state["optimizer"])), parts))
     if state["master_weights"] is not None:
@@ -139,6 +177,42 @@ def restore_state(parts: StateParts, state: Mapping[str, Any]) -> None:
     if parts.average is not None:
         weights = parts.average.weights
         parts.average.load({name: scatter(state["average"][name], weight) for name, weight in weights.items()})
+    for name, found in parts.further.items():
+        found.load_state_dict(copy.deepcopy(state["further"][name]))
+    return remarks + _restore_generators(parts.generators, state.get("generators"), world)
+
+
+def _model_state(modules: nn.Module, *, only_trainable: bool) -> dict[str, Any]:
+    state = dict(modules.state_dict())
+    frozen = _frozen(modules) if only_trainable else frozenset()
+    return {name: value for name, value in state.items() if name not in frozen}
+
+
+def _frozen(modules: nn.Module) -> frozenset[str]:
+    named = modules.named_parameters(remove_duplicate=False)
+    return frozenset(name for name, parameter in named if not parameter.requires_grad)
+
+
+def _class_name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _restore_generators(
+    generators: Sequence[torch.Generator], saved: "Sequence[Sequence[torch.Tensor]] | None", world: World
+) -> list[str]:
+    """Go on with this rank's random numbers; where they cannot go on, say so."""
+    if not generators:
+        return []
+    if saved is None or len(saved) != world.size or len(saved[world.rank]) != len(generators):
+        found = "no random numbers" if saved is None else f"those of {len(saved)} ranks"
+        message = (
+            f"rng=None leaves random numbers as they come, and the checkpoint has {found}, this run {world.size} "
+            "ranks: dropout and the like will not be what they would have been."
+        )
+        return [message]
+    for generator, state in zip(generators, saved[world.rank], strict=True):
+        generator.set_state(state)
+    return []
 
 
 def _scattered(saved: dict[str, Any], parts: StateParts) -> dict[str, Any]:
@@ -152,7 +226,12 @@ def _scattered(saved: dict[str, Any], parts: StateParts) -> dict[str, Any]:
     return saved
 
 
-def _check_model(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+def _check_model(modules: nn.Module, saved: Mapping[str, Any]) -> None:
+    own = modules.state_dict()
+    frozen = _frozen(modules)
+    # Saved with `only_trainable`: what is frozen comes from wherever the model does.
+    if not frozen & saved.keys():
+        own = {name: value for name, value in own.items() if name not in frozen}
     missing, foreign = sorted(set(own) - set(saved)), sorted(set(saved) - set(own))
     shapes = [
         f"{name}: {tuple(saved[name].shape)} saved, {tuple(value.shape)} here"
@@ -172,7 +251,24 @@ def _check_model(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
         raise CheckpointError(message)
 
 
-def _check_optimizer(target: Target, saved: Mapping[str, Any]) -> None:
+def _check_further(own: Mapping[str, Stateful], saved: Mapping[str, Any]) -> list[str]:
+    """Compare the names of further objects; return what to say of saved ones that this run does not have."""
+    missing = sorted(set(own) - set(saved))
+    if missing:
+        message = (
+            f"the checkpoint has no state of {', '.join(map(repr, missing))}, which engine.save_also was given; it has "
+            f"{', '.join(map(repr, saved)) or 'none'}. Load without them, and call save_also afterwards."
+        )
+        raise CheckpointError(message)
+    return [
+        f"the checkpoint holds the state of {name!r}, which this run does not take up: call "
+        f"engine.save_also({name}=...) before engine.load."
+        for name in sorted(set(saved) - set(own))
+    ]
+
+
+def _check_optimizer(target: Target, saved: Mapping[str, Any], saved_class: str | None) -> list[str]:
+    """Compare optimizers; return what to say of one that differs and can go on all the same."""
     # By numbers, because an optimizer's state knows its parameters by their position alone.
     own = [len(group["params"]) for group in target.optimizer.param_groups]
     theirs = [len(group["params"]) for group in saved["param_groups"]]
@@ -182,6 +278,25 @@ def _check_optimizer(target: Target, saved: Mapping[str, Any]) -> None:
             "optimizer as it was when the checkpoint was saved."
         )
         raise CheckpointError(message)
+    own_class = _class_name(target.optimizer)
+    if saved_class == own_class:
+        return []
+    here, there = (set(groups["param_groups"][0]) for groups in (target.optimizer.state_dict(), saved))
+    # Versions of torch add settings to a class, and never give it others: both ways is another kind of optimizer.
+    if here - there and there - here:
+        message = (
+            f"the checkpoint is of another kind of optimizer: {saved_class or 'one'} with "
+            f"{', '.join(sorted(there - here))}, here {own_class} with {', '.join(sorted(here - there))}. Build the "
+            "optimizer as it was when the checkpoint was saved."
+        )
+        raise CheckpointError(message)
+    if saved_class is None:
+        return []
+    message = (
+        f"the checkpoint is of the optimizer {saved_class}, and goes on with {own_class}, which has the same settings: "
+        "the run will differ from one that went through."
+    )
+    return [message]
 
 
 def save_on_first_rank(

@@ -20,6 +20,7 @@ from anybatch.engine.build import Parts, build
 from anybatch.engine.checkpoint_state import (
     Progress,
     Scheduler,
+    Stateful,
     collect_state,
     load_on_all_ranks,
     restore_state,
@@ -34,6 +35,7 @@ from anybatch.engine.spec import Hardware, TrainSpec
 from anybatch.engine.step_runner import SummedBatch
 from anybatch.engine.telemetry.decisions import Decisions
 from anybatch.engine.update.clipping import ClipArgument
+from anybatch.engine.update.optimizer_mode import evaluation_weights
 from anybatch.engine.update.precision import OptimizerFunction, PrecisionName
 from anybatch.engine.update.resident_tensors import ResidentTensors
 from anybatch.engine.update.schedule import SchedulerFunction
@@ -266,7 +268,8 @@ class Engine:
         parts.modules.eval()
         try:
             weights = average.in_place() if averaged and average is not None else nullcontext()
-            with failures_reported(parts.world, self.num_steps, parts.updater.undo), torch.no_grad(), weights:
+            own = evaluation_weights(self.optimizer)
+            with failures_reported(parts.world, self.num_steps, parts.updater.undo), torch.no_grad(), own, weights:
                 found, num_samples = evaluate(
                     batches,
                     parts.context.loss if metric is None else metric,
@@ -281,19 +284,26 @@ class Engine:
         parts.notifier.evaluate(self.num_steps, num_samples, found)
         return found
 
-    def save(self, folder: str | Path, *, keep_last: int = 2) -> Path:
+    def save(self, folder: str | Path, *, keep_last: int = 2, only_trainable: bool = False) -> Path:
         """Write a checkpoint of everything a run needs to go on into `folder`, atomically; return its path.
 
         Rank 0 writes, all ranks wait. Call it on every rank.
 
         Args:
             folder: holds the run's checkpoints, one subfolder each.
-            keep_last: how many are kept.
+            keep_last: how many are kept. To keep the best by a metric, save into a folder of its own with
+                `keep_last=1` whenever the metric is better than before.
+            only_trainable: leave out frozen parameters, such as the base of an adapter; whoever loads it builds the
+                model with them.
 
         Raises:
             CheckpointError: it could not be written; older ones are untouched.
+
+        Warns:
+            AnyBatchWarning: learning rates follow a scheduler that the engine does not know, so it is not saved.
         """
         parts = self._parts
+        self._warn_of_unknown_scheduler()
         # On an accelerator the last step's loss is not looked at yet, and weights after a NaN must not be saved.
         parts.updater.finite.settle()
         progress = Progress(
@@ -304,7 +314,7 @@ class Engine:
             resized=parts.backoff.state(),
             decisions=parts.decisions,
         )
-        state = collect_state(parts.state, progress)
+        state = collect_state(parts.state, progress, self.world, only_trainable=only_trainable)
         saved = save_on_first_rank(Path(folder), self.num_steps, state, self.world, keep_last=keep_last)
         for message in saved.warnings:
             warnings.warn(message, stacklevel=2)
@@ -326,7 +336,8 @@ class Engine:
         """
         loaded = load_on_all_ranks(Path(path), self.world)
         # First, because it raises before it changes anything; the engine's own numbers follow the parts.
-        restore_state(self._parts.state, loaded.state)
+        for remark in restore_state(self._parts.state, loaded.state, self.world):
+            self._parts.notifier.warn(f"loaded: {remark}", remark)
         for skipped in loaded.skipped:
             self._parts.notifier.checkpoint("fell_back", self.num_steps, skipped.path, None, skipped.reason)
             warnings.warn(f"passed over the damaged checkpoint {skipped.path}: {skipped.reason}", stacklevel=2)
@@ -337,6 +348,28 @@ class Engine:
         self._parts.check.resume(loaded.state["decisions"])
         self._parts.notifier.checkpoint("loaded", self.num_steps, loaded.path, None)
         return self.position
+
+    def save_also(self, **objects: Stateful) -> None:
+        """Keep the state of further objects in every checkpoint from now on, and let `load` put it back.
+
+        For what belongs to the run and not to the engine: a scheduler that you step yourself, a loader, statistics.
+        Call it before `load`. What rank 0's objects return is saved, and put back on every rank.
+
+        ```python
+        engine.save_also(scheduler=scheduler)
+        ```
+
+        Args:
+            objects: by the name to save under; each has `state_dict()` and `load_state_dict(state)`.
+
+        Raises:
+            UserError: one of them lacks these.
+        """
+        for name, found in objects.items():
+            if not isinstance(found, Stateful):
+                message = f"{name}={found!r} cannot be saved: it needs the methods state_dict and load_state_dict."
+                raise UserError(message)
+        self._parts.further_state.update(objects)
 
     def reschedule(self, scheduler: SchedulerFunction) -> None:
         """Continue with another schedule, from its beginning, in the place of the present one.
@@ -382,6 +415,18 @@ class Engine:
     ) -> AbstractContextManager[None]:
         """Let one more observer look in for a while, and a function see every micro-batch on its device."""
         return self._parts.notifier.also(observer, on_micro_batch)
+
+    def _warn_of_unknown_scheduler(self) -> None:
+        # Every scheduler of torch writes this into the groups of its optimizer.
+        is_scheduled = any("initial_lr" in group for group in self.optimizer.param_groups)
+        known = (self.scheduler, *self._parts.further_state.values())
+        if is_scheduled and not any(getattr(one, "optimizer", None) is self.optimizer for one in known):
+            message = (
+                "a scheduler that the engine does not know sets the learning rates, so it is not in the checkpoint, "
+                "and a resumed run would begin its schedule again. Pass it as Engine(scheduler=...), which steps it "
+                "once per update, or step it yourself and call engine.save_also(scheduler=scheduler)."
+            )
+            self._parts.notifier.warn("scheduler_not_saved", message)
 
     def _open_parts(self) -> Parts:
         """Return the parts, as long as the engine is open.

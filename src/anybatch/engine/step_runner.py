@@ -13,8 +13,8 @@ from anybatch.core.batch import Position
 from anybatch.core.dtypes import widest_dtype
 from anybatch.core.records import PhaseName
 from anybatch.engine.accumulation.accumulate import LoopContext
-from anybatch.engine.accumulation.gradient_guard import GradientGuard
 from anybatch.engine.accumulation.planned_batch import CountedBatch, PlannedBatch
+from anybatch.engine.accumulation.step_guard import StepGuard
 from anybatch.engine.accumulation.sums import divide_late
 from anybatch.engine.executors import Executor
 from anybatch.engine.micro_batch_size.oom_halving import release_frames
@@ -62,7 +62,7 @@ class StepRunner:
         planner: StepPlanner,
         executor: Executor,
         context: LoopContext,
-        guard: GradientGuard,
+        guard: StepGuard,
         *,
         world: World,
         retry: OomRetry,

@@ -82,16 +82,20 @@ class UnitRandomness:
 
 
 class CallersRandomness:
-    """Leaves random numbers as they come, which is `rng=None`. They are restored only where a step is repeated."""
+    """Leaves random numbers as they come, which is `rng=None`. They are restored only where a step is repeated.
+
+    Attributes:
+        generators: torch's own, of the CPU and the rank's device; a checkpoint holds their state.
+    """
 
     covers_backward = False
 
     def __init__(self, device: torch.device) -> None:
-        self._generators = [torch.default_generator, *device_generators(device)]
+        self.generators = [torch.default_generator, *device_generators(device)]
         self._states: list[torch.Tensor] = []
 
     def __enter__(self) -> Self:
-        self._states = [generator.get_state() for generator in self._generators]
+        self._states = [generator.get_state() for generator in self.generators]
         return self
 
     def __exit__(
@@ -108,7 +112,7 @@ class CallersRandomness:
 
     def rewind(self) -> None:
         """Go back to what was there before the step."""
-        for generator, state in zip(self._generators, self._states, strict=True):
+        for generator, state in zip(self.generators, self._states, strict=True):
             generator.set_state(state)
 
     def parked(self) -> AbstractContextManager[None]:

@@ -1,5 +1,6 @@
 """Precision: autocast, the fp16 gradient scaler, and how gradients reach low-precision parameters."""
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from anybatch.core.dtypes import is_low_precision
-from anybatch.errors import NonFiniteError, ParameterError, UserError
+from anybatch.errors import CompositionError, NonFiniteError, ParameterError, UserError
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]
 OptimizerFunction = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
@@ -93,8 +94,11 @@ def make_target(optimizer: "Optimizer | OptimizerFunction", parameters: Mapping[
 
     Raises:
         ParameterError: the optimizer holds other parameters than the model's trainable ones.
+        CompositionError: the optimizer computes gradients several times in a step.
     """
     own = tuple(parameters.values())
+    if isinstance(optimizer, Optimizer):
+        _refuse_closures(optimizer)
     low = [parameter for parameter in own if is_low_precision(parameter)]
     if isinstance(optimizer, Optimizer):
         _check_members(optimizer, parameters)
@@ -110,6 +114,7 @@ def make_target(optimizer: "Optimizer | OptimizerFunction", parameters: Mapping[
             "torch.optim.Optimizer, such as lambda named: torch.optim.AdamW(named, lr=1e-3)."
         )
         raise ParameterError(message)
+    _refuse_closures(made)
     _check_members(made, masters)
     return Target(made, "master_weights" if low else "direct", own, tuple(masters.values()))
 
@@ -177,6 +182,21 @@ class LossScaler:
 
 def _unchanged(loss: torch.Tensor) -> torch.Tensor:
     return loss
+
+
+def _refuse_closures(optimizer: Optimizer) -> None:
+    """Refuse what asks for the loss again in the middle of its step: the engine has one gradient per batch."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    needs_closure = closure is not None and closure.default is closure.empty
+    has_two_steps = hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step")  # as SAM's authors have it
+    if needs_closure or has_two_steps:
+        message = (
+            f"{type(optimizer).__name__} computes the gradient several times in one step (a closure, or two steps as "
+            "SAM has them), and the engine makes one update of one gradient. Use an optimizer that steps from .grad, "
+            "or engine.gradients(batch) in a loop of your own, which gives the exact gradient of a batch at the "
+            "present parameters and changes nothing."
+        )
+        raise CompositionError(message)
 
 
 def _check_members(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:

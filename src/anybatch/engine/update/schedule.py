@@ -1,5 +1,6 @@
 """Learning-rate schedulers: given as they are, or as a function of an optimizer that is yet to be made."""
 
+import inspect
 from collections.abc import Callable
 
 from torch.optim import Optimizer
@@ -14,7 +15,8 @@ def scheduler_of(scheduler: "Scheduler | SchedulerFunction | None", optimizer: O
     """Return the scheduler, made for the optimizer where a function was given.
 
     Raises:
-        UserError: what was given, or what the function returned, has no method `step`.
+        UserError: what was given, or what the function returned, has no method `step`, is of another optimizer, or
+            needs a metric in each step.
     """
     if scheduler is None:
         return None
@@ -25,4 +27,26 @@ def scheduler_of(scheduler: "Scheduler | SchedulerFunction | None", optimizer: O
             "such as lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=num_steps)."
         )
         raise UserError(message)
+    name, own = type(made).__name__, getattr(made, "optimizer", optimizer)
+    if own is not optimizer:
+        message = (
+            f"scheduler {name} was made for another optimizer ({type(own).__name__} at {id(own):#x}) than the engine "
+            f"updates with ({type(optimizer).__name__} at {id(optimizer):#x}), so it would change nothing. Make it of "
+            f"that one, or pass a function: scheduler=lambda optimizer: {name}(optimizer, ...)."
+        )
+        raise UserError(message)
+    needed = _needed_in_step(made)
+    if needed:
+        message = (
+            f"scheduler {name} needs {', '.join(needed)} in each step, and the engine steps a scheduler by itself, "
+            "once per update. Step it yourself, behind engine.evaluate, say, and have it saved with the run: "
+            "engine.save_also(scheduler=scheduler)."
+        )
+        raise UserError(message)
     return made
+
+
+def _needed_in_step(scheduler: Scheduler) -> list[str]:
+    parameters = inspect.signature(scheduler.step).parameters.values()
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [one.name for one in parameters if one.default is one.empty and one.kind in positional]

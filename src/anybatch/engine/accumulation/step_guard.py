@@ -1,4 +1,4 @@
-"""Keeps the gradients of an effective batch apart from everybody else's."""
+"""Sees what the user's program changes between steps and during one, where gradients add up."""
 
 import operator
 from collections.abc import Iterator, Sequence
@@ -9,9 +9,12 @@ import torch
 from torch import nn
 
 from anybatch.core.loss_kinds import LossFunction
+from anybatch.core.torch_internals import BatchNormBase
 from anybatch.core.tree import Batch
+from anybatch.engine.inputs import Model
 from anybatch.engine.telemetry.notifier import Notifier
 from anybatch.engine.torch_internals import (
+    DropoutBase,
     accumulation_hooks,
     tensor_hooks,
     trainable_ids,
@@ -21,18 +24,21 @@ from anybatch.engine.torch_internals import (
 from anybatch.errors import LossError, ParameterError
 from anybatch.parallel.strategy import Prepared
 
+DIFFERS_IN_TRAINING = (DropoutBase, BatchNormBase)
+"""Layers whose forward depends on the mode."""
 _GRADIENT = operator.attrgetter("grad")
 _NAMED = 4
 """Most parameters that an error names."""
 
 
-class GradientGuard:
+class StepGuard:
     """Sees that from the first micro-batch to the update nobody but the engine changes gradients.
 
-    Gradients add up in `.grad`, which belongs to the user between steps. So a step begins by looking at what is there,
-    and the loss function, which runs while they add up, is watched.
+    Gradients add up in `.grad`, which belongs to the user between steps, as do parameters and modes. So a step begins
+    by looking at what is there, and the loss function, which runs while gradients add up, is watched.
 
     Args:
+        model: the user's own, or named ones.
         modules: everything that trains.
         prepared: what the strategy has made of it.
         replaces_parameters: the strategy puts other parameters into the modules, and they change during a step.
@@ -43,8 +49,9 @@ class GradientGuard:
     """
 
     def __init__(
-        self, modules: nn.Module, prepared: Prepared, notifier: Notifier, *, replaces_parameters: bool
+        self, model: Model, modules: nn.Module, prepared: Prepared, notifier: Notifier, *, replaces_parameters: bool
     ) -> None:
+        self._roots = (model,) if isinstance(model, nn.Module) else tuple(model.values())
         self._modules = None if replaces_parameters else modules
         self._names = list(prepared.parameters)
         self._parameters = list(prepared.parameters.values())
@@ -67,6 +74,7 @@ class GradientGuard:
         self._refuse_other_parameters()
         self._refuse_hooks()
         self._warn_of_gradients()
+        self._warn_of_evaluation_mode()
         with without_tensor_hooks(self._parameters):
             yield
 
@@ -138,6 +146,27 @@ class GradientGuard:
                     "parameter.register_hook, which the engine runs once per step, or optimizer.register_step_pre_hook."
                 )
                 raise ParameterError(message)
+
+    def _warn_of_evaluation_mode(self) -> None:
+        # A root alone: parts of a model may be in evaluation mode on purpose, such as a frozen trunk.
+        if all(root.training for root in self._roots):
+            return
+        affected = sorted(
+            {
+                type(module).__name__
+                for root in self._roots
+                if not root.training
+                for module in root.modules()
+                if isinstance(module, DIFFERS_IN_TRAINING)
+            }
+        )
+        if affected:
+            message = (
+                f"the model is in evaluation mode, so {', '.join(affected)} do not train as they would. Call "
+                "model.train() before the step (engine.evaluate puts modes back by itself); where it is meant, put the "
+                "layers themselves into evaluation mode and not the model."
+            )
+            self._notifier.warn("model_in_evaluation_mode", message)
 
     def _warn_of_gradients(self) -> None:
         found = [name for name, p in zip(self._names, self._parameters, strict=True) if p.grad is not None]

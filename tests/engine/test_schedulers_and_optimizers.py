@@ -1,0 +1,318 @@
+"""Schedulers and optimizers of every kind: run as in a plain loop, saved with the run, or refused when built."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import anybatch as ab
+from anybatch.errors import AnyBatchWarning, CheckpointError, CompositionError, UserError
+from anybatch.testing import relative_error
+from tests.engine.cases import InMemory, classify, perceptron, vectors
+from tests.faults import sees
+
+TOLERANCE = 1e-12
+LR = torch.optim.lr_scheduler
+
+
+def engine_of(model: nn.Module, optimizer: Any, **options: Any) -> ab.Engine:
+    """Return an engine with micro-batches of 3."""
+    return ab.Engine(model, optimizer, ab.mean_over_samples(classify), micro_batch_size=3, **options)
+
+
+@contextmanager
+def no_warning() -> Iterator[None]:
+    """Make every warning of ours an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AnyBatchWarning)
+        yield
+
+
+class TwoSteps(torch.optim.SGD):
+    """An optimizer as the authors of SAM wrote theirs."""
+
+    def first_step(self) -> None:
+        """Climb."""
+
+    def second_step(self) -> None:
+        """Update."""
+
+
+@sees(
+    "an optimizer that needs a closure fails in the first step",
+    "src/anybatch/engine/update/precision.py",
+    "    if needs_closure or has_two_steps:\n",
+    "    if has_two_steps:\n",
+    cases=["lbfgs-instance"],
+)
+@pytest.mark.parametrize("given", ["instance", "function"])
+@pytest.mark.parametrize(
+    "make", [lambda named: torch.optim.LBFGS(list(named)), lambda named: TwoSteps(named, lr=0.1)], ids=["lbfgs", "sam"]
+)
+def test_optimizers_that_ask_for_the_loss_again_are_refused(make: Callable[[Any], Optimizer], given: str) -> None:
+    """LBFGS and SAM are refused when the engine is built, with what to use, and not in the first step."""
+    model = perceptron()
+    optimizer: Any = make(model.parameters()) if given == "instance" else lambda named: make([p for _, p in named])
+    with pytest.raises(CompositionError, match=r"several times in one step .* engine\.gradients"):
+        engine_of(model, optimizer)
+
+
+@sees(
+    "a scheduler of another optimizer is stepped",
+    "src/anybatch/engine/update/schedule.py",
+    "    if own is not optimizer:\n",
+    "    if own is None:\n",
+)
+def test_a_scheduler_of_another_optimizer_is_refused() -> None:
+    """It would change the learning rates of an optimizer that nobody steps."""
+    model = perceptron()
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UserError, match="StepLR was made for another optimizer"):
+        engine_of(model, torch.optim.SGD(model.parameters(), lr=0.1), scheduler=LR.StepLR(other, 1))
+
+
+def test_a_scheduler_that_needs_a_metric_is_refused_and_can_be_saved(tmp_path: Path) -> None:
+    """ReduceLROnPlateau is refused as `scheduler=`; stepped by the user and saved with the run it goes on exactly."""
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UserError, match=r"needs metrics in each step.*engine\.save_also"):
+        engine_of(model, optimizer, scheduler=LR.ReduceLROnPlateau(optimizer))
+
+    def run(stop: int | None) -> list[float]:
+        network = perceptron()
+        own = torch.optim.SGD(network.parameters(), lr=0.1)
+        plateau = LR.ReduceLROnPlateau(own, factor=0.5, patience=1)
+        rates = []
+        with no_warning(), engine_of(network, own) as engine:
+            engine.save_also(plateau=plateau)
+            if stop is None:
+                engine.load(tmp_path / "run")
+            while engine.num_steps < (stop or 6):
+                engine.step(InMemory(vectors(7)))
+                plateau.step(1.0)
+                rates.append(own.param_groups[0]["lr"])
+            if stop == 3:
+                engine.save(tmp_path / "run")
+        return rates
+
+    assert run(3) + run(None) == run(6)
+
+
+@sees(
+    "a scheduler outside of the engine is not missed in a checkpoint",
+    "src/anybatch/engine/engine.py",
+    'is_scheduled = any("initial_lr" in group for group in self.optimizer.param_groups)',
+    "is_scheduled = False",
+)
+def test_a_scheduler_that_is_not_saved_is_said(tmp_path: Path) -> None:
+    """A scheduler that the user steps and nobody saves would begin again after a resume: one warning, at save."""
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = LR.StepLR(optimizer, 1)
+    with engine_of(model, optimizer) as engine:
+        engine.step(InMemory(vectors(7)))
+        scheduler.step()
+        with pytest.warns(AnyBatchWarning, match=r"not in the checkpoint.*save_also"):
+            engine.save(tmp_path / "run")
+        engine.save(tmp_path / "run")  # a second warning would be an error
+        engine.save_also(scheduler=scheduler)
+        engine.save(tmp_path / "run")
+
+
+def test_what_is_saved_also_must_have_a_state() -> None:
+    """An object without a state is refused before any checkpoint is written."""
+    model = perceptron()
+    with (
+        engine_of(model, torch.optim.SGD(model.parameters(), lr=0.1)) as engine,
+        pytest.raises(UserError, match="needs the methods state_dict and load_state_dict"),
+    ):
+        engine.save_also(counter=3)  # type: ignore[arg-type]
+
+
+def saved_by(make: Callable[[Any], Optimizer], folder: Path) -> Path:
+    """Return a checkpoint of one step with an optimizer."""
+    model = perceptron()
+    with engine_of(model, make(model.parameters())) as engine:
+        engine.step(InMemory(vectors(7)))
+        return engine.save(folder)
+
+
+@sees(
+    "a checkpoint of another kind of optimizer is taken",
+    "src/anybatch/engine/checkpoint_state.py",
+    "    if here - there and there - here:\n",
+    "    if here is there:\n",
+)
+def test_another_kind_of_optimizer_is_refused(tmp_path: Path) -> None:
+    """SGD's state in AdamW would fail in a later step: it is refused when loaded, and nothing has changed."""
+    path = saved_by(lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9), tmp_path / "run")
+    model = perceptron()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with engine_of(model, torch.optim.AdamW(model.parameters())) as engine:
+        with pytest.raises(CheckpointError, match=r"another kind of optimizer: torch\.optim\.sgd\.SGD with dampening"):
+            engine.load(path)
+        assert engine.num_steps == 0
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+
+
+def test_a_kind_with_the_same_settings_goes_on_and_is_said(tmp_path: Path) -> None:
+    """Adam's state in AdamW is what some want: it goes on, with a warning that names both."""
+    path = saved_by(lambda parameters: torch.optim.Adam(parameters, lr=0.1), tmp_path / "run")
+    model = perceptron()
+    with engine_of(model, torch.optim.AdamW(model.parameters())) as engine:
+        with pytest.warns(AnyBatchWarning, match=r"Adam, and goes on with torch\.optim\.adamw\.AdamW"):
+            engine.load(path)
+        assert engine.num_steps == 1
+
+
+class Adapter(nn.Module):
+    """A frozen base and a small part that trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = perceptron().requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scaled: torch.Tensor = self.base(x) * self.scale
+        return scaled
+
+
+@sees(
+    "an adapter is saved with its whole base",
+    "src/anybatch/engine/checkpoint_state.py",
+    "    frozen = _frozen(modules) if only_trainable else frozenset()\n",
+    "    frozen = frozenset()\n",
+)
+def test_an_adapter_is_saved_without_its_base(tmp_path: Path) -> None:
+    """`only_trainable` leaves frozen parameters out, and the run goes on from it bit for bit."""
+    ends, sizes = [], []
+    for only_trainable in (False, True):
+        model = Adapter()
+        folder = tmp_path / str(only_trainable)
+        with engine_of(model, torch.optim.AdamW([model.scale])) as engine:
+            engine.step(InMemory(vectors(7)))
+            path = engine.save(folder, only_trainable=only_trainable)
+        sizes.append(sum(file.stat().st_size for file in path.rglob("*") if file.is_file()))
+        resumed = Adapter()
+        with engine_of(resumed, torch.optim.AdamW([resumed.scale])) as engine:
+            engine.load(path)
+            engine.step(InMemory(vectors(7)))
+        ends.append(resumed.scale.detach())
+    assert torch.equal(*ends)
+    assert sizes[0] - sizes[1] >= 8 * sum(parameter.numel() for parameter in Adapter().base.parameters())
+
+
+def noisy(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Return a loss that draws from torch's generator as it comes."""
+    return classify(model, {**batch, "x": batch["x"] + torch.randn_like(batch["x"])})
+
+
+def noisy_engine(model: nn.Module) -> ab.Engine:
+    """Return an engine that leaves random numbers as they come."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return ab.Engine(model, optimizer, ab.mean_over_samples(noisy), micro_batch_size=3, rng=None, check_loss=False)
+
+
+@sees(
+    "numbers that are not keyed begin again after a resume",
+    "src/anybatch/engine/checkpoint_state.py",
+    "        generator.set_state(state)\n",
+    "        pass\n",
+)
+def test_random_numbers_as_they_come_are_resumed(tmp_path: Path) -> None:
+    """With rng=None a resumed run draws what the run that went through drew, bit for bit."""
+    ends = []
+    for stop in (None, 2):
+        torch.manual_seed(3)
+        model = perceptron()
+        with noisy_engine(model) as engine:
+            for _ in range(stop or 4):
+                engine.step(InMemory(vectors(7)))
+            path = engine.save(tmp_path / str(stop))
+        if stop is not None:
+            torch.manual_seed(99)
+            model = perceptron()
+            with noisy_engine(model) as engine:
+                engine.load(path)
+                for _ in range(2):
+                    engine.step(InMemory(vectors(7)))
+        ends.append([parameter.detach() for parameter in model.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*ends, strict=True))
+
+
+class WithModes(torch.optim.SGD):
+    """An optimizer with modes, as schedule-free ones have: in evaluation the weights are shifted."""
+
+    mode = "none"
+
+    def train(self) -> None:
+        """Go back to the training weights."""
+        self._move("train", -1.0)
+
+    def eval(self) -> None:
+        """Put the evaluation weights in their place."""
+        self._move("eval", 1.0)
+
+    @torch.no_grad()
+    def _move(self, mode: str, by: float) -> None:
+        if self.mode not in (mode, "none"):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.add_(by)
+        self.mode = mode
+
+
+def test_optimizers_with_modes_are_evaluated_in_theirs() -> None:
+    """A schedule-free optimizer trains in its training mode and is evaluated with its evaluation weights."""
+    model, shifted = perceptron(), perceptron()
+    optimizer = WithModes(model.parameters(), lr=0.1)
+    with engine_of(model, optimizer) as engine:
+        assert optimizer.mode == "train"
+        found = engine.evaluate([InMemory(vectors(7))])["loss"]
+        assert optimizer.mode == "train"
+        engine.step(InMemory(vectors(7)))
+    with torch.no_grad():
+        for parameter in shifted.parameters():
+            parameter.add_(1)
+    assert found == pytest.approx(float(classify(shifted, vectors(7)).detach()), rel=TOLERANCE)
+
+
+@sees(
+    "a model in evaluation mode trains without a word",
+    "src/anybatch/engine/accumulation/step_guard.py",
+    "        if all(root.training for root in self._roots):\n",
+    "        if self._roots:\n",
+)
+def test_a_model_left_in_evaluation_mode_is_said() -> None:
+    """Dropout that does not drop is said once; a frozen part, or a model without such layers, is not."""
+    dropping = nn.Sequential(perceptron(), nn.Dropout(0.5))
+    with engine_of(dropping, torch.optim.SGD(dropping.parameters(), lr=0.1)) as engine:
+        dropping.eval()
+        with pytest.warns(AnyBatchWarning, match=r"in evaluation mode, so Dropout .*model\.train\(\)"):
+            engine.step(InMemory(vectors(7)))
+        engine.step(InMemory(vectors(7)))  # a second warning would be an error
+    dropping.train()
+    dropping[1].eval()
+    plain = perceptron().eval()
+    with no_warning():
+        for model in (dropping, plain):
+            with engine_of(model, torch.optim.SGD(model.parameters(), lr=0.1)) as engine:
+                engine.step(InMemory(vectors(7)))
+
+
+def test_a_step_in_evaluation_mode_is_that_of_a_plain_loop() -> None:
+    """What is warned of still runs as it does in plain torch."""
+    model, plain = (nn.Sequential(perceptron(), nn.Dropout(0.5)).eval() for _ in range(2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AnyBatchWarning)
+        with engine_of(model, torch.optim.SGD(model.parameters(), lr=0.1)) as engine:
+            found = engine.gradients(InMemory(vectors(7)))
+    classify(plain, vectors(7)).backward()
+    assert relative_error(found, {name: parameter.grad for name, parameter in plain.named_parameters()}) <= TOLERANCE
