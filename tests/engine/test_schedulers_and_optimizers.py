@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import anybatch as ab
-from anybatch.errors import AnyBatchWarning, CheckpointError, CompositionError, UserError
+from anybatch.errors import AnyBatchWarning, CheckpointError, CompositionError, ParameterError, UserError
 from anybatch.testing import relative_error
 from tests.engine.cases import InMemory, classify, perceptron, vectors
 from tests.faults import sees
@@ -316,3 +316,62 @@ def test_a_step_in_evaluation_mode_is_that_of_a_plain_loop() -> None:
             found = engine.gradients(InMemory(vectors(7)))
     classify(plain, vectors(7)).backward()
     assert relative_error(found, {name: parameter.grad for name, parameter in plain.named_parameters()}) <= TOLERANCE
+
+
+def muon_and_adamw(model: nn.Module) -> list[Optimizer]:
+    """Return an optimizer for matrices and one for the rest."""
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+    others = [parameter for parameter in model.parameters() if parameter.dim() != 2]
+    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)]
+
+
+def combined_engine(model: nn.Module) -> ab.Engine:
+    """Return an engine with both, clipped and scheduled."""
+    return engine_of(
+        model,
+        ab.CombinedOptimizer(*muon_and_adamw(model)),
+        clip=0.05,
+        scheduler=lambda optimizer: LR.ExponentialLR(optimizer, 0.9),
+    )
+
+
+@sees(
+    "a loaded state stays outside of the combined optimizers",
+    "src/anybatch/engine/update/combined_optimizer.py",
+    "        super().load_state_dict(state_dict)\n        self._share()\n",
+    "        super().load_state_dict(state_dict)\n",
+)
+def test_several_optimizers_step_as_one(tmp_path: Path) -> None:
+    """Muon beside AdamW is what a loop over both gives, clipped by the common norm; a resumed run goes on exactly."""
+    plain, model, batch = perceptron(), perceptron(), vectors(7)
+    optimizers = muon_and_adamw(plain)
+    schedulers = [LR.ExponentialLR(one, 0.9) for one in optimizers]
+    for _ in range(4):
+        plain.zero_grad()
+        classify(plain, batch).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+        for one in optimizers:
+            one.step()
+        for schedule in schedulers:
+            schedule.step()
+    with combined_engine(model) as engine:
+        for _ in range(2):
+            engine.step(InMemory(batch))
+        engine.save(tmp_path / "run")
+    resumed = perceptron()
+    with combined_engine(resumed) as engine:
+        engine.load(tmp_path / "run")
+        for _ in range(2):
+            engine.step(InMemory(batch))
+    assert relative_error(dict(resumed.named_parameters()), dict(plain.named_parameters())) <= 1e-9  # Muon's bf16
+
+
+def test_a_parameter_in_two_optimizers_is_refused() -> None:
+    """It would be updated twice."""
+    model = perceptron()
+    one, other = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    with pytest.raises(ParameterError, match=r"of which 6 are in several"):
+        ab.CombinedOptimizer(one, other)
+    combined = ab.CombinedOptimizer(one)
+    with pytest.raises(ParameterError, match="combine them again"):
+        combined.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
