@@ -71,5 +71,7 @@ EXPERIMENT = Experiment(
     question="Is the sum of the micro-batches' gradients the gradient of the batch?",
     run=run,
     seconds=0.5,
-    tolerance=0.0,
+    tolerance=1e-2,
+    # Rounding errors, which differ from processor to processor.
+    noisy=("difference", "largest_difference", "largest_difference_float64"),
 )
