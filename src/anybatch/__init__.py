@@ -30,7 +30,6 @@ if typing.TYPE_CHECKING:
     from anybatch.diagnostics.check import check
     from anybatch.engine.engine import Engine
     from anybatch.engine.shares import shares
-    from anybatch.engine.update.combined_optimizer import CombinedOptimizer
     from anybatch.events.jsonl import JsonlLog
     from anybatch.parallel.world import World
     from anybatch.recipes.job import Defaults, Evaluation, Job
@@ -38,7 +37,6 @@ if typing.TYPE_CHECKING:
 
 __all__ = [
     "BatchPlan",
-    "CombinedOptimizer",
     "Defaults",
     "Engine",
     "Evaluation",
@@ -66,7 +64,6 @@ __all__ = [
 _HOMES: collections.abc.Mapping[str, str] = types.MappingProxyType(
     {
         "BatchPlan": "anybatch.core.splitting",
-        "CombinedOptimizer": "anybatch.engine.update.combined_optimizer",
         "Defaults": "anybatch.recipes.job",
         "Engine": "anybatch.engine.engine",
         "Evaluation": "anybatch.recipes.job",

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 import anybatch as ab
 from anybatch.errors import AnyBatchWarning, CheckpointError, CompositionError, ParameterError, UserError
+from anybatch.optimizers import CombinedOptimizer
 from anybatch.testing import relative_error
 from tests.engine.cases import InMemory, classify, perceptron, vectors
 from tests.faults import sees
@@ -329,7 +330,7 @@ def combined_engine(model: nn.Module) -> ab.Engine:
     """Return an engine with both, clipped and scheduled."""
     return engine_of(
         model,
-        ab.CombinedOptimizer(*muon_and_adamw(model)),
+        CombinedOptimizer(*muon_and_adamw(model)),
         clip=0.05,
         scheduler=lambda optimizer: LR.ExponentialLR(optimizer, 0.9),
     )
@@ -337,7 +338,7 @@ def combined_engine(model: nn.Module) -> ab.Engine:
 
 @sees(
     "a loaded state stays outside of the combined optimizers",
-    "src/anybatch/engine/update/combined_optimizer.py",
+    "src/anybatch/optimizers.py",
     "        super().load_state_dict(state_dict)\n        self._share()\n",
     "        super().load_state_dict(state_dict)\n",
 )
@@ -371,7 +372,7 @@ def test_a_parameter_in_two_optimizers_is_refused() -> None:
     model = perceptron()
     one, other = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
     with pytest.raises(ParameterError, match=r"of which 6 are in several"):
-        ab.CombinedOptimizer(one, other)
-    combined = ab.CombinedOptimizer(one)
+        CombinedOptimizer(one, other)
+    combined = CombinedOptimizer(one)
     with pytest.raises(ParameterError, match="combine them again"):
         combined.add_param_group({"params": [nn.Parameter(torch.ones(1))]})

@@ -19,7 +19,7 @@ class CombinedOptimizer(Optimizer):
     ```python
     matrices = [p for p in model.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if p.ndim != 2]
-    optimizer = ab.CombinedOptimizer(torch.optim.Muon(matrices, lr=1e-3), torch.optim.AdamW(others, lr=3e-4))
+    optimizer = CombinedOptimizer(torch.optim.Muon(matrices, lr=1e-3), torch.optim.AdamW(others, lr=3e-4))
     ```
 
     Args:
