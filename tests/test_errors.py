@@ -14,6 +14,7 @@ from torch import nn
 import anybatch as ab
 from anybatch import errors
 from anybatch.checkpoints import load_latest
+from anybatch.engine.failure import failures_reported
 from anybatch.errors import (
     AnyBatchError,
     BatchSizeError,
@@ -28,6 +29,7 @@ from anybatch.errors import (
     ReplicaError,
     TruncatedCheckpointError,
 )
+from tests.faults import sees
 
 _PLACE: dict[str, Any] = {"rank": 1, "step": 7, "phase": "clip", "micro_batch_size": 4}
 FIELDS: list[tuple[type[AnyBatchError], dict[str, Any]]] = [
@@ -122,3 +124,52 @@ def test_a_loss_that_returns_too_much_names_its_term() -> None:
     with pytest.raises(LossError) as caught:
         ab.Engine(nn.Linear(1, 1), sgd, loss, check_loss=False).step(torch.ones(2, 1))
     assert (caught.value.term, caught.value.unit) == ("main", "samples")
+
+
+def test_a_loss_that_is_not_what_was_declared_names_its_term() -> None:
+    """The check of the first step names the term, and its items where these were declared."""
+    batch = torch.arange(6.0).reshape(6, 1)
+    added = ab.sum_of(lambda model, part: {"main": model(part).square().sum()}, main=ab.samples())
+    with pytest.raises(LossError, match="adds up over samples") as caught:
+        ab.Engine(nn.Linear(1, 1), sgd, added).step(batch)
+    assert (caught.value.term, caught.value.unit) == ("main", "samples")
+
+    with pytest.raises(LossError, match="does not say over what it is a mean") as caught:
+        ab.Engine(nn.Linear(1, 1), sgd, lambda model, part: model(part).square().sum()).step(batch)
+    assert (caught.value.term, caught.value.unit) == ("loss", None)
+
+
+def test_a_loss_with_nothing_to_count_names_its_term() -> None:
+    """Where there is one term it is a field; of several none is to blame."""
+    empty = ab.mean_over(squares.function, count=lambda _batch: 0)
+    both = ab.sum_of(lambda *_: {}, one=ab.counted(lambda _: 0), other=ab.counted(lambda _: 0))
+    for loss, term in ((empty, "loss"), (both, None)):
+        with pytest.raises(LossError, match="nothing to learn from") as caught:
+            ab.Engine(nn.Linear(1, 1), sgd, loss, check_loss=False).step(torch.ones(2, 1))
+        assert caught.value.term == term
+
+
+def test_a_metric_without_a_count_is_named() -> None:
+    """The name of the metric is a field."""
+    with ab.Engine(nn.Linear(1, 1), sgd, squares, check_loss=False) as engine, pytest.raises(LossError) as caught:
+        engine.evaluate([torch.ones(2, 1)], lambda model, part: {"square": model(part).square().mean()})
+    assert caught.value.term == "square"
+
+
+@sees(
+    "errors: the step is not filled in",
+    "src/anybatch/engine/failure.py",
+    "        error.step = step",
+    "        pass",
+)
+def test_a_step_fills_in_what_the_place_could_not_know() -> None:
+    """Whatever in a step runs out of memory, or is not finite, leaves it with the step and the rank."""
+    world = ab.World(rank=1, size=2)
+    for given, step in ((CannotRedoError("m"), 4), (CannotRedoError("m", rank=1, step=3), 3)):
+        with pytest.raises(CannotRedoError) as caught, failures_reported(world, 4, lambda: None):
+            raise given
+        assert (caught.value.rank, caught.value.step) == (1, step)
+    overflow = NonFiniteError("m", updated=False)
+    with pytest.raises(NonFiniteError), failures_reported(world, 4, lambda: None):
+        raise overflow
+    assert (overflow.step, overflow.updated) == (4, False)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -197,6 +197,13 @@ def search_of(fake: Fake, **options: Any) -> Search:
     return search
 
 
+@sees(
+    "a planned bound cuts a group",
+    "src/anybatch/engine/micro_batch_size/search.py",
+    "planned = max(1, planned // self._group) * self._group",
+    "planned = max(self._group, planned)",
+)
+@example(share=135, limit=118, fixed=0.1, cache=300, planned=118, group=4)
 @given(
     share=st.integers(1, 300),
     limit=st.integers(1, 300),
@@ -208,7 +215,10 @@ def search_of(fake: Fake, **options: Any) -> Search:
 def test_never_above_what_fits(
     *, share: int, limit: int, fixed: float, cache: int, planned: int | None, group: int
 ) -> None:
-    """The size fits, by test and by plan, is one that was tried, and no more than 25 steps' worth were run."""
+    """The size fits, by test and by plan, is one that was tried, and no more than 25 steps' worth were run.
+
+    It is a multiple of the group, unless it is the whole share.
+    """
     limit, planned = max(limit, group), None if planned is None else max(planned, group)
     fake = Fake(lambda size: fixed + 0.01 * size + 0.02 * max(0, size - cache), share, limit)
 
@@ -256,6 +266,26 @@ def test_not_even_one() -> None:
     for way in (Search.fastest, lambda search: search.largest("cuda:0")):
         with pytest.raises(BatchSizeError, match="not even 1 sample"):
             way(search_of(Fake(straight, 8, 0)))
+
+
+def test_not_even_one_group() -> None:
+    """What is smaller than a group is not tried, since no step could be cut so: the error names the group."""
+    fake = Fake(straight, 29, 3)
+
+    with pytest.raises(BatchSizeError, match="not even one group of 4 samples fits") as caught:
+        search_of(fake, group=4).fastest()
+
+    assert caught.value.micro_batch_size == 4
+    assert {max(parts) for parts in fake.ran} == {4}
+
+
+def test_one_group_is_not_halved() -> None:
+    """An optimizer without state takes half of what fits, but no less than one group, even with no time to compare."""
+    fake = Fake(straight, 29, 5)
+
+    found = search_of(fake, group=4, optimizer_is_new=True, auto=Auto(clock=fake.clock, most_seconds=0.0)).fastest()
+
+    assert found.size == 4
 
 
 def test_only_one() -> None:
@@ -320,7 +350,7 @@ def test_no_doubling_into_memory_that_is_not_there() -> None:
 @sees(
     "a planned bound is not kept to",
     "src/anybatch/engine/micro_batch_size/search.py",
-    "self._upper = self._share if planned is None else max(1, min(self._share, planned))",
+    "self._upper = self._share if planned is None else min(self._share, planned)",
     "self._upper = self._share",
     also=["tests/engine/test_micro_batch_size.py::test_never_above_what_fits"],
 )

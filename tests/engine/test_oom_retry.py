@@ -15,7 +15,7 @@ from anybatch.core.records import DiagnosisRecord, OutOfMemoryRecord, Record
 from anybatch.engine.micro_batch_size.backoff import FIRST_WAIT, SizeBackoff
 from anybatch.engine.micro_batch_size.sizes import RunSizes
 from anybatch.engine.telemetry.decisions import Decisions
-from anybatch.errors import DoesNotFitError, HalfUpdatedError
+from anybatch.errors import AnyBatchError, CannotRedoError, DoesNotFitError, HalfUpdatedError
 from anybatch.norms import Exact
 from anybatch.testing import memory_budget, out_of_memory_at, run_ranks
 from tests.engine.cases import InMemory
@@ -367,10 +367,16 @@ def test_ddp_says_that_it_cannot_leave_its_reduction() -> None:
 
 
 def sync_point() -> None:
-    """Run on every rank: a fault under a policy that joins ranks inside of forwards."""
+    """Run on every rank: a fault under a policy that joins ranks inside of forwards; its error says where."""
     run = Run(strategy="all_reduce", options={"norms": "sync"})
     world = ab.World.from_environment(device="cpu")
-    train(run, Fault(at=tuple(9 if rank else 0 for rank in range(world.size))))
+    with pytest.raises(AnyBatchError) as caught:
+        train(run, Fault(at=tuple(9 if rank else 0 for rank in range(world.size))))
+    error = caught.value
+    if isinstance(error, CannotRedoError):
+        assert (error.rank, error.step) == (world.rank, 1)
+        assert (error.phase, error.micro_batch_size) == ("forward_backward", LARGE)
+    raise error
 
 
 @pytest.mark.slow
@@ -378,6 +384,7 @@ def test_norms_over_ranks_say_that_they_cannot() -> None:
     """Where ranks wait for each other in the middle of forwards, the error says so and what to use."""
     other, failing = run_ranks(2, sync_point, timeout_seconds=60)
     assert "CannotRedoError: out of memory in step 1" in (failing.error or "")
+    assert "AssertionError" not in (failing.error or "")
     assert "under norms='keep' or Ghost(group_size) they do not" in (failing.error or "")
     assert "RankFailedError" in (other.error or "")
 

@@ -328,6 +328,39 @@ def recurrent(hidden: torch.Tensor) -> torch.Tensor:
     return found[:, 0]
 
 
+def stacked(hidden: torch.Tensor, dropout: float) -> tuple[torch.Tensor, Any, list[torch.Tensor]]:
+    """Return sequences of length two, and the states and weights of a two-layer LSTM for them."""
+    layer = nn.LSTM(NUM_CLASSES, NUM_CLASSES, 2, dropout=dropout, dtype=torch.float64, device="meta")
+    weights = [torch.full_like(weight, 0.1, device="cpu") for weight in layer.parameters()]
+    state = hidden.new_zeros(2, len(hidden), NUM_CLASSES)
+    return hidden[:, None].expand(-1, 2, -1), (state, state), weights
+
+
+def packed_lstm(hidden: torch.Tensor, dropout: float = 0.1) -> torch.Tensor:
+    """Call torch's function of a packed sequence, whose arguments are others than those of a padded one."""
+    pairs, states, weights = stacked(hidden, dropout)
+    sequence = pack_padded_sequence(pairs, torch.full((len(hidden),), 2), batch_first=True)
+    found = torch.lstm(sequence.data, sequence.batch_sizes, states, weights, True, 2, dropout, True, False)[0]
+    return pad_packed_sequence(sequence._replace(data=found), batch_first=True)[0][:, 0]
+
+
+def lstm_by_keyword(hidden: torch.Tensor, dropout: float = 0.1) -> torch.Tensor:
+    """Call torch's function with every argument by its name."""
+    pairs, states, weights = stacked(hidden, dropout)
+    found: torch.Tensor = torch.lstm(
+        input=pairs,
+        hx=states,
+        params=weights,
+        has_biases=True,
+        num_layers=2,
+        dropout=dropout,
+        train=True,
+        bidirectional=False,
+        batch_first=True,
+    )[0]
+    return found[:, 0]
+
+
 def packed(hidden: torch.Tensor) -> torch.Tensor:
     """Drop what was packed: three samples of length two."""
     pairs = hidden[:, None].expand(-1, 2, -1)
@@ -353,6 +386,8 @@ REFUSED_WHILE_RUNNING: Mapping[str, tuple[Callable[[torch.Tensor], torch.Tensor]
     "fused attention": (attention, ("fused attention", "F.dropout(scores.softmax(-1)) @ value")),
     "a layer of attention": (attention_layer, ("fused attention", "'eager'")),
     "a recurrent layer": (recurrent, ("recurrent layers", "nn.Dropout between")),
+    "a recurrent layer of packed input": (packed_lstm, ("recurrent layers", "nn.Dropout between")),
+    "a recurrent layer by keyword": (lstm_by_keyword, ("recurrent layers", "nn.Dropout between")),
     "packed input": (packed, ("dropout drops elements of a tensor (6, 4)", "packed", "3 samples")),
     "another axis": (lambda hidden: F.dropout(hidden.t()).t(), ("(4, 3) whose axis 0", "3 samples", "sample_dims=")),
     "no axis for samples": (F.dropout1d, ("dropout1d", "(3, 4)", "no axis of samples")),
@@ -401,6 +436,13 @@ def test_what_cannot_be_keyed_is_refused_by_name(name: str) -> None:
     assert [word for word in (*words, *everywhere, "rng='micro_batch'") if word not in message] == [], message
     assert relative_error(network.state_dict(), before) == 0.0
     assert all(parameter.grad is None for parameter in network.parameters())
+
+
+@pytest.mark.parametrize("function", [packed_lstm, lstm_by_keyword])
+def test_recurrent_layers_that_do_not_drop_run(function: Callable[..., torch.Tensor]) -> None:
+    """Without dropout between its layers a recurrent function gives what it gives outside, however it is called."""
+    hidden = torch.randn(3, NUM_CLASSES, dtype=torch.float64)
+    assert torch.equal(dropped(lambda values: function(values, 0.0), hidden), function(hidden, 0.0))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 import anybatch as ab
+from anybatch.checkpoints import list_checkpoints
 from anybatch.errors import CheckpointError, RankFailedError
 from tests.engine.cases import Batch
 from tests.faults import sees
@@ -305,10 +306,11 @@ def test_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
 
     with (
         ab.Engine(model, optimizer, ab.mean_over_samples(loss)) as engine,
-        pytest.raises(CheckpointError, match=r"another model.*0\.weight: \(12, 6\) saved, \(13, 6\) here"),
+        pytest.raises(CheckpointError, match=r"another model.*0\.weight: \(12, 6\) saved, \(13, 6\) here") as caught,
     ):
         engine.load(tmp_path)
 
+    assert caught.value.path == list_checkpoints(tmp_path)[-1]
     assert same_bits(dict(model.state_dict()), before)
 
 
@@ -317,8 +319,9 @@ def test_checkpoint_of_another_precision_is_refused(tmp_path: Path) -> None:
     stop_early("plain", tmp_path)
     _, engine, _ = build("averaged")
 
-    with engine, pytest.raises(CheckpointError, match="lacks 'average'"):
+    with engine, pytest.raises(CheckpointError, match="lacks 'average'") as caught:
         engine.load(tmp_path)
+    assert caught.value.path == list_checkpoints(tmp_path)[-1]
 
 
 def test_damaged_newest_falls_back_loudly(tmp_path: Path) -> None:

@@ -397,8 +397,8 @@ def test_the_allocator_takes_more_than_tensors_hold() -> None:
 @sees(
     "a plan is not checked by a third trace",
     "src/anybatch/planner/envelopes.py",
-    'if seen.verdict == "exact":',
-    "if seen.envelope:",
+    'if steady.verdict == first.verdict == "exact":',
+    "if steady.envelope:",
 )
 @sees(
     "a plan is not checked by one step more",

@@ -36,6 +36,26 @@ def test_not_a_number_is_never_small() -> None:
         assert_same_gradients(nan, {"a": torch.ones(1)})
 
 
+class OnNarrowDevice(torch.Tensor):
+    """A tensor that cannot be made float64 where it is, as on MPS."""
+
+    def double(self) -> torch.Tensor:
+        """Refuse, as the device does."""
+        message = "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64."
+        raise TypeError(message)
+
+    def cpu(self, *_: object, **__: object) -> torch.Tensor:
+        """Return a tensor of the host."""
+        return self.as_subclass(torch.Tensor)
+
+
+def test_gradients_may_be_where_there_is_no_float64() -> None:
+    """Gradients come to the host before they are widened, so the device need not know float64."""
+    narrow = {"a": torch.ones(3).as_subclass(OnNarrowDevice)}
+    assert relative_error(narrow, {"a": torch.ones(3)}) == 0.0
+    assert relative_error(narrow, {"a": 2 * torch.ones(3)}) == 0.5
+
+
 def test_other_parameters_are_refused() -> None:
     """Gradients of other parameters cannot be compared."""
     with pytest.raises(ValueError, match=r"\['b'\] is on|\['b'\] are on"):

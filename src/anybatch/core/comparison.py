@@ -55,4 +55,5 @@ def errors_by_parameter(found: Gradients, expected: Gradients) -> dict[str, floa
 
 
 def _as_float64(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to_dense().double().cpu()
+    # To the host first: not every accelerator has float64.
+    return tensor.detach().cpu().to_dense().double()

@@ -41,7 +41,7 @@ from anybatch.engine.update.resident_tensors import ResidentTensors
 from anybatch.engine.update.schedule import SchedulerFunction
 from anybatch.engine.update.updater import Updated
 from anybatch.engine.update.weight_average import WeightAverage
-from anybatch.errors import UserError
+from anybatch.errors import CheckpointError, UserError
 from anybatch.norms import Policy, PolicyName
 from anybatch.parallel.strategy import Strategy
 from anybatch.parallel.world import World
@@ -218,6 +218,7 @@ class Engine:
         """
         parts = self._open_parts()
         with failures_reported(parts.world, self.num_steps, parts.updater.undo):
+            # Before the first micro-batch: an update that runs out of memory half-way cannot be undone.
             parts.updater.allocate()
             # Plans and runs, and both again in smaller micro-batches where memory runs out.
             summed = parts.runner.run(batch, self.num_steps, self.position)
@@ -336,7 +337,13 @@ class Engine:
         """
         loaded = load_on_all_ranks(Path(path), self.world)
         # First, because it raises before it changes anything; the engine's own numbers follow the parts.
-        for remark in restore_state(self._parts.state, loaded.state, self.world):
+        try:
+            remarks = restore_state(self._parts.state, loaded.state, self.world)
+        # What compares two states knows of no files.
+        except CheckpointError as error:
+            error.path = loaded.path
+            raise
+        for remark in remarks:
             self._parts.notifier.warn(f"loaded: {remark}", remark)
         for skipped in loaded.skipped:
             self._parts.notifier.checkpoint("fell_back", self.num_steps, skipped.path, None, skipped.reason)
@@ -413,7 +420,15 @@ class Engine:
     def observed_by(
         self, observer: Observer, on_micro_batch: Callable[[Any], None] = lambda _: None
     ) -> AbstractContextManager[None]:
-        """Let one more observer look in for a while, and a function see every micro-batch on its device."""
+        """Let one more observer look in for a while, and a function see every micro-batch on its device.
+
+        Args:
+            observer: gets the records that the engine's own observer gets, after it.
+            on_micro_batch: function (micro-batch), called before its forward; what it returns is not looked at.
+
+        Returns:
+            A context manager; both look in as long as it is entered.
+        """
         return self._parts.notifier.also(observer, on_micro_batch)
 
     def _warn_of_unknown_scheduler(self) -> None:

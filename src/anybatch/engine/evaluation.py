@@ -156,4 +156,4 @@ def _total_and_count(name: str, value: object, count: float | None) -> tuple[Any
         f"metric {name!r} returned {type(value).__name__} without a count. Return one value per sample (a tensor), "
         "ab.LossSum(total, count), a dict of those, or declare the function (ab.mean_over_samples(metric))."
     )
-    raise LossError(message)
+    raise LossError(message, term=name)

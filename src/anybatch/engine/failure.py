@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from anybatch.engine.compatibility import refused_in_backward
-from anybatch.errors import AnyBatchError, MemoryExhaustedError, RankFailedError
+from anybatch.errors import AnyBatchError, MemoryExhaustedError, NonFiniteError, RankFailedError
 from anybatch.parallel.world import World
 
 
@@ -33,6 +33,7 @@ def failures_reported(world: World, step: int, undo: Callable[[], None]) -> Iter
         if (refused := refused_in_backward(error)) is not None:
             world.publish_failure(refused, step)
             raise refused from error
+        _complete(error, world.rank, step)
         # A collective that another rank has left raises a RuntimeError here; the cause is that rank's own error.
         broken = isinstance(error, RuntimeError) and not isinstance(
             error, (RankFailedError, MemoryExhaustedError, torch.OutOfMemoryError)
@@ -41,3 +42,11 @@ def failures_reported(world: World, step: int, undo: Callable[[], None]) -> Iter
             raise world.first_failure(error) from error
         world.publish_failure(error, step)
         raise
+
+
+def _complete(error: BaseException, rank: int, step: int) -> None:
+    """Fill in the fields that the place which raised could not know."""
+    if isinstance(error, (MemoryExhaustedError, NonFiniteError)) and error.step is None:
+        error.step = step
+    if isinstance(error, MemoryExhaustedError) and error.rank is None:
+        error.rank = rank

@@ -159,7 +159,7 @@ class DDP:
                     "strategy 'ddp' cannot leave the backward in which gradients are reduced, that of a rank's last "
                     "micro-batch (strategy='all_reduce' can)"
                 )
-                raise CannotRedoError(message)
+                raise CannotRedoError(message, rank=self._world.rank)
             agreement.reset_to_abort()
             self._reduced = True
             self._join_with_zeros()

@@ -13,7 +13,6 @@ from anybatch.memory.trace import (
     check,
     check_same_structure,
     fit,
-    fit_quadratic,
     in_order,
 )
 from anybatch.planner.cost.caching_allocator import largest_that_fits, replay
@@ -231,17 +230,14 @@ def _checked(
     Raises:
         PlanError: memory is neither linear nor quadratic in the size.
     """
-    low, high = TRACED
     for _ in range(3):  # affine, quadratic, and once more at what the quadratic says
-        size = _further(_smaller(found.largest(usable_bytes), most_samples), found.steady.traced)
+        size = _further(_smaller(found.largest(usable_bytes), most_samples), tuple(traces))
         traces[size] = trace_step(spec, size)
-        seen = check(found.steady, traces[size].steady, size)
-        if seen.verdict == "exact":
-            # Called for its error: it is raised if the first step does something else at this size.
-            check(found.first, traces[size].first, size)
+        steady = check(found.steady, traces[size].steady, size)
+        first = check(found.first, traces[size].first, size)
+        if steady.verdict == first.verdict == "exact":
             return dataclasses.replace(found, checked_at=size)
-        firsts = [(traces[m].first, m) for m in (low, high, size)]
-        found = dataclasses.replace(found, steady=seen.envelope, first=fit_quadratic(firsts), verdict="quadratic")
+        found = dataclasses.replace(found, steady=steady.envelope, first=first.envelope, verdict="quadratic")
     message = f"memory at micro-batch sizes {sorted(traces)} is neither linear nor quadratic in the size."
     raise PlanError(message)
 

@@ -131,7 +131,7 @@ def count_batch(
             f"{planned.plan.num_samples} samples of the effective batch (all targets masked?). "
             "The loss would be 0 / 0. Filter such batches out, or use a larger effective batch."
         )
-        raise LossError(message)
+        raise LossError(message, term=loss.names[0] if len(loss.names) == 1 else None)
     replay: Iterator[Batch] = iter(())
     if loss.kind.encode is not None:
         micro_batches, replay = itertools.tee(micro_batches)  # keeps them on the host, until they have gone by twice

@@ -103,6 +103,7 @@ def accumulate_in_two_passes(
 
     Source: Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021, section 3.
     """
+    # The second pass has to meet the buffers that the first one met, or it would encode something else.
     buffers = BufferValues(modules)
     sums = Sums()
 
@@ -208,6 +209,7 @@ def gather_outputs(
     sizes = [sum(unit.num_samples for unit in share if unit.weight) for share in plan.shares]
     # A rank that says that it is there has room for what comes: after that none may stay away from the collective.
     buffers = None if outputs.kinds is None else make_gather_buffers(outputs.kinds, sizes, world)
+    # In the control group, so that a rank without samples can take part, and a mismatch is an error and no hang.
     from_all = world.gather_objects((outputs.kinds, outputs.differentiable))
     # None is sent by `abort_exchange`, in the place of what a rank has encoded.
     if None in from_all:
@@ -222,7 +224,7 @@ def gather_outputs(
             buffers = make_gather_buffers(kinds, sizes, world)
         except torch.OutOfMemoryError as error:
             message = "there is no room for the outputs of all ranks, which these are sending already"
-            raise CannotRedoError(message) from error
+            raise CannotRedoError(message, rank=world.rank, phase="forward_backward") from error
     tensors = gather_rows(outputs.pieces, kinds, sizes, world, collective, buffers=buffers)
     # All ranks must treat an output alike, also one that takes a gradient on some of them only.
     return tensors, tuple(map(any, zip(*(flags for _, flags in found), strict=True)))

@@ -44,11 +44,13 @@ class CheckVerdict:
         kind: which.
         words: what is wrong, a whole message; or why nothing can be said, a clause.
         is_scalar: whether the loss function returned one number.
+        term: name of the term that is not what it was declared to be; None where nothing is broken.
     """
 
     kind: Literal["holds", "broken", "inconclusive", "idle"]
     words: str = ""
     is_scalar: bool = False
+    term: str | None = None
 
 
 class BareLoss:
@@ -155,9 +157,12 @@ class LossCheck:
     def _combine(self, verdicts: Sequence[CheckVerdict]) -> None:
         """Come to one verdict from those of all ranks, the same on each."""
         bare = self._bare is not None and any(one.is_scalar for one in verdicts)
-        broken = next((one.words for one in verdicts if one.kind == "broken"), None)
+        broken = next((one for one in verdicts if one.kind == "broken"), None)
         if broken is not None:
-            raise LossError(f"{ONE_NUMBER} Checked on the first step: {broken}" if bare else broken)
+            message = f"{ONE_NUMBER} Checked on the first step: {broken.words}" if bare else broken.words
+            # Of a bare function no items were declared, so there are none to name.
+            unit = None if bare or broken.term is None else self._declared.kind.terms[broken.term].items.name
+            raise LossError(message, term=broken.term, unit=unit)
         if any(one.kind == "holds" for one in verdicts):
             self.pending = False
             holds = "as declared: the check of the first step has found that it holds"
@@ -224,7 +229,7 @@ class LossCheck:
             if one.explanation:
                 loss = self._declared
                 words = f"{broken(loss, name, one)} {explained(name, one, named=loss.kind.named)} {_OTHERWISE}"
-                return CheckVerdict("broken", words, is_scalar=is_scalar)
+                return CheckVerdict("broken", words, is_scalar=is_scalar, term=name)
         for name, one in found.items():
             if doubtful[name] and not one.adds_up:
                 return CheckVerdict("inconclusive", doubtful[name], is_scalar=is_scalar)

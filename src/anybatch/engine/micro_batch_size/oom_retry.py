@@ -107,7 +107,7 @@ class OomRetry:
         free_cached_memory(self._world.device)
         # A rank that another one has informed has taken part in all collectives already.
         if failed.phase is not None:
-            self._abort(failed, step)
+            self._abort(failed, plan, step)
         self._clear()
         self._buffers.restore()
         self._randomness.rewind()
@@ -118,11 +118,12 @@ class OomRetry:
             self._world.run_on_all_ranks(lambda: self._raise_does_not_fit(failed, (*tried, before), step))
         return before
 
-    def _abort(self, failed: OutOfMemory, step: int) -> None:
+    def _abort(self, failed: OutOfMemory, plan: BatchPlan, step: int) -> None:
         reason = self._impossible
         if not reason:
             try:
                 self._executor.abort()
+            # A strategy knows neither step nor phase: it gives the reason, and the whole error is made below.
             except CannotRedoError as error:
                 reason = str(error)
         if reason:
@@ -131,7 +132,8 @@ class OomRetry:
                 f"because {reason}. Resume from the last checkpoint with a smaller micro_batch_size. "
                 f"torch says: {failed.message}"
             )
-            raise CannotRedoError(message, rank=self._world.rank, step=step, phase=failed.phase)
+            size = max(unit.num_samples for unit in plan.units)
+            raise CannotRedoError(message, rank=self._world.rank, step=step, phase=failed.phase, micro_batch_size=size)
 
     def _raise_does_not_fit(self, failed: OutOfMemory, tried: tuple[int, ...], step: int) -> None:
         """Raise on a rank that ran out of memory itself.

@@ -39,11 +39,21 @@ class Memory(Protocol):
     """A memory of sizes from one process to the next, such as `anybatch.planner.cache.measured_sizes.KnownSizes`."""
 
     def find(self, circumstances: Mapping[str, Any]) -> KnownSize | None:
-        """Return what was kept under exactly these circumstances; None for nothing."""
+        """Return what was kept under exactly these circumstances; None for nothing.
+
+        Args:
+            circumstances: all that the fastest size depends on; names to plain values.
+        """
         ...
 
     def keep(self, circumstances: Mapping[str, Any], size: int, samples_per_second: float) -> bool:
-        """Keep a size; return whether that was possible."""
+        """Keep a size; return whether that was possible.
+
+        Args:
+            circumstances: all that the fastest size depends on; names to plain values.
+            size: samples of a micro-batch.
+            samples_per_second: of forward and backward over all ranks, at that size.
+        """
         ...
 
 
@@ -182,12 +192,16 @@ class Search:
         """Try nothing larger than is planned to fit, and fewer sizes; the time begins now.
 
         Args:
-            planned: the largest size that is planned to fit; None for no plan.
+            planned: the largest size that is planned to fit; None for no plan. Rounded down to whole groups, but to
+                no less than one.
             unplanned: why there is no plan where one was asked for; empty otherwise.
         """
+        # A part of the share holds whole groups; the whole share may end with a part of one.
+        if planned is not None and planned < self._share:
+            planned = max(1, planned // self._group) * self._group
         self._planned = planned
         self._unplanned = unplanned
-        self._upper = self._share if planned is None else max(1, min(self._share, planned))
+        self._upper = self._share if planned is None else min(self._share, planned)
         self._begun = self._auto.clock()
 
     def fits(self, size: int) -> bool:
@@ -287,21 +301,27 @@ class Search:
         """Settle what fits once memory has run out.
 
         Raises:
-            BatchSizeError: not even one sample fits.
+            BatchSizeError: not even one sample fits, or not even one group.
         """
-        if not doubling.largest and (doubling.too_large or 0) > 1:
-            trial = self._try(1, 2)
+        least = min(self._group, self._share)
+        if not doubling.largest and (doubling.too_large or 0) > least:
+            trial = self._try(least, 2)
             if trial.outcome == "ran":
-                doubling.largest, doubling.seconds[1], doubling.steps[1] = 1, trial.seconds, trial.step_seconds
+                doubling.largest, doubling.seconds[least], doubling.steps[least] = (
+                    least,
+                    trial.seconds,
+                    trial.step_seconds,
+                )
         if not doubling.largest and not self._error:
+            what = "1 sample" if least == 1 else f"one group of {least} samples"
             message = (
-                "micro_batch_size='auto' found that not even 1 sample fits into the device's memory. Use a smaller "
+                f"micro_batch_size='auto' found that not even {what} fits into the device's memory. Use a smaller "
                 "model, precision='bf16' or activation checkpointing."
             )
-            raise BatchSizeError(message, micro_batch_size=1)
+            raise BatchSizeError(message, micro_batch_size=least)
         # Adam keeps two tensors per parameter from its first step on, which no trial run has seen.
         if self._optimizer_is_new:
-            doubling.largest = max(min(1, doubling.largest), doubling.largest // 2)
+            doubling.largest = max(min(least, doubling.largest), doubling.largest // 2)
 
     def _time(self, sizes: tuple[int, ...], doubling: _Doubling) -> dict[int, float]:
         """Return the shortest time of a rank share for each size, taken in turns; nothing if one was left out."""

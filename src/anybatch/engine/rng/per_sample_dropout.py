@@ -193,7 +193,8 @@ class _Draws(TorchFunctionMode):
         groups = dropped.shape[axis] // self.num_samples
         shape = rest if groups == 1 else (groups, *rest)
         bits = sample_bits(self._keys, call, shape or (1,))
-        # Bits are uniform from -2**31 on, so that so many of them are below:
+        # Bits are uniform from -2**31 on, so that so many of them are below. The bound has to fit into 32 bits itself:
+        # at p = 1 one element in 2**32 stays, and is scaled by 0.
         kept = bits >= min(round(p * 2**32), 2**32 - 1) - 2**31
         kept = kept.reshape(dropped.shape[axis], *rest).movedim(0, axis)
         return kept.reshape(*kept.shape, *(1,) * (dropped.dim() - kept.dim()))
@@ -396,9 +397,11 @@ def _no(*_: object) -> bool:
 
 
 def _recurrent(draws: _Draws, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 (as torch)
-    weights = next(number for number, value in enumerate(args) if isinstance(value, (list, tuple)) and number > 1)
-    num_layers, dropout, train = args[weights + 2 : weights + 5]
-    if train and dropout > 0 and num_layers > 1:
+    # The weights are the last list: packed sequences have their sizes before it, and an LSTM a list of states.
+    last = max((number for number, value in enumerate(args) if isinstance(value, (list, tuple))), default=len(args))
+    names = ("params", "has_biases", "num_layers", "dropout", "train")
+    given = {**dict(zip(names, args[last:], strict=False)), **kwargs}
+    if given["train"] and given["dropout"] > 0 and given["num_layers"] > 1:
         draws.refuse(_RECURRENT[0], _RECURRENT[1])
     return func(*args, **kwargs)
 
@@ -423,7 +426,9 @@ _RULES: Mapping[Any, Rule] = {
         _dropping(_saturate, by_channel=True),
     ),
     functional.scaled_dot_product_attention: _attention,
+    # It lays samples times heads along the first axis before it drops, whatever the layer's batch_first.
     functional.multi_head_attention_forward: _followed(functional.multi_head_attention_forward, batch_first=True),
+    # A checkpointed block is run again in the backward, and has to get the masks of its forward there.
     **{function: _followed(function) for function in (autograd.backward, autograd.grad, torch.Tensor.backward)},
     **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _recurrent),
 }

@@ -71,7 +71,7 @@ class OptimizerStateMemory:
                 "out of memory before the first step, when the optimizer's state and the room for its update were "
                 f"made; nothing has been changed. {self._resident.remedy(in_update=True)} torch says: {error}"
             )
-            raise DoesNotFitError(message) from error
+            raise DoesNotFitError(message, rank=self._world.rank, phase="update") from error
 
 
 def make_state(optimizer: Optimizer) -> list[nn.Parameter]:

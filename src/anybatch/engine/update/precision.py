@@ -82,6 +82,7 @@ class Target:
         if self.update != "master_weights":
             return
         for parameter, master in zip(self.parameters, self.updated, strict=True):
+            # What was float32 already is updated where it is.
             if master is not parameter:
                 parameter.copy_(master)
                 master.grad = None
@@ -168,7 +169,7 @@ class LossScaler:
                 f"fp16 gradients still overflow at a loss scale of {self.scaler.get_scale():g} (it began at 65536): "
                 "the loss or the model itself is not finite. Use precision='bf16' or 'fp32' to see where."
             )
-            raise NonFiniteError(message)
+            raise NonFiniteError(message, updated=False)
         return self._stepped
 
     def close(self) -> None:

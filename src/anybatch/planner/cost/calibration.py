@@ -20,7 +20,6 @@ from anybatch.planner.cost.step_time import Operation, Rates, calibrated
 Clock = Callable[[], float]
 """Seconds since whenever. For an accelerator it has to wait until the device is done."""
 
-_NO_TASK = -1
 _NUM_SMALL_STEPS = 15
 _MANY_BYTES = 1 << 18
 _LEAST_SECONDS = 1e-7
