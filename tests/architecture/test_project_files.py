@@ -2,11 +2,13 @@
 
 import re
 import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import anybatch
+import make
 from tests.architecture.source_tree import ROOT
 
 MAX_PAGE_LINES = 60
@@ -47,6 +49,13 @@ def test_the_guide_is_of_the_same_release() -> None:
     assert guide["version"] == anybatch.__version__
     assert f"anybatch[recipes] == {anybatch.__version__}" in guide["dependencies"]
     assert (ROOT / "guide" / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+
+
+def test_sources_hold_all_that_the_set_up_works_on() -> None:
+    """Every folder that make.py installs, tests or checks is in the package of sources."""
+    included = project()["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+
+    assert {f"/{Path(folder).parts[0]}" for folder in make.SOURCES} - set(included) == set()
 
 
 def test_every_lint_exception_has_its_reason() -> None:
