@@ -13,7 +13,7 @@ import pytest
 import torch
 from jaxtyping import install_import_hook
 
-from tests.architecture.leak_police import GROUP, leaks_since, take_snapshot
+from tests.architecture.leak_police import leaks_since, take_snapshot
 from tests.architecture.shape_checker import CHECKER, shaped_modules
 from tests.architecture.source_tree import PACKAGES
 
@@ -122,7 +122,5 @@ def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     before = take_snapshot()
     yield
     leaks = leaks_since(before) + leaks_on_ranks(request.config)
-    if request.node.get_closest_marker("leaves_groups"):
-        leaks = [leak for leak in leaks if GROUP not in leak]
     if leaks:
         pytest.fail("the test left behind:\n" + "\n".join(leaks), pytrace=False)

@@ -74,7 +74,6 @@ def test_programs_of_the_page_are_ours() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.leaves_groups("loops that wrap models in DDP are judged in this process, and end no group of their own")
 def test_bugs_are_where_the_answers_say() -> None:
     """The checker finds in each of the six loops what the answer says, and its wrong lines are lines of it."""
     recorded = read_recording(RECORDINGS / "exercises_loops.json").data["loops"]

@@ -20,7 +20,6 @@ FOREIGN_VARIABLES = ("PYTEST_", "TORCHINDUCTOR_", "TRITON_")  # pytest's, and th
 FOREIGN_THREADS = ("Dummy-",)  # threads that were not started from Python: autograd's, when they run a hook
 PROCESS = Path("/proc/self")
 GROUP_THREADS = ("gloo", "pt_gloo", "pt_tcpstore", "pt_nccl")
-GROUP = "a process group"
 PATIENCE_SECONDS = 5.0
 POLL_SECONDS = 0.01
 
@@ -184,7 +183,7 @@ def new_groups(before: Snapshot, *, patience_seconds: float = PATIENCE_SECONDS) 
     if has_no_more_groups(new, old):
         return []
     threads = f"threads {old.num_group_threads} -> {new.num_group_threads}"
-    return [f"{GROUP}: {threads}, sockets {old.num_sockets} -> {new.num_sockets}"]
+    return [f"a process group: {threads}, sockets {old.num_sockets} -> {new.num_sockets}"]
 
 
 def new_threads(before: Snapshot) -> list[threading.Thread]:

@@ -1,10 +1,14 @@
 """A loop is judged as it is: right ones without a word, wrong ones by name, with both values."""
 
+import gc
 import importlib
+import multiprocessing
 import random
 import shutil
 import sys
+import weakref
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -20,7 +24,10 @@ from anybatch.diagnostics import check_loop
 from anybatch.diagnostics.loop_check import sentences
 from anybatch.diagnostics.loop_check.loop_report import LoopVerdict, fraction, ranges
 from anybatch.diagnostics.loop_check.probe_model import RowModel, make_data
+from anybatch.diagnostics.loop_check.recorder import Recorder
+from anybatch.diagnostics.loop_check.run_loop import group_of_one
 from anybatch.errors import UserError
+from tests.architecture.leak_police import Holdings, has_no_more_groups, holdings, settled
 from tests.architecture.source_tree import ROOT
 from tests.diagnostics import loops
 from tests.faults import sees
@@ -104,7 +111,6 @@ def test_wrong_loops_are_named(loop: Loop, codes: set[str]) -> None:
     assert all(finding.found != finding.expected and finding.change for finding in report.findings)
 
 
-@pytest.mark.leaves_groups("loops of users wrap models in DDP, and end no group of their own")
 @pytest.mark.parametrize("loop", loops.RIGHT_ON_RANKS)
 def test_right_loops_on_ranks_are_exact(loop: Loop, two_ranks: Ranks) -> None:
     """On two ranks with uneven shares a right loop has no finding, by DDP and by its own reduction."""
@@ -114,7 +120,6 @@ def test_right_loops_on_ranks_are_exact(loop: Loop, two_ranks: Ranks) -> None:
     assert {sample for window in report.windows for sample in window.found} == set(range(31))
 
 
-@pytest.mark.leaves_groups("loops of users wrap models in DDP, and end no group of their own")
 @pytest.mark.parametrize(("loop", "codes"), loops.WRONG_ON_RANKS.items())
 def test_wrong_loops_on_ranks_are_named(loop: Loop, codes: set[str], two_ranks: Ranks) -> None:
     """What goes wrong between ranks is found by its name, and nothing else is."""
@@ -122,6 +127,51 @@ def test_wrong_loops_on_ranks_are_named(loop: Loop, codes: set[str], two_ranks: 
 
     assert report.codes == codes, str(report)
     assert report.verdict == expected_verdict(codes)
+
+
+@sees(
+    "loops: a wrapper is kept by what counts its reductions",
+    "src/anybatch/diagnostics/loop_check/recorder.py",
+    "return allreduce_hook(group, bucket)",
+    "return allreduce_hook(module.process_group, bucket)",
+)
+@pytest.mark.slow
+def test_a_wrapper_is_let_go() -> None:
+    """What counts the reductions of the user's wrapper does not keep it, and so not its process group either."""
+    recorder, data = Recorder(None, 1.0, 20.0), make_data("classes")
+    with group_of_one():
+        wrapper = nn.parallel.DistributedDataParallel(RowModel(data, 1.0, recorder))
+        with recorder:
+            recorder.watch(wrapper.module.table, [])
+            wrapper(data.inputs).sum().backward()
+    assert recorder.trace.reductions == 1
+
+    reference = weakref.ref(wrapper)
+    del wrapper, recorder
+    gc.collect()
+    assert reference() is None
+
+
+def first_wrapper() -> tuple[Holdings, Holdings]:
+    """Run in a process of its own: what it holds before and after a group in which it makes its first wrapper."""
+    before = holdings()
+    with group_of_one():
+        nn.parallel.DistributedDataParallel(nn.Linear(1, 1))
+    return before, settled(before, has_no_more_groups)
+
+
+@sees(
+    "groups: torch's modules keep the group in which they are imported",
+    "src/anybatch/parallel/torch_internals.py",
+    "import torch.distributed.nn.functional  # noqa: F401",
+    "",
+)
+@pytest.mark.slow
+def test_the_first_wrapper_of_a_process_leaves_no_group() -> None:
+    """What DDP imports when it is first made does not keep the group that there is at that moment."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        before, after = pool.submit(first_wrapper).result()
+    assert after.num_group_threads == before.num_group_threads
 
 
 def test_tokens_are_weighed() -> None:

@@ -45,7 +45,6 @@ from tests.ranks_fixture import Ranks, selected
 
 Outcomes = Mapping[Features, Sequence["Found | str"]]
 Pair = tuple[Feature, Feature]
-pytestmark = pytest.mark.leaves_groups("a model compiled, or refused half-way under DDP, keeps its engine")
 
 
 def run_all(runs: Sequence[Features]) -> list["Found | str"]:

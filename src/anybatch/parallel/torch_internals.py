@@ -2,6 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
+# Before any group: its functions have the default group of the moment of their import as a default argument. DDP and
+# torch.compile import it too, and if that comes first within a group, that group never ends, with threads and sockets.
+import torch.distributed.nn.functional  # noqa: F401
 from torch.distributed import distributed_c10d
 
 from anybatch.core.torch_internals import needed_for

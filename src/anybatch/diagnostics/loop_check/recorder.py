@@ -129,13 +129,15 @@ class Recorder:
         if not any(each is self._table for each in module.parameters()):
             return
         self._wrapper, self.trace.reductions = module, 0
-        wrapper = module
+        # Nothing that holds the wrapper: DDP's reducer keeps the hook out of the garbage collector's sight, and a cycle
+        # through it would keep the process group, with its threads and sockets.
+        trace, group = self.trace, module.process_group
 
         def reduce(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
             if bucket.is_last():
-                self.trace.reductions = (self.trace.reductions or 0) + 1
+                trace.reductions = (trace.reductions or 0) + 1
             # The reduction that DistributedDataParallel makes without a hook, so that counting changes nothing.
-            return allreduce_hook(wrapper.process_group, bucket)
+            return allreduce_hook(group, bucket)
 
         module.register_comm_hook(None, reduce)
 
