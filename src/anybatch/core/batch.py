@@ -46,7 +46,12 @@ class Placement:
 
 
 def taken(values: Sequence[T], positions: Positions) -> Sequence[T]:
-    """Return the values at some positions."""
+    """Return the values at some positions, in the order of these.
+
+    Args:
+        values: any sequence; of a range of positions a slice of it is returned.
+        positions: from 0 on; a range counts up by one.
+    """
     if isinstance(positions, range):  # nearly always: a slice is many times faster
         return values[positions.start : positions.stop]
     return [values[position] for position in positions]

@@ -310,7 +310,13 @@ def refuse_compositions(present: Mapping[Feature, str]) -> None:
 
 
 def refusal(one: Feature, other: Feature, evidence: Mapping[Feature, str]) -> str:
-    """Return the message for two features that do not compose: both of them, why, and what to use."""
+    """Return the message for two features that do not compose: both of them, why, and what to use.
+
+    Args:
+        one: a feature whose cell with the other is refused.
+        other: the same as `one` for a feature that is refused by itself.
+        evidence: what showed the features, as `refuse_compositions` takes it; may lack either.
+    """
     found = cell(one, other)
     first, second = _named(one, evidence), _named(other, evidence)
     what = f"{first} is not supported" if one is other else f"{first} does not compose with {second}"

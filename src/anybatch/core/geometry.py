@@ -35,7 +35,12 @@ class Sizes:
 
 
 def ceil_div(numerator: int, denominator: int) -> int:
-    """Return `numerator / denominator` rounded up, for non-negative integers."""
+    """Return `numerator / denominator` rounded up.
+
+    Args:
+        numerator: 0 or more.
+        denominator: 1 or more.
+    """
     return -(-numerator // denominator)
 
 
@@ -50,6 +55,12 @@ def resolve_sizes(
 
     effective = ranks x accumulation steps x micro-batch, where the last micro-batch of a share may be smaller: on
     `W` ranks a share has at most `ceil(E / W)` samples, hence `K = ceil(ceil(E / W) / m)` micro-batches.
+
+    Args:
+        world_size: number of ranks, `W`.
+        effective_batch_size: samples of one optimizer step over all ranks, `E`; None where it was not given.
+        micro_batch_size: most samples of one forward and backward, `m`; None where it was not given.
+        accumulation_steps: micro-batches per rank and step, `K`; None where it was not given.
 
     Returns:
         Sizes in which `effective_batch_size` is filled in when the other two were given. A missing micro-batch size

@@ -112,7 +112,13 @@ def tokens(
 
 
 def counted(count: Count, *, weight: float = 1.0) -> Term:
-    """Declare a term as the mean over whatever `count(batch)` says: class weights, boxes, pairs."""
+    """Declare a term as the mean over whatever `count(batch)` says: class weights, boxes, pairs.
+
+    Args:
+        count: `count(batch)` returns how many items a micro-batch has, 0 or more: a number, or a tensor of one element.
+            It has the batch alone to go by, before the forward.
+        weight: the term's weight in the loss.
+    """
     return Term(count, weight, COUNTED)
 
 
@@ -133,7 +139,13 @@ def mean_over_tokens(
 ) -> Loss:
     """Declare that `function(model, batch)` is the mean over unmasked targets (or one loss per target).
 
-    This is what `output.loss` of a causal language model is. See `tokens` for the arguments.
+    This is what `output.loss` of a causal language model is.
+
+    Args:
+        function: returns a tensor without axes, or one loss per target.
+        labels: name of the labels in the batch, or a function of the batch; see `tokens`.
+        ignore_index: label value that marks a masked target.
+        shift: the first position is no target; see `tokens`.
     """
     terms = {ONLY_TERM: tokens(labels, ignore_index=ignore_index, shift=shift)}
     return Loss(_callable(function), CountedBefore(terms))
@@ -144,6 +156,10 @@ def mean_over(function: LossFunction, count: Count) -> Loss:
 
     A class-weighted cross-entropy is a mean over the sum of its targets' weights:
     `mean_over(loss, count=lambda batch: class_weights[batch["label"]].sum())`.
+
+    Args:
+        function: returns a tensor without axes, or one loss per item.
+        count: as for `counted`.
     """
     return Loss(_callable(function), CountedBefore({ONLY_TERM: counted(_callable(count))}))
 
@@ -197,7 +213,12 @@ def declared(loss: "Loss | LossFunction") -> Loss:
 
 
 def unit_counts(loss: Loss, batch: Batch, num_samples: int) -> tuple[float, ...]:
-    """Return each term's count in one micro-batch of `num_samples`, as CPU numbers.
+    """Return each term's count in one micro-batch, as CPU numbers.
+
+    Args:
+        loss: the declaration.
+        batch: the micro-batch, on any device; a count that is a tensor there is waited for.
+        num_samples: its samples.
 
     Raises:
         LossError: a count is negative or not finite.
@@ -234,6 +255,12 @@ def factors_of(
     """Return the factors of each term for a micro-batch with `counts`, in an effective batch with `divisors`.
 
     A term whose divisor is 0 has nothing to say in the whole effective batch and gets the factor 0.
+
+    Args:
+        loss: the declaration.
+        counts: of each term in the micro-batch, in the order of `loss.names`.
+        divisors: of each term in the effective batch, over all ranks.
+        unit_weight: 1, or 0 for a micro-batch that only keeps ranks in lockstep.
     """
     factors = []
     for weight, count, divisor in zip(loss.weights.values(), counts, divisors, strict=True):

@@ -100,15 +100,41 @@ class LossKind(Protocol):
         ...
 
     def check_items(self, name: str, values: torch.Tensor, count: float) -> None:
-        """Refuse losses per item that cannot be one for each item of the term."""
+        """Refuse losses per item that cannot be one for each item of the term.
+
+        Args:
+            name: of the term.
+            values: the losses, of any shape.
+            count: items of the term in this micro-batch.
+
+        Raises:
+            LossError: with the shape and the count.
+        """
         ...
 
     def mean(self, value: torch.Tensor, factor: float) -> torch.Tensor:
-        """Return the contribution of one number that the function returned."""
+        """Return the contribution of one number that the function returned.
+
+        Args:
+            value: the number, without an axis.
+            factor: for a mean, `TermFactors.of_mean`.
+
+        Raises:
+            LossError: one number does not say over what it is a mean.
+        """
         ...
 
     def check_count(self, name: str, returned: float, declared: float) -> None:
-        """Refuse a count that came with a sum and is not the declared one."""
+        """Refuse a count that came with a sum and is not the declared one.
+
+        Args:
+            name: of the term.
+            returned: the count that came with the sum.
+            declared: the count by the declaration, of the same micro-batch.
+
+        Raises:
+            LossError: with both.
+        """
         ...
 
 
@@ -127,11 +153,7 @@ class CountedBefore:
         return Feature.SEVERAL_TERMS if len(self.terms) > 1 else Feature.COUNT_BEFORE
 
     def check_items(self, name: str, values: torch.Tensor, count: float) -> None:
-        """Refuse losses per item that cannot be one for each item of the term; a tensor (1,) is likely a mean.
-
-        Raises:
-            LossError: with the shape and the count.
-        """
+        """See `LossKind`; a tensor (1,) is likely a mean."""
         items, num_values = self.terms[name].items, values.numel()
         too_few = num_values < count and not items.values_may_be_fewer
         too_many = num_values > count and not items.values_may_be_more
@@ -144,15 +166,11 @@ class CountedBefore:
             raise LossError(message, term=name, unit=items.name)
 
     def mean(self, value: torch.Tensor, factor: float) -> torch.Tensor:
-        """Return a mean times its factor."""
+        """Return a mean times its factor; see `LossKind`."""
         return value * factor
 
     def check_count(self, name: str, returned: float, declared: float) -> None:
-        """Refuse a count that came with a sum and is not the declared one.
-
-        Raises:
-            LossError: with both.
-        """
+        """See `LossKind`."""
         # With a tolerance, because a count may be a sum of weights, which is rounded.
         if abs(returned - declared) > 1e-6 * declared:
             message = (
@@ -174,10 +192,10 @@ class CountedByLoss:
     feature = Feature.COUNT_LATE
 
     def check_items(self, name: str, values: torch.Tensor, count: float) -> None:
-        """Any number of items is right: they are counted when they come."""
+        """See `LossKind`: any number of items is right, since they are counted when they come."""
 
     def mean(self, value: torch.Tensor, factor: float) -> torch.Tensor:  # noqa: ARG002 (the protocol's)
-        """Refuse one number, which does not say over what it is a mean.
+        """Refuse one number, which does not say over what it is a mean; see `LossKind`.
 
         Raises:
             LossError: always, with what to declare.
@@ -185,7 +203,7 @@ class CountedByLoss:
         raise LossError(ONE_NUMBER)
 
     def check_count(self, name: str, returned: float, declared: float) -> None:
-        """Any count is right: nothing was declared."""
+        """See `LossKind`: any count is right, since nothing was declared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,15 +217,15 @@ class AcrossSamples:
     feature = Feature.JOINT
 
     def check_items(self, name: str, values: torch.Tensor, count: float) -> None:
-        """Hold for samples what holds for a mean over them."""
+        """See `LossKind`: what holds for a mean over samples holds here."""
         _SAMPLE_MEAN.check_items(name, values, count)
 
     def mean(self, value: torch.Tensor, factor: float) -> torch.Tensor:
-        """Return a mean times its factor."""
+        """Return a mean times its factor; see `LossKind`."""
         return value * factor
 
     def check_count(self, name: str, returned: float, declared: float) -> None:
-        """Hold for samples what holds for a mean over them."""
+        """See `LossKind`: what holds for a mean over samples holds here."""
         _SAMPLE_MEAN.check_count(name, returned, declared)
 
 

@@ -31,32 +31,83 @@ class BatchKey:
 
 
 def unit_seed(seed: int, step: int, first_sample_id: int) -> int:
-    """Return the 64-bit seed of a micro-batch: a function of (seed, step, first global sample id) and nothing else."""
+    """Return the seed of a micro-batch: a function of (seed, step, first global sample id) and nothing else.
+
+    Args:
+        seed: of the run, any integer.
+        step: number of the step, from 0 on.
+        first_sample_id: global id of the micro-batch's first sample, in the order in which samples are cut.
+
+    Returns:
+        A number from 0 to 2**63 - 1.
+    """
     return _mix(_MICRO_BATCH, seed, step, first_sample_id)
 
 
 def joint_seed(seed: int, step: int) -> int:
-    """Return the 64-bit seed of a loss across samples that draws numbers itself: once per step, equal on every rank."""
+    """Return the seed of a loss across samples that draws numbers itself: once per step, equal on every rank.
+
+    Args:
+        seed: of the run, any integer.
+        step: number of the step, from 0 on.
+
+    Returns:
+        A number from 0 to 2**63 - 1.
+    """
     return _mix(_JOINT, seed, step, 0)
 
 
 def sample_seed(seed: int, epoch: int, sample_id: int) -> int:
-    """Return the 64-bit seed under which sample `sample_id` is loaded and augmented in `epoch`."""
+    """Return the seed under which a sample is loaded and augmented in an epoch.
+
+    Args:
+        seed: of the data, any integer.
+        epoch: from 0 on.
+        sample_id: global id of the sample.
+
+    Returns:
+        A number from 0 to 2**63 - 1.
+    """
     return _mix(_AUGMENTATION, seed, epoch, sample_id)
 
 
 def order_seed(seed: int, epoch: int) -> int:
-    """Return the 64-bit seed of the global sample order of `epoch`."""
+    """Return the seed of the global sample order of an epoch.
+
+    Args:
+        seed: of the data, any integer.
+        epoch: from 0 on.
+
+    Returns:
+        A number from 0 to 2**63 - 1.
+    """
     return _mix(_ORDER, seed, epoch, 0)
 
 
 def step_seed(seed: int, step: int) -> int:
-    """Return the 62-bit seed of a step. It leaves room for counting on from it."""
+    """Return the seed of a step.
+
+    Args:
+        seed: of the run, any integer.
+        step: number of the step, from 0 on.
+
+    Returns:
+        A number from 0 to 2**62 - 1, which leaves room for counting on from it.
+    """
     return _mix(_STEP, seed, step, 0) >> 1
 
 
 def sample_keys(key: BatchKey, start: int, stop: int) -> Int64[Tensor, " sample"]:
-    """Return the 64-bit key of each sample from position `start` to `stop` (exclusive) in one step."""
+    """Return the 64-bit key of each of some samples in one step: a function of (seed, step, global sample id).
+
+    Args:
+        key: of the effective batch.
+        start: position of the first sample in `key.sample_ids`.
+        stop: position behind the last sample.
+
+    Returns:
+        Integers (stop - start,), on the CPU.
+    """
     ids = torch.tensor([int(sample) for sample in key.sample_ids[start:stop]], dtype=torch.int64)
     return _finalise(ids.add_(1).mul_(_signed(_GOLDEN)).add_(_mix(_STEP, key.seed, key.step, 1)))
 

@@ -205,6 +205,10 @@ def plan_batch(num_samples: int, world_size: int, cut: Cut) -> BatchPlan:
 def plan_shares(share_sizes: Sequence[int], cut: Cut) -> BatchPlan:
     """Cut a batch whose rank shares are already given: rank r holds `share_sizes[r]` consecutive samples.
 
+    Args:
+        share_sizes: samples of each rank, in rank order; 0 for one that brings none.
+        cut: the constraints; its `order` is not looked at.
+
     Raises:
         CompositionError: `cut.deal` is "fixed", which needs a batch that can be dealt freely.
         BatchSizeError: a share ends within a group.
@@ -228,7 +232,15 @@ def plan_shares(share_sizes: Sequence[int], cut: Cut) -> BatchPlan:
 
 
 def group_sizes(num_samples: int, group: int) -> tuple[int, ...]:
-    """Split samples into groups of `group`. A rest is a group too, but a rest of one sample joins the one before."""
+    """Split samples into groups. A rest is a group too, but a rest of one sample joins the one before.
+
+    Args:
+        num_samples: samples of the effective batch, 0 or more.
+        group: samples of a group, 1 or more.
+
+    Returns:
+        Samples of each group, in order; they add up to `num_samples`.
+    """
     sizes = _parts_of(num_samples, group)
     # One value has no variance, and BatchNorm in train mode refuses it.
     if len(sizes) > 1 and sizes[-1] == 1:

@@ -147,7 +147,13 @@ def buffer_tables(modules: nn.Module) -> list[dict[str, Tensor | None]]:
 
 
 def copy_each(targets: Sequence[Tensor], values: Sequence[Tensor], of: Any = torch) -> None:  # noqa: ANN401 (torch)
-    """Copy each value into its target: `torch._foreach_copy_`."""
+    """Copy each value into its target: `torch._foreach_copy_`.
+
+    Args:
+        targets: tensors that are written to.
+        values: as many, each of the shape of its target; of another type they are converted.
+        of: where torch's function is looked for.
+    """
     together = getattr(of, "_foreach_copy_", None)
     if together is not None:
         together(targets, values)
@@ -157,7 +163,12 @@ def copy_each(targets: Sequence[Tensor], values: Sequence[Tensor], of: Any = tor
 
 
 def zero_each(tensors: Sequence[Tensor], of: Any = torch) -> None:  # noqa: ANN401 (torch)
-    """Set each tensor to zero: `torch._foreach_zero_`."""
+    """Set each tensor to zero: `torch._foreach_zero_`.
+
+    Args:
+        tensors: changed in place.
+        of: where torch's function is looked for.
+    """
     together = getattr(of, "_foreach_zero_", None)
     if together is not None:
         together(tensors)
@@ -167,7 +178,13 @@ def zero_each(tensors: Sequence[Tensor], of: Any = torch) -> None:  # noqa: ANN4
 
 
 def add_to_each(tensors: Sequence[Tensor], others: Sequence[Tensor], of: Any = torch) -> None:  # noqa: ANN401 (torch)
-    """Add to each tensor its other, in place: `torch._foreach_add_`."""
+    """Add to each tensor its other, in place: `torch._foreach_add_`.
+
+    Args:
+        tensors: changed in place.
+        others: as many, each of the shape of its tensor.
+        of: where torch's function is looked for.
+    """
     together = getattr(of, "_foreach_add_", None)
     if together is not None:
         together(tensors, others)
@@ -177,7 +194,13 @@ def add_to_each(tensors: Sequence[Tensor], others: Sequence[Tensor], of: Any = t
 
 
 def multiply_each(tensors: Sequence[Tensor], factor: Tensor, of: Any = torch) -> None:  # noqa: ANN401 (torch)
-    """Multiply each tensor by one number, a tensor without axes, in place: `torch._foreach_mul_`."""
+    """Multiply each tensor by one number, in place: `torch._foreach_mul_`.
+
+    Args:
+        tensors: changed in place.
+        factor: a tensor without axes, on their device; the host does not read it.
+        of: where torch's function is looked for.
+    """
     together = getattr(of, "_foreach_mul_", None)
     if together is not None:
         together(tensors, factor)
@@ -187,7 +210,13 @@ def multiply_each(tensors: Sequence[Tensor], factor: Tensor, of: Any = torch) ->
 
 
 def clamp_each(tensors: Sequence[Tensor], limit: float, of: Any = torch) -> None:  # noqa: ANN401 (torch)
-    """Bound each number to between -limit and limit, in place: `torch._foreach_clamp_min_` and `..._max_`."""
+    """Bound each number to between -limit and limit, in place: `torch._foreach_clamp_min_` and `..._max_`.
+
+    Args:
+        tensors: changed in place.
+        limit: 0 or more.
+        of: where torch's functions are looked for.
+    """
     at_least, at_most = (getattr(of, f"_foreach_clamp_{name}_", None) for name in ("min", "max"))
     if at_least is not None and at_most is not None:
         at_least(tensors, -limit)
@@ -203,7 +232,14 @@ def interpolate_each(
     weight: float,
     of: Any = torch,  # noqa: ANN401 (torch)
 ) -> None:
-    """Move each tensor towards its end by `weight` of the way, in place: `torch._foreach_lerp_`."""
+    """Move each tensor towards its end by a part of the way, in place: `torch._foreach_lerp_`.
+
+    Args:
+        tensors: changed in place.
+        ends: as many, each of the shape of its tensor.
+        weight: the part, from 0 (stay) to 1 (arrive).
+        of: where torch's function is looked for.
+    """
     together = getattr(of, "_foreach_lerp_", None)
     if together is not None:
         together(tensors, ends, weight)

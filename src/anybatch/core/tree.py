@@ -75,7 +75,12 @@ def resize_samples(batch: Batch, num_samples: int, resize: Callable[[torch.Tenso
 
 
 def map_tensors(batch: Batch, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-    """Return the same tree with `function` applied to every tensor."""
+    """Return the same tree with `function` applied to every tensor; all other leaves stay as they are.
+
+    Args:
+        batch: any nested batch.
+        function: a tensor -> what takes its place; called depth first.
+    """
     return _map_leaves(batch, lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf)
 
 

@@ -116,6 +116,7 @@ class _Feeder:
             if self.ahead is None:
                 yield self._load_here(key)
             else:
+                # As a function: the keys to come are made only where the workers have to start over.
                 yield self.ahead.take(key, functools.partial(self._onward, keys, index, batch.end, foresight))
 
     def _load_here(self, key: UnitKey) -> Batch:

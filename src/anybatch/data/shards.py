@@ -45,7 +45,12 @@ class Shards:
         self.num_shards = _number_of_shards(parts, num_shards)
 
     def open(self, number: int, epoch: int) -> Iterator[Any]:
-        """Return an iterator over shard `number` as it is in `epoch`."""
+        """Return an iterator over a shard from its first sample on, as it is in an epoch.
+
+        Args:
+            number: of the shard, from 0 on.
+            epoch: from 0 on; a shard with a method `set_epoch` is told.
+        """
         part = self._parts(number) if callable(self._parts) else self._parts[number]
         set_epoch = getattr(part, "set_epoch", None)
         if callable(set_epoch):

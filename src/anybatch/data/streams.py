@@ -73,6 +73,7 @@ class StreamSource:
         num_lanes, num_shards = self._request.num_workers, self._shards.num_shards
         rounds = ceil_div(self._request.effective_batch_size, 2 * num_shards)  # two are under way: one effective batch
         reader = LaneReader(self._shards, seed=self._request.seed, num_lanes=num_lanes, rounds_per_chunk=rounds)
+        # Not pinned here: samples come as bytes, and what is pinned are the micro-batches that are made of them.
         return Prefetcher(reader, num_workers=num_lanes, pin_memory=False, start_worker=hide_worker)
 
     def _batches(self, ahead: Prefetcher[ChunkKey, bytes] | None) -> Iterator[DatasetBatch]:
@@ -119,6 +120,7 @@ class StreamSource:
             ids = tuple(sample_id for sample_id, _ in samples)
             yield DatasetBatch(sample_ids=ids, seed=request.seed, start=position, end=end, feeder=feeder)
             position = end
+        # Without an error, a run of a number of steps would begin epoch after epoch and never end.
         if position == Position(start.epoch):
             raise DataError(_nothing_to_yield(start.epoch, len(samples), size))
 

@@ -96,6 +96,7 @@ class _TwoPasses:
                 outputs, plan, self._world, self._notifier.gathering, self._note_exchange
             ),
             plan=plan,
+            # Every rank computes the whole loss, and ranks are summed: one alone may tell it.
             reports_loss=first_rank_with_samples(plan) == self._world.rank,
             seed=counted.seed,
         )

@@ -17,6 +17,10 @@ Model = nn.Module | Mapping[str, nn.Module]
 def collect_modules(model: Model, loss: Loss) -> nn.Module:
     """Return one module that owns everything that trains: the model, or named models, and a loss with parameters.
 
+    Args:
+        model: as `Engine` takes it.
+        loss: the declared loss; those of its functions that are modules train too.
+
     Raises:
         ParameterError: nothing trains, a module is wrapped for data parallelism already, or parameters hold no data.
     """
@@ -60,4 +64,5 @@ def world_of(modules: nn.Module) -> World:
     """Return the world of the environment; a single rank computes where the model is, if that is an accelerator."""
     world = World.from_environment()
     device = next(modules.parameters()).device
+    # Of several ranks each has an accelerator by its local rank, wherever its model was built.
     return world if world.size > 1 or device.type == "cpu" else dataclasses.replace(world, device=device)

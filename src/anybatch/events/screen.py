@@ -93,7 +93,12 @@ class Screen(Protocol):
 
 
 def step_of(num_steps: int, total_steps: int | None) -> str:
-    """Return `step 1,234 of 5,000`, or `step 1,234`, as wide as the last step's."""
+    """Return `step 1,234 of 5,000`, or `step 1,234`, as wide as the last step's.
+
+    Args:
+        num_steps: steps made since the very beginning.
+        total_steps: steps of the whole run; None if that is not known.
+    """
     if total_steps is None:
         return f"step {num_steps:>7,}"
     total = f"{total_steps:,}"

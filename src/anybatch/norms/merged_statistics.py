@@ -82,7 +82,15 @@ def normalise_with(
     bias: Float[Tensor, " channels"] | None,
     eps: float,
 ) -> Float[Tensor, "samples channels *rest"]:
-    """Return `(values - mean) / sqrt(variance + eps) * weight + bias` per channel, in the values' type."""
+    """Return `(values - mean) / sqrt(variance + eps) * weight + bias` per channel, in the values' type.
+
+    Args:
+        values: (samples, channels, ...), of one micro-batch.
+        statistics: per channel, of all that is normalised together; differentiable.
+        weight: per channel; None for 1.
+        bias: per channel; None for 0.
+        eps: added to the variance.
+    """
     inverse = (statistics.variance + eps).rsqrt()
     weight = torch.ones_like(inverse) if weight is None else weight.to(inverse.dtype)
     bias = torch.zeros_like(inverse) if bias is None else bias.to(inverse.dtype)

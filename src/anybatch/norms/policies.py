@@ -66,7 +66,7 @@ class Freeze:
     feature = Feature.NORMS_FREEZE
 
     def constraints(self, *, has_layers: bool, world_size: int) -> CutConstraints:
-        """Return the policy's constraints on every cut: nothing."""
+        """Return the policy's constraints on every cut: nothing; see `Keep.constraints`."""
         del has_layers, world_size
         return CutConstraints()
 

@@ -105,7 +105,12 @@ class RunningStatistics:
 
     @torch.no_grad()
     def add_parts(self, running_mean: Tensor, parts: Sequence[PartialStatistics]) -> None:
-        """Add the statistics of one call of the layer that has this buffer, part by part."""
+        """Add the statistics of one call of a layer, part by part.
+
+        Args:
+            running_mean: the layer's own buffer, shape (channels,), by which it is known; one of those in `layers`.
+            parts: of this rank, those that count; each counts values per channel.
+        """
         number = self._index[id(running_mean)]
         call = self.next_call(number)
         for part in parts:

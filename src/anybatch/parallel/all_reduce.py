@@ -110,6 +110,7 @@ class AllReduce:
         """Start every bucket that is left and the last message, and wait for all of them."""
         while len(self._started) < len(self._gradients.buckets):
             self._start_next()
+        # All is on its way before the first is waited for, which makes one round trip of it.
         agreement.start()
         for work in self._started:
             work.wait()

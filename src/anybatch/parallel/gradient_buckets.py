@@ -52,6 +52,7 @@ class GradientBuffers:
         self._views: list[torch.Tensor] = [torch.empty(0)] * len(self._parameters)
         size = sys.maxsize if bucket_bytes is None else bucket_bytes
         self.buckets = tuple(self._make_bucket(members) for members in _bucket_members(parameters, size))
+        # They fire in every micro-batch and not in the last alone, because a parameter may be used in any of them.
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._make_hook(number))
             for number, parameter in enumerate(self._parameters)

@@ -36,6 +36,7 @@ class Single:
         return Prepared(
             parameters=parameters,
             call=caller_of(model),
+            # These alone: a loss may run through a model of another engine, as that of a GAN's generator does.
             backward_inputs=tuple(self._parameters),
             gradient_buffers=() if self._buffers is None else self._buffers.flats,
             abort=lambda _: _no_collective,

@@ -120,7 +120,17 @@ class Strategy(Protocol):
     def prepare(
         self, modules: nn.Module, model: object, world: World, on_reduction: ReductionObserver | None
     ) -> Prepared:
-        """Take hold of the trainable parameters of `modules`; `model` is what loss functions are called with."""
+        """Take hold of the trainable parameters, and see to it that they are equal on all ranks.
+
+        Args:
+            modules: everything that trains, on this rank's device.
+            model: what loss functions are called with, the user's own object.
+            world: the ranks.
+            on_reduction: told whenever a gradient reduction is handed to a collective; None for nobody.
+
+        Raises:
+            ReplicaError: ranks hold different parameters, where the strategy was told to verify that they do not.
+        """
         ...
 
     def micro_batch(self, turn: Turn) -> AbstractContextManager[object]:

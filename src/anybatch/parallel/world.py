@@ -140,6 +140,9 @@ class World:
     def run_on_all_ranks(self, function: Callable[[], Any] | None) -> list[Any]:
         """Run `function` on every rank that has one, and return what every rank's returned; if one raises, all raise.
 
+        Args:
+            function: what it returns is pickled, so keep it small; None for a rank that only waits for the others.
+
         Raises:
             RankFailedError: on the ranks whose function did not raise.
         """
@@ -172,6 +175,7 @@ class World:
         try:
             yield
         except RuntimeError as error:
+            # Memory that ran out on this rank is a RuntimeError for torch too, and breaks no collective.
             if self._silent or isinstance(error, torch.OutOfMemoryError):
                 raise
             raise self.first_failure(error) from error
@@ -179,11 +183,14 @@ class World:
     def publish_failure(self, error: BaseException, step: int | None) -> bool:
         """Publish this rank's error for ranks that will only see a broken connection. The first one published stays.
 
-        `step` is None for what failed between steps.
+        Args:
+            error: what has ended the work of this rank.
+            step: number of the step it failed in, from 0 on; None for what failed between steps.
 
         Returns:
             Whether it is up to this rank to inform the user: no other rank has published an error before.
         """
+        # That error repeats what the rank that failed first has published.
         if self._silent or isinstance(error, RankFailedError):
             return self.published_failure() is None
         text = RankFailure.of(error, self.rank, step).to_json()
@@ -203,6 +210,7 @@ class World:
         try:
             store = default_store()
             key = self._failure_key(store)
+            # Asked before it is read, because `get` waits until somebody has written.
             found = RankFailure.from_json(store.get(key).decode()) if store.check([key]) else None
         except (RuntimeError, ValueError):  # the store went with its rank
             return None

@@ -90,6 +90,7 @@ def accumulate_together(
             )
             found = threads.run([forward_of_one(number) for number in range(len(micro_batches))])
         terms = [term for terms in found for term in terms]
+        # One backward for all: merged statistics make one graph of the forwards.
         total = torch.stack([*terms, *merging.last_token(like=terms)]).sum()
         torch.autograd.backward(context.scaler.scale(total), inputs=context.prepared.backward_inputs)
     return _joined(sums)

@@ -224,6 +224,7 @@ def _explanation(replay: Replay, name: str, tried: Sequence[Sequence[Pass]], err
     Raises:
         UndecidedError: the loss draws random numbers, or the difference is small and nothing explains it.
     """
+    # The same samples under other numbers: if even they differ, the difference is none between cuts.
     again = replay.run(0, replay.checked.num_samples, seed=1)
     if replay.difference(name, [again], [1.0])[0] > tolerance.rounding:
         message = "it draws random numbers of its own"

@@ -5,7 +5,13 @@ from anybatch.engine.loss_check.additivity import TermFinding
 
 
 def broken(loss: Loss, name: str, found: TermFinding) -> str:
-    """Return what was declared of a term, and how far its gradients are from that."""
+    """Return what was declared of a term, and how far its gradients are from that.
+
+    Args:
+        loss: the declaration.
+        name: of the term, one of `loss.names`.
+        found: what was seen of it.
+    """
     what = f"term {name!r} of the loss" if loss.kind.named else "the loss"
     unit = loss.kind.terms[name].items.description
     verb = "declared" if not loss.kind.brings_count else "taken"
@@ -20,7 +26,13 @@ def broken(loss: Loss, name: str, found: TermFinding) -> str:
 
 
 def explained(name: str, found: TermFinding, *, named: bool) -> str:
-    """Return what a broken term is, and how to declare that."""
+    """Return what a broken term is, and how to declare that.
+
+    Args:
+        name: of the term.
+        found: what was seen of it.
+        named: whether the loss function returns a dict of terms, so that each is declared by its name.
+    """
     if found.explanation == "joint":
         return (
             "The gradient of a sample's output depends on the other samples' outputs, so no count can mend it: declare "

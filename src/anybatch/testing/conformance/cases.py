@@ -66,7 +66,16 @@ def vectors(number: int) -> dict[str, Tensor]:
 
 
 def sentences(number: int, empty: tuple[int, int] = (0, 0)) -> dict[str, Tensor]:
-    """Return sentences of very different lengths; those of the range `empty` have no target at all."""
+    """Return sentences of very different lengths, the same ones for the same number.
+
+    Args:
+        number: of sentences, each of 12 words.
+        empty: first sentence without any target, and the one behind the last.
+
+    Returns:
+        "words" and "labels", integers (sentences, 12), of which masked labels are `IGNORED`; "value", float64
+        (sentences,).
+    """
     generator = torch.Generator().manual_seed(number)
     words = torch.randint(_NUM_WORDS, (number, _WIDTH), generator=generator)
     lengths = torch.randint(2, _WIDTH + 1, (number, 1), generator=generator)
