@@ -108,6 +108,7 @@ def stale(emit: Emit, steps: int = 20) -> Numbers:
         accumulated = weighted_gradient(model, parts, weights_by_items(parts))
         moved = max(moved, float((_vector(model) - before).abs().max()))
         errors.append(relative(accumulated, weighted_gradient(model, [whole], [1.0])))
+        model.zero_grad()  # what was compared is not of the engine's step
         before = _vector(other)
         for inputs, targets in parts:
             optimizer.zero_grad()
