@@ -34,6 +34,7 @@ def what_a_reader_has() -> dict[str, Any]:
         "optimizer": torch.optim.AdamW(model.parameters()),
         "dataset": images,
         "held_out": images[:40],
+        "resuming": False,
         "loader": DataLoader(images, batch_size=64),  # type: ignore[arg-type]
         "accuracy": lambda net, batch: (net(batch["image"]).argmax(1) == batch["label"]).float(),
         "print": lambda *_: None,
@@ -50,6 +51,7 @@ def test_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert len(PYTHON) >= 3
     assert names["report"].num_samples == 300 - 256
+    assert names["engine"].position.epoch == 5
     names["engine"].close()
 
 

@@ -9,7 +9,8 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from anybatch.core.batch import Position
 from anybatch.data.effective_batch import DatasetBatches
 from anybatch.data.indexed import IndexedSource
-from anybatch.data.options import BatchOptions, end_epoch_of, pins_memory
+from anybatch.data.iteration import Iteration, OpenSource
+from anybatch.data.options import BatchOptions, pins_memory
 from anybatch.data.shards import Shards, check_readable
 from anybatch.data.streams import StreamSource
 from anybatch.errors import DataError
@@ -26,34 +27,36 @@ class Source(Protocol):
     def num_steps(self) -> int:
         """Number of steps from the start to the end."""
 
-    def run(self) -> DatasetBatches:
-        """Yield the effective batches from the start on; workers stop when this generator does."""
+    def open(self) -> OpenSource:
+        """Return the source with workers of its own, for one iteration."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Batches:
-    """The effective batches of a run, made by `batches`. Each `iter()` begins at `start`.
+    """The effective batches of a run, made by `batches`. Each `iter()` begins at `start`, or where the engine stands.
 
     Worker processes belong to the iterator: they end when it is exhausted, closed or dropped.
 
     Attributes:
         effective_batch_size: samples of one optimizer step over all ranks.
         seed: the seed of the order and of the augmentation.
-        start: where iteration begins.
+        start: where iteration begins; None where the engine stands that steps its first batch.
         source: what makes the batches.
+        request: what was asked.
     """
 
     effective_batch_size: int
     seed: int
-    start: Position
+    start: Position | None
     source: Source = field(repr=False)
+    request: BatchOptions = field(repr=False)
 
     def __iter__(self) -> DatasetBatches:
         """Yield the effective batches from `start` on."""
-        return self.source.run()
+        return Iteration(self.source.open(), self.request).batches()
 
     def __len__(self) -> int:
-        """Return the number of optimizer steps of one iteration.
+        """Return the number of optimizer steps of one iteration, from its beginning if there is no `start`.
 
         Raises:
             TypeError: it is not known: a stream without length and without `steps`.
@@ -82,7 +85,7 @@ def batches(
     collate: Callable[[list[Any]], Any] | None = None,
     num_workers: int = 0,
     pin_memory: bool | None = None,
-    start: Position = Position(),  # noqa: B008 (a frozen value)
+    start: Position | None = None,
 ) -> Batches:
     """Cut a data set into effective batches: each sample of an epoch is in exactly one, on any hardware.
 
@@ -110,8 +113,10 @@ def batches(
             `Shards`, a stream in a fixed number of parts. At most one worker per shard.
             Before an epoch of a stream its `set_epoch(epoch)` is called, if it has that method.
         effective_batch_size: samples of one optimizer step over all ranks. The last batch of an epoch may be smaller.
-        epochs: whole epochs of the run, counted from epoch 0 wherever `start` is; 1 if `steps` is not given either.
-        steps: optimizer steps from `start` on, instead of `epochs`.
+        epochs: whole epochs; 1 if `steps` is not given either. With `start`, and after `Engine.load`, they count from
+            epoch 0, so that a resumed run ends where it would have ended; a run that is iterated again from its end
+            goes on with as many more.
+        steps: optimizer steps from the start on, instead of `epochs`.
         shuffle: a new order in each epoch; False keeps the data set's own order. Must be False for streams.
         seed: the seed of the order and of the augmentation.
         drop_last: leave out the last batch of an epoch if it is not full.
@@ -119,6 +124,10 @@ def batches(
         num_workers: worker processes per rank that load ahead; 0 loads in the calling process.
         pin_memory: copy micro-batches to pinned memory; None does so where an accelerator can use it.
         start: where to begin, such as what `engine.load` returns. At the very end of the run nothing is yielded.
+            None: where the engine stands that steps the first batch, so that a loop over epochs which makes its batches
+            anew in each, or iterates the same ones again, is one run. After `Engine.load` that is exactly where the
+            checkpoint stands; otherwise an epoch that was left in the middle is left behind, and the next one begins
+            (`steps` go on in the middle of the same data set). Evaluating moves nothing.
 
     Returns:
         An iterable of effective batches, with `len()` and `steps_per_epoch`.
@@ -133,14 +142,14 @@ def batches(
         seed=seed,
         drop_last=drop_last,
         start=start,
-        end_epoch=end_epoch_of(epochs, steps, start),
+        epochs=epochs,
         steps=steps,
         collate=default_collate if collate is None else collate,
         num_workers=num_workers,
         pin_memory=pins_memory(pin_memory),
     )
     source = IndexedSource(dataset, request) if _has_index(dataset) else _stream_source(dataset, request)
-    return Batches(effective_batch_size=effective_batch_size, seed=seed, start=start, source=source)
+    return Batches(effective_batch_size=effective_batch_size, seed=seed, start=start, source=source, request=request)
 
 
 def _has_index(dataset: object) -> bool:
@@ -158,7 +167,7 @@ def _stream_source(dataset: Any, request: BatchOptions) -> StreamSource:  # noqa
         )
         raise DataError(message)
     if isinstance(dataset, Shards):
-        return StreamSource(dataset, None, request)
+        return StreamSource(dataset, dataset, None, request)
     if hasattr(dataset, "__getitem__") and not isinstance(dataset, (IterableDataset, str)):
         message = (
             f"dataset ({type(dataset).__name__}) has __getitem__ but no __len__, so its samples cannot be ordered. "
@@ -166,7 +175,7 @@ def _stream_source(dataset: Any, request: BatchOptions) -> StreamSource:  # noqa
         )
         raise DataError(message)
     check_readable(dataset, "dataset")
-    return StreamSource(Shards([dataset]), _stated_length(dataset), request)
+    return StreamSource(dataset, Shards([dataset]), _stated_length(dataset), request)
 
 
 def _stated_length(stream: object) -> int | None:

@@ -2,28 +2,83 @@
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from anybatch.core.batch import Foresight, Position, Positions
 from anybatch.core.tree import Batch
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class DatasetBatch:
-    """One effective batch of a data set. It may be fed any number of times, whole or in part, or not at all.
+class StepSamples:
+    """Which samples make one step, and what loads them.
 
     Attributes:
-        sample_ids: global ids of its samples, in the order they are cut; the same on every rank.
-        seed: the seed of the run's data.
-        start: where the data stands before this batch; resuming from here begins with this batch.
-        end: where the data stands once a step on this batch has succeeded; resuming from here begins with the next one.
-        feeder: loads this batch's units; see `feed`.
+        sample_ids: global ids, in the order they are cut; the same on every rank.
+        start: where the data stands before this step.
+        end: where it stands after it; the next epoch's beginning after the last step of an epoch.
+        feeder: loads units of it.
     """
 
     sample_ids: Sequence[int] = field(repr=False)
-    seed: int
     start: Position
     end: Position
-    feeder: "Callable[[DatasetBatch, Sequence[Positions], Foresight | None], Iterator[Batch]]" = field(repr=False)
+    feeder: "Callable[[StepSamples, Sequence[Positions], Foresight | None], Iterator[Batch]]" = field(repr=False)
+
+
+class Places(Protocol):
+    """The iteration that a batch is from: it knows what is in the batch, and may begin elsewhere."""
+
+    @property
+    def dataset(self) -> object:
+        """The data set it iterates."""
+
+    def samples_of(self, number: int) -> StepSamples:
+        """Return what is in batch `number`, the newest, which has not been looked into yet."""
+
+    def moved(self, batch: "DatasetBatch", position: Position, after: object | None) -> StepSamples | None:
+        """Go on from where an engine stands; see `DatasetBatch.go_on_from`."""
+
+
+class DatasetBatch:
+    """One effective batch of a data set. It may be fed any number of times, whole or in part, or not at all.
+
+    What is in it is found out when it is asked for: until then an iteration without a `start` of its own can still be
+    told to begin elsewhere.
+
+    Args:
+        seed: the seed of the run's data.
+        number: of the batch in its iteration, from 0.
+        places: the iteration.
+        samples: what is in it, if that is known.
+    """
+
+    __slots__ = ("__weakref__", "_places", "_samples", "number", "seed")
+
+    def __init__(self, *, seed: int, number: int, places: Places, samples: StepSamples | None) -> None:
+        self.seed = seed
+        self.number = number
+        self._places = places
+        self._samples = samples
+
+    def __repr__(self) -> str:
+        """Return what stands where, without looking into a batch that nobody has looked into."""
+        where = "not placed yet" if self._samples is None else f"start={self.start}, end={self.end}"
+        return f"DatasetBatch({where}, seed={self.seed})"
+
+    @property
+    def sample_ids(self) -> Sequence[int]:
+        """Global ids of its samples, in the order they are cut; the same on every rank."""
+        return self.samples.sample_ids
+
+    @property
+    def start(self) -> Position:
+        """Where the data stands before this batch; resuming from here begins with this batch."""
+        return self.samples.start
+
+    @property
+    def end(self) -> Position:
+        """Where the data stands once a step on this batch has succeeded; resuming from here begins with the next."""
+        return self.samples.end
 
     @property
     def num_samples(self) -> int:
@@ -32,8 +87,18 @@ class DatasetBatch:
 
     @property
     def epoch(self) -> int:
-        """The epoch these samples belong to, from 0."""
+        """The epoch these samples belong to, from 0. Without `start=` it is settled by the engine's step."""
         return self.start.epoch
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether this is the last batch of its epoch."""
+        return self.end.epoch > self.start.epoch
+
+    @property
+    def dataset(self) -> object:
+        """The data set it is of."""
+        return self._places.dataset
 
     def feed(self, units: Sequence[Positions], foresight: Foresight | None = None) -> Iterator[Batch]:
         """Yield one collated micro-batch for each unit, in this order, on the host.
@@ -44,7 +109,41 @@ class DatasetBatch:
             units: the positions in `sample_ids` of the samples of each micro-batch; a sample may be in several.
             foresight: how later batches will be cut, so that workers can load ahead; None: they load nothing of these.
         """
-        return self.feeder(self, units, foresight)
+        samples = self.samples
+        return samples.feeder(samples, units, foresight)
+
+    def go_on_from(self, position: Position, after: object | None) -> bool:
+        """Tell the iteration, before its first step, where the engine stands; this batch and later ones follow.
+
+        Nothing happens to an iteration with a `start` of its own, or that has been told before.
+
+        Args:
+            position: where the engine stands in its data.
+            after: the data set of the step before this one; None if there was none since the engine was made or
+                loaded, and the data are to go on at exactly this position.
+
+        Returns:
+            False if it had to begin elsewhere and cannot any more, because later batches have been taken already.
+
+        Raises:
+            DataError: the position lies beyond the data.
+        """
+        moved = self._places.moved(self, position, after)
+        if moved is not None:
+            self._samples = moved
+        return moved is not None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether what is in it has been asked for."""
+        return self._samples is not None
+
+    @property
+    def samples(self) -> StepSamples:
+        """Which samples it holds, and what loads them; looks into the batch."""
+        if self._samples is None:
+            self._samples = self._places.samples_of(self.number)
+        return self._samples
 
 
 DatasetBatches = Generator[DatasetBatch, None, None]

@@ -11,9 +11,9 @@ import torch
 
 from anybatch.core.batch import Foresight, Position, Positions, taken
 from anybatch.core.tree import Batch
-from anybatch.data.effective_batch import DatasetBatch, DatasetBatches
+from anybatch.data.effective_batch import StepSamples
 from anybatch.data.fetch import UnitKey, UnitLoader, pinned
-from anybatch.data.options import BatchOptions
+from anybatch.data.options import BatchOptions, Span
 from anybatch.data.order import SampleSchedule, sample_order
 from anybatch.data.prefetch import Prefetcher
 from anybatch.data.random_state import preserved_random_state
@@ -35,7 +35,8 @@ class IndexedSource:
         self._loader = UnitLoader(dataset, request.collate, request.seed)
         self._request = request
         self._schedule = SampleSchedule(len(dataset), request.effective_batch_size, request.drop_last)
-        _check_schedule(self._schedule, request.start)
+        _check_schedule(self._schedule)
+        _check_start(self._schedule, request.span.start)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -45,22 +46,41 @@ class IndexedSource:
     @property
     def num_steps(self) -> int:
         """Number of steps from the start to the end."""
-        return self._schedule.num_steps(self._request.start, self._request.end_epoch, self._request.steps)
+        span = self._request.span
+        return self._schedule.num_steps(span.start, span.end_epoch, span.steps)
 
-    def run(self) -> DatasetBatches:
-        """Yield the effective batches from the start on; workers stop when this generator does."""
-        request = self._request
-        walk = _Walk(self._schedule, request)
-        ahead: Prefetcher[UnitKey, Batch] | None = None
+    def open(self) -> "OpenIndexed":
+        """Return the source with workers of its own."""
+        return OpenIndexed(self._loader, self._schedule, self._request)
+
+
+class OpenIndexed:
+    """An indexed source that is being read."""
+
+    def __init__(self, loader: UnitLoader, schedule: SampleSchedule, request: BatchOptions) -> None:
+        self.dataset = loader.dataset
+        self._schedule = schedule
+        self._ahead: Prefetcher[UnitKey, Batch] | None = None
         if request.num_workers:
-            ahead = Prefetcher(self._loader, num_workers=request.num_workers, pin_memory=request.pin_memory)
-        feeder = _Feeder(walk, self._loader, ahead, pin_memory=request.pin_memory)
-        try:
-            for start, end, sample_ids in walk.steps(self._schedule.normalized(request.start)):
-                yield DatasetBatch(sample_ids=sample_ids, seed=request.seed, start=start, end=end, feeder=feeder)
-        finally:
-            if ahead is not None:
-                ahead.close()
+            self._ahead = Prefetcher(loader, num_workers=request.num_workers, pin_memory=request.pin_memory)
+        self._walk = _Walk(schedule, request)
+        self._feeder = _Feeder(self._walk, loader, self._ahead, pin_memory=request.pin_memory)
+
+    def steps(self, span: Span) -> Iterator[StepSamples]:
+        """Yield the samples of each step of a span.
+
+        Raises:
+            DataError: the span begins beyond the data.
+        """
+        _check_start(self._schedule, span.start)
+        self._walk.end = self._schedule.end(span.start, span.end_epoch, span.steps)
+        steps = self._walk.steps(self._schedule.normalized(span.start))
+        return (StepSamples(sample_ids=ids, start=start, end=end, feeder=self._feeder) for start, end, ids in steps)
+
+    def close(self) -> None:
+        """Shut the workers down."""
+        if self._ahead is not None:
+            self._ahead.close()
 
 
 class _Walk:
@@ -70,18 +90,18 @@ class _Walk:
         self._schedule = schedule
         self._seed = request.seed
         self._shuffle = request.shuffle
-        self._end = schedule.end(request.start, request.end_epoch, request.steps)
+        self.end = Position()
         # Weak, so that the order of an epoch goes with the last one who walks it.
         self._orders: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
     def steps(self, position: Position) -> Iterator[tuple[Position, Position, tuple[int, ...]]]:
         """Yield start, end and sample ids of each effective batch from `position` to the end of the run."""
-        while position < self._end:
+        while position < self.end:
             epoch = position.epoch
             order = self._order(epoch)
             for offset, stop in self._schedule.steps_of_epoch(position):
                 start, end = Position(epoch, offset), self._schedule.normalized(Position(epoch, stop))
-                if start >= self._end:
+                if start >= self.end:
                     return
                 # Plain integers, because they become parts of keys, which are compared and sent to workers.
                 yield start, end, tuple(order[offset:stop].tolist())
@@ -110,8 +130,8 @@ class _Feeder:
     ahead: Prefetcher[UnitKey, Batch] | None
     pin_memory: bool
 
-    def __call__(self, batch: DatasetBatch, units: Sequence[Positions], foresight: Foresight | None) -> Iterator[Batch]:
-        keys = _unit_keys(batch.epoch, batch.sample_ids, units)
+    def __call__(self, batch: StepSamples, units: Sequence[Positions], foresight: Foresight | None) -> Iterator[Batch]:
+        keys = _unit_keys(batch.start.epoch, batch.sample_ids, units)
         for index, key in enumerate(keys):
             if self.ahead is None:
                 yield self._load_here(key)
@@ -136,7 +156,7 @@ def _unit_keys(epoch: int, sample_ids: Sequence[int], units: Sequence[Positions]
     return [UnitKey(epoch, tuple(taken(sample_ids, positions))) for positions in units]
 
 
-def _check_schedule(schedule: SampleSchedule, start: Position) -> None:
+def _check_schedule(schedule: SampleSchedule) -> None:
     num_samples, size = schedule.num_samples, schedule.effective_batch_size
     if num_samples == 0:
         message = "the data set is empty: len(dataset)=0, and a step needs at least 1 sample. Check what it reads."
@@ -147,9 +167,12 @@ def _check_schedule(schedule: SampleSchedule, start: Position) -> None:
             f"effective_batch_size={size} needs {size}. Use drop_last=False, or at most {num_samples}."
         )
         raise DataError(message)
-    if start.sample_offset > num_samples:
+
+
+def _check_start(schedule: SampleSchedule, start: Position) -> None:
+    if start.sample_offset > schedule.num_samples:
         message = (
-            f"start.sample_offset={start.sample_offset} is larger than an epoch of {num_samples} samples. "
+            f"start.sample_offset={start.sample_offset} is larger than an epoch of {schedule.num_samples} samples. "
             "Resume with the data set that the position was saved with."
         )
         raise DataError(message)

@@ -10,6 +10,26 @@ from anybatch.data.fetch import Collate
 from anybatch.errors import BatchSizeError, DataError
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """From where to where a run goes.
+
+    Attributes:
+        start: where it begins.
+        end_epoch: the first epoch that is not run; None if `steps` says where to stop.
+        steps: number of steps from `start` on; None if `end_epoch` says where to stop.
+    """
+
+    start: Position
+    end_epoch: int | None
+    steps: int | None
+
+    def behind(self, place: Position, num_steps: int) -> "Span":
+        """Return the same without its first steps, which end at `place` of a run that begins in epoch 0."""
+        start = Position(self.start.epoch + place.epoch, place.sample_offset)
+        return Span(start, self.end_epoch, None if self.steps is None else self.steps - num_steps)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchOptions:
     """The arguments of `batches`, with what follows where nothing was given.
@@ -19,9 +39,9 @@ class BatchOptions:
         shuffle: whether each epoch has an order of its own.
         seed: the seed of the order and of the augmentation.
         drop_last: leave out the last batch of an epoch if it is not full.
-        start: where to begin.
-        end_epoch: the first epoch that is not run; None if `steps` says where to stop.
-        steps: number of steps from `start` on; None if `end_epoch` says where to stop.
+        start: where to begin; None where the engine stands.
+        epochs: epochs to run; None for one, or if `steps` says where to stop.
+        steps: number of steps from the start on; None if `epochs` says where to stop.
         collate: makes a micro-batch of a list of samples.
         num_workers: worker processes; 0 loads in the calling process.
         pin_memory: whether to pin micro-batches.
@@ -31,8 +51,8 @@ class BatchOptions:
     shuffle: bool
     seed: int
     drop_last: bool
-    start: Position
-    end_epoch: int | None
+    start: Position | None
+    epochs: int | None
     steps: int | None
     collate: Collate
     num_workers: int
@@ -43,7 +63,7 @@ class BatchOptions:
 
         Raises:
             BatchSizeError: the effective batch size is not a whole number of at least 1.
-            DataError: any other value that cannot be used.
+            DataError: any other value that cannot be used, or values that contradict.
         """
         checked_int("effective_batch_size", self.effective_batch_size, error=BatchSizeError)
         checked_int("num_workers", self.num_workers, least=0, error=DataError)
@@ -51,35 +71,51 @@ class BatchOptions:
         if not callable(self.collate):
             message = f"collate={self.collate!r} must be a function of a list of samples, or None for torch's own."
             raise DataError(message)
+        _check_length(self.epochs, self.steps, self.start)
+
+    @property
+    def span(self) -> Span:
+        """From `start` to the end of the run; from the beginning where there is no start."""
+        return self.span_from(self.start or Position(), resumed=True)
+
+    def span_from(self, position: Position, *, resumed: bool = False) -> Span:
+        """Return from where to where a run goes that begins at a position.
+
+        Args:
+            position: where it begins.
+            resumed: epochs count from epoch 0, as they did before the run was resumed; a run at or behind its end
+                goes on with as many more. Otherwise they count from the position's epoch.
+        """
+        if self.steps is not None:
+            return Span(position, None, self.steps)
+        epochs = self.epochs or 1
+        is_within = resumed and (position < Position(epochs) or self.start is not None)
+        return Span(position, epochs if is_within else position.epoch + epochs, None)
 
 
-def end_epoch_of(epochs: int | None, steps: int | None, start: Position) -> int | None:
-    """Return the first epoch that is not run, or None if `steps` says where to stop.
-
-    Raises:
-        DataError: both are given, either is below 1, or `start` is no position or lies beyond the last epoch.
-    """
-    if not isinstance(start, Position):
-        message = f"{start=} must be a Position(epoch, sample_offset), such as the `end` of a batch."
-        raise DataError(message)
-    checked_int("start.epoch", start.epoch, least=0, error=DataError)
-    checked_int("start.sample_offset", start.sample_offset, least=0, error=DataError)
+def _check_length(epochs: int | None, steps: int | None, start: Position | None) -> None:
+    if start is not None:
+        if not isinstance(start, Position):
+            message = f"{start=} must be a Position(epoch, sample_offset), such as the `end` of a batch."
+            raise DataError(message)
+        checked_int("start.epoch", start.epoch, least=0, error=DataError)
+        checked_int("start.sample_offset", start.sample_offset, least=0, error=DataError)
     if steps is not None:
         checked_int("steps", steps, error=DataError)
         if epochs is not None:
             message = f"{epochs=} and {steps=} both say where to stop. Give one of them."
             raise DataError(message)
-        return None
+        return
     last = 1 if epochs is None else epochs
     checked_int("epochs", last, error=DataError)
-    if start > Position(last):
+    if start is not None and start > Position(last):
         given = f"{epochs=}" if epochs is not None else "epochs=1, as neither epochs nor steps is given,"
         message = (
             f"start={start} lies beyond the end of the run: {given} counts from epoch 0. "
-            f"Give epochs={start.epoch + 1} or more to run on, or steps= to count from the start."
+            f"Give epochs={start.epoch + 1} or more to run on, or steps= to count from the start. "
+            "Without start= the engine says where to go on."
         )
         raise DataError(message)
-    return last
 
 
 def pins_memory(pin_memory: bool | None) -> bool:  # noqa: FBT001 (the user's argument, handed on)

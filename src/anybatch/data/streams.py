@@ -10,9 +10,9 @@ from typing import Any
 from anybatch.core.batch import Foresight, Position, Positions, taken
 from anybatch.core.geometry import ceil_div
 from anybatch.core.tree import Batch
-from anybatch.data.effective_batch import DatasetBatch, DatasetBatches
-from anybatch.data.fetch import Collate, collate_unit, pinned
-from anybatch.data.options import BatchOptions
+from anybatch.data.effective_batch import StepSamples
+from anybatch.data.fetch import collate_unit, pinned
+from anybatch.data.options import BatchOptions, Span
 from anybatch.data.order import SampleSchedule
 from anybatch.data.prefetch import Prefetcher
 from anybatch.data.random_state import preserved_random_state
@@ -27,7 +27,8 @@ class StreamSource:
     Resuming reads and drops the samples before the position.
 
     Args:
-        shards: the stream; a whole one is a single shard.
+        dataset: the stream as the user gave it.
+        shards: the same as shards; a whole one is a single shard.
         num_samples: length that the stream states for an epoch, used for the number of steps only; None if it does not.
         request: what was asked.
 
@@ -35,7 +36,8 @@ class StreamSource:
         DataError: a shuffled stream, or more workers than shards.
     """
 
-    def __init__(self, shards: Shards, num_samples: int | None, request: BatchOptions) -> None:
+    def __init__(self, dataset: object, shards: Shards, num_samples: int | None, request: BatchOptions) -> None:
+        self._dataset = dataset
         self._shards = shards
         self._num_samples = num_samples
         self._request = request
@@ -49,25 +51,39 @@ class StreamSource:
     @property
     def num_steps(self) -> int:
         """Number of steps from `start` to the end, if it is known."""
-        request = self._request
-        if request.steps is not None:
-            return request.steps
-        return self._stated_schedule().num_steps(request.start, request.end_epoch, request.steps)
+        span = self._request.span
+        if span.steps is not None:
+            return span.steps
+        return self._stated_schedule().num_steps(span.start, span.end_epoch, span.steps)
 
-    def run(self) -> DatasetBatches:
-        """Yield the effective batches from `start` on; workers stop when this generator does."""
-        ahead = self._workers() if self._request.num_workers else None
-        try:
-            yield from itertools.islice(self._batches(ahead), self._request.steps)
-        finally:
-            if ahead is not None:
-                ahead.close()
+    def open(self) -> "OpenStream":
+        """Return the source with workers of its own."""
+        return OpenStream(self._dataset, self._shards, self._request)
 
     def _stated_schedule(self) -> SampleSchedule:
         if self._num_samples is None:
             message = "the number of steps is not known: the stream states no length. Give steps=, or add a __len__."
             raise TypeError(message)  # the type that list() and others expect of an object without length
         return SampleSchedule(self._num_samples, self._request.effective_batch_size, self._request.drop_last)
+
+
+class OpenStream:
+    """A stream that is being read."""
+
+    def __init__(self, dataset: object, shards: Shards, request: BatchOptions) -> None:
+        self.dataset = dataset
+        self._shards = shards
+        self._request = request
+        self._ahead = self._workers() if request.num_workers else None
+
+    def steps(self, span: Span) -> Iterator[StepSamples]:
+        """Yield the samples of each step of a span."""
+        return itertools.islice(self._steps_of_epochs(span.start, span.end_epoch), span.steps)
+
+    def close(self) -> None:
+        """Shut the workers down."""
+        if self._ahead is not None:
+            self._ahead.close()
 
     def _workers(self) -> Prefetcher[ChunkKey, bytes]:
         num_lanes, num_shards = self._request.num_workers, self._shards.num_shards
@@ -76,13 +92,13 @@ class StreamSource:
         # Not pinned here: samples come as bytes, and what is pinned are the micro-batches that are made of them.
         return Prefetcher(reader, num_workers=num_lanes, pin_memory=False, start_worker=hide_worker)
 
-    def _batches(self, ahead: Prefetcher[ChunkKey, bytes] | None) -> Iterator[DatasetBatch]:
-        start = self._request.start
+    def _steps_of_epochs(self, start: Position, end_epoch: int | None) -> Iterator[StepSamples]:
         # `!=` and not `<`: the end is None where a number of steps was asked for.
-        while start.epoch != self._request.end_epoch:
+        while start.epoch != end_epoch:
+            ahead = self._ahead
             stream = self._samples_here(start) if ahead is None else self._samples_from_workers(start, ahead)
             _skip(stream, start)
-            yield from self._batches_of_epoch(stream, start)
+            yield from self._steps_of_epoch(stream, start)
             start = Position(start.epoch + 1)
 
     def _samples_here(self, start: Position) -> Iterator[StreamSample]:
@@ -106,19 +122,21 @@ class StreamSource:
             # Lanes read different shards of the same rounds; by id they are in the order of a single reader.
             yield from sorted(samples, key=itemgetter(0))
 
-    def _batches_of_epoch(self, stream: Iterator[StreamSample], start: Position) -> Iterator[DatasetBatch]:
+    def _steps_of_epoch(self, stream: Iterator[StreamSample], start: Position) -> Iterator[StepSamples]:
         request, size, position = self._request, self._request.effective_batch_size, start
         read: list[StreamSample] = []
+        least = size if request.drop_last else 1  # samples that make a step
         while True:
             with preserved_random_state():
-                read += itertools.islice(stream, size + 1 - len(read))  # one more: is this batch the last one?
+                read += itertools.islice(stream, size + least - len(read))  # is this batch the last one?
             samples, read = read[:size], read[size:]
             if not samples or (request.drop_last and len(samples) < size):
                 break
-            end = Position(start.epoch, position.sample_offset + len(samples)) if read else Position(start.epoch + 1)
-            feeder = _Feeder([sample for _, sample in samples], request.collate, pin_memory=request.pin_memory)
+            is_last = len(read) < least
+            end = Position(start.epoch + 1) if is_last else Position(start.epoch, position.sample_offset + size)
+            feeder = _Feeder([sample for _, sample in samples], request)
             ids = tuple(sample_id for sample_id, _ in samples)
-            yield DatasetBatch(sample_ids=ids, seed=request.seed, start=position, end=end, feeder=feeder)
+            yield StepSamples(sample_ids=ids, start=position, end=end, feeder=feeder)
             position = end
         # Without an error, a run of a number of steps would begin epoch after epoch and never end.
         if position == Position(start.epoch):
@@ -130,20 +148,20 @@ class _Feeder:
     """Collates the units of one batch, whose samples are read already."""
 
     samples: Sequence[Any]
-    collate: Collate
-    pin_memory: bool
+    request: BatchOptions
 
     def __call__(
         self,
-        batch: DatasetBatch,
+        batch: StepSamples,
         units: Sequence[Positions],
         foresight: Foresight | None,  # noqa: ARG002 (what a stream will yield cannot be foreseen)
     ) -> Iterator[Batch]:
+        request = self.request
         for positions in units:
             ids, samples = taken(batch.sample_ids, positions), list(taken(self.samples, positions))
             with preserved_random_state():
-                collated = collate_unit(self.collate, samples, ids, seed=batch.seed, epoch=batch.epoch)
-            yield pinned(collated) if self.pin_memory else collated
+                collated = collate_unit(request.collate, samples, ids, seed=request.seed, epoch=batch.start.epoch)
+            yield pinned(collated) if request.pin_memory else collated
 
 
 def _chunk_key(epoch: int, num_lanes: int, keep_from: int, place: int) -> ChunkKey:

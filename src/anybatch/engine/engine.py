@@ -26,6 +26,7 @@ from anybatch.engine.checkpoint_state import (
     restore_state,
     save_on_first_rank,
 )
+from anybatch.engine.data_place import data_of, go_on
 from anybatch.engine.evaluation import MetricFunction, evaluate
 from anybatch.engine.failure import failures_reported
 from anybatch.engine.inputs import Model
@@ -167,7 +168,19 @@ class Engine:
         self._is_closed = False
         self.model = spec.model
         self.num_steps = 0
-        self.position = Position()
+        self._position = Position()
+        self._stepped_data: object | None = None
+
+    @property
+    def position(self) -> Position:
+        """Where the data stands: the epoch, and how many samples of it have made a step. Batches go on from here."""
+        return self._position
+
+    @position.setter
+    def position(self, position: Position) -> None:
+        self._position = position
+        # Batches go on at exactly this place, and not with the next epoch: no loop has been left here.
+        self._stepped_data = None
 
     @property
     def world(self) -> World:
@@ -220,10 +233,12 @@ class Engine:
         with failures_reported(parts.world, self.num_steps, parts.updater.undo):
             # Before the first micro-batch: an update that runs out of memory half-way cannot be undone.
             parts.updater.allocate()
+            self._place(batch)
             # Plans and runs, and both again in smaller micro-batches where memory runs out.
             summed = parts.runner.run(batch, self.num_steps, self.position)
             updated = parts.updater.update(summed.gradients, summed.contributions, self.num_steps)
             report = self._record(summed, updated)
+            self._stepped_data = data_of(batch)
         parts.notifier.step(report)
         return report
 
@@ -234,6 +249,7 @@ class Engine:
         """
         parts = self._open_parts()
         with failures_reported(parts.world, self.num_steps, parts.updater.undo):
+            self._place(batch)
             summed = parts.runner.run(batch, self.num_steps, self.position)
             found = {
                 name: None if gradient is None else parts.context.scaler.unscaled(gradient)
@@ -457,9 +473,15 @@ class Engine:
             raise UserError(message)
         return self._parts
 
+    def _place(self, batch: Any) -> None:  # noqa: ANN401 (any nested batch)
+        """Tell the iteration of a batch where this engine stands, if it has not been told and can be."""
+        message = go_on(batch, self._position, self._stepped_data)
+        if message:
+            self._parts.notifier.warn("data_repeats", message)
+
     def _record(self, summed: SummedBatch, updated: Updated) -> StepReport:
         """Count the step, and return its report."""
-        self.position = summed.planned.end
+        self._position = summed.planned.end
         report = StepReport(
             step=self.num_steps,
             plan=summed.planned.plan,

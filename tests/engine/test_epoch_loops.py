@@ -1,0 +1,325 @@
+"""A loop over epochs that makes its batches anew in each is one run: the engine says where the data stand."""
+
+import itertools
+import random
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+
+import anybatch as ab
+from anybatch.core.batch import Position
+from anybatch.data import Batches
+from anybatch.errors import AnyBatchWarning
+from tests.faults import sees
+from tests.ranks_fixture import Ranks
+
+NUM_SAMPLES, SIZE = 20, 6
+STEPS_PER_EPOCH = 4
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # as many workers as cores, or more
+
+
+class Augmented:
+    """20 rows, moved a little by draws from every global generator, each time they are read."""
+
+    def __init__(self, num_samples: int = NUM_SAMPLES) -> None:
+        self.num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        moved = random.random() + np.random.random() + torch.rand((), dtype=torch.float64).item()
+        return torch.tensor([index / 10, moved, 1.0], dtype=torch.float64)
+
+
+class Streamed(IterableDataset):  # type: ignore[type-arg]
+    """The same as a stream, which shuffles by the epoch it is told and counts how often it was opened."""
+
+    def __init__(self, num_samples: int = NUM_SAMPLES) -> None:
+        self.num_samples = num_samples
+        self.epoch = self.num_opened = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.num_opened += 1
+        order = torch.randperm(self.num_samples, generator=torch.Generator().manual_seed(self.epoch))
+        return (Augmented()[int(index)] for index in order)
+
+
+SOURCES: dict[str, Callable[[], Any]] = {
+    "indexed": Augmented,
+    "stream": Streamed,
+    "shards": lambda: ab.Shards([Streamed(13), Streamed(7)]),
+}
+
+
+def batches(data: Any, **more: Any) -> Batches:
+    """Return batches of 6."""
+    if not isinstance(data, Augmented):
+        more = {"shuffle": False, **more}
+    return ab.batches(data, effective_batch_size=SIZE, seed=3, **more)
+
+
+def make_engine(**options: Any) -> ab.Engine:
+    """Return an engine whose model draws random numbers too."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.3), nn.Linear(4, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return ab.Engine(model, optimizer, ab.mean_over_samples(square), micro_batch_size=2, **options)
+
+
+def square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """Return the mean square of the output."""
+    output: torch.Tensor = model(batch)
+    return output.square().mean()
+
+
+Seen = list[tuple[int, tuple[int, ...], bool]]
+
+
+def step(engine: ab.Engine, loop: Iterable[Any]) -> Seen:
+    """Step every batch; return epoch and ids of each, and whether it ended its epoch."""
+    seen = []
+    for batch in loop:
+        engine.step(batch)
+        assert batch.end == engine.position
+        seen.append((batch.epoch, tuple(batch.sample_ids), batch.ends_epoch))
+    return seen
+
+
+def weights(engine: ab.Engine) -> torch.Tensor:
+    """Return all parameters as one vector."""
+    return torch.cat([p.detach().reshape(-1) for p in engine.optimizer.param_groups[0]["params"]]).clone()
+
+
+def in_one_loop(make: Callable[[], Any], num_epochs: int = 3, **more: Any) -> tuple[Seen, torch.Tensor]:
+    """Train in one loop."""
+    with make_engine() as engine:
+        return step(engine, batches(make(), epochs=num_epochs, **more)), weights(engine)
+
+
+@sees(
+    "every epoch begins at the first one",
+    "src/anybatch/data/iteration.py",
+    "        self._steps = self._source.steps(span)\n        found = next(self._steps, None)",
+    "        found = next(self._steps, None)",
+)
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("anew", [True, False])
+def test_a_loop_over_epochs_is_one_run(source: str, num_workers: int, anew: bool) -> None:
+    """Batches made anew in every epoch, or iterated again, are those of one loop over all epochs, bit for bit."""
+    if source == "stream" and num_workers:
+        num_workers = 1  # a stream has one reader
+    expected = in_one_loop(SOURCES[source])
+    data = SOURCES[source]()
+    made = batches(data, num_workers=num_workers)
+    seen: Seen = []
+    with make_engine() as engine:
+        for epoch in range(3):
+            seen += step(engine, batches(data, num_workers=num_workers) if anew else made)
+            assert engine.position == Position(epoch + 1)
+        found = weights(engine)
+    assert seen == expected[0]
+    assert torch.equal(found, expected[1])
+
+
+def test_a_stream_is_opened_once_an_epoch() -> None:
+    """A stream is not read from an epoch that is not run."""
+    data = Streamed()
+    with make_engine() as engine:
+        for _ in range(3):
+            step(engine, batches(data))
+    assert data.num_opened == 3
+
+
+def loop_on_every_rank(anew: bool) -> tuple[Seen, torch.Tensor]:
+    """Run on every rank: train for three epochs, in one loop or in three."""
+    data = Augmented()
+    with ab.World.from_environment() as world, make_engine(world=world) as engine:
+        loops = [batches(data) for _ in range(3)] if anew else [batches(data, epochs=3)]
+        return [entry for loop in loops for entry in step(engine, loop)], weights(engine)
+
+
+def test_ranks_go_on_alike(two_ranks: Ranks) -> None:
+    """On two ranks three loops are one loop as well."""
+    expected = two_ranks.run(loop_on_every_rank, False)
+    found = two_ranks.run(loop_on_every_rank, True)
+    for (seen, own), (seen_in_one, own_in_one) in zip(found, expected, strict=True):
+        assert seen == seen_in_one
+        assert torch.equal(own, own_in_one)
+
+
+@sees(
+    "a loaded run begins its epoch again",
+    "src/anybatch/data/iteration.py",
+    "return self._request.span_from(position, resumed=True)",
+    "return self._request.span_from(Position(position.epoch), resumed=True)",
+)
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("epochs", [None, 3])
+def test_a_plain_loop_resumes_in_the_middle_of_an_epoch(source: str, epochs: int | None, tmp_path: Path) -> None:
+    """After `load` the loop over the remaining epochs goes on exactly where the checkpoint stands, to the same end."""
+    expected = in_one_loop(SOURCES[source])
+    with make_engine() as engine:
+        step(engine, itertools.islice(batches(SOURCES[source](), epochs=3), STEPS_PER_EPOCH + 2))
+        engine.save(tmp_path)
+    seen: Seen = []
+    with make_engine() as engine:
+        engine.load(tmp_path)
+        assert engine.position == Position(1, 2 * SIZE)
+        data = SOURCES[source]()
+        for _ in range(engine.position.epoch, 3) if epochs is None else range(1):
+            seen += step(engine, batches(data, epochs=epochs))
+        assert engine.position == Position(3)
+        found = weights(engine)
+    assert seen == expected[0][STEPS_PER_EPOCH + 2 :]
+    assert torch.equal(found, expected[1])
+
+
+@sees(
+    "a loop that is left goes on in the middle",
+    "src/anybatch/data/iteration.py",
+    "position if not position.sample_offset else Position(position.epoch + 1)",
+    "position",
+)
+def test_a_loop_that_is_left_begins_the_next_epoch() -> None:
+    """After `break` the next loop makes a whole epoch, the next one."""
+    expected, _ = in_one_loop(Augmented)
+    data = Augmented()
+    with make_engine() as engine:
+        for batch in batches(data):
+            engine.step(batch)
+            break
+        assert step(engine, batches(data)) == expected[STEPS_PER_EPOCH : 2 * STEPS_PER_EPOCH]
+
+
+@sees(
+    "rounds of steps begin an epoch each",
+    "src/anybatch/data/iteration.py",
+    "self._request.steps is not None and after is self.dataset",
+    "self._request.steps is None and after is self.dataset",
+)
+def test_rounds_of_steps_go_on_in_the_middle() -> None:
+    """Three loops of 3 steps are one loop of 9, across the ends of epochs."""
+    data = Augmented()
+    with make_engine() as engine:
+        expected = step(engine, batches(data, steps=9)), weights(engine)
+    with make_engine() as engine:
+        seen = [entry for _ in range(3) for entry in step(engine, batches(data, steps=3))]
+        assert seen == expected[0]
+        assert torch.equal(weights(engine), expected[1])
+
+
+@pytest.mark.parametrize("length", [{}, {"epochs": 2}, {"steps": 5}])
+def test_data_sets_in_turn_lose_nothing(length: dict[str, int]) -> None:
+    """Of two data sets that are trained on in turn, every loop sees whole epochs, or as many steps as it asked for."""
+    one, other = Augmented(), Augmented(8)
+    num_epochs = length.get("epochs", 1)
+    with make_engine() as engine:
+        for _ in range(2):
+            for data in (one, other):
+                seen = [i for _, ids, _ in step(engine, batches(data, **length)) for i in ids]
+                if "steps" not in length:
+                    assert sorted(seen) == sorted(list(range(len(data))) * num_epochs)
+                else:
+                    assert set(range(len(data))) == set(seen)
+
+
+def test_another_run_of_epochs_goes_on_with_as_many() -> None:
+    """Two loops of two epochs each are one loop of four."""
+    expected = in_one_loop(Augmented, 4)
+    data = Augmented()
+    with make_engine() as engine:
+        seen = step(engine, batches(data, epochs=2)) + step(engine, batches(data, epochs=2))
+        assert (seen, engine.position) == (expected[0], Position(4))
+        assert torch.equal(weights(engine), expected[1])
+
+
+def test_a_start_is_taken_as_it_is() -> None:
+    """With `start=` nothing is moved, whatever the engine has done."""
+    data = Augmented()
+    with make_engine() as engine:
+        first = step(engine, batches(data, start=Position()))
+        assert step(engine, batches(data, start=Position())) == first
+
+
+def test_evaluating_moves_nothing() -> None:
+    """An evaluation in every epoch reads the held-out data as they are, and the run goes on as without it."""
+    expected = in_one_loop(Augmented)
+    data, held_out = Augmented(), batches(Augmented(8), shuffle=False)
+    seen: Seen = []
+    values = []
+    with make_engine() as engine:
+        for _ in range(3):
+            seen += step(engine, batches(data))
+            values.append(engine.evaluate(held_out, lambda _, batch: batch[:, 1]))
+        assert torch.equal(weights(engine), expected[1])
+    assert seen == expected[0]
+    assert values[0] == values[1] == values[2]
+
+
+def test_gradients_are_of_the_next_batch() -> None:
+    """`gradients` of the first batch is the gradient of the step that follows, and the loop goes on from there."""
+    data = Augmented()
+    with make_engine() as engine:
+        step(engine, batches(data))
+        iterator = iter(batches(data))
+        batch = next(iterator)
+        before = engine.gradients(batch)
+        assert batch.start == Position(1)
+        assert str(engine.gradients(batch)) == str(before)
+        step(engine, itertools.chain([batch], iterator))
+        assert engine.position == Position(2)
+
+
+def test_batches_that_are_left_out_stay_out() -> None:
+    """A loop that leaves out its first batches leaves out those of the epoch that it is in."""
+    expected, _ = in_one_loop(Augmented)
+    data = Augmented()
+    seen: Seen = []
+    with make_engine() as engine:
+        for _ in range(2):
+            seen += step(engine, itertools.islice(batches(data), 1, None))
+    assert seen == expected[1:STEPS_PER_EPOCH] + expected[STEPS_PER_EPOCH + 1 : 2 * STEPS_PER_EPOCH]
+
+
+@sees(
+    "batches that cannot move are not told of",
+    "src/anybatch/data/iteration.py",
+    """
+        if batch.number != self._newest:
+            return None
+""",
+    """
+        if batch.number != self._newest:
+            return batch.samples
+""",
+)
+def test_batches_taken_ahead_are_told() -> None:
+    """A list of batches cannot go on from the engine's place: the warning says where it stands and what to do."""
+    data = Augmented()
+    with make_engine() as engine:
+        step(engine, batches(data))
+        with pytest.warns(AnyBatchWarning, match=r"repeat epoch 0, and the engine stands at Position\(epoch=1"):
+            step(engine, list(batches(data)))
+
+
+def test_the_first_batch_may_be_looked_into() -> None:
+    """Whoever looks into the first batch sees epoch 0, until the engine has placed it."""
+    data = Streamed()
+    with make_engine() as engine:
+        step(engine, batches(data))
+        for batch in batches(data):
+            assert (batch.num_samples, "epoch=" in repr(batch)) == (SIZE if not batch.ends_epoch else 2, True)
+            engine.step(batch)
+            assert batch.epoch == 1
