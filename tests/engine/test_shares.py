@@ -1,5 +1,6 @@
 """The user's own loaders: ranks agree on the end, and empty shares count nothing."""
 
+import itertools
 import warnings
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import anybatch as ab
+from anybatch.errors import AnyBatchWarning, BatchSizeError, DataError
 from anybatch.testing import relative_error
 from tests.engine.cases import STRATEGIES, classify, cut, perceptron, vectors
 from tests.faults import sees
@@ -123,3 +125,93 @@ def test_a_sampler_that_pads_is_told() -> None:
         warnings.simplefilter("error")
         list(ab.shares(loader(drop_last=True), world=ab.World()))
         list(ab.shares([1, 2], world=ab.World()))
+
+
+def train_on_joined(sizes_of_ranks: list[list[int]], effective_batch_size: int) -> tuple[list[int], torch.Tensor]:
+    """Run on every rank: join batches of these sizes; return the samples of each step, and the parameters."""
+    world = ab.World.from_environment()
+    # Rank by rank, so that the order of samples in a step is known: the first rank's, then the second's.
+    ends = list(itertools.accumulate(sum(sizes) for sizes in sizes_of_ranks))
+    whole = vectors(ends[-1])
+    start = ends[world.rank] - sum(sizes_of_ranks[world.rank])
+    own = list(itertools.accumulate(sizes_of_ranks[world.rank], initial=start))
+    loader = [cut(whole, *bounds) for bounds in itertools.pairwise(own)]
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options: dict[str, Any] = {"micro_batch_size": 3, "effective_batch_size": effective_batch_size, "world": world}
+    with ab.Engine(model, optimizer, ab.mean_over_samples(classify), **options) as engine:
+        shares = ab.shares(loader, effective_batch_size=effective_batch_size, world=world)
+        sizes = [engine.step(share).num_samples for share in shares]
+    return sizes, torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+def plain_steps(num_samples: int, steps: list[list[int]]) -> torch.Tensor:
+    """Return the parameters after plain steps on these samples."""
+    whole, model = vectors(num_samples), perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for ids in steps:
+        optimizer.zero_grad()
+        classify(model, {name: value[ids] for name, value in whole.items()}).backward()
+        optimizer.step()
+    return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+@sees(
+    "the rest of a batch that was cut is lost",
+    "src/anybatch/engine/shares.py",
+    "self._parts[0] = slice_samples(self._parts[0], number, size)\n                self._num_parts[0] = size - number",
+    "self._parts.pop(0)\n                self._num_parts.pop(0)",
+)
+def test_batches_of_a_loader_are_joined_to_the_named_size() -> None:
+    """Batches of 4 make steps of 6: one is cut and its rest opens the next step; the last step is smaller."""
+    sizes, found = train_on_joined([[4, 4, 4, 4, 3]], 6)
+    expected = plain_steps(19, [list(range(k, min(k + 6, 19))) for k in range(0, 19, 6)])
+    assert sizes == [6, 6, 6, 1]
+    assert relative_error({"all": found}, {"all": expected}) <= 1e-12
+
+
+def test_ranks_join_their_loaders(two_ranks: Ranks) -> None:
+    """On two ranks halves are joined; when one loader has ended the other brings the whole step; nothing is lost."""
+    steps = [[*range(3), *range(15, 18)], [*range(3, 6), *range(18, 20), 6], [*range(7, 13)], [13, 14]]
+    expected = plain_steps(20, steps)
+    for sizes, found in two_ranks.run(train_on_joined, [[4, 4, 7], [2, 3]], 6):
+        assert sizes == [6, 6, 6, 2]
+        assert relative_error({"all": found}, {"all": expected}) <= 1e-12
+
+
+def test_what_cannot_be_joined_is_refused() -> None:
+    """Batches that are padded to different lengths are named, with what to do."""
+    loader = [{"x": torch.zeros(4, 5)}, {"x": torch.zeros(4, 7)}]
+    with pytest.raises(DataError, match=r"batch\['x'\] is \(4, 5\) and \(2, 7\)\. Pad all of them"):
+        list(ab.shares(loader, effective_batch_size=6, world=ab.World()))
+    with pytest.raises(BatchSizeError, match="effective_batch_size=0 must be a whole number"):
+        list(ab.shares(loader, effective_batch_size=0, world=ab.World()))
+
+
+def steps_of_loader(sizes: list[int], **options: Any) -> None:
+    """Make a step of each of some batches of a loader, told that 64 samples are a step."""
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ab.Engine(model, optimizer, ab.mean_over_samples(classify), effective_batch_size=64, **options) as engine:
+        for size in sizes:
+            engine.step(vectors(size))
+
+
+@sees(
+    "batches smaller than the named size make steps without a word",
+    "src/anybatch/engine/step_planner.py",
+    "if is_smaller and self._was_smaller:",
+    "if is_smaller and self._was_smaller is None:",
+)
+def test_batches_smaller_than_the_named_size_are_told() -> None:
+    """A loader's batches of 16 under effective_batch_size=64 are told of once, with the loop that accumulates them."""
+    with pytest.warns(AnyBatchWarning, match=r"batches of 16 .* steps of 16.*effective_batch_size=64.*ab\.shares") as w:
+        steps_of_loader([16, 16, 16, 16])
+    assert len(w) == 1
+
+
+def test_the_last_batch_of_an_epoch_may_be_smaller() -> None:
+    """Nothing is said of one small batch before a whole one."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        steps_of_loader([64, 20, 64, 20, 64])

@@ -12,6 +12,7 @@ import anybatch as ab
 from anybatch.errors import DataError, UserError
 from anybatch.recipes.job import make_model
 from anybatch.recipes.run.start import JobRun, start
+from tests.faults import sees
 
 
 def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -72,6 +73,22 @@ def test_what_is_given_comes_before_the_defaults() -> None:
     assert run.batches.effective_batch_size == 8
     assert rates_of(run) == pytest.approx([0.01 * 8 / 2] * 3)
     assert str(run.rates[0]) == "lr 0.04 = 0.01 x 4 (linear, 8 / 2 samples)"
+
+
+@sees(
+    "the learning rate follows samples that are not there",
+    "src/anybatch/recipes/run/start.py",
+    "return min(effective_batch_size, max(1, len(dataset)))",
+    "return max(effective_batch_size, len(dataset))",
+)
+def test_the_learning_rate_follows_what_a_step_sees() -> None:
+    """A step larger than the data set sees the data set, so the rate is scaled to that; a decision says so."""
+    run = start(JOB, effective_batch_size=4000)
+    assert rates_of(run) == pytest.approx([0.1 * 10 / 2] * 2)
+    assert run.engine.decisions["samples"].startswith("steps of 10, all there are: 4,000 were asked for")
+    assert "samples" not in start(JOB).engine.decisions
+    same = dataclasses.replace(JOB.defaults, effective_batch_size=100, base_batch_size=100)
+    assert start(dataclasses.replace(JOB, defaults=same, optimizer=Unheard)).rates[0].factor == 1.0
 
 
 def test_the_base_batch_size_is_the_defaults_own_unless_given() -> None:

@@ -2,45 +2,46 @@
 
 Containers: mappings (dict, `BatchEncoding` and other `Mapping`s), tuples, named tuples, dataclasses, and lists that
 hold a tensor or container. Leaves that carry samples: tensors of at least one axis, numpy arrays, plain lists (a list
-of strings, say), and tuples of strings, which torch's default collate makes. Everything else (numbers, None, strings,
-zero-axis tensors) belongs to every sample.
+of strings, say), tuples of strings, which torch's default collate makes, lists with a tensor or dict for each sample,
+and objects with `slice_samples(start, stop)` and `__len__`. Everything else (numbers, None, strings, zero-axis
+tensors) belongs to every sample.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from anybatch.errors import DataError
 
+_MOST_FIELDS_ALIKE = 3
+"""Fields of one shape and type in a list: more of them are more likely samples."""
 Batch = Any
 """Any nested batch. There is no narrower type: the user's collate function decides."""
+
+
+class SampleList(list[Any]):
+    """A list with one entry for each sample, such as images or recordings of different sizes; it is cut by entries.
+
+    A plain list of tensors in a batch is one too where the rest of the batch leaves no other reading.
+    """
+
+    __slots__ = ()
 
 
 def count_samples(batch: Batch) -> int:
     """Return the number of samples of a nested batch: the length of the first axis that all its leaves share.
 
+    A list of tensors, or of dicts of tensors, is either a list of fields, each with the sample as its first axis, or
+    has one entry for each sample. It is what the lengths leave possible. A batch that is an object of a class of its
+    own has as many samples as its `__len__` says, if it has `slice_samples(start, stop)` too.
+
     Raises:
-        DataError: no leaf carries samples, or leaves disagree about how many.
+        DataError: no leaf carries samples, leaves disagree about how many, or lists can be read in two ways.
     """
-    lengths = {path: _length(leaf) for path, leaf in _leaves(batch, "batch") if _carries_samples(leaf)}
-    if not lengths:
-        message = (
-            f"the batch ({type(batch).__name__}) holds no tensor with a first axis, so its samples cannot be counted. "
-            "Return tensors whose first axis is the sample from the collate function."
-        )
-        raise DataError(message)
-    (first_path, first), *rest = lengths.items()
-    for path, length in rest:
-        if length != first:
-            message = (
-                f"leaves of the batch have different lengths: {first_path} has {first} samples, {path} has {length}. "
-                "Every leaf must have the sample as its first axis; move anything else out of the batch "
-                "or make it a plain number."
-            )
-            raise DataError(message)
-    return first
+    return _as_read(batch)[1]
 
 
 def slice_samples(batch: Batch, start: int, stop: int) -> Batch:
@@ -51,7 +52,64 @@ def slice_samples(batch: Batch, start: int, stop: int) -> Batch:
         start: position of the first sample, from 0 on.
         stop: position behind the last sample.
     """
-    return _map_leaves(batch, lambda leaf: leaf[start:stop] if _carries_samples(leaf) else leaf)
+
+    def piece(leaf: Any) -> Any:  # noqa: ANN401 (a tensor, list, array or anything else)
+        if hasattr(leaf, "slice_samples"):
+            return leaf.slice_samples(start, stop)
+        if isinstance(leaf, SampleList):
+            return SampleList(leaf[start:stop])
+        return leaf[start:stop] if _carries_samples(leaf) else leaf
+
+    return _map_leaves(_as_read(batch)[0], piece, cutting=True)
+
+
+def pick_samples(batch: Batch, positions: Sequence[int]) -> Batch:
+    """Return the samples at some positions of a nested batch, in that order.
+
+    Raises:
+        DataError: the batch is of a class of the user's own, which can be cut and not put in order.
+    """
+    if isinstance(positions, range) and positions.step == 1:
+        return slice_samples(batch, positions.start, positions.stop)
+    return join_samples([slice_samples(batch, position, position + 1) for position in positions])
+
+
+def join_samples(batches: Sequence[Batch]) -> Batch:
+    """Return batches of one structure as one, with their samples in this order: the inverse of `slice_samples`.
+
+    Raises:
+        DataError: they cannot be joined: padded to different lengths, say, or of a class of the user's own.
+    """
+    if len(batches) == 1:
+        return batches[0]
+    parts = [_as_read(batch)[0] for batch in batches]
+    rows = [list(_leaves(part, "batch", cutting=True)) for part in parts]
+    if len({tuple(path for path, _ in row) for row in rows}) > 1:
+        message = (
+            f"batches of a loader cannot be joined: one holds {', '.join(path for path, _ in rows[0])}, another "
+            "something else. Yield the same fields in every batch, or batches of the whole size."
+        )
+        raise DataError(message)
+    whole = iter([_joined(row[0][0], [leaf for _, leaf in row]) for row in zip(*rows, strict=True)])
+    return _map_leaves(parts[0], lambda _: next(whole), cutting=True)
+
+
+def _joined(path: str, leaves: Sequence[Any]) -> Any:  # noqa: ANN401 (a tensor, list, array or anything else)
+    first = leaves[0]
+    if not _carries_samples(first):
+        return first
+    if isinstance(first, list):
+        return type(first)(itertools.chain.from_iterable(leaves))
+    if isinstance(first, tuple):
+        return tuple(itertools.chain.from_iterable(leaves))
+    if isinstance(first, torch.Tensor) and len({leaf.shape[1:] for leaf in leaves}) == 1:
+        return torch.cat(list(leaves))
+    shapes = " and ".join(dict.fromkeys(str(tuple(leaf.shape)) for leaf in leaves if hasattr(leaf, "shape")))
+    message = (
+        f"batches of a loader cannot be joined: {path} is {shapes or f'of type {type(first).__name__}'}. Pad all of "
+        "them to one length, or have the loader yield batches of the whole size."
+    )
+    raise DataError(message)
 
 
 def resize_samples(batch: Batch, num_samples: int, resize: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
@@ -71,7 +129,7 @@ def resize_samples(batch: Batch, num_samples: int, resize: Callable[[torch.Tenso
         numbers = [number % len(leaf) for number in range(num_samples)]
         return type(leaf)(leaf[number] for number in numbers) if isinstance(leaf, (list, tuple)) else leaf[numbers]
 
-    return _map_leaves(batch, resized)
+    return _map_leaves(_as_read(batch)[0], resized, cutting=True)
 
 
 def map_tensors(batch: Batch, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
@@ -110,6 +168,125 @@ def tensors_of(batch: Batch) -> Iterator[torch.Tensor]:
     return (leaf for _, leaf in _leaves(batch, "batch") if isinstance(leaf, torch.Tensor))
 
 
+def moved_to(batch: Batch, device: torch.device, *, non_blocking: bool = False) -> Batch:
+    """Return a batch with its tensors on a device; an object that can be cut moves itself, by its `to(device)`."""
+
+    def moved(leaf: Any) -> Any:  # noqa: ANN401 (a tensor or anything else)
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(device, non_blocking=non_blocking)
+        return leaf.to(device) if hasattr(leaf, "slice_samples") and hasattr(leaf, "to") else leaf
+
+    return _map_leaves(batch, moved)
+
+
+def _as_read(batch: Batch) -> tuple[Batch, int]:
+    """Return a batch in which every list of samples is a `SampleList`, and its number of samples.
+
+    Raises:
+        DataError: see `count_samples`.
+    """
+    lengths = {path: _length(leaf) for path, leaf in _leaves(batch, "batch", cutting=True) if _carries_samples(leaf)}
+    numbers, lists = set(lengths.values()), list(_lists_of_tensors(batch))
+    # The reading as fields: every leaf has the sample as its first axis.
+    if len(numbers) == 1 and not any(map(_looks_like_samples, lists)):
+        return batch, numbers.pop()
+    tried = numbers | {len(one) for one in lists}
+    by_entries = {number: found for number in sorted(tried) if (found := _entries(batch, number, within_list=False))}
+    if len(numbers) == 1 and not by_entries:
+        return batch, numbers.pop()
+    if len(by_entries) == 1 and (len(numbers) > 1 or not numbers or _are_inputs_and_targets(batch)):
+        number, found = by_entries.popitem()
+        return _map_leaves(batch, lambda leaf: leaf, cutting=True, entries=found), number
+    if by_entries:
+        raise DataError(_in_two_ways(numbers if len(numbers) == 1 else set(), set(by_entries)))
+    raise DataError(_uncountable(batch, lengths))
+
+
+def _lists_of_tensors(node: Batch, *, within_list: bool = False) -> Iterator[Sequence[Any]]:
+    """Yield every list or tuple that may have one entry for each sample."""
+    if isinstance(node, torch.Tensor) or not _is_container(node) or _is_cut_whole(node):
+        return
+    is_list = isinstance(node, (list, tuple)) and not hasattr(node, "_fields")
+    # A tuple within a list is a sample by itself, (input, target).
+    if is_list and not (within_list and isinstance(node, tuple)):
+        yield node
+    for _, child in _children(node):
+        yield from _lists_of_tensors(child, within_list=isinstance(node, list))
+
+
+def _looks_like_samples(node: Sequence[Any]) -> bool:
+    """Whether a list whose fields would have equally many samples may have an entry for each sample all the same.
+
+    Two or three tensors, or such that differ in shape or type, are what collate functions return as fields.
+    """
+    if isinstance(node, tuple):
+        return _are_inputs_and_targets(node)
+    if _are_inputs_and_targets(node):
+        return True
+    tensors = [item for item in node if isinstance(item, torch.Tensor)]
+    alike = {(item.shape, item.dtype) for item in tensors}
+    return len(tensors) == len(node) > _MOST_FIELDS_ALIKE and len(alike) == 1
+
+
+def _are_inputs_and_targets(node: Batch) -> bool:
+    """Whether this is (images, targets), as detection has them: lists of one length, one of them of dicts."""
+    if not isinstance(node, (list, tuple)) or hasattr(node, "_fields") or len(node) < 2:  # noqa: PLR2004 (inputs, targets)
+        return False
+    if not all(isinstance(item, (list, tuple)) and item for item in node) or len({len(item) for item in node}) > 1:
+        return False
+    return any(all(isinstance(entry, Mapping) for entry in item) for item in node)
+
+
+def _entries(node: Batch, number: int, *, within_list: bool) -> frozenset[int] | None:
+    """Return the ids of the lists that have an entry for each of so many samples; None if not all leaves have as many.
+
+    A list is one of fields where it can be, but one of dicts is one of samples where it can be.
+    """
+    if isinstance(node, torch.Tensor) or not _is_container(node) or _is_cut_whole(node):
+        return frozenset() if not _carries_samples(node) or _length(node) == number else None
+    is_list = isinstance(node, (list, tuple)) and not hasattr(node, "_fields")
+    may_be = is_list and len(node) == number and not (within_list and isinstance(node, tuple))
+    if may_be and (all(isinstance(item, Mapping) for item in node) or _looks_like_samples(node)):
+        return frozenset([id(node)])
+    found: set[int] = set()
+    for _, child in _children(node):
+        below = _entries(child, number, within_list=isinstance(node, list))
+        if below is None:
+            return frozenset([id(node)]) if may_be else None
+        found |= below
+    return frozenset(found)
+
+
+def _in_two_ways(fields: set[int], entries: set[int]) -> str:
+    ways = [f"{number} samples, as every tensor's first axis says" for number in fields]
+    ways += [f"{number} samples, one for each entry of a list" for number in sorted(entries)]
+    return (
+        f"a list in the batch can be read in two ways: {', or '.join(ways[:2])}. Pass fields as a tuple or dict, and "
+        "samples as anybatch.data.SampleList(samples), which is cut by its entries."
+    )
+
+
+def _uncountable(batch: Batch, lengths: Mapping[str, int]) -> str:
+    own = "or give the batch a class of its own, with __len__, slice_samples(start, stop) and to(device)"
+    if not lengths:
+        return (
+            f"the batch ({type(batch).__name__}) holds no tensor with a first axis, so its samples cannot be counted. "
+            f"Return tensors whose first axis is the sample from the collate function, {own}."
+        )
+    (first_path, first), *rest = lengths.items()
+    path, length = next((path, length) for path, length in rest if length != first)
+    return (
+        f"leaves of the batch have different lengths: {first_path} has {first} samples, {path} has {length}. "
+        "Every leaf must have the sample as its first axis; move anything else out of the batch "
+        f"or make it a plain number, {own} (for labelled and unlabelled samples side by side, say)."
+    )
+
+
+def _is_cut_whole(node: object) -> bool:
+    """Whether something is cut as one, whatever it consists of: it knows how, or has one entry for each sample."""
+    return isinstance(node, SampleList) or hasattr(node, "slice_samples")
+
+
 def _is_container(node: object) -> bool:
     if _are_strings(node):
         return False
@@ -134,25 +311,34 @@ def _children(node: Batch) -> Iterator[tuple[str, Any]]:
     return ((f"[{index}]", value) for index, value in enumerate(node))
 
 
-def _leaves(node: Batch, path: str) -> Iterator[tuple[str, Any]]:
-    if not _is_container(node):
+def _leaves(node: Batch, path: str, *, cutting: bool = False) -> Iterator[tuple[str, Any]]:
+    """Yield what a batch consists of; what is cut as one is not looked into where `cutting`."""
+    if not _is_container(node) or (cutting and _is_cut_whole(node)):
         yield path, node
         return
     for key, child in _children(node):
-        yield from _leaves(child, path + key)
+        yield from _leaves(child, path + key, cutting=cutting)
 
 
-def _map_leaves(node: Batch, function: Callable[[Any], Any]) -> Batch:
-    if isinstance(node, torch.Tensor) or not _is_container(node):
+def _map_leaves(
+    node: Batch, function: Callable[[Any], Any], *, cutting: bool = False, entries: frozenset[int] = frozenset()
+) -> Batch:
+    """Return the same structure around what `function` makes of leaves; lists with an id in `entries` are marked."""
+    if id(node) in entries:
+        return SampleList(node)
+    if isinstance(node, torch.Tensor) or not _is_container(node) or (cutting and _is_cut_whole(node)):
         return function(node)
+
+    def below(child: Batch) -> Batch:
+        return _map_leaves(child, function, cutting=cutting, entries=entries)
+
     if isinstance(node, Mapping):
-        values = {key: _map_leaves(value, function) for key, value in node.items()}
-        return _rebuild_mapping(node, values)
+        return _rebuild_mapping(node, {key: below(value) for key, value in node.items()})
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         # `replace` refuses fields that `__init__` does not take; the class computes these from the others.
-        fields = {f.name: _map_leaves(getattr(node, f.name), function) for f in dataclasses.fields(node) if f.init}
+        fields = {f.name: below(getattr(node, f.name)) for f in dataclasses.fields(node) if f.init}
         return dataclasses.replace(node, **fields)
-    items = [_map_leaves(item, function) for item in node]
+    items = [below(item) for item in node]
     # A named tuple takes its items one by one, any other tuple takes all of them together.
     if isinstance(node, tuple) and hasattr(node, "_fields"):
         return type(node)(*items)
@@ -172,7 +358,7 @@ def _rebuild_mapping(node: Mapping[Any, Any], values: dict[Any, Any]) -> Batch:
 def _carries_samples(leaf: object) -> bool:
     if isinstance(leaf, torch.Tensor):
         return leaf.dim() > 0
-    if isinstance(leaf, list) or _are_strings(leaf):
+    if isinstance(leaf, list) or _are_strings(leaf) or hasattr(leaf, "slice_samples"):
         return True
     # A numpy array, recognised without numpy, which need not be installed.
     return hasattr(leaf, "__array__") and getattr(leaf, "ndim", 0) > 0

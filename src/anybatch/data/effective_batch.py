@@ -47,15 +47,17 @@ class DatasetBatch:
 
     Args:
         seed: the seed of the run's data.
+        named_size: samples of a step as they were asked for; the last batch of an epoch may hold less.
         number: of the batch in its iteration, from 0.
         places: the iteration.
         samples: what is in it, if that is known.
     """
 
-    __slots__ = ("__weakref__", "_places", "_samples", "number", "seed")
+    __slots__ = ("__weakref__", "_places", "_samples", "named_size", "number", "seed")
 
-    def __init__(self, *, seed: int, number: int, places: Places, samples: StepSamples | None) -> None:
+    def __init__(self, *, seed: int, named_size: int, number: int, places: Places, samples: StepSamples | None) -> None:
         self.seed = seed
+        self.named_size = named_size
         self.number = number
         self._places = places
         self._samples = samples

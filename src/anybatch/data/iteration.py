@@ -57,13 +57,23 @@ class Iteration:
                     if known is None:
                         return
                 self._newest += 1
-                batch = DatasetBatch(seed=self._request.seed, number=self._newest, places=self, samples=known)
+                batch = self._batch(known)
                 yield batch
                 if not batch.is_known:
                     _ = batch.start  # what is read next comes after it
         finally:
             self._is_over = True
             self._source.close()
+
+    def _batch(self, known: StepSamples | None) -> DatasetBatch:
+        request = self._request
+        return DatasetBatch(
+            seed=request.seed,
+            named_size=request.effective_batch_size,
+            number=self._newest,
+            places=self,
+            samples=known,
+        )
 
     def samples_of(self, number: int) -> StepSamples:
         """Return what is in the newest batch, which has not been looked into yet."""

@@ -6,11 +6,17 @@ from typing import Any, cast
 
 from torch.utils.data import DistributedSampler
 
+from anybatch.core.splitting import even_parts
+from anybatch.core.tree import count_samples, join_samples, slice_samples
+from anybatch.core.whole_numbers import checked_int
 from anybatch.engine.accumulation.planned_batch import RankShare
+from anybatch.errors import BatchSizeError
 from anybatch.parallel.world import World
 
 
-def shares(loader: Iterable[Any], *, world: World | None = None) -> Iterator[RankShare]:
+def shares(
+    loader: Iterable[Any], *, effective_batch_size: int | None = None, world: World | None = None
+) -> Iterator[RankShare]:
     """Yield what this rank's loader yields, for as long as any rank's loader does.
 
     The plain loop `for batch in loader` hangs when ranks have different numbers of batches: those that are done leave
@@ -18,37 +24,120 @@ def shares(loader: Iterable[Any], *, world: World | None = None) -> Iterator[Ran
 
     Args:
         loader: yields nested batches of any size, this rank's share of each step.
+        effective_batch_size: samples of one step over all ranks. The loader's batches are joined, and one that is too
+            large is cut and its rest opens the next step; only the last step of the loader may be smaller. Ranks bring
+            equally many samples, up to one, until a loader ends; then the others bring more. None: one batch of each
+            rank is one step.
         world: the ranks; None asks the environment.
 
     Raises:
+        BatchSizeError: `effective_batch_size` is not a whole number of at least 1.
+        DataError: batches that cannot be joined, padded to different lengths, say.
         RankFailedError: another rank ended, because its loader raised, say; what a rank's own loader raises is raised
             there as it is.
 
     Warns:
         UserWarning: the loader's sampler pads with duplicates, so that some samples would count twice.
     """
+    if effective_batch_size is not None:
+        checked_int("effective_batch_size", effective_batch_size, error=BatchSizeError)
     _warn_of_duplicates(loader)
     if world is not None:
-        yield from _agreed_shares(loader, world)
+        yield from _agreed_shares(loader, effective_batch_size, world)
         return
     with World.from_environment() as own:
-        yield from _agreed_shares(loader, own)
+        yield from _agreed_shares(loader, effective_batch_size, own)
 
 
-def _agreed_shares(loader: Iterable[Any], world: World) -> Iterator[RankShare]:
-    batches = iter(loader)
-    while True:
-        try:
-            share = RankShare(next(batches, None))
-        except Exception as error:
-            # The other ranks wait in the gather below, where they will see no more than a broken connection.
-            world.publish_failure(error, None)
-            raise
-        # Every rank asks in every step, also one that is done: the others would wait for its answer.
-        more = world.gather_numbers([float(share.batch is not None)])
-        if not any(row[0] for row in more):
+def _agreed_shares(loader: Iterable[Any], effective_batch_size: int | None, world: World) -> Iterator[RankShare]:
+    try:
+        batches = iter(loader)
+        if effective_batch_size is not None:
+            yield from _joined_shares(_Samples(batches), effective_batch_size, world)
             return
-        yield share
+        while True:
+            share = RankShare(next(batches, None))
+            # Every rank asks in every step, also one that is done: the others would wait for its answer.
+            more = world.gather_numbers([float(share.batch is not None)])
+            if not any(row[0] for row in more):
+                return
+            yield share
+    except GeneratorExit:
+        raise
+    except Exception as error:
+        # The other ranks wait in the gather above, where they will see no more than a broken connection.
+        world.publish_failure(error, None)
+        raise
+
+
+class _Samples:
+    """The samples of a loader's batches, taken in any number."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+        self._parts: list[Any] = []
+        self._num_parts: list[int] = []
+        self.is_over = False
+
+    @property
+    def num_read(self) -> int:
+        """Samples that have been read and not been taken."""
+        return sum(self._num_parts)
+
+    def read(self, number: int) -> None:
+        """Read batches until there are so many samples, or until there are no more."""
+        while self.num_read < number and not self.is_over:
+            try:
+                batch = next(self._batches)
+            except StopIteration:
+                self.is_over = True
+                return
+            size = count_samples(batch)
+            if size:
+                self._parts.append(batch)
+                self._num_parts.append(size)
+
+    def take(self, number: int) -> Any:  # noqa: ANN401 (any nested batch)
+        """Return so many samples as one batch, the next ones; None for none."""
+        taken = []
+        while number:
+            size = self._num_parts[0]
+            if size <= number:
+                taken.append(self._parts.pop(0))
+                self._num_parts.pop(0)
+            else:
+                taken.append(slice_samples(self._parts[0], 0, number))
+                self._parts[0] = slice_samples(self._parts[0], number, size)
+                self._num_parts[0] = size - number
+            number -= min(size, number)
+        return join_samples(taken) if taken else None
+
+
+def _joined_shares(samples: _Samples, effective_batch_size: int, world: World) -> Iterator[RankShare]:
+    """Yield shares that are so many samples together, from batches of any size."""
+    while sum(wanted := _shares_of_step(samples, effective_batch_size, world)):
+        yield RankShare(samples.take(wanted[world.rank]))
+
+
+def _shares_of_step(samples: _Samples, effective_batch_size: int, world: World) -> list[int]:
+    """Return how many samples each rank brings to the next step; the ranks agree on it."""
+    wanted = list(even_parts(effective_batch_size, world.size))
+    while True:
+        samples.read(wanted[world.rank])
+        rows = world.gather_numbers([float(samples.num_read), float(samples.is_over)])
+        found = [min(int(number), want) for (number, _), want in zip(rows, wanted, strict=True)]
+        missing = effective_batch_size - sum(found)
+        # A rank that has more, or may have: the others have brought all that they had.
+        able = [
+            rank
+            for rank, ((number, is_over), want) in enumerate(zip(rows, wanted, strict=True))
+            if not is_over or number > want
+        ]
+        if not missing or not able:
+            return found
+        wanted = found
+        for rank, more in zip(able, even_parts(missing, len(able)), strict=False):
+            wanted[rank] += more
 
 
 def _warn_of_duplicates(loader: Iterable[Any]) -> None:

@@ -12,7 +12,7 @@ from anybatch.core.batch import Placement, Position, taken
 from anybatch.core.loss import Loss, TermFactors, factors_of, unit_counts
 from anybatch.core.randomness import BatchKey, joint_seed, unit_seed
 from anybatch.core.splitting import BatchPlan, CutConstraints, Unit, plan_shares
-from anybatch.core.tree import Batch, count_samples, map_tensors, slice_samples, tensors_of
+from anybatch.core.tree import Batch, count_samples, moved_to, slice_samples, tensors_of
 from anybatch.engine.accumulation.accumulate import MicroBatch
 from anybatch.errors import BatchSizeError, DataError, LossError
 from anybatch.parallel.replicas import digest
@@ -225,7 +225,7 @@ def to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]
     if device.type == "cpu":
         return batches
     if device.type != "cuda":
-        return (map_tensors(batch, lambda tensor: tensor.to(device)) for batch in batches)
+        return (moved_to(batch, device) for batch in batches)
     return _copied_beside(batches, device)
 
 
@@ -233,7 +233,7 @@ def _copied_beside(batches: Iterator[Batch], device: torch.device) -> Iterator[B
     copies = torch.cuda.Stream(device)
     for batch in batches:
         with torch.cuda.stream(copies):
-            moved = map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
+            moved = moved_to(batch, device, non_blocking=True)
         computing = torch.cuda.current_stream(device)
         # The device waits for the copy before it computes on it; the host goes on.
         computing.wait_stream(copies)

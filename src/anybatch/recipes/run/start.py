@@ -138,17 +138,20 @@ def start(
     size = defaults.effective_batch_size if effective_batch_size is None else effective_batch_size
     if epochs is None and steps is None:
         epochs, steps = defaults.epochs, defaults.steps
-    base = defaults.base_batch_size or defaults.effective_batch_size
+    dataset = job.dataset()
+    # Of what a step really sees, also when the rate was found: a step is not larger than the data set.
+    seen = _largest_step(dataset, size)
+    base = _largest_step(dataset, defaults.base_batch_size or defaults.effective_batch_size)
     optimizer = ScaledOptimizer(
         job=job,
         learning_rate=defaults.learning_rate if learning_rate is None else learning_rate,
         base_batch_size=base,
-        effective_batch_size=size,
+        effective_batch_size=seen,
         # An optimizer without a known rule can be trained at the batch size its rate was found with.
-        rule=defaults.learning_rate_rule or ("none" if size == base else None),
+        rule=defaults.learning_rate_rule or ("none" if seen == base else None),
     )
     data = batches(
-        job.dataset(),
+        dataset,
         effective_batch_size=size,
         epochs=epochs,
         steps=steps,
@@ -165,6 +168,9 @@ def start(
         check_loss=check_loss,
     )
     engine = Engine.from_spec(spec, Hardware(**hardware), observer=observer)
+    if seen < size:
+        words = f"steps of {seen:,}, all there are: {size:,} were asked for; the learning rate is scaled to {seen:,}"
+        engine.decisions.add("samples", words)
     return JobRun(
         job=job,
         engine=engine,
@@ -173,6 +179,14 @@ def start(
         rates=optimizer.rates,
         hyperparameters=optimizer.hyperparameters,
     )
+
+
+def _largest_step(dataset: object, effective_batch_size: int) -> int:
+    """Return the samples of the largest step: not more than there are, since batches do not cross epochs."""
+    try:
+        return min(effective_batch_size, max(1, len(dataset)))  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):  # a stream without a length
+        return effective_batch_size
 
 
 def scheduler_function(job: Job, num_steps: int | None) -> SchedulerFunction | None:
