@@ -2,6 +2,7 @@
 
 import itertools
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -215,3 +216,72 @@ def test_the_last_batch_of_an_epoch_may_be_smaller() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         steps_of_loader([64, 20, 64, 20, 64])
+
+
+def loop_and_evaluate() -> str:
+    """Run on every rank: step loaders of 2 and 3 batches without `ab.shares`, evaluate; return what was raised."""
+    world = ab.World.from_environment()
+    model = perceptron()
+    options: dict[str, Any] = {"micro_batch_size": 2, "world": world}
+    engine = ab.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), ab.mean_over_samples(classify), **options)
+    try:
+        for number in range(2 + world.rank):
+            engine.step(vectors(4 + number + 10 * world.rank))
+        engine.evaluate([vectors(5)])
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+@sees(
+    "ranks in different steps plan one batch together",
+    "src/anybatch/engine/accumulation/planned_batch.py",
+    "if place != rows[0][1:]:",
+    "if place != place:",
+)
+def test_loaders_of_different_length_are_refused_with_their_cure(two_ranks: Ranks) -> None:
+    """A rank that goes on to its evaluation while another still steps: both raise, and name `ab.shares`."""
+    for message in two_ranks.run(loop_and_evaluate):
+        assert "rank 0 stands behind 0 samples of its data, rank 1 behind 38" in message
+        assert "iterate ab.shares(loader)" in message
+
+
+class DividedByRank(torch.utils.data.IterableDataset[torch.Tensor]):
+    """Every other row, as `split_dataset_by_node` leaves them; or all of them."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.numbers = range(rank, 24, world_size)
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:  # type: ignore[override]
+        whole = vectors(24)
+        return ({name: value[number] for name, value in whole.items()} for number in self.numbers)
+
+
+def step_a_stream(is_divided: bool) -> str:
+    """Run on every rank: step a stream; return what was raised."""
+    world = ab.World.from_environment()
+    model = perceptron()
+    options: dict[str, Any] = {"micro_batch_size": 2, "world": world}
+    data = DividedByRank(*((world.rank, world.size) if is_divided else (0, 1)))
+    try:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = ab.Engine(model, optimizer, ab.mean_over_samples(classify), **options)
+        for batch in ab.batches(data, effective_batch_size=6, shuffle=False):
+            engine.step(batch)
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+@sees(
+    "a stream divided by rank loses samples",
+    "src/anybatch/engine/accumulation/planned_batch.py",
+    "if other == word and read_there != read:",
+    "if other == word and len(read_there) != len(read):",
+)
+def test_a_stream_divided_by_rank_is_refused(two_ranks: Ranks) -> None:
+    """Each rank of `ab.batches` reads the whole stream: one that divides itself is refused on every rank."""
+    for rank, message in enumerate(two_ranks.run(step_a_stream, True)):
+        assert f"rank {rank} reads other samples from the stream than rank {1 - rank}" in message
+        assert "Take the division by rank out of the data set" in message
+    assert two_ranks.run(step_a_stream, False) == ["", ""]

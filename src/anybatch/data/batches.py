@@ -163,7 +163,7 @@ def _stream_source(dataset: Any, request: BatchOptions) -> StreamSource:  # noqa
     if isinstance(dataset, (DataLoader, Batches)):
         message = (
             f"dataset is a {type(dataset).__name__}, which yields batches; ab.batches cuts batches itself. "
-            "Pass the data set it was made from."
+            "Pass the data set it was made from, the whole of it on every rank (no DistributedSampler)."
         )
         raise DataError(message)
     if isinstance(dataset, Shards):

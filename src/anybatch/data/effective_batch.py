@@ -17,12 +17,14 @@ class StepSamples:
         start: where the data stands before this step.
         end: where it stands after it; the next epoch's beginning after the last step of an epoch.
         feeder: loads units of it.
+        first_read: a few samples that every rank has read by itself; none where an index finds them.
     """
 
     sample_ids: Sequence[int] = field(repr=False)
     start: Position
     end: Position
     feeder: "Callable[[StepSamples, Sequence[Positions], Foresight | None], Iterator[Batch]]" = field(repr=False)
+    first_read: Sequence[object] = field(default=(), repr=False)
 
 
 class Places(Protocol):
@@ -134,6 +136,11 @@ class DatasetBatch:
         if moved is not None:
             self._samples = moved
         return moved is not None
+
+    @property
+    def first_read(self) -> Sequence[object]:
+        """A few samples that this rank has read by itself, for ranks to compare; none where an index finds them."""
+        return self.samples.first_read
 
     @property
     def is_known(self) -> bool:

@@ -20,6 +20,9 @@ from anybatch.data.serialization import unpacked
 from anybatch.data.shards import ChunkKey, LaneReader, Shards, StreamSample, hide_worker, read_rounds
 from anybatch.errors import DataError
 
+_NUM_COMPARED = 4
+"""Samples of a first batch that ranks compare with each other."""
+
 
 class StreamSource:
     """Effective batches of a stream: the next `effective_batch_size` samples, whatever that gives at the end.
@@ -136,7 +139,9 @@ class OpenStream:
             end = Position(start.epoch + 1) if is_last else Position(start.epoch, position.sample_offset + size)
             feeder = _Feeder([sample for _, sample in samples], request)
             ids = tuple(sample_id for sample_id, _ in samples)
-            yield StepSamples(sample_ids=ids, start=position, end=end, feeder=feeder)
+            yield StepSamples(
+                sample_ids=ids, start=position, end=end, feeder=feeder, first_read=feeder.samples[:_NUM_COMPARED]
+            )
             position = end
         # Without an error, a run of a number of steps would begin epoch after epoch and never end.
         if position == Position(start.epoch):

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from anybatch.core.randomness import BatchKey, joint_seed, unit_seed
 from anybatch.core.splitting import BatchPlan, CutConstraints, Unit, plan_shares
 from anybatch.core.tree import Batch, count_samples, moved_to, slice_samples, tensors_of
 from anybatch.engine.accumulation.accumulate import MicroBatch
-from anybatch.errors import BatchSizeError, DataError, LossError
+from anybatch.errors import BatchSizeError, DataError, LossError, RankFailedError
 from anybatch.parallel.replicas import digest
 from anybatch.parallel.strategy import Turn
 from anybatch.parallel.world import World
@@ -254,7 +254,11 @@ def refuse_disagreement(batch: Any, planned: PlannedBatch, world: World) -> None
     if _is_effective_batch(batch):
         # Hashes of whole numbers, unlike those of strings, are the same in every process.
         word = (planned.seed, str(planned.plan), hash(tuple(int(sample) for sample in planned.sample_ids)))
-        for rank, other in enumerate(world.gather_objects(word)):
+        # Ids of a stream are places in it, so what every rank has read there is compared too.
+        read = [_fingerprint(sample) for sample in getattr(batch, "first_read", ())]
+        for rank, (other, read_there) in enumerate(world.gather_objects((word, read))):
+            if other == word and read_there != read:
+                raise DataError(_differing_streams(world.rank, rank))
             if other != word:
                 message = (
                     f"rank {world.rank} was given another effective batch than rank {rank}: {word[1]} with seed "
@@ -275,6 +279,29 @@ def refuse_disagreement(batch: Any, planned: PlannedBatch, world: World) -> None
             raise DataError(message)
 
 
+def _differing_streams(rank: int, other: int) -> str:
+    return (
+        f"rank {rank} reads other samples from the stream than rank {other}. ab.batches gives each rank its share, so "
+        "every rank has to read the whole stream; of one that divides itself by rank, samples would be lost. Take the "
+        "division by rank out of the data set, and seed generators of its own alike on every rank; or keep it, and "
+        "iterate ab.shares(DataLoader(dataset), effective_batch_size=...)."
+    )
+
+
+def _fingerprint(sample: Any) -> Any:  # noqa: ANN401 (what a sample is, the user decides)
+    """Return what tells a sample from another one, in any process; of unknown objects their type alone."""
+    if isinstance(sample, torch.Tensor):
+        return digest(sample)
+    if isinstance(sample, (str, bytes, bool, int, float, type(None))):
+        return repr(sample)
+    if isinstance(sample, Mapping):
+        return [(repr(key), _fingerprint(value)) for key, value in sample.items()]
+    if isinstance(sample, (list, tuple)):
+        return [_fingerprint(value) for value in sample]
+    tensors = [digest(tensor) for tensor in tensors_of(sample)]
+    return [type(sample).__name__, sample.tobytes() if hasattr(sample, "tobytes") else tensors]
+
+
 def _digest(batch: Batch | None) -> tuple[int, ...] | None:
     """Return a fingerprint of every tensor of a batch; None for an empty one."""
     if batch is None or not count_samples(batch):
@@ -287,10 +314,36 @@ def _is_effective_batch(batch: object) -> bool:
     return hasattr(batch, "feed") and hasattr(batch, "sample_ids")
 
 
+def _sizes_on_ranks(size: int, world: World, start: Position) -> list[int]:
+    """Return how many samples each rank brings.
+
+    Raises:
+        DataError: ranks are in different steps, because the loader of one has ended before that of another.
+        RankFailedError: another rank ended.
+    """
+    cure = (
+        "Where loaders of ranks differ in length, iterate ab.shares(loader): ranks that are done first bring empty "
+        "shares until all are."
+    )
+    try:
+        rows = world.gather_numbers([float(size), float(start.epoch), float(start.sample_offset)])
+    except RankFailedError as error:
+        error.add_note(f"anybatch: this rank waited for the samples that others bring to the step. {cure}")
+        raise
+    for rank, (_, *place) in enumerate(rows):
+        if place != rows[0][1:]:
+            message = (
+                f"ranks are not in the same step: rank 0 stands behind {rows[0][2]:,.0f} samples of its data, rank "
+                f"{rank} behind {place[1]:,.0f}; one of them has gone on to something else. {cure}"
+            )
+            raise DataError(message)
+    return [int(row[0]) for row in rows]
+
+
 def _plan_share(share: RankShare, placement: Placement, world: World, start: Position) -> PlannedBatch:
     size = 0 if share.batch is None else count_samples(share.batch)
     # A rank whose loader has ended takes part with 0 samples: the others would wait for its answer.
-    sizes = [int(row[0]) for row in world.gather_numbers([float(size)])]
+    sizes = _sizes_on_ranks(size, world, start)
     if not sum(sizes):
         message = "the effective batch is empty: no rank brought a sample. End the loop before, as ab.shares does."
         raise BatchSizeError(message, effective_batch_size=0, world_size=world.size)
