@@ -60,7 +60,7 @@ def slice_samples(batch: Batch, start: int, stop: int) -> Batch:
             return SampleList(leaf[start:stop])
         return leaf[start:stop] if _carries_samples(leaf) else leaf
 
-    return _map_leaves(_as_read(batch)[0], piece, cutting=True)
+    return _map_leaves(_marked(batch), piece, cutting=True)
 
 
 def pick_samples(batch: Batch, positions: Sequence[int]) -> Batch:
@@ -82,7 +82,7 @@ def join_samples(batches: Sequence[Batch]) -> Batch:
     """
     if len(batches) == 1:
         return batches[0]
-    parts = [_as_read(batch)[0] for batch in batches]
+    parts = [_marked(batch) for batch in batches]
     rows = [list(_leaves(part, "batch", cutting=True)) for part in parts]
     if len({tuple(path for path, _ in row) for row in rows}) > 1:
         message = (
@@ -129,7 +129,7 @@ def resize_samples(batch: Batch, num_samples: int, resize: Callable[[torch.Tenso
         numbers = [number % len(leaf) for number in range(num_samples)]
         return type(leaf)(leaf[number] for number in numbers) if isinstance(leaf, (list, tuple)) else leaf[numbers]
 
-    return _map_leaves(_as_read(batch)[0], resized, cutting=True)
+    return _map_leaves(_marked(batch), resized, cutting=True)
 
 
 def map_tensors(batch: Batch, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
@@ -179,6 +179,11 @@ def moved_to(batch: Batch, device: torch.device, *, non_blocking: bool = False) 
     return _map_leaves(batch, moved)
 
 
+def _marked(batch: Batch) -> Batch:
+    """Return a batch in which every list of samples is a `SampleList`; most batches have no list to look at."""
+    return _as_read(batch)[0] if any(True for _ in _lists_of_tensors(batch)) else batch
+
+
 def _as_read(batch: Batch) -> tuple[Batch, int]:
     """Return a batch in which every list of samples is a `SampleList`, and its number of samples.
 
@@ -191,7 +196,7 @@ def _as_read(batch: Batch) -> tuple[Batch, int]:
     if len(numbers) == 1 and not any(map(_looks_like_samples, lists)):
         return batch, numbers.pop()
     tried = numbers | {len(one) for one in lists}
-    by_entries = {number: found for number in sorted(tried) if (found := _entries(batch, number, within_list=False))}
+    by_entries = {number: found for number in sorted(tried) if (found := _entries(batch, number))}
     if len(numbers) == 1 and not by_entries:
         return batch, numbers.pop()
     if len(by_entries) == 1 and (len(numbers) > 1 or not numbers or _are_inputs_and_targets(batch)):
@@ -202,16 +207,26 @@ def _as_read(batch: Batch) -> tuple[Batch, int]:
     raise DataError(_uncountable(batch, lengths))
 
 
-def _lists_of_tensors(node: Batch, *, within_list: bool = False) -> Iterator[Sequence[Any]]:
+def _lists_of_tensors(node: Batch, *, is_top: bool = True) -> Iterator[Sequence[Any]]:
     """Yield every list or tuple that may have one entry for each sample."""
     if isinstance(node, torch.Tensor) or not _is_container(node) or _is_cut_whole(node):
         return
-    is_list = isinstance(node, (list, tuple)) and not hasattr(node, "_fields")
-    # A tuple within a list is a sample by itself, (input, target).
-    if is_list and not (within_list and isinstance(node, tuple)):
+    if _may_be_samples(node, is_top=is_top) or _are_inputs_and_targets(node):
         yield node
     for _, child in _children(node):
-        yield from _lists_of_tensors(child, within_list=isinstance(node, list))
+        yield from _lists_of_tensors(child, is_top=False)
+
+
+def _may_be_samples(node: Batch, *, is_top: bool) -> bool:
+    """Whether entries may be samples: they are of one type, and no list of fields is one of them.
+
+    A tuple that is the whole batch holds fields.
+    """
+    if not isinstance(node, (list, tuple)) or hasattr(node, "_fields") or (is_top and isinstance(node, tuple)):
+        return False
+    return (
+        len({type(item) for item in node}) == 1 and not isinstance(node[0], list) and not _are_inputs_and_targets(node)
+    )
 
 
 def _looks_like_samples(node: Sequence[Any]) -> bool:
@@ -237,20 +252,19 @@ def _are_inputs_and_targets(node: Batch) -> bool:
     return any(all(isinstance(entry, Mapping) for entry in item) for item in node)
 
 
-def _entries(node: Batch, number: int, *, within_list: bool) -> frozenset[int] | None:
+def _entries(node: Batch, number: int, *, is_top: bool = True) -> frozenset[int] | None:
     """Return the ids of the lists that have an entry for each of so many samples; None if not all leaves have as many.
 
     A list is one of fields where it can be, but one of dicts is one of samples where it can be.
     """
     if isinstance(node, torch.Tensor) or not _is_container(node) or _is_cut_whole(node):
         return frozenset() if not _carries_samples(node) or _length(node) == number else None
-    is_list = isinstance(node, (list, tuple)) and not hasattr(node, "_fields")
-    may_be = is_list and len(node) == number and not (within_list and isinstance(node, tuple))
+    may_be = isinstance(node, (list, tuple)) and len(node) == number and _may_be_samples(node, is_top=is_top)
     if may_be and (all(isinstance(item, Mapping) for item in node) or _looks_like_samples(node)):
         return frozenset([id(node)])
     found: set[int] = set()
     for _, child in _children(node):
-        below = _entries(child, number, within_list=isinstance(node, list))
+        below = _entries(child, number, is_top=False)
         if below is None:
             return frozenset([id(node)]) if may_be else None
         found |= below

@@ -4,8 +4,9 @@
 the data and the effective batch size, and on nothing else: not on the world size, the workers or the micro-batches.
 """
 
+from anybatch.core.tree import SampleList
 from anybatch.data.batches import Batches, batches
 from anybatch.data.effective_batch import DatasetBatch
 from anybatch.data.shards import Shards
 
-__all__ = ["Batches", "DatasetBatch", "Shards", "batches"]
+__all__ = ["Batches", "DatasetBatch", "SampleList", "Shards", "batches"]
