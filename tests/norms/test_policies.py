@@ -11,6 +11,7 @@ import anybatch as ab
 from anybatch.errors import CompositionError, ParameterError, UserError
 from anybatch.norms import Exact, Freeze, Ghost, Keep, Sync, policy_of
 from anybatch.norms.layers import refuse_unfit_layers
+from tests.faults import sees
 from tests.norms.residual import classify, network
 
 
@@ -67,3 +68,20 @@ def test_the_earlier_name_of_a_method_is_refused_with_the_new_one() -> None:
 
     with pytest.raises(UserError, match="renamed to 'layerwise'"):
         Exact(method=earlier)
+
+
+@sees(
+    "a last micro-batch has one sample for BatchNorm",
+    "src/anybatch/core/splitting.py",
+    "even_parts(num_samples, len(parts))",
+    "parts",
+)
+def test_no_micro_batch_has_one_sample_alone() -> None:
+    """Nine samples in micro-batches of 4 run as 3 + 3 + 3 where BatchNorm needs two; elsewhere as 4 + 4 + 1."""
+    for norm, sizes in ((torch.nn.BatchNorm1d(2), [3, 3, 3]), (torch.nn.LayerNorm(2), [4, 4, 1])):
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), norm)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss = ab.mean_over_samples(lambda net, batch: net(batch).square().mean())
+        with ab.Engine(model, optimizer, loss, micro_batch_size=4, check_loss=False) as engine:
+            report = engine.step(torch.randn(9, 2))
+        assert [unit.num_samples for unit in report.plan.units] == sizes

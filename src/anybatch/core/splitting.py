@@ -55,6 +55,7 @@ class Cut:
         lockstep: every rank must run the same number of units; short shares are filled with units of weight 0.
         group: units and shares hold whole groups of this many consecutive samples, see `group_sizes`; a unit may hold
             one sample more than allowed, if its last group does.
+        least_samples: a unit that would hold less than this is avoided by cutting evenly, where that helps.
         order: the order in which samples are cut; None for that of the batch.
     """
 
@@ -63,6 +64,7 @@ class Cut:
     deal: Deal = "balanced"
     lockstep: bool = False
     group: int | None = None
+    least_samples: int = 1
     order: SampleOrder | None = None
 
 
@@ -76,6 +78,7 @@ class CutConstraints:
         every_unit: units that count nothing are run too.
         whole: a rank share is one unit, whatever its size.
         group: units and rank shares hold whole groups of this many consecutive samples; None for no groups.
+        least_samples: units hold at least so many samples, where an even cut makes that possible.
         joins_ranks: ranks wait for each other in the middle of a forward.
         largest_fitting: why the largest micro-batch that fits is taken and not the fastest, a clause; empty otherwise.
     """
@@ -85,6 +88,7 @@ class CutConstraints:
     every_unit: bool = False
     whole: bool = False
     group: int | None = None
+    least_samples: int = 1
     joins_ranks: bool = False
     largest_fitting: str = ""
 
@@ -102,6 +106,7 @@ class CutConstraints:
             every_unit=self.every_unit or other.every_unit,
             whole=self.whole or other.whole,
             group=other.group if self.group is None else self.group,
+            least_samples=max(self.least_samples, other.least_samples),
             joins_ranks=self.joins_ranks or other.joins_ranks,
             largest_fitting=self.largest_fitting or other.largest_fitting,
         )
@@ -282,7 +287,9 @@ def _units_of(num_samples: int, size: int, cut: Cut) -> tuple[int, ...]:
         BatchSizeError: a whole group does not fit.
     """
     if cut.group is None:
-        return _parts_of(num_samples, size)
+        parts = _parts_of(num_samples, size)
+        # One value has no variance: 4 + 4 + 1 becomes 3 + 3 + 3.
+        return parts if not parts or parts[-1] >= cut.least_samples else even_parts(num_samples, len(parts))
     # A batch that is smaller than a group is one group by itself.
     if size < min(cut.group, num_samples):
         message = (

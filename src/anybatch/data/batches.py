@@ -79,7 +79,8 @@ def batches(
     effective_batch_size: int,
     epochs: int | None = None,
     steps: int | None = None,
-    shuffle: bool = True,
+    shuffle: bool | None = None,
+    sampler: Any = None,  # noqa: ANN401 (any of torch's samplers of indices)
     seed: int = 0,
     drop_last: bool = False,
     collate: Callable[[list[Any]], Any] | None = None,
@@ -103,7 +104,7 @@ def batches(
     from the global generators of python, numpy or torch (CPU): they are seeded from (seed, epoch, sample id) before
     each sample, and the caller's state is put back. Before `collate` they are seeded from the unit's first sample, so a
     collate function that draws numbers depends on how the batch is cut. Generators that a data set makes for itself
-    are its own affair.
+    are its own affair. A data set of Hugging Face without a transform draws nothing, and its units are read at once.
 
     Args:
         dataset: one of three.
@@ -117,10 +118,17 @@ def batches(
             epoch 0, so that a resumed run ends where it would have ended; a run that is iterated again from its end
             goes on with as many more.
         steps: optimizer steps from the start on, instead of `epochs`.
-        shuffle: a new order in each epoch; False keeps the data set's own order. Must be False for streams.
+        shuffle: a new order in each epoch, unless there is a sampler; False keeps the data set's own order. Must be
+            False for streams.
+        sampler: yields the indices of each epoch, drawn once per epoch and the same on every rank: a torch `Sampler`
+            with a length, and without a generator of its own (weighted, a subset). Its `set_epoch` is called. A sample
+            that is drawn twice in an epoch is augmented alike.
         seed: the seed of the order and of the augmentation.
         drop_last: leave out the last batch of an epoch if it is not full.
-        collate: makes a micro-batch of a list of samples; None for torch's `default_collate`.
+        collate: makes a micro-batch of a list of samples, with one row for each; None for torch's `default_collate`. It
+            sees a micro-batch only: for what looks across samples pass `anybatch.data.OverEffectiveBatch(collate)`,
+            which sees the whole effective batch (every rank loads all of it), and `anybatch.data.AnyRows(collate)` for
+            another number of rows than samples.
         num_workers: worker processes per rank that load ahead; 0 loads in the calling process.
         pin_memory: copy micro-batches to pinned memory; None does so where an accelerator can use it.
         start: where to begin, such as what `engine.load` returns. At the very end of the run nothing is yielded.
@@ -136,9 +144,16 @@ def batches(
         BatchSizeError: `effective_batch_size` is not a whole number of at least 1.
         DataError: a data set that is empty or cannot be read, a `start` beyond it, or arguments that contradict.
     """
+    if shuffle and sampler is not None:
+        message = "shuffle=True and a sampler both say in which order samples come. Give one of them."
+        raise DataError(message)
+    if sampler is not None and not _has_index(dataset):
+        message = f"a sampler yields indices, and the data set ({type(dataset).__name__}) is a stream. Leave it out."
+        raise DataError(message)
     request = BatchOptions(
         effective_batch_size=effective_batch_size,
-        shuffle=shuffle,
+        shuffle=sampler is None if shuffle is None else shuffle,
+        sampler=sampler,
         seed=seed,
         drop_last=drop_last,
         start=start,

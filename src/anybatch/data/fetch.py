@@ -1,16 +1,69 @@
 """Loading one unit: every sample under its own random key, then collated."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from anybatch.core.randomness import sample_seed
-from anybatch.core.tree import Batch, map_tensors
+from anybatch.core.tree import Batch, count_samples, map_tensors
 from anybatch.data.random_state import seed_generators
+from anybatch.errors import DataError
 
 Collate = Callable[[list[Any]], Batch]
+
+
+@dataclass(frozen=True, slots=True)
+class AnyRows:
+    """A collate function that may return another number of rows than it is given samples, declared as such.
+
+    Packed tokens, say, or several views of each sample. A loss that is a mean over samples still counts samples.
+    """
+
+    function: Collate
+
+    def __call__(self, samples: list[Any]) -> Batch:
+        """Collate."""
+        return self.function(samples)
+
+
+@dataclass(frozen=True, slots=True)
+class OverEffectiveBatch:
+    """A collate function that is called once with all samples of the effective batch, and whose result is then cut.
+
+    For what looks across samples (mixup, normalising over the batch), so that it does not depend on how the batch is
+    cut. Every rank loads all samples of every effective batch, not only its share, and holds them in host memory.
+    """
+
+    function: Collate
+
+    def __call__(self, samples: list[Any]) -> Batch:
+        """Collate."""
+        return self.function(samples)
+
+
+def check_rows(batch: Batch, num_samples: int, collate: Collate) -> None:
+    """Refuse what a collate function has made if it has not a row for each sample.
+
+    Raises:
+        DataError: with both numbers.
+    """
+    if isinstance(collate, AnyRows):
+        return
+    try:
+        rows = count_samples(batch)
+    except DataError:  # nothing that can be counted, nor need it be: batches of a data set are not cut
+        if isinstance(collate, OverEffectiveBatch):
+            raise
+        return
+    if rows != num_samples:
+        message = (
+            f"collate returned {rows} rows of {num_samples} samples, and the loss is divided by samples. Leave samples "
+            "out in the data set, before they are batched; where rows are meant to be others (packed tokens, several "
+            "views), declare it: collate=anybatch.data.AnyRows(collate)."
+        )
+        raise DataError(message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +89,10 @@ class UnitLoader:
 
     def __call__(self, key: UnitKey) -> Batch:
         """Return the collated unit, and leave the global generators in any state."""
-        samples = [self._sample(sample_id, key.epoch) for sample_id in key.sample_ids]
+        if draws_nothing(self.dataset):
+            samples = list(self.dataset.__getitems__(list(key.sample_ids)))
+        else:
+            samples = [self._sample(sample_id, key.epoch) for sample_id in key.sample_ids]
         return collate_unit(self.collate, samples, key.sample_ids, seed=self.seed, epoch=key.epoch)
 
     def _sample(self, sample_id: int, epoch: int) -> Any:  # noqa: ANN401 (what a sample is, the user decides)
@@ -46,6 +102,15 @@ class UnitLoader:
         except Exception as error:
             error.add_note(f"anybatch: while loading sample {sample_id} of {type(self.dataset).__name__}, {epoch=}.")
             raise
+
+
+def draws_nothing(dataset: object) -> bool:
+    """Whether samples can be read together, by `__getitems__`: as from a table of Hugging Face without a transform.
+
+    Elsewhere each sample is read under its own random key, since reading may augment it.
+    """
+    form = getattr(dataset, "format", None)
+    return hasattr(dataset, "__getitems__") and isinstance(form, Mapping) and form.get("type", "custom") != "custom"
 
 
 def collate_unit(collate: Collate, samples: list[Any], sample_ids: Sequence[int], *, seed: int, epoch: int) -> Batch:

@@ -3,18 +3,18 @@
 import functools
 import itertools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from anybatch.core.batch import Foresight, Position, Positions, taken
-from anybatch.core.tree import Batch
+from anybatch.core.tree import Batch, pick_samples
 from anybatch.data.effective_batch import StepSamples
-from anybatch.data.fetch import UnitKey, UnitLoader, pinned
+from anybatch.data.fetch import OverEffectiveBatch, UnitKey, UnitLoader, check_rows, pinned
 from anybatch.data.options import BatchOptions, Span
-from anybatch.data.order import SampleSchedule, sample_order
+from anybatch.data.order import SampleSchedule, sample_order, sampled_order
 from anybatch.data.prefetch import Prefetcher
 from anybatch.data.random_state import preserved_random_state
 from anybatch.errors import DataError
@@ -34,7 +34,8 @@ class IndexedSource:
     def __init__(self, dataset: Any, request: BatchOptions) -> None:  # noqa: ANN401 (what a data set is, torch leaves open)
         self._loader = UnitLoader(dataset, request.collate, request.seed)
         self._request = request
-        self._schedule = SampleSchedule(len(dataset), request.effective_batch_size, request.drop_last)
+        num_samples = len(dataset if request.sampler is None else request.sampler)
+        self._schedule = SampleSchedule(num_samples, request.effective_batch_size, request.drop_last)
         _check_schedule(self._schedule)
         _check_start(self._schedule, request.span.start)
 
@@ -90,6 +91,7 @@ class _Walk:
         self._schedule = schedule
         self._seed = request.seed
         self._shuffle = request.shuffle
+        self._sampler = request.sampler
         self.end = Position()
         # Weak, so that the order of an epoch goes with the last one who walks it.
         self._orders: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
@@ -112,11 +114,18 @@ class _Walk:
         for start, _, sample_ids in self.steps(position):
             yield from _unit_keys(start.epoch, sample_ids, foresight(sample_ids))
 
+    def step_keys_from(self, position: Position) -> Iterator[UnitKey]:
+        """Yield the keys of whole effective batches from `position` on."""
+        return (UnitKey(start.epoch, sample_ids) for start, _, sample_ids in self.steps(position))
+
     def _order(self, epoch: int) -> torch.Tensor:
         """Return the order of `epoch`, one tensor for all who walk that epoch at the same time."""
         order = self._orders.get(epoch)
         if order is None:
-            order = sample_order(self._schedule.num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
+            if self._sampler is not None:
+                order = sampled_order(self._sampler, self._schedule.num_samples, seed=self._seed, epoch=epoch)
+            else:
+                order = sample_order(self._schedule.num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
             self._orders[epoch] = order
         return order
 
@@ -131,15 +140,30 @@ class _Feeder:
     pin_memory: bool
 
     def __call__(self, batch: StepSamples, units: Sequence[Positions], foresight: Foresight | None) -> Iterator[Batch]:
+        collate = self.loader.collate
+        if isinstance(collate, OverEffectiveBatch):
+            if units:
+                yield from self._cut(batch, units, foresight)
+            return
         keys = _unit_keys(batch.start.epoch, batch.sample_ids, units)
         for index, key in enumerate(keys):
-            if self.ahead is None:
-                yield self._load_here(key)
-            else:
-                # As a function: the keys to come are made only where the workers have to start over.
-                yield self.ahead.take(key, functools.partial(self._onward, keys, index, batch.end, foresight))
+            # As a function: the keys to come are made only where the workers have to start over.
+            unit = self._load(key, functools.partial(self._onward, keys, index, batch.end, foresight))
+            check_rows(unit, len(key.sample_ids), collate)
+            yield unit
 
-    def _load_here(self, key: UnitKey) -> Batch:
+    def _cut(self, batch: StepSamples, units: Sequence[Positions], foresight: Foresight | None) -> Iterator[Batch]:
+        """Load and collate the whole effective batch, and yield its units."""
+        key = UnitKey(batch.start.epoch, tuple(batch.sample_ids))
+        later = iter(()) if foresight is None else self.walk.step_keys_from(batch.end)
+        whole = self._load(key, lambda: itertools.chain([key], later))
+        check_rows(whole, len(key.sample_ids), self.loader.collate)
+        for positions in units:
+            yield pick_samples(whole, positions)
+
+    def _load(self, key: UnitKey, onward: Callable[[], Iterator[UnitKey]]) -> Batch:
+        if self.ahead is not None:
+            return self.ahead.take(key, onward)
         with preserved_random_state():
             unit = self.loader(key)
         return pinned(unit) if self.pin_memory else unit

@@ -1,8 +1,10 @@
 """The arguments of `batches`, checked as far as they do not depend on the kind of data set."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.utils.data import BatchSampler, DistributedSampler
 
 from anybatch.core.batch import Position
 from anybatch.core.whole_numbers import checked_int
@@ -37,6 +39,7 @@ class BatchOptions:
     Attributes:
         effective_batch_size: samples of one step.
         shuffle: whether each epoch has an order of its own.
+        sampler: draws the order of each epoch instead; None for none.
         seed: the seed of the order and of the augmentation.
         drop_last: leave out the last batch of an epoch if it is not full.
         start: where to begin; None where the engine stands.
@@ -49,6 +52,7 @@ class BatchOptions:
 
     effective_batch_size: int
     shuffle: bool
+    sampler: Any
     seed: int
     drop_last: bool
     start: Position | None
@@ -71,6 +75,8 @@ class BatchOptions:
         if not callable(self.collate):
             message = f"collate={self.collate!r} must be a function of a list of samples, or None for torch's own."
             raise DataError(message)
+        if self.sampler is not None:
+            _check_sampler(self.sampler)
         _check_length(self.epochs, self.steps, self.start)
 
     @property
@@ -91,6 +97,30 @@ class BatchOptions:
         epochs = self.epochs or 1
         is_within = resumed and (position < Position(epochs) or self.start is not None)
         return Span(position, epochs if is_within else position.epoch + epochs, None)
+
+
+def _check_sampler(sampler: Any) -> None:  # noqa: ANN401 (torch's)
+    if isinstance(sampler, BatchSampler):
+        message = (
+            f"sampler is a {type(sampler).__name__}, which makes batches; ab.batches makes them itself, of "
+            "effective_batch_size. Give the sampler inside it."
+        )
+        raise DataError(message)
+    if isinstance(sampler, DistributedSampler):
+        message = (
+            "sampler is a DistributedSampler, and ab.batches gives each rank its share of every batch itself, so "
+            "samples would be lost. Leave it out; shuffle=True orders each epoch anew."
+        )
+        raise DataError(message)
+    if not (hasattr(sampler, "__iter__") and hasattr(sampler, "__len__")):
+        message = f"sampler ({type(sampler).__name__}) must yield indices and have a length, as torch's samplers do."
+        raise DataError(message)
+    if getattr(sampler, "generator", None) is not None:
+        message = (
+            "the sampler has a generator of its own, whose state a resumed run does not have. Leave generator= out: "
+            "ab.batches(seed=...) decides what is drawn in each epoch."
+        )
+        raise DataError(message)
 
 
 def _check_length(epochs: int | None, steps: int | None, start: Position | None) -> None:

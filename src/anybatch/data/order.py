@@ -2,12 +2,15 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from anybatch.core.batch import Position
 from anybatch.core.geometry import ceil_div
 from anybatch.core.randomness import order_seed
+from anybatch.data.random_state import preserved_random_state, seed_generators
+from anybatch.errors import DataError
 
 
 def sample_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> torch.Tensor:
@@ -26,6 +29,33 @@ def sample_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> t
     # A generator of its own, so that the order depends on the seed alone and the caller's is left as it is.
     generator = torch.Generator().manual_seed(order_seed(seed, epoch))
     return torch.randperm(num_samples, generator=generator)
+
+
+def sampled_order(sampler: Any, num_samples: int, *, seed: int, epoch: int) -> torch.Tensor:  # noqa: ANN401 (torch's)
+    """Return the ids that a sampler draws in `epoch`: int64 tensor (num_samples,); the same on every rank.
+
+    Args:
+        sampler: an iterable of indices; what it draws from the global generators is keyed by (seed, epoch).
+        num_samples: its length.
+        seed: of the run.
+        epoch: from 0 on; handed to its `set_epoch`, if it has one.
+
+    Raises:
+        DataError: it yields something else than so many indices.
+    """
+    with preserved_random_state():
+        seed_generators(order_seed(seed, epoch))
+        if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+            set_epoch(epoch)
+        drawn = list(sampler)
+    if len(drawn) != num_samples or not all(isinstance(index, (int, torch.Tensor)) for index in drawn):
+        kinds = ", ".join(sorted({type(index).__name__ for index in drawn}))
+        message = (
+            f"the sampler yielded {len(drawn)} items ({kinds}), and its length is {num_samples}. It must yield as many "
+            "indices of single samples: ab.batches makes the batches, so give the sampler inside a batch sampler."
+        )
+        raise DataError(message)
+    return torch.tensor([int(index) for index in drawn], dtype=torch.int64)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from typing import Any
 
 from anybatch.core.batch import Foresight, Position, Positions, taken
 from anybatch.core.geometry import ceil_div
-from anybatch.core.tree import Batch
+from anybatch.core.tree import Batch, pick_samples
 from anybatch.data.effective_batch import StepSamples
-from anybatch.data.fetch import collate_unit, pinned
+from anybatch.data.fetch import OverEffectiveBatch, check_rows, collate_unit, pinned
 from anybatch.data.options import BatchOptions, Span
 from anybatch.data.order import SampleSchedule
 from anybatch.data.prefetch import Prefetcher
@@ -161,12 +161,21 @@ class _Feeder:
         units: Sequence[Positions],
         foresight: Foresight | None,  # noqa: ARG002 (what a stream will yield cannot be foreseen)
     ) -> Iterator[Batch]:
-        request = self.request
+        collate = self.request.collate
+        if isinstance(collate, OverEffectiveBatch):
+            whole = self._collated(batch, range(len(self.samples))) if units else None
+            yield from (pick_samples(whole, positions) for positions in units)
+            return
         for positions in units:
-            ids, samples = taken(batch.sample_ids, positions), list(taken(self.samples, positions))
-            with preserved_random_state():
-                collated = collate_unit(request.collate, samples, ids, seed=request.seed, epoch=batch.start.epoch)
-            yield pinned(collated) if request.pin_memory else collated
+            yield self._collated(batch, positions)
+
+    def _collated(self, batch: StepSamples, positions: Positions) -> Batch:
+        request = self.request
+        ids, samples = taken(batch.sample_ids, positions), list(taken(self.samples, positions))
+        with preserved_random_state():
+            collated = collate_unit(request.collate, samples, ids, seed=request.seed, epoch=batch.start.epoch)
+        check_rows(collated, len(samples), request.collate)
+        return pinned(collated) if request.pin_memory else collated
 
 
 def _chunk_key(epoch: int, num_lanes: int, keep_from: int, place: int) -> ChunkKey:

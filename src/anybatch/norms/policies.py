@@ -34,7 +34,9 @@ class Keep:
             world_size: number of ranks.
         """
         del world_size
-        return CutConstraints(largest_fitting=_OF_MICRO_BATCH if has_layers else "")
+        return CutConstraints(
+            least_samples=2 if has_layers else 1, largest_fitting=_OF_MICRO_BATCH if has_layers else ""
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,6 +123,7 @@ class RunSizes:
             deal=self._deal,
             lockstep=self.constraints.fills_up,
             group=self.constraints.group,
+            least_samples=self.constraints.least_samples,
             order=self._order,
         )
         return Placement(cut, self._world.size, self._world.rank)

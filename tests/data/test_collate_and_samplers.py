@@ -1,0 +1,164 @@
+"""Collate functions that look across samples or return other rows; samplers; data sets that are read at once."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+
+import anybatch.data as ab
+from anybatch.core.batch import Placement, Position
+from anybatch.core.splitting import Cut
+from anybatch.errors import DataError
+from tests.faults import sees
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+ROWS = torch.arange(20.0, dtype=torch.float64).reshape(10, 2)
+
+
+class Stream:
+    """The same rows as a stream."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(ROWS)
+
+
+def normalised(samples: list[torch.Tensor]) -> torch.Tensor:
+    """Collate, mix with a random weight, and take the mean of the batch away."""
+    batch = torch.stack(samples)
+    mixed = batch + torch.rand((), dtype=torch.float64) * batch.flip(0)
+    return mixed - mixed.mean(0)
+
+
+def fed(batch: Any, cut: Cut, world_size: int = 1) -> list[torch.Tensor]:
+    """Return the units of all ranks."""
+    return [unit for rank in range(world_size) for unit in Placement(cut, world_size, rank).micro_batches(batch)]
+
+
+@sees(
+    "what looks across the batch sees a micro-batch",
+    "src/anybatch/data/indexed.py",
+    "if isinstance(collate, OverEffectiveBatch):",
+    "if collate is None:",
+    cases=["False-0"],
+)
+@pytest.mark.parametrize(
+    ("is_stream", "num_workers"), [(False, 0), (True, 0), pytest.param(False, 2, marks=pytest.mark.slow)]
+)
+def test_a_collate_over_the_effective_batch_sees_all_of_it(is_stream: bool, num_workers: int) -> None:
+    """However the batch is cut and over however many ranks, the rows are those of one call with all samples."""
+    collate = ab.OverEffectiveBatch(normalised)
+    data = Stream() if is_stream else ROWS
+    for number in range(2):
+        rows = []
+        for size, world_size in ((None, 1), (2, 1), (1, 3)):
+            batches = ab.batches(data, effective_batch_size=7, shuffle=False, collate=collate, num_workers=num_workers)
+            made = [fed(batch, Cut(micro_batch_size=size), world_size) for batch in batches]
+            rows.append(torch.cat(made[number]))
+        assert torch.equal(rows[0], rows[1])
+        assert torch.equal(rows[0], rows[2])
+        assert rows[0].mean(0).abs().max() < 1e-12
+
+
+@sees(
+    "samples that a collate function drops are counted",
+    "src/anybatch/data/fetch.py",
+    "if rows != num_samples:",
+    "if rows > num_samples:",
+    cases=["False"],
+)
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_other_rows_than_samples_are_refused_unless_declared(is_stream: bool) -> None:
+    """A collate function that filters is refused with both numbers; declared, its rows are taken as they are."""
+
+    def some(samples: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([sample for sample in samples if sample[0] != 4.0])
+
+    data = Stream() if is_stream else ROWS
+    arguments: dict[str, Any] = {"effective_batch_size": 5, "shuffle": False}
+    with pytest.raises(DataError, match=r"returned 4 rows of 5 samples.*AnyRows\(collate\)"):
+        fed(next(iter(ab.batches(data, collate=some, **arguments))), Cut())
+    declared = next(iter(ab.batches(data, collate=ab.AnyRows(some), **arguments)))
+    assert [len(unit) for unit in fed(declared, Cut())] == [4]
+
+
+class Table:
+    """Rows that can be read at once, as Hugging Face's data sets are; with a transform they are augmented."""
+
+    def __init__(self, kind: str | None) -> None:
+        self.format = {"type": kind}
+        self.reads: list[str] = []
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.reads.append("one")
+        return ROWS[index]
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        self.reads.append("many")
+        return [ROWS[index] for index in indices]
+
+
+@pytest.mark.parametrize(("kind", "reads"), [("torch", ["many"] * 3), ("custom", ["one"] * 6)])
+def test_what_draws_nothing_is_read_at_once(kind: str, reads: list[str]) -> None:
+    """Units of a table are one read each; under a transform each sample is read under its own random key."""
+    table = Table(kind)
+    batch = next(iter(ab.batches(table, effective_batch_size=6, shuffle=False)))
+    assert torch.equal(torch.cat(fed(batch, Cut(micro_batch_size=2))), ROWS[:6])
+    assert table.reads == reads
+
+
+@sees(
+    "a sampler draws anew for every rank",
+    "src/anybatch/data/order.py",
+    "        seed_generators(order_seed(seed, epoch))\n        if callable(set_epoch",
+    "        if callable(set_epoch",
+    cases=["weighted"],
+)
+@pytest.mark.parametrize("kind", ["weighted", "subset"])
+def test_a_sampler_says_the_order(kind: str) -> None:
+    """Its indices differ between epochs, and are the same on every rank and after a resume."""
+    weights = torch.tensor([0.0, 1.0] * 5)
+    sampler: Any = (
+        WeightedRandomSampler(weights.tolist(), 8) if kind == "weighted" else SubsetRandomSampler([1, 3, 5, 7])
+    )
+    make = lambda **more: ab.batches(ROWS, effective_batch_size=3, epochs=3, sampler=sampler, seed=4, **more)  # noqa: E731
+    torch.manual_seed(1)
+    ids = [batch.sample_ids for batch in make()]
+    torch.manual_seed(2)
+    again = [batch.sample_ids for batch in make()]
+    resumed = [batch.sample_ids for batch in make(start=Position(1, 3))]
+    steps = -(-len(sampler) // 3)
+    assert ids == again
+    assert resumed == ids[steps + 1 :]
+    assert all(index % 2 for batch in ids for index in batch)
+    assert ids[:steps] != ids[steps : 2 * steps]
+    assert len(make()) == len(ids) == 3 * steps
+
+
+@pytest.mark.parametrize(
+    ("sampler", "more", "message"),
+    [
+        (RandomSampler(range(10)), {"shuffle": True}, "shuffle=True and a sampler both say"),
+        (BatchSampler(RandomSampler(range(10)), 2, drop_last=False), {}, "BatchSampler, which makes batches"),
+        (DistributedSampler(range(10), num_replicas=2, rank=0), {}, "gives each rank its share of every batch itself"),  # type: ignore[arg-type]
+        (RandomSampler(range(10), generator=torch.Generator()), {}, "a generator of its own.*Leave generator= out"),
+        (iter(range(10)), {}, "must yield indices and have a length"),
+    ],
+)
+def test_samplers_that_are_refused(sampler: Any, more: dict[str, Any], message: str) -> None:
+    """What would lose samples, or cannot be resumed, is refused with what to do."""
+    with pytest.raises(DataError, match=message):
+        ab.batches(ROWS, effective_batch_size=3, sampler=sampler, **more)
+
+
+def test_a_sampler_of_batches_is_refused_when_it_is_drawn() -> None:
+    """A sampler that yields lists is no sampler of indices; a stream has none."""
+    with pytest.raises(DataError, match=r"yielded 2 items \(list\), and its length is 2"):
+        list(ab.batches(ROWS, effective_batch_size=3, sampler=[[0, 1], [2, 3]]))
+    with pytest.raises(DataError, match=r"the data set \(Stream\) is a stream"):
+        ab.batches(Stream(), effective_batch_size=3, sampler=range(3), shuffle=False)
