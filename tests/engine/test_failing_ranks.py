@@ -43,10 +43,10 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, list[RankOutcome]]:
     "a failing loader does not say why",
     "src/anybatch/engine/shares.py",
     """
-            world.publish_failure(error, None)
+        world.publish_failure(error, None)
 """,
     """
-            del error
+        del error
 """,
     cases=["the loader raises, all_reduce"],
 )

@@ -201,8 +201,8 @@ def steps_of_loader(sizes: list[int], **options: Any) -> None:
 @sees(
     "batches smaller than the named size make steps without a word",
     "src/anybatch/engine/step_planner.py",
-    "if is_smaller and self._was_smaller:",
-    "if is_smaller and self._was_smaller is None:",
+    "if is_smaller and self._smaller_in == step - 1:",
+    "if is_smaller and self._smaller_in == step + 1:",
 )
 def test_batches_smaller_than_the_named_size_are_told() -> None:
     """A loader's batches of 16 under effective_batch_size=64 are told of once, with the loop that accumulates them."""

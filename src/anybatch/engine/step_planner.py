@@ -62,7 +62,7 @@ class StepPlanner:
         self._decisions = decisions
         self._notifier = notifier
         self._has_begun = False
-        self._was_smaller = False
+        self._smaller_in: int | None = None  # the newest step that was smaller than named
 
     def settle_sizes(self, batch: Any, position: Position) -> None:  # noqa: ANN401 (any nested batch)
         """Find the micro-batch size, if it is "auto" and has not been found yet.
@@ -96,8 +96,7 @@ class StepPlanner:
         if self.seed is not None:
             planned = dataclasses.replace(planned, seed=self.seed)
         self._sizes.refuse_larger(planned.plan.num_samples)
-        if is_first_try:
-            self._warn_of_smaller(batch, planned.plan.num_samples)
+        self._warn_of_smaller(batch, planned.plan.num_samples, step)
         if not self._has_begun:
             refuse_disagreement(batch, planned, self._world)
             self._has_begun = True
@@ -106,7 +105,7 @@ class StepPlanner:
             planned = self._check.check_declaration(planned, self._autocast)
         return count_batch(planned, self._loss, self._world, step=step, constraints=self._sizes.constraints)
 
-    def _warn_of_smaller(self, batch: Any, num_samples: int) -> None:  # noqa: ANN401 (any nested batch)
+    def _warn_of_smaller(self, batch: Any, num_samples: int, step: int) -> None:  # noqa: ANN401 (any nested batch)
         """Say that batches of a loader are smaller than the effective batch size that was named.
 
         The last one of an epoch may be: it is followed by a whole one.
@@ -114,11 +113,12 @@ class StepPlanner:
         limit = self._sizes.sizes.effective_batch_size
         # A data set that is smaller than a batch gives one small batch an epoch, as it was asked to.
         is_smaller = limit is not None and num_samples < limit and getattr(batch, "named_size", None) != limit
-        if is_smaller and self._was_smaller:
+        if is_smaller and self._smaller_in == step - 1:
             message = (
                 f"batches of {num_samples} samples over all ranks make steps of {num_samples}, and the engine was "
                 f"told effective_batch_size={limit}. To accumulate a loader's batches up to it, write `for batch in "
                 f"ab.shares(loader, effective_batch_size={limit})`; if {num_samples} is what you mean, name that."
             )
             self._notifier.warn("smaller_batches", message)
-        self._was_smaller = is_smaller
+        if is_smaller:
+            self._smaller_in = step
