@@ -30,6 +30,7 @@ if typing.TYPE_CHECKING:
     from anybatch.diagnostics.check import check
     from anybatch.engine.engine import Engine
     from anybatch.engine.shares import shares
+    from anybatch.engine.side_effects import in_trial_run
     from anybatch.events.jsonl import JsonlLog
     from anybatch.parallel.world import World
     from anybatch.recipes.job import Defaults, Evaluation, Job
@@ -50,6 +51,7 @@ __all__ = [
     "batches",
     "check",
     "counted",
+    "in_trial_run",
     "joint",
     "mean_over",
     "mean_over_samples",
@@ -77,6 +79,7 @@ _HOMES: collections.abc.Mapping[str, str] = types.MappingProxyType(
         "batches": "anybatch.data",
         "check": "anybatch.diagnostics.check",
         "counted": "anybatch.core.loss",
+        "in_trial_run": "anybatch.engine.side_effects",
         "joint": "anybatch.core.loss",
         "mean_over": "anybatch.core.loss",
         "mean_over_samples": "anybatch.core.loss",

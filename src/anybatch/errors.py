@@ -168,7 +168,7 @@ class DoesNotFitError(MemoryExhaustedError):
 
 
 class CannotRedoError(MemoryExhaustedError):
-    """The step cannot be repeated, because other ranks wait in a collective that this one cannot serve."""
+    """The step cannot be repeated: other ranks wait in a collective it cannot serve, or its inputs have changed."""
 
 
 class HalfUpdatedError(MemoryExhaustedError):

@@ -100,7 +100,7 @@ def test_dividing_by_the_number_of_micro_batches_is_something_else() -> None:
 @sees(
     "a mean over nothing is not left out",
     "src/anybatch/core/loss.py",
-    "factors[0])] if factors[0].count else []",
+    "factors[0])] if factors[0].has_value else []",
     "factors[0])]",
 )
 def test_a_mean_over_nothing_is_left_out() -> None:

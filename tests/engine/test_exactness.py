@@ -66,8 +66,8 @@ def errors(ranks: Ranks, request: pytest.FixtureRequest) -> list[Errors]:
 @sees(
     "mean of means: every micro-batch is divided by its own count and their number",
     "src/anybatch/engine/accumulation/planned_batch.py",
-    "factors_of(loss, counts[number], divisors, unit.weight)",
-    "factors_of(loss, counts[number], [len(running) * count for count in counts[number]], unit.weight)",
+    "factors_of(loss, counts[number], divisors, unit.weight, sums)",
+    "factors_of(loss, counts[number], [len(running) * count for count in counts[number]], unit.weight, sums)",
     cases=["1-rank-ragged", "1-rank-masked tokens"],
     also=[
         "tests/engine/test_steps.py::test_a_run_is_the_plain_run[1-rank]",
@@ -80,7 +80,7 @@ def errors(ranks: Ranks, request: pytest.FixtureRequest) -> list[Errors]:
     "src/anybatch/core/loss.py",
     """
         for name, factor in zip(loss.names, factors, strict=True)
-        if factor.count
+        if factor.has_value
 """,
     """
         for name, factor in zip(loss.names, factors, strict=True)

@@ -9,7 +9,7 @@ of the un-split batch, however the batch was cut. Dividing by the number of micr
 all counts happen to be equal.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -242,15 +242,27 @@ class TermFactors:
         of_mean: factor for a value that is a mean: weight x count of the micro-batch / count of the effective batch.
         of_sum: factor for a value that is a sum: weight / count of the effective batch.
         count: items of the term in this micro-batch.
+        adds_without_count: the term returns sums, which belong to the effective batch where this micro-batch counts
+            nothing as well: those of a focal loss over background alone, say.
     """
 
     of_mean: float
     of_sum: float
     count: float
+    adds_without_count: bool = False
+
+    @property
+    def has_value(self) -> bool:
+        """Whether the term has something to add. A mean over nothing is NaN, and has not."""
+        return self.count > 0 or self.adds_without_count
 
 
 def factors_of(
-    loss: Loss, counts: Sequence[float], divisors: Sequence[float], unit_weight: float
+    loss: Loss,
+    counts: Sequence[float],
+    divisors: Sequence[float],
+    unit_weight: float,
+    sums: Collection[str] = (),
 ) -> tuple[TermFactors, ...]:
     """Return the factors of each term for a micro-batch with `counts`, in an effective batch with `divisors`.
 
@@ -261,12 +273,13 @@ def factors_of(
         counts: of each term in the micro-batch, in the order of `loss.names`.
         divisors: of each term in the effective batch, over all ranks.
         unit_weight: 1, or 0 for a micro-batch that only keeps ranks in lockstep.
+        sums: names of the terms that return sums, which add up where a micro-batch counts nothing as well.
     """
     factors = []
-    for weight, count, divisor in zip(loss.weights.values(), counts, divisors, strict=True):
+    for (name, weight), count, divisor in zip(loss.weights.items(), counts, divisors, strict=True):
         # The only division of a loss: by the count of the whole effective batch, before the backward.
         of_sum = unit_weight * weight / divisor if divisor else 0.0
-        factors.append(TermFactors(of_sum * count, of_sum, count))
+        factors.append(TermFactors(of_sum * count, of_sum, count, name in sums and divisor > 0))
     return tuple(factors)
 
 
@@ -279,14 +292,14 @@ def scaled(loss: Loss, output: object, factors: Sequence[TermFactors]) -> list[t
         factors: one per term, from `factors_of`.
 
     Returns:
-        One zero-axis tensor per term that has a count here; terms with count 0 are left out, since a mean over zero
-        items is NaN and NaN times 0 is NaN.
+        One zero-axis tensor per term that has something to add here; means with count 0 are left out, since a mean
+        over zero items is NaN and NaN times 0 is NaN.
 
     Raises:
         LossError: the output is not what was declared.
     """
     if not loss.kind.named:
-        return [_contribution(loss, ONLY_TERM, output, factors[0])] if factors[0].count else []
+        return [_contribution(loss, ONLY_TERM, output, factors[0])] if factors[0].has_value else []
     # Neither more nor fewer: a missing term would not be trained, and an extra one has no divisor.
     if not isinstance(output, Mapping) or set(output) != set(loss.names):
         found = sorted(output) if isinstance(output, Mapping) else type(output).__name__
@@ -298,7 +311,7 @@ def scaled(loss: Loss, output: object, factors: Sequence[TermFactors]) -> list[t
     return [
         _contribution(loss, name, output[name], factor)
         for name, factor in zip(loss.names, factors, strict=True)
-        if factor.count
+        if factor.has_value
     ]
 
 

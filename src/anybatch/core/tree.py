@@ -7,6 +7,7 @@ and objects with `slice_samples(start, stop)` and `__len__`. Everything else (nu
 tensors) belongs to every sample.
 """
 
+import copy
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -140,6 +141,17 @@ def map_tensors(batch: Batch, function: Callable[[torch.Tensor], torch.Tensor]) 
         function: a tensor -> what takes its place; called depth first.
     """
     return _map_leaves(batch, lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf)
+
+
+def copied(batch: Batch, clone: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> Batch:
+    """Return the same tree with every tensor, list and array copied, so that nothing done to it reaches the batch."""
+
+    def copy_of(leaf: Any) -> Any:  # noqa: ANN401 (a tensor, list, array or anything else)
+        if isinstance(leaf, torch.Tensor):
+            return clone(leaf)
+        return copy.copy(leaf) if isinstance(leaf, list) or hasattr(leaf, "__array__") else leaf
+
+    return _map_leaves(batch, copy_of)
 
 
 def take_apart(batch: Batch) -> tuple[list[torch.Tensor], Callable[[Iterable[torch.Tensor]], Batch]]:

@@ -11,7 +11,7 @@ from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.tree import Batch, count_samples
 from anybatch.diagnostics.causes import find_causes
 from anybatch.diagnostics.check_report import CheckFinding, CheckReport, SplitResult, in_words, verdict_of
-from anybatch.diagnostics.gradient_runs import GradientRuns, copied
+from anybatch.diagnostics.gradient_runs import GradientRuns, copied_runs
 from anybatch.engine.inputs import Model
 from anybatch.errors import BatchSizeError
 from anybatch.norms import Policy, PolicyName
@@ -92,7 +92,7 @@ def _gradient_runs(
     model: Model, loss: Loss, batch: Batch, *, seed: int, norms: Policy | PolicyName
 ) -> tuple[GradientRuns, str]:
     """Return gradient runs in float64 if the model runs in it, else in its own type; and the type, in words."""
-    runs = copied(model, loss, batch, torch.float64, seed=seed, norms=norms)
+    runs = copied_runs(model, loss, batch, torch.float64, seed=seed, norms=norms)
     try:
         if loss.kind.brings_count and runs.returns_a_number():  # one number, taken as the engine takes it
             runs.loss = mean_over_samples(loss.function)
@@ -101,7 +101,7 @@ def _gradient_runs(
         reason = str(error).splitlines()[0][:100]
     else:
         return runs, "float64"
-    runs = copied(model, loss, batch, None, seed=seed, norms=norms)
+    runs = copied_runs(model, loss, batch, None, seed=seed, norms=norms)
     if loss.kind.brings_count and runs.returns_a_number():
         runs.loss = mean_over_samples(loss.function)
     runs.whole()

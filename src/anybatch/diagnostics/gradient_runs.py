@@ -11,7 +11,7 @@ from torch import nn
 
 from anybatch.core.comparison import Gradients, relative_error
 from anybatch.core.loss import Loss, factors_of, returned_count, scaled, unit_counts
-from anybatch.core.tree import Batch, count_samples, map_tensors
+from anybatch.core.tree import Batch, copied, count_samples, map_tensors
 from anybatch.diagnostics.coupling import ForwardTraits, look
 from anybatch.engine.engine import Engine
 from anybatch.engine.inputs import Model, collect_modules
@@ -65,7 +65,7 @@ class GradientRuns:
         if self.norms != "keep":
             return self.split(self.num_samples, seed=seed)
         with self._untouched(self.seed if seed is None else seed):
-            return self._backward(self._value(self.loss, self.batch))
+            return self._backward(self._value(self.loss, copied(self.batch)))
 
     def split(self, micro_batch_size: int, *, seed: int | None = None) -> Gradients:
         """Return the gradient that the engine adds up over micro-batches."""
@@ -82,7 +82,7 @@ class GradientRuns:
                 world=World(),
             )
             try:
-                return engine.gradients(self.batch)
+                return engine.gradients(copied(self.batch))
             finally:
                 engine.close()
 
@@ -101,24 +101,24 @@ class GradientRuns:
     def look(self) -> ForwardTraits:
         """Look at every module in one forward of the whole batch."""
         with self._untouched(self.seed):
-            return look(self.modules, lambda: self._output(self.batch), self.num_samples)
+            return look(self.modules, lambda: self._output(copied(self.batch)), self.num_samples)
 
     def returns_a_number(self) -> bool:
         """Whether the loss function returns one number, and neither a sum with its count nor one loss per item."""
         with self._untouched(self.seed), torch.no_grad():
-            output = self._output(self.batch)
+            output = self._output(copied(self.batch))
         return isinstance(output, torch.Tensor) and not output.dim()
 
     def changed_by_forward(self, tolerance: float) -> list[str]:
         """Return the buffers that a forward changes, if the gradient of a second forward differs because of them."""
         with self._untouched(self.seed) as draws:
             # All three forwards draw the same numbers, so that only buffers can make a difference.
-            first = self._backward(self._value(self.loss, self.batch))
+            first = self._backward(self._value(self.loss, copied(self.batch)))
             before = {name: buffer.clone() for name, buffer in self.modules.named_buffers()}
             draws.seed(self.seed)
-            self._value(self.loss, self.batch)
+            self._value(self.loss, copied(self.batch))
             draws.seed(self.seed)
-            again = self._backward(self._value(self.loss, self.batch))
+            again = self._backward(self._value(self.loss, copied(self.batch)))
             # Counters change with every forward and matter to no gradient, so both are compared.
             changed = [name for name, value in self.modules.named_buffers() if not torch.equal(value, before[name])]
         return changed if relative_error(again, first) > tolerance else []
@@ -136,7 +136,8 @@ class GradientRuns:
     @contextmanager
     def _untouched(self, seed: int) -> Iterator[SeededGenerators]:
         """Seed, let modules rest, and put buffers, modes and random numbers back."""
-        with without_side_effects(self.modules, torch.device("cpu")) as draws:
+        functions = self.loss.functions.values()
+        with without_side_effects(self.modules, torch.device("cpu"), functions=functions) as draws:
             draws.seed(seed)
             for module in self.resting:
                 # The attribute, since `eval()` would reach the children too.
@@ -163,7 +164,7 @@ class GradientRuns:
         return dict(zip(own, found, strict=True))
 
 
-def copied(
+def copied_runs(
     model: Model, loss: Loss, batch: Batch, dtype: torch.dtype | None, *, seed: int, norms: Policy | PolicyName
 ) -> GradientRuns:
     """Return gradient runs on CPU copies of everything, floating-point numbers as `dtype`; None leaves their type."""

@@ -22,6 +22,7 @@ from anybatch.engine.compatibility import Features, features_of, refuse_features
 from anybatch.engine.executors import choose_executor
 from anybatch.engine.inputs import collect_modules, move_modules, world_of
 from anybatch.engine.loss_check.check import LossCheck
+from anybatch.engine.loss_check.uncounted import UncountedSums
 from anybatch.engine.micro_batch_size.backoff import SizeBackoff
 from anybatch.engine.micro_batch_size.oom_retry import OomRetry, why_impossible
 from anybatch.engine.micro_batch_size.sizes import RunSizes, TrialParts
@@ -286,6 +287,14 @@ def _runnable(
         loss=check.loss,
         sizes=sizes,
         check=check,
+        sums=UncountedSums(
+            given.loss,
+            spec.model,
+            modules,
+            world,
+            autocast=given.autocast,
+            lockstep=strategy.capabilities.lockstep,
+        ),
         autocast=given.autocast,
         on_first_batch=partial(_send_header, context, world, notifier, precision=spec.precision, decisions=decisions),
         trial_parts=partial(_trial_parts, given, check, context, updater, batch_norm),

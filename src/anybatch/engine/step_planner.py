@@ -15,6 +15,7 @@ from anybatch.engine.accumulation.planned_batch import (
     refuse_disagreement,
 )
 from anybatch.engine.loss_check.check import LossCheck
+from anybatch.engine.loss_check.uncounted import UncountedSums
 from anybatch.engine.micro_batch_size.sizes import RunSizes, TrialParts
 from anybatch.engine.telemetry.decisions import Decisions
 from anybatch.engine.telemetry.notifier import Notifier
@@ -29,6 +30,7 @@ class StepPlanner:
         loss: the declared loss, as the loop calls it.
         sizes: how batches are cut.
         check: compares the loss with its declaration on the first batches.
+        sums: finds out which terms have something to add where a micro-batch counts nothing.
         autocast: makes the autocast context of a forward, for the check.
         on_first_batch: called with the first planned batch and the number of its step.
         trial_parts: function () -> what trial runs of "auto" need.
@@ -44,6 +46,7 @@ class StepPlanner:
         loss: Loss,
         sizes: RunSizes,
         check: LossCheck,
+        sums: UncountedSums,
         autocast: Callable[[], AbstractContextManager[object]],
         on_first_batch: Callable[[PlannedBatch, int], None],
         trial_parts: Callable[[], TrialParts],
@@ -56,6 +59,7 @@ class StepPlanner:
         self._loss = loss
         self._sizes = sizes
         self._check = check
+        self._sums = sums
         self._autocast = autocast
         self._on_first_batch = on_first_batch
         self._trial_parts = trial_parts
@@ -103,7 +107,9 @@ class StepPlanner:
             self._on_first_batch(planned, step)
         if check_loss and self._check.pending:
             planned = self._check.check_declaration(planned, self._autocast)
-        return count_batch(planned, self._loss, self._world, step=step, constraints=self._sizes.constraints)
+        return count_batch(
+            planned, self._loss, self._world, step=step, constraints=self._sizes.constraints, sums=self._sums
+        )
 
     def _warn_of_smaller(self, batch: Any, num_samples: int, step: int) -> None:  # noqa: ANN401 (any nested batch)
         """Say that batches of a loader are smaller than the effective batch size that was named.

@@ -18,7 +18,7 @@ from anybatch.engine.accumulation.step_guard import StepGuard
 from anybatch.engine.accumulation.sums import divide_late
 from anybatch.engine.executors import Executor
 from anybatch.engine.micro_batch_size.oom_halving import release_frames
-from anybatch.engine.micro_batch_size.oom_retry import OomRetry, OutOfMemory
+from anybatch.engine.micro_batch_size.oom_retry import InputVersions, OomRetry, OutOfMemory
 from anybatch.engine.step_planner import StepPlanner
 from anybatch.engine.telemetry.notifier import Notifier
 from anybatch.parallel.step_agreement import StepAbortedError
@@ -97,6 +97,7 @@ class StepRunner:
         self._planner.settle_sizes(batch, position)
         # Buffers as they are now are what every further try has to begin from.
         self._retry.begin_step(step)
+        inputs = InputVersions(batch)
         too_large: tuple[int, ...] = ()
         while True:
             counted = self._planner.plan(batch, step, position, check_loss=not too_large)
@@ -105,6 +106,7 @@ class StepRunner:
                 return outcome
             plan = counted.planned.plan
             del counted  # with all that it has loaded
+            inputs.refuse_changed(step, self._world)
             too_large += (self._retry.undo_and_shrink(outcome, plan, step, too_large),)
 
     def _attempt(self, counted: CountedBatch, step: int, too_large: tuple[int, ...]) -> SummedBatch | OutOfMemory:

@@ -2,9 +2,9 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -12,7 +12,7 @@ from anybatch.core.batch import Placement, Position, taken
 from anybatch.core.loss import Loss, TermFactors, factors_of, unit_counts
 from anybatch.core.randomness import BatchKey, joint_seed, unit_seed
 from anybatch.core.splitting import BatchPlan, CutConstraints, Unit, plan_shares
-from anybatch.core.tree import Batch, count_samples, moved_to, slice_samples, tensors_of
+from anybatch.core.tree import Batch, copied, count_samples, moved_to, slice_samples, tensors_of
 from anybatch.engine.accumulation.accumulate import MicroBatch
 from anybatch.errors import BatchSizeError, DataError, LossError, RankFailedError
 from anybatch.parallel.replicas import digest
@@ -94,13 +94,36 @@ def plan_effective_batch(batch: Any, placement: Placement, world: World, start: 
     )
 
 
+class SumsWithoutCount(Protocol):
+    """Finds out of which terms micro-batches have something to add where they count nothing."""
+
+    def is_needed(self, counts: Sequence[tuple[float, ...]]) -> bool:
+        """Whether that has to be found out for micro-batches with these counts."""
+        ...
+
+    def look(self, micro_batches: Sequence[Batch], counts: Sequence[tuple[float, ...]]) -> None:
+        """Find it out."""
+        ...
+
+    @property
+    def names(self) -> Collection[str]:
+        """The terms that have, as far as is known."""
+        ...
+
+
 def count_batch(
-    planned: PlannedBatch, loss: Loss, world: World, *, step: int, constraints: CutConstraints
+    planned: PlannedBatch,
+    loss: Loss,
+    world: World,
+    *,
+    step: int,
+    constraints: CutConstraints,
+    sums: SumsWithoutCount,
 ) -> CountedBatch:
     """Count the terms of the loss, agree on the counts over ranks, and line the micro-batches up.
 
     Where counts need the data, all of this rank's micro-batches are loaded (on the host) before the first is run,
-    since the divisor has to be known before the first forward.
+    since the divisor has to be known before the first forward. `sums` knows which terms add up without a count.
 
     Raises:
         LossError: the whole effective batch has nothing to count, so its loss is not defined.
@@ -114,11 +137,14 @@ def count_batch(
         own = [
             sum(c[j] for c, u in zip(counts, planned.units, strict=True) if u.weight) for j in range(len(loss.names))
         ]
-        # One message carries the counts of all terms, and whether this rank has anything to run at all.
-        rows = world.gather_numbers([*own, float(any(map(any, counts)))])
-        divisors = tuple(sum(column) for column in zip(*rows, strict=True))[:-1]
-        if constraints.lockstep and any(divisors):
-            _refuse_idle_rank([int(row[-1]) for row in rows], "no item that the loss counts (all targets masked?)")
+        # One message carries the counts of all terms, whether this rank has anything to run at all, and a question.
+        rows = world.gather_numbers([*own, float(any(map(any, counts))), float(sums.is_needed(counts))])
+        divisors = tuple(sum(column) for column in zip(*rows, strict=True))[:-2]
+        # In lockstep every rank runs the model equally often, also for a question of one of them.
+        if any(row[-1] for row in rows) if constraints.lockstep else rows[world.rank][-1]:
+            sums.look(loaded, counts)
+        if constraints.lockstep and any(divisors) and not sums.names:
+            _refuse_idle_rank([int(row[-2]) for row in rows], "no item that the loss counts (all targets masked?)")
             planned, loaded, counts = _run_along(planned, loaded, counts)
         micro_batches = iter(loaded)
     else:
@@ -135,6 +161,8 @@ def count_batch(
     replay: Iterator[Batch] = iter(())
     if loss.kind.encode is not None:
         micro_batches, replay = itertools.tee(micro_batches)  # keeps them on the host, until they have gone by twice
+        # The first pass may change what it is given, which is a copy already if it had to be moved.
+        micro_batches = (_unshared(batch, world.device) for batch in micro_batches)
     return CountedBatch(
         planned=planned,
         divisors=divisors,
@@ -147,9 +175,15 @@ def count_batch(
             counts,
             divisors=divisors,
             step=step,
-            every_unit=constraints.every_unit or constraints.lockstep,
+            every_unit=constraints.every_unit or constraints.lockstep or bool(sums.names),
+            sums=sums.names,
         ),
     )
+
+
+def _unshared(batch: Batch, device: torch.device) -> Batch:
+    """Return a batch of which nothing is shared but tensors that are copied when they are moved to the device."""
+    return copied(batch, lambda tensor: tensor if tensor.device != device else tensor.clone())
 
 
 def _run_along(
@@ -194,11 +228,13 @@ def _line_up(
     divisors: tuple[float, ...],
     step: int,
     every_unit: bool,
+    sums: Collection[str],
 ) -> Iterator[tuple[MicroBatch, Batch]]:
     """Pair the units that have something to add with their data.
 
-    A mean over nothing is NaN, so units without a count are left out. Everything but the data is made beforehand, in
-    one go: between two backwards the same lines would run from cold caches, several times as long.
+    A mean over nothing is NaN, so units without a count are left out, unless a term returns sums. Everything but the
+    data is made beforehand, in one go: between two backwards the same lines would run from cold caches, several times
+    as long.
     """
     # The last unit that runs starts the reduction, so it has to be known before the first one does.
     running = [number for number, count in enumerate(counts) if any(count) or every_unit]
@@ -210,7 +246,7 @@ def _line_up(
         unit = planned.units[number]
         key = (counts[number], unit.weight)
         if key not in known:
-            known[key] = factors_of(loss, counts[number], divisors, unit.weight)
+            known[key] = factors_of(loss, counts[number], divisors, unit.weight, sums)
         seed = unit_seed(planned.seed, step, planned.sample_ids[unit.start])
         lined_up.append(MicroBatch(unit, known[key], Turn(first=number == first, last=number == last), seed, batch_key))
     if len(running) < len(counts):

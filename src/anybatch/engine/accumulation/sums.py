@@ -32,8 +32,8 @@ class Sums:
         for factors, values in self.contributions:
             value = iter(values)
             for column, factor in zip(columns, factors, strict=True):
-                # A term that counts nothing in a micro-batch has returned no value there.
-                if factor.count:
+                # A mean that counts nothing in a micro-batch has returned no value there.
+                if factor.has_value:
                     column.append(next(value))
         if loss.kind.brings_count:
             columns.append([torch.as_tensor(count, device=device, dtype=dtype) for count in self.late_counts])

@@ -11,9 +11,10 @@ from anybatch.core.buffers import BufferValues
 from anybatch.core.loss import Loss, TermFactors
 from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.splitting import BatchPlan, Cut, plan_batch
-from anybatch.core.tree import Batch, take_apart
+from anybatch.core.tree import Batch, copied, take_apart
 from anybatch.engine.accumulation.accumulate import LoopContext, MicroBatch, accumulate
 from anybatch.engine.accumulation.sums import Sums
+from anybatch.engine.side_effects import trial_run
 from anybatch.errors import CannotRedoError, LossError
 from anybatch.parallel.all_gather import RowLayout, gather_rows, make_gather_buffers
 from anybatch.parallel.step_agreement import StepAbortedError
@@ -126,7 +127,8 @@ def accumulate_in_two_passes(
         # Running statistics have seen each micro-batch in the first pass and must not count it twice.
         after = BufferValues(modules)
         buffers.restore()
-        _replay(context, done, turns[-len(done) :], replay, loss_gradient)
+        with trial_run():
+            _replay(context, done, turns[-len(done) :], replay, loss_gradient)
         after.restore()
     return sums
 
@@ -150,7 +152,8 @@ def run_trial(
 
     plan = plan_batch(num_samples, 1, Cut())
     exchange = OutputExchange(gather=gather, plan=plan, reports_loss=True, seed=0)
-    accumulate_in_two_passes(context, modules, micro_batches, [batch for _, batch in micro_batches], exchange)
+    replay = [copied(batch) for _, batch in micro_batches]
+    accumulate_in_two_passes(context, modules, micro_batches, replay, exchange)
 
 
 def encode_all(

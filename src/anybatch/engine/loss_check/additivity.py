@@ -214,7 +214,9 @@ def _declared(replay: Replay, name: str, passes: Sequence[Pass]) -> list[float]:
     counts = [replay.count(one, name) for one in passes]
     total = sum(counts) or 1.0
     if replay.whole.readings[name].adds_up:
-        return [replay.count(replay.whole, name) / total if count else 0.0 for count in counts]
+        # Sums add up also where a piece counts nothing; a mean over nothing, times its count, is NaN and is left out.
+        share = replay.count(replay.whole, name) / total
+        return [share if one.is_finite(name) else 0.0 for one in passes]
     return [count / total for count in counts]
 
 

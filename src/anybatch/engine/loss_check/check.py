@@ -57,7 +57,7 @@ class BareLoss:
     """A loss function that was passed as it is: if it turns out to be a mean over samples, it says so from then on."""
 
     def __init__(self, function: LossFunction, *, is_mean: bool = False) -> None:
-        self.function = function
+        self.function = self.__wrapped__ = function
         self.is_mean = is_mean
 
     def __call__(self, model: Any, batch: Batch) -> Any:  # noqa: ANN401 (the user's model, and what the loss returns)
@@ -190,7 +190,8 @@ class LossCheck:
         if few.batch is None:
             return CheckVerdict("inconclusive", few.reason) if few.reason else CheckVerdict("idle")
         try:
-            with without_side_effects(self._modules, self._world.device) as generators:
+            functions = self._declared.functions.values()
+            with without_side_effects(self._modules, self._world.device, functions=functions) as generators:
                 self._leave_other_ranks_alone()
                 return self._judged(few.batch, autocast, generators)
         except UndecidedError as error:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from anybatch.core.loss import Loss, LossSum, factors_of, scaled
-from anybatch.core.tree import Batch, map_tensors, slice_samples
+from anybatch.core.tree import Batch, copied, slice_samples
 from anybatch.engine.loss_check.recorded_model import (
     Axes,
     Call,
@@ -25,6 +25,7 @@ from anybatch.engine.loss_check.recorded_model import (
     sample_axes,
 )
 from anybatch.engine.loss_check.sample_choice import joined
+from anybatch.engine.loss_check.shared_draws import SharedDraws
 from anybatch.engine.side_effects import SeededGenerators
 from anybatch.errors import LossError
 
@@ -66,14 +67,14 @@ class CheckedSamples:
 
     def fresh(self, start: int, stop: int) -> Batch:
         """Return some samples, copied: a loss function may take things out of its batch, or change them."""
-        return map_tensors(slice_samples(self.batch, start, stop), torch.clone)
+        return copied(slice_samples(self.batch, start, stop))
 
     def of_another_number(self) -> tuple[Batch, int]:
         """Return one sample less, and how many these are; of two samples one more, since BatchNorm refuses one."""
         if self.num_samples > 2:  # noqa: PLR2004
             return self.fresh(0, self.num_samples - 1), self.num_samples - 1
         more = joined([self.batch, slice_samples(self.batch, 0, 1)])
-        return map_tensors(more, torch.clone), self.num_samples + 1
+        return copied(more), self.num_samples + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +131,7 @@ class Replay:
         function = checked.loss.function
         self._function = self.recorded_model.clone(function) if isinstance(function, nn.Module) else function
         self._wide = wide
+        self._draws = SharedDraws()
         self.calls, axes = self._recorded(exact=exact)
         self._rows = [
             [
@@ -162,7 +164,8 @@ class Replay:
         # The same numbers in every pass, so that passes differ by their samples alone.
         self.checked.generators.seed(seed)
         piece = self.checked.fresh(start, stop)
-        with torch.enable_grad(), nullcontext() if self._wide else self.checked.autocast():
+        precision = nullcontext() if self._wide else self.checked.autocast()
+        with torch.enable_grad(), self._draws.of(start, stop), precision:
             output, inputs = self.recorded_model.replay(
                 self.calls, answers, lambda: self._function(self.recorded_model.model, piece)
             )

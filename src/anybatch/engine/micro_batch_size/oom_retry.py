@@ -8,17 +8,20 @@ part between two tries.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from anybatch.core.buffers import BufferKeeper
 from anybatch.core.records import PhaseName
 from anybatch.core.splitting import BatchPlan, CutConstraints
+from anybatch.core.tree import tensors_of
 from anybatch.engine.accumulation.accumulate import Randomness
+from anybatch.engine.accumulation.planned_batch import RankShare
 from anybatch.engine.micro_batch_size.backoff import SizeBackoff
 from anybatch.engine.micro_batch_size.oom_halving import free_cached_memory
 from anybatch.engine.telemetry.notifier import Notifier
 from anybatch.engine.update.resident_tensors import ResidentMemory
 from anybatch.errors import CannotRedoError, DoesNotFitError
+from anybatch.norms.torch_internals import num_changes
 from anybatch.parallel.strategy import Capabilities, Prepared
 from anybatch.parallel.world import World
 
@@ -128,7 +131,7 @@ class OomRetry:
                 reason = str(error)
         if reason:
             message = (
-                f"out of memory in step {step} (counted from 0), which cannot be repeated in smaller micro-batches, "
+                f"out of memory in step {step} (counted from 0), which cannot be repeated in smaller pieces, "
                 f"because {reason}. Resume from the last checkpoint with a smaller micro_batch_size. "
                 f"torch says: {failed.message}"
             )
@@ -151,6 +154,41 @@ class OomRetry:
             f"are as before the step. {self._resident.remedy()} torch says: {failed.message}"
         )
         raise DoesNotFitError(message, rank=self._world.rank, step=step, phase=failed.phase, micro_batch_size=size)
+
+
+class InputVersions:
+    """How often the tensors of a batch have been written to, so that a step is not begun again on other numbers.
+
+    A batch that is loaded anew for each try has none: its tensors are made when they are asked for.
+
+    Args:
+        batch: what `Engine.step` takes.
+    """
+
+    def __init__(self, batch: Any) -> None:  # noqa: ANN401 (any nested batch)
+        batch = batch.batch if isinstance(batch, RankShare) else batch
+        self._tensors = [] if hasattr(batch, "feed") else [one for one in tensors_of(batch) if not one.is_inference()]
+        self._before = [num_changes(tensor) for tensor in self._tensors]
+
+    def refuse_changed(self, step: int, world: World) -> None:
+        """Refuse to begin a step again whose first try has written to its inputs.
+
+        Raises:
+            CannotRedoError: on the rank whose inputs have changed.
+            RankFailedError: on the others.
+        """
+
+        def refuse() -> None:
+            if [num_changes(tensor) for tensor in self._tensors] != self._before:
+                message = (
+                    f"out of memory in step {step} (counted from 0), which cannot be repeated in smaller pieces, "
+                    "because the loss function has changed its batch in place (batch['x'].div_(255)?), so that the "
+                    "second try would begin with other numbers. Work on a copy (batch['x'] / 255), and resume from the "
+                    "last checkpoint."
+                )
+                raise CannotRedoError(message, rank=world.rank, step=step)
+
+        world.run_on_all_ranks(refuse)
 
 
 def why_impossible(prepared: Prepared, needs: Capabilities, constraints: CutConstraints, world: World) -> str:

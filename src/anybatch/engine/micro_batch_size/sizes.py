@@ -14,7 +14,7 @@ from anybatch.core.batch import Placement, Position
 from anybatch.core.geometry import Sizes, resolve_sizes
 from anybatch.core.size_choice import even_size
 from anybatch.core.splitting import Cut, CutConstraints, Deal, SampleOrder
-from anybatch.core.tree import Batch, count_samples, slice_samples, tensors_of
+from anybatch.core.tree import Batch, copied, count_samples, slice_samples, tensors_of
 from anybatch.engine.accumulation.accumulate import LoopContext
 from anybatch.engine.accumulation.planned_batch import PlannedBatch, plan_effective_batch
 from anybatch.engine.micro_batch_size.search import Auto, FoundSize, Search
@@ -211,7 +211,8 @@ class RunSizes:
             optimizer_is_new=trial.optimizer_is_new,
         )
         # Compiled modules run compiled, since the memory of their steps is what is looked for.
-        with without_side_effects(trial.modules, self._world.device, as_compiled=True):
+        functions = trial.context.loss.functions.values()
+        with without_side_effects(trial.modules, self._world.device, functions=functions, as_compiled=True):
             try:
                 if not reason:
                     return self._fastest(search, trial, first)
@@ -352,5 +353,6 @@ class _FirstBatch:
         """Return the first micro-batches of `size`: cut from the loaded share, or loaded one by one where it cannot."""
         if self._can_be_sliced or not self._is_cut_when_fed:
             starts = range(0, self.num_samples, size)[:most]
-            return [slice_samples(self.whole, start, start + size) for start in starts]
+            # Copies: a loss may change what it is given, and the same samples are run again.
+            return [copied(slice_samples(self.whole, start, start + size)) for start in starts]
         return itertools.islice(self._open(size).micro_batches, most)

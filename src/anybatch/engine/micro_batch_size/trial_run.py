@@ -12,7 +12,7 @@ from anybatch.core.geometry import ceil_div
 from anybatch.core.loss import factors_of, unit_counts
 from anybatch.core.randomness import BatchKey
 from anybatch.core.splitting import Unit
-from anybatch.core.tree import Batch
+from anybatch.core.tree import Batch, copied
 from anybatch.engine.accumulation.accumulate import LoopContext, MicroBatch
 from anybatch.engine.accumulation.planned_batch import to_device
 from anybatch.engine.accumulation.sums import Sums
@@ -126,7 +126,8 @@ class TrialRuns:
                 lined_up.append((MicroBatch(Unit(0, start, stop), factors, _NEITHER, 0, key), piece))
         if self._num_in_lockstep is not None:  # the rank with the largest share may have one more
             missing = min(most, ceil_div(self._num_in_lockstep, size)) - len(lined_up)
-            lined_up += [lined_up[-1]] * missing
+            last, batch = lined_up[-1]
+            lined_up += [(last, copied(batch)) for _ in range(missing)]
         with self._context.randomness:
             if self._context.loss.kind.encode is None:
                 self._execute(self._context, lined_up)

@@ -124,7 +124,7 @@ class Notifier:
         terms = zip(self._loss.weights.items(), micro_batch.factors, self._counted.divisors, strict=True)
         for (name, weight), factor, divisor in terms:
             counts[name] = factor.count
-            if factor.count and contributions:  # a loss across samples has none of a micro-batch
+            if factor.has_value and contributions:  # a loss across samples has none of a micro-batch
                 contribution = next(values)
                 # Back from the contribution to the term's own sum; a weight of 0 cannot be divided out.
                 sums[name] = contribution * (divisor / weight) if weight else contribution

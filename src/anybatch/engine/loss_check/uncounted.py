@@ -1,0 +1,119 @@
+"""What a loss gives for a micro-batch that counts nothing: a sum that belongs to the batch, or a mean over nothing."""
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import nn
+
+from anybatch.core.loss import Loss, LossSum
+from anybatch.core.loss_kinds import COUNTED
+from anybatch.core.tree import Batch, copied, map_tensors
+from anybatch.engine.inputs import Model
+from anybatch.engine.side_effects import without_side_effects
+from anybatch.errors import LossError
+from anybatch.parallel.world import World
+
+
+class UncountedSums:
+    """Finds out, once for each term, whether it returns sums, which add up where a micro-batch counts nothing as well.
+
+    A focal loss over anchors is divided by the number of positives, and background alone has a loss too. One forward
+    of the first micro-batch that counts nothing tells; nothing of it is kept. Terms over targets have nothing to add
+    where there is no target, so they are not looked at.
+
+    Args:
+        loss: the declared loss.
+        model: what the loss function is called with.
+        modules: everything that may change in a forward.
+        world: the ranks.
+        autocast: makes the autocast context of a forward.
+        lockstep: every rank must run the model equally often.
+    """
+
+    def __init__(
+        self,
+        loss: Loss,
+        model: Model,
+        modules: nn.Module,
+        world: World,
+        *,
+        autocast: Callable[[], AbstractContextManager[object]],
+        lockstep: bool,
+    ) -> None:
+        self._loss = loss
+        self._model = model
+        self._modules = modules
+        self._world = world
+        self._autocast = autocast
+        self._lockstep = lockstep
+        self._places = {
+            name: place for place, (name, term) in enumerate(loss.kind.terms.items()) if term.items is COUNTED
+        }
+        self._adds: dict[str, bool] = {}
+
+    @property
+    def names(self) -> Collection[str]:
+        """The terms that return sums, as far as is known."""
+        return {name for name, adds in self._adds.items() if adds}
+
+    def is_needed(self, counts: Sequence[tuple[float, ...]]) -> bool:
+        """Whether a term counts nothing in one of these micro-batches, and it is not known what it returns then."""
+        return any(not count[place] for place in self._unknown().values() for count in counts)
+
+    def look(self, micro_batches: Sequence[Batch], counts: Sequence[tuple[float, ...]]) -> None:
+        """Run the loss on the first micro-batch that counts nothing.
+
+        Raises:
+            LossError: it returned a mean that is a number, though it is over nothing: how much it counts is not known.
+        """
+        unknown = self._unknown()
+        empty = next((n for n, count in enumerate(counts) if not all(count[p] for p in unknown.values())), 0)
+        values = self._values(micro_batches[empty]) if micro_batches else {}
+        found = {
+            name: self._is_sum(name, values[name], counts[empty][place])
+            for name, place in unknown.items()
+            if name in values and (self._lockstep or not counts[empty][place])
+        }
+        if self._lockstep:  # all ranks have to know the same, since they decide by it how often the model runs
+            of_ranks = self._world.gather_objects(found)
+            found = {name: any(one.get(name, False) for one in of_ranks) for name in unknown}
+        self._adds.update(found)
+
+    def _unknown(self) -> dict[str, int]:
+        return {name: place for name, place in self._places.items() if name not in self._adds}
+
+    def _values(self, micro_batch: Batch) -> Mapping[str, object]:
+        """Return what the loss function gives, by term; nothing if it does not run on a micro-batch like this one."""
+        device = self._world.device
+        batch = map_tensors(copied(micro_batch), lambda tensor: tensor.to(device))
+        try:
+            functions = self._loss.functions.values()
+            with without_side_effects(self._modules, device, functions=functions), torch.no_grad(), self._autocast():
+                output = self._loss.function(self._model, batch)
+        except Exception:  # noqa: BLE001 (the step itself raises it, if it runs the micro-batch at all)
+            return {}
+        if self._loss.kind.named:
+            return output if isinstance(output, Mapping) else {}
+        return dict.fromkeys(self._loss.names, output)
+
+    def _is_sum(self, name: str, value: object, count: float) -> bool:
+        if isinstance(value, LossSum):
+            value = value.total
+        elif isinstance(value, torch.Tensor) and not value.dim():
+            self._refuse_mean(name, float(value), count)
+            return False
+        # A mean over nothing that was multiplied with its count is NaN as well.
+        return isinstance(value, torch.Tensor) and bool(torch.isfinite(value).all())
+
+    def _refuse_mean(self, name: str, value: float, count: float) -> None:
+        if count or not value or not math.isfinite(value):
+            return
+        message = (
+            f"the loss function returned {value:.4g} for term {name!r} on a micro-batch that counts 0 of what the term "
+            "is a mean over. What it has divided by is not its count (max(count, 1)?), so its share in the loss of the "
+            "effective batch is not known. Return ab.LossSum(total, count), the sum before any division and its count: "
+            "sums add up, whatever a micro-batch counts."
+        )
+        raise LossError(message, term=name, unit=self._loss.kind.terms[name].items.name)

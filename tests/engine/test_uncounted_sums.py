@@ -1,0 +1,170 @@
+"""Micro-batches that count nothing of what a loss is a mean over, and have a loss all the same: background alone."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import anybatch as ab
+from anybatch.core.loss import Loss
+from anybatch.errors import LossError
+from tests.engine.cases import Batch, cut, share_bounds
+from tests.faults import sees
+from tests.ranks_fixture import Ranks
+
+
+def pictures(number: int = 24) -> Batch:
+    """Return anchors, of which only the first samples have positive ones."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(number, 6, 5, generator=generator, dtype=torch.float64)
+    y = (torch.rand(number, 6, generator=generator) < 0.4).double()
+    y[4:10] = 0
+    y[14:] = 0
+    return {"x": x, "y": y}
+
+
+def detector() -> nn.Module:
+    """Return a model that gives each anchor a score."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(5, 1), nn.Flatten(1)).double()
+
+
+def focal_sum(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the focal loss over all anchors, not divided."""
+    each = F.binary_cross_entropy_with_logits(model(batch["x"]), batch["y"], reduction="none")
+    return ((1 - torch.exp(-each)).square() * each).sum()
+
+
+def positives(batch: Batch) -> torch.Tensor:
+    """Count the positive anchors."""
+    return batch["y"].sum()
+
+
+def summed(model: nn.Module, batch: Batch) -> ab.LossSum:
+    """Return the sum and its count."""
+    return ab.LossSum(focal_sum(model, batch), positives(batch))
+
+
+def divided(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return what RetinaNet and DETR return: divided by at least one."""
+    return focal_sum(model, batch) / positives(batch).clamp(min=1)
+
+
+def both(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    """Return two terms, of which one counts nothing in some micro-batches."""
+    return {"focal": summed(model, batch), "size": model(batch["x"]).square().mean()}
+
+
+def reference(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the loss of the whole batch."""
+    return focal_sum(model, batch) / positives(batch)
+
+
+def reference_of_both(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the loss of the whole batch with the second term."""
+    return reference(model, batch) + 0.1 * model(batch["x"]).square().mean()
+
+
+DECLARED: dict[str, tuple[Callable[[], Any], Callable[[nn.Module, Batch], torch.Tensor]]] = {
+    "declared": (lambda: ab.mean_over(summed, count=positives), reference),
+    "undeclared": (lambda: summed, reference),
+    "two terms": (
+        lambda: ab.sum_of(both, focal=ab.counted(positives), size=ab.samples(weight=0.1)),
+        reference_of_both,
+    ),
+}
+
+
+def error_of(loss: Any, expected: Callable[[nn.Module, Batch], torch.Tensor], **options: Any) -> float:
+    """Return the relative error of the engine's gradient."""
+    world = options.setdefault("world", ab.World())
+    batch, model = pictures(), detector()
+    start, stop = share_bounds(len(batch["x"]), [1] * world.size)[world.rank]
+    engine = ab.Engine(model, torch.optim.SGD(model.parameters()), loss, micro_batch_size=3, **options)
+    found = engine.gradients(cut(batch, start, stop))
+    engine.close()
+    plain = detector()
+    expected(plain, batch).backward()
+    pairs = [(found[name], parameter.grad) for name, parameter in plain.named_parameters()]
+    gap = torch.cat([(one - other).flatten() for one, other in pairs]).norm()
+    return float(gap / torch.cat([other.flatten() for _, other in pairs]).norm())
+
+
+@sees(
+    "a sum is dropped where its micro-batch counts nothing",
+    "src/anybatch/core/loss.py",
+    "return self.count > 0 or self.adds_without_count",
+    "return self.count > 0",
+    cases=["declared", "two terms"],
+)
+@sees(
+    "a piece that counts nothing adds nothing to the check",
+    "src/anybatch/engine/loss_check/additivity.py",
+    "return [share if one.is_finite(name) else 0.0 for one in passes]",
+    "return [share if count else 0.0 for count in counts]",
+    cases=["declared", "undeclared", "two terms"],
+)
+@pytest.mark.parametrize("name", DECLARED)
+def test_sums_belong_to_the_batch_whatever_a_micro_batch_counts(name: str) -> None:
+    """The gradient of a loss that is divided by its positives is that of the whole batch."""
+    loss, expected = DECLARED[name]
+    assert error_of(loss(), expected) <= 1e-12
+
+
+def errors_on_rank(name: str, strategy: str, check_loss: bool) -> float:
+    """Run on every rank: return the error of the gradient."""
+    loss, expected = DECLARED[name]
+    return error_of(loss(), expected, world=ab.World.from_environment(), strategy=strategy, check_loss=check_loss)
+
+
+@pytest.mark.parametrize("check_loss", [True, False])
+@pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
+@pytest.mark.parametrize("name", DECLARED)
+def test_ranks_without_a_count_take_part(name: str, strategy: str, check_loss: bool, three_ranks: Ranks) -> None:
+    """A rank whose whole share counts nothing adds its sums too, in lockstep and out of it."""
+    assert max(three_ranks.run(errors_on_rank, name, strategy, check_loss)) <= 1e-12
+
+
+@sees(
+    "a mean that is divided by at least one is dropped without a word",
+    "src/anybatch/engine/loss_check/uncounted.py",
+    "        raise LossError(message, term=name, unit=self._loss.kind.terms[name].items.name)\n",
+    "",
+)
+@pytest.mark.parametrize("check_loss", [True, False])
+def test_a_mean_over_nothing_that_is_a_number_is_refused(check_loss: bool) -> None:
+    """What it was divided by is not known then; the error names `LossSum`."""
+    with pytest.raises(LossError, match=r"ab\.LossSum\(total, count\)"):
+        error_of(ab.mean_over(divided, count=positives), reference, check_loss=check_loss)
+
+
+def test_a_mean_over_nothing_that_is_none_is_left_out() -> None:
+    """A class-weighted mean of targets whose weights are zero is NaN, and belongs to nothing."""
+
+    def over_positives(model: nn.Module, batch: Batch) -> torch.Tensor:
+        losses = F.softplus(-model(batch["x"])) * batch["y"]
+        return losses.sum() / batch["y"].sum()
+
+    assert error_of(ab.mean_over(over_positives, count=positives), over_positives) <= 1e-12
+
+
+def test_it_is_found_out_once() -> None:
+    """One more forward, in the first step that has such a micro-batch; none in the next one."""
+    calls: list[int] = []
+
+    def counting(model: nn.Module, batch: Batch) -> ab.LossSum:
+        calls.append(1)
+        return summed(model, batch)
+
+    model, numbers = detector(), []
+    loss: Loss = ab.mean_over(counting, count=positives)
+    engine = ab.Engine(model, torch.optim.SGD(model.parameters()), loss, micro_batch_size=3, check_loss=False)
+    for _ in range(3):
+        calls.clear()
+        engine.step(pictures())
+        numbers.append(len(calls))
+    engine.close()
+    assert numbers == [9, 8, 8]
