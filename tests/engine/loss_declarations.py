@@ -13,6 +13,7 @@ from anybatch.core.loss import Loss
 from anybatch.core.records import DiagnosisRecord, Record
 from tests.engine.cases import CLASS_WEIGHTS, NUM_CLASSES, NUM_WORDS, Batch, sentences, vectors, weight_of_targets
 
+HOLDS = "it holds"
 MakeModel = Callable[[], nn.Module]
 
 

@@ -352,8 +352,10 @@ def _check_loss_sum(loss: Loss, name: str, value: LossSum, factor: TermFactors) 
             f"LossSum.total of term {name!r} has shape {tuple(value.total.shape)}; it must be one number, the sum."
         )
         raise LossError(message, term=name)
-    if not isinstance(value.count, torch.Tensor):  # reading a tensor would wait for the device
-        loss.kind.check_count(name, value.count, factor.count)
+    count = value.count
+    # Reading a tensor would wait for the device; one that holds no data (of a plan) cannot be read.
+    if not isinstance(count, torch.Tensor) or (type(count) is torch.Tensor and count.device.type == "cpu"):
+        loss.kind.check_count(name, float(count), factor.count)
 
 
 def _lookup(batch: Batch, name: str) -> torch.Tensor:

@@ -82,6 +82,10 @@ class StepPlanner:
         if found.rate is not None:
             self._notifier.diagnosis("micro_batch_size", f"micro_batch_size: {found.words}")
 
+    def after_step(self) -> None:
+        """Say what is to be said once a step has run."""
+        self._check.warn_of_untold()
+
     def plan(self, batch: Any, step: int, position: Position, *, check_loss: bool) -> CountedBatch:  # noqa: ANN401
         """Return the batch with this rank's micro-batches lined up and the divisors of the loss.
 
@@ -105,7 +109,7 @@ class StepPlanner:
             refuse_disagreement(batch, planned, self._world)
             self._has_begun = True
             self._on_first_batch(planned, step)
-        if check_loss and self._check.pending:
+        if check_loss and self._check.is_due():
             planned = self._check.check_declaration(planned, self._autocast)
         return count_batch(
             planned, self._loss, self._world, step=step, constraints=self._sizes.constraints, sums=self._sums

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -38,6 +38,7 @@ class PlannedBatch:
         seed: first word of every random key.
         end: where the data stands after a step on it.
         micro_batches: the data of each unit of this rank, on the host; loaded as they are asked for.
+        load: function (consecutive units) -> their samples as one micro-batch, loaded once more.
     """
 
     plan: BatchPlan
@@ -46,6 +47,7 @@ class PlannedBatch:
     seed: int
     end: Position
     micro_batches: Iterator[Batch]
+    load: Callable[[Sequence[Unit]], Batch]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +93,7 @@ def plan_effective_batch(batch: Any, placement: Placement, world: World, start: 
         seed=batch.seed,
         end=batch.end,
         micro_batches=batch.feed([plan.positions(unit) for unit in units], placement.units),
+        load=lambda chosen: next(batch.feed([plan.positions(_joined(chosen))])),
     )
 
 
@@ -345,6 +348,10 @@ def _digest(batch: Batch | None) -> tuple[int, ...] | None:
     return tuple(digest(tensor) for tensor in tensors_of(batch))
 
 
+def _joined(units: Sequence[Unit]) -> Unit:
+    return dataclasses.replace(units[0], stop=units[-1].stop)
+
+
 def _is_effective_batch(batch: object) -> bool:
     # Asked of the object and not of its class: an effective batch may be of a class of the user's own.
     return hasattr(batch, "feed") and hasattr(batch, "sample_ids")
@@ -397,4 +404,5 @@ def _plan_share(share: RankShare, placement: Placement, world: World, start: Pos
         # Where the epochs of such a loader end is not known, so its samples are counted on.
         end=Position(start.epoch, start.sample_offset + sum(sizes)),
         micro_batches=iter([slice_samples(share.batch, unit.start - first, unit.stop - first) for unit in units]),
+        load=lambda chosen: slice_samples(share.batch, chosen[0].start - first, chosen[-1].stop - first),
     )

@@ -19,7 +19,7 @@ from torch import nn
 
 from anybatch.core.loss import Loss
 from anybatch.core.tree import Batch, count_samples
-from anybatch.engine.loss_check.recorded_model import UndecidedError
+from anybatch.engine.loss_check.recorded_model import HarmlessError, UndecidedError
 from anybatch.engine.loss_check.replay import (
     CannotRunError,
     CheckedSamples,
@@ -179,16 +179,16 @@ def _judged(replay: Replay, tolerance: Tolerance) -> dict[str, TermFinding]:
 def _judged_term(replay: Replay, name: str, tried: Sequence[Sequence[Pass]], tolerance: Tolerance) -> TermFinding:
     if not replay.count(replay.whole, name):
         message = "these samples count nothing"
-        raise UndecidedError(message)
+        raise HarmlessError(message)
     if not replay.whole.is_finite(name):
         message = "its gradient is not finite"
-        raise UndecidedError(message)
+        raise HarmlessError(message)
     compared = [replay.difference(name, passes, _declared(replay, name, passes)) for passes in tried]
     worst = max(range(len(tried)), key=lambda number: compared[number][0])
     error, whole, pieces = compared[worst]
     if not whole and not pieces:
         message = "it does not depend on what the model returned"
-        raise UndecidedError(message)
+        raise HarmlessError(message)
     reading = replay.whole.readings[name]
     finding = TermFinding(
         error=error,
@@ -230,7 +230,7 @@ def _explanation(replay: Replay, name: str, tried: Sequence[Sequence[Pass]], err
     again = replay.run(0, replay.checked.num_samples, seed=1)
     if replay.difference(name, [again], [1.0])[0] > tolerance.rounding:
         message = "it draws random numbers of its own"
-        raise UndecidedError(message)
+        raise HarmlessError(message)
     for candidate, counts in {"sum": (), **replay.checked.candidates}.items():
         if all(_explains(replay, name, passes, counts) <= tolerance.rounding for passes in tried):
             return candidate

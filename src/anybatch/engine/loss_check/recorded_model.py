@@ -23,6 +23,10 @@ class UndecidedError(Exception):
     """Nothing can be said about a loss from these samples; carries the reason, a clause."""
 
 
+class HarmlessError(UndecidedError):
+    """Nothing can be said, for a reason that is no sign of a fault: nothing counts here, or chance alone decides."""
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """A call of a module: which one, what it returned, and the tensors in that."""

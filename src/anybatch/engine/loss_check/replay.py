@@ -18,6 +18,7 @@ from anybatch.core.tree import Batch, copied, slice_samples
 from anybatch.engine.loss_check.recorded_model import (
     Axes,
     Call,
+    HarmlessError,
     RecordedModel,
     RecordedRows,
     UndecidedError,
@@ -37,6 +38,10 @@ _MOST_ROUNDS = 6  # how many levels of modules are opened
 
 class CannotRunError(UndecidedError):
     """The loss function, or the model, does not run with a recorded model."""
+
+
+class WrongCountError(UndecidedError):
+    """The loss function returns another count than was declared; carries the message for the user."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -353,15 +358,28 @@ def _refuse_undeclared(checked: CheckedSamples, output: object, start: int, stop
     """Leave it to the step itself to refuse an output that has not the form that was declared.
 
     Raises:
-        UndecidedError: it has not.
+        HarmlessError: it has not.
+        WrongCountError: its count, which the step itself does not read from a device, is another one.
     """
     if checked.loss.kind.brings_count:
         return
     counts = [sum(checked.counts[name][start:stop]) for name in checked.loss.names]
     try:
-        scaled(checked.loss, output, factors_of(checked.loss, counts, counts, 1.0))
+        factors = factors_of(checked.loss, counts, counts, 1.0)
+        scaled(checked.loss, output, factors)
     except LossError as error:
         raise _not_as_declared() from error
+    try:
+        scaled(checked.loss, _with_counts_read(output), factors)
+    except LossError as error:
+        raise WrongCountError(str(error)) from error
+
+
+def _with_counts_read(output: Any) -> Any:  # noqa: ANN401 (whatever the user's loss function returns)
+    """Return what a loss returned with its counts on the host: the step itself does not wait for the device."""
+    if isinstance(output, Mapping):
+        return {name: _with_counts_read(value) for name, value in output.items()}
+    return LossSum(output.total, float(output.count)) if isinstance(output, LossSum) else output
 
 
 def _readings(loss: Loss, output: object) -> dict[str, Reading]:
@@ -383,8 +401,8 @@ def _reading(value: object) -> Reading:
     return Reading(value, adds_up=False, count=math.nan, is_scalar=True)
 
 
-def _not_as_declared() -> UndecidedError:
-    return UndecidedError("the loss function does not return what was declared")
+def _not_as_declared() -> HarmlessError:
+    return HarmlessError("the loss function does not return what was declared")
 
 
 def _gradients(value: torch.Tensor, leaves: Sequence[torch.Tensor]) -> Gradients:

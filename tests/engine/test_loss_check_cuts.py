@@ -1,0 +1,288 @@
+"""What no piece of a micro-batch can tell is told by real micro-batches, or said to the user."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+import anybatch as ab
+from anybatch.errors import AnyBatchWarning, LossError
+from tests.engine.cases import Batch, cut, share_bounds
+from tests.engine.loss_declarations import HOLDS
+from tests.faults import sees
+from tests.ranks_fixture import Ranks
+
+
+def network() -> nn.Module:
+    """Return a small model."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3)).double()
+
+
+def rows(number: int = 24) -> Batch:
+    """Return vectors."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(number, 5, generator=generator, dtype=torch.float64)
+    return {"x": x, "y": torch.randint(0, 3, (number,), generator=generator)}
+
+
+def engine_of(loss: Any, *, model: nn.Module | None = None, **options: Any) -> ab.Engine:
+    """Return an engine."""
+    options = {"micro_batch_size": 8, "world": ab.World(), "norms": "freeze"} | options
+    return ab.Engine(model or network(), lambda named: torch.optim.SGD(named, lr=0.1), loss, **options)
+
+
+def of_halves(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return a preference loss: the first half of the rows was chosen, the second one rejected."""
+    chosen, rejected = model(batch["x"])[:, 0].split(len(batch["x"]) // 2)
+    return -F.logsigmoid(chosen - rejected).mean()
+
+
+def of_neighbours(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return a preference loss in which each row stands beside its partner."""
+    scores = model(batch["x"])[:, 0]
+    if len(scores) % 2:
+        message = "rows come in pairs"
+        raise ValueError(message)
+    return -F.logsigmoid(scores[0::2] - scores[1::2]).mean()
+
+
+def of_spread(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return a loss that is not defined on one sample, nor on a few."""
+    scores = model(batch["x"])
+    if len(scores) < 6:
+        message = "too few"
+        raise ValueError(message)
+    return -scores.std(0).log().mean()
+
+
+def one_by_one(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return a sum over samples, each in a call of its own."""
+    return torch.stack([model(x[None]).square().mean() for x in batch["x"]]).sum()
+
+
+def one_by_one_averaged(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return a mean over samples, each in a call of its own."""
+    return one_by_one(model, batch) / len(batch["x"])
+
+
+WRONG: dict[str, Callable[..., torch.Tensor]] = {"halves": of_halves, "spread": of_spread, "a sum": one_by_one}
+RIGHT: dict[str, Callable[..., torch.Tensor]] = {"neighbours": of_neighbours, "one by one": one_by_one_averaged}
+
+
+@sees(
+    "declaration: real micro-batches are not compared",
+    "src/anybatch/engine/loss_check/by_cuts.py",
+    "BEYOND_DOUBT = 2e-2",
+    "BEYOND_DOUBT = 2e9",
+    cases=["halves", "spread", "a sum"],
+)
+@pytest.mark.parametrize("name", WRONG)
+def test_losses_that_pieces_cannot_tell_are_caught_by_real_micro_batches(name: str) -> None:
+    """Rows in pairs that are cut apart, and a loss that fails on few samples, are refused before the update."""
+    model = network()
+    before = [one.detach().clone() for one in model.parameters()]
+    engine = engine_of(ab.mean_over_samples(WRONG[name]), model=model)
+    with pytest.raises(LossError, match="in one micro-batch"):
+        engine.step(rows())
+    engine.close()
+    assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_losses_that_pieces_cannot_tell_hold_in_real_micro_batches(name: str) -> None:
+    """Pairs that no cut takes apart are found to be right, without a word."""
+    engine = engine_of(ab.mean_over_samples(RIGHT[name]))
+    engine.step(rows())
+    assert HOLDS in engine.decisions["loss"]
+    engine.close()
+
+
+class Graphs(Dataset[tuple[torch.Tensor, int]]):
+    """Graphs of different sizes: vectors of their nodes."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, number: int) -> tuple[torch.Tensor, int]:
+        generator = torch.Generator().manual_seed(number)
+        return torch.randn(2 + number % 5, 5, generator=generator, dtype=torch.float64), number % 3
+
+
+class Flat:
+    """A batch of graphs without an axis of samples: all nodes behind each other."""
+
+    def __init__(self, graphs: Sequence[tuple[torch.Tensor, int]]) -> None:
+        self.x = torch.cat([nodes for nodes, _ in graphs])
+        self.graph = torch.cat([torch.full((len(nodes),), n) for n, (nodes, _) in enumerate(graphs)])
+        self.y = torch.tensor([label for _, label in graphs])
+
+
+def of_graphs(model: nn.Module, batch: Flat) -> torch.Tensor:
+    """Return a mean over graphs."""
+    pooled = torch.zeros(len(batch.y), 3, dtype=torch.float64).index_add(0, batch.graph, model(batch.x))
+    return F.cross_entropy(pooled, batch.y)
+
+
+def of_nodes(model: nn.Module, batch: Flat) -> torch.Tensor:
+    """Return a mean over nodes."""
+    return F.cross_entropy(model(batch.x), batch.y[batch.graph])
+
+
+@sees(
+    "declaration: micro-batches are put together from themselves alone",
+    "src/anybatch/engine/accumulation/planned_batch.py",
+    "return dataclasses.replace(units[0], stop=units[-1].stop)",
+    "return units[0]",
+    cases=["True"],
+)
+@pytest.mark.parametrize("right", [True, False])
+def test_batches_that_cannot_be_cut_are_put_together_by_their_own_collate_function(right: bool) -> None:
+    """Graphs: a mean over them holds, and a mean over their nodes that was declared over graphs is refused."""
+    batches = ab.batches(Graphs(), effective_batch_size=24, collate=Flat, shuffle=False)
+    engine = engine_of(ab.mean_over_samples(of_graphs if right else of_nodes))
+    for batch in batches:
+        if right:
+            engine.step(batch)
+            assert HOLDS in engine.decisions["loss"]
+        else:
+            with pytest.raises(LossError, match="in one micro-batch"):
+                engine.step(batch)
+    engine.close()
+
+
+def of_lists(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Return a mean over samples of something that fails on many samples."""
+    if len(batch["x"]) > 8:
+        message = "too many"
+        raise ValueError(message)
+    return one_by_one_averaged(model, batch)
+
+
+@sees(
+    "declaration: what could not be checked is said to nobody",
+    "src/anybatch/engine/loss_check/check.py",
+    "        if is_cut and _is_open(verdicts):\n            self._notifier.warn(",
+    "        if False:\n            self._notifier.warn(",
+)
+def test_what_could_not_be_checked_is_a_warning_once() -> None:
+    """With what to do; and none where nothing is cut."""
+    engine = engine_of(ab.mean_over_samples(of_lists))
+    with pytest.warns(AnyBatchWarning, match=r"cannot be told.*ab\.check"):
+        engine.step(rows())
+    engine.step(rows())  # a second warning would be an error here
+    engine.close()
+    engine = engine_of(ab.mean_over_samples(of_lists))
+    engine.step(rows(8))
+    engine.close()
+
+
+def raised_on_ranks(strategy: str, right: bool) -> str:
+    """Run on every rank: make a step; return the error, or what was decided."""
+    world = ab.World.from_environment()
+    start, stop = share_bounds(24, [1] * world.size)[world.rank]
+    engine = engine_of(
+        ab.mean_over_samples(of_neighbours if right else of_halves), world=world, strategy=strategy, micro_batch_size=6
+    )
+    try:
+        engine.step(cut(rows(), start, stop))
+    except LossError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return engine.decisions["loss"]
+
+
+@pytest.mark.parametrize("right", [True, False])
+@pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
+def test_ranks_agree_on_real_micro_batches(strategy: str, right: bool, two_ranks: Ranks) -> None:
+    """All ranks come to one verdict, in lockstep too."""
+    one, other = two_ranks.run(raised_on_ranks, strategy, right)
+    assert one == other
+    assert (HOLDS if right else "in one micro-batch") in one
+
+
+# Later batches
+
+
+@sees(
+    "declaration: later batches are not looked at",
+    "src/anybatch/engine/loss_check/check.py",
+    "return tries_again or self._num_batches & (self._num_batches - 1) == 0",
+    "return tries_again or self._num_batches == 1",
+)
+def test_what_shows_in_later_batches_only_is_found_there() -> None:
+    """A mask that does not vary in the first batches says nothing; the check looks again in steps 2, 4, 8 and so on."""
+
+    def masked(model: nn.Module, batch: Batch) -> torch.Tensor:
+        each = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+        return (each * batch["mask"]).sum() / batch["mask"].sum()
+
+    generator = torch.Generator().manual_seed(0)
+    varies = (torch.rand(24, generator=generator) < 0.5).double()
+    engine = engine_of(ab.mean_over_samples(masked))
+    for _ in range(9):
+        engine.step({**rows(), "mask": torch.ones(24, dtype=torch.float64)})
+    for _ in range(6):
+        engine.step({**rows(), "mask": varies})
+    with pytest.raises(LossError):  # in the sixteenth step
+        engine.step({**rows(), "mask": varies})
+    engine.close()
+
+
+@sees(
+    "a count on the CPU is not compared because it is a tensor",
+    "src/anybatch/core/loss.py",
+    'count.device.type == "cpu"',
+    'count.device.type == "none"',
+)
+def test_a_count_that_is_a_tensor_is_compared_too() -> None:
+    """`LossSum` with a tensor that contradicts the declaration is refused, like a number."""
+
+    def contradicting(model: nn.Module, batch: Batch) -> ab.LossSum:
+        each = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+        return ab.LossSum(each.sum(), (batch["y"] > 0).sum())
+
+    engine = engine_of(ab.mean_over_samples(contradicting))
+    with pytest.raises(LossError, match="Make the two agree"):
+        engine.step(rows())
+    engine.close()
+
+
+# Losses across samples
+
+
+def alike(_model: nn.Module, outputs: Batch) -> torch.Tensor:
+    """Return a loss across samples."""
+    near = F.normalize(outputs["z"], dim=1)
+    return F.binary_cross_entropy_with_logits(near @ near.T, (outputs["y"][:, None] == outputs["y"]).double())
+
+
+@sees(
+    "rows of encode may depend on each other",
+    "src/anybatch/engine/loss_check/check.py",
+    '            return CheckVerdict("broken", f"{refused_rows(error)} {_OTHERWISE}")\n',
+    '            return CheckVerdict("holds")\n',
+)
+def test_an_encoder_that_looks_across_samples_is_refused() -> None:
+    """`encode` has to work on each sample by itself; dropout and layers like BatchNorm are no matter of it."""
+
+    def centred(model: nn.Module, batch: Batch) -> Batch:
+        z = model(batch["x"])
+        return {"z": z - z.mean(0), "y": batch["y"]}
+
+    def by_itself(model: nn.Module, batch: Batch) -> Batch:
+        return {"z": model(batch["x"] + 0.1 * torch.randn_like(batch["x"])), "y": batch["y"]}
+
+    engine = engine_of(ab.joint(centred, alike))
+    with pytest.raises(LossError, match="encode"):
+        engine.step(rows())
+    engine.close()
+    engine = engine_of(ab.joint(by_itself, alike))
+    engine.step(rows())
+    assert HOLDS in engine.decisions["loss"]
+    engine.close()
