@@ -297,7 +297,11 @@ def run(features: Features, world: ab.World) -> Found:
     engine = None
     try:
         engine = ab.Engine(
-            model, optimizer if instance else make, objective.declared(), world=world, **arguments(features)
+            model,
+            optimizer if instance else make,
+            objective.declared(),
+            world=world,
+            **{"norms": "keep", **arguments(features)},
         )
         computed = dense(dict(zip(parameters, engine.gradients(batch).values(), strict=True)))
         report = engine.step(batch)

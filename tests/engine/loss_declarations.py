@@ -341,7 +341,7 @@ def engine_for(case: Declared, dtype: torch.dtype = torch.float64, **options: An
     loss = case.loss()
     if isinstance(loss, Loss) and isinstance(loss.function, nn.Module):
         loss.function.to(dtype)
-    options = {"world": ab.World(), "micro_batch_size": 9, **options}
+    options = {"world": ab.World(), "micro_batch_size": 9, "norms": "keep", **options}
     return ab.Engine(passed, lambda named: torch.optim.SGD(named, lr=0.1), loss, **options)
 
 

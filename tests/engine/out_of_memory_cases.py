@@ -162,7 +162,7 @@ class Listening:
 def engine_of(run: Run, world: ab.World, observer: Any) -> tuple[nn.Module, ab.Engine]:
     """Return a model and its engine."""
     model = network()
-    options = {**run.options}
+    options = {"norms": "keep", **run.options}
     if options.get("norms") == "ghost":
         options["norms"] = Ghost(group_size=2)
     engine = ab.Engine(

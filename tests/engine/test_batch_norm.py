@@ -45,7 +45,8 @@ def trained(
     optimizer = Keeping(model.parameters(), lr=0.1)
     loss = options.pop("loss", ab.mean_over_samples(classify))
     given: dict[str, Any] = {"micro_batch_size": split.micro_batch_size, "accumulation_steps": split.accumulation_steps}
-    with ab.Engine(model, optimizer, loss, deal=split.deal, world=world, **given, **options) as engine:
+    given = {"norms": "keep", **given, **options}
+    with ab.Engine(model, optimizer, loss, deal=split.deal, world=world, **given) as engine:
         engine.step(arrive(batch, split, world))
     names = [name for name, _ in model.named_parameters()]
     return dict(zip(names, optimizer.kept, strict=True)), buffers_of(model)
@@ -255,6 +256,7 @@ def two_updates(
         torch.optim.SGD(model.parameters(), lr=0.0),
         ab.mean_over_samples(on_vectors),
         micro_batch_size=micro_batch_size,
+        norms="keep",
     ) as engine:
         for number in (13, 12):
             engine.step(vectors(number))

@@ -235,7 +235,7 @@ def test_every_module_gets_its_own_mode_back() -> None:
 def test_evaluation_changes_nothing() -> None:
     """Neither parameters nor buffers, gradients, progress or the caller's random numbers change."""
     model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 4)).double()
-    with make_engine(model) as engine:
+    with make_engine(model, norms="keep") as engine:
         engine.step(vectors(6))
         before = [tensor.clone() for tensor in model.state_dict().values()]
         random, position = torch.get_rng_state(), engine.position

@@ -150,6 +150,7 @@ def step(case: Case, precision: Any) -> str:
         loss,
         micro_batch_size=8,
         precision=precision,
+        norms="keep",
         world=ab.World(),
     ) as engine:
         engine.step(batch())

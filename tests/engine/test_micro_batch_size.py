@@ -67,6 +67,13 @@ def best_at_eight(size: int) -> float:
     return 0.02 + 0.01 * size + 0.01 * max(0, size - 8)
 
 
+class Log:
+    """Keeps sizes where trials do not put them back."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+
 class Model(nn.Module):
     """Takes as long as it is told, and memory for as many samples; draws from everywhere, and changes its buffers."""
 
@@ -77,13 +84,18 @@ class Model(nn.Module):
         self.seconds = seconds
         self.limit = fits
         self.at_least = at_least
-        self.sizes: list[int] = []
+        self.log = Log()
         self.calls = 0
         self.bulk = nn.Parameter(torch.randn(WORTH_TIMING // NUM_SAMPLES + 1))
         self.register_buffer("seen", torch.zeros(5))
         self.dropout = nn.Dropout(0.5)
         self.out = nn.Linear(5, 4)
         self.double()
+
+    @property
+    def sizes(self) -> list[int]:
+        """Sizes of all forwards, those of trials too."""
+        return self.log.sizes
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.sizes.append(len(x))
@@ -110,9 +122,8 @@ def engine_of(model: nn.Module, auto: "Auto | int | None" = None, **options: Any
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for parameter in model.parameters():
         optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
-    return ab.Engine(
-        model, optimizer, ab.mean_over_samples(classify), micro_batch_size=auto, check_loss=False, **options
-    )
+    options = {"norms": "keep", "check_loss": False, **options}
+    return ab.Engine(model, optimizer, ab.mean_over_samples(classify), micro_batch_size=auto, **options)
 
 
 def settled(model: Model, **options: Any) -> tuple[int | None, str]:

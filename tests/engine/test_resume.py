@@ -48,6 +48,7 @@ def build(kind: Kind) -> tuple[nn.Module, ab.Engine, torch.dtype]:
         micro_batch_size=6,
         deal="fixed",
         clip=1.0,
+        norms="keep",
         scheduler=lambda made: torch.optim.lr_scheduler.CosineAnnealingLR(made, 9),
         **every.get(kind, {}),
     )

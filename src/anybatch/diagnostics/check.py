@@ -26,7 +26,7 @@ def check(
     batch: Batch,
     *,
     micro_batch_sizes: Sequence[int] | None = None,
-    norms: Policy | PolicyName = "keep",
+    norms: Policy | PolicyName | None = None,
     seed: int = 0,
 ) -> CheckReport:
     """Compare the gradient of a batch with what its micro-batches add up to, on copies; nothing of yours is changed.
@@ -89,7 +89,7 @@ def _check(runs: GradientRuns, precision: str, micro_batch_sizes: Sequence[int] 
 
 
 def _gradient_runs(
-    model: Model, loss: Loss, batch: Batch, *, seed: int, norms: Policy | PolicyName
+    model: Model, loss: Loss, batch: Batch, *, seed: int, norms: Policy | PolicyName | None
 ) -> tuple[GradientRuns, str]:
     """Return gradient runs in float64 if the model runs in it, else in its own type; and the type, in words."""
     runs = copied_runs(model, loss, batch, torch.float64, seed=seed, norms=norms)

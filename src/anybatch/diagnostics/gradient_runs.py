@@ -39,7 +39,7 @@ class GradientRuns:
     loss: Loss
     batch: Batch
     seed: int = 0
-    norms: Policy | PolicyName = "keep"
+    norms: Policy | PolicyName | None = None
     resting: set[nn.Module] = field(default_factory=set)
 
     @property
@@ -62,7 +62,7 @@ class GradientRuns:
 
         A policy about BatchNorm makes another function of the model, which only the engine can run un-split.
         """
-        if self.norms != "keep":
+        if self.norms not in (None, "keep"):
             return self.split(self.num_samples, seed=seed)
         with self._untouched(self.seed if seed is None else seed):
             return self._backward(self._value(self.loss, copied(self.batch)))
@@ -76,7 +76,7 @@ class GradientRuns:
                 lambda named: torch.optim.SGD(named, lr=0.0),
                 self.loss,
                 micro_batch_size=micro_batch_size,
-                norms=self.norms,
+                norms=self.norms or "keep",
                 check_loss=False,
                 seed=self.seed if seed is None else seed,
                 world=World(),
@@ -165,7 +165,7 @@ class GradientRuns:
 
 
 def copied_runs(
-    model: Model, loss: Loss, batch: Batch, dtype: torch.dtype | None, *, seed: int, norms: Policy | PolicyName
+    model: Model, loss: Loss, batch: Batch, dtype: torch.dtype | None, *, seed: int, norms: Policy | PolicyName | None
 ) -> GradientRuns:
     """Return gradient runs on CPU copies of everything, floating-point numbers as `dtype`; None leaves their type."""
     # In one call, because a loss may share modules with the model.

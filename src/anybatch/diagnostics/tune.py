@@ -190,7 +190,7 @@ def tune(
     batch = next(iter(data(0)))
     num_samples = len(batch.sample_ids)
     sizes = _checked(default_sizes(num_samples) if micro_batch_sizes is None else micro_batch_sizes, num_samples)
-    train = dataclasses.replace(train, scheduler=None, check_loss=False)
+    train = dataclasses.replace(train, scheduler=None, check_loss=False, norms=train.norms or "keep")
 
     def engine(size: int) -> Engine:
         return Engine.from_spec(train, Hardware(micro_batch_size=size, world=world))

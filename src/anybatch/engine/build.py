@@ -16,6 +16,7 @@ from anybatch.core.splitting import CutConstraints
 from anybatch.engine.accumulation.accumulate import LoopContext, Randomness
 from anybatch.engine.accumulation.planned_batch import PlannedBatch
 from anybatch.engine.accumulation.step_guard import StepGuard
+from anybatch.engine.batch_norm.cut_notice import CutNotice
 from anybatch.engine.batch_norm.runner import BatchNormRunner, policy_for, ranks_of, refuse_order, refuse_policy
 from anybatch.engine.checkpoint_state import Stateful, StateParts
 from anybatch.engine.compatibility import Features, features_of, refuse_features
@@ -295,6 +296,7 @@ def _runnable(
             autocast=given.autocast,
             lockstep=strategy.capabilities.lockstep,
         ),
+        cut_notice=CutNotice(batch_norms(modules), notifier, is_chosen=spec.norms is not None),
         autocast=given.autocast,
         on_first_batch=partial(_send_header, context, world, notifier, precision=spec.precision, decisions=decisions),
         trial_parts=partial(_trial_parts, given, check, context, updater, batch_norm),

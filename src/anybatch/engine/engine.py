@@ -84,7 +84,8 @@ class Engine:
             pass over the gradients; the loss is still looked at.
         average_decay: keep an exponential moving average of the weights, such as 0.999; see `evaluate(averaged=True)`.
         norms: what to do about BatchNorm in train mode: "keep", "sync", "freeze", "exact", or a policy of
-            `anybatch.norms`, such as `Ghost(group_size=32)`; see docs/batch_norm.md.
+            `anybatch.norms`, such as `Ghost(group_size=32)`; see docs/batch_norm.md. None is "keep", with a warning
+            where a batch is cut and the gradient depends on how.
         rng: "micro_batch" keys torch's random numbers by (seed, step, first sample of the micro-batch), whatever rank
             runs it; "per_sample", or a `PerSample`, keys dropout by (seed, step, sample, call), whatever the cut; None
             leaves them as they come.
@@ -113,7 +114,7 @@ class Engine:
         clip: ClipArgument = None,
         measure_gradient_norm: bool = True,
         average_decay: float | None = None,
-        norms: Policy | PolicyName = "keep",
+        norms: Policy | PolicyName | None = None,
         rng: Rng = "micro_batch",
         check_loss: bool = True,
         seed: int | None = None,

@@ -36,7 +36,7 @@ class TrainSpec:
         clip: largest gradient norm, a clipping policy, or one per parameter group of the optimizer.
         measure_gradient_norm: measure the gradient's norm in every step.
         average_decay: of an exponential moving average of the weights; None for none.
-        norms: what to do about BatchNorm in train mode.
+        norms: what to do about BatchNorm in train mode; None: "keep", which is said where it makes a difference.
         rng: what the model's random numbers belong to.
         check_loss: compare the loss with its declaration in the first step.
         seed: first word of every random key; None takes the data's seed.
@@ -51,7 +51,7 @@ class TrainSpec:
     clip: ClipArgument = None
     measure_gradient_norm: bool = True
     average_decay: float | None = None
-    norms: Policy | PolicyName = "keep"
+    norms: Policy | PolicyName | None = None
     rng: Rng = "micro_batch"
     check_loss: bool = True
     seed: int | None = None

@@ -14,6 +14,7 @@ from anybatch.engine.accumulation.planned_batch import (
     plan_effective_batch,
     refuse_disagreement,
 )
+from anybatch.engine.batch_norm.cut_notice import CutNotice
 from anybatch.engine.loss_check.check import LossCheck
 from anybatch.engine.loss_check.uncounted import UncountedSums
 from anybatch.engine.micro_batch_size.sizes import RunSizes, TrialParts
@@ -30,6 +31,7 @@ class StepPlanner:
         loss: the declared loss, as the loop calls it.
         sizes: how batches are cut.
         check: compares the loss with its declaration on the first batches.
+        cut_notice: tells the user where BatchNorm depends on the cut.
         sums: finds out which terms have something to add where a micro-batch counts nothing.
         autocast: makes the autocast context of a forward, for the check.
         on_first_batch: called with the first planned batch and the number of its step.
@@ -47,6 +49,7 @@ class StepPlanner:
         sizes: RunSizes,
         check: LossCheck,
         sums: UncountedSums,
+        cut_notice: CutNotice,
         autocast: Callable[[], AbstractContextManager[object]],
         on_first_batch: Callable[[PlannedBatch, int], None],
         trial_parts: Callable[[], TrialParts],
@@ -60,6 +63,8 @@ class StepPlanner:
         self._sizes = sizes
         self._check = check
         self._sums = sums
+        self._cut_notice = cut_notice
+        self._num_units = 0
         self._autocast = autocast
         self._on_first_batch = on_first_batch
         self._trial_parts = trial_parts
@@ -85,6 +90,7 @@ class StepPlanner:
     def after_step(self) -> None:
         """Say what is to be said once a step has run."""
         self._check.warn_of_untold()
+        self._cut_notice.after_step(self._num_units)
 
     def plan(self, batch: Any, step: int, position: Position, *, check_loss: bool) -> CountedBatch:  # noqa: ANN401
         """Return the batch with this rank's micro-batches lined up and the divisors of the loss.
@@ -100,6 +106,7 @@ class StepPlanner:
             DataError, BatchSizeError, LossError: the batch cannot be run; nothing has changed.
         """
         planned = plan_effective_batch(batch, self._sizes.placement, self._world, position)
+        self._num_units = sum(map(len, planned.plan.shares))
         # A seed of the engine's takes precedence over the data's, also on resume.
         if self.seed is not None:
             planned = dataclasses.replace(planned, seed=self.seed)

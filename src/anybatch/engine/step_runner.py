@@ -107,8 +107,9 @@ class StepRunner:
                 return outcome
             plan = counted.planned.plan
             del counted  # with all that it has loaded
-            inputs.refuse_changed(step, self._world)
             too_large += (self._retry.undo_and_shrink(outcome, plan, step, too_large),)
+            # Behind the abort: only now does no rank wait for another one any more.
+            inputs.refuse_changed(step, self._world)
 
     def _attempt(self, counted: CountedBatch, step: int, too_large: tuple[int, ...]) -> SummedBatch | OutOfMemory:
         """Add gradients up over micro-batches and ranks, and divide; all that may run out of memory is in here."""

@@ -172,12 +172,14 @@ class Exact:
 Policy = Keep | Sync | Freeze | Ghost | Exact
 
 
-def policy_of(norms: "Policy | PolicyName") -> Policy:
-    """Return a policy from its name, or as it is.
+def policy_of(norms: "Policy | PolicyName | None") -> Policy:
+    """Return a policy from its name, or as it is; `Keep` for None.
 
     Raises:
         UserError: an unknown name, or one of something that changes the model's parameters.
     """
+    if norms is None:
+        return Keep()
     if isinstance(norms, Policy):
         return norms
     known: dict[str, Policy] = {"keep": Keep(), "sync": Sync(), "freeze": Freeze(), "exact": Exact()}

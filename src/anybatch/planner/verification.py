@@ -84,7 +84,8 @@ def verify(spec: StepSpec, fit: Fit, device: str | torch.device) -> Verification
     device = torch.device(device)
     size = fit.micro_batch_size
     # The loss is not checked, as the plan does not: the check's own forwards would be in the peak.
-    train = dataclasses.replace(made, effective_batch_size=None, scheduler=None, check_loss=False)
+    norms = made.norms or "keep"
+    train = dataclasses.replace(made, effective_batch_size=None, scheduler=None, check_loss=False, norms=norms)
     engine = Engine.from_spec(train, Hardware(micro_batch_size=size, world=World(device=device)))
     with engine, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the real run shows them

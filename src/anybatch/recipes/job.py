@@ -147,7 +147,7 @@ class Job:
     evaluate: Evaluation | None = None
     scheduler: SchedulerFactory | None = None
     clip: ClipArgument = None
-    norms: Policy | PolicyName = "keep"
+    norms: Policy | PolicyName | None = None
     rng: Rng = "micro_batch"
     average_decay: float | None = None
 

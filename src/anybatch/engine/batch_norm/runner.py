@@ -224,11 +224,11 @@ class BatchNormRunner:
         self._statistics.add_parts(call.running_mean, parts)
 
 
-def policy_for(norms: "Policy | PolicyName", modules: nn.Module, world_size: int) -> Policy:
+def policy_for(norms: "Policy | PolicyName | None", modules: nn.Module, world_size: int) -> Policy:
     """Return the policy that was asked for, if the model's layers permit one at all.
 
     Args:
-        norms: a policy or its name.
+        norms: a policy or its name; None for the default.
         modules: the model.
         world_size: number of ranks.
 

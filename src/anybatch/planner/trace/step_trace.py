@@ -315,6 +315,8 @@ class _TwinRun:
             strategy=spec.strategy if isinstance(spec.strategy, str) else spec.strategy(),
             world=self._world,
         )
+        # A plan is no run, so that nothing is to be said of what a run will say.
+        train = dataclasses.replace(train, norms=train.norms or "keep")
         return Engine.from_spec(train, hardware, observer=self)
 
     def _operation(self, *seen: Any) -> None:  # noqa: ANN401 (handed on)

@@ -1,0 +1,57 @@
+"""BatchNorm that makes the gradient depend on the cut is said where nobody has chosen it, and nowhere else."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import anybatch as ab
+from anybatch.errors import AnyBatchWarning
+from tests.engine.cases import Batch, vectors
+from tests.faults import sees
+
+
+def of_samples(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return a mean over samples."""
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def stepped(*, frozen: bool = False, **options: Any) -> None:
+    """Make two steps with a BatchNorm layer."""
+    model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 4)).double()
+    model[1].train(not frozen)
+    options = {"micro_batch_size": 4} | options
+    optimizer = torch.optim.SGD(model.parameters())
+    with ab.Engine(model, optimizer, ab.mean_over_samples(of_samples), world=ab.World(), **options) as engine:
+        for _ in range(2):
+            engine.step(vectors(12))
+
+
+@sees(
+    "BatchNorm by micro-batches is said to nobody",
+    "src/anybatch/engine/step_planner.py",
+    "        self._cut_notice.after_step(self._num_units)\n",
+    "",
+)
+def test_the_default_is_said_once() -> None:
+    """With the policies that cure it; a second warning would be an error here."""
+    with pytest.warns(AnyBatchWarning, match=r"3 micro-batches.*norms='exact'.*norms='keep'"):
+        stepped()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"norms": "keep"},
+        {"norms": "exact"},
+        {"norms": "freeze"},
+        {"norms": "sync"},
+        {"frozen": True},
+        {"micro_batch_size": 12},
+    ],
+)
+def test_nothing_is_said_where_it_was_chosen_or_makes_no_difference(options: dict[str, Any]) -> None:
+    """A named policy is a choice; a frozen layer and a batch in one piece depend on no cut."""
+    stepped(**options)
