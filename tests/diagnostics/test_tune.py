@@ -269,8 +269,8 @@ def test_figure(tmp_path: Path) -> None:
 @sees(
     "tune does not clip",
     "src/anybatch/diagnostics/tune.py",
-    "scheduler=None, check_loss=False)",
-    "scheduler=None, check_loss=False, clip=None)",
+    "scheduler=None, check_loss=False, norms=",
+    "scheduler=None, check_loss=False, clip=None, norms=",
 )
 def test_what_is_timed_is_what_is_trained() -> None:
     """Steps are those of the whole `TrainSpec`: clipped to nothing, they leave the parameters as they were."""

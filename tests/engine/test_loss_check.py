@@ -157,10 +157,10 @@ def said_on_ranks(name: str, strategy: str, idle: bool) -> tuple[str, str]:
     "declaration: a rank goes by its own verdict",
     "src/anybatch/engine/loss_check/check.py",
     """
-        self._combine(verdicts)
+        self._combine(verdicts, is_cut=is_cut)
 """,
     """
-        self._combine(verdicts[self._world.rank :][:1])
+        self._combine(verdicts[self._world.rank :][:1], is_cut=is_cut)
 """,
 )
 @pytest.mark.parametrize("idle", [False, True], ids=["uneven", "one-idle"])
@@ -311,10 +311,8 @@ def test_running_out_of_memory_is_no_error() -> None:
 @sees(
     "declaration: it never gives up",
     "src/anybatch/engine/loss_check/check.py",
-    """
-        self.pending = self._num_tries < _MOST_STEPS
-""",
-    "",
+    "tries_again = not self._is_settled and self._num_batches <= _MOST_STEPS",
+    "tries_again = not self._is_settled",
 )
 def test_it_gives_up_after_eight_steps_and_costs_nothing_then() -> None:
     """Eight batches that cannot tell are enough; from then on the model is called once per micro-batch."""
@@ -402,10 +400,8 @@ def same(one: Any, other: Any) -> bool:
 @sees(
     "declaration: buffers stay as the check has left them",
     "src/anybatch/engine/side_effects.py",
-    """
-            buffers.restore()
-""",
-    "",
+    "for restore in (*restores, *(one.restore for one in buffers)):",
+    "for restore in restores:",
 )
 @pytest.mark.parametrize("kind", ["holds", "broken", "fails", "interrupted"])
 def test_nothing_is_touched(kind: str) -> None:

@@ -475,7 +475,7 @@ def after_steps(model: Model, engine: ab.Engine) -> After:
 @sees(
     "trying sizes does not put buffers and random numbers back",
     "src/anybatch/engine/micro_batch_size/sizes.py",
-    "with without_side_effects(trial.modules, self._world.device, as_compiled=True):",
+    "with without_side_effects(trial.modules, self._world.device, functions=functions, as_compiled=True):",
     "if True:",
     also=[
         "tests/engine/test_micro_batch_size.py::test_running_out_of_memory_leaves_nothing_behind",

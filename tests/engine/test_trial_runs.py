@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import anybatch as ab
+from anybatch.core.comparison import relative_error
 from anybatch.core.loss import Loss
 from anybatch.errors import CannotRedoError
 from tests.engine.cases import Batch
@@ -66,9 +67,7 @@ def plain_run(model: Keeper, batch: Batch, function: Callable[[nn.Module, Batch]
 
 def error_between(found: Any, other: nn.Module) -> float:
     """Return the relative error of a gradient."""
-    pairs = [(found[name], parameter.grad) for name, parameter in other.named_parameters()]
-    gap = torch.cat([(a - b).flatten() for a, b in pairs]).norm()
-    return float(gap / torch.cat([b.flatten() for _, b in pairs]).norm())
+    return relative_error(found, {name: parameter.grad for name, parameter in other.named_parameters()})
 
 
 def engine_of(model: nn.Module, loss: Any, **options: Any) -> ab.Engine:
@@ -258,7 +257,8 @@ def test_what_the_loss_itself_keeps_is_of_its_samples_alone(form: str, sizes: st
 @pytest.mark.parametrize("sizes", SIZES)
 def test_code_can_ask_whether_it_is_run_for_a_trial(sizes: str) -> None:
     """What is counted outside of trial runs is each sample once, in checks and trials of sizes as well."""
-    seen, trials = [], []
+    seen: list[int] = []
+    trials: list[int] = []
 
     def counting(model: nn.Module, batch: Batch) -> torch.Tensor:
         (trials if ab.in_trial_run() else seen).append(len(batch["x"]))

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import anybatch as ab
+from anybatch.core.comparison import relative_error
 from anybatch.core.loss import Loss
 from anybatch.errors import LossError
 from tests.engine.cases import Batch, cut, share_bounds
@@ -35,7 +36,8 @@ def detector() -> nn.Module:
 def focal_sum(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Return the focal loss over all anchors, not divided."""
     each = F.binary_cross_entropy_with_logits(model(batch["x"]), batch["y"], reduction="none")
-    return ((1 - torch.exp(-each)).square() * each).sum()
+    found: torch.Tensor = ((1 - torch.exp(-each)).square() * each).sum()
+    return found
 
 
 def positives(batch: Batch) -> torch.Tensor:
@@ -50,7 +52,8 @@ def summed(model: nn.Module, batch: Batch) -> ab.LossSum:
 
 def divided(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Return what RetinaNet and DETR return: divided by at least one."""
-    return focal_sum(model, batch) / positives(batch).clamp(min=1)
+    divisor: torch.Tensor = positives(batch).clamp(min=1)
+    return focal_sum(model, batch) / divisor
 
 
 def both(model: nn.Module, batch: Batch) -> dict[str, Any]:
@@ -65,7 +68,8 @@ def reference(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 def reference_of_both(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Return the loss of the whole batch with the second term."""
-    return reference(model, batch) + 0.1 * model(batch["x"]).square().mean()
+    size: torch.Tensor = model(batch["x"]).square().mean()
+    return reference(model, batch) + 0.1 * size
 
 
 DECLARED: dict[str, tuple[Callable[[], Any], Callable[[nn.Module, Batch], torch.Tensor]]] = {
@@ -88,9 +92,7 @@ def error_of(loss: Any, expected: Callable[[nn.Module, Batch], torch.Tensor], **
     engine.close()
     plain = detector()
     expected(plain, batch).backward()
-    pairs = [(found[name], parameter.grad) for name, parameter in plain.named_parameters()]
-    gap = torch.cat([(one - other).flatten() for one, other in pairs]).norm()
-    return float(gap / torch.cat([other.flatten() for _, other in pairs]).norm())
+    return relative_error(found, {name: parameter.grad for name, parameter in plain.named_parameters()})
 
 
 @sees(

@@ -164,7 +164,7 @@ def _contents(value: object, depth: int) -> Restore:
     return restore
 
 
-def _fill(now: MutableMapping[Any, Any], before: MutableMapping[Any, Any]) -> None:
+def _fill(now: MutableMapping[Any, Any], before: Any) -> None:  # noqa: ANN401 (a mapping of the same kind)
     """Put back what a mapping held, in its order; one that is as it was is not touched."""
     if list(now) == list(before) and not any(map(_is_other, now.values(), before.values())):
         return

@@ -181,7 +181,7 @@ class LossCheck:
             loaded.extend(itertools.islice(planned.micro_batches, num_needed))
             return None if self._lockstep else self._verdict(_few_samples(loaded), autocast)
 
-        verdicts = self._world.run_on_all_ranks(load)
+        verdicts: Sequence[Any] = self._world.run_on_all_ranks(load)
         if self._lockstep:
             # The same samples on every rank: then all of them run the model equally often, whatever is found.
             chosen = self._world.gather_objects(_few_samples(loaded))
