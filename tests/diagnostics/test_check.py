@@ -224,3 +224,35 @@ def test_figure(tmp_path: Path, suffix: str) -> None:
     assert path.stat().st_size > 1_000
     with pytest.raises(UserError, match=r"\.png, \.svg, \.pdf"):
         draw_errors(report, tmp_path / "errors.txt")
+
+
+@sees(
+    "a check counts in float32",
+    "src/anybatch/diagnostics/gradient_runs.py",
+    "torch.as_tensor(returned_count(output)).to(torch.float64)",
+    "torch.as_tensor(returned_count(output)).to(torch.float32)",
+)
+def test_a_count_that_is_an_integer_tensor_is_divided_by_exactly() -> None:
+    """The un-split gradient is the plain one to rounding in float64, and cuts are as near to it."""
+    batch = {"x": torch.randn(11, 3, dtype=torch.float64), "mask": torch.ones(11, 7, dtype=torch.long)}
+
+    def summed(model: nn.Module, piece: dict[str, torch.Tensor]) -> ab.LossSum:
+        return ab.LossSum(model(piece["x"]).square().sum(), piece["mask"].sum())
+
+    report = ab.check(nn.Linear(3, 1).double(), summed, batch)
+    assert max(split.error for split in report.splits) <= 1e-12
+
+
+@sees(
+    "a check lets frozen layers train",
+    "src/anybatch/diagnostics/gradient_runs.py",
+    "        if not module.training:  #",
+    "        if True:  #",
+)
+def test_a_frozen_layer_stays_frozen() -> None:
+    """BatchNorm in evaluation mode within a model that trains couples nothing, so that cuts are equal."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    model[1].eval()
+    batch = {"x": torch.randn(11, 3)}
+    report = ab.check(model, ab.mean_over_samples(lambda model, piece: model(piece["x"]).square().mean()), batch)
+    assert report.equal

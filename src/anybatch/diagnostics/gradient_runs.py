@@ -155,7 +155,10 @@ class GradientRuns:
         output = self._output(batch)
         terms = scaled(loss, output, factors_of(loss, counts, counts, 1.0))
         value = torch.stack(terms).sum()
-        return value * (self.num_samples / returned_count(output)) if loss.kind.brings_count else value
+        if not loss.kind.brings_count:
+            return value
+        # An integer tensor divides in float32, whatever the type of the loss.
+        return value * (self.num_samples / torch.as_tensor(returned_count(output)).to(torch.float64)).to(value.dtype)
 
     def _backward(self, value: torch.Tensor) -> Gradients:
         own = trainable(self.modules)
@@ -175,7 +178,9 @@ def copied_runs(
         return tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None)
 
     for module in [model] if isinstance(model, nn.Module) else model.values():
-        module.to("cpu", dtype).train()
+        module.to("cpu", dtype)
+        if not module.training:  # parts of a model that trains may be frozen in evaluation mode, and stay so
+            module.train()
     if isinstance(loss.function, nn.Module):
         loss.function.to("cpu", dtype)
     return GradientRuns(model, loss, map_tensors(batch, convert), seed, norms)
