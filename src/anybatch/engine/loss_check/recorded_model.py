@@ -5,6 +5,7 @@ the network does to its samples (dropout, BatchNorm) is the same for all of them
 """
 
 import functools
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -83,7 +84,8 @@ class RecordedModel:
             )
         )
         if not is_opened:
-            vars(clone)["forward"] = functools.partial(self._called, module)
+            # Weak, so that what was recorded is freed with its last user, before the step's own forward.
+            vars(clone)["forward"] = functools.partial(_call, weakref.WeakMethod(self._called), module)
         return clone
 
     def record(self, run: Callable[[], object]) -> tuple[Call, ...]:
@@ -258,6 +260,12 @@ def _form(call: Call) -> tuple[int, list[int]]:
 
 def _other_calls() -> UndecidedError:
     return UndecidedError("the loss function calls the model in another way for another number of samples")
+
+
+def _call(called: "weakref.WeakMethod[Callable[..., Any]]", *args: Any, **named: Any) -> Any:  # noqa: ANN401
+    method = called()
+    assert method is not None, "the recorded model lives as long as what replays it"
+    return method(*args, **named)
 
 
 def _not_running(*_: object, **__: object) -> Any:  # noqa: ANN401 (never returns)
