@@ -199,7 +199,7 @@ def outputs_of_both_passes(kind: str) -> list[torch.Tensor]:
     torch.manual_seed(5)
     before = torch.get_rng_state()
     case = JointCase(model=lambda: model, encode=encode, loss=lambda: clip)
-    with engine_of(case, micro_batch_size=10) as engine:
+    with engine_of(case, micro_batch_size=10, check_loss=False) as engine:
         engine.step(pairs())
     assert torch.equal(before, torch.get_rng_state())
     if kind == "compiled":
