@@ -311,7 +311,7 @@ def test_running_out_of_memory_is_no_error() -> None:
 @sees(
     "declaration: it never gives up",
     "src/anybatch/engine/loss_check/check.py",
-    "tries_again = not self._is_settled and self._num_batches <= _MOST_STEPS",
+    "tries_again = not self._is_settled and self._num_looks < _MOST_STEPS",
     "tries_again = not self._is_settled",
 )
 def test_it_gives_up_after_eight_steps_and_costs_nothing_then() -> None:

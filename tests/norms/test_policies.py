@@ -82,6 +82,6 @@ def test_no_micro_batch_has_one_sample_alone() -> None:
         model = torch.nn.Sequential(torch.nn.Linear(2, 2), norm)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loss = ab.mean_over_samples(lambda net, batch: net(batch).square().mean())
-        with ab.Engine(model, optimizer, loss, micro_batch_size=4, check_loss=False) as engine:
+        with ab.Engine(model, optimizer, loss, micro_batch_size=4, norms="keep", check_loss=False) as engine:
             report = engine.step(torch.randn(9, 2))
         assert [unit.num_samples for unit in report.plan.units] == sizes

@@ -102,7 +102,7 @@ def run(spec: StepSpec, batch: Batch, micro_batch_size: int) -> MemoryLedger:
     assert not isinstance(make, TrainSpec)
     with MemoryLedger() as ledger:
         engine = ab.Engine.from_spec(
-            dataclasses.replace(make(), check_loss=False),
+            dataclasses.replace(make(), check_loss=False, norms="keep"),
             Hardware(micro_batch_size=micro_batch_size, world=ab.World()),
         )
         # The batch belongs to what is booked: it is there before the step.

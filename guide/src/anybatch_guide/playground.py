@@ -126,6 +126,7 @@ def engine_of(
         scheduler=scheduler,
         precision=setting.precision,
         clip=MAX_NORM if setting.mistake == "clip_each" else None,
+        norms="keep",  # what the cut does to BatchNorm is there to be seen
         observer=observer,
     )
 

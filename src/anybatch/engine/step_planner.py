@@ -116,8 +116,8 @@ class StepPlanner:
             refuse_disagreement(batch, planned, self._world)
             self._has_begun = True
             self._on_first_batch(planned, step)
-        if check_loss and self._check.is_due():
-            planned = self._check.check_declaration(planned, self._autocast)
+        if check_loss and self._check.is_due(step):
+            planned = self._check.check_declaration(planned, self._autocast, step)
         return count_batch(
             planned, self._loss, self._world, step=step, constraints=self._sizes.constraints, sums=self._sums
         )

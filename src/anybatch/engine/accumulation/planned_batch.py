@@ -144,7 +144,8 @@ def count_batch(
         rows = world.gather_numbers([*own, float(any(map(any, counts))), float(sums.is_needed(counts))])
         divisors = tuple(sum(column) for column in zip(*rows, strict=True))[:-2]
         # In lockstep every rank runs the model equally often, also for a question of one of them.
-        if any(row[-1] for row in rows) if constraints.lockstep else rows[world.rank][-1]:
+        is_asked = any(row[-1] for row in rows) if constraints.lockstep else rows[world.rank][-1]
+        if is_asked and any(divisors):
             sums.look(loaded, counts)
         if constraints.lockstep and any(divisors) and not sums.names:
             _refuse_idle_rank([int(row[-2]) for row in rows], "no item that the loss counts (all targets masked?)")

@@ -83,7 +83,7 @@ class BareLoss:
 class LossCheck:
     """Compares a loss with its declaration on the first step, while nothing can be said, and at times later on.
 
-    It looks again in steps 2, 4, 8, 16 and so on, since what tells may not be in the first batches (a mask that varies
+    It looks again in steps 4, 8, 16, 32 and so on, since what tells may not be in the first batches (a mask that varies
     later). A look takes a forward of at most eight samples; where that cannot tell, forward and backward of two
     micro-batches, by themselves and together.
 
@@ -123,7 +123,9 @@ class LossCheck:
         self._notifier = notifier
         self._lockstep = lockstep
         self._enabled = enabled
-        self._num_batches = 0
+        # Changed where all ranks come to one verdict, and only there: a rank may have failed before it got so far.
+        self._num_looks = 0
+        self._newest: int | None = None
         self._is_settled = False
         self._untold = ""
 
@@ -134,14 +136,13 @@ class LossCheck:
         loss = dataclasses.replace(self._declared, function=BareLoss(self._declared.function, is_mean=True))
         return dataclasses.replace(context, loss=loss)
 
-    def is_due(self) -> bool:
-        """Count a batch, and return whether it is to be looked at: the same on all ranks."""
-        self._untold = ""
+    def is_due(self, step: int) -> bool:
+        """Return whether the batch of a step, counted from 0, is to be looked at: the same on all ranks."""
         if not self._enabled:
             return False
-        self._num_batches += 1
-        tries_again = not self._is_settled and self._num_batches <= _MOST_STEPS
-        return tries_again or self._num_batches & (self._num_batches - 1) == 0  # a power of two
+        tries_again = not self._is_settled and self._num_looks < _MOST_STEPS
+        # The 1st, 4th, 8th, 16th and so on; not the 2nd, which tools measure as the first that is like all others.
+        return tries_again or ((step + 1) & step == 0 and step not in (1, self._newest))
 
     def warn_of_untold(self) -> None:
         """Warn that the loss could not be checked, once its step has run: an error of the user's is said by itself."""
@@ -161,13 +162,14 @@ class LossCheck:
             self._is_settled = True
 
     def check_declaration(
-        self, planned: PlannedBatch, autocast: Callable[[], AbstractContextManager[object]]
+        self, planned: PlannedBatch, autocast: Callable[[], AbstractContextManager[object]], step: int
     ) -> PlannedBatch:
         """Look at the loss on some samples of this rank's first micro-batches; return the batch, nothing used up.
 
         Args:
             planned: the effective batch.
             autocast: makes the autocast context of a forward.
+            step: its number, from 0.
 
         Raises:
             LossError: on every rank: the loss is not what was declared, or is one number and not declared at all.
@@ -190,6 +192,7 @@ class LossCheck:
         is_cut = sum(map(len, planned.plan.shares)) > 1
         if is_cut and _is_open(verdicts):
             verdicts = self._by_cuts(planned, loaded, autocast, verdicts)
+        self._num_looks, self._newest, self._untold = self._num_looks + 1, step, ""
         self._combine(verdicts, is_cut=is_cut)
         return dataclasses.replace(planned, micro_batches=itertools.chain(loaded, planned.micro_batches))
 
