@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from anybatch.core.torch_internals import (
     is_in_backward,
     multiply_each,
     needed_for,
+    num_changes,
     sparse_bytes,
     storage_key,
     zero_each,
@@ -172,3 +173,15 @@ def test_missing_modules_are_refused_alike() -> None:
         from torch import not_there  # type: ignore[attr-defined]  # noqa: F401, PLC0415 (missing on purpose)
     with pytest.raises(ValueError, match="other"), needed_for("Flying"):
         raise ValueError("other")  # noqa: EM101 (a stand-in)
+
+
+def test_every_change_in_place_counts() -> None:
+    """A tensor counts what is written to its memory, also through a view; one that does not count is refused."""
+    values = torch.zeros(2)
+    (before,) = num_changes([None, values], "this")
+    values.add_(1)
+    values[:1].mul_(2)
+
+    assert num_changes([values, None], "this") == [before + 2]
+    with pytest.raises(UnsupportedTorchError, match="this"):
+        num_changes([cast("torch.Tensor", NOTHING)], "this")

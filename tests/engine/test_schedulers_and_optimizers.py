@@ -107,8 +107,8 @@ def test_a_scheduler_that_needs_a_metric_is_refused_and_can_be_saved(tmp_path: P
 
 @sees(
     "a scheduler outside of the engine is not missed in a checkpoint",
-    "src/anybatch/engine/engine.py",
-    'is_scheduled = any("initial_lr" in group for group in self.optimizer.param_groups)',
+    "src/anybatch/engine/update/schedule.py",
+    'is_scheduled = any("initial_lr" in group for group in optimizer.param_groups)',
     "is_scheduled = False",
 )
 def test_a_scheduler_that_is_not_saved_is_said(tmp_path: Path) -> None:

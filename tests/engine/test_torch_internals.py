@@ -11,14 +11,18 @@ from torch.utils.checkpoint import checkpoint
 
 from anybatch.engine.torch_internals import (
     DropoutBase,
+    accumulation_hooks,
     active_dispatch_modes,
     is_compiled,
     is_in_checkpoint,
     module_parts,
     packing_function,
     state_maker,
+    tensor_hooks,
+    trainable_ids,
     uncompiled,
     with_parts,
+    without_tensor_hooks,
 )
 from anybatch.errors import UnsupportedTorchError
 from anybatch.memory.ledger import MemoryLedger
@@ -146,3 +150,41 @@ def test_what_torch_lacks_is_refused(ask: Callable[[Any], object], purpose: str)
     """Where nothing safe can be done instead, the error names what cannot be had."""
     with pytest.raises(UnsupportedTorchError, match=purpose):
         ask(NOTHING)
+
+
+def test_hooks_on_parameters_are_listed_and_taken_off_for_a_while() -> None:
+    """Both kinds are told apart; what is taken off is back afterwards, and its handle still removes it."""
+    plain, hooked = (nn.Parameter(torch.ones(1)) for _ in range(2))
+    handle = hooked.register_hook(torch.neg)
+    hooked.register_post_accumulate_grad_hook(lambda _: None)
+
+    assert [number for number, _ in tensor_hooks([plain, hooked])] == [1]
+    assert [number for number, _ in accumulation_hooks([plain, hooked])] == [1]
+    with without_tensor_hooks([plain, hooked]):
+        hooked.sum().backward()
+    hooked.sum().backward()
+    assert hooked.grad is not None
+    assert float(hooked.grad) == 1 - 1
+    handle.remove()
+    assert tensor_hooks([plain, hooked]) == []
+
+
+def test_trainable_parameters_are_known_by_identity() -> None:
+    """A frozen one is not among them, and a tied one is once for each of its places."""
+    model = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1, bias=False)])
+    tied = nn.ModuleList([model[0], model[1], nn.Linear(1, 1, bias=False)])
+    tied[2].weight = model[1].weight
+    model[0].requires_grad_(False)
+
+    assert trainable_ids(tied) == [id(model[1].weight)] * 2
+
+
+@pytest.mark.parametrize(
+    "ask", [tensor_hooks, accumulation_hooks, lambda found: without_tensor_hooks(found).__enter__()]
+)
+def test_hooks_that_torch_does_not_show_are_refused(ask: Callable[[Any], object]) -> None:
+    """Otherwise they would run in every micro-batch without a word."""
+    with pytest.raises(UnsupportedTorchError, match="ooks"):
+        ask([NOTHING])
+    with pytest.raises(UnsupportedTorchError, match="frozen or replaced"):
+        trainable_ids(SimpleNamespace(modules=lambda: [NOTHING]))  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ folder alone needs are in the `torch_internals.py` of that folder.
 The last argument of each function is where the name is looked for, so that a test can pass something that lacks it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -144,6 +144,22 @@ def buffer_tables(modules: nn.Module) -> list[dict[str, Tensor | None]]:
 
 
 # torch's own optimizers call these; they save one launch of a kernel per tensor. Where one is missing, a loop does it.
+
+
+def num_changes(tensors: Iterable[Tensor | None], purpose: str) -> list[int]:
+    """Return how often the memory of each tensor has been written to since it was made: `Tensor._version`.
+
+    Args:
+        tensors: those that are None have no number.
+        purpose: what cannot be had without it, for the error.
+
+    Raises:
+        UnsupportedTorchError: torch does not count.
+    """
+    try:  # not `needed_for`: it is asked twice in every micro-batch
+        return [tensor._version for tensor in tensors if tensor is not None]
+    except AttributeError as missing:
+        raise lacking(purpose, missing) from missing
 
 
 def copy_each(targets: Sequence[Tensor], values: Sequence[Tensor], of: Any = torch) -> None:  # noqa: ANN401 (torch)

@@ -29,6 +29,10 @@ class Scheduler(Protocol):
         ...
 
 
+Remark = tuple[str, str]
+"""The code and the text of a warning, see `Notifier.warn`."""
+
+
 @runtime_checkable
 class Stateful(Protocol):
     """Anything whose state can be saved: a scheduler, a loader, an average."""
@@ -128,7 +132,7 @@ def collect_state(parts: StateParts, progress: Progress, world: World, *, only_t
     }
 
 
-def restore_state(parts: StateParts, state: Mapping[str, Any], world: World) -> list[str]:
+def restore_state(parts: StateParts, state: Mapping[str, Any], world: World) -> list[Remark]:
     """Put a collected state into the parts of an engine; nothing is changed unless all of it fits.
 
     Args:
@@ -137,7 +141,7 @@ def restore_state(parts: StateParts, state: Mapping[str, Any], world: World) -> 
         world: the ranks.
 
     Returns:
-        What the user should know about what was restored all the same.
+        Warnings about what was restored all the same.
 
     Raises:
         CheckpointError: the state is of another model, optimizer or precision; names what differs, with both values.
@@ -199,7 +203,7 @@ def _class_name(value: object) -> str:
 
 def _restore_generators(
     generators: Sequence[torch.Generator], saved: "Sequence[Sequence[torch.Tensor]] | None", world: World
-) -> list[str]:
+) -> list[Remark]:
     """Go on with this rank's random numbers; where they cannot go on, say so."""
     if not generators:
         return []
@@ -209,7 +213,7 @@ def _restore_generators(
             f"rng=None leaves random numbers as they come, and the checkpoint has {found}, this run {world.size} "
             "ranks: dropout and the like will not be what they would have been."
         )
-        return [message]
+        return [("random_numbers_not_resumed", message)]
     for generator, state in zip(generators, saved[world.rank], strict=True):
         generator.set_state(state)
     return []
@@ -251,7 +255,7 @@ def _check_model(modules: nn.Module, saved: Mapping[str, Any]) -> None:
         raise CheckpointError(message)
 
 
-def _check_further(own: Mapping[str, Stateful], saved: Mapping[str, Any]) -> list[str]:
+def _check_further(own: Mapping[str, Stateful], saved: Mapping[str, Any]) -> list[Remark]:
     """Compare the names of further objects; return what to say of saved ones that this run does not have."""
     missing = sorted(set(own) - set(saved))
     if missing:
@@ -260,14 +264,17 @@ def _check_further(own: Mapping[str, Stateful], saved: Mapping[str, Any]) -> lis
             f"{', '.join(map(repr, saved)) or 'none'}. Load without them, and call save_also afterwards."
         )
         raise CheckpointError(message)
-    return [
-        f"the checkpoint holds the state of {name!r}, which this run does not take up: call "
-        f"engine.save_also({name}=...) before engine.load."
-        for name in sorted(set(saved) - set(own))
-    ]
+    left = sorted(set(saved) - set(own))
+    if not left:
+        return []
+    message = (
+        f"the checkpoint holds the state of {', '.join(map(repr, left))}, which this run does not take up: call "
+        f"engine.save_also({left[0]}=...) before engine.load."
+    )
+    return [("state_not_taken_up", message)]
 
 
-def _check_optimizer(target: Target, saved: Mapping[str, Any], saved_class: str | None) -> list[str]:
+def _check_optimizer(target: Target, saved: Mapping[str, Any], saved_class: str | None) -> list[Remark]:
     """Compare optimizers; return what to say of one that differs and can go on all the same."""
     # By numbers, because an optimizer's state knows its parameters by their position alone.
     own = [len(group["params"]) for group in target.optimizer.param_groups]
@@ -296,7 +303,7 @@ def _check_optimizer(target: Target, saved: Mapping[str, Any], saved_class: str 
         f"the checkpoint is of the optimizer {saved_class}, and goes on with {own_class}, which has the same settings: "
         "the run will differ from one that went through."
     )
-    return [message]
+    return [("another_optimizer_class", message)]
 
 
 def save_on_first_rank(

@@ -39,7 +39,7 @@ from anybatch.engine.update.clipping import ClipArgument
 from anybatch.engine.update.optimizer_mode import evaluation_weights
 from anybatch.engine.update.precision import OptimizerFunction, PrecisionName
 from anybatch.engine.update.resident_tensors import ResidentTensors
-from anybatch.engine.update.schedule import SchedulerFunction
+from anybatch.engine.update.schedule import SchedulerFunction, unsaved_scheduler
 from anybatch.engine.update.updater import Updated
 from anybatch.engine.update.weight_average import WeightAverage
 from anybatch.errors import CheckpointError, UserError
@@ -321,7 +321,8 @@ class Engine:
             AnyBatchWarning: learning rates follow a scheduler that the engine does not know, so it is not saved.
         """
         parts = self._parts
-        self._warn_of_unknown_scheduler()
+        if unsaved := unsaved_scheduler(self.optimizer, (self.scheduler, *parts.further_state.values())):
+            parts.notifier.warn("scheduler_not_saved", unsaved)
         # On an accelerator the last step's loss is not looked at yet, and weights after a NaN must not be saved.
         parts.updater.finite.settle()
         progress = Progress(
@@ -351,6 +352,8 @@ class Engine:
 
         Warns:
             UserWarning: a newer checkpoint is damaged, and an older one was taken; or the sizes are others than saved.
+            AnyBatchWarning: the optimizer is of another class, the state of an object was not taken up, or random
+                numbers that are not keyed cannot go on.
         """
         loaded = load_on_all_ranks(Path(path), self.world)
         # First, because it raises before it changes anything; the engine's own numbers follow the parts.
@@ -360,8 +363,8 @@ class Engine:
         except CheckpointError as error:
             error.path = loaded.path
             raise
-        for remark in remarks:
-            self._parts.notifier.warn(f"loaded: {remark}", remark)
+        for code, message in remarks:
+            self._parts.notifier.warn(code, message)
         for skipped in loaded.skipped:
             self._parts.notifier.checkpoint("fell_back", self.num_steps, skipped.path, None, skipped.reason)
             warnings.warn(f"passed over the damaged checkpoint {skipped.path}: {skipped.reason}", stacklevel=2)
@@ -447,18 +450,6 @@ class Engine:
             A context manager; both look in as long as it is entered.
         """
         return self._parts.notifier.also(observer, on_micro_batch)
-
-    def _warn_of_unknown_scheduler(self) -> None:
-        # Every scheduler of torch writes this into the groups of its optimizer.
-        is_scheduled = any("initial_lr" in group for group in self.optimizer.param_groups)
-        known = (self.scheduler, *self._parts.further_state.values())
-        if is_scheduled and not any(getattr(one, "optimizer", None) is self.optimizer for one in known):
-            message = (
-                "a scheduler that the engine does not know sets the learning rates, so it is not in the checkpoint, "
-                "and a resumed run would begin its schedule again. Pass it as Engine(scheduler=...), which steps it "
-                "once per update, or step it yourself and call engine.save_also(scheduler=scheduler)."
-            )
-            self._parts.notifier.warn("scheduler_not_saved", message)
 
     def _open_parts(self) -> Parts:
         """Return the parts, as long as the engine is open.

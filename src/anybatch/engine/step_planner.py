@@ -7,6 +7,7 @@ from typing import Any
 
 from anybatch.core.batch import Position
 from anybatch.core.loss import Loss
+from anybatch.core.splitting import BatchPlan
 from anybatch.engine.accumulation.planned_batch import (
     CountedBatch,
     PlannedBatch,
@@ -64,7 +65,6 @@ class StepPlanner:
         self._check = check
         self._sums = sums
         self._cut_notice = cut_notice
-        self._num_units = 0
         self._autocast = autocast
         self._on_first_batch = on_first_batch
         self._trial_parts = trial_parts
@@ -87,10 +87,10 @@ class StepPlanner:
         if found.rate is not None:
             self._notifier.diagnosis("micro_batch_size", f"micro_batch_size: {found.words}")
 
-    def after_step(self) -> None:
-        """Say what is to be said once a step has run."""
+    def after_step(self, plan: BatchPlan) -> None:
+        """Say what is to be said once a step has run by this plan."""
         self._check.warn_of_untold()
-        self._cut_notice.after_step(self._num_units)
+        self._cut_notice.after_step(len(plan.units))
 
     def plan(self, batch: Any, step: int, position: Position, *, check_loss: bool) -> CountedBatch:  # noqa: ANN401
         """Return the batch with this rank's micro-batches lined up and the divisors of the loss.
@@ -106,7 +106,6 @@ class StepPlanner:
             DataError, BatchSizeError, LossError: the batch cannot be run; nothing has changed.
         """
         planned = plan_effective_batch(batch, self._sizes.placement, self._world, position)
-        self._num_units = sum(map(len, planned.plan.shares))
         # A seed of the engine's takes precedence over the data's, also on resume.
         if self.seed is not None:
             planned = dataclasses.replace(planned, seed=self.seed)

@@ -103,7 +103,7 @@ class StepRunner:
             counted = self._planner.plan(batch, step, position, check_loss=not too_large)
             outcome = self._attempt(counted, step, too_large)
             if isinstance(outcome, SummedBatch):
-                self._planner.after_step()
+                self._planner.after_step(counted.planned.plan)
                 return outcome
             plan = counted.planned.plan
             del counted  # with all that it has loaded

@@ -8,6 +8,7 @@ The last argument of a function is where the name is looked for, so that a test 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -32,7 +33,6 @@ __all__ = [
     "tensor_hooks",
     "trainable_ids",
     "uncompiled",
-    "versions_of",
     "with_parts",
     "without_tensor_hooks",
 ]
@@ -115,25 +115,15 @@ def trainable_ids(modules: nn.Module) -> list[int]:
     Raises:
         UnsupportedTorchError: modules keep them elsewhere.
     """
-    with needed_for("Seeing that parameters have been frozen or replaced"):
+    try:  # not `needed_for`: it is asked in every step
         return [
             id(parameter)
             for module in modules.modules()
             for parameter in module._parameters.values()
             if parameter is not None and parameter.requires_grad
         ]
-
-
-def versions_of(tensors: Sequence[Tensor | None]) -> list[int]:
-    """Return how often each tensor has been written to: `Tensor._version`; nothing for None.
-
-    Raises:
-        UnsupportedTorchError: tensors do not count it.
-    """
-    try:  # not `needed_for`: it is asked twice in every micro-batch
-        return [tensor._version for tensor in tensors if tensor is not None]
     except AttributeError as missing:
-        purpose = "Seeing that a loss function changes gradients"
+        purpose = "Seeing that parameters have been frozen or replaced"
         raise lacking(purpose, missing) from missing
 
 
@@ -145,9 +135,7 @@ def tensor_hooks(parameters: Sequence[Tensor]) -> list[tuple[int, Callable[[Tens
     Raises:
         UnsupportedTorchError: tensors keep them elsewhere.
     """
-    with needed_for("Running hooks on parameters once per effective batch"):
-        hooks = [parameter._backward_hooks for parameter in parameters]
-    return [(number, hook) for number, found in enumerate(hooks) if found for hook in found.values()]
+    return _hooks(parameters, "_backward_hooks", "Running hooks on parameters once per effective batch")
 
 
 def accumulation_hooks(parameters: Sequence[Tensor]) -> list[tuple[int, Callable[[Tensor], None]]]:
@@ -158,9 +146,17 @@ def accumulation_hooks(parameters: Sequence[Tensor]) -> list[tuple[int, Callable
     Raises:
         UnsupportedTorchError: tensors keep them elsewhere.
     """
-    with needed_for("Seeing hooks that would run in every micro-batch"):
-        hooks = [parameter._post_accumulate_grad_hooks for parameter in parameters]
-    return [(number, hook) for number, found in enumerate(hooks) if found for hook in found.values()]
+    return _hooks(parameters, "_post_accumulate_grad_hooks", "Seeing hooks that would run in every micro-batch")
+
+
+def _hooks(parameters: Sequence[Tensor], table: str, purpose: str) -> list[tuple[int, Callable[[Tensor], Any]]]:
+    try:  # not `needed_for`, which takes longer than the rest: these are asked for in every step
+        tables = list(map(attrgetter(table), parameters))
+    except AttributeError as missing:
+        raise lacking(purpose, missing) from missing
+    if not any(tables):
+        return []
+    return [(number, hook) for number, found in enumerate(tables) if found for hook in found.values()]
 
 
 @contextmanager
@@ -170,8 +166,8 @@ def without_tensor_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
     Raises:
         UnsupportedTorchError: tensors keep them elsewhere.
     """
-    with needed_for("Running hooks on parameters once per effective batch"):
-        taken = [(parameter, parameter._backward_hooks) for parameter in parameters if parameter._backward_hooks]
+    numbers = {number for number, _ in tensor_hooks(parameters)}
+    taken = [(parameters[number], parameters[number]._backward_hooks) for number in numbers]
     for parameter, _ in taken:
         parameter._backward_hooks = None
     try:

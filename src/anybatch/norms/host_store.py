@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from anybatch.core.torch_internals import storage_key
-from anybatch.norms.torch_internals import num_changes
+from anybatch.core.torch_internals import num_changes, storage_key
 
 _SMALL_BYTES = 1 << 14  # a copy of less takes longer than it is worth
 _Key = tuple[object, ...]
@@ -45,7 +44,7 @@ class HostStore:
         if num_bytes < _SMALL_BYTES or num_bytes > storage.nbytes() or owner in self._kept_on_device:
             return tensor
         place = (owner, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
-        key = (*place, tensor.dtype, num_changes(tensor))
+        key = (*place, tensor.dtype, *num_changes((tensor,), "Exact(offload=True)"))
         known = self._copies.get(key)
         copy = None if known is None or known[0].expired() else known[1]()
         if copy is None:

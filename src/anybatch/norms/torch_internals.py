@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.utils.checkpoint
-from torch import Tensor, nn
+from torch import nn
 
 from anybatch.core.torch_internals import InstanceNormBase, lacking
 
@@ -49,19 +49,6 @@ def checkpointed_forward(
         purpose = "Exact(method='checkpoint')"
         raise lacking(purpose, missing) from missing
     return running
-
-
-def num_changes(tensor: Tensor, of: Any = Tensor) -> int:  # noqa: ANN401 (torch)
-    """Return how often a tensor's memory has been written to since it was made: `Tensor._version`.
-
-    Raises:
-        UnsupportedTorchError: torch does not say, so a copy might be older than the tensor.
-    """
-    try:
-        return int(of._version.__get__(tensor))
-    except AttributeError as missing:
-        purpose = "Exact(offload=True)"
-        raise lacking(purpose, missing) from missing
 
 
 def num_axes_unbatched(layer: nn.Module) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from anybatch.core.loss_kinds import LossFunction
-from anybatch.core.torch_internals import BatchNormBase
+from anybatch.core.torch_internals import BatchNormBase, num_changes
 from anybatch.core.tree import Batch
 from anybatch.engine.inputs import Model
 from anybatch.engine.telemetry.notifier import Notifier
@@ -18,7 +18,6 @@ from anybatch.engine.torch_internals import (
     accumulation_hooks,
     tensor_hooks,
     trainable_ids,
-    versions_of,
     without_tensor_hooks,
 )
 from anybatch.errors import LossError, ParameterError
@@ -27,6 +26,7 @@ from anybatch.parallel.strategy import Prepared
 DIFFERS_IN_TRAINING = (DropoutBase, BatchNormBase)
 """Layers whose forward depends on the mode."""
 _GRADIENT = operator.attrgetter("grad")
+_WATCHED = "Seeing that a loss function changes gradients"
 _NAMED = 4
 """Most parameters that an error names."""
 
@@ -85,10 +85,10 @@ class StepGuard:
             LossError: the function has changed gradients, with `backward()` or `zero_grad()`.
         """
         before = self._gradients()
-        versions = versions_of(before)
+        num_before = num_changes(before, _WATCHED)
         output = self._call(function, batch)
         after = self._gradients()
-        if versions_of(after) != versions or not all(map(operator.is_, before, after)):
+        if num_changes(after, _WATCHED) != num_before or not all(map(operator.is_, before, after)):
             message = (
                 "the loss function changed gradients (backward() or zero_grad()) while those of the effective batch "
                 "add up. Return the loss, and leave backward() to the engine, which also clears gradients; for a "
@@ -97,7 +97,6 @@ class StepGuard:
             raise LossError(message)
         return output
 
-    @torch.no_grad()
     def run_hooks(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Run the user's hooks on parameters (`Tensor.register_hook`), once, on the summed gradients, in place.
 
@@ -106,9 +105,12 @@ class StepGuard:
         """
         for number, hook in tensor_hooks(self._parameters):
             gradient = gradients[number]
-            changed = None if gradient is None else hook(gradient)
-            if gradient is not None and changed is not None:
-                gradient.copy_(changed)
+            if gradient is None:
+                continue
+            with torch.no_grad():
+                changed = hook(gradient)
+                if changed is not None:
+                    gradient.copy_(changed)
 
     def _gradients(self) -> list[torch.Tensor | None]:
         """Return every tensor in which gradients add up."""

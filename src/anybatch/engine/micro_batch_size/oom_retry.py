@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from anybatch.core.buffers import BufferKeeper
 from anybatch.core.records import PhaseName
 from anybatch.core.splitting import BatchPlan, CutConstraints
+from anybatch.core.torch_internals import num_changes
 from anybatch.core.tree import tensors_of
 from anybatch.engine.accumulation.accumulate import Randomness
 from anybatch.engine.accumulation.planned_batch import RankShare
@@ -21,9 +22,10 @@ from anybatch.engine.micro_batch_size.oom_halving import free_cached_memory
 from anybatch.engine.telemetry.notifier import Notifier
 from anybatch.engine.update.resident_tensors import ResidentMemory
 from anybatch.errors import CannotRedoError, DoesNotFitError
-from anybatch.norms.torch_internals import num_changes
 from anybatch.parallel.strategy import Capabilities, Prepared
 from anybatch.parallel.world import World
+
+_BEGUN_AGAIN = "Seeing that a step to be begun again has changed its batch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,7 @@ class OomRetry:
                 reason = str(error)
         if reason:
             message = (
-                f"out of memory in step {step} (counted from 0), which cannot be repeated in smaller pieces, "
+                f"out of memory in step {step} (counted from 0), which cannot be repeated in smaller micro-batches, "
                 f"because {reason}. Resume from the last checkpoint with a smaller micro_batch_size. "
                 f"torch says: {failed.message}"
             )
@@ -168,7 +170,7 @@ class InputVersions:
     def __init__(self, batch: Any) -> None:  # noqa: ANN401 (any nested batch)
         batch = batch.batch if isinstance(batch, RankShare) else batch
         self._tensors = [] if hasattr(batch, "feed") else [one for one in tensors_of(batch) if not one.is_inference()]
-        self._before = [num_changes(tensor) for tensor in self._tensors]
+        self._before = num_changes(self._tensors, _BEGUN_AGAIN)
 
     def refuse_changed(self, step: int, world: World) -> None:
         """Refuse to begin a step again whose first try has written to its inputs.
@@ -179,12 +181,12 @@ class InputVersions:
         """
 
         def refuse() -> None:
-            if [num_changes(tensor) for tensor in self._tensors] != self._before:
+            if num_changes(self._tensors, _BEGUN_AGAIN) != self._before:
                 message = (
-                    f"out of memory in step {step} (counted from 0), which cannot be repeated in smaller pieces, "
-                    "because the loss function has changed its batch in place (batch['x'].div_(255)?), so that the "
-                    "second try would begin with other numbers. Work on a copy (batch['x'] / 255), and resume from the "
-                    "last checkpoint."
+                    f"out of memory in step {step} (counted from 0), which cannot be repeated in smaller "
+                    "micro-batches, because the loss function has changed its batch in place (batch['x'].div_(255)?), "
+                    "so that the second try would begin with other numbers. Work on a copy (batch['x'] / 255), and "
+                    "resume from the last checkpoint."
                 )
                 raise CannotRedoError(message, rank=world.rank, step=step)
 

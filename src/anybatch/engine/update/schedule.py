@@ -1,7 +1,7 @@
 """Learning-rate schedulers: given as they are, or as a function of an optimizer that is yet to be made."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from torch.optim import Optimizer
 
@@ -44,6 +44,24 @@ def scheduler_of(scheduler: "Scheduler | SchedulerFunction | None", optimizer: O
         )
         raise UserError(message)
     return made
+
+
+def unsaved_scheduler(optimizer: Optimizer, saved: Iterable[object]) -> str:
+    """Return what to say where a scheduler that no checkpoint holds sets the learning rates; nothing otherwise.
+
+    Args:
+        optimizer: whose learning rates.
+        saved: what a checkpoint holds, schedulers and others.
+    """
+    # Every scheduler of torch writes this into the groups of its optimizer.
+    is_scheduled = any("initial_lr" in group for group in optimizer.param_groups)
+    if not is_scheduled or any(getattr(one, "optimizer", None) is optimizer for one in saved):
+        return ""
+    return (
+        "a scheduler that the engine does not know sets the learning rates, so it is not in the checkpoint, and a "
+        "resumed run would begin its schedule again. Pass it as Engine(scheduler=...), which steps it once per update, "
+        "or step it yourself and call engine.save_also(scheduler=scheduler)."
+    )
 
 
 def _needed_in_step(scheduler: Scheduler) -> list[str]:
