@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import anybatch as ab
+from anybatch.core.torch_internals import num_changes
 from anybatch.errors import AnyBatchWarning, LossError, ParameterError, UserError
 from anybatch.parallel.registry import STRATEGIES
 from anybatch.testing import relative_error
@@ -243,6 +244,17 @@ def backward_inside(model: nn.Module, batch: Batch) -> torch.Tensor:
     return loss
 
 
+def replaces_gradients(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Put other tensors in the place of gradients, written to as often as those: normalised ones, say."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            (number,) = num_changes([parameter.grad], "this case")
+            parameter.grad = parameter.grad * 2
+            for _ in range(number):
+                parameter.grad.mul_(1)
+    return classify(model, batch)
+
+
 def zero_grad_inside(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Begin as an ordinary step does."""
     model.zero_grad()
@@ -250,11 +262,11 @@ def zero_grad_inside(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 @sees(
-    "a zero_grad inside of the loss is not seen",
+    "a gradient that another one has replaced is not seen",
     "src/anybatch/engine/accumulation/step_guard.py",
     "if num_changes(after, _WATCHED) != num_before or not all(map(operator.is_, before, after)):",
     "if num_changes(after, _WATCHED) != num_before:",
-    cases=["zero_grad"],
+    cases=["replaced"],
 )
 @sees(
     "a backward inside of the loss is not seen",
@@ -268,10 +280,11 @@ def zero_grad_inside(model: nn.Module, batch: Batch) -> torch.Tensor:
     [
         (backward_inside, torch.float64),
         (zero_grad_inside, torch.float64),
+        (replaces_gradients, torch.float64),
         # Gradients of bf16 parameters add up outside of `.grad`, where zero_grad does not reach them.
         (backward_inside, torch.bfloat16),
     ],
-    ids=["backward", "zero_grad", "backward in bf16"],
+    ids=["backward", "zero_grad", "replaced", "backward in bf16"],
 )
 def test_a_loss_that_changes_gradients_is_refused(loss: Any, dtype: torch.dtype) -> None:
     """`backward()` and `zero_grad()` inside the loss are refused with what to do; parameters stay as they were."""

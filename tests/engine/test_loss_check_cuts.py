@@ -240,15 +240,17 @@ def test_what_shows_in_later_batches_only_is_found_there() -> None:
     "src/anybatch/core/loss.py",
     'count.device.type == "cpu"',
     'count.device.type == "none"',
+    cases=["False"],
 )
-def test_a_count_that_is_a_tensor_is_compared_too() -> None:
-    """`LossSum` with a tensor that contradicts the declaration is refused, like a number."""
+@pytest.mark.parametrize("check_loss", [True, False])
+def test_a_count_that_is_a_tensor_is_compared_too(check_loss: bool) -> None:
+    """`LossSum` with a tensor that contradicts the declaration is refused, like a number, also without the check."""
 
     def contradicting(model: nn.Module, batch: Batch) -> ab.LossSum:
         each = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
         return ab.LossSum(each.sum(), (batch["y"] > 0).sum())
 
-    engine = engine_of(ab.mean_over_samples(contradicting))
+    engine = engine_of(ab.mean_over_samples(contradicting), check_loss=check_loss)
     with pytest.raises(LossError, match="Make the two agree"):
         engine.step(rows())
     engine.close()
