@@ -21,6 +21,7 @@ if typing.TYPE_CHECKING:
         mean_over_tokens,
         samples,
         sum_of,
+        sum_over_samples,
         tokens,
     )
     from anybatch.core.records import Observer
@@ -60,6 +61,7 @@ __all__ = [
     "samples",
     "shares",
     "sum_of",
+    "sum_over_samples",
     "tokens",
 ]
 
@@ -88,6 +90,7 @@ _HOMES: collections.abc.Mapping[str, str] = types.MappingProxyType(
         "samples": "anybatch.core.loss",
         "shares": "anybatch.engine.shares",
         "sum_of": "anybatch.core.loss",
+        "sum_over_samples": "anybatch.core.loss",
         "tokens": "anybatch.core.loss",
     }
 )

@@ -215,6 +215,45 @@ def separate(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch["x"]), batch["label"])
 
 
+def whitened(model: nn.Module, batch: Batch) -> Tensor:
+    """Return a policy gradient whose advantages are whitened over what it is given."""
+    gain = batch["gain"]
+    return advantage(model, {**batch, "gain": (gain - gain.mean()) / gain.std(correction=0)})
+
+
+def advantage(model: nn.Module, batch: Batch) -> Tensor:
+    """Return a policy gradient whose advantages are in the batch."""
+    taken = model(batch["x"]).log_softmax(1).gather(1, batch["label"][:, None])[:, 0]
+    loss: Tensor = -(taken * batch["gain"]).mean()
+    return loss
+
+
+def gains() -> Batch:
+    """Return vectors with labels and advantages."""
+    batch = vectors()
+    return {**batch, "gain": batch["x"].square().sum(1)}
+
+
+def compare_all(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the distance of a column of outputs from a row of targets: of all from all."""
+    distances: Tensor = (model(batch["x"])[:, :1] - batch["x"][:, 0]).square()
+    return distances.mean()
+
+
+def compare(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the distance of each output from its own target."""
+    distances: Tensor = (model(batch["x"])[:, 0] - batch["x"][:, 0]).square()
+    return distances.mean()
+
+
+def smoothness(model: nn.Module, batch: Batch) -> Tensor:
+    """Return a penalty on the gradient with respect to the input."""
+    x = batch["x"].clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    penalty: Tensor = (gradient.norm(dim=1) - 1).square().mean()
+    return separate(model, batch) + penalty
+
+
 def contrast(model: nn.Module, batch: Batch) -> Tensor:
     """Return InfoNCE: each x against all y of the batch."""
     logits = F.normalize(model(batch["x"]), dim=1) @ F.normalize(model(batch["y"]), dim=1).T
@@ -322,6 +361,27 @@ FAULTS: Mapping[str, Fault] = {
         "loss",
         "ab.LossSum",
         Subject(Network, lambda: as_sum, images),
+    ),
+    "sum that is meant, declared as mean": Fault(
+        Subject(Network, mean(classify_sum), images),
+        "loss_declaration",
+        "loss",
+        "ab.sum_over_samples(loss)",
+        Subject(Network, lambda: ab.sum_over_samples(classify_sum), images),
+    ),
+    "advantages whitened in the loss": Fault(
+        Subject(Encoder, mean(whitened), gains),
+        "loss_declaration",
+        "loss",
+        "whitened advantages",
+        Subject(Encoder, mean(advantage), gains),
+    ),
+    "a column against a row": Fault(
+        Subject(Encoder, mean(compare_all), vectors),
+        "loss_declaration",
+        "loss",
+        "Give both the same shape",
+        Subject(Encoder, mean(compare), vectors),
     ),
     "class weights forgotten": Fault(
         Subject(Network, mean(classify_weighted), images),

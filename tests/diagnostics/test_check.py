@@ -37,6 +37,7 @@ from tests.diagnostics.faulty import (
     predict_shifted,
     sentences,
     separate,
+    smoothness,
     vectors,
     weights_of,
 )
@@ -256,3 +257,32 @@ def test_a_frozen_layer_stays_frozen() -> None:
     batch = {"x": torch.randn(11, 3)}
     report = ab.check(model, ab.mean_over_samples(lambda model, piece: model(piece["x"]).square().mean()), batch)
     assert report.equal
+
+
+@sees(
+    "a check takes no gradients where a loss does",
+    "src/anybatch/norms/probe.py",
+    "with torch.enable_grad():  # a loss",
+    "with torch.no_grad():  # a loss",
+)
+def test_a_loss_may_differentiate_inside() -> None:
+    """A penalty on the gradient with respect to the input is compared like any other loss."""
+    report = ab.check(Encoder(), ab.mean_over_samples(smoothness), vectors())
+    assert report.verdict == "exact", str(report)
+
+
+@sees(
+    "a check copies what a layer has computed as it is",
+    "src/anybatch/diagnostics/gradient_runs.py",
+    "copy.deepcopy((model, loss), _computed_attributes(collect_modules(model, loss)))",
+    "copy.deepcopy((model, loss))",
+)
+@pytest.mark.filterwarnings("ignore:.*(spectral|weight)_norm.*is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", ["spectral_norm", "weight_norm"])
+def test_layers_that_keep_what_they_have_computed(name: str) -> None:
+    """The old parametrisations keep the weight of their last forward, which a copy must not share."""
+    model = Encoder(lambda: getattr(torch.nn.utils, name)(nn.Linear(10, 10)))
+    separate(model, vectors()).backward()
+    report = ab.check(model, ab.mean_over_samples(separate), vectors())
+    # The estimate of a spectral norm goes on with every forward; a weight norm has no state.
+    assert [finding.code for finding in report.findings] == (["state"] if name == "spectral_norm" else [])

@@ -62,7 +62,7 @@ def test_declarations_in_the_table_are_what_they_say() -> None:
 
     declared = [eval(cell, names) for cell in cells]  # noqa: S307 (our own text)
 
-    assert len(declared) == 4
+    assert len(declared) == 5
     assert all(callable(loss.function) for loss in declared)
 
 

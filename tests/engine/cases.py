@@ -255,6 +255,11 @@ def classify(model: nn.Module, batch: Batch) -> torch.Tensor:
     return F.cross_entropy(model(batch["x"]), batch["y"])
 
 
+def classify_total(model: Any, batch: Batch) -> torch.Tensor:
+    """Return the cross-entropy summed over samples."""
+    return classify_each(model, batch).sum()
+
+
 def classify_each(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Return one cross-entropy per sample."""
     return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
@@ -335,6 +340,15 @@ CASES: Mapping[str, Case] = {
     ),
     "two samples": Case(
         model=perceptron, batch=lambda: vectors(2), loss=ab.mean_over_samples(classify), reference=classify
+    ),
+    "a sum": Case(
+        model=perceptron,
+        batch=lambda: vectors(29),
+        loss=ab.sum_over_samples(classify_total),
+        reference=classify_total,
+    ),
+    "one loss per sample, summed": Case(
+        model=perceptron, batch=lambda: vectors(29), loss=ab.sum_over_samples(classify_each), reference=classify_total
     ),
     "masked tokens": Case(model=language_model, batch=sentences, loss=TOKENS, reference=predict),
     "class weights": Case(

@@ -246,6 +246,7 @@ RIGHT: Mapping[str, Declared] = {
     ),
     "class weights": Declared(Classifier, samples, lambda: ab.mean_over(of_weights, weight_of_targets)),
     "regression": Declared(lambda: Classifier(1), samples, lambda: ab.mean_over_samples(of_values)),
+    "a sum": Declared(Classifier, samples, lambda: ab.sum_over_samples(of_summed)),
     "as many classes as samples": Declared(lambda: Classifier(7), samples, lambda: ab.mean_over_samples(of_samples)),
     "tokens": Declared(Tagger, sentences, lambda: ab.mean_over_tokens(of_words)),
     "tokens, not shifted": Declared(Tagger, sentences, lambda: ab.mean_over_tokens(of_words_in_place, shift=False)),
@@ -278,6 +279,18 @@ WRONG: Mapping[str, Declared] = {
     "a sum as a mean": Declared(Classifier, samples, lambda: ab.mean_over_samples(of_summed), _SUM),
     "a sum as a mean, inside": Declared(
         lambda: Classifier(kind="sum"), samples, lambda: ab.mean_over_samples(from_inside_of_vectors), _SUM
+    ),
+    "a mean as a sum": Declared(
+        Classifier,
+        samples,
+        lambda: ab.sum_over_samples(of_samples),
+        ("declared as a sum over samples", "It is a mean over samples: declare ab.mean_over_samples(loss)"),
+    ),
+    "a column against a row": Declared(
+        lambda: Classifier(1),
+        samples,
+        lambda: ab.mean_over_samples(lambda model, batch: (model(batch["x"]) - batch["x"].sum(1)).square().mean()),
+        ("In sub a tensor of shape (", "which broadcasts to ("),
     ),
     "weights forgotten": Declared(Classifier, samples, lambda: ab.mean_over_samples(of_weights), _WEIGHTS),
     "weights forgotten, inside": Declared(

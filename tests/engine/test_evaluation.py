@@ -57,12 +57,18 @@ def weight_of_words(batch: Batch) -> torch.Tensor:
     return WORD_WEIGHTS[words[words != -100]].sum()
 
 
+def predict_total(model: Any, batch: Batch) -> torch.Tensor:
+    """Return the cross-entropy summed over unmasked targets."""
+    return predict_sum(model, batch).total
+
+
 METRICS: Mapping[str, "Loss | Callable[..., Any] | None"] = {
     "the loss": None,
     "several": words_and_values,
     "two terms": ab.sum_of(predict_and_value, lm=ab.tokens(), aux=ab.samples(weight=AUX_WEIGHT)),
     "undeclared": predict_sum,
     "weighted": ab.mean_over(predict_weighted, count=weight_of_words),
+    "summed": ab.sum_over_samples(predict_total),
 }
 
 
@@ -86,6 +92,8 @@ def plain(name: str) -> dict[str, float]:
             }
         if name == "two terms":
             return {key: float(value) for key, value in predict_and_value(model, batch).items()}
+        if name == "summed":
+            return {"loss": float(predict_total(model, batch)) / len(batch["words"])}
         if name == "weighted":
             return {"loss": float(predict_weighted(model, batch))}
         return {"loss": float(predict(model, batch))}
@@ -131,7 +139,7 @@ def evaluated(strategy: str) -> dict[tuple[str, int | None, bool], dict[str, flo
     "class weights are forgotten in the count",
     "src/anybatch/core/loss.py",
     "num_samples if term.count is None else term.count(batch)",
-    'num_samples if term.unit != "tokens" else term.count(batch)',
+    'num_samples if term.items.name != "tokens" else term.count(batch)',
     cases=["1-rank-all_reduce"],
     also=["tests/engine/test_exactness.py::test_gradient_is_that_of_the_unsplit_batch[1-rank-class weights]"],
 )

@@ -88,6 +88,20 @@ def errors(ranks: Ranks, request: pytest.FixtureRequest) -> list[Errors]:
     cases=["1-rank-two terms, some without targets"],
 )
 @sees(
+    "a sum is divided like a mean",
+    "src/anybatch/core/loss.py",
+    "of_sum = of_mean = unit_weight * term.weight",
+    "of_sum = of_mean = unit_weight * term.weight / divisor",
+    cases=["1-rank-a sum"],
+)
+@sees(
+    "a sum is weighted by its samples",
+    "src/anybatch/core/loss.py",
+    "of_sum = of_mean = unit_weight * term.weight",
+    "of_mean = (of_sum := unit_weight * term.weight) * count",
+    cases=["1-rank-a sum"],
+)
+@sees(
     "a count that came late is not divided by",
     "src/anybatch/engine/accumulation/sums.py",
     "factor = guess / count",

@@ -140,7 +140,7 @@ def test_a_run_is_the_plain_run(ranks: Ranks) -> None:
 @sees(
     "the weight of a term is forgotten",
     "src/anybatch/core/loss.py",
-    "unit_weight * weight / divisor",
+    "unit_weight * term.weight / divisor",
     "unit_weight / divisor",
     also=["tests/engine/test_exactness.py::test_gradient_is_that_of_the_unsplit_batch[1-rank-two terms]"],
 )

@@ -6,7 +6,7 @@ Every term of a loss is a sum over items and a count of items. The loss of an ef
 
 so each micro-batch back-propagates its own sums over the *whole batch's* counts, and gradients add up to the gradient
 of the un-split batch, however the batch was cut. Dividing by the number of micro-batches instead is right only when
-all counts happen to be equal.
+all counts happen to be equal. A term that is declared as a sum is divided by nothing.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -130,6 +130,19 @@ def mean_over_samples(function: LossFunction) -> Loss:
     return Loss(_callable(function), CountedBefore({ONLY_TERM: samples()}))
 
 
+def sum_over_samples(function: LossFunction) -> Loss:
+    """Declare that `function(model, batch)` is the sum over the samples it is given, and is meant to stay one.
+
+    The plain loop: `function(model, micro_batch).backward()`. Nothing divides it, so its gradient grows with the
+    effective batch, and a learning rate that is right for one size is not for another: most losses are better declared
+    as means. `Engine.evaluate` gives its mean over samples.
+
+    Args:
+        function: returns a tensor without axes, one loss per item, or `LossSum`, whose count is not looked at.
+    """
+    return Loss(_callable(function), CountedBefore({ONLY_TERM: Term(None, is_sum=True)}))
+
+
 def mean_over_tokens(
     function: LossFunction,
     *,
@@ -239,8 +252,10 @@ class TermFactors:
     """Factors for one micro-batch's value of one term, before the backward.
 
     Args:
-        of_mean: factor for a value that is a mean: weight x count of the micro-batch / count of the effective batch.
-        of_sum: factor for a value that is a sum: weight / count of the effective batch.
+        of_mean: factor for a value that is a mean: weight x count of the micro-batch / count of the effective batch;
+            `of_sum` where one number is a sum too.
+        of_sum: factor for a value that is a sum: weight / count of the effective batch, or the weight alone of a term
+            that nothing divides.
         count: items of the term in this micro-batch.
         adds_without_count: the term returns sums, which belong to the effective batch where this micro-batch counts
             nothing as well: those of a focal loss over background alone, say.
@@ -276,10 +291,14 @@ def factors_of(
         sums: names of the terms that return sums, which add up where a micro-batch counts nothing as well.
     """
     factors = []
-    for (name, weight), count, divisor in zip(loss.weights.items(), counts, divisors, strict=True):
-        # The only division of a loss: by the count of the whole effective batch, before the backward.
-        of_sum = unit_weight * weight / divisor if divisor else 0.0
-        factors.append(TermFactors(of_sum * count, of_sum, count, name in sums and divisor > 0))
+    for (name, term), count, divisor in zip(loss.kind.terms.items(), counts, divisors, strict=True):
+        if term.is_sum:
+            of_sum = of_mean = unit_weight * term.weight
+        else:
+            # The only division of a loss: by the count of the whole effective batch, before the backward.
+            of_sum = unit_weight * term.weight / divisor if divisor else 0.0
+            of_mean = of_sum * count
+        factors.append(TermFactors(of_mean, of_sum, count, name in sums and divisor > 0))
     return tuple(factors)
 
 

@@ -23,7 +23,8 @@ ONLY_TERM = "loss"
 ONE_NUMBER = (
     "the loss function returned one number and does not say over what it is a mean. Declare it: "
     "ab.mean_over_samples(loss) for a mean over samples, ab.mean_over_tokens(loss) for a mean over unmasked targets, "
-    "ab.mean_over(loss, count) otherwise; or return one loss per item, or ab.LossSum(total, count)."
+    "ab.mean_over(loss, count) otherwise, ab.sum_over_samples(loss) for a sum; or return one loss per item, or "
+    "ab.LossSum(total, count)."
 )
 """The error of an undeclared loss that is not a mean over samples, or of which that cannot be found out."""
 
@@ -55,12 +56,13 @@ class Term:
     """One term of a loss: what it is a mean over, and its weight in the loss.
 
     `count(batch)` must be computable before the forward, from the labels, say; None counts samples. Make terms with
-    `samples`, `tokens` and `counted`.
+    `samples`, `tokens` and `counted`. A term with `is_sum` is the sum itself, which nothing divides.
     """
 
     count: Count | None
     weight: float = 1.0
     items: Items = SAMPLES
+    is_sum: bool = False
 
 
 class LossKind(Protocol):
@@ -154,6 +156,8 @@ class CountedBefore:
 
     def check_items(self, name: str, values: torch.Tensor, count: float) -> None:
         """See `LossKind`; a tensor (1,) is likely a mean."""
+        if self.terms[name].is_sum:
+            return
         items, num_values = self.terms[name].items, values.numel()
         too_few = num_values < count and not items.values_may_be_fewer
         too_many = num_values > count and not items.values_may_be_more
@@ -172,7 +176,7 @@ class CountedBefore:
     def check_count(self, name: str, returned: float, declared: float) -> None:
         """See `LossKind`."""
         # With a tolerance, because a count may be a sum of weights, which is rounded.
-        if abs(returned - declared) > 1e-6 * declared:
+        if abs(returned - declared) > 1e-6 * declared and not self.terms[name].is_sum:
             message = (
                 f"the loss function returned LossSum with count={returned} for term {name!r}, but the declaration "
                 f"counts {declared:g} in the same micro-batch. Make the two agree, or pass the bare function."

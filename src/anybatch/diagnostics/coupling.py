@@ -53,8 +53,7 @@ def look(modules: nn.Module, run: Callable[[], object], num_samples: int) -> For
     hooks = [module.register_forward_pre_hook(before) for module in names]
     hooks += [module.register_forward_hook(after) for module in names]
     try:
-        with torch.no_grad():
-            run()
+        run()
     finally:
         for hook in hooks:
             hook.remove()

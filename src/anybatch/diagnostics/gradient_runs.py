@@ -105,7 +105,7 @@ class GradientRuns:
 
     def returns_a_number(self) -> bool:
         """Whether the loss function returns one number, and neither a sum with its count nor one loss per item."""
-        with self._untouched(self.seed), torch.no_grad():
+        with self._untouched(self.seed):  # with gradients, which a loss may take by itself
             output = self._output(copied(self.batch))
         return isinstance(output, torch.Tensor) and not output.dim()
 
@@ -172,7 +172,7 @@ def copied_runs(
 ) -> GradientRuns:
     """Return gradient runs on CPU copies of everything, floating-point numbers as `dtype`; None leaves their type."""
     # In one call, because a loss may share modules with the model.
-    model, loss = copy.deepcopy((model, loss))
+    model, loss = copy.deepcopy((model, loss), _computed_attributes(collect_modules(model, loss)))
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None)
@@ -184,3 +184,12 @@ def copied_runs(
     if isinstance(loss.function, nn.Module):
         loss.function.to("cpu", dtype)
     return GradientRuns(model, loss, map_tensors(batch, convert), seed, norms)
+
+
+def _computed_attributes(modules: nn.Module) -> dict[int, torch.Tensor]:
+    """Return copies of tensors that modules have computed and kept, by id, for `deepcopy`, which refuses them.
+
+    The old `torch.nn.utils.spectral_norm` and `weight_norm` keep the weight of their last forward.
+    """
+    found = (value for module in modules.modules() for value in vars(module).values())
+    return {id(one): one.detach().clone() for one in found if isinstance(one, torch.Tensor) and not one.is_leaf}

@@ -132,20 +132,23 @@ def _measure(
     """Return (total, count) of each metric in one micro-batch."""
     if isinstance(metric, Loss):
         counts = dict(zip(metric.names, unit_counts(metric, batch, num_samples), strict=True))
+        sums = {name for name, term in metric.kind.terms.items() if term.is_sum}
     else:
-        counts = {}
+        counts, sums = {}, set()
     with context.autocast():
         output = context.prepared.call(metric.function if isinstance(metric, Loss) else metric, batch)
     values = output if isinstance(output, Mapping) else {"loss": output}
     pairs = {}
     for name, value in values.items():
-        total, count = _total_and_count(name, value, counts.get(name))
+        total, count = _total_and_count(name, value, counts.get(name), is_sum=name in sums)
         pair = [torch.as_tensor(number, device=device, dtype=widest_dtype(device)) for number in (total, count)]
         pairs[name] = torch.stack(pair)
     return pairs
 
 
-def _total_and_count(name: str, value: object, count: float | None) -> tuple[Any, Any]:
+def _total_and_count(name: str, value: object, count: float | None, *, is_sum: bool) -> tuple[Any, Any]:
+    if is_sum and count is not None:
+        return (value.total if isinstance(value, LossSum) else torch.as_tensor(value).sum()), count
     if isinstance(value, LossSum):
         return value.total, value.count
     if isinstance(value, torch.Tensor) and value.dim():

@@ -120,17 +120,22 @@ def _inputs_of_modules(model: nn.Module, run: Callable[[], object]) -> dict[nn.M
 
     def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module not in seen:  # copies, because a layer may change its input in place
-            seen[module] = map_tensors(args, torch.clone), map_tensors(kwargs, torch.clone)
+            seen[module] = map_tensors(args, _copy), map_tensors(kwargs, _copy)
 
     handles: list[RemovableHandle] = [
         module.register_forward_pre_hook(record, with_kwargs=True) for module in model.modules()
     ]
     try:
-        run()
+        with torch.enable_grad():  # a loss may differentiate, as a gradient penalty does
+            run()
     finally:
         for handle in handles:
             handle.remove()
     return seen
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
 
 
 def _coupling(module: nn.Module, inputs: _Inputs, num_samples: int) -> float:

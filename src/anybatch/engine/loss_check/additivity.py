@@ -19,6 +19,7 @@ from torch import nn
 
 from anybatch.core.loss import Loss
 from anybatch.core.tree import Batch, count_samples
+from anybatch.engine.loss_check.broadcasts import BroadcastWatch
 from anybatch.engine.loss_check.recorded_model import HarmlessError, UndecidedError
 from anybatch.engine.loss_check.replay import (
     CannotRunError,
@@ -59,11 +60,12 @@ class TermFinding:
         pieces: norm of the pieces' gradients, added up as declared.
         rounding: the largest difference that would be rounding.
         sizes: samples of the pieces.
-        adds_up: whether the function returned a sum (`LossSum`, or one loss per item) and not a mean.
+        adds_up: whether it is a sum (`LossSum`, or one loss per item, or declared as one) and not a mean.
         is_scalar: whether it returned one number.
         explanation: what explains a difference that is no rounding: a candidate of the checked, "sum", "other" counts,
             several "terms", or "joint". Empty where the declaration holds.
         share: the first piece's part of the whole, as found and as declared.
+        broadcast: where samples meet by broadcasting, in words; empty where they do not, or the declaration holds.
     """
 
     error: float
@@ -75,6 +77,7 @@ class TermFinding:
     is_scalar: bool
     explanation: str = ""
     share: tuple[float, float] = (0.0, 0.0)
+    broadcast: str = ""
 
 
 def checked_samples(
@@ -202,8 +205,11 @@ def _judged_term(replay: Replay, name: str, tried: Sequence[Sequence[Pass]], tol
     if error <= tolerance.rounding:
         return finding
     first = tried[worst][0]
+    with BroadcastWatch(replay.checked.num_samples) as watch:
+        replay.run(0, replay.checked.num_samples)
     return dataclasses.replace(
         finding,
+        broadcast=watch.found,
         explanation=_explanation(replay, name, tried, error, tolerance),
         share=(replay.fitted_share(name, first), _declared(replay, name, tried[worst])[0]),
     )

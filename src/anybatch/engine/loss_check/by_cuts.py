@@ -231,9 +231,11 @@ def refused_cuts(error: float, cuts: RealCuts) -> LossError:
 
 CURES = (
     "Samples depend on each other (rows in pairs or groups that are cut apart, a loss or a layer over the whole "
-    "micro-batch), or the loss is a mean over something else than was declared. Let what belongs together be one "
-    "sample of the data set; declare ab.mean_over(loss, count), or return ab.LossSum(total, count), with what the "
-    "loss is divided by; or declare ab.joint(encode, loss) for a loss across samples."
+    "micro-batch, advantages or weights that are normalised over it), or the loss is a mean over something else than "
+    "was declared. Let what belongs together be one sample of the data set; compute what looks at the data of others "
+    "for the effective batch beforehand (anybatch.data.OverEffectiveBatch(collate)); declare ab.mean_over(loss, "
+    "count), or return ab.LossSum(total, count), with what the loss is divided by; or declare ab.joint(encode, loss) "
+    "for a loss across samples."
 )
 
 

@@ -16,10 +16,13 @@ def broken(loss: Loss, name: str, found: TermFinding) -> str:
     unit = loss.kind.terms[name].items.description
     verb = "declared" if not loss.kind.brings_count else "taken"
     kind = "a sum with its count" if loss.kind.brings_count and found.adds_up else f"a mean over {unit}"
+    if loss.kind.terms[name].is_sum:
+        kind = "a sum over samples"
+    weighted = "" if loss.kind.terms[name].is_sum else "each weighted by its share of the count and "
     sizes = " + ".join(map(str, found.sizes))
     return (
-        f"{what} was {verb} as {kind}, but it is not: on pieces of {sizes} samples, each weighted by its share of the "
-        f"count and added, the gradient with respect to what the model returned has a norm of {found.pieces:.4g}; on "
+        f"{what} was {verb} as {kind}, but it is not: on pieces of {sizes} samples, {weighted}added, the gradient "
+        f"with respect to what the model returned has a norm of {found.pieces:.4g}; on "
         f"all {sum(found.sizes)} in one call it has {found.whole:.4g}. The relative difference is {found.error:.2g}, "
         f"where rounding is below {found.rounding:g}."
     )
@@ -33,6 +36,8 @@ def explained(name: str, found: TermFinding, *, named: bool) -> str:
         found: what was seen of it.
         named: whether the loss function returns a dict of terms, so that each is declared by its name.
     """
+    if found.broadcast and found.explanation in ("joint", "terms", "other"):
+        return f"{found.broadcast}. Give both the same shape (squeeze(1), or targets of shape (n, 1))."
     if found.explanation == "joint":
         return (
             "The gradient of a sample's output depends on the other samples' outputs, so no count can mend it: declare "
@@ -40,19 +45,21 @@ def explained(name: str, found: TermFinding, *, named: bool) -> str:
         )
     if found.explanation == "terms":
         return (
-            "No single count makes the pieces add up, though samples do not depend on each other: there seem to be "
-            "several terms with divisors of their own. Return them by name, and declare ab.sum_of(loss, one=..., "
-            "other=...)."
+            "No single count makes the pieces add up, though no sample depends on another's output. Either there are "
+            "several terms with divisors of their own: return them by name, and declare ab.sum_of(loss, one=..., "
+            "other=...). Or the loss function computes something over the data of its micro-batch (whitened "
+            "advantages, weights that are normalised): compute that for the effective batch beforehand, in the data set "
+            "or in ab.batches(collate=anybatch.data.OverEffectiveBatch(collate))."
         )
     if found.explanation == "sum":
         return (
             "Its sums add up, but the counts beside them do not: return how many items were added."
             if found.adds_up
             else "It adds up over samples and does not average (reduction='sum', or divided by a constant?): return "
-            "the mean, or ab.LossSum(total, count)."
+            "the mean, or ab.LossSum(total, count); declare ab.sum_over_samples(loss) if the sum itself is meant."
         )
     over, declaration = _mean_over(name, found, named=named)
-    if found.adds_up:
+    if found.adds_up and not found.is_scalar:
         return f"What it gives as a sum is a mean over {over}: return the sum over the items, not their mean."
     return f"It is a mean over {over}: declare {declaration}."
 

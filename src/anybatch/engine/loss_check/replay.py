@@ -88,7 +88,7 @@ class Reading:
 
     Attributes:
         value: the number.
-        adds_up: whether it is a sum (of `LossSum`, or of one loss per item) and not a mean.
+        adds_up: whether it is a sum (of `LossSum`, or of one loss per item, or declared as one) and not a mean.
         count: what was returned beside a sum.
         is_scalar: whether one number was returned.
     """
@@ -388,17 +388,17 @@ def _readings(loss: Loss, output: object) -> dict[str, Reading]:
         values = output if isinstance(output, Mapping) else {}
     if set(values) != set(loss.names):
         raise _not_as_declared()
-    return {name: _reading(values[name]) for name in loss.names}
+    return {name: _reading(values[name], is_sum=term.is_sum) for name, term in loss.kind.terms.items()}
 
 
-def _reading(value: object) -> Reading:
+def _reading(value: object, *, is_sum: bool) -> Reading:
     if isinstance(value, LossSum):
         return Reading(value.total, adds_up=True, count=float(value.count), is_scalar=False)
     if not isinstance(value, torch.Tensor):
         raise _not_as_declared()
     if value.dim():
         return Reading(value.sum(), adds_up=True, count=float(value.numel()), is_scalar=False)
-    return Reading(value, adds_up=False, count=math.nan, is_scalar=True)
+    return Reading(value, adds_up=is_sum, count=math.nan, is_scalar=True)
 
 
 def _not_as_declared() -> HarmlessError:

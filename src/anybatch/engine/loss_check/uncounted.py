@@ -90,7 +90,7 @@ class UncountedSums:
         batch = map_tensors(copied(micro_batch), lambda tensor: tensor.to(device))
         try:
             functions = self._loss.functions.values()
-            with without_side_effects(self._modules, device, functions=functions), torch.no_grad(), self._autocast():
+            with without_side_effects(self._modules, device, functions=functions), self._autocast():
                 output = self._loss.function(self._model, batch)
         except Exception:  # noqa: BLE001 (the step itself raises it, if it runs the micro-batch at all)
             return {}

@@ -121,13 +121,12 @@ class Notifier:
             return
         counts, sums = {}, {}
         values = iter(contributions)
-        terms = zip(self._loss.weights.items(), micro_batch.factors, self._counted.divisors, strict=True)
-        for (name, weight), factor, divisor in terms:
+        for name, factor in zip(self._loss.names, micro_batch.factors, strict=True):
             counts[name] = factor.count
             if factor.has_value and contributions:  # a loss across samples has none of a micro-batch
                 contribution = next(values)
                 # Back from the contribution to the term's own sum; a weight of 0 cannot be divided out.
-                sums[name] = contribution * (divisor / weight) if weight else contribution
+                sums[name] = contribution / factor.of_sum if factor.of_sum else contribution
         self._send(self._micro_batch(micro_batch, "end", self._position, counts, sums))
         self._position += 1
 
