@@ -48,8 +48,8 @@ def explained(name: str, found: TermFinding, *, named: bool) -> str:
             "No single count makes the pieces add up, though no sample depends on another's output. Either there are "
             "several terms with divisors of their own: return them by name, and declare ab.sum_of(loss, one=..., "
             "other=...). Or the loss function computes something over the data of its micro-batch (whitened "
-            "advantages, weights that are normalised): compute that for the effective batch beforehand, in the data set "
-            "or in ab.batches(collate=anybatch.data.OverEffectiveBatch(collate))."
+            "advantages, weights that are normalised): compute that for the effective batch beforehand, in the data "
+            "set or in ab.batches(collate=anybatch.data.OverEffectiveBatch(collate))."
         )
     if found.explanation == "sum":
         return (
