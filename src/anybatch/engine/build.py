@@ -21,6 +21,8 @@ from anybatch.engine.batch_norm.runner import BatchNormRunner, policy_for, ranks
 from anybatch.engine.checkpoint_state import Stateful, StateParts
 from anybatch.engine.compatibility import Features, features_of, refuse_features
 from anybatch.engine.executors import choose_executor
+from anybatch.engine.forward_state.buffer_updates import BufferUpdates
+from anybatch.engine.forward_state.state_watch import StateWatch
 from anybatch.engine.inputs import collect_modules, move_modules, world_of
 from anybatch.engine.loss_check.check import LossCheck
 from anybatch.engine.loss_check.uncounted import UncountedSums
@@ -131,6 +133,7 @@ class _Arguments:
     randomness: Randomness
     policy: Policy
     policy_constraints: CutConstraints
+    buffers: BufferUpdates
     sizes: RunSizes
     features: Features
     chosen: bool
@@ -193,7 +196,9 @@ def build(spec: TrainSpec, hardware: Hardware, observer: Observer | None = None)
         average=average,
         scheduler=scheduler,
         optimizer_memory=OptimizerStateMemory(target, world, resident),
-        update_statistics=batch_norm.update,
+        update_statistics=batch_norm.update
+        if given.buffers.is_idle
+        else _both(batch_norm.update, given.buffers.update),
         run_hooks=guard.run_hooks,
         clear=strategy.clear_gradients,
         buffers=buffers,
@@ -231,6 +236,8 @@ def _check_arguments(spec: TrainSpec, hardware: Hardware) -> _Arguments:
     features = features_of(spec, modules, loss, sizes=sizes.sizes, deal=hardware.deal, clip=clip, policy=policy)
     refuse_features(features, spec.optimizer, needs, world)
     refuse_policy(policy, modules, constraints, needs, searches=_must_search(sizes, hardware))
+    buffers = BufferUpdates(spec.buffers or {}, modules, strategy, world)
+    buffers.refuse_with(loss, constraints)
     return _Arguments(
         spec=spec,
         loss=loss,
@@ -242,6 +249,7 @@ def _check_arguments(spec: TrainSpec, hardware: Hardware) -> _Arguments:
         randomness=randomness,
         policy=policy,
         policy_constraints=constraints,
+        buffers=buffers,
         sizes=sizes,
         features=features,
         chosen=hardware.strategy == "auto",
@@ -261,6 +269,7 @@ def _runnable(
 ) -> Parts:
     """Make what plans and runs steps on a prepared model."""
     spec, modules, world, strategy, sizes = given.spec, given.modules, given.world, given.strategy, given.sizes
+    buffers_chosen = given.buffers
     # A bare loss may turn out to be a mean in the first step, so the loop calls the check's loss, not the user's.
     check = LossCheck(
         given.loss,
@@ -280,8 +289,8 @@ def _runnable(
         autocast=given.autocast,
         forward=(lambda _: given.autocast()) if batch_norm.is_idle else batch_norm.forward,
         randomness=given.randomness,
-        before=notifier.before,
-        after=notifier.after,
+        before=notifier.before if buffers_chosen.is_idle else _both(buffers_chosen.before, notifier.before),
+        after=notifier.after if buffers_chosen.is_idle else _both(buffers_chosen.after, notifier.after),
     )
     planner = StepPlanner(
         world=world,
@@ -339,7 +348,17 @@ def _runnable(
         check=check,
         planner=planner,
         guard=guard,
-        runner=StepRunner(planner, executor, context, guard, world=world, retry=retry, notifier=notifier),
+        runner=StepRunner(
+            planner,
+            executor,
+            context,
+            guard,
+            buffers=buffers_chosen,
+            watch=StateWatch(modules, buffers_chosen.names, notifier, world.size),
+            world=world,
+            retry=retry,
+            notifier=notifier,
+        ),
         updater=updater,
         batch_norm=batch_norm,
         decisions=decisions,
@@ -387,3 +406,13 @@ def _send_header(
 
 def _must_search(sizes: RunSizes, hardware: Hardware) -> bool:
     return sizes.is_auto and hardware.accumulation_steps is None and sizes.may_run_out
+
+
+def _both(one: Callable[..., None], other: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that calls both, in this order, with the same arguments."""
+
+    def call(*args: object) -> None:
+        one(*args)
+        other(*args)
+
+    return call

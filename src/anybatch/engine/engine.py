@@ -1,7 +1,7 @@
 """The engine: name the batch, step exactly."""
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +29,7 @@ from anybatch.engine.checkpoint_state import (
 from anybatch.engine.data_place import data_of, go_on
 from anybatch.engine.evaluation import MetricFunction, evaluate
 from anybatch.engine.failure import failures_reported
+from anybatch.engine.forward_state.buffer_updates import BufferUpdate
 from anybatch.engine.inputs import Model
 from anybatch.engine.micro_batch_size.sizes import MicroBatchSize
 from anybatch.engine.rng.generators import Rng
@@ -86,6 +87,8 @@ class Engine:
         norms: what to do about BatchNorm in train mode: "keep", "sync", "freeze", "exact", or a policy of
             `anybatch.norms`, such as `Ghost(group_size=32)`; see docs/batch_norm.md. None is "keep", with a warning
             where a batch is cut and the gradient depends on how.
+        buffers: what becomes of buffers that a forward updates and computes with (a queue, a centre), by name or
+            pattern: "mean" over samples, "first", a function, "keep". See docs/forward_state.md.
         rng: "micro_batch" keys torch's random numbers by (seed, step, first sample of the micro-batch), whatever rank
             runs it; "per_sample", or a `PerSample`, keys dropout by (seed, step, sample, call), whatever the cut; None
             leaves them as they come.
@@ -115,6 +118,7 @@ class Engine:
         measure_gradient_norm: bool = True,
         average_decay: float | None = None,
         norms: Policy | PolicyName | None = None,
+        buffers: Mapping[str, BufferUpdate] | None = None,
         rng: Rng = "micro_batch",
         check_loss: bool = True,
         seed: int | None = None,
@@ -132,6 +136,7 @@ class Engine:
             measure_gradient_norm=measure_gradient_norm,
             average_decay=average_decay,
             norms=norms,
+            buffers=buffers,
             rng=rng,
             check_loss=check_loss,
             seed=seed,

@@ -1,5 +1,6 @@
 """`TrainSpec` says what is trained, `Hardware` where and in what pieces: `build` makes an engine of the two."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch.optim import Optimizer
@@ -8,6 +9,7 @@ from anybatch.core.loss import Loss
 from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.splitting import Deal, SampleOrder
 from anybatch.engine.checkpoint_state import Scheduler
+from anybatch.engine.forward_state.buffer_updates import BufferUpdate
 from anybatch.engine.inputs import Model
 from anybatch.engine.micro_batch_size.sizes import MicroBatchSize
 from anybatch.engine.rng.generators import Rng
@@ -37,6 +39,7 @@ class TrainSpec:
         measure_gradient_norm: measure the gradient's norm in every step.
         average_decay: of an exponential moving average of the weights; None for none.
         norms: what to do about BatchNorm in train mode; None: "keep", which is said where it makes a difference.
+        buffers: by name or pattern, what becomes of buffers that a forward updates; None: one update after the other.
         rng: what the model's random numbers belong to.
         check_loss: compare the loss with its declaration in the first step.
         seed: first word of every random key; None takes the data's seed.
@@ -52,6 +55,7 @@ class TrainSpec:
     measure_gradient_norm: bool = True
     average_decay: float | None = None
     norms: Policy | PolicyName | None = None
+    buffers: Mapping[str, BufferUpdate] | None = None
     rng: Rng = "micro_batch"
     check_loss: bool = True
     seed: int | None = None

@@ -17,6 +17,8 @@ from anybatch.engine.accumulation.planned_batch import CountedBatch, PlannedBatc
 from anybatch.engine.accumulation.step_guard import StepGuard
 from anybatch.engine.accumulation.sums import divide_late
 from anybatch.engine.executors import Executor
+from anybatch.engine.forward_state.buffer_updates import BufferUpdates
+from anybatch.engine.forward_state.state_watch import StateWatch
 from anybatch.engine.micro_batch_size.oom_halving import release_frames
 from anybatch.engine.micro_batch_size.oom_retry import InputVersions, OomRetry, OutOfMemory
 from anybatch.engine.step_planner import StepPlanner
@@ -52,6 +54,8 @@ class StepRunner:
         executor: runs the micro-batches of a plan.
         context: what the loop uses.
         guard: keeps gradients apart from those of others.
+        buffers: updates what the user has chosen once per effective batch.
+        watch: sees what else a forward updates.
         world: the ranks.
         retry: makes a step ready to be run again.
         notifier: reports phases.
@@ -64,6 +68,8 @@ class StepRunner:
         context: LoopContext,
         guard: StepGuard,
         *,
+        buffers: BufferUpdates,
+        watch: StateWatch,
         world: World,
         retry: OomRetry,
         notifier: Notifier,
@@ -72,6 +78,8 @@ class StepRunner:
         self._execute = executor
         self._context = context
         self._guard = guard
+        self._buffers = buffers
+        self._watch = watch
         self._retry = retry
         self._world = world
         self._notifier = notifier
@@ -103,6 +111,7 @@ class StepRunner:
             counted = self._planner.plan(batch, step, position, check_loss=not too_large)
             outcome = self._attempt(counted, step, too_large)
             if isinstance(outcome, SummedBatch):
+                self._buffers.pool()
                 self._planner.after_step(counted.planned.plan)
                 return outcome
             plan = counted.planned.plan
@@ -119,7 +128,9 @@ class StepRunner:
             self._notifier.begin_step(step, counted)
             self._context.strategy.place_gradients()
             counts = torch.tensor(counted.divisors, dtype=widest_dtype(device))
-            with self._context.randomness, self._notifier.phase(phase):
+            plan = counted.planned.plan
+            state = self._watch.effective_batch(plan), self._buffers.effective_batch(plan)
+            with self._context.randomness, state[0], state[1], self._notifier.phase(phase):
                 sums = self._execute(counted)
             phase = "reduce"
             with self._world.collective(), self._notifier.phase(phase):

@@ -1,0 +1,361 @@
+"""Buffers that a forward updates: found, said once, and updated once per effective batch where that is asked for."""
+
+import copy
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import anybatch as ab
+from anybatch.engine.forward_state.buffer_updates import BufferUpdate
+from anybatch.errors import AnyBatchWarning, CompositionError, UserError
+from anybatch.testing import relative_error
+from tests.engine.cases import STRATEGIES, Batch, InMemory, vectors
+from tests.faults import sees
+from tests.ranks_fixture import Ranks
+
+
+class Centred(nn.Module):
+    """Subtracts a centre that follows the mean of its outputs, as DINO's teacher does."""
+
+    center: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 4)
+        self.register_buffer("center", torch.full((4,), 0.1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.inner(x)
+        centred = output - self.center
+        with torch.no_grad():
+            self.center.mul_(0.9).add_(output.mean(0), alpha=0.1)
+        return centred
+
+
+class Reassigned(Centred):
+    """The same, with a new tensor each time."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.inner(x)
+        centred = output - self.center
+        self.center = 0.9 * self.center + 0.1 * output.detach().mean(0)
+        return centred
+
+
+class Queued(nn.Module):
+    """Compares with the newest 60 outputs, as MoCo does."""
+
+    queue: torch.Tensor
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 4)
+        self.register_buffer("queue", torch.linspace(-1, 1, 240).reshape(60, 4))
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = F.normalize(self.inner(x), dim=1)
+        likeness = output @ self.queue.T
+        self.queue = torch.cat([output.detach(), self.queue])[:60]
+        self.calls += 1
+        return torch.cat([output, likeness], 1)
+
+
+def enqueue(before: torch.Tensor, after: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
+    """Return the queue with the rows of all micro-batches; each has put its own in front."""
+    return torch.cat([*(one[:size] for one, size in zip(after, sizes, strict=True)), before])[: len(before)]
+
+
+class Normed(nn.Module):
+    """Divides a weight by an estimate of its largest singular value, which goes on with each forward."""
+
+    def __init__(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        self.inner = wrap(nn.Linear(5, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.inner(x)
+        return output
+
+
+class Hidden(nn.Module):
+    """Carries a hidden state from batch to batch in an attribute, or in a container."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inner, self.kind = nn.Linear(5, 4), kind
+        self.state: Any = torch.zeros(4) if kind == "attribute" else deque([torch.zeros(4)], maxlen=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        last = self.state if self.kind == "attribute" else self.state[-1]
+        output: torch.Tensor = self.inner(x) + last
+        if self.kind == "attribute":
+            self.state = output.detach().mean(0)
+        else:
+            self.state.append(output.detach().mean(0))
+        return output
+
+
+def old_spectral(module: nn.Module) -> nn.Module:
+    """Return torch's deprecated parametrisation."""
+    return torch.nn.utils.spectral_norm(module)
+
+
+def squares(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return a mean over samples."""
+    loss: torch.Tensor = model(batch["x"]).square().sum(1).mean()
+    return loss
+
+
+MODELS: Mapping[str, tuple[Callable[[], nn.Module], dict[str, BufferUpdate]]] = {
+    "a centre": (Centred, {"center": "mean"}),
+    "a centre that is replaced": (Reassigned, {"center": "mean"}),
+    "a queue": (Queued, {"queue": enqueue, "calls": "first"}),
+    "a spectral norm": (lambda: Normed(nn.utils.parametrizations.spectral_norm), {"*._u": "first", "*._v": "first"}),
+    "an old spectral norm": (lambda: Normed(old_spectral), {"*weight_u": "first", "*weight_v": "first"}),
+}
+
+
+def built(name: str) -> nn.Module:
+    """Return a model in float64, the same each time."""
+    torch.manual_seed(1)
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
+        return MODELS[name][0]().double()
+
+
+def plain(name: str) -> list[dict[str, torch.Tensor]]:
+    """Return the states after each of three un-split steps."""
+    model, found = built(name), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(3):
+        squares(model, vectors(23)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(copy.deepcopy(model.state_dict()))
+    return found
+
+
+def errors_of_runs(name: str) -> dict[tuple[str, int], float]:
+    """Run on every rank: return how far runs with pooled buffers are from the plain one, for strategies and sizes."""
+    world, found, expected = ab.World.from_environment(), {}, plain(name)
+    for strategy in STRATEGIES if world.size == 1 else list(STRATEGIES)[1:]:
+        for size in (3, 7, 23):
+            model = built(name)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            worst = 0.0
+            with ab.Engine(
+                model,
+                optimizer,
+                ab.mean_over_samples(squares),
+                micro_batch_size=size,
+                strategy=STRATEGIES[strategy](),
+                buffers=MODELS[name][1],
+                world=world,
+            ) as engine:
+                for states in expected:
+                    engine.step(InMemory(vectors(23)))
+                    worst = max(worst, relative_error(dict(model.state_dict()), states))
+            found[strategy, size] = worst
+    return found
+
+
+@sees(
+    "a micro-batch meets the buffers as the one before left them",
+    "src/anybatch/engine/forward_state/buffer_updates.py",
+    """
+        \"\"\"Let a micro-batch begin with the values from before the step.\"\"\"
+        self._restore()
+""",
+    """
+        \"\"\"Let a micro-batch begin with the values from before the step.\"\"\"
+""",
+    cases=["1-rank-a centre"],
+)
+@sees(
+    "the mean of buffers forgets how many samples there were",
+    "src/anybatch/engine/forward_state/buffer_updates.py",
+    "total + value.to(total.dtype) * number",
+    "total + value.to(total.dtype)",
+    cases=["1-rank-a centre"],
+)
+@sees(
+    "each rank pools its own buffers",
+    "src/anybatch/engine/forward_state/buffer_updates.py",
+    "            total = self._strategy.sum(share)",
+    "            total = share",
+    cases=["2-ranks-a centre"],
+)
+@sees(
+    "a function gets what micro-batches left in the order of ranks' answers",
+    "src/anybatch/engine/forward_state/buffer_updates.py",
+    "key=lambda one: one[0])",
+    "key=lambda one: -one[0])",
+    cases=["2-ranks-a queue"],
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_three_steps_are_those_of_the_unsplit_batch(name: str, ranks: Ranks) -> None:
+    """With a right choice, parameters and buffers of every rank are after each step those of the un-split run."""
+    for found in ranks.run(errors_of_runs, name):
+        assert max(found.values()) <= 1e-12, found
+
+
+def said(model: nn.Module, *, size: int = 3, steps: int = 4, **options: Any) -> list[str]:
+    """Return the warnings about state of a few steps, on batches in memory."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with ab.Engine(model, optimizer, ab.mean_over_samples(squares), micro_batch_size=size, **options) as engine:
+            for _ in range(steps):
+                engine.step(InMemory({"x": vectors(9)["x"].float()}))
+    return [
+        str(one.message) for one in caught if issubclass(one.category, AnyBatchWarning) and "state" in str(one.message)
+    ]
+
+
+@sees(
+    "what a forward updates is not said",
+    "src/anybatch/engine/forward_state/state_watch.py",
+    "            if read.names:",
+    "            if not read.names:",
+)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (Centred, "'center'"),
+        (Reassigned, "'center'"),
+        (Queued, "'queue'"),
+        (MODELS["a spectral norm"][0], "'inner.parametrizations.weight.0._u'"),
+        (MODELS["an old spectral norm"][0], "'inner.weight_u'"),
+        (lambda: Hidden("attribute"), "'state'"),
+        (lambda: Hidden("deque"), "'state'"),
+    ],
+    ids=["in place", "replaced", "queue", "spectral norm", "old spectral norm", "attribute", "container"],
+)
+def test_state_that_is_computed_with_is_said_once(make: Callable[[], nn.Module], named: str) -> None:
+    """The warning names the state and the cure, once, where a batch is cut."""
+    (message,) = said(make())
+    assert named in message
+    assert ("register_buffer" in message) == (named == "'state'")
+    assert "'mean'" in message
+    assert said(make(), size=9) == []  # not cut: what the un-split batch does
+
+
+class Counting(nn.Module):
+    """Keeps numbers that nothing computes with, a cache that is made once, and BatchNorm's statistics."""
+
+    calls: torch.Tensor
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(5, 4), nn.BatchNorm1d(4)
+        self.register_buffer("calls", torch.tensor(0))
+        self.register_buffer("seen", torch.zeros(5))
+        self.last: torch.Tensor | None = None
+        self.positions: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.seen.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        if self.positions is None or len(self.positions) < len(x):
+            self.positions = torch.arange(len(x))
+        output: torch.Tensor = self.norm(self.inner(x) + 0 * self.positions[: len(x), None])
+        self.last = output.detach()
+        return output
+
+
+@sees(
+    "state that is only written is taken for state that is read",
+    "src/anybatch/engine/forward_state/state_watch.py",
+    "read = list(args[1:] if _writes(name) else args)",
+    "read = list(args)",
+)
+@sees(
+    "what has changed is taken for what is computed with",
+    "src/anybatch/engine/forward_state/state_watch.py",
+    "            if read.names:",
+    "            if read:",
+)
+def test_what_nothing_computes_with_is_no_matter() -> None:
+    """Counters, statistics for a plot, the last output, a cache and running statistics are not spoken of."""
+    assert said(Counting(), norms="keep") == []
+
+
+def test_a_choice_is_not_spoken_of() -> None:
+    """Whoever has decided about a buffer, with "keep" too, is not warned; the others still are."""
+    assert said(Centred(), buffers={"center": "keep"}) == []
+    assert said(Centred(), buffers={"cent*": "mean"}) == []
+    both = nn.Sequential(Centred(), nn.Linear(4, 5), Centred())
+    (message,) = said(both, buffers={"0.center": "mean"})
+    assert "'2.center'" in message
+    assert "'0.center'" not in message
+
+
+def test_gradients_and_errors_leave_chosen_buffers_alone() -> None:
+    """`Engine.gradients` and a step whose loss fails in its second micro-batch leave them as they were before."""
+    model = built("a centre")
+    before = model.get_buffer("center").clone()
+    calls: list[int] = []
+
+    def fails(model: nn.Module, batch: Batch) -> torch.Tensor:
+        calls.append(0)
+        if len(calls) == 5:
+            message = "no"
+            raise ValueError(message)
+        return squares(model, batch)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    options: dict[str, Any] = {"micro_batch_size": 8, "check_loss": False, "buffers": {"center": "mean"}}
+    with ab.Engine(model, optimizer, ab.mean_over_samples(fails), **options) as engine:
+        engine.gradients(InMemory(vectors(23)))
+        assert torch.equal(model.get_buffer("center"), before)
+        with pytest.raises(ValueError, match="no"):
+            engine.step(InMemory(vectors(23)))
+        assert torch.equal(model.get_buffer("center"), before)
+        engine.step(InMemory(vectors(23)))
+    assert relative_error({"": model.get_buffer("center")}, {"": plain("a centre")[0]["center"]}) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("buffers", "words"),
+    [
+        ({"queue": "mean"}, "is the name of no buffer"),
+        ({"inner.calls": "mean"}, "is torch.int64: use 'first' or a function"),
+        ({"inner.queue": "sum"}, "must be 'keep', 'first', 'mean' or a function"),
+        ({"norm.running_mean": "mean"}, "statistics of normalisation layers belong to norms="),
+    ],
+    ids=["no such name", "integers", "no such update", "BatchNorm"],
+)
+def test_bad_choices_are_refused(buffers: dict[str, Any], words: str) -> None:
+    """The error names the pattern, what is wrong, and the buffers that there are."""
+    model = nn.ModuleDict({"inner": Queued(), "norm": nn.BatchNorm1d(4)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with pytest.raises(UserError, match=words.replace("(", r"\(")):
+        ab.Engine(model, optimizer, ab.mean_over_samples(squares), buffers=buffers)
+
+
+def test_losses_across_samples_and_exact_norms_are_refused() -> None:
+    """Both run parts of a micro-batch more than once, so there is no one value that it has left."""
+    optimizer = torch.optim.SGD(Centred().parameters(), lr=0.05)
+    joint = ab.joint(lambda model, batch: model(batch["x"]), lambda _, outputs: outputs.square().mean())
+    with pytest.raises(CompositionError, match=r"ab\.joint runs parts of each more than once"):
+        ab.Engine(Centred(), optimizer, joint, buffers={"center": "mean"})
+    model = nn.Sequential(Centred(), nn.BatchNorm1d(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with pytest.raises(CompositionError, match="norms='exact' runs parts"):
+        ab.Engine(
+            model,
+            optimizer,
+            ab.mean_over_samples(squares),
+            buffers={"*center": "mean"},
+            norms="exact",
+            micro_batch_size=4,
+        )
