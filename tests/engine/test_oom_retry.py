@@ -55,6 +55,7 @@ SWEEPS: Mapping[str, tuple[Run, int]] = {
     "count comes late": (Run(strategy="all_reduce", loss="late"), 5),
     "the caller's numbers": (Run(strategy="all_reduce", options={"rng": None}), 5),
     "groups": (Run(strategy="all_reduce", options={"norms": "ghost"}), 11),
+    "a buffer once per step": (Run(strategy="all_reduce", options={"buffers": {"*seen": "mean"}}), 9),
 }
 
 
@@ -108,6 +109,7 @@ ONE_RANK: Mapping[str, tuple[Run, Mapping[str, int | str], int]] = {
     "one's own batches": (Run(brought=True), HALF, 9),
     "exact normalisation": (Run(options={"norms": "exact"}), HALF, 5),
     "master weights": (Run(options={"precision": "bf16"}), HALF, 9),
+    "a buffer once per step": (Run(options={"buffers": {"*seen": "mean"}}), HALF, 9),
 }
 
 
@@ -124,6 +126,7 @@ ONE_RANK: Mapping[str, tuple[Run, Mapping[str, int | str], int]] = {
     cases=["accumulation steps"],
 )
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the forward updates state")
 @pytest.mark.parametrize("name", ONE_RANK)
 def test_wherever_a_single_rank_fails(name: str) -> None:
     """The same on one rank, for other sizes, batches, policies and random numbers."""

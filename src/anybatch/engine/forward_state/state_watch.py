@@ -65,9 +65,9 @@ class StateWatch:
             self._compare(before, versions)
         else:
             read = _ReadWatch({name: tensors for name, tensors in self._states().items() if name in self._changed})
-            self._changed = set()
             with read:
                 yield
+            self._changed = set()  # not after an error: the step is begun again
             if read.names:
                 self._warn(sorted(read.names), num_micro_batches)
 
