@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 import anybatch as ab
 from anybatch.core.loss import Loss
-from anybatch.errors import LossError
+from anybatch.errors import AnyBatchWarning, LossError
+from anybatch.norms import recompute_statistics
 from tests.engine.cases import (
     AUX_WEIGHT,
     NUM_WORDS,
@@ -291,3 +292,36 @@ def test_averaged_weights_are_there_only_meanwhile() -> None:
         assert all(torch.equal(one, other) for one, other in zip(own, model.parameters(), strict=True))
     logits = F.linear(vectors(5)["x"], average[0], average[1])
     assert found["loss"] == pytest.approx(float(F.cross_entropy(logits, vectors(5)["y"])), rel=1e-12)
+
+
+@sees(
+    "statistics of other weights are not said",
+    "src/anybatch/engine/engine.py",
+    "if averaged and (stale :=",
+    "if not averaged and (stale :=",
+)
+def test_statistics_of_other_weights_are_said_and_can_be_recomputed() -> None:
+    """evaluate(averaged=True) of a model with BatchNorm says so; after the cure that it names, the value is plain."""
+    torch.manual_seed(3)
+    first, norm = nn.Linear(5, 6), nn.BatchNorm1d(6)
+    model = nn.Sequential(first, norm, nn.Linear(6, 4)).double()
+    batches = [vectors(9), vectors(14)]
+    with make_engine(model, average_decay=0.5, norms="exact") as engine:
+        for _ in range(3):
+            engine.step(vectors(9))
+        engine.evaluate(batches)
+        with pytest.warns(AnyBatchWarning, match=r"1 BatchNorm layer \(first '1'\).*recompute_statistics"):
+            engine.evaluate(batches, averaged=True)
+        assert engine.average is not None
+        with engine.average.in_place():
+            recompute_statistics(model, batches, call=lambda model, batch: model(batch["x"]))
+            together = torch.cat([batch["x"] for batch in batches])
+            mean = first(together).mean(0)
+            assert norm.running_mean is not None
+            assert torch.allclose(norm.running_mean, mean)
+            expected = [float(classify(model.eval(), batch).detach()) * len(batch["x"]) for batch in batches]
+        model.train()
+        found = engine.evaluate(batches, averaged=True)
+        assert found["loss"] == pytest.approx(sum(expected) / 23, rel=1e-12)
+        norm.eval()  # a frozen layer keeps its statistics on purpose
+        engine.evaluate(batches, averaged=True)

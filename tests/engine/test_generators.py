@@ -1,13 +1,18 @@
 """Random numbers inside a step belong to micro-batches, not to ranks, and the caller's own are as before."""
 
+import random
+import warnings
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import anybatch as ab
 from anybatch.core.randomness import unit_seed
+from anybatch.errors import AnyBatchWarning
 from anybatch.testing import relative_error
 from tests.engine.cases import STRATEGIES, Batch, Gradients, InMemory, classify, cut, vectors
 from tests.faults import sees
@@ -163,3 +168,58 @@ def test_the_callers_state_survives_an_error() -> None:
     ):
         engine.step(vectors(29))
     assert torch.equal(before, torch.get_rng_state())
+
+
+DRAWS: dict[str, Callable[[], object]] = {
+    "random": random.random,
+    "numpy.random": np.random.rand,
+    "torch": lambda: torch.rand(1),
+    "nothing": lambda: None,
+}
+
+
+@sees(
+    "draws from python and numpy are not said",
+    "src/anybatch/engine/forward_state/state_watch.py",
+    "        if drew:",
+    "        if not drew:",
+)
+@pytest.mark.parametrize(
+    ("name", "rng"),
+    # Torch's own numbers under "per_sample" are refused where they are not keyed.
+    [
+        (name, rng)
+        for name in DRAWS
+        for rng in ("micro_batch", "per_sample", None)
+        if (name, rng) != ("torch", "per_sample")
+    ],
+)
+def test_draws_that_are_not_keyed_are_said_once(name: str, rng: Any) -> None:
+    """A loss that draws from python's or numpy's generator is named, once, unless numbers are left as they come."""
+    model = nn.Linear(5, 4).double()
+
+    def drawing(model: nn.Module, batch: Batch) -> torch.Tensor:
+        DRAWS[name]()
+        return classify(model, batch)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with ab.Engine(model, optimizer, ab.mean_over_samples(drawing), micro_batch_size=3, rng=rng) as engine:
+            for _ in range(3):
+                engine.step(InMemory(vectors(7)))
+    said = [str(one.message) for one in caught if one.category is AnyBatchWarning]
+    keyless = name in ("random", "numpy.random") and rng is not None
+    assert len(said) == keyless, said
+    assert not keyless or f"draws from {name}, which the engine does not key" in said[0]
+
+
+def test_what_keys_random_numbers_is_a_decision() -> None:
+    """Where layers draw, the engine says which seed keys them, and that torch.manual_seed is not it."""
+    with make_engine(dropping(), ab.World()) as engine:
+        assert "the seed of the data" in engine.decisions["random_numbers"]
+    with make_engine(dropping(), ab.World(), seed=5) as engine:
+        assert "keyed by seed=5: torch.manual_seed does not" in engine.decisions["random_numbers"]
+    for model, options in ((nn.Linear(5, 4).double(), {}), (dropping(), {"rng": None})):
+        with make_engine(model, ab.World(), **options) as engine:
+            assert "random_numbers" not in engine.decisions

@@ -1,11 +1,13 @@
 """Schedulers and optimizers of every kind: run as in a plain loop, saved with the run, or refused when built."""
 
+import random
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -211,8 +213,9 @@ def test_an_adapter_is_saved_without_its_base(tmp_path: Path) -> None:
 
 
 def noisy(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Return a loss that draws from torch's generator as it comes."""
-    return classify(model, {**batch, "x": batch["x"] + torch.randn_like(batch["x"])})
+    """Return a loss that draws from torch's, python's and numpy's generators as they come."""
+    shift = random.random() + np.random.rand() + random.gauss() + np.random.randn()
+    return classify(model, {**batch, "x": batch["x"] + shift * torch.randn_like(batch["x"])})
 
 
 def noisy_engine(model: nn.Module) -> ab.Engine:
@@ -227,10 +230,22 @@ def noisy_engine(model: nn.Module) -> ab.Engine:
     "        generator.set_state(state)\n",
     "        pass\n",
 )
+@sees(
+    "python's and numpy's numbers begin again after a resume",
+    "src/anybatch/engine/checkpoint_state.py",
+    """
+        restore_host_random_state(saved[world.rank])
+""",
+    """
+        pass
+""",
+)
 def test_random_numbers_as_they_come_are_resumed(tmp_path: Path) -> None:
     """With rng=None a resumed run draws what the run that went through drew, bit for bit."""
     ends = []
     for stop in (None, 2):
+        random.seed(3)
+        np.random.seed(3)
         torch.manual_seed(3)
         model = perceptron()
         with noisy_engine(model) as engine:

@@ -3,10 +3,10 @@
 import importlib
 import importlib.util
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -40,3 +40,33 @@ def seed_generators(seed: int) -> None:
     if _NUMPY is not None:
         _NUMPY.random.seed(seed % _NUMPY_SEEDS)  # which takes 32 bits
     torch.default_generator.manual_seed(seed)  # torch.manual_seed would visit every device: a hundred times slower
+
+
+def host_random_state() -> dict[str, Any]:
+    """Return the state of python's global generator, and of numpy's where there is one, as tensors and numbers."""
+    version, words, gauss = random.getstate()
+    state: dict[str, Any] = {"python": {"version": version, "words": torch.tensor(words), "gauss": gauss}}
+    if _NUMPY is not None:
+        kind, keys, place, has_gauss, numpy_gauss = _NUMPY.random.get_state()
+        words = torch.tensor([int(key) for key in keys])
+        state["numpy"] = {"kind": kind, "words": words, "place": place, "has_gauss": has_gauss, "gauss": numpy_gauss}
+    return state
+
+
+def restore_host_random_state(state: Mapping[str, Any]) -> None:
+    """Put the generators back to a state that `host_random_state` returned; one that it lacks stays as it is."""
+    python = state["python"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    if _NUMPY is not None and "numpy" in state:
+        saved = state["numpy"]
+        words = _NUMPY.array(saved["words"].tolist(), dtype=_NUMPY.uint32)
+        _NUMPY.random.set_state((saved["kind"], words, saved["place"], saved["has_gauss"], saved["gauss"]))
+
+
+def host_random_digest() -> tuple[int, ...]:
+    """Return a digest of python's generator, and of numpy's: equal as long as nobody has drawn."""
+    found = [hash(random.getstate())]
+    if _NUMPY is not None:
+        kind, keys, *rest = _NUMPY.random.get_state()
+        found.append(hash((kind, keys.tobytes(), *rest)))
+    return tuple(found)

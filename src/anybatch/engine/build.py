@@ -9,7 +9,7 @@ from functools import partial
 from torch import nn
 
 from anybatch.core.buffers import BufferKeeper
-from anybatch.core.compatibility import remarks
+from anybatch.core.compatibility import Feature, remarks
 from anybatch.core.loss import Loss, declared
 from anybatch.core.records import Observer
 from anybatch.core.splitting import CutConstraints
@@ -335,6 +335,8 @@ def _runnable(
         remarks=remarks(given.features),
         norms=batch_norm.description,
         not_repeated=impossible,
+        draws=not given.features.keys().isdisjoint((Feature.DROPOUT_KEYED, Feature.DROPOUT_PER_SAMPLE)),
+        seed=spec.seed,
     ):
         decisions.add(decision.name, decision.text)
     # Gradients of the user's from before would be added to those of the first effective batch.
@@ -354,7 +356,7 @@ def _runnable(
             context,
             guard,
             buffers=buffers_chosen,
-            watch=StateWatch(modules, buffers_chosen.names, notifier, world.size),
+            watch=StateWatch(modules, buffers_chosen.names, notifier, world.size, keyed=spec.rng is not None),
             world=world,
             retry=retry,
             notifier=notifier,

@@ -14,6 +14,7 @@ from anybatch.checkpoints import LoadedCheckpoint, SavedCheckpoint, load, load_l
 from anybatch.core.batch import Position
 from anybatch.core.geometry import Sizes
 from anybatch.core.tree import map_tensors
+from anybatch.data.random_state import host_random_state, restore_host_random_state
 from anybatch.engine.update.precision import LossScaler, Target
 from anybatch.engine.update.weight_average import WeightAverage
 from anybatch.errors import CheckpointError
@@ -119,6 +120,7 @@ def collect_state(parts: StateParts, progress: Progress, world: World, *, only_t
         "generators": world.gather_objects([generator.get_state() for generator in parts.generators])
         if parts.generators
         else None,
+        "host_random": world.gather_objects(host_random_state()) if parts.generators else None,
         "further": {name: dict(found.state_dict()) for name, found in parts.further.items()},
         "optimizer": map_tensors(target.optimizer.state_dict(), gather),
         "master_weights": [gather(weight.detach()) for weight in target.updated]
@@ -183,6 +185,8 @@ def restore_state(parts: StateParts, state: Mapping[str, Any], world: World) -> 
         parts.average.load({name: scatter(state["average"][name], weight) for name, weight in weights.items()})
     for name, found in parts.further.items():
         found.load_state_dict(copy.deepcopy(state["further"][name]))
+    if parts.generators and (saved := state.get("host_random")) and len(saved) == world.size:
+        restore_host_random_state(saved[world.rank])
     return remarks + _restore_generators(parts.generators, state.get("generators"), world)
 
 

@@ -27,7 +27,7 @@ from anybatch.engine.checkpoint_state import (
     save_on_first_rank,
 )
 from anybatch.engine.data_place import data_of, go_on
-from anybatch.engine.evaluation import MetricFunction, evaluate
+from anybatch.engine.evaluation import MetricFunction, evaluate, stale_statistics
 from anybatch.engine.failure import failures_reported
 from anybatch.engine.forward_state.buffer_updates import BufferUpdate
 from anybatch.engine.inputs import Model
@@ -285,6 +285,8 @@ class Engine:
             message = "evaluate(averaged=True) needs averaged weights: build the engine with average_decay=0.999, say."
             raise UserError(message)
         parts = self._parts
+        if averaged and (stale := stale_statistics(parts.modules)):
+            parts.notifier.warn("statistics_are_not_averaged", stale)
         parts.updater.finite.settle()
         # Module by module: parts of a model may be in evaluation mode while the rest trains.
         modes = {module: module.training for module in parts.modules.modules()}

@@ -6,12 +6,14 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 
 from anybatch.core.batch import Placement, Position
 from anybatch.core.dtypes import widest_dtype
 from anybatch.core.loss import Loss, LossSum, unit_counts
 from anybatch.core.randomness import BatchKey
 from anybatch.core.splitting import Unit
+from anybatch.core.torch_internals import BatchNormBase
 from anybatch.core.tree import Batch, slice_samples
 from anybatch.engine.accumulation.accumulate import LoopContext, MicroBatch
 from anybatch.engine.accumulation.planned_batch import PlannedBatch, plan_effective_batch, to_device
@@ -87,6 +89,23 @@ def _measure_parts(
         for pairs in halving.run(unit.num_samples, piece):
             if unit.weight:  # otherwise it only keeps ranks in lockstep
                 yield pairs
+
+
+def stale_statistics(modules: nn.Module) -> str:
+    """Return what to say where averaged weights meet running statistics of other weights; empty where they do not."""
+    found = [
+        name
+        for name, layer in modules.named_modules()
+        if isinstance(layer, BatchNormBase) and layer.training and layer.running_mean is not None
+    ]
+    if not found:
+        return ""
+    return (
+        f"the averaged weights are evaluated with the running statistics of the weights that train, in {len(found)} "
+        f"BatchNorm layer{'s' * (len(found) > 1)} (first {found[0]!r}). Recompute them before, with batches that can "
+        "be gone through several times: with engine.average.in_place(): "
+        "anybatch.norms.recompute_statistics(model, batches)."
+    )
 
 
 def _measure_whole(

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from anybatch.core.splitting import BatchPlan
 from anybatch.core.torch_internals import BatchNormBase, InstanceNormBase, num_changes
+from anybatch.data.random_state import host_random_digest
 from anybatch.engine.telemetry.notifier import Notifier
 from anybatch.engine.torch_internals import is_compiled
 
@@ -39,22 +40,46 @@ class StateWatch:
         chosen: names of the buffers about which the user has decided.
         notifier: gives the warning.
         num_ranks: ranks, whose states drift apart.
+        keyed: torch's random numbers are keyed, so that others are to be spoken of.
     """
 
-    def __init__(self, modules: nn.Module, chosen: Collection[str], notifier: Notifier, num_ranks: int) -> None:
+    def __init__(
+        self, modules: nn.Module, chosen: Collection[str], notifier: Notifier, num_ranks: int, *, keyed: bool
+    ) -> None:
         self._modules = modules
         self._chosen = chosen
         self._notifier = notifier
         self._num_ranks = num_ranks
         self._steps_left = _NUM_STEPS
+        self._draws_left = _NUM_STEPS if keyed else 0
         self._changed: set[str] = set()
 
     def effective_batch(self, plan: BatchPlan) -> AbstractContextManager[None]:
         """Return the context in which the micro-batches of an effective batch are run."""
-        if not (self._steps_left or self._changed):
+        if not (self._steps_left or self._changed or self._draws_left):
             return _NOTHING
         num_micro_batches = sum(map(len, plan.shares))
-        return self._watched(num_micro_batches) if num_micro_batches > 1 else _NOTHING
+        watched = self._watched(num_micro_batches) if num_micro_batches > 1 else _NOTHING
+        return self._draws_watched(watched) if self._draws_left else watched
+
+    @contextmanager
+    def _draws_watched(self, watched: AbstractContextManager[None]) -> Iterator[None]:
+        """Look in the first steps whether a forward draws numbers that the engine does not key."""
+        before = host_random_digest()
+        with watched:
+            yield
+        self._draws_left -= 1
+        drew = [
+            name for name, a, b in zip(("random", "numpy.random"), before, host_random_digest(), strict=False) if a != b
+        ]
+        if drew:
+            self._draws_left = 0
+            self._notifier.warn(
+                "draws_are_not_keyed",
+                f"the model or the loss function draws from {' and '.join(drew)}, which the engine does not key: "
+                "another cut, another number of ranks and a resumed run draw other numbers. Draw from torch's "
+                "generators (torch.rand), or draw in the data set, whose numbers belong to samples.",
+            )
 
     @contextmanager
     def _watched(self, num_micro_batches: int) -> Iterator[None]:

@@ -65,6 +65,8 @@ def first_decisions(
     remarks: Sequence[str],
     norms: str,
     not_repeated: str,
+    draws: bool,
+    seed: int | None,
 ) -> Iterator[Decision]:
     """Yield what was decided while an engine was built, and what keeps it from equality.
 
@@ -76,6 +78,8 @@ def first_decisions(
         remarks: a sentence for everything that keeps the run from equality with the un-split batch.
         norms: the policy about BatchNorm in words; empty without such layers.
         not_repeated: why a step that runs out of memory is not repeated, a clause; empty if it is.
+        draws: layers draw random numbers that the engine keys.
+        seed: of these numbers; None for the data's.
     """
     yield Decision("update", _UPDATES[update])
     if remarks:
@@ -86,6 +90,9 @@ def first_decisions(
     if differed:
         text = f"{len(differed)} parameters and buffers differed between ranks and took rank 0's values, "
         yield Decision("replicas", f"{text}first {differed[0]!r}")
+    if draws:
+        key = "the seed of the data (ab.batches(seed=), 0 for batches of one's own)" if seed is None else f"seed={seed}"
+        yield Decision("random_numbers", f"keyed by {key}: torch.manual_seed does not change them, Engine(seed=) does")
     if norms:
         yield Decision("norms", norms)
     if not_repeated:
