@@ -254,7 +254,7 @@ def test_random_numbers_as_they_come_are_resumed(tmp_path: Path) -> None:
             path = engine.save(tmp_path / str(stop))
         if stop is not None:
             random.seed(99)
-            np.random.seed(99)  # noqa: NPY002
+            np.random.seed(99)
             torch.manual_seed(99)
             model = perceptron()
             with noisy_engine(model) as engine:
