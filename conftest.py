@@ -22,7 +22,7 @@ assert not {"anybatch", "anybatch_guide"} & sys.modules.keys(), (
 )
 install_import_hook([name for package in PACKAGES for name in shaped_modules(package.parent)], CHECKER)
 
-from anybatch.testing.ranks import rank_context  # noqa: E402 (not before its shapes are checked)
+from anybatch.testing.ranks import PRELOADED, rank_context  # noqa: E402 (not before its shapes are checked)
 from tests.ranks_fixture import leaks_on_ranks  # noqa: E402 (the same)
 
 RANK_FIXTURES = frozenset({"one_rank", "two_ranks", "three_ranks", "ranks"})
@@ -79,7 +79,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Start what ranks are forked from before any test: it stays until the end, and no test has left it behind."""
     if not any(item.get_closest_marker("ranks") for item in session.items):
         return
-    if rank_context().get_start_method() == "forkserver":
+    context = rank_context()
+    if context.get_start_method() == "forkserver":
+        # The first optimizer of a process imports torch's compiler, for a second: here once, not on every rank.
+        context.set_forkserver_preload([*PRELOADED, "torch._dynamo"])
         forkserver.ensure_running()
 
 

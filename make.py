@@ -103,6 +103,7 @@ def guide(arguments: Sequence[str]) -> int:
 def run_tests(arguments: Sequence[str]) -> int:
     """Run the tests: all of them in several processes, file by file, or those that arguments for pytest name in one."""
     setup()
+    keep_what_is_compiled()
     return run([venv_program("python"), "-m", "pytest", *(arguments or side_by_side())])
 
 
@@ -110,7 +111,13 @@ def run_fast_tests(arguments: Sequence[str]) -> int:
     """Run the tests that a developer runs all the time: one rank, and none that is slow."""
     refuse(arguments)
     setup()
+    keep_what_is_compiled()
     return run([venv_program("python"), "-m", "pytest", *side_by_side(), "-q", "-m", "not slow and not ranks"])
+
+
+def keep_what_is_compiled() -> None:
+    """Let Python keep what it compiles, also where it is told not to: tests start hundreds of processes."""
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 def side_by_side() -> list[str]:

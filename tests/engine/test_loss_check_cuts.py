@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 import anybatch as ab
+from anybatch.data import AnyRows
 from anybatch.errors import AnyBatchWarning, LossError
 from tests.engine.cases import Batch, cut, share_bounds
 from tests.engine.loss_declarations import HOLDS
@@ -100,6 +101,123 @@ def test_losses_that_pieces_cannot_tell_hold_in_real_micro_batches(name: str) ->
     engine = engine_of(ab.mean_over_samples(RIGHT[name]))
     engine.step(rows())
     assert HOLDS in engine.decisions["loss"]
+    engine.close()
+
+
+class Routed(nn.Module):
+    """Experts of which each sample gets one; how even they are used is kept for the loss function, in two ways."""
+
+    def __init__(self, keeps: str) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(5, 4), nn.ModuleList(nn.Linear(5, 3) for _ in range(4))
+        self.keeps = keeps
+        self.balance: Any = 0.0 if keeps == "attribute" else []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shares = self.gate(x).softmax(-1)
+        taken = F.one_hot(shares.argmax(-1), 4).to(x.dtype)
+        balance = 4 * (taken.mean(0) * shares.mean(0)).sum()
+        if self.keeps == "attribute":
+            self.balance = balance
+        else:
+            self.balance[:] = [balance]
+        outputs = torch.stack([expert(x) for expert in self.experts], 1)
+        mixed: torch.Tensor = ((shares * taken)[:, :, None] * outputs).sum(1)
+        return mixed
+
+
+def of_routed(model: Any, batch: Batch) -> torch.Tensor:
+    """Return a mean over samples and the balance that the model has kept, which looks across samples."""
+    outputs = model(batch["x"])
+    balance = model.balance if model.keeps == "attribute" else sum(model.balance)
+    loss: torch.Tensor = F.cross_entropy(outputs, batch["y"]) + 0.1 * balance
+    return loss
+
+
+@sees(
+    "declaration: what a module keeps for the loss is taken for a constant",
+    "src/anybatch/engine/loss_check/recorded_model.py",
+    "                vars(self._clones[key]).update(dict.fromkeys(changed, _COMPUTED))\n",
+    "                pass\n",
+)
+@pytest.mark.parametrize("keeps", ["attribute", "list"])
+def test_what_a_module_keeps_for_the_loss_is_not_taken_for_a_constant(keeps: str) -> None:
+    """A router's balance that the loss reads from the model is compared by real micro-batches, and refused."""
+    torch.manual_seed(0)
+    engine = engine_of(ab.mean_over_samples(of_routed), model=Routed(keeps).double())
+    with pytest.raises(LossError, match="in one micro-batch"):
+        engine.step(rows())
+    engine.close()
+
+
+class Images(Dataset[tuple[torch.Tensor, dict[str, torch.Tensor]]]):
+    """Vectors, each with some boxes."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, number: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        generator = torch.Generator().manual_seed(number)
+        boxes = torch.randn(1 + number % 4, 3, generator=generator, dtype=torch.float64)
+        return torch.randn(5, generator=generator, dtype=torch.float64), {"boxes": boxes}
+
+
+def in_lists(samples: Sequence[tuple[torch.Tensor, dict[str, torch.Tensor]]]) -> tuple[list[Any], list[Any]]:
+    """Return images and targets as detection has them: lists with one entry for each sample."""
+    return [image for image, _ in samples], [target for _, target in samples]
+
+
+def of_boxes(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Return a mean over boxes."""
+    images, targets = batch
+    found = model(torch.stack(list(images)))
+    distances = [(one - target["boxes"]).abs().sum(1) for one, target in zip(found, targets, strict=True)]
+    return torch.cat(distances).mean()
+
+
+class Sentences(Dataset[torch.Tensor]):
+    """Sequences of different lengths."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(number)
+        return torch.randn(1 + number, 5, generator=generator, dtype=torch.float64)
+
+
+def behind_each_other(samples: Sequence[torch.Tensor]) -> Batch:
+    """Return sequences without padding, as one row."""
+    return {"x": torch.cat(list(samples))[None], "lengths": torch.tensor([len(one) for one in samples])[None]}
+
+
+def of_positions(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return a mean over all positions."""
+    values: torch.Tensor = model(batch["x"]).square().sum(-1)
+    return values.mean()
+
+
+ROWS_OF_THEIR_OWN: dict[str, tuple[Any, Any, Any, Any]] = {
+    "detection": (Images(), in_lists, of_boxes, lambda batch: sum(len(one["boxes"]) for one in batch[1])),
+    "padding-free": (Sentences(), AnyRows(behind_each_other), of_positions, lambda batch: batch["x"].shape[1]),
+}
+
+
+@pytest.mark.parametrize("right", [True, False])
+@pytest.mark.parametrize("name", ROWS_OF_THEIR_OWN)
+def test_batches_without_one_row_for_each_sample(name: str, right: bool) -> None:
+    """Boxes in lists and sequences behind each other: over what they count they hold, over samples they are refused."""
+    data, collate, loss, count = ROWS_OF_THEIR_OWN[name]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    engine = engine_of(ab.mean_over(loss, count) if right else ab.mean_over_samples(loss), model=model)
+    (batch,) = ab.batches(data, effective_batch_size=24, collate=collate, shuffle=False)
+    if right:
+        engine.step(batch)
+        assert HOLDS in engine.decisions["loss"]
+    else:
+        with pytest.raises(LossError, match=r"is not what it was declared to be|but it is not"):
+            engine.step(batch)
     engine.close()
 
 

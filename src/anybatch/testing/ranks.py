@@ -17,6 +17,9 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+PRELOADED = (__name__, "anybatch.engine.engine")
+"""Modules that are imported once, by the process that ranks are forked from."""
+
 
 @dataclass(frozen=True, slots=True)
 class RankOutcome:
@@ -144,7 +147,7 @@ def rank_context() -> ForkServerContext | SpawnContext:
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "anybatch.engine.engine"])
+    context.set_forkserver_preload(list(PRELOADED))
     return context
 
 

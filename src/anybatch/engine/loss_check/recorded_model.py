@@ -16,6 +16,8 @@ from torch import nn
 from anybatch.core.tree import map_tensors, tensors_of
 from anybatch.engine.torch_internals import module_parts, uncompiled, with_parts
 
+_PARTS = frozenset(vars(nn.Module()))
+"""Attributes that every module has."""
 Axes = tuple[tuple[int, int], ...]
 """Where the samples are in a tensor: each axis along which they lie, and how many entries of it a sample has."""
 
@@ -51,6 +53,7 @@ class RecordedModel:
     def __init__(self, model: nn.Module | Mapping[str, nn.Module], opened: Collection[int]) -> None:
         self._opened = opened
         self._clones: dict[int, nn.Module] = {}
+        self._originals: dict[int, nn.Module] = {}
         self._aliases: dict[int, nn.Parameter] = {}
         self._answer: Callable[..., Any] = _not_running
         self.model = (
@@ -72,6 +75,7 @@ class RecordedModel:
         # Past `__init__`, whose arguments are not known here; the attributes are taken over below.
         clone: nn.Module = object.__new__(type(module))
         self._clones[id(module)] = clone
+        self._originals[id(module)] = module
         parameters, children = module_parts(module)
         is_opened = id(module) in self._opened
         vars(clone).update(
@@ -89,8 +93,13 @@ class RecordedModel:
         return clone
 
     def record(self, run: Callable[[], object]) -> tuple[Call, ...]:
-        """Run something that calls the recorded model, with the user's own modules behind it; return their calls."""
+        """Run something that calls the recorded model, with the user's own modules behind it; return their calls.
+
+        What modules compute and keep for the loss function to read (the balance of a router) is no answer to a call,
+        so it cannot be replayed: whoever reads it from now on gets something that it cannot compute with.
+        """
         calls: list[Call] = []
+        before = {key: _kept(module) for key, module in self._originals.items()}
 
         def answer(module: nn.Module, *args: Any, **named: Any) -> Any:  # noqa: ANN401 (the module's)
             returned = module(*args, **named)
@@ -102,6 +111,11 @@ class RecordedModel:
             run()
         finally:
             self._answer = _not_running
+        for key, module in self._originals.items():
+            if key not in self._opened:
+                computed = _kept(module)
+                changed = [name for name, ids in computed.items() if ids != before[key].get(name)]
+                vars(self._clones[key]).update(dict.fromkeys(changed, _COMPUTED))
         return tuple(calls)
 
     def replay(
@@ -145,6 +159,24 @@ class RecordedModel:
         if id(parameter) not in self._aliases:
             self._aliases[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
         return self._aliases[id(parameter)]
+
+
+class _Computed:
+    """Stands for what a module has computed and kept; it has no operators, and no attributes."""
+
+
+_COMPUTED = _Computed()
+
+
+def _kept(module: nn.Module) -> dict[str, list[int]]:
+    """Return the identities of the tensors that a module keeps, in lists and dicts too, by attribute."""
+    found = {}
+    for name, value in vars(module).items():
+        values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+        tensors = [id(one) for one in values if isinstance(one, torch.Tensor)]
+        if tensors and name not in _PARTS:
+            found[name] = tensors
+    return found
 
 
 class RecordedRows:
