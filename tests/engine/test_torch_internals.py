@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from anybatch.engine.torch_internals import (
     DropoutBase,
+    TrainableParts,
     accumulation_hooks,
     active_dispatch_modes,
     is_compiled,
@@ -19,13 +20,13 @@ from anybatch.engine.torch_internals import (
     packing_function,
     state_maker,
     tensor_hooks,
-    trainable_ids,
     uncompiled,
     with_parts,
     without_tensor_hooks,
 )
 from anybatch.errors import UnsupportedTorchError
 from anybatch.memory.ledger import MemoryLedger
+from tests.faults import sees
 
 NOTHING: Any = SimpleNamespace()
 
@@ -176,7 +177,38 @@ def test_trainable_parameters_are_known_by_identity() -> None:
     tied[2].weight = model[1].weight
     model[0].requires_grad_(False)
 
-    assert trainable_ids(tied) == [id(model[1].weight)] * 2
+    parts = TrainableParts(tied)
+    assert parts.ids == [id(model[1].weight)] * 2
+    assert parts.are_there
+
+
+@sees(
+    "a module that has been replaced is not seen",
+    "src/anybatch/engine/torch_internals.py",
+    "len(table) == len(kept) and all(map(operator.is_, table.values(), kept)) for table, kept in self._tables",
+    "len(table) == len(kept) for table, kept in self._tables",
+)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.append(nn.Linear(1, 1)),
+        lambda model: model.register_module("0", nn.Linear(1, 1)),
+        lambda model: model[0].register_parameter("weight", nn.Parameter(torch.ones(1, 1))),
+        lambda model: model[0].requires_grad_(False),
+        lambda model: model[1].register_parameter("more", nn.Parameter(torch.ones(1))),
+        lambda model: model[1].weight.requires_grad_(True),
+    ],
+    ids=["a module more", "another module", "another parameter", "frozen", "a parameter more", "thawed"],
+)
+def test_parts_that_change_are_seen(change: Callable[[Any], object]) -> None:
+    """A module or parameter that is added or replaced, thawed or frozen, is not as it was; writing values is."""
+    model = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1, bias=False)])
+    model[1].requires_grad_(False)
+    parts = TrainableParts(model)
+    torch.nn.init.zeros_(next(model.parameters()))
+    assert parts.are_there
+    change(model)
+    assert not parts.are_there
 
 
 @pytest.mark.parametrize(
@@ -187,4 +219,4 @@ def test_hooks_that_torch_does_not_show_are_refused(ask: Callable[[Any], object]
     with pytest.raises(UnsupportedTorchError, match="ooks"):
         ask([NOTHING])
     with pytest.raises(UnsupportedTorchError, match="frozen or replaced"):
-        trainable_ids(SimpleNamespace(modules=lambda: [NOTHING]))  # type: ignore[arg-type]
+        TrainableParts(SimpleNamespace(modules=lambda: [NOTHING]))  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ does without it where that is safe, and raises `UnsupportedTorchError` where the
 The last argument of a function is where the name is looked for, so that a test can pass something that lacks it.
 """
 
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,8 +22,11 @@ from anybatch.core.torch_internals import lacking, needed_for
 with needed_for("Telling dropout layers from others"):
     from torch.nn.modules.dropout import _DropoutNd as DropoutBase
 
+_TRAINABLE = attrgetter("requires_grad")
+
 __all__ = [
     "DropoutBase",
+    "TrainableParts",
     "accumulation_hooks",
     "active_dispatch_modes",
     "is_compiled",
@@ -31,7 +35,6 @@ __all__ = [
     "packing_function",
     "state_maker",
     "tensor_hooks",
-    "trainable_ids",
     "uncompiled",
     "with_parts",
     "without_tensor_hooks",
@@ -107,24 +110,37 @@ def module_parts(module: nn.Module) -> tuple[Mapping[str, nn.Parameter | None], 
         return module._parameters, module._modules
 
 
-def trainable_ids(modules: nn.Module) -> list[int]:
-    """Return the identity of every parameter that requires a gradient, once for each place in the modules.
+class TrainableParts:
+    """A model's modules and parameters as they are now, to see in every step whether they still are.
 
-    `Module._parameters`: it is asked in every step, and the public iterator takes twice as long.
+    `Module._parameters` and `_modules`, each module's own dicts: to go through a model by its public iterators takes
+    ten times as long.
+
+    Args:
+        modules: the model.
 
     Raises:
         UnsupportedTorchError: modules keep them elsewhere.
     """
-    try:  # not `needed_for`: it is asked in every step
-        return [
-            id(parameter)
-            for module in modules.modules()
-            for parameter in module._parameters.values()
-            if parameter is not None and parameter.requires_grad
-        ]
-    except AttributeError as missing:
-        purpose = "Seeing that parameters have been frozen or replaced"
-        raise lacking(purpose, missing) from missing
+
+    def __init__(self, modules: nn.Module) -> None:
+        with needed_for("Seeing that parameters have been frozen or replaced"):
+            tables = [table for module in modules.modules() for table in (module._parameters, module._modules)]
+        self._tables = [(table, tuple(table.values())) for table in tables if table]
+        self._parameters = [one for _, values in self._tables for one in values if isinstance(one, Tensor)]
+        self._trainable = list(map(_TRAINABLE, self._parameters))
+
+    @property
+    def ids(self) -> list[int]:
+        """The identity of every parameter that required a gradient, once for each place in the modules."""
+        return [id(one) for one, trains in zip(self._parameters, self._trainable, strict=True) if trains]
+
+    @property
+    def are_there(self) -> bool:
+        """Whether every module and parameter is in its place, and requires a gradient as it did."""
+        return list(map(_TRAINABLE, self._parameters)) == self._trainable and all(
+            len(table) == len(kept) and all(map(operator.is_, table.values(), kept)) for table, kept in self._tables
+        )
 
 
 def tensor_hooks(parameters: Sequence[Tensor]) -> list[tuple[int, Callable[[Tensor], Tensor | None]]]:

@@ -1,8 +1,9 @@
 """Sees what the user's program changes between steps and during one, where gradients add up."""
 
 import operator
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,9 +16,9 @@ from anybatch.engine.inputs import Model
 from anybatch.engine.telemetry.notifier import Notifier
 from anybatch.engine.torch_internals import (
     DropoutBase,
+    TrainableParts,
     accumulation_hooks,
     tensor_hooks,
-    trainable_ids,
     without_tensor_hooks,
 )
 from anybatch.errors import LossError, ParameterError
@@ -27,6 +28,9 @@ DIFFERS_IN_TRAINING = (DropoutBase, BatchNormBase)
 """Layers whose forward depends on the mode."""
 _GRADIENT = operator.attrgetter("grad")
 _WATCHED = "Seeing that a loss function changes gradients"
+_NOTHING = nullcontext()
+_NUM_STEPS = 2
+"""First steps in which every call of the loss function is looked at."""
 _NAMED = 4
 """Most parameters that an error names."""
 
@@ -58,7 +62,10 @@ class StepGuard:
         self._buffers = prepared.gradient_buffers
         self._call = prepared.call
         self._notifier = notifier
-        self._trained = trainable_ids(modules)
+        self._trained = TrainableParts(modules)
+        self._hooks: list[tuple[int, Callable[[torch.Tensor], torch.Tensor | None]]] = []
+        self._looks_left = 0
+        self._steps_left = _NUM_STEPS
         self._refuse_hooks()
 
     @contextmanager
@@ -75,15 +82,24 @@ class StepGuard:
         self._refuse_hooks()
         self._warn_of_gradients()
         self._warn_of_evaluation_mode()
-        with without_tensor_hooks(self._parameters):
+        # What a loss function does with gradients it does from the start; later on one look per step has to do.
+        self._looks_left = sys.maxsize if self._steps_left else 1
+        self._hooks = tensor_hooks(self._parameters)
+        with without_tensor_hooks(self._parameters) if self._hooks else _NOTHING:
             yield
+        self._steps_left -= bool(self._steps_left)
 
     def call(self, function: LossFunction, batch: Batch) -> Any:  # noqa: ANN401 (whatever the loss returns)
-        """Call a function with the model, as `Prepared.call` does.
+        """Call a function with the model, as `Prepared.call` does, and look at gradients before and after.
+
+        It is looked at in all micro-batches of the first steps, and in the first one of each later step.
 
         Raises:
             LossError: the function has changed gradients, with `backward()` or `zero_grad()`.
         """
+        if not self._looks_left:
+            return self._call(function, batch)
+        self._looks_left -= 1
         before = self._gradients()
         num_before = num_changes(before, _WATCHED)
         output = self._call(function, batch)
@@ -103,7 +119,7 @@ class StepGuard:
         Args:
             gradients: of each trainable parameter, summed and divided; None for one that no rank used.
         """
-        for number, hook in tensor_hooks(self._parameters):
+        for number, hook in self._hooks:
             gradient = gradients[number]
             if gradient is None:
                 continue
@@ -117,7 +133,11 @@ class StepGuard:
         return [*map(_GRADIENT, self._parameters), *self._buffers]
 
     def _refuse_other_parameters(self) -> None:
-        if self._modules is None or trainable_ids(self._modules) == self._trained:
+        if self._modules is None or self._trained.are_there:
+            return
+        found = TrainableParts(self._modules)
+        if found.ids == self._trained.ids:  # other modules, and no other parameter that trains
+            self._trained = found
             return
         now = {id(p): name for name, p in self._modules.named_parameters() if p.requires_grad}
         own = dict(zip(map(id, self._parameters), self._names, strict=True))
@@ -129,7 +149,7 @@ class StepGuard:
             if names
         ]
         if not said:  # a tied parameter has come or gone at one of its places
-            self._trained = trainable_ids(self._modules)
+            self._trained = found
             return
         message = (
             f"the model has other trainable parameters than when the engine was made. {'; '.join(said)}. "
