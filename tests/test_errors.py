@@ -26,8 +26,10 @@ from anybatch.errors import (
     MissingCheckpointError,
     NonFiniteError,
     RankFailedError,
+    RanksDifferError,
     ReplicaError,
     TruncatedCheckpointError,
+    UpdateFailedError,
 )
 from tests.faults import sees
 
@@ -42,6 +44,8 @@ FIELDS: list[tuple[type[AnyBatchError], dict[str, Any]]] = [
     (TruncatedCheckpointError, {"path": Path("runs/step-00000001")}),
     (DiskFullError, {"path": Path("runs"), "needed_bytes": 10, "free_bytes": 9}),
     (ReplicaError, {"ranks": (1, 2), "names": ("weight",)}),
+    (RanksDifferError, {"step": 3, "names": ("batch",), "meant": ("one", "other")}),
+    (UpdateFailedError, {"step": 3}),
     (RankFailedError, {"rank": 1, "step": None, "error_type": "ValueError", "reason": "no"}),
 ]
 ALL = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, AnyBatchError)]
@@ -166,10 +170,10 @@ def test_a_step_fills_in_what_the_place_could_not_know() -> None:
     """Whatever in a step runs out of memory, or is not finite, leaves it with the step and the rank."""
     world = ab.World(rank=1, size=2)
     for given, step in ((CannotRedoError("m"), 4), (CannotRedoError("m", rank=1, step=3), 3)):
-        with pytest.raises(CannotRedoError) as caught, failures_reported(world, 4, lambda: None):
+        with pytest.raises(CannotRedoError) as caught, failures_reported(world, "engine.step", 4, lambda: None):
             raise given
         assert (caught.value.rank, caught.value.step) == (1, step)
     overflow = NonFiniteError("m", updated=False)
-    with pytest.raises(NonFiniteError), failures_reported(world, 4, lambda: None):
+    with pytest.raises(NonFiniteError), failures_reported(world, "engine.step", 4, lambda: None):
         raise overflow
     assert (overflow.step, overflow.updated) == (4, False)

@@ -16,6 +16,7 @@ AnyBatchError
 │   ├── DoesNotFitError               the smallest micro-batches do not fit, or what stays beside them
 │   ├── CannotRedoError               the step cannot be repeated: its collectives cannot be taken back
 │   └── HalfUpdatedError              it ran out inside the update: parameters may be half updated
+├── UpdateFailedError (RuntimeError)  an update broke off: parameters and optimizer may be half updated
 ├── CheckpointError (RuntimeError)    a checkpoint cannot be written or read
 │   ├── MissingCheckpointError        there is none where one was looked for
 │   ├── NotACheckpointError           something else is there
@@ -26,6 +27,7 @@ AnyBatchError
 │   └── DiskFullError                 there is no room for it
 └── WorldError (RuntimeError)         something went wrong between ranks
     ├── ReplicaError                  ranks hold different parameters where they must be equal
+    ├── RanksDifferError              ranks called different things, or mean different steps by one
     └── RankFailedError               another rank failed first; carries its error
 ```
 
@@ -175,6 +177,18 @@ class HalfUpdatedError(MemoryExhaustedError):
     """Memory ran out inside the update: parameters and optimizer may be half updated. Go back to a checkpoint."""
 
 
+class UpdateFailedError(AnyBatchError, RuntimeError):
+    """An update broke off with an error: parameters and optimizer may be half updated. Go back to a checkpoint.
+
+    Attributes:
+        step: number of the step, from 0 on.
+    """
+
+    def __init__(self, message: str = "", *, step: int | None = None) -> None:
+        super().__init__(message)
+        self.step = step
+
+
 class CheckpointError(AnyBatchError, RuntimeError):
     """A checkpoint cannot be written or read.
 
@@ -248,6 +262,29 @@ class ReplicaError(WorldError):
         super().__init__(message)
         self.ranks = ranks
         self.names = names
+
+
+class RanksDifferError(WorldError):
+    """Ranks called different things, or mean different steps by one. Raised on all ranks; nothing has been updated.
+
+    Attributes:
+        step: number of this rank's step, from 0 on.
+        names: what differs, as words such as "batch" or "settings"; empty where the calls do.
+        meant: what each rank meant, in rank order, as far as it is known.
+    """
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        step: int | None = None,
+        names: tuple[str, ...] = (),
+        meant: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.step = step
+        self.names = names
+        self.meant = meant
 
 
 class RankFailedError(WorldError):

@@ -1,13 +1,16 @@
 """Makes the parts of an engine, in the order in which they depend on each other. Every refusal of arguments is here."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from torch import nn
 
+from anybatch.core.batch import Position
 from anybatch.core.buffers import BufferKeeper
 from anybatch.core.compatibility import Feature, remarks
 from anybatch.core.loss import Loss, declared
@@ -18,17 +21,20 @@ from anybatch.engine.accumulation.planned_batch import PlannedBatch
 from anybatch.engine.accumulation.step_guard import StepGuard
 from anybatch.engine.batch_norm.cut_notice import CutNotice
 from anybatch.engine.batch_norm.runner import BatchNormRunner, policy_for, ranks_of, refuse_order, refuse_policy
-from anybatch.engine.checkpoint_state import Stateful, StateParts
+from anybatch.engine.checkpoint_state import Progress, Stateful, StateParts, collect_state, restore_state
 from anybatch.engine.compatibility import Features, features_of, refuse_features
 from anybatch.engine.executors import choose_executor
+from anybatch.engine.failure import failures_reported
 from anybatch.engine.forward_state.buffer_updates import BufferUpdates
 from anybatch.engine.forward_state.state_watch import StateWatch
 from anybatch.engine.inputs import collect_modules, move_modules, world_of
 from anybatch.engine.loss_check.check import LossCheck
 from anybatch.engine.loss_check.uncounted import UncountedSums
+from anybatch.engine.meaning import StepMeaning
 from anybatch.engine.micro_batch_size.backoff import SizeBackoff
 from anybatch.engine.micro_batch_size.oom_retry import OomRetry, why_impossible
 from anybatch.engine.micro_batch_size.sizes import RunSizes, TrialParts
+from anybatch.engine.replica_check import ReplicaCheck
 from anybatch.engine.rng.generators import CallersRandomness, choose_randomness
 from anybatch.engine.spec import Hardware, TrainSpec
 from anybatch.engine.step_planner import StepPlanner
@@ -44,6 +50,7 @@ from anybatch.engine.update.resident_tensors import ResidentMemory, ResidentTens
 from anybatch.engine.update.schedule import scheduler_of
 from anybatch.engine.update.updater import Updater
 from anybatch.engine.update.weight_average import WeightAverage
+from anybatch.errors import CheckpointError
 from anybatch.norms import Policy
 from anybatch.norms.layers import batch_norms
 from anybatch.parallel.registry import choose_strategy
@@ -66,6 +73,7 @@ class Parts:
         guard: keeps gradients apart from those of others.
         runner: runs them.
         updater: updates parameters.
+        replicas: compares weights over ranks.
         batch_norm: runs micro-batches under the policy about BatchNorm.
         decisions: what was decided.
         notifier: sends records to observers.
@@ -82,6 +90,7 @@ class Parts:
     guard: StepGuard
     runner: StepRunner
     updater: Updater
+    replicas: ReplicaCheck
     batch_norm: BatchNormRunner
     decisions: Decisions
     notifier: Notifier
@@ -106,6 +115,61 @@ class Parts:
             generators=tuple(randomness.generators) if isinstance(randomness, CallersRandomness) else (),
             further=self.further_state,
         )
+
+    def reported(
+        self, name: str, step: int, *, trains: bool = False, meets: bool = False
+    ) -> AbstractContextManager[None]:
+        """Return the context of a call of the engine's; see `failures_reported`.
+
+        Args:
+            name: of what was called, such as "engine.step".
+            step: its number.
+            trains: refused behind an update that broke off.
+            meets: wait for all ranks first; for what is called now and then.
+        """
+        check = self.updater.refuse_broken_off if trains else None
+        return failures_reported(self.world, name, step, self.updater.undo, check=check, meets=meets)
+
+    def collect(self, num_steps: int, position: Position, *, only_trainable: bool) -> dict[str, Any]:
+        """Return everything that a run needs to go on; see `collect_state`.
+
+        Args:
+            num_steps: effective batches run.
+            position: where the data stands.
+            only_trainable: leave out frozen parameters.
+        """
+        progress = Progress(
+            num_steps=num_steps,
+            position=position,
+            seed=self.planner.seed,
+            sizes=self.backoff.named,
+            resized=self.backoff.state(),
+            decisions=self.decisions,
+        )
+        return collect_state(self.state, progress, self.world, only_trainable=only_trainable)
+
+    def restore(self, state: Mapping[str, Any], path: Path | None) -> None:
+        """Put a collected state back.
+
+        Args:
+            state: what `collect` returned.
+            path: the checkpoint that it comes from; None for another rank's memory.
+
+        Raises:
+            CheckpointError: it does not fit; nothing has changed then.
+        """
+        try:
+            remarks = restore_state(self.state, state, self.world)
+        # What compares two states knows of no files.
+        except CheckpointError as error:
+            error.path = path
+            raise
+        for code, message in remarks:
+            self.notifier.warn(code, message)
+        self.planner.seed = state["seed"]
+        self.backoff.resume(state)
+        self.check.resume(state["decisions"])
+        self.updater.restored()
 
     def clear_gradients(self) -> None:
         """Clear all gradients, also half-finished ones."""
@@ -314,6 +378,7 @@ def _runnable(
         seed=spec.seed,
     )
     executor = choose_executor(context, modules, world, notifier, batch_norm)
+    replicas = _replica_check(prepared, updater, strategy, world)
     backoff = SizeBackoff(sizes, decisions, notifier)
     impossible = why_impossible(prepared, strategy.capabilities, given.policy_constraints, world)
     retry = OomRetry(
@@ -360,13 +425,32 @@ def _runnable(
             world=world,
             retry=retry,
             notifier=notifier,
+            meaning=_step_meaning(given, updater, replicas),
+            can_leave=not impossible,
         ),
         updater=updater,
+        replicas=replicas,
         batch_norm=batch_norm,
         decisions=decisions,
         notifier=notifier,
         further_state={},
     )
+
+
+def _replica_check(prepared: Prepared, updater: Updater, strategy: Strategy, world: World) -> ReplicaCheck:
+    weights = dict(zip(prepared.parameters, updater.target.updated, strict=True))
+    return ReplicaCheck(world, weights, enabled=strategy.capabilities.replicas)
+
+
+def _step_meaning(given: _Arguments, updater: Updater, replicas: ReplicaCheck) -> StepMeaning:
+    spec, optimizer = given.spec, updater.target.optimizer
+    fixed = {
+        "optimizer": type(optimizer).__name__,
+        "clip": str(given.clip),
+        "precision": spec.precision,
+        "average_decay": str(spec.average_decay),
+    }
+    return StepMeaning(given.world, optimizer, lambda: updater.scheduler, fixed=fixed, replicas=replicas)
 
 
 def _trial_parts(

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from anybatch.checkpoints import LoadedCheckpoint, SavedCheckpoint, load, load_latest, save
 from anybatch.core.batch import Position
 from anybatch.core.geometry import Sizes
-from anybatch.core.tree import map_tensors
+from anybatch.core.tree import map_tensors, tensors_of
 from anybatch.data.random_state import host_random_state, restore_host_random_state
 from anybatch.engine.update.precision import LossScaler, Target
 from anybatch.engine.update.weight_average import WeightAverage
@@ -324,6 +325,35 @@ def save_on_first_rank(
 
     saved: SavedCheckpoint = world.run_on_all_ranks(write if world.rank == 0 else None)[0]
     return saved
+
+
+def state_of_first_rank(state: dict[str, Any], world: World) -> dict[str, Any]:
+    """Return the collected state of rank 0 on every rank; its tensors travel one by one.
+
+    Args:
+        state: this rank's.
+        world: the ranks.
+    """
+    tensors = list(tensors_of(state)) if world.rank == 0 else []
+    # Tensors without data say what is going to come.
+    form = map_tensors(state, lambda tensor: torch.empty_like(tensor, device="meta")) if world.rank == 0 else None
+    form, devices = world.gather_objects((form, [tensor.device.type for tensor in tensors]))[0]
+    found = iter(range(len(devices)))
+
+    def receive(described: torch.Tensor) -> torch.Tensor:
+        number = next(found)
+        if world.rank == 0:
+            sent = tensors[number].detach().to(world.device).contiguous()
+        else:
+            sent = torch.empty(described.shape, dtype=described.dtype, device=world.device)
+        with world.collective():
+            work = dist.broadcast(sent, src=0, async_op=True)
+            assert work is not None
+            world.wait(work)
+        return sent.to(devices[number])
+
+    received: dict[str, Any] = map_tensors(form, receive)
+    return received
 
 
 def load_on_all_ranks(path: Path, world: World) -> LoadedCheckpoint:

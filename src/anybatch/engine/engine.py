@@ -18,17 +18,14 @@ from anybatch.core.reports import StepReport
 from anybatch.core.splitting import Deal
 from anybatch.engine.build import Parts, build
 from anybatch.engine.checkpoint_state import (
-    Progress,
     Scheduler,
     Stateful,
-    collect_state,
     load_on_all_ranks,
-    restore_state,
     save_on_first_rank,
+    state_of_first_rank,
 )
 from anybatch.engine.data_place import data_of, go_on
-from anybatch.engine.evaluation import MetricFunction, evaluate, stale_statistics
-from anybatch.engine.failure import failures_reported
+from anybatch.engine.evaluation import MetricFunction, evaluate, evaluation_mode, stale_statistics
 from anybatch.engine.forward_state.buffer_updates import BufferUpdate
 from anybatch.engine.inputs import Model
 from anybatch.engine.micro_batch_size.sizes import MicroBatchSize
@@ -43,7 +40,7 @@ from anybatch.engine.update.resident_tensors import ResidentTensors
 from anybatch.engine.update.schedule import SchedulerFunction, unsaved_scheduler
 from anybatch.engine.update.updater import Updated
 from anybatch.engine.update.weight_average import WeightAverage
-from anybatch.errors import CheckpointError, UserError
+from anybatch.errors import UserError
 from anybatch.norms import Policy, PolicyName
 from anybatch.parallel.strategy import Strategy
 from anybatch.parallel.world import World
@@ -232,11 +229,14 @@ class Engine:
             ParameterError: the model has other trainable parameters than when the engine was made.
             NonFiniteError: the loss or the gradient is NaN or infinite.
             MemoryExhaustedError: memory has run out, and smaller micro-batches cannot help.
-            RankFailedError: another rank failed first.
+            RankFailedError: another rank failed first; if it could say so in time, all may go on together.
+            RanksDifferError: ranks do not mean the same step: other batches, settings or calls; it was not made.
+            ReplicaError: weights have come to differ between ranks; compared every 100 steps.
+            UpdateFailedError: the last update broke off, and nothing has been loaded since.
             UserError: the engine has been closed.
         """
         parts = self._open_parts()
-        with failures_reported(parts.world, self.num_steps, parts.updater.undo):
+        with parts.reported("engine.step", self.num_steps, trains=True):
             # Before the first micro-batch: an update that runs out of memory half-way cannot be undone.
             parts.updater.allocate()
             self._place(batch)
@@ -254,7 +254,7 @@ class Engine:
         None for a parameter that no rank used. The gradients are copies; parameters, optimizer and position stay.
         """
         parts = self._open_parts()
-        with failures_reported(parts.world, self.num_steps, parts.updater.undo):
+        with parts.reported("engine.gradients", self.num_steps, trains=True):
             self._place(batch)
             summed = parts.runner.run(batch, self.num_steps, self.position)
             found = {
@@ -271,7 +271,7 @@ class Engine:
     ) -> dict[str, float]:
         """Return metrics over all samples of all batches and ranks, the same at any micro-batch and world size.
 
-        The model is in evaluation mode meanwhile and back in its own mode afterwards.
+        Call it on every rank. The model is in evaluation mode meanwhile and back in its own mode afterwards.
 
         Args:
             batches: what `ab.batches(..., shuffle=False)` or `ab.shares` yields, or nested batches of this rank; every
@@ -279,6 +279,9 @@ class Engine:
             metric: a declared loss, or a function of (model, batch) that returns one value per sample,
                 `ab.LossSum(total, count)`, or a dict of those. None: the loss.
             averaged: with the averaged weights, see `average_decay`.
+
+        Raises:
+            RanksDifferError, ReplicaError: ranks have called different things, or hold different weights.
         """
         average = self.average
         if averaged and average is None:
@@ -288,13 +291,11 @@ class Engine:
         if averaged and (stale := stale_statistics(parts.modules)):
             parts.notifier.warn("statistics_are_not_averaged", stale)
         parts.updater.finite.settle()
-        # Module by module: parts of a model may be in evaluation mode while the rest trains.
-        modes = {module: module.training for module in parts.modules.modules()}
-        parts.modules.eval()
-        try:
-            weights = average.in_place() if averaged and average is not None else nullcontext()
-            own = evaluation_weights(self.optimizer)
-            with failures_reported(parts.world, self.num_steps, parts.updater.undo), torch.no_grad(), own, weights:
+        weights = average.in_place() if averaged and average is not None else nullcontext()
+        own = evaluation_weights(self.optimizer)
+        with evaluation_mode(parts.modules), parts.reported("engine.evaluate", self.num_steps, meets=True):
+            parts.replicas.compare(self.num_steps)
+            with torch.no_grad(), own, weights:
                 found, num_samples = evaluate(
                     batches,
                     parts.context.loss if metric is None else metric,
@@ -303,9 +304,6 @@ class Engine:
                     world=parts.world,
                     halved=parts.notifier.halved,
                 )
-        finally:
-            for module, training in modes.items():
-                module.training = training
         parts.notifier.evaluate(self.num_steps, num_samples, found)
         return found
 
@@ -323,6 +321,8 @@ class Engine:
 
         Raises:
             CheckpointError: it could not be written; older ones are untouched.
+            RanksDifferError, ReplicaError: ranks have called different things, or hold different weights.
+            UpdateFailedError: the last update broke off, so that weights may be half updated.
 
         Warns:
             AnyBatchWarning: learning rates follow a scheduler that the engine does not know, so it is not saved.
@@ -330,21 +330,15 @@ class Engine:
         parts = self._parts
         if unsaved := unsaved_scheduler(self.optimizer, (self.scheduler, *parts.further_state.values())):
             parts.notifier.warn("scheduler_not_saved", unsaved)
-        # On an accelerator the last step's loss is not looked at yet, and weights after a NaN must not be saved.
-        parts.updater.finite.settle()
-        progress = Progress(
-            num_steps=self.num_steps,
-            position=self.position,
-            seed=parts.planner.seed,
-            sizes=parts.backoff.named,
-            resized=parts.backoff.state(),
-            decisions=parts.decisions,
-        )
-        state = collect_state(parts.state, progress, self.world, only_trainable=only_trainable)
-        saved = save_on_first_rank(Path(folder), self.num_steps, state, self.world, keep_last=keep_last)
+        with parts.reported("engine.save", self.num_steps, trains=True, meets=True):
+            # On an accelerator the last step's loss is not looked at yet, and weights after a NaN must not be saved.
+            parts.updater.finite.settle()
+            parts.replicas.compare(self.num_steps)
+            state = parts.collect(self.num_steps, self.position, only_trainable=only_trainable)
+            saved = save_on_first_rank(Path(folder), self.num_steps, state, self.world, keep_last=keep_last)
         for message in saved.warnings:
             warnings.warn(message, stacklevel=2)
-        self._parts.notifier.checkpoint("saved", self.num_steps, saved.path, saved.num_bytes)
+        parts.notifier.checkpoint("saved", self.num_steps, saved.path, saved.num_bytes)
         return saved.path
 
     def load(self, path: str | Path) -> Position:
@@ -362,25 +356,14 @@ class Engine:
             AnyBatchWarning: the optimizer is of another class, the state of an object was not taken up, or random
                 numbers that are not keyed cannot go on.
         """
-        loaded = load_on_all_ranks(Path(path), self.world)
-        # First, because it raises before it changes anything; the engine's own numbers follow the parts.
-        try:
-            remarks = restore_state(self._parts.state, loaded.state, self.world)
-        # What compares two states knows of no files.
-        except CheckpointError as error:
-            error.path = loaded.path
-            raise
-        for code, message in remarks:
-            self._parts.notifier.warn(code, message)
+        parts = self._parts
+        with parts.reported("engine.load", self.num_steps, meets=True):
+            loaded = load_on_all_ranks(Path(path), self.world)
+            self._restore(loaded.state, loaded.path)
         for skipped in loaded.skipped:
-            self._parts.notifier.checkpoint("fell_back", self.num_steps, skipped.path, None, skipped.reason)
+            parts.notifier.checkpoint("fell_back", self.num_steps, skipped.path, None, skipped.reason)
             warnings.warn(f"passed over the damaged checkpoint {skipped.path}: {skipped.reason}", stacklevel=2)
-        self.num_steps = int(loaded.state["num_steps"])
-        self.position = Position(**loaded.state["position"])
-        self._parts.planner.seed = loaded.state["seed"]
-        self._parts.backoff.resume(loaded.state)
-        self._parts.check.resume(loaded.state["decisions"])
-        self._parts.notifier.checkpoint("loaded", self.num_steps, loaded.path, None)
+        parts.notifier.checkpoint("loaded", self.num_steps, loaded.path, None)
         return self.position
 
     def save_also(self, **objects: Stateful) -> None:
@@ -404,6 +387,29 @@ class Engine:
                 message = f"{name}={found!r} cannot be saved: it needs the methods state_dict and load_state_dict."
                 raise UserError(message)
         self._parts.further_state.update(objects)
+
+    def align_replicas(self) -> tuple[str, ...]:
+        """Give every rank the state of rank 0: weights, optimizer, scheduler, counters; return what had differed.
+
+        The repair behind a `ReplicaError`, where no checkpoint is to be loaded. Call it on every rank.
+
+        Returns:
+            Names of the weights that differed.
+        """
+        parts = self._parts
+        with parts.reported("engine.align_replicas", self.num_steps, meets=True):
+            names, _ = parts.replicas.differing()
+            parts.updater.finite.settle()
+            if self.world.roll_call is not None:
+                state = parts.collect(self.num_steps, self.position, only_trainable=False)
+                self._restore(state_of_first_rank(state, self.world))
+        return names
+
+    def _restore(self, state: Mapping[str, Any], path: Path | None = None) -> None:
+        # First, because it raises before it changes anything; the engine's own numbers follow the parts.
+        self._parts.restore(state, path)
+        self.num_steps = int(state["num_steps"])
+        self.position = Position(**state["position"])
 
     def reschedule(self, scheduler: SchedulerFunction) -> None:
         """Continue with another schedule, from its beginning, in the place of the present one.

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -75,6 +75,19 @@ def evaluate(
     stacked = context.strategy.sum(torch.stack([totals.get(name, nothing) for name in names])).tolist()
     means = zip(names, stacked, strict=True)
     return {name: total / count if count else float("nan") for name, (total, count) in means}, num_samples
+
+
+@contextmanager
+def evaluation_mode(modules: nn.Module) -> Iterator[None]:
+    """Put modules into evaluation mode, and each back into its own mode afterwards."""
+    # Module by module: parts of a model may be in evaluation mode while the rest trains.
+    modes = {module: module.training for module in modules.modules()}
+    modules.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
 
 
 def _measure_parts(

@@ -1,6 +1,5 @@
 """How an effective batch is run, in one pass or two: chosen once, when an engine is built."""
 
-from collections.abc import Callable
 from typing import Protocol
 
 from torch import nn
@@ -17,6 +16,7 @@ from anybatch.engine.accumulation.two_pass import (
 )
 from anybatch.engine.batch_norm.runner import BatchNormRunner, Execute
 from anybatch.engine.telemetry.notifier import Notifier
+from anybatch.parallel.strategy import Abort
 from anybatch.parallel.world import World
 
 
@@ -27,7 +27,11 @@ class Executor(Protocol):
         """Run all micro-batches of this rank."""
         ...
 
-    def abort(self) -> None:
+    def begin_step(self) -> None:
+        """Forget how far the last effective batch had come."""
+        ...
+
+    def abort(self, *, failed: bool) -> None:
         """Serve the collectives that the other ranks wait in, and tell them; see `Prepared.abort`."""
         ...
 
@@ -44,7 +48,7 @@ def choose_executor(
         notifier: reports micro-batches.
         batch_norm: runs micro-batches under the policy about BatchNorm.
     """
-    abort: Callable[[], None] = _no_abort
+    abort: Abort = _no_abort
     if context.prepared.abort is not None:
         # Made beforehand: a rank that has run out of memory can allocate nothing for its last message.
         abort = context.prepared.abort(Sums().totals(context.loss, world.device))
@@ -55,11 +59,14 @@ def choose_executor(
 
 
 class _OnePass:
-    def __init__(self, context: LoopContext, notifier: Notifier, execute: Execute, abort: Callable[[], None]) -> None:
+    def __init__(self, context: LoopContext, notifier: Notifier, execute: Execute, abort: Abort) -> None:
         self._context = context
         self._notifier = notifier
         self._execute = execute
         self.abort = abort
+
+    def begin_step(self) -> None:
+        """Nothing is kept."""
 
     def __call__(self, counted: CountedBatch) -> Sums:
         """Run forward and backward of one micro-batch after the other."""
@@ -77,7 +84,7 @@ class _TwoPasses:
         notifier: Notifier,
         batch_norm: BatchNormRunner,
         *,
-        abort: Callable[[], None],
+        abort: Abort,
     ) -> None:
         self._context = context
         self._modules = modules
@@ -85,6 +92,10 @@ class _TwoPasses:
         self._notifier = notifier
         self._batch_norm = batch_norm
         self._abort = abort
+        self._have_exchanged = False
+
+    def begin_step(self) -> None:
+        """Outputs have not been exchanged."""
         self._have_exchanged = False
 
     def __call__(self, counted: CountedBatch) -> Sums:
@@ -106,16 +117,16 @@ class _TwoPasses:
                 self._context, self._modules, micro_batches, counted.replay, exchange, record=record
             )
 
-    def abort(self) -> None:
+    def abort(self, *, failed: bool) -> None:
         """Leave before the ranks have exchanged outputs, or behind that."""
         if self._have_exchanged:
-            self._abort()
+            self._abort(failed=failed)
         else:
-            abort_exchange(self._world)
+            abort_exchange(self._world, failed=failed)
 
     def _note_exchange(self) -> None:
         self._have_exchanged = True
 
 
-def _no_abort() -> None:
+def _no_abort(*, failed: bool) -> None:
     """The strategy cannot abort: the engine does not ask it to."""

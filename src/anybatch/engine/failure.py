@@ -6,42 +6,74 @@ from contextlib import contextmanager
 import torch
 
 from anybatch.engine.compatibility import refused_in_backward
-from anybatch.errors import AnyBatchError, MemoryExhaustedError, NonFiniteError, RankFailedError
+from anybatch.errors import AnyBatchError, MemoryExhaustedError, NonFiniteError, WorldError
 from anybatch.parallel.world import World
 
 
 @contextmanager
-def failures_reported(world: World, step: int, undo: Callable[[], None]) -> Iterator[None]:
+def failures_reported(
+    world: World,
+    name: str,
+    step: int,
+    undo: Callable[[], None],
+    *,
+    check: Callable[[], None] | None = None,
+    meets: bool = False,
+) -> Iterator[None]:
     """Leave nothing half-done behind an error, and report to the other ranks why this one stopped.
 
     Args:
         world: the ranks.
+        name: of what every rank has called, such as "engine.step".
         step: its number.
         undo: called behind an error.
+        check: called first; what it raises is reported too.
+        meets: wait for all ranks before anything else; for what is called now and then.
 
     Raises:
+        RanksDifferError: another rank has called something else.
         RankFailedError: what broke was a collective that another rank has left.
         CompositionError: what broke is known not to compose.
     """
+    world.enter(name, step, meets=meets)
+    roll_call = world.roll_call
     try:
+        if check is not None:
+            check()
+        if roll_call is not None:
+            roll_call.meet()
         yield
     except BaseException as error:
         # First, since every way from here raises.
         undo()
-        if not isinstance(error, AnyBatchError):
-            error.add_note(f"anybatch: in step {step} (counted from 0), on rank {world.rank} of {world.size}.")
-        if (refused := refused_in_backward(error)) is not None:
-            world.publish_failure(refused, step)
-            raise refused from error
-        _complete(error, world.rank, step)
-        # A collective that another rank has left raises a RuntimeError here; the cause is that rank's own error.
-        broken = isinstance(error, RuntimeError) and not isinstance(
-            error, (RankFailedError, MemoryExhaustedError, torch.OutOfMemoryError)
-        )
-        if broken and world.published_failure():  # a collective inside a backward, most likely
-            raise world.first_failure(error) from error
-        world.publish_failure(error, step)
-        raise
+        raised = _told(error, world, step)
+        if raised is error:
+            raise
+        raise raised from error
+    finally:
+        if roll_call is not None:
+            roll_call.leave()
+
+
+def _told(error: BaseException, world: World, step: int) -> BaseException:
+    """Tell the other ranks about an error, and return what to raise for it."""
+    if not isinstance(error, AnyBatchError):
+        error.add_note(f"anybatch: in step {step} (counted from 0), on rank {world.rank} of {world.size}.")
+    _complete(error, world.rank, step)
+    refused: AnyBatchError | None = refused_in_backward(error)
+    # A collective that another rank has left raises a RuntimeError here; the cause is that rank's own error.
+    broken = isinstance(error, RuntimeError) and not isinstance(
+        error, (WorldError, MemoryExhaustedError, torch.OutOfMemoryError)
+    )
+    if refused is None and broken and world.published_failure():  # a collective inside a backward, most likely
+        refused = world.first_failure(error)
+    roll_call = world.roll_call
+    # Behind the last message of a step the others have gone on, unless they raise the same.
+    ahead = roll_call is not None and roll_call.has_agreed and not isinstance(error, (NonFiniteError, WorldError))
+    world.publish_failure(refused or error, step, ahead=ahead)
+    if roll_call is not None:
+        roll_call.fail()
+    return refused or error
 
 
 def _complete(error: BaseException, rank: int, step: int) -> None:

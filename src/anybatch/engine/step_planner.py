@@ -12,6 +12,7 @@ from anybatch.engine.accumulation.planned_batch import (
     CountedBatch,
     PlannedBatch,
     count_batch,
+    leave_count,
     plan_effective_batch,
     refuse_disagreement,
 )
@@ -21,6 +22,7 @@ from anybatch.engine.loss_check.uncounted import UncountedSums
 from anybatch.engine.micro_batch_size.sizes import RunSizes, TrialParts
 from anybatch.engine.telemetry.decisions import Decisions
 from anybatch.engine.telemetry.notifier import Notifier
+from anybatch.errors import WorldError
 from anybatch.parallel.world import World
 
 
@@ -73,6 +75,11 @@ class StepPlanner:
         self._has_begun = False
         self._smaller_in: int | None = None  # the newest step that was smaller than named
 
+    @property
+    def is_steady(self) -> bool:
+        """Whether planning a batch sends nothing that the first batches alone send."""
+        return self._has_begun and not self._check.pending and not self._sizes.searches
+
     def settle_sizes(self, batch: Any, position: Position) -> None:  # noqa: ANN401 (any nested batch)
         """Find the micro-batch size, if it is "auto" and has not been found yet.
 
@@ -105,6 +112,23 @@ class StepPlanner:
         Raises:
             DataError, BatchSizeError, LossError: the batch cannot be run; nothing has changed.
         """
+        planned = self._planned(batch, step, position, check_loss=check_loss)
+        return count_batch(
+            planned, self._loss, self._world, step=step, constraints=self._sizes.constraints, sums=self._sums
+        )
+
+    def _planned(self, batch: Any, step: int, position: Position, *, check_loss: bool) -> PlannedBatch:  # noqa: ANN401
+        roll_call = self._world.roll_call
+        num_told, is_steady = 0 if roll_call is None else roll_call.num_told, self.is_steady
+        try:
+            return self._planned_alone(batch, step, position, check_loss=check_loss)
+        except BaseException as error:
+            is_known = isinstance(error, WorldError) or roll_call is None or roll_call.num_told != num_told
+            if is_steady and not is_known and self._loss.needs_data_to_count:
+                leave_count(error, self._loss, self._world)
+            raise
+
+    def _planned_alone(self, batch: Any, step: int, position: Position, *, check_loss: bool) -> PlannedBatch:  # noqa: ANN401
         planned = plan_effective_batch(batch, self._sizes.placement, self._world, position)
         # A seed of the engine's takes precedence over the data's, also on resume.
         if self.seed is not None:
@@ -117,9 +141,7 @@ class StepPlanner:
             self._on_first_batch(planned, step)
         if check_loss and self._check.is_due(step):
             planned = self._check.check_declaration(planned, self._autocast, step)
-        return count_batch(
-            planned, self._loss, self._world, step=step, constraints=self._sizes.constraints, sums=self._sums
-        )
+        return planned
 
     def _warn_of_smaller(self, batch: Any, num_samples: int, step: int) -> None:  # noqa: ANN401 (any nested batch)
         """Say that batches of a loader are smaller than the effective batch size that was named.

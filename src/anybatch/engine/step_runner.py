@@ -2,6 +2,7 @@
 
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +17,17 @@ from anybatch.engine.accumulation.accumulate import LoopContext
 from anybatch.engine.accumulation.planned_batch import CountedBatch, PlannedBatch
 from anybatch.engine.accumulation.step_guard import StepGuard
 from anybatch.engine.accumulation.sums import divide_late
+from anybatch.engine.compatibility import refused_in_backward
 from anybatch.engine.executors import Executor
 from anybatch.engine.forward_state.buffer_updates import BufferUpdates
 from anybatch.engine.forward_state.state_watch import StateWatch
+from anybatch.engine.meaning import StepMeaning
 from anybatch.engine.micro_batch_size.oom_halving import release_frames
 from anybatch.engine.micro_batch_size.oom_retry import InputVersions, OomRetry, OutOfMemory
 from anybatch.engine.step_planner import StepPlanner
 from anybatch.engine.telemetry.notifier import Notifier
-from anybatch.parallel.step_agreement import StepAbortedError
+from anybatch.errors import AnyBatchError, WorldError
+from anybatch.parallel.step_agreement import StepAbortedError, StepFailedError, StepsDifferError
 from anybatch.parallel.world import World
 
 
@@ -59,6 +63,8 @@ class StepRunner:
         world: the ranks.
         retry: makes a step ready to be run again.
         notifier: reports phases.
+        meaning: what this rank means by a step, for the other ranks to compare.
+        can_leave: whether a rank can leave in the middle of a step, and tell the others.
     """
 
     def __init__(
@@ -73,6 +79,8 @@ class StepRunner:
         world: World,
         retry: OomRetry,
         notifier: Notifier,
+        meaning: StepMeaning,
+        can_leave: bool,
     ) -> None:
         self._planner = planner
         self._execute = executor
@@ -83,6 +91,9 @@ class StepRunner:
         self._retry = retry
         self._world = world
         self._notifier = notifier
+        self._meaning = meaning
+        self._can_leave = can_leave
+        self._owes_step = False
 
     def run(self, batch: Any, step: int, position: Position) -> SummedBatch:  # noqa: ANN401 (any nested batch)
         """Return the gradient of an effective batch, run in the first cut that fits on every rank.
@@ -96,12 +107,30 @@ class StepRunner:
             DataError, BatchSizeError, LossError: the batch cannot be run; nothing has changed.
             ParameterError: other parameters are trainable than before.
             MemoryExhaustedError: no cut fits, or the ranks cannot repeat this step.
-            RankFailedError: another rank failed first.
+            RankFailedError: another rank failed first; all ranks have left the step.
+            RanksDifferError: ranks do not mean the same step.
+            ReplicaError: weights have come to differ between ranks.
         """
-        with self._guard.step():
-            return self._run(batch, step, position)
+        roll_call = self._world.roll_call
+        num_told = 0 if roll_call is None else roll_call.num_told
+        self._execute.begin_step()
+        try:
+            with self._guard.step():
+                return self._run(batch, step, position)
+        except StepFailedError:
+            raise self._world.left_by_failure() from None
+        except StepsDifferError as error:
+            self._meaning.refuse(error.differing)
+        except BaseException as error:
+            # Neither what all ranks know already, nor behind the last message, for which nobody waits any more.
+            is_known = isinstance(error, WorldError) or (roll_call is not None and roll_call.num_told != num_told)
+            if roll_call is not None and self._owes_step and not is_known and not roll_call.has_agreed:
+                self._leave(error, step)
+            raise
 
-    def _run(self, batch: Any, step: int, position: Position) -> SummedBatch:  # noqa: ANN401
+    def _run(self, batch: Any, step: int, position: Position) -> SummedBatch:  # noqa: ANN401 (any nested batch)
+        # What only the first batches send, nobody else can send for a rank that has failed.
+        self._owes_step = self._can_leave and self._planner.is_steady
         self._planner.settle_sizes(batch, position)
         # Buffers as they are now are what every further try has to begin from.
         self._retry.begin_step(step)
@@ -109,6 +138,8 @@ class StepRunner:
         too_large: tuple[int, ...] = ()
         while True:
             counted = self._planner.plan(batch, step, position, check_loss=not too_large)
+            self._owes_step = self._can_leave
+            self._meaning.note(counted.planned, step)
             outcome = self._attempt(counted, step, too_large)
             if isinstance(outcome, SummedBatch):
                 self._buffers.pool()
@@ -119,6 +150,14 @@ class StepRunner:
             too_large += (self._retry.undo_and_shrink(outcome, plan, step, too_large),)
             # Behind the abort: only now does no rank wait for another one any more.
             inputs.refuse_changed(step, self._world)
+
+    def _leave(self, error: BaseException, step: int) -> None:
+        """Serve what the other ranks wait in, so that all of them leave this step, and the next one begins together."""
+        # First, since they ask for it as soon as they have been told.
+        self._world.publish_failure(refused_in_backward(error) or error, step)
+        # Where it is too late for that, they find it when they look around.
+        with suppress(AnyBatchError, RuntimeError):
+            self._execute.abort(failed=True)
 
     def _attempt(self, counted: CountedBatch, step: int, too_large: tuple[int, ...]) -> SummedBatch | OutOfMemory:
         """Add gradients up over micro-batches and ranks, and divide; all that may run out of memory is in here."""

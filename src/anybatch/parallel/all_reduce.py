@@ -4,11 +4,10 @@ Every rank runs its share of the effective batch through its own replica. In the
 become final one after the other, from the last layer to the first; as soon as a bucket of them is final its all-reduce
 starts and travels while the backward goes on. All buckets are waited for once, before the update.
 
-A rank that runs out of memory serves the remaining buckets with zeros and says so in the last message, in which all
-ranks say which parameters they have used: so no rank waits for it in vain, and all repeat the effective batch.
+A rank that runs out of memory, or fails, serves the remaining buckets with zeros and says so in the last message, in
+which all ranks say which parameters they have used: so no rank waits for it in vain, and all leave the effective batch.
 """
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
@@ -19,8 +18,8 @@ from torch import Tensor, nn
 from anybatch.core.compatibility import Feature
 from anybatch.parallel.gradient_buckets import GradientBuffers
 from anybatch.parallel.replicas import Initial, align_replicas
-from anybatch.parallel.step_agreement import StepAbortedError, StepAgreement
-from anybatch.parallel.strategy import Capabilities, Prepared, ReductionObserver, Turn, caller_of, trainable
+from anybatch.parallel.step_agreement import StepAbortedError, StepAgreement, StepFailedError
+from anybatch.parallel.strategy import Abort, Capabilities, Prepared, ReductionObserver, Turn, caller_of, trainable
 from anybatch.parallel.world import World
 
 _NOTHING = nullcontext()
@@ -36,7 +35,7 @@ class AllReduce:
         initial: make replicas equal by broadcasting rank 0's values, or "verify" that they are.
     """
 
-    capabilities = Capabilities(name="all_reduce", feature=Feature.ALL_REDUCE)
+    capabilities = Capabilities(name="all_reduce", feature=Feature.ALL_REDUCE, replicas=True)
 
     def __init__(self, *, bucket_bytes: int = 25 * 2**20, overlap: bool = True, initial: Initial = "broadcast") -> None:
         self._bucket_bytes = bucket_bytes
@@ -113,21 +112,21 @@ class AllReduce:
         # All is on its way before the first is waited for, which makes one round trip of it.
         agreement.start()
         for work in self._started:
-            work.wait()
+            self._world.wait(work)
         self._started.clear()
         return agreement.wait()
 
-    def _make_abort(self, numbers: Float[Tensor, " numbers"]) -> Callable[[], None]:
+    def _make_abort(self, numbers: Float[Tensor, " numbers"]) -> Abort:
         """Return what a rank calls that cannot go on: buckets that have not been sent yet travel as zeros."""
         agreement = StepAgreement(numbers, self._gradients.used, self._world, aborts=True)
 
-        def abort() -> None:
+        def abort(*, failed: bool) -> None:
             self._gradients.on_gradient = None
             # Buckets that have started travel as they are: all ranks throw this step's gradients away.
             for bucket in self._gradients.buckets[len(self._started) :]:
                 bucket.flat.zero_()
-            agreement.reset_to_abort()
-            with suppress(StepAbortedError):
+            agreement.reset_to_abort(failed=failed)
+            with suppress(StepFailedError if failed else StepAbortedError):
                 self._finish(agreement)
 
         return abort

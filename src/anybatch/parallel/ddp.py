@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from anybatch.core.compatibility import Feature
 from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.tree import Batch
-from anybatch.errors import CannotRedoError
+from anybatch.errors import CannotRedoError, WorldError
 from anybatch.parallel.replicas import Initial, align_replicas
-from anybatch.parallel.step_agreement import StepAbortedError, StepAgreement
-from anybatch.parallel.strategy import Capabilities, Prepared, ReductionObserver, Turn, trainable
+from anybatch.parallel.step_agreement import StepAbortedError, StepAgreement, StepFailedError
+from anybatch.parallel.strategy import Abort, Capabilities, Prepared, ReductionObserver, Turn, trainable
 from anybatch.parallel.torch_internals import GradBucket
 from anybatch.parallel.world import World
 
@@ -45,7 +45,9 @@ class DDP:
         initial: make replicas equal by broadcasting rank 0's values, or "verify" that they are.
     """
 
-    capabilities = Capabilities(name="ddp", feature=Feature.DDP, float32_accumulation=False, prepares_in_forward=True)
+    capabilities = Capabilities(
+        name="ddp", feature=Feature.DDP, float32_accumulation=False, replicas=True, prepares_in_forward=True
+    )
 
     def __init__(
         self,
@@ -62,7 +64,7 @@ class DDP:
         self._reduced = False
         self._prepared = False
         self._world = World()
-        self._reductions = _Reductions(_weakly(None))
+        self._reductions = _Reductions(_weakly(None), self._world)
 
     def prepare(
         self, modules: nn.Module, model: object, world: World, on_reduction: ReductionObserver | None
@@ -72,7 +74,7 @@ class DDP:
         differed = align_replicas(modules, world, self._initial)
         self._parameters = list(parameters.values())
         self._world = world
-        self._reductions = _Reductions(_weakly(on_reduction))
+        self._reductions = _Reductions(_weakly(on_reduction), world)
         self._wrapper = DistributedDataParallel(
             _Caller(modules, model),
             # `align_replicas` has made the replicas equal, and can say which tensors differed.
@@ -135,9 +137,13 @@ class DDP:
         try:
             yield
         except RuntimeError as error:
+            if self._reductions.error is not None:
+                raise self._reductions.error from None
             if self._reductions.broken:
                 raise self._world.first_failure(error) from error
             raise
+        finally:
+            self._reductions.error = None
 
     def _call(self, function: LossFunction, batch: Batch) -> Any:  # noqa: ANN401 (whatever the loss returns)
         assert self._wrapper is not None
@@ -145,7 +151,7 @@ class DDP:
         self._prepared = self._reduced  # the forward has prepared a reduction, which only its backward can finish
         return output
 
-    def _make_abort(self, numbers: Float[Tensor, " numbers"]) -> Callable[[], None]:
+    def _make_abort(self, numbers: Float[Tensor, " numbers"]) -> Abort:
         """Return what a rank calls that cannot go on: it joins with zeros, unless its own reduction has been prepared.
 
         DDP has no way to end a reduction whose backward has failed: its reducer refuses the next one, and does not say
@@ -153,18 +159,18 @@ class DDP:
         """
         agreement = StepAgreement(numbers, (), self._world, aborts=True)
 
-        def abort() -> None:
+        def abort(*, failed: bool) -> None:
             if self._prepared:
                 message = (
                     "strategy 'ddp' cannot leave the backward in which gradients are reduced, that of a rank's last "
                     "micro-batch (strategy='all_reduce' can)"
                 )
                 raise CannotRedoError(message, rank=self._world.rank)
-            agreement.reset_to_abort()
+            agreement.reset_to_abort(failed=failed)
             self._reduced = True
             self._join_with_zeros()
             agreement.start()
-            with suppress(StepAbortedError):
+            with suppress(StepFailedError if failed else StepAbortedError):
                 agreement.wait()
 
         return abort
@@ -191,10 +197,12 @@ class _Caller(nn.Module):
 
 @dataclass(slots=True)
 class _Reductions:
-    """The observer of reductions, and whether one has broken: DDP lets no exception of its own type through."""
+    """The observer of reductions, and how one has ended: DDP lets no exception of its own type through."""
 
     on_reduction: Callable[[], ReductionObserver | None]
+    world: World
     broken: bool = False
+    error: WorldError | None = None
 
 
 def _weakly(observer: ReductionObserver | None) -> Callable[[], ReductionObserver | None]:
@@ -226,4 +234,11 @@ def _sum_bucket(reductions: _Reductions, bucket: GradBucket) -> torch.futures.Fu
     work = dist.all_reduce(flat, async_op=True)
     assert work is not None
     result: torch.futures.Future[torch.Tensor] = work.get_future().then(summed)
+    if bucket.is_last():
+        # DDP would wait for it next, and not look around meanwhile for a rank that will not come.
+        try:
+            reductions.world.wait(work)
+        except WorldError as error:
+            reductions.error = error
+            raise
     return result

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from anybatch.errors import WorldError
+from anybatch.parallel.roll_call import RollCall
 from anybatch.parallel.torch_internals import PrefixStore, Store, default_store
 
 _JOINED_KEY = "anybatch/times_joined"
@@ -25,29 +26,31 @@ _PATIENCE_SECONDS = 2.0
 
 @dataclass(slots=True)
 class _Held:
-    """The process group of a control group, and the number of sums over it that have not been waited for yet."""
+    """The process group of a control group, and the number of messages over it that have not been waited for yet."""
 
     groups: list["dist.ProcessGroup"]
     num_pending: int = 0
     process_id: int = field(default_factory=os.getpid)
 
 
-class PendingSum:
-    """A sum over ranks that has been started and has to be waited for."""
+class PendingMessage:
+    """A message between all ranks that has been started and has to be waited for."""
 
-    def __init__(self, work: "dist.Work", held: _Held) -> None:
+    def __init__(self, work: "dist.Work", held: _Held, roll_call: RollCall) -> None:
         self._work = work
         self._held = held
+        self._roll_call = roll_call
         held.num_pending += 1
 
     def wait(self) -> None:
-        """Wait until every rank has brought its numbers.
+        """Wait until every rank has brought its part.
 
         Raises:
             RuntimeError: another rank has ended.
+            RankFailedError, RanksDifferError: another rank is not going to bring it.
         """
         try:
-            self._work.wait()
+            self._roll_call.wait(self._work)
         finally:
             self._held.num_pending -= 1
 
@@ -60,6 +63,10 @@ class ControlGroup:
 
     Args:
         timeout: how long a rank waits for the others.
+
+    Attributes:
+        name: the same on all ranks, and another for each group.
+        roll_call: where the ranks stand.
     """
 
     def __init__(self, timeout: timedelta) -> None:
@@ -67,6 +74,7 @@ class ControlGroup:
         # Until every rank has connected to all others, a rank that ends its group again breaks their connecting.
         dist.all_reduce(torch.zeros(1), group=group)
         self.name: str = group.group_name  # the same on all ranks, which make their groups in the same order
+        self.roll_call = RollCall(self.name, dist.get_rank(), dist.get_world_size())
         self._held = _Held([group])
         self._end = weakref.finalize(self, _end, self._held)
         self._end.atexit = False  # the process that ends takes everything along, and must not wait for other ranks
@@ -83,11 +91,17 @@ class ControlGroup:
             raise WorldError(message)
         return self._held.groups[0]
 
-    def start_sum(self, numbers: torch.Tensor) -> PendingSum:
+    def start_sum(self, numbers: torch.Tensor) -> PendingMessage:
         """Start replacing `numbers` by their sum over ranks."""
         work = dist.all_reduce(numbers, group=self.group, async_op=True)
         assert work is not None
-        return PendingSum(work, self._held)
+        return PendingMessage(work, self._held, self.roll_call)
+
+    def gather(self, rows: list[torch.Tensor], mine: torch.Tensor) -> None:
+        """Fill `rows` with what every rank passed as `mine`."""
+        work = dist.all_gather(rows, mine, group=self.group, async_op=True)
+        assert work is not None
+        PendingMessage(work, self._held, self.roll_call).wait()
 
     def close(self) -> bool:
         """End the group, and return whether it was still there."""

@@ -85,5 +85,5 @@ class Single:
             self._buffers.close()
 
 
-def _no_collective() -> None:
+def _no_collective(*, failed: bool) -> None:
     """Abort on one rank: no collective is under way."""

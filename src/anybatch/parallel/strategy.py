@@ -21,6 +21,14 @@ ReductionObserver = Callable[[int, int, torch.dtype], None]
 """Called with (bucket number, bytes, dtype) whenever a gradient reduction is handed to a collective."""
 
 
+class Abort(Protocol):
+    """Leaves an effective batch: serves the collectives that the other ranks wait in, and tells them."""
+
+    def __call__(self, *, failed: bool) -> None:
+        """Leave, because this rank has failed, or else because it has run out of memory."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """Where a micro-batch stands in its rank share."""
@@ -40,6 +48,7 @@ class Capabilities:
         replaces_parameters: the optimizer has to be built after `prepare`, by a function.
         float32_accumulation: gradients of bf16 and fp16 parameters can be accumulated and reduced in float32.
         sparse_gradients: parameters may have sparse gradients.
+        replicas: every rank holds all weights, and makes the same updates.
         prepares_in_forward: the forward of the last micro-batch prepares the reduction, so it must have run in its turn
             and have met every parameter that its backward will reach.
     """
@@ -50,6 +59,7 @@ class Capabilities:
     replaces_parameters: bool = False
     float32_accumulation: bool = True
     sparse_gradients: bool = False
+    replicas: bool = False
     prepares_in_forward: bool = False
 
     @property
@@ -94,10 +104,11 @@ class Prepared:
         differed: names of what was not equal on all ranks before and is now.
         gradient_buffers: where gradients add up, apart from `.grad`.
         layout: how the parameters lie on the ranks: what is saved, loaded, measured and averaged goes through it.
-        abort: function (numbers, as `finish_gradients` will be given) -> function () that a rank calls which has run
-            out of memory. It takes part in every collective that the other ranks have started or will start for this
-            effective batch, in their order, so that `finish_gradients` raises `StepAbortedError` there. It raises
-            `CannotRedoError`, with a clause, where it is too late for that. None: the strategy cannot do this.
+        abort: function (numbers, as `finish_gradients` will be given) -> function (whether it has failed) that a rank
+            calls which has run out of memory or failed. It takes part in every collective that the other ranks have
+            started or will start for this effective batch, in their order, so that `finish_gradients` raises
+            `StepAbortedError` or `StepFailedError` there. It raises `CannotRedoError`, with a clause, where it is too
+            late for that. None: the strategy cannot do this.
     """
 
     parameters: Mapping[str, nn.Parameter]
@@ -106,7 +117,7 @@ class Prepared:
     differed: tuple[str, ...] = ()
     gradient_buffers: tuple[torch.Tensor, ...] = ()
     layout: ParameterLayout = ParameterLayout()
-    abort: "Callable[[Float[Tensor, ' numbers']], Callable[[], None]] | None" = None
+    abort: "Callable[[Float[Tensor, ' numbers']], Abort] | None" = None
 
 
 class Strategy(Protocol):
@@ -150,7 +161,8 @@ class Strategy(Protocol):
             numbers.
 
         Raises:
-            StepAbortedError: a rank has aborted the effective batch, see `Prepared.abort`. All collectives are over.
+            StepAbortedError, StepFailedError: a rank has left the effective batch, see `Prepared.abort`.
+            StepsDifferError: ranks do not mean the same step. All collectives are over in each of these cases.
         """
         ...
 

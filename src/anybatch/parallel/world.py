@@ -20,16 +20,13 @@ import torch.distributed as dist
 from anybatch.errors import RankFailedError, WorldError
 from anybatch.parallel.process_groups import (
     ControlGroup,
-    PendingSum,
+    PendingMessage,
     count_open_worlds,
     end_default_group,
     join_default_group,
 )
 from anybatch.parallel.rank_failure import RankFailure
-from anybatch.parallel.torch_internals import Store, default_store
-
-_FAILURE_KEY = "anybatch/first_failure"
-_COUNT_KEY = "anybatch/failures_of_rank"
+from anybatch.parallel.roll_call import RollCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,17 +150,59 @@ class World:
             error = caught
         # A rank that has failed takes part as well, since the others wait for its answer.
         outcomes = self.gather_objects((value, None if error is None else RankFailure.of(error, self.rank, None)))
+        failures = [failure for _, failure in outcomes if failure is not None]
+        if failures and self.roll_call is not None:
+            self.roll_call.num_told += 1
         if error is not None:
             raise error
-        for _, failure in outcomes:
-            if failure is not None:
-                message = f"rank {failure.rank} failed: {failure.error_type}: {failure.reason}"
-                raise failure.error(message)
+        for failure in failures:
+            message = f"rank {failure.rank} failed: {failure.error_type}: {failure.reason}"
+            raise failure.error(message)
         return [value for value, _ in outcomes]
 
-    def start_sum(self, numbers: torch.Tensor) -> PendingSum | None:
+    def start_sum(self, numbers: torch.Tensor) -> PendingMessage | None:
         """Start replacing `numbers`, a CPU tensor, by their sum over ranks; wait for what is returned."""
         return None if self._control is None or self.size == 1 else self._control.start_sum(numbers)
+
+    def gather_from(self, function: Callable[[], Sequence[float]], width: int) -> list[list[float]]:
+        """Return the `width` numbers that every rank's function returned, in rank order; if one raises, all raise.
+
+        Raises:
+            RankFailedError: on the ranks whose function did not raise.
+        """
+        numbers, error = [0.0] * width, None
+        try:
+            numbers = list(function())
+        except BaseException as caught:  # noqa: BLE001 (raised again once all ranks know)
+            error = caught
+            self.publish_failure(error, None if self.roll_call is None else self.roll_call.here.step)
+        # A rank that has failed takes part as well, since the others wait for its answer.
+        rows = self.gather_numbers([float(error is not None), *numbers])
+        failed = [rank for rank, row in enumerate(rows) if row[0]]
+        if failed and self.roll_call is not None:
+            self.roll_call.num_told += 1
+        if error is not None:
+            raise error
+        if failed:
+            raise self.left_by_failure()
+        return [row[1:] for row in rows]
+
+    @property
+    def roll_call(self) -> RollCall | None:
+        """Where the ranks stand; None where there is no other process to talk to."""
+        return None if self._control is None or self.size == 1 else self._control.roll_call
+
+    def wait(self, work: "dist.Work") -> None:
+        """Wait for a collective in the data group.
+
+        Raises:
+            RankFailedError, RanksDifferError: another rank is not going to join it.
+        """
+        # Waiting for an accelerator's collective only orders it before what comes next there.
+        if self.device.type == "cpu" and self.roll_call is not None:
+            self.roll_call.wait(work)
+        else:
+            work.wait()
 
     @contextmanager
     def collective(self) -> Iterator[None]:
@@ -175,17 +214,19 @@ class World:
         try:
             yield
         except RuntimeError as error:
-            # Memory that ran out on this rank is a RuntimeError for torch too, and breaks no collective.
-            if self._silent or isinstance(error, torch.OutOfMemoryError):
+            # Memory that ran out on this rank is a RuntimeError for torch too, and breaks no collective; a WorldError
+            # says already what is wrong between the ranks.
+            if self._silent or isinstance(error, (torch.OutOfMemoryError, WorldError)):
                 raise
             raise self.first_failure(error) from error
 
-    def publish_failure(self, error: BaseException, step: int | None) -> bool:
+    def publish_failure(self, error: BaseException, step: int | None, *, ahead: bool = False) -> bool:
         """Publish this rank's error for ranks that will only see a broken connection. The first one published stays.
 
         Args:
             error: what has ended the work of this rank.
             step: number of the step it failed in, from 0 on; None for what failed between steps.
+            ahead: the others have come through this step, and will wait in the next one.
 
         Returns:
             Whether it is up to this rank to inform the user: no other rank has published an error before.
@@ -193,25 +234,17 @@ class World:
         # That error repeats what the rank that failed first has published.
         if self._silent or isinstance(error, RankFailedError):
             return self.published_failure() is None
-        text = RankFailure.of(error, self.rank, step).to_json()
         try:
-            store = default_store()
-            # One indivisible operation, so that of several ranks that fail at once exactly one publishes its error.
-            kept = store.compare_set(self._failure_key(store), "", text)
-            store.add(self._count_key, 1)
+            return self.roll_call is None or self.roll_call.publish(RankFailure.of(error, self.rank, step), ahead=ahead)
         except (RuntimeError, ValueError):  # the store went with its rank: there is no rank left to inform
             return True
-        return kept.decode() == text
 
     def published_failure(self) -> RankFailure | None:
         """Return what another rank has published about its error; None if nothing."""
-        if self._silent:
+        if self.roll_call is None:
             return None
         try:
-            store = default_store()
-            key = self._failure_key(store)
-            # Asked before it is read, because `get` waits until somebody has written.
-            found = RankFailure.from_json(store.get(key).decode()) if store.check([key]) else None
+            found = self.roll_call.published()
         except (RuntimeError, ValueError):  # the store went with its rank
             return None
         return None if found is None or found.rank == self.rank else found
@@ -223,35 +256,43 @@ class World:
         not come between two ranks that talk to each other.
         """
         assert self._control is not None
-        group = self._control.group
         rows = [bytearray(size) for _ in range(self.size)]
         with self.collective():
             mine = _plain(bytearray(written.ljust(size, b"\0")), torch.uint8)
-            dist.all_gather([_plain(row, torch.uint8) for row in rows], mine, group=group)
+            self._control.gather([_plain(row, torch.uint8) for row in rows], mine)
         return rows
 
-    def _failure_key(self, store: Store) -> str:
-        """Return where the next word about an error belongs.
+    def left_by_failure(self) -> RankFailedError:
+        """Return the error to raise on a rank that another one has told, in time, that it has failed."""
+        failure = self.published_failure()
+        message = (
+            f"{failure or 'another rank failed'}. Rank {self.rank} stops too: nothing has been updated, and all ranks "
+            "are in the same place."
+        )
+        return RankFailedError(message) if failure is None else failure.error(message)
 
-        An error that all ranks raise, such as a loss of NaN, need not end the run. Each rank counts its own errors, so
-        that ranks which go on after one look for the next in a new place, and none has to clear the old one away.
+    def enter(self, name: str, step: int, *, meets: bool = False) -> None:
+        """Begin what every rank has to call; see `RollCall.enter` and `RollCall.meet`, which comes next.
+
+        Args:
+            name: of what was called, such as "engine.save".
+            step: number of the engine's step.
+            meets: wait for all ranks before anything else.
+
+        Raises:
+            WorldError: the world is closed.
         """
-        # Adding 0 reads the counter, and makes it where there is none; `get` would wait for it.
-        return f"{_FAILURE_KEY}/{self._name}/{store.add(self._count_key, 0)}"
-
-    @property
-    def _count_key(self) -> str:
-        return f"{_COUNT_KEY}/{self._name}/{self.rank}"
-
-    @property
-    def _name(self) -> str:
-        """The same on all ranks, and another for each world: errors of an earlier one are not this one's."""
-        return "" if self._control is None else self._control.name
+        if self._control is not None and self.size > 1:
+            _ = self._control.group  # raises where the world is closed
+            self._control.roll_call.enter(name, step, meets=meets)
 
     def first_failure(self, error: BaseException) -> RankFailedError:
         """Return the error to raise on a rank whose collective broke: it carries the first failed rank's own error."""
         failure = self.published_failure()
-        reason = failure or "another rank ended without a word (killed, or the rank that keeps the store is gone)"
+        reason = failure or (
+            "another rank ended without a word: it was killed, or its loop was over before this one's (loaders of "
+            "different lengths: wrap them in ab.shares), or the rank that keeps the store is gone"
+        )
         message = f"{reason}. Rank {self.rank} stops too: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
         return RankFailedError(message) if failure is None else failure.error(message)
 

@@ -134,14 +134,18 @@ def count_batch(
     """
     micro_batches = planned.micro_batches
     if loss.needs_data_to_count:
-        loaded = list(micro_batches)
-        counts = [unit_counts(loss, batch, unit.num_samples) for batch, unit in zip(loaded, planned.units, strict=True)]
-        # A unit of weight 0 repeats samples that another unit counts already.
-        own = [
-            sum(c[j] for c, u in zip(counts, planned.units, strict=True) if u.weight) for j in range(len(loss.names))
-        ]
+        loaded: list[Batch] = []
+        counts: list[tuple[float, ...]] = []
+
+        def load_and_count(units: Sequence[Unit] = planned.units) -> list[float]:
+            loaded.extend(micro_batches)
+            counts.extend(unit_counts(loss, batch, unit.num_samples) for batch, unit in zip(loaded, units, strict=True))
+            # A unit of weight 0 repeats samples that another unit counts already.
+            own = [sum(c[j] for c, u in zip(counts, units, strict=True) if u.weight) for j in range(len(loss.names))]
+            return [*own, float(any(map(any, counts))), float(sums.is_needed(counts))]
+
         # One message carries the counts of all terms, whether this rank has anything to run at all, and a question.
-        rows = world.gather_numbers([*own, float(any(map(any, counts))), float(sums.is_needed(counts))])
+        rows = world.gather_from(load_and_count, len(loss.names) + 2)
         divisors = tuple(sum(column) for column in zip(*rows, strict=True))[:-2]
         # In lockstep every rank runs the model equally often, also for a question of one of them.
         is_asked = any(row[-1] for row in rows) if constraints.lockstep else rows[world.rank][-1]
@@ -188,6 +192,15 @@ def count_batch(
 def _unshared(batch: Batch, device: torch.device) -> Batch:
     """Return a batch of which nothing is shared but tensors that are copied when they are moved to the device."""
     return copied(batch, lambda tensor: tensor if tensor.device != device else tensor.clone())
+
+
+def leave_count(error: BaseException, loss: Loss, world: World) -> None:
+    """Tell the other ranks, which wait in `count_batch` for this rank's counts, that it has none; raises the error."""
+
+    def fail() -> list[float]:
+        raise error
+
+    world.gather_from(fail, len(loss.names) + 2)
 
 
 def _run_along(
@@ -358,7 +371,7 @@ def _is_effective_batch(batch: object) -> bool:
     return hasattr(batch, "feed") and hasattr(batch, "sample_ids")
 
 
-def _sizes_on_ranks(size: int, world: World, start: Position) -> list[int]:
+def _sizes_on_ranks(count: Callable[[], int], world: World, start: Position) -> list[int]:
     """Return how many samples each rank brings.
 
     Raises:
@@ -370,7 +383,7 @@ def _sizes_on_ranks(size: int, world: World, start: Position) -> list[int]:
         "shares until all are."
     )
     try:
-        rows = world.gather_numbers([float(size), float(start.epoch), float(start.sample_offset)])
+        rows = world.gather_from(lambda: [float(count()), float(start.epoch), float(start.sample_offset)], 3)
     except RankFailedError as error:
         error.add_note(f"anybatch: this rank waited for the samples that others bring to the step. {cure}")
         raise
@@ -385,9 +398,8 @@ def _sizes_on_ranks(size: int, world: World, start: Position) -> list[int]:
 
 
 def _plan_share(share: RankShare, placement: Placement, world: World, start: Position) -> PlannedBatch:
-    size = 0 if share.batch is None else count_samples(share.batch)
     # A rank whose loader has ended takes part with 0 samples: the others would wait for its answer.
-    sizes = _sizes_on_ranks(size, world, start)
+    sizes = _sizes_on_ranks(lambda: 0 if share.batch is None else count_samples(share.batch), world, start)
     if not sum(sizes):
         message = "the effective batch is empty: no rank brought a sample. End the loop before, as ab.shares does."
         raise BatchSizeError(message, effective_batch_size=0, world_size=world.size)

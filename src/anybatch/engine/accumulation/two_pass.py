@@ -1,7 +1,7 @@
 """Losses across samples: two passes, and in between the loss of the whole effective batch."""
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +17,7 @@ from anybatch.engine.accumulation.sums import Sums
 from anybatch.engine.side_effects import trial_run
 from anybatch.errors import CannotRedoError, LossError
 from anybatch.parallel.all_gather import RowLayout, gather_rows, make_gather_buffers
-from anybatch.parallel.step_agreement import StepAbortedError
+from anybatch.parallel.step_agreement import StepAbortedError, StepFailedError, StepsDifferError
 from anybatch.parallel.strategy import Turn
 from anybatch.parallel.world import World
 
@@ -28,6 +28,8 @@ Record = Callable[[MicroBatch], AbstractContextManager[object]]
 """Context of the forward in which running statistics see a micro-batch; the second pass is not seen."""
 
 _NOT_LAST = Turn(first=False, last=False)
+# Sent by a rank that leaves, in the place of what it has encoded.
+_OUT_OF_MEMORY, _FAILED = "out of memory", "failed"
 
 
 def _not_recorded(micro_batch: MicroBatch) -> AbstractContextManager[object]:
@@ -207,20 +209,23 @@ def gather_outputs(
     Raises:
         LossError: ranks have encoded to tensors of other shapes or types; on every rank.
         StepAbortedError: a rank has run out of memory before.
+        StepFailedError: a rank has failed before.
+        StepsDifferError: ranks do not mean the same step.
     """
     # Shares are consecutive, so that rank by rank is in the order of the plan.
     sizes = [sum(unit.num_samples for unit in share if unit.weight) for share in plan.shares]
     # A rank that says that it is there has room for what comes: after that none may stay away from the collective.
     buffers = None if outputs.kinds is None else make_gather_buffers(outputs.kinds, sizes, world)
     # In the control group, so that a rank without samples can take part, and a mismatch is an error and no hang.
-    from_all = world.gather_objects((outputs.kinds, outputs.differentiable))
-    # None is sent by `abort_exchange`, in the place of what a rank has encoded.
-    if None in from_all:
-        raise StepAbortedError
+    # What ranks mean by the step is compared here too: the rows of different batches cannot be put together.
+    digests = () if world.roll_call is None else world.roll_call.digests
+    from_all = world.gather_objects((outputs.kinds, outputs.differentiable, digests))
+    _look_for_leavers(from_all)
+    _compare([one[2] for one in from_all])
     note_exchange()
     found = [one for one in from_all if one[0] is not None]
     kinds = found[0][0]
-    for other, _ in found:
+    for other, *_ in found:
         _refuse_other_kinds(kinds, other, "on one rank and on another")
     if buffers is None and world.size > 1:  # a rank that ran nothing has learnt only now what is going to come
         try:
@@ -230,12 +235,37 @@ def gather_outputs(
             raise CannotRedoError(message, rank=world.rank, phase="forward_backward") from error
     tensors = gather_rows(outputs.pieces, kinds, sizes, world, collective, buffers=buffers)
     # All ranks must treat an output alike, also one that takes a gradient on some of them only.
-    return tensors, tuple(map(any, zip(*(flags for _, flags in found), strict=True)))
+    return tensors, tuple(map(any, zip(*(flags for _, flags, _ in found), strict=True)))
 
 
-def abort_exchange(world: World) -> None:
-    """Take part in what `gather_outputs` does first, to tell the other ranks that this one has run out of memory."""
-    world.gather_objects(None)
+def abort_exchange(world: World, *, failed: bool) -> None:
+    """Take part in what `gather_outputs` does first, to tell the other ranks that this one leaves.
+
+    Args:
+        world: the ranks.
+        failed: it has failed; otherwise it has run out of memory.
+
+    Raises:
+        StepFailedError: another rank has failed, where this one has run out of memory.
+    """
+    from_all = world.gather_objects(_FAILED if failed else _OUT_OF_MEMORY)
+    if not failed:
+        with suppress(StepAbortedError):
+            _look_for_leavers(from_all)
+
+
+def _look_for_leavers(from_all: Sequence[object]) -> None:
+    """Raise if a rank has sent, in the place of what it has encoded, that it leaves."""
+    if _FAILED in from_all:
+        raise StepFailedError
+    if _OUT_OF_MEMORY in from_all:
+        raise StepAbortedError
+
+
+def _compare(digests: Sequence[tuple[int, ...]]) -> None:
+    """Raise if ranks do not mean the same step."""
+    if differing := tuple(number for number, row in enumerate(zip(*digests, strict=True)) if len(set(row)) > 1):
+        raise StepsDifferError(differing)
 
 
 def first_rank_with_samples(plan: BatchPlan) -> int:

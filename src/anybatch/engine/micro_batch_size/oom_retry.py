@@ -44,7 +44,7 @@ class OutOfMemory:
 class Abortable(Protocol):
     """Runs the micro-batches of an effective batch, and can leave in the middle."""
 
-    def abort(self) -> None:
+    def abort(self, *, failed: bool) -> None:
         """Serve the collectives that other ranks wait in, and tell them; see `Prepared.abort`."""
         ...
 
@@ -127,7 +127,7 @@ class OomRetry:
         reason = self._impossible
         if not reason:
             try:
-                self._executor.abort()
+                self._executor.abort(failed=False)
             # A strategy knows neither step nor phase: it gives the reason, and the whole error is made below.
             except CannotRedoError as error:
                 reason = str(error)

@@ -18,7 +18,7 @@ from anybatch.engine.update.precision import LossScaler, Target
 from anybatch.engine.update.resident_tensors import ResidentMemory
 from anybatch.engine.update.schedule import SchedulerFunction, scheduler_of
 from anybatch.engine.update.weight_average import WeightAverage
-from anybatch.errors import DoesNotFitError, HalfUpdatedError
+from anybatch.errors import DoesNotFitError, HalfUpdatedError, NonFiniteError, UpdateFailedError
 from anybatch.parallel.strategy import ParameterLayout
 
 Gradients = Sequence[torch.Tensor | None]
@@ -95,6 +95,8 @@ class Updater:
         self._buffers = buffers
         self.resident = resident
         self._notifier = notifier
+        self._broken_off = ""
+        self._step = 0
 
     def allocate(self) -> None:
         """Make the optimizer's state and room for its step, once, before the first micro-batch.
@@ -117,6 +119,8 @@ class Updater:
             NonFiniteError: the loss or the gradient is NaN or infinite.
             DoesNotFitError: memory ran out before the update; parameters are as before.
             HalfUpdatedError: memory ran out inside the update.
+
+        Whatever else the optimizer or the scheduler raises goes through; see `refuse_broken_off`.
         """
         try:
             with self._notifier.phase("clip"):
@@ -129,18 +133,47 @@ class Updater:
             raise DoesNotFitError(message, step=step, phase="clip") from error
         # Read before the scheduler sets the next step's.
         rates = tuple(group["lr"] for group in self.target.optimizer.param_groups)
+        self._step = step
         try:
             with self._notifier.phase("update"):
                 stepped = self._stepped(gradients)
                 self._update_statistics()
+        except NonFiniteError:  # gradients have overflowed, and nothing was updated
+            raise
         except torch.OutOfMemoryError as error:
             message = (
                 f"{_out_of_memory('update', step, error)} The update was under way, so parameters and optimizer may be "
                 "half updated, and running on would train on with them. Go back to the last checkpoint (engine.load). "
                 f"{self.resident.remedy(in_update=True)}"
             )
+            self._broken_off = _first_line(error)
             raise HalfUpdatedError(message, step=step, phase="update") from error
+        except BaseException as error:
+            self._broken_off = _first_line(error)
+            error.add_note(
+                f"anybatch: the update of step {step} was under way, so parameters and optimizer may be half updated. "
+                "The engine makes no further step before engine.load."
+            )
+            raise
         return Updated(norm, rates, skipped=not stepped)
+
+    def refuse_broken_off(self) -> None:
+        """Refuse to go on behind an update that broke off.
+
+        Raises:
+            UpdateFailedError: with what broke it off.
+        """
+        if self._broken_off:
+            message = (
+                f"the update of step {self._step} (counted from 0) broke off ({self._broken_off}), so parameters and "
+                "optimizer may be half updated, and going on would train on with them. Go back to the last checkpoint: "
+                "engine.load, on every rank."
+            )
+            raise UpdateFailedError(message, step=self._step)
+
+    def restored(self) -> None:
+        """Forget an update that broke off: all state has come from a checkpoint, or from another rank."""
+        self._broken_off = ""
 
     def reschedule(self, scheduler: SchedulerFunction) -> None:
         """Continue with another schedule; see `Engine.reschedule`."""
@@ -182,6 +215,10 @@ class Updater:
                 self.scheduler.step()
         self._clear()
         return stepped
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _out_of_memory(phase: PhaseName, step: int, error: torch.OutOfMemoryError) -> str:

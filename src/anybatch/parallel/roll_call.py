@@ -1,0 +1,262 @@
+"""Where ranks stand: calls are counted alike on all of them, so that those who wait can tell who will not come.
+
+Nothing is written while ranks are together. A rank that has waited for a while writes where it stands into the store,
+reads where the others stand, and goes on waiting if they may still come: a slow rank is never taken for a failed one.
+"""
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import NoReturn, Self
+
+import torch.distributed as dist
+
+from anybatch.errors import RanksDifferError, WorldError
+from anybatch.parallel.rank_failure import RankFailure
+from anybatch.parallel.torch_internals import Store, default_store
+
+_PREFIX = "anybatch/roll_call"
+_FIRST_PATIENCE_SECONDS = 0.5
+_MOST_PATIENCE_SECONDS = 4.0
+NUM_DIGESTS = 4
+"""Of the call, the batch, the settings and the replicas."""
+
+
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """Where a rank stands.
+
+    Attributes:
+        rank: which one.
+        number: of the common call, counted alike on all ranks.
+        name: of what was called, such as "engine.save".
+        step: number of the engine's step, from 0 on.
+        meets: the rank waits for all others before it begins.
+    """
+
+    rank: int
+    number: int
+    name: str
+    step: int
+    meets: bool
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Return what `to_json` wrote."""
+        return cls(**json.loads(text))
+
+    def to_json(self) -> str:
+        """Return it as text for a store."""
+        return json.dumps(asdict(self))
+
+    def contradicts(self, other: "Whereabouts") -> bool:
+        """Whether the two ranks wait for each other in vain; ranks in calls of other numbers are only early or late."""
+        mine = self.name, self.step, self.meets
+        return self.number == other.number and mine != (other.name, other.step, other.meets)
+
+    def __str__(self) -> str:
+        """Return it as a clause."""
+        return f"rank {self.rank} called {self.name} at step {self.step}"
+
+
+class RollCall:
+    """What this rank is in, and what it knows of the others. One for each control group.
+
+    Args:
+        world_name: the same on all ranks, and another for each control group.
+        rank: this rank.
+        size: the number of ranks.
+
+    Attributes:
+        digests: of what this rank means by the step: its call, batch, settings and replica; each below 2**20.
+        has_agreed: whether the last message of the step is on its way, so that other ranks wait for nothing more.
+        num_told: errors that all ranks have learnt of together.
+    """
+
+    def __init__(self, world_name: str, rank: int, size: int) -> None:
+        self._world_name = world_name
+        self._rank = rank
+        self._size = size
+        self.number = 0
+        self._name = ""
+        self._step = 0
+        self._inside = False
+        self._has_failed = False
+        self._meets = False
+        self._out_of_step = ""
+        self.digests: tuple[int, ...] = (0,) * NUM_DIGESTS
+        self.has_agreed = False
+        self.num_told = 0
+
+    @property
+    def here(self) -> Whereabouts:
+        """Where this rank stands."""
+        return Whereabouts(self._rank, self.number, self._name, self._step, self._meets)
+
+    def enter(self, name: str, step: int, *, meets: bool) -> None:
+        """Begin a call that every rank has to make. Sends nothing.
+
+        Args:
+            name: of what was called.
+            step: number of the step.
+            meets: `meet` waits for all ranks; for what is called now and then.
+        """
+        # Behind an error ranks may not be together any more: they look before they send anything.
+        self.number, self._name, self._step, self._meets = self.number + 1, name, step, meets or self._has_failed
+        self._inside, self._has_failed, self.has_agreed = True, False, False
+
+    def meet(self) -> None:
+        """Wait until all ranks are in this call, where it asks for that, by the store alone.
+
+        So no message of one call can be taken for one of another.
+
+        Raises:
+            RanksDifferError: another rank has called something else.
+            RankFailedError: another rank cannot come.
+            WorldError: this rank has left a message that the others wait for, so that none can be sent any more.
+        """
+        if self._out_of_step:
+            message = (
+                f"{self._name} cannot run, because ranks cannot be brought together again behind an earlier error "
+                f"({self._out_of_step}). Start all ranks again, from the last checkpoint."
+            )
+            raise WorldError(message)
+        if not self._meets:
+            return
+        store, key = default_store(), self._key("met", self.number)
+        if store.add(f"{key}/count", 1) == self._size:
+            store.set(key, "1")
+
+        def wait(patience: timedelta) -> bool:
+            try:
+                store.wait([key], patience)
+            except RuntimeError:
+                return store.check([key])
+            return True
+
+        self._wait(wait, announce=True)
+
+    def leave(self) -> None:
+        """End the call."""
+        self._inside = False
+
+    def fail(self) -> None:
+        """End the call with an error, which has been published: ranks that still wait will wait in vain."""
+        self._has_failed = True
+        self._try(lambda store: store.set(self._key("left", self.number), str(self._rank)))
+
+    def wait(self, work: "dist.Work") -> None:
+        """Wait for a collective on the CPU; look around from time to time.
+
+        Raises:
+            RuntimeError: the connection to another rank broke.
+            RankFailedError: another rank has left this call with an error.
+            RanksDifferError: another rank has called something else.
+        """
+
+        def wait(patience: timedelta) -> bool:
+            try:
+                work.wait(patience)
+            except RuntimeError:
+                if not work.is_completed():
+                    return False
+                work.wait()  # it has come, or has broken, in between
+            return True
+
+        self._wait(wait)
+
+    def publish(self, failure: RankFailure, *, ahead: bool = False) -> bool:
+        """Write this rank's error for ranks that will only see a broken connection; the first one written stays.
+
+        Args:
+            failure: the error.
+            ahead: the others have come through this call, and will wait in the next one.
+
+        Returns:
+            Whether it stays.
+        """
+        store = default_store()
+        # One indivisible operation, so that of several ranks that fail at once exactly one publishes its error.
+        kept = store.compare_set(self._failure_key(), "", failure.to_json())
+        if ahead:
+            store.compare_set(self._key("failure", self.number + 1), "", failure.to_json())
+        return RankFailure.from_json(kept.decode()).rank == self._rank
+
+    def published(self) -> RankFailure | None:
+        """Return what any rank has written about its error in this call."""
+        store, key = default_store(), self._failure_key()
+        return RankFailure.from_json(store.get(key).decode()) if store.check([key]) else None
+
+    def align(self, numbers: "list[int]") -> None:
+        """Count on from the highest number: ranks have met in an error and begin their next calls together."""
+        self.number = max(numbers)
+
+    def _wait(self, wait: Callable[[timedelta], bool], *, announce: bool = False) -> None:
+        patience, was_left = _FIRST_PATIENCE_SECONDS, False
+        if announce:
+            self._try(lambda store: store.set(self._key("at", self._rank), self.here.to_json()))
+        while not wait(timedelta(seconds=patience)):
+            was_left = self._look_around(was_left=was_left)
+            patience = min(2 * patience, _MOST_PATIENCE_SECONDS) if not was_left else _FIRST_PATIENCE_SECONDS
+
+    def _look_around(self, *, was_left: bool) -> bool:
+        """Return whether another rank has left this call with an error.
+
+        Args:
+            was_left: whether it had when this rank looked before: what that rank had sent has arrived since.
+
+        Raises:
+            RankFailedError: it had, and nothing has come.
+            RanksDifferError: another rank has called something else.
+        """
+        if not self._inside:  # a message between calls, such as a vote
+            return False
+        here = self.here
+        self._try(lambda store: store.set(self._key("at", self._rank), here.to_json()))
+        others = [self._read("at", rank) for rank in range(self._size) if rank != self._rank]
+        found = [Whereabouts.from_json(text) for text in others if text]
+        if any(other.contradicts(here) for other in found):
+            self._refuse([here, *(other for other in found if other.number == here.number)])
+        left = self._read("left", self.number)
+        if left and int(left) != self._rank and was_left:
+            failure = self.published()
+            self._out_of_step = str(here)
+            assert failure is not None
+            message = f"{failure}. Rank {self._rank} waited for it in {here.name} at step {here.step}, and stops too."
+            raise failure.error(message)
+        return bool(left)
+
+    def _refuse(self, found: list[Whereabouts]) -> NoReturn:
+        stands = sorted(found, key=lambda one: one.rank)
+        self._out_of_step = str(self.here)
+        names = {one.name for one in stands}
+        remedy = (
+            "Every rank must call engine.step, evaluate, save and load at the same place of its program: take "
+            "`if rank == 0` away from around them (rank 0 alone writes a checkpoint anyway), and wrap loaders of "
+            "different lengths in ab.shares."
+            if len(names) > 1
+            else "An error on one of them was caught there while the others went on: start again from a checkpoint."
+        )
+        message = f"ranks wait for each other in different calls: {'; '.join(map(str, stands))}. {remedy}"
+        raise RanksDifferError(message, step=self._step, meant=tuple(map(str, stands)))
+
+    def _failure_key(self) -> str:
+        # What fails between two calls is found by those that wait in the next one.
+        return self._key("failure", self.number if self._inside or self._has_failed else self.number + 1)
+
+    def _key(self, kind: str, number: int) -> str:
+        return f"{_PREFIX}/{self._world_name}/{kind}/{number}"
+
+    def _read(self, kind: str, number: int) -> str:
+        key = self._key(kind, number)
+        found: list[str] = []
+        self._try(lambda store: found.append(store.get(key).decode() if store.check([key]) else ""))
+        return found[0] if found else ""
+
+    @staticmethod
+    def _try(act: Callable[[Store], object]) -> None:
+        # The store may have gone with its rank: then the connections will break soon.
+        with suppress(RuntimeError, ValueError):
+            act(default_store())

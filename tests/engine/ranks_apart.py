@@ -1,0 +1,308 @@
+"""Ranks that stop agreeing in the middle of a run: what one of them does, and what all learn."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+import anybatch as ab
+from anybatch.core.batch import Foresight, Position, Positions
+from anybatch.parallel import roll_call
+from anybatch.parallel.torch_internals import default_store
+from tests.engine.cases import STRATEGIES, Batch, InMemory, classify, cut, perceptron, predict, sentences, vectors
+
+BATCH_SIZE, NUM_BATCHES, APART = 6, 5, 2
+"""Samples of a batch, batches of a run, and the one at which the last rank goes its own way."""
+NUM_LOOKS = 3
+
+
+@dataclass
+class Told:
+    """What a rank has seen.
+
+    Attributes:
+        ends: of each call: the number of the step it made, or the error's class and text.
+        fields: of the last error.
+        weights: at the end.
+        names: what a repair says had differed.
+    """
+
+    ends: list[str] = field(default_factory=list)
+    fields: dict[str, Any] = field(default_factory=dict)
+    weights: list[float] = field(default_factory=list)
+    names: tuple[str, ...] = ()
+
+    @property
+    def kinds(self) -> list[str]:
+        """The ends without the texts."""
+        return [end.partition(":")[0] for end in self.ends]
+
+
+class Run:
+    """A loop over batches that catches what a step raises and goes on, as users write it."""
+
+    def __init__(self, strategy: str, optimizer: type[torch.optim.SGD] = torch.optim.SGD) -> None:
+        self.world = ab.World.from_environment(device="cpu")
+        self.layers = perceptron()
+        self.optimizer = optimizer(self.layers.parameters(), lr=0.1)
+        self.is_last = self.world.rank == self.world.size - 1
+        self.raises: BaseException | None = None
+        self.waits, self.waits_for = False, f"others have looked, {strategy}"
+        self.engine = ab.Engine(
+            self.layers,
+            self.optimizer,
+            ab.mean_over_samples(self.loss),
+            micro_batch_size=2,
+            strategy=STRATEGIES[strategy](),
+            world=self.world,
+        )
+        self.told = Told()
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Return the mean, or raise once."""
+        if self.waits:
+            default_store().wait([self.waits_for])
+        if self.raises is not None:
+            error, self.raises = self.raises, None
+            raise error
+        return classify(model, batch)
+
+    def step(self, batch: Any) -> None:
+        """Make a step, or note why not."""
+        self.attempt(partial(self.engine.step, batch))
+
+    def attempt(self, act: Callable[[], Any]) -> None:
+        """Call something, and note how it ended."""
+        try:
+            done = act()
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (noted)
+            self.told.ends.append(f"{type(error).__name__}: {error}")
+            self.told.fields = {name: value for name, value in vars(error).items() if name[0] != "_"}
+        else:
+            self.told.ends.append(str(getattr(done, "step", "done")))
+
+    def end(self) -> Told:
+        """Return what was seen."""
+        self.told.weights = weights_of(self.layers)
+        self.engine.close()
+        self.world.close()
+        return self.told
+
+
+def weights_of(model: nn.Module) -> list[float]:
+    """Return all weights as numbers."""
+    return [float(value) for parameter in model.parameters() for value in parameter.detach().reshape(-1)]
+
+
+def samples(number: int) -> Batch:
+    """Return the samples of a batch of the run."""
+    return cut(vectors(BATCH_SIZE * NUM_BATCHES), BATCH_SIZE * number, BATCH_SIZE * (number + 1))
+
+
+def batch_at(number: int, kind: type[InMemory] = InMemory) -> InMemory:
+    """Return a batch of the run."""
+    batch = kind(samples(number), end=Position(0, BATCH_SIZE * (number + 1)))
+    batch.sample_ids = range(BATCH_SIZE * number, BATCH_SIZE * (number + 1))
+    return batch
+
+
+def plain_loop(numbers: Sequence[int]) -> list[float]:
+    """Return the weights of the plain loop over some batches, in one process."""
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in numbers:
+        optimizer.zero_grad()
+        classify(model, samples(number)).backward()
+        optimizer.step()
+    return weights_of(model)
+
+
+class Unreadable(InMemory):
+    """An effective batch that cannot be loaded."""
+
+    def feed(self, units: Sequence[Positions], foresight: Foresight | None = None) -> Iterator[Batch]:
+        del units, foresight
+        message = "planted"
+        raise OSError(message)
+
+
+def raises_in_loss(strategy: str, kind: type[BaseException]) -> Told:
+    """Run on every rank: the last rank's loss raises once; every loop catches what its step raises, and goes on."""
+    run = Run(strategy)
+    for number in range(NUM_BATCHES):
+        run.raises = kind("planted") if number == APART and run.is_last else None
+        run.step(batch_at(number))
+    return run.end()
+
+
+def raises_in_data(strategy: str) -> Told:
+    """Run on every rank: the last rank cannot load a batch."""
+    run = Run(strategy)
+    for number in range(NUM_BATCHES):
+        run.step(batch_at(number, Unreadable if number == APART and run.is_last else InMemory))
+    return run.end()
+
+
+def raises_in_collate(strategy: str) -> Told:
+    """Run on every rank: the last rank brings a share whose samples cannot be counted."""
+    run = Run(strategy)
+    for number in range(NUM_BATCHES):
+        size = BATCH_SIZE // run.world.size
+        share: Any = cut(samples(number), size * run.world.rank, size * (run.world.rank + 1))
+        run.step({"x": 1.0} if number == APART and run.is_last else share)
+    return run.end()
+
+
+def raises_in_counted_data() -> list[str]:
+    """Run on every rank: the last rank cannot load a batch whose targets are counted before the first forward."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11)).double()
+    world = ab.World.from_environment(device="cpu")
+    loss = ab.mean_over_tokens(predict)
+    engine = ab.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, micro_batch_size=2, world=world)
+    ends = []
+    for number in range(3):
+        apart = number == 1 and world.rank == world.size - 1
+        try:
+            ends.append(str(engine.step((Unreadable if apart else InMemory)(sentences(6))).step))
+        except Exception as error:  # noqa: BLE001 (noted)
+            ends.append(f"{type(error).__name__}: {error}")
+    engine.close()
+    world.close()
+    return ends
+
+
+def skips(strategy: str) -> Told:
+    """Run on every rank: the last one leaves a batch out."""
+    run = Run(strategy)
+    numbers = [0, 1, 3] if run.is_last else [0, 1, 2]
+    for number in numbers:
+        run.step(batch_at(number))
+    return run.end()
+
+
+def reorders(strategy: str) -> Told:
+    """Run on every rank: the last one has two batches in another order."""
+    run = Run(strategy)
+    for number in [0, 1, 3, 2, 4] if run.is_last else range(NUM_BATCHES):
+        run.step(batch_at(number))
+    return run.end()
+
+
+def sets_rate(strategy: str) -> Told:
+    """Run on every rank: the last one sets another learning rate for one step."""
+    run = Run(strategy)
+    for number in range(NUM_BATCHES):
+        run.optimizer.param_groups[0]["lr"] = 0.2 if number == APART and run.is_last else 0.1
+        run.step(batch_at(number))
+    return run.end()
+
+
+def looks_at_gradients(strategy: str) -> Told:
+    """Run on every rank: the last one asks for a gradient where the others make a step."""
+    run = Run(strategy)
+    for number in range(NUM_BATCHES):
+        if number == APART and run.is_last:
+            run.attempt(partial(run.engine.gradients, batch_at(number)))
+        else:
+            run.step(batch_at(number))
+    return run.end()
+
+
+def changes_weight(strategy: str, folder: str) -> Told:
+    """Run on every rank: the last one's weight is changed; then all save, evaluate, repair, save and go on."""
+    run = Run(strategy)
+    run.step(batch_at(0))
+    if run.is_last:
+        with torch.no_grad():
+            next(iter(run.layers.parameters()))[1, 2] += 1e-12
+    run.attempt(partial(run.engine.save, Path(folder)))
+    run.attempt(partial(run.engine.evaluate, [batch_at(1)]))
+    run.told.names = run.engine.align_replicas()
+    run.attempt(partial(run.engine.save, Path(folder)))
+    run.step(batch_at(1))
+    return run.end()
+
+
+def changes_weight_in_loop(strategy: str) -> Told:
+    """Run on every rank: the last one's weight is changed; weights are compared in every other step."""
+    run = Run(strategy)
+    with mock.patch("anybatch.engine.replica_check.STEPS_BETWEEN", 2):
+        for number in range(NUM_BATCHES):
+            if number == 1 and run.is_last:
+                with torch.no_grad():
+                    next(iter(run.layers.parameters()))[1, 2] += 1e-12
+            run.step(batch_at(number))
+    return run.end()
+
+
+class Fails(torch.optim.SGD):
+    """An optimizer whose step fails half-way when asked to."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        """Update one parameter and raise, or update all."""
+        if self.fails:
+            self.fails = False
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].add_(1.0)
+            message = "planted"
+            raise RuntimeError(message)
+        return super().step(closure)
+
+
+def fails_in_update(strategy: str) -> Told:
+    """Run on every rank: the last rank's update fails half-way, and its loop goes on."""
+    run = Run(strategy, Fails)
+    for number in range(APART + 2):
+        if isinstance(run.optimizer, Fails):
+            run.optimizer.fails = number == APART and run.is_last
+        run.step(batch_at(number))
+    return run.end()
+
+
+def called_by_one(strategy: str, name: str, folder: str) -> Told:
+    """Run on every rank: all but the last save, or evaluate, where it makes a step."""
+    run = Run(strategy)
+    run.step(batch_at(0))
+    if not run.is_last:
+        acts: dict[str, Callable[[], Any]] = {
+            "save": partial(run.engine.save, Path(folder)),
+            "evaluate": partial(run.engine.evaluate, [batch_at(1)]),
+            "load": partial(run.engine.load, Path(folder)),
+        }
+        run.attempt(acts[name])
+    run.step(batch_at(1))
+    return run.end()
+
+
+def slow(strategy: str) -> tuple[Told, int]:
+    """Run on every rank: the last one is slow, until another one has looked around for it often; count the looks."""
+    run, num_looks = Run(strategy), 0
+    look = roll_call.RollCall._look_around  # noqa: SLF001
+
+    def counted(self: roll_call.RollCall, *, was_left: bool) -> bool:
+        nonlocal num_looks
+        num_looks += 1
+        found = look(self, was_left=was_left)
+        if num_looks >= NUM_LOOKS and not run.is_last:
+            default_store().set(run.waits_for, "1")
+        return found
+
+    run.step(batch_at(0))
+    run.waits = run.is_last
+    with (
+        mock.patch.object(roll_call, "_FIRST_PATIENCE_SECONDS", 0.01),
+        mock.patch.object(roll_call.RollCall, "_look_around", counted),
+    ):
+        run.step(batch_at(1))
+        run.waits = False
+        run.attempt(partial(run.engine.evaluate, [batch_at(2)]))
+    run.step(batch_at(2))
+    return run.end(), num_looks

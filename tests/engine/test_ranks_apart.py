@@ -1,0 +1,262 @@
+"""Ranks agree in every step: what only one of them does is raised on all, before the update, and soon."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from anybatch.testing import run_ranks
+from tests.engine.ranks_apart import (
+    APART,
+    NUM_BATCHES,
+    NUM_LOOKS,
+    Told,
+    called_by_one,
+    changes_weight,
+    changes_weight_in_loop,
+    fails_in_update,
+    looks_at_gradients,
+    plain_loop,
+    raises_in_collate,
+    raises_in_counted_data,
+    raises_in_data,
+    raises_in_loss,
+    reorders,
+    sets_rate,
+    skips,
+    slow,
+)
+from tests.faults import sees
+from tests.ranks_fixture import Ranks
+
+TIMEOUT_SECONDS = 60.0  # of ranks that cannot be used afterwards; what is tested comes in a few seconds
+STRATEGIES = ["all_reduce", "ddp"]
+GOES_ON = [number for number in range(NUM_BATCHES) if number != APART]
+ENDS = ["0", "1", "2", "3"]
+
+
+def ends_with(apart: str) -> list[str]:
+    """Return the kinds of ends of a run whose step at `APART` was not made."""
+    return [*ENDS[:APART], apart, *ENDS[APART:]]
+
+
+def assert_trained(told: Told, numbers: list[int]) -> None:
+    """Assert that the weights are those of the plain loop over some batches."""
+    expected = torch.tensor(plain_loop(numbers), dtype=torch.float64)
+    torch.testing.assert_close(torch.tensor(told.weights, dtype=torch.float64), expected, rtol=1e-12, atol=1e-14)
+
+
+@sees(
+    "a failed rank does not leave the step with the others",
+    "src/anybatch/engine/step_runner.py",
+    "            self._execute.abort(failed=True)\n",
+    "            pass\n",
+)
+@sees(
+    "a failed step is taken for one that ran out of memory",
+    "src/anybatch/parallel/step_agreement.py",
+    "        if any_fails:\n",
+    "        if False:\n",
+)
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_error_that_one_loop_catches(strategy: str, kind: type[BaseException], two_ranks: Ranks) -> None:
+    """All ranks raise for the same step and leave it out; what follows is the plain loop without that batch."""
+    other, failed = two_ranks.run(raises_in_loss, strategy, kind)
+
+    assert other.kinds == ends_with("RankFailedError")
+    assert failed.kinds == ends_with(kind.__name__)
+    assert f"rank 1 failed in step {APART}: {kind.__name__}: planted" in other.ends[APART]
+    assert (other.fields["rank"], other.fields["step"]) == (1, APART)
+    for told in (other, failed):
+        assert_trained(told, GOES_ON)
+
+
+def test_three_ranks_leave_a_step_together(three_ranks: Ranks) -> None:
+    """The two ranks that did not fail learn the same, and all three go on."""
+    *others, failed = three_ranks.run(raises_in_loss, "all_reduce", ValueError)
+    assert [told.kinds for told in others] == [ends_with("RankFailedError")] * 2
+    assert failed.kinds == ends_with("ValueError")
+    for told in (*others, failed):
+        assert_trained(told, GOES_ON)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_data_that_one_rank_cannot_load(strategy: str, two_ranks: Ranks) -> None:
+    """A data set that raises on one rank, in one batch, is left out by all."""
+    other, failed = two_ranks.run(raises_in_data, strategy)
+    assert other.kinds == ends_with("RankFailedError")
+    assert failed.kinds == ends_with("OSError")
+    assert_trained(other, GOES_ON)
+
+
+@sees(
+    "a rank whose share cannot be counted does not tell",
+    "src/anybatch/parallel/world.py",
+    "rows = self.gather_numbers([float(error is not None), *numbers])",
+    "rows = self.gather_numbers([0.0, *numbers])",
+)
+def test_a_share_that_cannot_be_counted(two_ranks: Ranks) -> None:
+    """What a collate function has made on one rank is refused on all, where ranks agree on the sizes of shares."""
+    other, failed = two_ranks.run(raises_in_collate, "all_reduce")
+    assert other.kinds == ends_with("RankFailedError")
+    assert failed.kinds == ends_with("DataError")
+    assert_trained(other, GOES_ON)
+
+
+def test_data_that_have_to_be_counted(two_ranks: Ranks) -> None:
+    """A rank that cannot load what has to be counted beforehand tells the others where they wait for its counts."""
+    other, failed = two_ranks.run(raises_in_counted_data)
+    assert (other[0], other[2]) == ("0", "1")
+    assert other[1].startswith("RankFailedError: rank 1 failed in step 1: OSError: planted")
+    assert failed == ["0", "OSError: planted", "1"]
+
+
+@sees(
+    "ranks do not look which batch they have",
+    "src/anybatch/engine/meaning.py",
+    "_digest((planned.seed, end.epoch, end.sample_offset, self._num_samples, *self._batch)),",
+    "0,",
+)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_batch_that_one_rank_leaves_out(strategy: str, two_ranks: Ranks) -> None:
+    """Refused on all ranks, with what each had; nothing of it is in the weights."""
+    for told in two_ranks.run(skips, strategy):
+        assert told.kinds == ["0", "1", "RanksDifferError"]
+        assert (
+            "rank 0: engine.step at step 2, up to sample 18 of epoch 0, 6 samples (12, 13, 14, 15, ...)" in told.ends[2]
+        )
+        assert (
+            "rank 1: engine.step at step 2, up to sample 24 of epoch 0, 6 samples (18, 19, 20, 21, ...)" in told.ends[2]
+        )
+        assert told.fields["names"] == ("batch",)
+        assert told.fields["step"] == APART
+        assert_trained(told, [0, 1])
+
+
+def test_another_order_on_one_rank(two_ranks: Ranks) -> None:
+    """Refused in both steps, and trained on where all have the same batch again."""
+    for told in two_ranks.run(reorders, "all_reduce"):
+        assert told.kinds == ["0", "1", "RanksDifferError", "RanksDifferError", "2"]
+        assert_trained(told, [0, 1, 4])
+
+
+@sees(
+    "ranks do not look at their settings",
+    "src/anybatch/engine/meaning.py",
+    "settings.append(self._num_scheduled())",
+    "settings = [self._num_scheduled()]",
+)
+def test_another_learning_rate_on_one_rank(two_ranks: Ranks) -> None:
+    """Refused on all ranks, with both values; the steps with the same rate are made."""
+    for told in two_ranks.run(sets_rate, "all_reduce"):
+        assert told.kinds == ends_with("RanksDifferError")
+        assert "lr of group 0 0.1 | rank 1" in told.ends[APART]
+        assert "lr of group 0 0.2" in told.ends[APART]
+        assert told.fields["names"] == ("settings", "lr of group 0")
+        assert_trained(told, GOES_ON)
+
+
+def test_another_call_on_one_rank(two_ranks: Ranks) -> None:
+    """A gradient on one rank and a step on the other need the same messages, and are told apart all the same."""
+    for told in two_ranks.run(looks_at_gradients, "all_reduce"):
+        assert told.kinds == ends_with("RanksDifferError")
+        assert "rank 0: engine.step at step 2" in told.ends[APART]
+        assert "rank 1: engine.gradients at step 2" in told.ends[APART]
+        assert_trained(told, GOES_ON)
+
+
+@sees(
+    "weights are not compared before they are saved",
+    "src/anybatch/engine/replica_check.py",
+    "        if len(set(self._world.gather_objects(total))) > 1:\n",
+    "        if len({total}) > 1:\n",
+)
+@sees(
+    "replicas are not repaired",
+    "src/anybatch/engine/checkpoint_state.py",
+    "            work = dist.broadcast(sent, src=0, async_op=True)\n",
+    "            work = dist.broadcast(sent.clone(), src=0, async_op=True)\n",
+)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_weight_that_one_rank_changes(strategy: str, two_ranks: Ranks, tmp_path: Path) -> None:
+    """Neither saved nor evaluated; the weight is named; with rank 0's state all go on as if nothing had happened."""
+    for told in two_ranks.run(changes_weight, strategy, str(tmp_path)):
+        assert told.kinds == ["0", "ReplicaError", "ReplicaError", "done", "1"]
+        assert (
+            "1 of 6 weights ('0.weight') are others on rank 1 than on rank 0; they were equal before step 0"
+            in told.ends[1]
+        )
+        assert (told.fields["ranks"], told.fields["names"], told.names) == ((1,), ("0.weight",), ("0.weight",))
+        assert_trained(told, [0, 1])
+
+
+@sees(
+    "weights are not compared in the loop",
+    "src/anybatch/engine/meaning.py",
+    "            self._replicas.digest(step),\n",
+    "            0,\n",
+)
+def test_weights_are_compared_every_so_many_steps(two_ranks: Ranks) -> None:
+    """Seen at the next comparison, before the update, and since when is said."""
+    for told in two_ranks.run(changes_weight_in_loop, "all_reduce"):
+        assert told.kinds == ["0", "1", *["ReplicaError"] * 3]
+        assert "replicas differ before step 2" in told.ends[2]
+        assert "they were equal before step 0" in told.ends[2]
+
+
+@sees(
+    "an engine goes on behind an update that broke off",
+    "src/anybatch/engine/update/updater.py",
+    """
+        except BaseException as error:
+            self._broken_off = _first_line(error)
+""",
+    """
+        except BaseException as error:
+""",
+)
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_update_that_fails_on_one_rank(strategy: str) -> None:
+    """That rank refuses to go on, with the reason, and the next step of the others raises it instead of waiting."""
+    other, failed = (
+        outcome.value for outcome in run_ranks(2, fails_in_update, strategy, timeout_seconds=TIMEOUT_SECONDS)
+    )
+    assert failed.kinds == ["0", "1", "RuntimeError", "UpdateFailedError"]
+    assert "the update of step 2 (counted from 0) broke off (RuntimeError: planted)" in failed.ends[-1]
+    assert other.kinds == ["0", "1", "2", "RankFailedError"]
+    assert "rank 1 failed in step 2: RuntimeError: planted" in other.ends[-1]
+
+
+@sees(
+    "ranks do not look what the others have called",
+    "src/anybatch/parallel/roll_call.py",
+    "        return self.number == other.number and mine != (other.name, other.step, other.meets)\n",
+    "        return False\n",
+)
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("world_size", "strategy", "name"),
+    [(2, "all_reduce", "save"), (2, "ddp", "evaluate"), (3, "all_reduce", "evaluate"), (2, "all_reduce", "load")],
+)
+def test_what_all_but_one_call(world_size: int, strategy: str, name: str, tmp_path: Path) -> None:
+    """Raised on all ranks as soon as they have waited for a while, with what each has called, and never a time-out."""
+    outcomes = run_ranks(world_size, called_by_one, strategy, name, str(tmp_path), timeout_seconds=TIMEOUT_SECONDS)
+    for outcome in outcomes:
+        assert outcome.value is not None, outcome.error
+        assert outcome.value.kinds[:2] == ["0", "RanksDifferError"]
+        said = outcome.value.ends[1]
+        assert f"rank 0 called engine.{name} at step 1" in said
+        assert f"rank {world_size - 1} called engine.step at step 1" in said
+        assert "Every rank must call engine.step, evaluate, save and load" in said
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_slow_rank_is_waited_for(strategy: str, two_ranks: Ranks) -> None:
+    """However often the others look around for it, a rank that is merely slow is not taken for one that failed."""
+    (other, num_looks), (late, _) = two_ranks.run(slow, strategy)
+    assert num_looks >= NUM_LOOKS
+    for told in (other, late):
+        assert told.kinds == ["0", "1", "done", "2"]
+        assert_trained(told, [0, 1, 2])
