@@ -29,14 +29,9 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, list[RankOutcome]]:
 
 @sees(
     "a failing rank does not say why",
-    "src/anybatch/engine/failure.py",
-    """
-        world.publish_failure(error, step)
-        raise
-""",
-    """
-        raise
-""",
+    "src/anybatch/parallel/roll_call.py",
+    'kept = store.compare_set(self._failure_key(), "", failure.to_json())',
+    'kept = store.compare_set("nowhere", "", failure.to_json())',
     cases=["raises, all_reduce", "the backward raises, all_reduce", "the feed raises, ddp"],
 )
 @sees(
@@ -63,11 +58,9 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, list[RankOutcome]]:
 )
 @sees(
     "all failures are kept in one place",
-    "src/anybatch/parallel/world.py",
-    """
-            store.add(self._count_key, 1)
-""",
-    "",
+    "src/anybatch/parallel/roll_call.py",
+    'self._key("failure", self.number if self._inside or self._has_failed else self.number + 1)',
+    'self._key("failure", 0)',
     cases=["raises, all_reduce"],
 )
 @pytest.mark.parametrize("name", FAILURES)

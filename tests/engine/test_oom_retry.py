@@ -152,7 +152,7 @@ def test_twice_in_one_step(two_ranks: Ranks) -> None:
     "a rank that runs out of memory before a meeting is waited for",
     "src/anybatch/engine/accumulation/two_pass.py",
     """
-    if None in from_all:
+    if _OUT_OF_MEMORY in from_all:
         raise StepAbortedError
 """,
     "",

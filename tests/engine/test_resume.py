@@ -115,7 +115,7 @@ def same_bits(found: Weights, expected: Weights) -> bool:
     "the number of steps is not restored",
     "src/anybatch/engine/engine.py",
     """
-        self.num_steps = int(loaded.state["num_steps"])
+        self.num_steps = int(state["num_steps"])
 """,
     "",
     cases=["plain"],
@@ -124,7 +124,7 @@ def same_bits(found: Weights, expected: Weights) -> bool:
     "the position is not restored",
     "src/anybatch/engine/engine.py",
     """
-        self.position = Position(**loaded.state["position"])
+        self.position = Position(**state["position"])
 """,
     "",
     cases=["plain"],
@@ -203,7 +203,7 @@ def test_resumed_run_ends_bit_for_bit_as_if_it_had_not_stopped(kind: Kind, tmp_p
     "the seed is not restored",
     "src/anybatch/engine/engine.py",
     """
-        self._parts.planner.seed = loaded.state["seed"]
+        parts.planner.seed = state["seed"]
 """,
     "",
 )
@@ -262,12 +262,8 @@ def save_into(folder: Path) -> None:
 @sees(
     "what one rank failed in is kept from the others",
     "src/anybatch/parallel/world.py",
-    """
-            if failure is not None:
-""",
-    """
-            if failure is None:
-""",
+    "        for failure in failures:\n",
+    "        for failure in failures[:0]:\n",
 )
 def test_failed_save_is_an_error_on_every_rank(two_ranks: Ranks, tmp_path: Path) -> None:
     """Rank 0 cannot write: it raises its own error, and the other rank one that carries it, instead of waiting."""
