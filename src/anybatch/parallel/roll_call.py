@@ -125,18 +125,13 @@ class RollCall:
             raise WorldError(message)
         if not self._meets:
             return
-        store, key = default_store(), self._key("met", self.number)
-        if store.add(f"{key}/count", 1) == self._size:
-            store.set(key, "1")
-
-        def wait(patience: timedelta) -> bool:
-            try:
-                store.wait([key], patience)
-            except RuntimeError:
-                return store.check([key])
-            return True
-
-        self._wait(wait, announce=True)
+        try:
+            self._meet(default_store(), self._key("met", self.number))
+        except WorldError:
+            raise
+        except (RuntimeError, ValueError):
+            # The store has gone with its launcher. Ranks that are all here can still save, as they would without it.
+            return
 
     def leave(self) -> None:
         """End the call."""
@@ -192,6 +187,19 @@ class RollCall:
     def align(self, numbers: "list[int]") -> None:
         """Count on from the highest number: ranks have met in an error and begin their next calls together."""
         self.number = max(numbers)
+
+    def _meet(self, store: Store, key: str) -> None:
+        if store.add(f"{key}/count", 1) == self._size:
+            store.set(key, "1")
+
+        def wait(patience: timedelta) -> bool:
+            try:
+                store.wait([key], patience)
+            except RuntimeError:
+                return store.check([key])
+            return True
+
+        self._wait(wait, announce=True)
 
     def _wait(self, wait: Callable[[timedelta], bool], *, announce: bool = False) -> None:
         patience, was_left = _FIRST_PATIENCE_SECONDS, False
