@@ -203,12 +203,12 @@ def make_engine(model: nn.Module, **options: Any) -> ab.Engine:
 
 @sees(
     "evaluation leaves modules in evaluation mode",
-    "src/anybatch/engine/engine.py",
+    "src/anybatch/engine/evaluation.py",
     """
-                module.training = training
+            module.training = training
 """,
     """
-                pass
+            pass
 """,
 )
 def test_every_module_gets_its_own_mode_back() -> None:
@@ -234,9 +234,9 @@ def test_every_module_gets_its_own_mode_back() -> None:
 
 @sees(
     "evaluation runs in training mode",
-    "src/anybatch/engine/engine.py",
+    "src/anybatch/engine/evaluation.py",
     """
-        parts.modules.eval()
+    modules.eval()
 """,
     "",
     also=["tests/engine/test_evaluation.py::test_metrics_are_the_plain_ones[1-rank-all_reduce]"],

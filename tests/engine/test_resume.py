@@ -201,9 +201,9 @@ def test_resumed_run_ends_bit_for_bit_as_if_it_had_not_stopped(kind: Kind, tmp_p
 
 @sees(
     "the seed is not restored",
-    "src/anybatch/engine/engine.py",
+    "src/anybatch/engine/build.py",
     """
-        parts.planner.seed = state["seed"]
+        self.planner.seed = state["seed"]
 """,
     "",
 )

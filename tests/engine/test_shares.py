@@ -10,8 +10,9 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import anybatch as ab
-from anybatch.errors import AnyBatchWarning, BatchSizeError, DataError
-from anybatch.testing import relative_error
+from anybatch.core.batch import Position
+from anybatch.errors import AnyBatchWarning, BatchSizeError, DataError, RanksDifferError
+from anybatch.testing import relative_error, run_ranks
 from tests.engine.cases import STRATEGIES, classify, cut, perceptron, vectors
 from tests.faults import sees
 from tests.ranks_fixture import Ranks
@@ -228,9 +229,30 @@ def loop_and_evaluate() -> str:
         for number in range(2 + world.rank):
             engine.step(vectors(4 + number + 10 * world.rank))
         engine.evaluate([vectors(5)])
-    except DataError as error:
+    except RanksDifferError as error:
         return str(error)
     return ""
+
+
+@pytest.mark.ranks
+def test_loaders_of_different_length_are_refused_with_their_cure() -> None:
+    """A rank that goes on to its evaluation while another still steps: both raise, and name `ab.shares`."""
+    for outcome in run_ranks(2, loop_and_evaluate, timeout_seconds=60.0):
+        assert outcome.value is not None, outcome.error
+        assert "rank 0 called engine.evaluate at step 2; rank 1 called engine.step at step 2" in outcome.value
+        assert "wrap loaders of different lengths in ab.shares" in outcome.value
+
+
+def step_from_different_places() -> str:
+    """Run on every rank: rank 1 has set another position; return what was raised."""
+    world = ab.World.from_environment()
+    model = perceptron()
+    options: dict[str, Any] = {"micro_batch_size": 2, "world": world}
+    engine = ab.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), ab.mean_over_samples(classify), **options)
+    engine.position = Position(0, 38 * world.rank)
+    with pytest.raises(DataError) as caught:
+        engine.step(vectors(4))
+    return str(caught.value)
 
 
 @sees(
@@ -239,9 +261,9 @@ def loop_and_evaluate() -> str:
     "if place != rows[0][1:]:",
     "if place != place:",
 )
-def test_loaders_of_different_length_are_refused_with_their_cure(two_ranks: Ranks) -> None:
-    """A rank that goes on to its evaluation while another still steps: both raise, and name `ab.shares`."""
-    for message in two_ranks.run(loop_and_evaluate):
+def test_ranks_at_different_places_are_refused(two_ranks: Ranks) -> None:
+    """Ranks that bring shares to one step from different places in their data: all raise, before anything is run."""
+    for message in two_ranks.run(step_from_different_places):
         assert "rank 0 stands behind 0 samples of its data, rank 1 behind 38" in message
         assert "iterate ab.shares(loader)" in message
 

@@ -52,7 +52,9 @@ class PendingMessage:
         try:
             self._roll_call.wait(self._work)
         finally:
-            self._held.num_pending -= 1
+            # Left by a rank that waits no longer, it is still under way.
+            if self._work.is_completed():
+                self._held.num_pending -= 1
 
 
 class ControlGroup:
