@@ -75,10 +75,9 @@ class StepPlanner:
         self._has_begun = False
         self._smaller_in: int | None = None  # the newest step that was smaller than named
 
-    @property
-    def is_steady(self) -> bool:
-        """Whether planning a batch sends nothing that the first batches alone send."""
-        return self._has_begun and not self._check.pending and not self._sizes.searches
+    def is_steady(self, step: int) -> bool:
+        """Whether planning the batch of a step sends nothing that a few batches alone send, the first above all."""
+        return self._has_begun and not self._check.is_due(step) and not self._sizes.searches
 
     def settle_sizes(self, batch: Any, position: Position) -> None:  # noqa: ANN401 (any nested batch)
         """Find the micro-batch size, if it is "auto" and has not been found yet.
@@ -119,7 +118,7 @@ class StepPlanner:
 
     def _planned(self, batch: Any, step: int, position: Position, *, check_loss: bool) -> PlannedBatch:  # noqa: ANN401
         roll_call = self._world.roll_call
-        num_told, is_steady = 0 if roll_call is None else roll_call.num_told, self.is_steady
+        num_told, is_steady = 0 if roll_call is None else roll_call.num_told, self.is_steady(step)
         try:
             return self._planned_alone(batch, step, position, check_loss=check_loss)
         except BaseException as error:

@@ -130,7 +130,7 @@ class StepRunner:
 
     def _run(self, batch: Any, step: int, position: Position) -> SummedBatch:  # noqa: ANN401 (any nested batch)
         # What only the first batches send, nobody else can send for a rank that has failed.
-        self._owes_step = self._can_leave and self._planner.is_steady
+        self._owes_step = self._can_leave and self._planner.is_steady(step)
         self._planner.settle_sizes(batch, position)
         # Buffers as they are now are what every further try has to begin from.
         self._retry.begin_step(step)
