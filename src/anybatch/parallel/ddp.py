@@ -18,6 +18,7 @@ from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.tree import Batch
 from anybatch.errors import CannotRedoError, WorldError
 from anybatch.parallel.replicas import Initial, align_replicas
+from anybatch.parallel.roll_call import RollCall
 from anybatch.parallel.step_agreement import StepAbortedError, StepAgreement, StepFailedError
 from anybatch.parallel.strategy import Abort, Capabilities, Prepared, ReductionObserver, Turn, trainable
 from anybatch.parallel.torch_internals import GradBucket
@@ -64,7 +65,7 @@ class DDP:
         self._reduced = False
         self._prepared = False
         self._world = World()
-        self._reductions = _Reductions(_weakly(None), self._world)
+        self._reductions = _Reductions(_weakly(None), None)
 
     def prepare(
         self, modules: nn.Module, model: object, world: World, on_reduction: ReductionObserver | None
@@ -74,7 +75,7 @@ class DDP:
         differed = align_replicas(modules, world, self._initial)
         self._parameters = list(parameters.values())
         self._world = world
-        self._reductions = _Reductions(_weakly(on_reduction), world)
+        self._reductions = _Reductions(_weakly(on_reduction), world.roll_call)
         self._wrapper = DistributedDataParallel(
             _Caller(modules, model),
             # `align_replicas` has made the replicas equal, and can say which tensors differed.
@@ -197,10 +198,13 @@ class _Caller(nn.Module):
 
 @dataclass(slots=True)
 class _Reductions:
-    """The observer of reductions, and how one has ended: DDP lets no exception of its own type through."""
+    """The observer of reductions, and how one has ended: DDP lets no exception of its own type through.
+
+    DDP's reducer keeps it out of the garbage collector's sight: so it holds no world, whose process group would stay.
+    """
 
     on_reduction: Callable[[], ReductionObserver | None]
-    world: World
+    roll_call: RollCall | None
     broken: bool = False
     error: WorldError | None = None
 
@@ -234,10 +238,11 @@ def _sum_bucket(reductions: _Reductions, bucket: GradBucket) -> torch.futures.Fu
     work = dist.all_reduce(flat, async_op=True)
     assert work is not None
     result: torch.futures.Future[torch.Tensor] = work.get_future().then(summed)
-    if bucket.is_last():
+    # Waiting for an accelerator's collective only orders it before what comes next there.
+    if bucket.is_last() and flat.device.type == "cpu" and reductions.roll_call is not None:
         # DDP would wait for it next, and not look around meanwhile for a rank that will not come.
         try:
-            reductions.world.wait(work)
+            reductions.roll_call.wait(work)
         except WorldError as error:
             reductions.error = error
             raise
