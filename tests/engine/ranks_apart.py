@@ -282,6 +282,77 @@ def called_by_one(strategy: str, name: str, folder: str) -> Told:
     return run.end()
 
 
+def saves_behind_an_error(strategy: str, folder: str) -> Told:
+    """Run on every rank: behind a step that no rank has made, all but the last save where it makes a step."""
+    run = Run(strategy)
+    run.attempt(partial(run.engine.step, samples(0)))  # the same samples on all ranks
+    run.attempt(partial(run.engine.step, batch_at(0)) if run.is_last else partial(run.engine.save, Path(folder)))
+    return run.end()
+
+
+def evaluates_more(strategy: str) -> Told:
+    """Run on every rank: the last one brings one batch more to an evaluation; then all bring equally many, and step."""
+    run = Run(strategy)
+    for more in (int(run.is_last), 0):
+        run.attempt(partial(run.engine.evaluate, [samples(0), samples(1)][: 1 + more]))
+    run.step(batch_at(0))
+    return run.end()
+
+
+def evaluates_unreadable(strategy: str) -> Told:
+    """Run on every rank: what the last one is to evaluate cannot be read; then all evaluate, and step."""
+    run = Run(strategy)
+
+    def doomed() -> Iterator[Batch]:
+        yield samples(0)
+        if run.is_last:
+            message = "planted"
+            raise OSError(message)
+        yield samples(1)
+
+    run.attempt(lambda: run.engine.evaluate(doomed()))
+    run.attempt(lambda: run.engine.evaluate([samples(0)]))
+    run.step(batch_at(0))
+    return run.end()
+
+
+def saves_alone_in_shares(strategy: str, folder: str, *, together: bool) -> Told:
+    """Run on every rank: all but the last save behind the first share of a loader, of the engine's world or its own."""
+    run = Run(strategy)
+    own = [samples(run.world.rank), samples(2 + run.world.rank)]
+    shares = ab.shares(own, world=run.world if together else None)
+
+    def loop() -> None:
+        for share in shares:
+            run.attempt(partial(run.engine.step, share))
+            if not run.is_last:
+                run.attempt(partial(run.engine.save, Path(folder)))
+                return
+
+    run.attempt(loop)
+    return run.end()
+
+
+def saves_without_the_others(folder: str) -> str:
+    """Run on every rank: all but the last save, in a world of little patience, and the last one makes no call."""
+    world = ab.World.from_environment(device="cpu", timeout_seconds=1.0)
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = ab.Engine(model, optimizer, ab.mean_over_samples(classify), micro_batch_size=2, world=world)
+    key, error = "the others have given up", ""
+    if world.rank == world.size - 1:
+        default_store().wait([key])
+    else:
+        try:
+            engine.save(Path(folder))
+        except Exception as caught:  # noqa: BLE001 (told by the test)
+            error = f"{type(caught).__name__}: {caught}"
+        default_store().set(key, "1")
+    engine.close()
+    world.close()
+    return error
+
+
 def slow(strategy: str) -> tuple[Told, int]:
     """Run on every rank: the last one is slow, until another one has looked around for it often; count the looks."""
     run, num_looks = Run(strategy), 0

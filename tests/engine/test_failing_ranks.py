@@ -36,13 +36,9 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, list[RankOutcome]]:
 )
 @sees(
     "a failing loader does not say why",
-    "src/anybatch/engine/shares.py",
-    """
-        world.publish_failure(error, None)
-""",
-    """
-        del error
-""",
+    "src/anybatch/parallel/world.py",
+    "            self.publish_failure(error, None if self.roll_call is None else self.roll_call.here.step)\n",
+    "",
     cases=["the loader raises, all_reduce"],
 )
 @sees(

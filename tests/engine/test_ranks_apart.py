@@ -1,5 +1,6 @@
 """Ranks agree in every step: what only one of them does is raised on all, before the update, and soon."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from tests.engine.ranks_apart import (
     called_by_one,
     changes_weight,
     changes_weight_in_loop,
+    evaluates_more,
+    evaluates_unreadable,
     fails_in_update,
     looks_at_gradients,
     plain_loop,
@@ -22,6 +25,9 @@ from tests.engine.ranks_apart import (
     raises_in_data,
     raises_in_loss,
     reorders,
+    saves_alone_in_shares,
+    saves_behind_an_error,
+    saves_without_the_others,
     sets_rate,
     skips,
     slow,
@@ -254,6 +260,72 @@ def test_what_all_but_one_call(world_size: int, strategy: str, name: str, tmp_pa
         assert f"rank 0 called engine.{name} at step 1" in said
         assert f"rank {world_size - 1} called engine.step at step 1" in said
         assert "Every rank must call engine.step, evaluate, save and load" in said
+
+
+@sees(
+    "ranks meet behind an error whatever they have called",
+    "src/anybatch/parallel/roll_call.py",
+    """f"{self._key('met', self.number)}/{self._name}\"""",
+    """f"{self._key('met', self.number)}\"""",
+)
+@pytest.mark.ranks
+def test_different_calls_behind_an_error(tmp_path: Path) -> None:
+    """Where all ranks have caught an error, and look for each other: they meet in one call, not in two."""
+    for outcome in run_ranks(2, saves_behind_an_error, "all_reduce", str(tmp_path), timeout_seconds=TIMEOUT_SECONDS):
+        assert outcome.value is not None, outcome.error
+        assert outcome.value.kinds == ["DataError", "RanksDifferError"]
+        assert "rank 0 called engine.save at step 0; rank 1 called engine.step at step 0" in outcome.value.ends[1]
+
+
+@sees(
+    "ranks do not look whether all have a batch to evaluate",
+    "src/anybatch/engine/evaluation.py",
+    "        if ended:\n",
+    "        if False:\n",
+)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_batch_more_to_evaluate(strategy: str, two_ranks: Ranks) -> None:
+    """Refused on all ranks before any waits, with the cure; what follows runs as if nothing had happened."""
+    for told in two_ranks.run(evaluates_more, strategy):
+        assert told.kinds == ["DataError", "done", "0"]
+        assert "rank 0 brought 1 batches to the evaluation, and others have more" in told.ends[0]
+        assert "ab.shares(loader)" in told.ends[0]
+        assert_trained(told, [0])
+
+
+def test_a_batch_to_evaluate_that_one_rank_cannot_read(two_ranks: Ranks) -> None:
+    """All ranks leave the evaluation, and make the next one together."""
+    other, failed = two_ranks.run(evaluates_unreadable, "all_reduce")
+    assert other.kinds == ["RankFailedError", "done", "0"]
+    assert failed.kinds == ["OSError", "done", "0"]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("together", [True, False], ids=["the engine's world", "a world of its own"])
+def test_a_save_on_one_rank_within_shares(together: bool, tmp_path: Path) -> None:
+    """Raised on both ranks within seconds, also where the loader has a world of its own, which counts its own calls."""
+    outcomes = run_ranks(
+        2,
+        partial(saves_alone_in_shares, together=together),
+        "all_reduce",
+        str(tmp_path),
+        timeout_seconds=TIMEOUT_SECONDS,
+    )
+    for outcome in outcomes:
+        assert outcome.value is not None, outcome.error
+        said = next(end for end in outcome.value.ends if end.startswith("RanksDifferError"))
+        assert "rank 0 called engine.save at step 1; rank 1 called ab.shares for share 1" in said
+        assert "`if rank == 0` away" in said
+
+
+@pytest.mark.ranks
+def test_a_rank_that_calls_nothing(tmp_path: Path) -> None:
+    """A rank that waits for one that makes no call gives up with the time-out of its world, and says so."""
+    outcomes = run_ranks(2, saves_without_the_others, str(tmp_path), timeout_seconds=TIMEOUT_SECONDS)
+    waited, silent = (outcome.value for outcome in outcomes)
+    assert waited is not None, outcomes[0].error
+    assert waited.startswith("WorldError: rank 0 called engine.save at step 0 and waited there for the others for 1 s")
+    assert silent == ""
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

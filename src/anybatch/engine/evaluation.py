@@ -1,6 +1,7 @@
 """Evaluation: the same numbers at any micro-batch size and world size."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -26,7 +27,7 @@ from anybatch.engine.accumulation.two_pass import (
     one_number,
 )
 from anybatch.engine.micro_batch_size.oom_halving import OomHalving
-from anybatch.errors import LossError
+from anybatch.errors import DataError, LossError
 from anybatch.parallel.strategy import Turn
 from anybatch.parallel.world import World
 
@@ -58,7 +59,7 @@ def evaluate(
     halving = OomHalving(world.device, halved, alone=not context.strategy.capabilities.lockstep)
     totals: dict[str, torch.Tensor] = {}
     num_samples = 0
-    for batch in batches:
+    for batch in _on_all_ranks(batches, world):
         planned = plan_effective_batch(batch, placement, world, Position())
         num_samples += planned.plan.num_samples
         measure = _measure_whole if isinstance(metric, Loss) and metric.kind.encode is not None else _measure_parts
@@ -75,6 +76,40 @@ def evaluate(
     stacked = context.strategy.sum(torch.stack([totals.get(name, nothing) for name in names])).tolist()
     means = zip(names, stacked, strict=True)
     return {name: total / count if count else float("nan") for name, (total, count) in means}, num_samples
+
+
+def _on_all_ranks(batches: Iterable[Any], world: World) -> Iterator[Any]:
+    """Yield batches for as long as every rank has one.
+
+    Raises:
+        DataError: ranks have different numbers of batches; on all of them.
+        RankFailedError: another rank's batches have raised.
+    """
+    if world.roll_call is None:
+        yield from batches
+        return
+    iterator, number = iter(batches), 0
+    found: list[Any] = []
+
+    def read() -> list[float]:
+        found[:] = itertools.islice(iterator, 1)
+        return [len(found)]
+
+    while True:
+        # Before each batch: a rank that has none would not send what the others wait for.
+        rows = world.gather_from(read, 1)
+        ended = [rank for rank, (has_one,) in enumerate(rows) if not has_one]
+        if len(ended) == world.size:
+            return
+        if ended:
+            message = (
+                f"rank {', '.join(map(str, ended))} brought {number} batches to the evaluation, and others have more. "
+                "Give every rank equally many, of any sizes: ab.shares(loader) fills up with empty ones, and "
+                "ab.batches(..., shuffle=False) deals one data set to all ranks."
+            )
+            raise DataError(message)
+        number += 1
+        yield found[0]
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from anybatch.parallel.world import World
 def failures_reported(
     world: World,
     name: str,
-    step: int,
+    step: int | None,
     undo: Callable[[], None],
     *,
     check: Callable[[], None] | None = None,
@@ -25,7 +25,7 @@ def failures_reported(
     Args:
         world: the ranks.
         name: of what every rank has called, such as "engine.step".
-        step: its number.
+        step: its number; None between steps.
         undo: called behind an error.
         check: called first; what it raises is reported too.
         meets: wait for all ranks before anything else; for what is called now and then.
@@ -55,10 +55,11 @@ def failures_reported(
             roll_call.leave()
 
 
-def _told(error: BaseException, world: World, step: int) -> BaseException:
+def _told(error: BaseException, world: World, step: int | None) -> BaseException:
     """Tell the other ranks about an error, and return what to raise for it."""
     if not isinstance(error, AnyBatchError):
-        error.add_note(f"anybatch: in step {step} (counted from 0), on rank {world.rank} of {world.size}.")
+        place = "between steps" if step is None else f"in step {step} (counted from 0)"
+        error.add_note(f"anybatch: {place}, on rank {world.rank} of {world.size}.")
     _complete(error, world.rank, step)
     refused: AnyBatchError | None = refused_in_backward(error)
     # A collective that another rank has left raises a RuntimeError here; the cause is that rank's own error.
@@ -76,7 +77,7 @@ def _told(error: BaseException, world: World, step: int) -> BaseException:
     return refused or error
 
 
-def _complete(error: BaseException, rank: int, step: int) -> None:
+def _complete(error: BaseException, rank: int, step: int | None) -> None:
     """Fill in the fields that the place which raised could not know."""
     if isinstance(error, (MemoryExhaustedError, NonFiniteError)) and error.step is None:
         error.step = step

@@ -1,7 +1,9 @@
 """The user's own loader, one per rank: ranks agree when it ends, and a rank that is done first brings nothing."""
 
+import itertools
 import warnings
 from collections.abc import Iterable, Iterator, Sized
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 from torch.utils.data import DistributedSampler
@@ -10,6 +12,7 @@ from anybatch.core.splitting import even_parts
 from anybatch.core.tree import count_samples, join_samples, slice_samples
 from anybatch.core.whole_numbers import checked_int
 from anybatch.engine.accumulation.planned_batch import RankShare
+from anybatch.engine.failure import failures_reported
 from anybatch.errors import BatchSizeError
 from anybatch.parallel.world import World
 
@@ -50,24 +53,39 @@ def shares(
 
 
 def _agreed_shares(loader: Iterable[Any], effective_batch_size: int | None, world: World) -> Iterator[RankShare]:
-    try:
-        batches = iter(loader)
-        if effective_batch_size is not None:
-            yield from _joined_shares(_Samples(batches), effective_batch_size, world)
+    batches = iter(loader)
+    shares = _shares_as_loaded(batches, world)
+    if effective_batch_size is not None:
+        shares = _joined_shares(_Samples(batches), effective_batch_size, world)
+    for number in itertools.count():
+        # In between, where the caller makes its step, this is no call that other ranks could wait in.
+        with _reported(world, number):
+            share = next(shares, None)
+        if share is None:
             return
-        while True:
-            share = RankShare(next(batches, None))
-            # Every rank asks in every step, also one that is done: the others would wait for its answer.
-            more = world.gather_numbers([float(share.batch is not None)])
-            if not any(row[0] for row in more):
-                return
-            yield share
-    except GeneratorExit:
-        raise
-    except Exception as error:
-        # The other ranks wait in the gather above, where they will see no more than a broken connection.
-        world.publish_failure(error, None)
-        raise
+        yield share
+
+
+def _reported(world: World, number: int) -> AbstractContextManager[None]:
+    """Return what tells the other ranks of an error, and where this one waits, unless a call of the engine's does."""
+    if world.roll_call is None or world.roll_call.is_inside:
+        return nullcontext()
+    return failures_reported(world, f"ab.shares for share {number}", None, lambda: None)
+
+
+def _shares_as_loaded(batches: Iterator[Any], world: World) -> Iterator[RankShare]:
+    while True:
+        found: list[Any] = []
+
+        def read(found: list[Any] = found) -> list[float]:
+            found.extend(itertools.islice(batches, 1))
+            return [len(found)]
+
+        # Every rank asks in every step, also one that is done or has failed: the others would wait for its answer.
+        more = world.gather_from(read, 1)
+        if not any(row[0] for row in more):
+            return
+        yield RankShare(found[0] if found else None)
 
 
 class _Samples:
@@ -123,8 +141,12 @@ def _shares_of_step(samples: _Samples, effective_batch_size: int, world: World) 
     """Return how many samples each rank brings to the next step; the ranks agree on it."""
     wanted = list(even_parts(effective_batch_size, world.size))
     while True:
-        samples.read(wanted[world.rank])
-        rows = world.gather_numbers([float(samples.num_read), float(samples.is_over)])
+
+        def read(wanted: list[int] = wanted) -> list[float]:
+            samples.read(wanted[world.rank])
+            return [samples.num_read, samples.is_over]
+
+        rows = world.gather_from(read, 2)
         found = [min(int(number), want) for (number, _), want in zip(rows, wanted, strict=True)]
         missing = effective_batch_size - sum(found)
         # A rank that has more, or may have: the others have brought all that they had.

@@ -76,7 +76,7 @@ class ControlGroup:
         # Until every rank has connected to all others, a rank that ends its group again breaks their connecting.
         dist.all_reduce(torch.zeros(1), group=group)
         self.name: str = group.group_name  # the same on all ranks, which make their groups in the same order
-        self.roll_call = RollCall(self.name, dist.get_rank(), dist.get_world_size())
+        self.roll_call = RollCall(self.name, dist.get_rank(), dist.get_world_size(), timeout)
         self._held = _Held([group])
         self._end = weakref.finalize(self, _end, self._held)
         self._end.atexit = False  # the process that ends takes everything along, and must not wait for other ranks

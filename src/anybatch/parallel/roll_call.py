@@ -16,6 +16,7 @@ import torch.distributed as dist
 from anybatch.errors import RanksDifferError, WorldError
 from anybatch.parallel.rank_failure import RankFailure
 from anybatch.parallel.torch_internals import Store, default_store
+from anybatch.parallel.waits_elsewhere import WaitsElsewhere
 
 _PREFIX = "anybatch/roll_call"
 _FIRST_PATIENCE_SECONDS = 0.5
@@ -32,14 +33,14 @@ class Whereabouts:
         rank: which one.
         number: of the common call, counted alike on all ranks.
         name: of what was called, such as "engine.save".
-        step: number of the engine's step, from 0 on.
+        step: number of the engine's step, from 0 on; None between steps.
         meets: the rank waits for all others before it begins.
     """
 
     rank: int
     number: int
     name: str
-    step: int
+    step: int | None
     meets: bool
 
     @classmethod
@@ -58,7 +59,7 @@ class Whereabouts:
 
     def __str__(self) -> str:
         """Return it as a clause."""
-        return f"rank {self.rank} called {self.name} at step {self.step}"
+        return f"rank {self.rank} called {self.name}{_at(self.step)}"
 
 
 class RollCall:
@@ -68,6 +69,7 @@ class RollCall:
         world_name: the same on all ranks, and another for each control group.
         rank: this rank.
         size: the number of ranks.
+        timeout: how long a rank waits for the others to come to a call.
 
     Attributes:
         digests: of what this rank means by the step: its call, batch, settings and replica; each below 2**20.
@@ -75,13 +77,15 @@ class RollCall:
         num_told: errors that all ranks have learnt of together.
     """
 
-    def __init__(self, world_name: str, rank: int, size: int) -> None:
+    def __init__(self, world_name: str, rank: int, size: int, timeout: timedelta) -> None:
         self._world_name = world_name
         self._rank = rank
         self._size = size
+        self._timeout = timeout
+        self._elsewhere = WaitsElsewhere(world_name, rank, size)
         self.number = 0
         self._name = ""
-        self._step = 0
+        self._step: int | None = None
         self._inside = False
         self._has_failed = False
         self._meets = False
@@ -91,16 +95,21 @@ class RollCall:
         self.num_told = 0
 
     @property
+    def is_inside(self) -> bool:
+        """Whether this rank is in a call."""
+        return self._inside
+
+    @property
     def here(self) -> Whereabouts:
         """Where this rank stands."""
         return Whereabouts(self._rank, self.number, self._name, self._step, self._meets)
 
-    def enter(self, name: str, step: int, *, meets: bool) -> None:
+    def enter(self, name: str, step: int | None, *, meets: bool) -> None:
         """Begin a call that every rank has to make. Sends nothing.
 
         Args:
             name: of what was called.
-            step: number of the step.
+            step: number of the step; None between steps.
             meets: `meet` waits for all ranks; for what is called now and then.
         """
         # Behind an error ranks may not be together any more: they look before they send anything.
@@ -115,7 +124,8 @@ class RollCall:
         Raises:
             RanksDifferError: another rank has called something else.
             RankFailedError: another rank cannot come.
-            WorldError: this rank has left a message that the others wait for, so that none can be sent any more.
+            WorldError: another rank has not come before the time-out; or this rank has left a message that the others
+                wait for, so that none can be sent any more.
         """
         if self._out_of_step:
             message = (
@@ -126,7 +136,8 @@ class RollCall:
         if not self._meets:
             return
         try:
-            self._meet(default_store(), self._key("met", self.number))
+            # With its name: ranks that have called different things do not meet, and say so.
+            self._meet(default_store(), f"{self._key('met', self.number)}/{self._name}")
         except WorldError:
             raise
         except (RuntimeError, ValueError):
@@ -192,17 +203,29 @@ class RollCall:
         if store.add(f"{key}/count", 1) == self._size:
             store.set(key, "1")
 
+        waited = timedelta()
+
         def wait(patience: timedelta) -> bool:
+            nonlocal waited
             try:
                 store.wait([key], patience)
             except RuntimeError:
-                return store.check([key])
+                waited += patience
+                has_met = store.check([key])
+                if not has_met and waited >= self._timeout:
+                    message = (
+                        f"{self.here} and waited there for the others for {self._timeout.total_seconds():g} seconds. "
+                        "Every rank must call it at the same place of its program."
+                    )
+                    raise WorldError(message) from None
+                return has_met
             return True
 
         self._wait(wait, announce=True)
 
     def _wait(self, wait: Callable[[timedelta], bool], *, announce: bool = False) -> None:
         patience, was_left = _FIRST_PATIENCE_SECONDS, False
+        self._elsewhere.begin()
         if announce:
             self._try(lambda store: store.set(self._key("at", self._rank), self.here.to_json()))
         while not wait(timedelta(seconds=patience)):
@@ -226,29 +249,33 @@ class RollCall:
         others = [self._read("at", rank) for rank in range(self._size) if rank != self._rank]
         found = [Whereabouts.from_json(text) for text in others if text]
         if any(other.contradicts(here) for other in found):
-            self._refuse([here, *(other for other in found if other.number == here.number)])
+            stands = sorted(
+                [here, *(other for other in found if other.number == here.number)], key=lambda one: one.rank
+            )
+            self._refuse([str(one) for one in stands], has_names=len({one.name for one in stands}) > 1)
+        if in_vain := self._elsewhere.look(self.number, str(here)):
+            self._refuse(in_vain, has_names=True)
         left = self._read("left", self.number)
         if left and int(left) != self._rank and was_left:
             failure = self.published()
             self._out_of_step = str(here)
             assert failure is not None
-            message = f"{failure}. Rank {self._rank} waited for it in {here.name} at step {here.step}, and stops too."
+            message = f"{failure}. Rank {self._rank} waited for it in {here.name}{_at(here.step)}, and stops too."
             raise failure.error(message)
         return bool(left)
 
-    def _refuse(self, found: list[Whereabouts]) -> NoReturn:
-        stands = sorted(found, key=lambda one: one.rank)
+    def _refuse(self, stands: list[str], *, has_names: bool) -> NoReturn:
+        """Raise where ranks stand, by rank; what they have called tells why, or only that they did so out of step."""
         self._out_of_step = str(self.here)
-        names = {one.name for one in stands}
         remedy = (
             "Every rank must call engine.step, evaluate, save and load at the same place of its program: take "
             "`if rank == 0` away from around them (rank 0 alone writes a checkpoint anyway), and wrap loaders of "
             "different lengths in ab.shares."
-            if len(names) > 1
+            if has_names
             else "An error on one of them was caught there while the others went on: start again from a checkpoint."
         )
-        message = f"ranks wait for each other in different calls: {'; '.join(map(str, stands))}. {remedy}"
-        raise RanksDifferError(message, step=self._step, meant=tuple(map(str, stands)))
+        message = f"ranks wait for each other in different calls: {'; '.join(stands)}. {remedy}"
+        raise RanksDifferError(message, step=self._step, meant=tuple(stands))
 
     def _failure_key(self) -> str:
         # What fails between two calls is found by those that wait in the next one.
@@ -268,3 +295,7 @@ class RollCall:
         # The store may have gone with its rank: then the connections will break soon.
         with suppress(RuntimeError, ValueError):
             act(default_store())
+
+
+def _at(step: int | None) -> str:
+    return "" if step is None else f" at step {step}"

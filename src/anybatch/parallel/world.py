@@ -271,12 +271,12 @@ class World:
         )
         return RankFailedError(message) if failure is None else failure.error(message)
 
-    def enter(self, name: str, step: int, *, meets: bool = False) -> None:
+    def enter(self, name: str, step: int | None, *, meets: bool = False) -> None:
         """Begin what every rank has to call; see `RollCall.enter` and `RollCall.meet`, which comes next.
 
         Args:
             name: of what was called, such as "engine.save".
-            step: number of the engine's step.
+            step: number of the engine's step; None between steps.
             meets: wait for all ranks before anything else.
 
         Raises:

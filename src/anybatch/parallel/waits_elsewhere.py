@@ -1,0 +1,92 @@
+"""Ranks that wait for each other in different worlds: one in a call of an engine, another in one of another engine.
+
+Calls of one world are counted alike on all ranks; those of two worlds cannot be compared by their numbers. But a rank
+that waits says so again and again. One that goes on waiting there while this one waits here waits in vain: this rank
+has brought what it owes to all calls that it has left.
+"""
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+
+from anybatch.parallel.torch_internals import Store, default_store
+
+_PREFIX = "anybatch/waits"
+_ENOUGH = 2
+"""Times that another rank must have said again that it waits, each seen from within one wait of this rank."""
+
+
+class WaitsElsewhere:
+    """What this rank says about its wait in one world, and sees of the waits of others in other worlds.
+
+    Args:
+        world_name: the same on all ranks, and another for each world.
+        rank: this rank.
+        size: the number of ranks.
+    """
+
+    def __init__(self, world_name: str, rank: int, size: int) -> None:
+        self._world_name = world_name
+        self._rank = rank
+        self._others = [other for other in range(size) if other != rank]
+        self._num_waits = 0
+        self._num_looks = 0
+        self._seen: dict[int, tuple[tuple[str, int, int], int, int]] = {}
+
+    def begin(self) -> None:
+        """Begin to wait for something else than before."""
+        self._num_waits, self._num_looks = self._num_waits + 1, 0
+        self._seen.clear()
+
+    def look(self, number: int, here: str) -> list[str]:
+        """Say that this rank still waits; return where ranks wait for each other in vain, and nothing if they do not.
+
+        Args:
+            number: of this rank's call.
+            here: where it waits, as a clause.
+        """
+        self._num_looks += 1
+        own = json.dumps([self._world_name, number, self._num_waits, self._num_looks, here])
+        _try(lambda store: store.set(f"{_PREFIX}/{self._rank}", own))
+        # Who has seen it first has told the others: it does not wait any more, so that they would not see it.
+        if told := _read(f"{_PREFIX}/in_vain/{self._world_name}/{number}"):
+            return list(json.loads(told))
+        stuck = {(self._world_name, number): (self._rank, here)}
+        for other in self._others:
+            if self._still_waits(other, text := _read(f"{_PREFIX}/{other}")):
+                world_name, its_number, *_, clause = json.loads(text)
+                stuck[world_name, its_number] = other, clause
+        if len(stuck) == 1:
+            return []
+        stands = [clause for _, clause in sorted(stuck.values())]
+        for world_name, its_number in stuck:
+            key, text = f"{_PREFIX}/in_vain/{world_name}/{its_number}", json.dumps(stands)
+            _try(lambda store, key=key, text=text: store.set(key, text))  # type: ignore[misc]
+        return stands
+
+    def _still_waits(self, other: int, text: str) -> bool:
+        """Whether a rank has said often enough, while this one waited, that it waits for one thing in another world."""
+        if not text:
+            return False
+        world_name, number, wait, num_looks, _ = json.loads(text)
+        place = str(world_name), int(number), int(wait)
+        before = self._seen.get(other)
+        if before is None or before[0] != place:
+            self._seen[other] = place, num_looks, 0
+            return False
+        _, last, times = before
+        times += num_looks > last
+        self._seen[other] = place, num_looks, times
+        return place[0] != self._world_name and times >= _ENOUGH
+
+
+def _read(key: str) -> str:
+    found: list[str] = []
+    _try(lambda store: found.append(store.get(key).decode() if store.check([key]) else ""))
+    return found[0] if found else ""
+
+
+def _try(act: Callable[[Store], object]) -> None:
+    # The store may have gone with its rank: then the connections will break soon.
+    with suppress(RuntimeError, ValueError):
+        act(default_store())

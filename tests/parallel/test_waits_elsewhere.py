@@ -1,0 +1,84 @@
+"""Ranks that wait in two worlds: seen from what each says, and only if they wait for each other in vain."""
+
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+
+from anybatch.parallel.torch_internals import HashStore
+from anybatch.parallel.waits_elsewhere import WaitsElsewhere
+from tests.faults import sees
+
+
+@pytest.fixture(autouse=True)
+def _one_store() -> Iterator[None]:
+    store = HashStore()
+    with mock.patch("anybatch.parallel.waits_elsewhere.default_store", return_value=store):
+        yield
+
+
+def waiting(world_name: str, rank: int, size: int = 2) -> WaitsElsewhere:
+    """Return a rank that has begun to wait."""
+    rank_waits = WaitsElsewhere(world_name, rank, size)
+    rank_waits.begin()
+    return rank_waits
+
+
+@sees(
+    "ranks do not look who waits in another world",
+    "src/anybatch/parallel/waits_elsewhere.py",
+    "        if len(stuck) == 1:\n",
+    "        if True:\n",
+)
+@sees(
+    "who waits in vain is not told",
+    "src/anybatch/parallel/waits_elsewhere.py",
+    'if told := _read(f"{_PREFIX}/in_vain/{self._world_name}/{number}"):',
+    'if told := "":',
+)
+def test_two_that_wait_for_each_other() -> None:
+    """One sees that the other says so again and again; the other, which sees no more of it, is told."""
+    saves, loads = waiting("engine", 0), waiting("loader", 1)
+    for _ in range(2):
+        assert saves.look(7, "rank 0 called save") == []
+        assert loads.look(3, "rank 1 called next") == []
+    assert saves.look(7, "rank 0 called save") == []
+    assert loads.look(3, "rank 1 called next") == ["rank 0 called save", "rank 1 called next"]
+    assert saves.look(7, "rank 0 called save") == ["rank 0 called save", "rank 1 called next"]
+
+
+def test_what_a_rank_has_said_and_left() -> None:
+    """An old word is not taken for a wait, however often it is read."""
+    waiting("loader", 1).look(3, "rank 1 called next")
+    saves = waiting("engine", 0)
+    assert [saves.look(7, "rank 0 called save") for _ in range(9)] == [[]] * 9
+
+
+@sees(
+    "waits for one thing after the other are taken for one",
+    "src/anybatch/parallel/waits_elsewhere.py",
+    "        place = str(world_name), int(number), int(wait)\n",
+    "        place = str(world_name), 0, 0\n",
+)
+def test_a_rank_that_goes_on_from_wait_to_wait() -> None:
+    """It moves, slowly, and nobody waits for it in vain."""
+    saves, loads = waiting("engine", 0), waiting("loader", 1)
+    for number in range(5):
+        loads.begin()
+        for _ in range(2):
+            loads.look(number, "rank 1 called next")
+        assert saves.look(7, "rank 0 called save") == []
+
+
+@sees(
+    "a wait in the same world is in vain",
+    "src/anybatch/parallel/waits_elsewhere.py",
+    "        return place[0] != self._world_name and times >= _ENOUGH\n",
+    "        return times >= _ENOUGH\n",
+)
+def test_two_that_wait_in_one_world() -> None:
+    """They may wait for a third one, which is late."""
+    one, other = waiting("engine", 0, 3), waiting("engine", 1, 3)
+    for _ in range(9):
+        assert one.look(7, "rank 0 called save") == []
+        assert other.look(7, "rank 1 called save") == []
