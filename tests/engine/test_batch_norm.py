@@ -97,13 +97,6 @@ def exact_errors() -> Errors:
     "return grad.clone(), token_grad, None",
     cases=["2-ranks"],
 )
-@sees(
-    "DDP keeps the process group of a world that was dropped",
-    "src/anybatch/parallel/ddp.py",
-    "_Reductions(_weakly(on_reduction), world.roll_call)",
-    "_Reductions(lambda kept=world: _weakly(on_reduction)(), world.roll_call)",
-    cases=["1-rank"],
-)
 def test_exact_is_the_unsplit_batch(ranks: Ranks) -> None:
     """On 1, 2 and 3 ranks, for every cut, gradients and buffers are those of one forward and backward over the batch.
 

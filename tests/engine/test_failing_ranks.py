@@ -35,13 +35,6 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, list[RankOutcome]]:
     cases=["raises, all_reduce", "the backward raises, all_reduce", "the feed raises, ddp"],
 )
 @sees(
-    "a failing loader does not say why",
-    "src/anybatch/parallel/world.py",
-    "            self.publish_failure(error, None if self.roll_call is None else self.roll_call.here.step)\n",
-    "",
-    cases=["the loader raises, all_reduce"],
-)
-@sees(
     "a broken reduction is DDP's own error",
     "src/anybatch/parallel/ddp.py",
     """

@@ -14,6 +14,7 @@ from anybatch.engine.spec import Hardware, TrainSpec
 from anybatch.engine.telemetry.decisions import Decisions
 from anybatch.errors import UserError
 from tests.engine.cases import CASES, InMemory
+from tests.faults import sees
 from tests.ranks_fixture import Ranks
 
 
@@ -89,22 +90,30 @@ def test_a_dropped_engine_is_freed_without_the_garbage_collector() -> None:
 
 
 def freed_models(strategy: str) -> list[bool]:
-    """Run on every rank: step engines, drop them without closing, and return whether their models are gone."""
+    """Run on every rank: step engines, drop them unclosed, and return whether models and process groups are gone."""
     gone = []
     for _ in range(2):
         model = CASES["ragged"].model()
         engine = ab.Engine.from_spec(spec_of(model), Hardware(micro_batch_size=3, strategy=strategy))
         engine.step(InMemory(CASES["ragged"].batch()))
-        watched = weakref.ref(model)
-        del engine, model
+        control = engine.world._control  # noqa: SLF001
+        watched = weakref.ref(model), weakref.ref(control)
+        del engine, model, control
         gc.collect()
-        gone.append(watched() is None)
+        gone.append([one() for one in watched] == [None, None])
     return gone
 
 
+@sees(
+    "DDP keeps the process group of a world that was dropped",
+    "src/anybatch/parallel/ddp.py",
+    "_Reductions(_weakly(on_reduction), world.roll_call)",
+    "_Reductions(lambda kept=world: _weakly(on_reduction)(), world.roll_call)",
+    cases=["ddp"],
+)
 @pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
 def test_a_dropped_engine_lets_its_model_go(strategy: str, two_ranks: Ranks) -> None:
-    """Nothing that lives outside of Python, such as DDP's reducer, keeps the model of an engine that was dropped."""
+    """Nothing outside of Python, such as DDP's reducer, keeps the model or the world of an engine that was dropped."""
     assert two_ranks.run(freed_models, strategy) == [[True, True], [True, True]]
 
 
