@@ -37,14 +37,23 @@ def waiting(world_name: str, rank: int, size: int = 2) -> WaitsElsewhere:
     'if told := "":',
 )
 def test_two_that_wait_for_each_other() -> None:
-    """One sees that the other says so again and again; the other, which sees no more of it, is told."""
-    saves, loads = waiting("engine", 0), waiting("loader", 1)
+    """One sees that the other says so again and again; a third one, which has seen nothing yet, is told."""
+    saves, loads = waiting("engine", 0, 3), waiting("loader", 1, 3)
     for _ in range(2):
         assert saves.look(7, "rank 0 called save") == []
         assert loads.look(3, "rank 1 called next") == []
     assert saves.look(7, "rank 0 called save") == []
     assert loads.look(3, "rank 1 called next") == ["rank 0 called save", "rank 1 called next"]
-    assert saves.look(7, "rank 0 called save") == ["rank 0 called save", "rank 1 called next"]
+    late = waiting("engine", 2, 3)
+    assert late.look(7, "rank 2 called save") == ["rank 0 called save", "rank 1 called next"]
+
+
+def test_all_that_wait_are_named() -> None:
+    """Two ranks in one call of another world are both said."""
+    ranks = {1: waiting("loader", 1, 3), 2: waiting("loader", 2, 3), 0: waiting("engine", 0, 3)}
+    *found, last = [one.look(4, f"rank {rank}") for _ in range(3) for rank, one in ranks.items()]
+    assert last == ["rank 0", "rank 1", "rank 2"]
+    assert found == [[]] * 8
 
 
 def test_what_a_rank_has_said_and_left() -> None:
@@ -65,7 +74,7 @@ def test_a_rank_that_goes_on_from_wait_to_wait() -> None:
     saves, loads = waiting("engine", 0), waiting("loader", 1)
     for number in range(5):
         loads.begin()
-        for _ in range(2):
+        for _ in range(1 + number):
             loads.look(number, "rank 1 called next")
         assert saves.look(7, "rank 0 called save") == []
 

@@ -51,15 +51,16 @@ class WaitsElsewhere:
         # Who has seen it first has told the others: it does not wait any more, so that they would not see it.
         if told := _read(f"{_PREFIX}/in_vain/{self._world_name}/{number}"):
             return list(json.loads(told))
-        stuck = {(self._world_name, number): (self._rank, here)}
+        stuck, calls = [(self._rank, here)], {(self._world_name, number)}
         for other in self._others:
             if self._still_waits(other, text := _read(f"{_PREFIX}/{other}")):
                 world_name, its_number, *_, clause = json.loads(text)
-                stuck[world_name, its_number] = other, clause
+                stuck.append((other, clause))
+                calls.add((world_name, its_number))
         if len(stuck) == 1:
             return []
-        stands = [clause for _, clause in sorted(stuck.values())]
-        for world_name, its_number in stuck:
+        stands = [clause for _, clause in sorted(stuck)]
+        for world_name, its_number in calls:
             key, text = f"{_PREFIX}/in_vain/{world_name}/{its_number}", json.dumps(stands)
             _try(lambda store, key=key, text=text: store.set(key, text))  # type: ignore[misc]
         return stands
