@@ -201,7 +201,7 @@ def test_resumed_run_ends_bit_for_bit_as_if_it_had_not_stopped(kind: Kind, tmp_p
 
 @sees(
     "the seed is not restored",
-    "src/anybatch/engine/build.py",
+    "src/anybatch/engine/parts.py",
     """
         self.planner.seed = state["seed"]
 """,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import anybatch as ab
+from anybatch.parallel.roll_call import NUM_DIGESTS
 from tests.engine.cases import STRATEGIES, Batch, InMemory, vectors
 from tests.faults import sees
 from tests.ranks_fixture import Ranks
@@ -125,7 +127,8 @@ def calls_of_a_step(strategy: str, num_micro_batches: int) -> list[Call]:
 def test_one_reduction_per_step(strategy: str, two_ranks: Ranks) -> None:
     """At 1, 4 and 16 accumulation steps the gradient collectives of a step carry the gradient's bytes, exactly once.
 
-    In the control group travels one small message beside them: the numbers of the report, in float64, and flags.
+    In the control group travels one small message beside them: the numbers of the report, in float64, flags, and
+    digests of what the rank means by the step, each with its square.
     """
     found = {number: two_ranks.run(calls_of_a_step, strategy, number) for number in (1, 4, 16)}
     for ranks in found.values():
@@ -135,7 +138,7 @@ def test_one_reduction_per_step(strategy: str, two_ranks: Ranks) -> None:
             assert all(call.name == "all_reduce" and call.in_data_group for call in gradients)
             assert sum(call.num_bytes for call in gradients) == 4 * NUM_PARAMETERS
             assert [(call.name, call.in_data_group) for call in others] == [("all_reduce", False)]
-            assert sum(call.num_bytes for call in others) <= 8 * (1 + 4 + 1)
+            assert sum(call.num_bytes for call in others) <= 8 * (1 + 4 + 2 + 2 * NUM_DIGESTS)
     assert found[1] == found[4] == found[16]
 
 
@@ -153,10 +156,15 @@ class Waited:
         self.work = work
         self.times = 0
 
-    def wait(self) -> bool:
+    def wait(self, *timeout: timedelta) -> bool:
         """Wait as usual."""
-        self.times += 1
-        return self.work.wait()
+        done = self.work.wait(*timeout)
+        self.times += 1  # not where it has been waited for in vain for a while
+        return done
+
+    def is_completed(self) -> bool:
+        """Whether it has come."""
+        return self.work.is_completed()
 
 
 def waits_of_a_step(strategy: str) -> list[int]:

@@ -16,19 +16,14 @@ from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.records import Observer
 from anybatch.core.reports import StepReport
 from anybatch.core.splitting import Deal
-from anybatch.engine.build import Parts, build
-from anybatch.engine.checkpoint_state import (
-    Scheduler,
-    Stateful,
-    load_on_all_ranks,
-    save_on_first_rank,
-    state_of_first_rank,
-)
+from anybatch.engine.build import build
+from anybatch.engine.checkpoint_state import Scheduler, Stateful, load_on_all_ranks, save_on_first_rank
 from anybatch.engine.data_place import data_of, go_on
 from anybatch.engine.evaluation import MetricFunction, evaluate, evaluation_mode, stale_statistics
 from anybatch.engine.forward_state.buffer_updates import BufferUpdate
 from anybatch.engine.inputs import Model
 from anybatch.engine.micro_batch_size.sizes import MicroBatchSize
+from anybatch.engine.parts import Parts
 from anybatch.engine.rng.generators import Rng
 from anybatch.engine.spec import Hardware, TrainSpec
 from anybatch.engine.step_runner import SummedBatch
@@ -398,11 +393,9 @@ class Engine:
         """
         parts = self._parts
         with parts.reported("engine.align_replicas", self.num_steps, meets=True):
-            names, _ = parts.replicas.differing()
-            parts.updater.finite.settle()
-            if self.world.roll_call is not None:
-                state = parts.collect(self.num_steps, self.position, only_trainable=False)
-                self._restore(state_of_first_rank(state, self.world))
+            names, state = parts.of_first_rank(self.num_steps, self.position)
+            if state is not None:
+                self._restore(state)
         return names
 
     def _restore(self, state: Mapping[str, Any], path: Path | None = None) -> None:

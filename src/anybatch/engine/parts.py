@@ -1,0 +1,174 @@
+"""The parts of an engine, as one value: what they have in common, and what is saved of them."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from anybatch.core.batch import Position
+from anybatch.engine.accumulation.accumulate import LoopContext
+from anybatch.engine.accumulation.step_guard import StepGuard
+from anybatch.engine.batch_norm.runner import BatchNormRunner
+from anybatch.engine.checkpoint_state import (
+    Progress,
+    Stateful,
+    StateParts,
+    collect_state,
+    restore_state,
+    state_of_first_rank,
+)
+from anybatch.engine.failure import failures_reported
+from anybatch.engine.loss_check.check import LossCheck
+from anybatch.engine.micro_batch_size.backoff import SizeBackoff
+from anybatch.engine.micro_batch_size.sizes import RunSizes
+from anybatch.engine.replica_check import ReplicaCheck
+from anybatch.engine.rng.generators import CallersRandomness
+from anybatch.engine.step_planner import StepPlanner
+from anybatch.engine.step_runner import StepRunner
+from anybatch.engine.telemetry.decisions import Decisions
+from anybatch.engine.telemetry.notifier import Notifier
+from anybatch.engine.update.resident_tensors import ResidentTensors
+from anybatch.engine.update.updater import Updater
+from anybatch.errors import CheckpointError
+from anybatch.parallel.world import World
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The parts of an engine. None of them knows the engine, so that it is freed as soon as it is dropped.
+
+    Attributes:
+        world: the ranks.
+        modules: everything that trains.
+        context: what the loop uses, with the loss, the strategy and what it has prepared.
+        sizes: how batches are cut.
+        backoff: smaller sizes after out of memory.
+        check: of the loss's declaration.
+        planner: plans steps.
+        guard: keeps gradients apart from those of others.
+        runner: runs them.
+        updater: updates parameters.
+        replicas: compares weights over ranks.
+        batch_norm: runs micro-batches under the policy about BatchNorm.
+        decisions: what was decided.
+        notifier: sends records to observers.
+        further_state: objects of the user's whose state is saved too, by name.
+    """
+
+    world: World
+    modules: nn.Module
+    context: LoopContext
+    sizes: RunSizes
+    backoff: SizeBackoff
+    check: LossCheck
+    planner: StepPlanner
+    guard: StepGuard
+    runner: StepRunner
+    updater: Updater
+    replicas: ReplicaCheck
+    batch_norm: BatchNormRunner
+    decisions: Decisions
+    notifier: Notifier
+    further_state: dict[str, Stateful]
+
+    @property
+    def resident_tensors(self) -> Callable[[], ResidentTensors]:
+        """Function () -> the tensors that stay from step to step."""
+        return self.updater.resident.tensors
+
+    @property
+    def state(self) -> StateParts:
+        """The parts that change while an engine trains."""
+        updater, randomness = self.updater, self.context.randomness
+        return StateParts(
+            modules=self.modules,
+            layout=self.context.prepared.layout,
+            target=updater.target,
+            scaler=updater.scaler,
+            scheduler=updater.scheduler,
+            average=updater.average,
+            generators=tuple(randomness.generators) if isinstance(randomness, CallersRandomness) else (),
+            further=self.further_state,
+        )
+
+    def reported(
+        self, name: str, step: int, *, trains: bool = False, meets: bool = False
+    ) -> AbstractContextManager[None]:
+        """Return the context of a call of the engine's; see `failures_reported`.
+
+        Args:
+            name: of what was called, such as "engine.step".
+            step: its number.
+            trains: refused behind an update that broke off.
+            meets: wait for all ranks first; for what is called now and then.
+        """
+        check = self.updater.refuse_broken_off if trains else None
+        return failures_reported(self.world, name, step, self.updater.undo, check=check, meets=meets)
+
+    def collect(self, num_steps: int, position: Position, *, only_trainable: bool) -> dict[str, Any]:
+        """Return everything that a run needs to go on; see `collect_state`.
+
+        Args:
+            num_steps: effective batches run.
+            position: where the data stands.
+            only_trainable: leave out frozen parameters.
+        """
+        progress = Progress(
+            num_steps=num_steps,
+            position=position,
+            seed=self.planner.seed,
+            sizes=self.backoff.named,
+            resized=self.backoff.state(),
+            decisions=self.decisions,
+        )
+        return collect_state(self.state, progress, self.world, only_trainable=only_trainable)
+
+    def of_first_rank(self, num_steps: int, position: Position) -> tuple[tuple[str, ...], dict[str, Any] | None]:
+        """Return the names of the weights in which ranks differ, and rank 0's state; None where there is one rank.
+
+        Args:
+            num_steps: effective batches run.
+            position: where the data stands.
+        """
+        names, _ = self.replicas.differing()
+        self.updater.finite.settle()
+        if self.world.roll_call is None:
+            return names, None
+        return names, state_of_first_rank(self.collect(num_steps, position, only_trainable=False), self.world)
+
+    def restore(self, state: Mapping[str, Any], path: Path | None) -> None:
+        """Put a collected state back.
+
+        Args:
+            state: what `collect` returned.
+            path: the checkpoint that it comes from; None for another rank's memory.
+
+        Raises:
+            CheckpointError: it does not fit; nothing has changed then.
+        """
+        try:
+            remarks = restore_state(self.state, state, self.world)
+        # What compares two states knows of no files.
+        except CheckpointError as error:
+            error.path = path
+            raise
+        for code, message in remarks:
+            self.notifier.warn(code, message)
+        self.planner.seed = state["seed"]
+        self.backoff.resume(state)
+        self.check.resume(state["decisions"])
+        self.updater.restored()
+
+    def clear_gradients(self) -> None:
+        """Clear all gradients, also half-finished ones."""
+        self.context.strategy.clear_gradients()
+
+    def close(self) -> None:
+        """Remove every hook from the model and the optimizer."""
+        self.clear_gradients()
+        self.context.strategy.close()
+        self.batch_norm.close()
+        self.updater.scaler.close()
