@@ -102,7 +102,7 @@ class UncountedSums:
         if isinstance(value, LossSum):
             value = value.total
         elif isinstance(value, torch.Tensor) and not value.dim():
-            self._refuse_mean(name, float(value), count)
+            self._refuse_mean(name, float(value.detach()), count)
             return False
         # A mean over nothing that was multiplied with its count is NaN as well.
         return isinstance(value, torch.Tensor) and bool(torch.isfinite(value).all())
