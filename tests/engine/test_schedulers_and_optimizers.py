@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import anybatch as ab
+from anybatch.core.records import StepRecord
 from anybatch.errors import AnyBatchWarning, CheckpointError, CompositionError, ParameterError, UserError
 from anybatch.optimizers import CombinedOptimizer
 from anybatch.testing import relative_error
@@ -393,3 +394,51 @@ def test_a_parameter_in_two_optimizers_is_refused() -> None:
     combined = CombinedOptimizer(one)
     with pytest.raises(ParameterError, match="combine them again"):
         combined.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+
+@sees(
+    "a scheduler that fails undoes the count of its step",
+    "src/anybatch/engine/engine.py",
+    """
+        parts.notifier.step(report)
+        parts.updater.advance_schedule(updated)
+""",
+    """
+        self.num_steps -= 1
+        parts.updater.advance_schedule(updated)
+        self.num_steps += 1
+        parts.notifier.step(report)
+""",
+)
+def test_a_scheduler_past_its_end_leaves_its_step_counted() -> None:
+    """The update stands, is counted and told; the error says so, and another schedule goes on from there."""
+    model, twin, reports = perceptron(), perceptron(), []
+
+    class Steps:
+        def observe(self, record: Any, /) -> None:
+            if isinstance(record, StepRecord):
+                reports.append(record.step)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=3)
+    plain = torch.optim.SGD(twin.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(plain, max_lr=0.1, total_steps=3)
+    for number in range(4):
+        plain.zero_grad()
+        classify(twin, vectors(7)).backward()
+        plain.step()
+        if number < 3:
+            schedule.step()
+    options: dict[str, Any] = {"scheduler": scheduler, "micro_batch_size": 3, "observer": Steps()}
+    with ab.Engine(model, optimizer, ab.mean_over_samples(classify), **options) as engine:
+        for _ in range(3):
+            engine.step(InMemory(vectors(7)))
+        with pytest.raises(ValueError, match="Tried to step 4 times") as caught:
+            engine.step(InMemory(vectors(7)))
+        assert "behind the update of step 3 (counted from 0), which stands and is counted" in caught.value.__notes__[0]
+        assert relative_error(dict(model.named_parameters()), dict(twin.named_parameters())) <= 1e-12
+        assert engine.num_steps == 4
+        assert reports == [0, 1, 2, 3]
+        engine.reschedule(torch.optim.lr_scheduler.ConstantLR)
+        engine.step(InMemory(vectors(7)))
+        assert engine.num_steps == 5

@@ -241,6 +241,7 @@ class Engine:
             report = self._record(summed, updated)
             self._stepped_data = data_of(batch)
         parts.notifier.step(report)
+        parts.updater.advance_schedule(updated)
         return report
 
     def gradients(self, batch: Any) -> dict[str, torch.Tensor | None]:  # noqa: ANN401 (any nested batch)

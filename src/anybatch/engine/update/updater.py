@@ -120,7 +120,7 @@ class Updater:
             DoesNotFitError: memory ran out before the update; parameters are as before.
             HalfUpdatedError: memory ran out inside the update.
 
-        Whatever else the optimizer or the scheduler raises goes through; see `refuse_broken_off`.
+        Whatever else the optimizer raises goes through; see `refuse_broken_off`.
         """
         try:
             with self._notifier.phase("clip"):
@@ -156,6 +156,20 @@ class Updater:
             )
             raise
         return Updated(norm, rates, skipped=not stepped)
+
+    def advance_schedule(self, updated: Updated) -> None:
+        """Step the scheduler behind an update that is counted already: what it raises leaves nothing half-done."""
+        if self.scheduler is None or updated.skipped:
+            return
+        try:
+            self.scheduler.step()
+        except Exception as error:
+            error.add_note(
+                f"anybatch: in {type(self.scheduler).__name__}.step, behind the update of step {self._step} (counted "
+                "from 0), which stands and is counted. Is the schedule shorter than the run? engine.reschedule "
+                "continues with another one."
+            )
+            raise
 
     def refuse_broken_off(self) -> None:
         """Refuse to go on behind an update that broke off.
@@ -203,7 +217,7 @@ class Updater:
         return norm
 
     def _stepped(self, gradients: Gradients) -> bool:
-        """Step optimizer, average and scheduler, unless fp16 has overflowed; return whether they stepped."""
+        """Step optimizer and average, unless fp16 has overflowed; return whether they stepped."""
         # The optimizer makes no state for a parameter without a gradient; what was made ahead for it goes.
         self._optimizer_memory.drop_unused(gradients)
         stepped = self.scaler.step()
@@ -211,8 +225,6 @@ class Updater:
             self.target.copy_back()
             if self.average is not None:
                 self.average.update()
-            if self.scheduler is not None:
-                self.scheduler.step()
         self._clear()
         return stepped
 
