@@ -175,6 +175,39 @@ def test_a_kind_with_the_same_settings_goes_on_and_is_said(tmp_path: Path) -> No
         assert engine.num_steps == 1
 
 
+@sees(
+    "a checkpoint names what was compiled otherwise",
+    "src/anybatch/engine/checkpoint_state.py",
+    """    return name.replace("_orig_mod.", "")""",
+    """    return name""",
+)
+@pytest.mark.parametrize("compiled", ["model", "part"])
+def test_a_compiled_model_and_a_plain_one_read_each_others_checkpoints(compiled: str, tmp_path: Path) -> None:
+    """What torch.compile wraps, the whole or a part, goes on bit for bit without it and the other way round."""
+    ends = []
+    for first, second in ((False, False), (True, False), (False, True)):
+        path, model = None, perceptron()
+        average: list[torch.Tensor] = []
+        for is_compiled in (first, second):
+            model = perceptron()
+            if is_compiled and compiled == "model":
+                model = torch.compile(model, backend="eager")  # type: ignore[assignment]
+            elif is_compiled:
+                model[0] = torch.compile(model[0], backend="eager")  # type: ignore[index, operator]
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+            options: dict[str, Any] = {"micro_batch_size": 7, "average_decay": 0.5}
+            with ab.Engine(model, optimizer, ab.mean_over_samples(classify), **options) as engine:
+                if path is not None:
+                    engine.load(path)
+                engine.step(InMemory(vectors(7)))
+                path = engine.save(tmp_path / f"{first} {second} {is_compiled}")
+                assert engine.average is not None
+                average = [one.clone() for one in engine.average.weights.values()]
+        ends.append([*(parameter.detach() for parameter in model.parameters()), *average])
+    for others in ends[1:]:
+        assert all(torch.equal(*pair) for pair in zip(ends[0], others, strict=True))
+
+
 class Adapter(nn.Module):
     """A frozen base and a small part that trains."""
 

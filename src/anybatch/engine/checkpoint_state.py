@@ -131,7 +131,7 @@ def collect_state(parts: StateParts, progress: Progress, world: World, *, only_t
         "scaler": scaler.scaler.state_dict() if scaler.enabled else None,
         "average": None
         if parts.average is None
-        else {name: gather(weight) for name, weight in parts.average.weights.items()},
+        else {_uncompiled_name(name): gather(weight) for name, weight in parts.average.weights.items()},
     }
 
 
@@ -166,9 +166,10 @@ def restore_state(parts: StateParts, state: Mapping[str, Any], world: World) -> 
             )
             raise CheckpointError(message)
     scatter, own_model = parts.layout.scatter, parts.modules.state_dict()
+    own_names = {_uncompiled_name(name): name for name in own_model}
     model = {
-        name: scatter(value, own_model[name]) if isinstance(value, torch.Tensor) else value
-        for name, value in state["model"].items()
+        own_names[name]: scatter(value, own_model[own_names[name]]) if isinstance(value, torch.Tensor) else value
+        for name, value in _by_uncompiled_name(state["model"]).items()
     }
     parts.modules.load_state_dict({**own_model, **model})
     # A copy, because an optimizer keeps tensors of what it loads and changes them in place.
@@ -182,8 +183,10 @@ def restore_state(parts: StateParts, state: Mapping[str, Any], world: World) -> 
     if parts.scaler.enabled:
         parts.scaler.scaler.load_state_dict(dict(state["scaler"]))
     if parts.average is not None:
-        weights = parts.average.weights
-        parts.average.load({name: scatter(state["average"][name], weight) for name, weight in weights.items()})
+        averaged, weights = _by_uncompiled_name(state["average"]), parts.average.weights
+        parts.average.load(
+            {name: scatter(averaged[_uncompiled_name(name)], weight) for name, weight in weights.items()}
+        )
     for name, found in parts.further.items():
         found.load_state_dict(copy.deepcopy(state["further"][name]))
     if parts.generators and (saved := state.get("host_random")) and len(saved) == world.size:
@@ -192,14 +195,23 @@ def restore_state(parts: StateParts, state: Mapping[str, Any], world: World) -> 
 
 
 def _model_state(modules: nn.Module, *, only_trainable: bool) -> dict[str, Any]:
-    state = dict(modules.state_dict())
+    state = _by_uncompiled_name(modules.state_dict())
     frozen = _frozen(modules) if only_trainable else frozenset()
     return {name: value for name, value in state.items() if name not in frozen}
 
 
 def _frozen(modules: nn.Module) -> frozenset[str]:
     named = modules.named_parameters(remove_duplicate=False)
-    return frozenset(name for name, parameter in named if not parameter.requires_grad)
+    return frozenset(_uncompiled_name(name) for name, parameter in named if not parameter.requires_grad)
+
+
+def _by_uncompiled_name(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {_uncompiled_name(name): value for name, value in state.items()}
+
+
+def _uncompiled_name(name: str) -> str:
+    """Return the name of a parameter or buffer in the model as it was before `torch.compile` wrapped parts of it."""
+    return name.replace("_orig_mod.", "")
 
 
 def _class_name(value: object) -> str:
@@ -236,7 +248,7 @@ def _scattered(saved: dict[str, Any], parts: StateParts) -> dict[str, Any]:
 
 
 def _check_model(modules: nn.Module, saved: Mapping[str, Any]) -> None:
-    own = modules.state_dict()
+    own, saved = _by_uncompiled_name(modules.state_dict()), _by_uncompiled_name(saved)
     frozen = _frozen(modules)
     # Saved with `only_trainable`: what is frozen comes from wherever the model does.
     if not frozen & saved.keys():

@@ -20,7 +20,8 @@ def scheduler_of(scheduler: "Scheduler | SchedulerFunction | None", optimizer: O
     """
     if scheduler is None:
         return None
-    made = scheduler if hasattr(scheduler, "step") else scheduler(optimizer)
+    # A class has a method `step` too, and is a function of the optimizer.
+    made = scheduler if hasattr(scheduler, "step") and not isinstance(scheduler, type) else scheduler(optimizer)
     if not hasattr(made, "step"):
         message = (
             f"{scheduler=} gave {type(made).__name__}, which has no method step; pass a torch scheduler, or a function "
