@@ -1,0 +1,31 @@
+"""The page of warnings lists each one that the engine can give, and no other."""
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def codes_given() -> set[str]:
+    """Return the first argument of every call of a notifier's `warn`, and the codes of remarks at a load."""
+    found = set()
+    for path in (ROOT / "src/anybatch").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            first: ast.expr | None = None
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "warn":
+                named = ast.unparse(node.func.value)
+                first = node.args[0] if named.endswith("notifier") else None
+            elif isinstance(node, ast.Tuple) and path.name == "checkpoint_state.py" and len(node.elts) == 2:
+                first = node.elts[0] if ast.unparse(node.elts[1]) == "message" else None
+            if isinstance(first, ast.Constant):
+                found.add(str(first.value))
+    return found
+
+
+def test_every_warning_is_on_its_page() -> None:
+    """The codes in the sources are those of the table in docs/warnings.md."""
+    page = (ROOT / "docs/warnings.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
+    assert len(listed) == len(set(listed))
+    assert set(listed) == codes_given()
