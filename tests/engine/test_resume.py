@@ -172,8 +172,8 @@ def same_bits(found: Weights, expected: Weights) -> bool:
 @sees(
     "the average is not restored",
     "src/anybatch/engine/checkpoint_state.py",
-    "        parts.average.load({",
-    "        dict({",
+    "        parts.average.load(\n",
+    "        dict(\n",
     cases=["averaged"],
 )
 @sees(
