@@ -51,7 +51,7 @@ HALF, QUARTER = {"micro_batch_size": LARGE // 2}, {"micro_batch_size": LARGE // 
 SWEEPS: Mapping[str, tuple[Run, int]] = {
     "all_reduce": (Run(strategy="all_reduce"), 1),
     "all_reduce, after": (Run(strategy="all_reduce, after"), 7),
-    "across samples": (Run(strategy="all_reduce", loss="joint"), 1),
+    "across samples": (Run(strategy="all_reduce", loss="joint"), 3),
     "count comes late": (Run(strategy="all_reduce", loss="late"), 5),
     "the caller's numbers": (Run(strategy="all_reduce", options={"rng": None}), 5),
     "groups": (Run(strategy="all_reduce", options={"norms": "ghost"}), 11),
