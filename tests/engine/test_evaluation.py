@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 import anybatch as ab
 from anybatch.core.loss import Loss
-from anybatch.errors import AnyBatchWarning, LossError
+from anybatch.errors import AnyBatchWarning, LossError, UserError
+from anybatch.metrics import OverWholeSet
 from anybatch.norms import recompute_statistics
 from tests.engine.cases import (
     AUX_WEIGHT,
@@ -325,3 +326,77 @@ def test_statistics_of_other_weights_are_said_and_can_be_recomputed() -> None:
         assert found["loss"] == pytest.approx(sum(expected) / 23, rel=1e-12)
         norm.eval()  # a frozen layer keeps its statistics on purpose
         engine.evaluate(batches, averaged=True)
+
+
+def ranked(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return scores and labels."""
+    return model(batch["x"])[:, 0], {"label": batch["y"]}
+
+
+def area(outputs: tuple[torch.Tensor, dict[str, torch.Tensor]]) -> torch.Tensor:
+    """Return the share of pairs (class 0, another) in which class 0 has the larger score: the area under the curve."""
+    scores, labels = outputs[0], outputs[1]["label"]
+    return (scores[labels == 0][:, None] > scores[labels != 0][None]).double().mean()
+
+
+def in_order(outputs: tuple[torch.Tensor, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return something that depends on the order of the samples."""
+    return {"weighted": (outputs[0] * torch.arange(len(outputs[0]))).sum(), "number": torch.tensor(len(outputs[0]))}
+
+
+def over_whole_sets(strategy: str) -> list[dict[str, float]]:
+    """Run on every rank: return metrics over the whole set for several cuts."""
+    world, found = ab.World.from_environment(), []
+    for size in (1, 4, None):
+        torch.manual_seed(0)
+        model = nn.Linear(5, 4).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options: dict[str, Any] = {"micro_batch_size": size, "strategy": STRATEGIES[strategy](), "world": world}
+        with ab.Engine(model, optimizer, ab.mean_over_samples(classify), **options) as engine:
+            for compute in (area, in_order):
+                batches = [InMemory(vectors(11)), InMemory(vectors(1)), InMemory(vectors(23))]
+                found.append(engine.evaluate(batches, OverWholeSet(ranked, compute)))
+    return found
+
+
+@sees(
+    "rows of the whole set come in the order of ranks",
+    "src/anybatch/engine/evaluation.py",
+    "for one in of_rank), key=lambda one: one[0])",
+    "for one in of_rank), key=lambda one: 0)",
+    cases=["2-ranks-all_reduce"],
+)
+@pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
+def test_metrics_over_the_whole_set_are_the_plain_ones(strategy: str, ranks: Ranks) -> None:
+    """At any cut and number of ranks they get the rows of one forward over all samples, in the order of the data."""
+    torch.manual_seed(0)
+    model = nn.Linear(5, 4).double()
+    batch = {key: torch.cat([vectors(number)[key] for number in (11, 1, 23)]) for key in ("x", "y")}
+    with torch.no_grad():
+        rows = ranked(model, batch)
+    expected = [{"metric": float(area(rows))}, {name: float(value) for name, value in in_order(rows).items()}] * 3
+    for found in ranks.run(over_whole_sets, strategy):
+        assert found == [pytest.approx(one, rel=1e-12) for one in expected]
+
+
+class Area:
+    """A metric object as torchmetrics has them."""
+
+    def update(self, scores: torch.Tensor, labels: torch.Tensor) -> None:
+        """Take some samples."""
+
+    def compute(self) -> float:
+        """Return the value."""
+        return 1.0
+
+
+def test_metrics_that_do_not_know_the_model_or_return_no_rows_are_refused() -> None:
+    """A metric object is told how it is wrapped, and a function that returns one number for all what it must return."""
+    with make_engine(nn.Linear(5, 4).double()) as engine:
+        with pytest.raises(UserError, match=r"OverWholeSet\(function, compute\)"):
+            engine.evaluate([vectors(5)], Area())  # type: ignore[arg-type]
+        averaged = OverWholeSet(lambda model, batch: model(batch["x"]).mean(), float)
+        with pytest.raises(LossError, match=r"shape \(\) for 2 samples; it must return one row for each sample"):
+            engine.evaluate([vectors(5)], averaged)
+        with pytest.raises(LossError, match="nothing to evaluate"):
+            engine.evaluate([], OverWholeSet(ranked, area))

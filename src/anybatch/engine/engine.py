@@ -19,7 +19,7 @@ from anybatch.core.splitting import Deal
 from anybatch.engine.build import build
 from anybatch.engine.checkpoint_state import Scheduler, Stateful, load_on_all_ranks, save_on_first_rank
 from anybatch.engine.data_place import data_of, go_on
-from anybatch.engine.evaluation import MetricFunction, evaluate, evaluation_mode, stale_statistics
+from anybatch.engine.evaluation import Metric, evaluate, evaluation_mode, stale_statistics
 from anybatch.engine.forward_state.buffer_updates import BufferUpdate
 from anybatch.engine.inputs import Model
 from anybatch.engine.micro_batch_size.sizes import MicroBatchSize
@@ -263,7 +263,7 @@ class Engine:
         return found
 
     def evaluate(
-        self, batches: Iterable[Any], metric: "Loss | MetricFunction | None" = None, *, averaged: bool = False
+        self, batches: Iterable[Any], metric: Metric | None = None, *, averaged: bool = False
     ) -> dict[str, float]:
         """Return metrics over all samples of all batches and ranks, the same at any micro-batch and world size.
 
@@ -273,7 +273,7 @@ class Engine:
             batches: what `ab.batches(..., shuffle=False)` or `ab.shares` yields, or nested batches of this rank; every
                 rank must pass equally many.
             metric: a declared loss, or a function of (model, batch) that returns one value per sample,
-                `ab.LossSum(total, count)`, or a dict of those. None: the loss.
+                `ab.LossSum(total, count)`, or a dict of those; an `anybatch.metrics.OverWholeSet`. None: the loss.
             averaged: with the averaged weights, see `average_decay`.
 
         Raises:

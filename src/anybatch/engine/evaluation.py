@@ -15,7 +15,7 @@ from anybatch.core.loss import Loss, LossSum, unit_counts
 from anybatch.core.randomness import BatchKey
 from anybatch.core.splitting import Unit
 from anybatch.core.torch_internals import BatchNormBase
-from anybatch.core.tree import Batch, slice_samples
+from anybatch.core.tree import Batch, map_tensors, slice_samples, tensors_of
 from anybatch.engine.accumulation.accumulate import LoopContext, MicroBatch
 from anybatch.engine.accumulation.planned_batch import PlannedBatch, plan_effective_batch, to_device
 from anybatch.engine.accumulation.two_pass import (
@@ -27,17 +27,19 @@ from anybatch.engine.accumulation.two_pass import (
     one_number,
 )
 from anybatch.engine.micro_batch_size.oom_halving import OomHalving
-from anybatch.errors import DataError, LossError
+from anybatch.errors import DataError, LossError, UserError
+from anybatch.metrics import OverWholeSet
 from anybatch.parallel.strategy import Turn
 from anybatch.parallel.world import World
 
 MetricFunction = Callable[[Any, Batch], Any]
+Metric = Loss | MetricFunction | OverWholeSet
 Pairs = dict[str, torch.Tensor]
 
 
 def evaluate(
     batches: Iterable[Any],
-    metric: "Loss | MetricFunction",
+    metric: Metric,
     *,
     context: LoopContext,
     placement: Placement,
@@ -50,13 +52,23 @@ def evaluate(
 
     Args:
         batches: as `Engine.evaluate` takes them.
-        metric: a declared loss, or a metric function.
+        metric: a declared loss, a metric function, or a metric over the whole set.
         context: what the loop uses.
         placement: how batches are cut.
         world: the ranks.
         halved: called with the sizes before and after, where a micro-batch did not fit.
     """
     halving = OomHalving(world.device, halved, alone=not context.strategy.capabilities.lockstep)
+    if isinstance(metric, OverWholeSet):
+        return _evaluate_whole_set(metric, context, batches, placement=placement, world=world, halving=halving)
+    if callable(getattr(metric, "update", None)) and callable(getattr(metric, "compute", None)):
+        name = type(metric).__name__
+        message = (
+            f"{name} is a metric object with update() and compute(), which does not know the model. Say what it is "
+            "computed from: anybatch.metrics.OverWholeSet(function, compute), where function(model, batch) returns "
+            "one row for each sample, such as (scores, labels), and compute is lambda outputs: metric(*outputs)."
+        )
+        raise UserError(message)
     totals: dict[str, torch.Tensor] = {}
     num_samples = 0
     for batch in _on_all_ranks(batches, world):
@@ -69,13 +81,65 @@ def evaluate(
     # All ranks must bring tensors of one length to the sum below.
     names = sorted(set().union(*world.gather_objects(sorted(totals))))  # a rank without data knows no names
     if not names:
-        message = "there was nothing to evaluate: the batches had no samples on any rank."
-        raise LossError(message)
+        raise _nothing_to_evaluate()
     nothing = torch.zeros(2, dtype=widest_dtype(world.device), device=world.device)
     # One message and one wait for the device, for all metrics together.
     stacked = context.strategy.sum(torch.stack([totals.get(name, nothing) for name in names])).tolist()
     means = zip(names, stacked, strict=True)
     return {name: total / count if count else float("nan") for name, (total, count) in means}, num_samples
+
+
+def _evaluate_whole_set(
+    metric: OverWholeSet,
+    context: LoopContext,
+    batches: Iterable[Any],
+    *,
+    placement: Placement,
+    world: World,
+    halving: OomHalving,
+) -> tuple[dict[str, float], int]:
+    """Return a metric that is computed once, from the rows of all samples of all ranks."""
+    own: list[tuple[tuple[int, int], Any]] = []
+    num_samples = 0
+    for number, batch in enumerate(_on_all_ranks(batches, world)):
+        planned = plan_effective_batch(batch, placement, world, Position())
+        num_samples += planned.plan.num_samples
+        for unit, micro_batch in zip(planned.units, to_device(planned.micro_batches, world.device), strict=True):
+
+            def piece(start: int, stop: int, whole: Batch = micro_batch, unit: Unit = unit) -> tuple[int, Any]:
+                part = _part(whole, start, stop, unit.num_samples)
+                with context.autocast():
+                    output = context.prepared.call(metric.function, part)
+                _refuse_other_rows(output, stop - start)
+                return unit.start + start, map_tensors(output, lambda tensor: tensor.detach().cpu())
+
+            for start, output in halving.run(unit.num_samples, piece):
+                if unit.weight:  # otherwise it only keeps ranks in lockstep
+                    own.append(((number, start), output))
+    # In the order of the data, which no cut and no number of ranks changes.
+    found = sorted((one for of_rank in world.gather_objects(own) for one in of_rank), key=lambda one: one[0])
+    if not found:
+        raise _nothing_to_evaluate()
+    columns = zip(*(list(tensors_of(output)) for _, output in found), strict=True)
+    together = iter([torch.cat(column) for column in columns])
+    value = metric.compute(map_tensors(found[0][1], lambda _: next(together)))
+    values = value if isinstance(value, Mapping) else {"metric": value}
+    return {name: float(one) for name, one in values.items()}, num_samples
+
+
+def _refuse_other_rows(output: object, num_samples: int) -> None:
+    tensors = list(tensors_of(output))
+    if not tensors or any(not one.dim() or len(one) != num_samples for one in tensors):
+        shapes = ", ".join(str(tuple(one.shape)) for one in tensors) or "none"
+        message = (
+            f"the function of a metric over the whole set returned tensors of shape {shapes} for {num_samples} "
+            "samples; it must return one row for each sample, along the first axis."
+        )
+        raise LossError(message)
+
+
+def _nothing_to_evaluate() -> LossError:
+    return LossError("there was nothing to evaluate: the batches had no samples on any rank.")
 
 
 def _on_all_ranks(batches: Iterable[Any], world: World) -> Iterator[Any]:

@@ -16,7 +16,7 @@ from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.whole_numbers import checked_int
 from anybatch.data.fetch import Collate
 from anybatch.engine.checkpoint_state import Scheduler
-from anybatch.engine.evaluation import MetricFunction
+from anybatch.engine.evaluation import Metric
 from anybatch.engine.inputs import Model
 from anybatch.engine.rng.generators import Rng
 from anybatch.engine.spec import TrainSpec
@@ -94,7 +94,7 @@ class Evaluation:
     """
 
     dataset: DatasetFactory
-    metric: Loss | MetricFunction | None = None
+    metric: Metric | None = None
     effective_batch_size: int | None = None
 
     def __post_init__(self) -> None:

@@ -1,0 +1,33 @@
+"""Metrics of an evaluation that are no means over samples, such as the area under a curve."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class OverWholeSet:
+    """A metric that is computed once, from what the model gives for all samples of an evaluation.
+
+    The plain loop: `compute(concatenate([function(model, batch) for batch in batches]))`.
+
+    ```python
+    def scores(model, batch):
+        return model(batch["x"])[:, 1], batch["label"]
+
+    area = OverWholeSet(scores, lambda outputs: roc_auc_score(outputs[1], outputs[0]))
+    engine.evaluate(held_out, area)                                          # {"metric": 0.93}
+    engine.evaluate(held_out, OverWholeSet(scores, lambda outputs: {"auroc": torchmetrics_object(*outputs)}))
+    ```
+
+    Args:
+        function: function (model, batch) -> a tensor, or a tuple, list or dict of tensors, each with one row for each
+            sample of the batch.
+        compute: function of these for all samples of all ranks, in the order of the data, on the CPU, called once on
+            every rank -> a number, or numbers by name.
+    """
+
+    function: Callable[[Any, Any], Any]
+    compute: Callable[[Any], "float | torch.Tensor | Mapping[str, float | torch.Tensor]"]
