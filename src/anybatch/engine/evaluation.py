@@ -114,7 +114,7 @@ def _evaluate_whole_set(
                 return unit.start + start, map_tensors(output, lambda tensor: tensor.detach().cpu())
 
             for start, output in halving.run(unit.num_samples, piece):
-                if unit.weight:  # otherwise it only keeps ranks in lockstep
+                if unit.weight:  # a unit of weight 0 repeats samples
                     own.append(((number, start), output))
     # In the order of the data, which no cut and no number of ranks changes.
     found = sorted((one for of_rank in world.gather_objects(own) for one in of_rank), key=lambda one: one[0])
