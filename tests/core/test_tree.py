@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
-from anybatch.core.tree import count_samples, map_tensors, slice_samples, take_apart, tensors_of
+from anybatch.core.tree import count_samples, join_samples, map_tensors, slice_samples, take_apart, tensors_of
 from anybatch.errors import DataError
 from tests.faults import sees
 
@@ -234,3 +234,43 @@ def test_taken_apart_and_put_together() -> None:
     assert (again["pair"].one.total, other["pair"].one.total) == (15, 30)
     assert float(other["pair"].other) == 4.0
     assert other["name"] == "train"
+
+
+def in_rows(kind: str) -> torch.Tensor:
+    """Return seven samples in a tensor that torch cannot slice."""
+    rows = [torch.arange(3.0 * (1 + n % 3)).reshape(-1, 3) + n for n in range(7)]
+    if kind == "sparse":
+        return torch.stack([row[0] * (n % 2) for n, row in enumerate(rows)]).to_sparse()
+    return torch.nested.nested_tensor(rows, layout=torch.jagged if kind == "jagged" else torch.strided)
+
+
+def listed(tensor: torch.Tensor) -> list[list[float]]:
+    """Return a tensor's samples as lists."""
+    rows = tensor.unbind() if tensor.is_nested else tensor.to_dense()
+    return [row.flatten().tolist() for row in rows]
+
+
+@sees(
+    "rows of nested tensors begin with the first",
+    "src/anybatch/core/tree.py",
+    "list(tensor.unbind()[start:stop])",
+    "list(tensor.unbind()[: stop - start])",
+    cases=["jagged"],
+)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+@pytest.mark.parametrize("kind", ["sparse", "jagged", "nested"])
+def test_sparse_and_nested_tensors_are_cut_by_samples(kind: str) -> None:
+    """Pieces hold the rows in their order, and put together they are the tensor."""
+    batch: dict[str, Any] = {"x": in_rows(kind), "name": "kept"}
+    pieces = [slice_samples(batch, start, stop) for start, stop in ((0, 3), (3, 4), (4, 7))]
+    assert count_samples(batch) == 7
+    assert [row for piece in pieces for row in listed(piece["x"])] == listed(batch["x"])
+    assert [len(listed(piece["x"])) for piece in pieces] == [3, 1, 3]
+    assert listed(join_samples(pieces)["x"]) == listed(batch["x"])
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+def test_a_layout_without_rows_is_refused() -> None:
+    """The error names the layout and what to convert it to."""
+    with pytest.raises(DataError, match=r"sparse_csr cannot be cut into samples.*to_sparse_coo"):
+        slice_samples({"x": torch.eye(4).to_sparse_csr()}, 0, 2)

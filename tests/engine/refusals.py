@@ -236,6 +236,11 @@ ON_ONE_RANK: Mapping[str, Refusal] = {
     "a model that is none": Refusal(
         ParameterError, ("'model' is list", "torch.nn.Module"), lambda: engine([perceptron()], sgd)
     ),
+    "a lazy layer": Refusal(
+        ParameterError,
+        ("module '1' is lazy", "Run one forward before"),
+        lambda: engine(nn.Sequential(nn.Linear(5, 4), nn.LazyLinear(4)), sgd),
+    ),
     "nothing to train": Refusal(ParameterError, ("no trainable parameters", "6 in all"), lambda: engine(stuck(), sgd)),
     "a model without data": Refusal(
         ParameterError, ("'0.weight'", "meta"), lambda: engine(perceptron().to("meta"), sgd)

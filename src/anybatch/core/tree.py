@@ -59,9 +59,33 @@ def slice_samples(batch: Batch, start: int, stop: int) -> Batch:
             return leaf.slice_samples(start, stop)
         if isinstance(leaf, SampleList):
             return SampleList(leaf[start:stop])
+        if isinstance(leaf, torch.Tensor) and (leaf.is_nested or leaf.layout is not torch.strided):
+            return _rows_elsewhere(leaf, start, stop)
         return leaf[start:stop] if _carries_samples(leaf) else leaf
 
     return _map_leaves(_marked(batch), piece, cutting=True)
+
+
+def _rows_elsewhere(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Return rows of a nested or sparse tensor, which torch cannot slice; a copy.
+
+    Raises:
+        DataError: torch cannot take rows of this layout.
+    """
+    if tensor.is_nested:
+        return _nested(list(tensor.unbind()[start:stop]), tensor.layout)
+    if tensor.layout is torch.sparse_coo:
+        return torch.narrow_copy(tensor, 0, start, stop - start)
+    message = (
+        f"a tensor of layout {tensor.layout} cannot be cut into samples. Convert it with to_sparse_coo(), of which "
+        "rows can be taken, or with to_dense()."
+    )
+    raise DataError(message)
+
+
+def _nested(rows: list[torch.Tensor], layout: torch.layout) -> torch.Tensor:
+    made: torch.Tensor = torch.nested.as_nested_tensor(rows, layout=layout)
+    return made
 
 
 def pick_samples(batch: Batch, positions: Sequence[int]) -> Batch:
@@ -103,6 +127,8 @@ def _joined(path: str, leaves: Sequence[Any]) -> Any:  # noqa: ANN401 (a tensor,
         return type(first)(itertools.chain.from_iterable(leaves))
     if isinstance(first, tuple):
         return tuple(itertools.chain.from_iterable(leaves))
+    if isinstance(first, torch.Tensor) and first.is_nested:
+        return _nested([row for leaf in leaves for row in leaf.unbind()], first.layout)
     if isinstance(first, torch.Tensor) and len({leaf.shape[1:] for leaf in leaves}) == 1:
         return torch.cat(list(leaves))
     shapes = " and ".join(dict.fromkeys(str(tuple(leaf.shape)) for leaf in leaves if hasattr(leaf, "shape")))
@@ -391,4 +417,6 @@ def _carries_samples(leaf: object) -> bool:
 
 
 def _length(leaf: Any) -> int:  # noqa: ANN401 (a tensor, list or array)
+    if isinstance(leaf, torch.Tensor) and leaf.is_nested:
+        return leaf.size(0)  # the older of the two layouts of nested tensors has no shape
     return len(leaf)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from anybatch.core.loss import Loss
 from anybatch.errors import ParameterError
@@ -40,6 +41,13 @@ def collect_modules(model: Model, loss: Loss) -> nn.Module:
             named[name] = function
     # A model by itself is not wrapped, so that the names in checkpoints and messages are the user's own.
     modules = model if isinstance(model, nn.Module) and len(named) == 1 else nn.ModuleDict(named)
+    lazy = next((name for name, module in modules.named_modules() if _is_lazy(module)), None)
+    if lazy is not None:
+        message = (
+            f"module {lazy!r} is lazy and has not seen its input yet, so its parameters have no shape. Run one forward "
+            "before the engine and the optimizer are made: model(batch)."
+        )
+        raise ParameterError(message)
     if not any(parameter.requires_grad for parameter in modules.parameters()):
         total = sum(1 for _ in modules.parameters())
         message = (
@@ -66,3 +74,8 @@ def world_of(modules: nn.Module) -> World:
     device = next(modules.parameters()).device
     # Of several ranks each has an accelerator by its local rank, wherever its model was built.
     return world if world.size > 1 or device.type == "cpu" else dataclasses.replace(world, device=device)
+
+
+def _is_lazy(module: nn.Module) -> bool:
+    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return any(map(is_lazy, own))
