@@ -20,6 +20,7 @@ from anybatch.optimizers import CombinedOptimizer
 from anybatch.testing import relative_error
 from tests.engine.cases import InMemory, classify, perceptron, vectors
 from tests.faults import sees
+from tests.ranks_fixture import Ranks
 
 TOLERANCE = 1e-12
 LR = torch.optim.lr_scheduler
@@ -475,3 +476,38 @@ def test_a_scheduler_past_its_end_leaves_its_step_counted() -> None:
         engine.reschedule(torch.optim.lr_scheduler.ConstantLR)
         engine.step(InMemory(vectors(7)))
         assert engine.num_steps == 5
+
+
+def ends_with_sharded_states(folder: str) -> list[list[torch.Tensor]]:
+    """Run on every rank: return the parameters of a run that went through, and of one that was resumed in between."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: PLC0415 (torch warns when it is imported)
+
+    world, ends = ab.World.from_environment(), []
+    for stops in ((4,), (2, 4)):
+        model = perceptron()
+        for stop in stops:
+            model = perceptron()
+            # Its states are split over ranks.
+            optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.Adam, lr=0.1)
+            options: dict[str, Any] = {"micro_batch_size": 3, "world": world}
+            with ab.Engine(model, optimizer, ab.mean_over_samples(classify), **options) as engine:
+                if stop == 4 and len(stops) > 1:
+                    engine.load(folder)
+                while engine.num_steps < stop:
+                    engine.step(InMemory(vectors(7 + engine.num_steps)))
+                if stop == 2:
+                    engine.save(folder)
+        ends.append([parameter.detach() for parameter in model.parameters()])
+    return ends
+
+
+@sees(
+    "the part of an optimizer's state that another rank holds is not asked for",
+    "src/anybatch/engine/checkpoint_state.py",
+    "        consolidate(to=0)\n",
+    "        pass\n",
+)
+def test_states_that_are_split_over_ranks_are_saved(two_ranks: Ranks, tmp_path: Path) -> None:
+    """Under ZeroRedundancyOptimizer a resumed run ends bit for bit where the one that went through ends."""
+    for through, resumed in two_ranks.run(ends_with_sharded_states, str(tmp_path)):
+        assert all(torch.equal(*pair) for pair in zip(through, resumed, strict=True))

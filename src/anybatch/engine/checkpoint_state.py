@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from anybatch.checkpoints import LoadedCheckpoint, SavedCheckpoint, load, load_latest, save
 from anybatch.core.batch import Position
@@ -123,7 +124,7 @@ def collect_state(parts: StateParts, progress: Progress, world: World, *, only_t
         else None,
         "host_random": world.gather_objects(host_random_state()) if parts.generators else None,
         "further": {name: dict(found.state_dict()) for name, found in parts.further.items()},
-        "optimizer": map_tensors(target.optimizer.state_dict(), gather),
+        "optimizer": map_tensors(_optimizer_state(target.optimizer, world), gather),
         "master_weights": [gather(weight.detach()) for weight in target.updated]
         if target.update == "master_weights"
         else None,
@@ -212,6 +213,16 @@ def _by_uncompiled_name(state: Mapping[str, Any]) -> dict[str, Any]:
 def _uncompiled_name(name: str) -> str:
     """Return the name of a parameter or buffer in the model as it was before `torch.compile` wrapped parts of it."""
     return name.replace("_orig_mod.", "")
+
+
+def _optimizer_state(optimizer: Optimizer, world: World) -> dict[str, Any]:
+    """Return an optimizer's state; of one that keeps a part of it on each rank, on rank 0 all of it, else nothing."""
+    consolidate = getattr(optimizer, "consolidate_state_dict", None)  # of ZeroRedundancyOptimizer
+    if consolidate is None:
+        return optimizer.state_dict()
+    with world.collective():
+        consolidate(to=0)
+    return optimizer.state_dict() if world.rank == 0 else {"state": {}, "param_groups": []}
 
 
 def _class_name(value: object) -> str:
