@@ -70,7 +70,6 @@ SWEEPS: Mapping[str, tuple[Run, int]] = {
         self._buffers.restore()
 """,
     cases=["all_reduce, after"],
-    also=["tests/engine/test_oom_retry.py::test_wherever_a_single_rank_fails[accumulation steps]"],
 )
 @sees(
     "a step that is begun anew draws on",
