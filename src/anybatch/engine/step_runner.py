@@ -168,8 +168,8 @@ class StepRunner:
             self._context.strategy.place_gradients()
             counts = torch.tensor(counted.divisors, dtype=widest_dtype(device))
             plan = counted.planned.plan
-            state = self._watch.effective_batch(plan), self._buffers.effective_batch(plan)
-            with self._context.randomness, state[0], state[1], self._notifier.phase(phase):
+            watched, pooled = self._watch.effective_batch(plan), self._buffers.effective_batch(plan)
+            with self._context.randomness, watched, pooled, self._notifier.phase(phase):
                 sums = self._execute(counted)
             phase = "reduce"
             with self._world.collective(), self._notifier.phase(phase):
