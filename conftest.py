@@ -27,7 +27,7 @@ from tests.ranks_fixture import leaks_on_ranks  # noqa: E402 (the same)
 
 RANK_FIXTURES = frozenset({"one_rank", "two_ranks", "three_ranks", "ranks"})
 SLOW_FIXTURES = frozenset({"browser"})
-MOST_SECONDS = 4.0  # what took more than half a second is marked as slow
+MOST_SECONDS = 3.0  # what took more than a quarter of a second is marked as slow
 
 
 class TorchRandom:

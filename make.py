@@ -5,7 +5,7 @@ setup    make .venv and install anybatch and its guide into it, editable, with a
 train    train the digits recipe at effective batch size 256; arguments are handed on: python make.py train text
 guide    open the guide in a browser; arguments are handed on: python make.py guide --no-browser
 test     run all tests, up to four files at a time; arguments are for pytest, in one process: make.py test -k accumulate
-test-fast  run those that take no ranks and less than half a second each, in about a minute
+test-fast  run those that take no ranks and less than a quarter of a second each, in about a minute
 matrix   run the fast and the exactness tests on every torch and Python that is supported and can be had
 check    lint, formatting, types, import layers and the tests of the architecture
 format   rewrite the sources the way `check` wants them

@@ -12,6 +12,7 @@ from tests.planted_faults import copy_project, plant, stale, unseen
 FAULTS = read_faults(ROOT)
 
 
+@pytest.mark.slow
 def test_what_a_fault_replaces_is_there_once() -> None:
     """The text stands in its file exactly once, and the file with the fault in it is still Python."""
     assert len(FAULTS) > 200

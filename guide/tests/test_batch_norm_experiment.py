@@ -31,6 +31,7 @@ def test_a_step_takes_the_gradient_of_plain_torch() -> None:
     assert (taken - plain).norm() <= 1e-12 * plain.norm()
 
 
+@pytest.mark.slow
 def test_exact_statistics_give_the_gradient_of_the_batch_and_micro_batches_do_not() -> None:
     """In micro-batches of 4, norms="exact" is within 1e-12 of the whole batch, a plain loop is more than 5% off."""
     assert batch_norm.gradient_error(named("exact"), 4) <= 1e-12

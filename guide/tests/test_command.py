@@ -44,6 +44,7 @@ def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
         assert wait_for_end(worker)
 
 
+@pytest.mark.slow
 def test_sigterm_ends_everything(tmp_path: Path) -> None:
     """SIGTERM, before the worker is warm, ends both as well."""
     with Served(tmp_path, command=SERVE) as server:
@@ -55,6 +56,7 @@ def test_sigterm_ends_everything(tmp_path: Path) -> None:
         assert wait_for_end(worker)
 
 
+@pytest.mark.slow
 def test_secret_is_told_once(tmp_path: Path) -> None:
     """The address with the secret is printed once, and no request is written anywhere."""
     with Served(tmp_path, command=SERVE) as server:

@@ -73,6 +73,7 @@ def test_a_step_runs_out_of_memory_exactly_below_its_peak(model: SmallModel) -> 
     assert sum(shortage.held.values()) < measured.peak_bytes
 
 
+@pytest.mark.slow
 def test_the_largest_size_runs_and_the_next_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the experiment says of a budget holds of real steps, and what it foretells is what it counts."""
     monkeypatch.setattr(memory_limit, "SIZES", (1, 2, 4, 8, 16))

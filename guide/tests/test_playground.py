@@ -110,6 +110,7 @@ def test_lines_are_those_of_the_log(mistake: MistakeName) -> None:
     assert records[-1]["digest"] == data["digest"]
 
 
+@pytest.mark.slow
 def test_the_engine_matches_the_native_batch() -> None:
     """After each step, the parameters are those of the batch that was not cut, up to rounding."""
     data, lines = played(task="spirals")
@@ -121,6 +122,7 @@ def test_the_engine_matches_the_native_batch() -> None:
 
 
 @pytest.mark.parametrize("mistake", ["no_division", "zero_each", "clip_each", "schedule_each", "mean_of_means"])
+@pytest.mark.slow
 def test_a_mistake_leaves_the_native_batch(mistake: MistakeName) -> None:
     """With a mistake, the parameters move away from those of the native batch at once, or as soon as it acts."""
     data, _ = played(task="text", optimizer="sgd", learning_rate=1.0, mistake=mistake)
@@ -128,6 +130,7 @@ def test_a_mistake_leaves_the_native_batch(mistake: MistakeName) -> None:
     assert data["relative_differences"][-1] > 1e-4
 
 
+@pytest.mark.slow
 def test_memory_is_told_by_category() -> None:
     """A step holds weights, gradients and the rest; its peak is the highest of its parts."""
     data, lines = played()
@@ -141,6 +144,7 @@ def test_memory_is_told_by_category() -> None:
     assert {line["position"] for line in parts} == {None, 0, 1, 2, 3}
 
 
+@pytest.mark.slow
 def test_memory_of_a_loop_is_that_of_the_engine() -> None:
     """A loop by hand holds what the engine holds, but for the inputs of its whole window and single numbers."""
     by_engine, by_hand = (played(mistake=mistake)[0]["peak"] for mistake in ("", "schedule_each"))
@@ -160,6 +164,7 @@ def test_surfaces_are_bytes() -> None:
 
 
 @pytest.mark.parametrize("mistake", ["", "no_division"])
+@pytest.mark.slow
 def test_a_run_that_blows_up_is_a_result(mistake: MistakeName) -> None:
     """A loss that is not finite ends the run as failed, with what it was; nothing is raised, and JSON can hold it."""
     data, lines = played(task="shapes", norm="none", optimizer="sgd", learning_rate=10.0, steps=60, mistake=mistake)

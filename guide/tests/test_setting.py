@@ -35,6 +35,7 @@ def test_a_setting_comes_back_as_it_was() -> None:
 
 
 @given(ANYTHING)
+@pytest.mark.slow
 def test_foreign_objects_are_refused(value: object) -> None:
     """Whatever JSON holds that is no setting is refused, with a UserError and no other error."""
     with pytest.raises(UserError):

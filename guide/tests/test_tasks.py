@@ -54,6 +54,7 @@ def test_data_are_made_alike(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow
 def test_what_a_sample_takes_is_known(name: TaskName) -> None:
     """What 64 more samples add to the peak of a forward and backward is within the stated bytes, and near."""
     task = load(name, norm="batch" if name == "shapes" else "none")

@@ -143,6 +143,7 @@ def recorded_traces() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", sorted(recorded_traces()))
+@pytest.mark.slow
 def test_recorded_lines_are_those_of_the_files(name: str) -> None:
     """What was recorded is of the files as they are now: their text, and lines on which something runs."""
     trace = recorded_traces()[name]

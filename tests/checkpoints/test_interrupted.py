@@ -217,6 +217,7 @@ def test_killed_again_and_again(saves: list[tuple[int, int, int | None]]) -> Non
 
 @CASES
 @pytest.mark.parametrize("lasting", [False, True])
+@pytest.mark.slow
 def test_an_error_at_any_operation(act: Act, *, lasting: bool) -> None:
     """A file system that fails, once or from then on, is an error unless it only cannot remove, and never a loss.
 

@@ -41,6 +41,7 @@ def test_recipes_are_exact(recipe: str, capsys: pytest.CaptureFixture[str]) -> N
     assert "verdict: exact" in printed
 
 
+@pytest.mark.slow
 def test_wrong_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A sum declared as a mean ends with a status of its own, the reason and a picture."""
     file = tmp_path / "wrong.py"

@@ -198,6 +198,7 @@ def test_table_of_foreign_words_is_documented() -> None:
     }
 
 
+@pytest.mark.slow
 def test_init_writes_a_recipe_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`anybatch init` writes a recipe, `anybatch train` runs it as it is, and a second init leaves it alone."""
     file = tmp_path / "my_first_recipe.py"

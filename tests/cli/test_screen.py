@@ -28,6 +28,7 @@ def shown(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tu
     return dict(zip(names, [line[13:] for line in printed.out.splitlines()], strict=True)), printed.err
 
 
+@pytest.mark.slow
 def test_summary_lists_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every file of a run is named by the summary, or lies in a folder that is; and what is named exists."""
     summary, _ = shown(tmp_path / "run", capsys)
@@ -42,6 +43,7 @@ def test_summary_lists_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert any(path.is_relative_to(tmp_path / "run" / "checkpoints") for path in named)
 
 
+@pytest.mark.slow
 def test_banner_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Before the first step stand the folder, the geometry with its tail, device, precision, learning rate and rule."""
     _, said = shown(tmp_path / "run", capsys, "--micro-batch-size", "3", "--effective-batch-size", "16")

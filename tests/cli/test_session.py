@@ -43,6 +43,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("num_steps", [1, STEPS_PER_EPOCH, 10, NUM_STEPS - 1])
+@pytest.mark.slow
 def test_stopped_and_resumed_is_the_same_run(straight: Path, tmp_path: Path, num_steps: int) -> None:
     """Stopped anywhere, at an epoch's end too, and resumed, a run has the same samples in each step and ends alike."""
     stopped = run(tmp_path / "run", stop_after=num_steps)
@@ -66,6 +67,7 @@ def test_own_order_is_kept_by_a_resume(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("failing_step", [1, STEPS_PER_EPOCH + 3])
+@pytest.mark.slow
 def test_failed_and_resumed_is_the_same_run(straight: Path, tmp_path: Path, failing_step: int) -> None:
     """A run that fails in a step, with or without a checkpoint before it, and is resumed ends with the same bits."""
     epoch, step = divmod(failing_step, STEPS_PER_EPOCH)
@@ -112,6 +114,7 @@ def resume(folder: Path) -> object:
     return run(folder, Choices(), resume=True)
 
 
+@pytest.mark.slow
 def test_damaged_checkpoint_is_passed_over(straight: Path, tmp_path: Path) -> None:
     """With the newest checkpoint cut short, a run goes on from the one before, says so, and ends with the same bits."""
     run(tmp_path / "run", stop_after=10)
@@ -133,6 +136,7 @@ def learning_rates(folder: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("scheduled", [True, False])
+@pytest.mark.slow
 def test_changes_are_followed(tmp_path: Path, scheduled: bool) -> None:
     """Resumed with a larger batch, a run has from then on the learning rates of a run of as many steps with that batch.
 
@@ -154,6 +158,7 @@ def test_changes_are_followed(tmp_path: Path, scheduled: bool) -> None:
     assert "effective_batch_size 8 -> 16, learning_rate 0.01 -> 0.02" in followed
 
 
+@pytest.mark.slow
 def test_strategy_and_average_are_settings_of_a_run(tmp_path: Path) -> None:
     """They are in the run's header and kept by a resumed run; a header from before they existed is read."""
     choices = Choices(average_decay=0.5, strategy="single")
@@ -215,6 +220,7 @@ def test_order_of_samples_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.slow
 def test_signals_stop_a_run(straight: Path, tmp_path: Path, number: signal.Signals) -> None:
     """A signal in the middle of a step lets the step end, saves and stops; the former handlers are back afterwards."""
     former = signal.getsignal(number)
@@ -276,6 +282,7 @@ def test_nothing_is_left_of_a_run_that_never_began(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_other_model_is_refused(tmp_path: Path) -> None:
     """A checkpoint of another model is an error that names what differs, and nothing is lost."""
     run(tmp_path, stop_after=3)
@@ -321,6 +328,7 @@ def test_short_runs_are_evaluated_four_times(tmp_path: Path) -> None:
     assert [line["step"] for line in logged(tmp_path / "long", "evaluate")] == [STEPS_PER_EPOCH, 9]
 
 
+@pytest.mark.slow
 def test_observer_misses_nothing(tmp_path: Path) -> None:
     """A late observer learns the length of the run first, and then receives all records of the log."""
     seen: list[Record] = []

@@ -9,6 +9,7 @@ from anybatch.cli.status import Status
 from tests.cli.small import SPEC
 
 
+@pytest.mark.slow
 def test_tune_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The sizes that were asked for are in the table, one is recommended, loading is judged, the picture is there."""
     picture = tmp_path / "curves.png"

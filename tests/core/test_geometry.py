@@ -20,6 +20,7 @@ def test_division_rounds_up(numerator: int, denominator: int) -> None:
 
 
 @given(ranks=SIZES, steps=SIZES, micro=SIZES)
+@pytest.mark.slow
 def test_the_product_follows_from_the_factors(ranks: int, steps: int, micro: int) -> None:
     """Given both factors, the effective batch size is their product with the ranks; the plan has those very sizes."""
     sizes = resolve_sizes(world_size=ranks, micro_batch_size=micro, accumulation_steps=steps)

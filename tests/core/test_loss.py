@@ -50,6 +50,7 @@ FORMS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("form", FORMS)
 @given(units=UNITS)
+@pytest.mark.slow
 def test_parts_add_up_to_the_whole_mean(form: str, units: list[list[float]]) -> None:
     """However items are spread over micro-batches, empty ones too, they add up to the mean of all items."""
     loss = ab.mean_over_samples(never_called)
@@ -68,6 +69,7 @@ def test_parts_add_up_to_the_whole_mean(form: str, units: list[list[float]]) -> 
     also=["tests/engine/test_exactness.py::test_gradient_is_that_of_the_unsplit_batch[1-rank-two terms]"],
 )
 @given(units=st.lists(st.tuples(ITEMS, ITEMS), min_size=1, max_size=5), weight=WEIGHTS)
+@pytest.mark.slow
 def test_every_term_has_its_own_divisor(units: list[tuple[list[float], list[float]]], weight: float) -> None:
     """Two terms over different items: each is a mean over its own, and a term without any item adds nothing."""
     loss = ab.sum_of(

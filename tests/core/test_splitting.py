@@ -34,6 +34,7 @@ def positions(plan: BatchPlan) -> list[int]:
     ],
 )
 @given(num_samples=st.integers(0, 200), world_size=st.integers(1, 9), cut=CUTS)
+@pytest.mark.slow
 def test_units_are_a_partition(num_samples: int, world_size: int, cut: Cut) -> None:
     """Every sample is in exactly one unit that counts, in global order; none is empty, and their numbers run on."""
     plan = plan_batch(num_samples, world_size, cut)

@@ -83,6 +83,7 @@ def test_batches_are_the_plain_loop() -> None:
     shuffle=st.booleans(),
 )
 @settings(max_examples=150, deadline=None)
+@pytest.mark.slow
 def test_ranks_and_units_partition_an_epoch(
     num_samples: int, size: int, world_size: int, cut: Cut, shuffle: bool
 ) -> None:

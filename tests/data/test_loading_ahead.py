@@ -70,6 +70,7 @@ def without_cycle_collection() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.slow
 def test_workers_change_nothing(num_workers: int, workers: Callable[[], set[int]]) -> None:
     """With workers the same units hold the same samples and draws, on any rank; the caller's generators are left alone.
 
@@ -94,6 +95,7 @@ def test_workers_change_nothing(num_workers: int, workers: Callable[[], set[int]
     "if not self._keys.sent or self._keys.sent[0] != key:",
     "if not self._keys.sent:",
 )
+@pytest.mark.slow
 def test_whatever_the_caller_does_the_data_is_right(workers: Callable[[], set[int]]) -> None:
     """Skipped batches, another placement, feeds left half-way, fed twice or side by side: never a wrong unit.
 

@@ -144,6 +144,7 @@ def test_a_stream_is_the_same_for_a_worker_and_after_a_resume() -> None:
     "yield from sorted(samples, key=itemgetter(0))",
     "yield from samples",
 )
+@pytest.mark.slow
 def test_any_number_of_workers_reads_shards_in_the_same_order() -> None:
     """Shards of any lengths, empty ones too, give the same batches and draws with 0 to 3 workers, resumed or not.
 

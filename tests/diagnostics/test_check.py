@@ -215,6 +215,7 @@ def test_too_few_samples() -> None:
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
+@pytest.mark.slow
 def test_figure(tmp_path: Path, suffix: str) -> None:
     """The errors by layer are drawn into a file; another ending is refused."""
     report = checked(FAULTS["BatchNorm"].subject)

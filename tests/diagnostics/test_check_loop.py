@@ -201,6 +201,7 @@ def test_both_values_are_told() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_loop_that_spins_is_ended() -> None:
     """A loop that calls nothing of ours is ended by the time limit, and that is said."""
     report = check_loop(loops.spinning, time_limit_seconds=0.2)

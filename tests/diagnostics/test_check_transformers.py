@@ -100,6 +100,7 @@ def test_own_loss(name: str) -> None:
         assert f"shift={name == 'causal'}" in next(f.change for f in report.findings if f.breaks_equality)
 
 
+@pytest.mark.slow
 def test_declared_over_words_not_samples() -> None:
     """A classification head declared over tokens is found to be a mean over samples."""
     loss: Loss = ab.mean_over(own_loss, lambda batch: batch["attention_mask"].sum())

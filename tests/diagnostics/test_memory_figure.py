@@ -73,6 +73,7 @@ def test_a_far_limit_is_not_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
+@pytest.mark.slow
 def test_the_same_file_again(ending: str, tmp_path: Path) -> None:
     """The same timeline gives the same file, byte for byte."""
     one, two = tmp_path / f"one.{ending}", tmp_path / f"two.{ending}"
@@ -83,6 +84,7 @@ def test_the_same_file_again(ending: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 16, 130])
+@pytest.mark.slow
 def test_many_micro_batches(num_micro_batches: int, tmp_path: Path) -> None:
     """However many micro-batches there are, the layout holds; numbers without room are left out, phases are named."""
     path = tmp_path / "memory.svg"

@@ -272,6 +272,7 @@ def test_figure(tmp_path: Path) -> None:
     "scheduler=None, check_loss=False, norms=",
     "scheduler=None, check_loss=False, clip=None, norms=",
 )
+@pytest.mark.slow
 def test_what_is_timed_is_what_is_trained() -> None:
     """Steps are those of the whole `TrainSpec`: clipped to nothing, they leave the parameters as they were."""
     model = nn.Linear(5, 3)
@@ -297,6 +298,7 @@ class Counted(torch.utils.data.IterableDataset[torch.Tensor]):
         yield from torch.randn(24, 5)
 
 
+@pytest.mark.slow
 def test_streams() -> None:
     """A stream is loaded and trained like any other data."""
     clock = Clock()

@@ -41,6 +41,7 @@ def what_a_reader_has() -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every Python block of the README runs, one after the other, in one session."""
     monkeypatch.chdir(tmp_path)

@@ -4,6 +4,8 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -23,6 +25,7 @@ def codes_given() -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_every_warning_is_on_its_page() -> None:
     """The codes in the sources are those of the table in docs/warnings.md."""
     page = (ROOT / "docs/warnings.md").read_text(encoding="utf-8")

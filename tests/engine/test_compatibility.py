@@ -140,6 +140,7 @@ IN_ARGUMENTS = [f for f in Feature if f.axis.known == "built" and f.axis.name no
 
 
 @pytest.mark.parametrize("feature", IN_ARGUMENTS, ids=lambda feature: feature.name.lower())
+@pytest.mark.slow
 def test_features_are_recognised(feature: Feature) -> None:
     """What the engine sees in its arguments is what they were built from: nothing is missed, nothing made up."""
     features = complete({feature})

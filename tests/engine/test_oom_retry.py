@@ -391,6 +391,7 @@ def test_norms_over_ranks_say_that_they_cannot() -> None:
     assert "RankFailedError" in (other.error or "")
 
 
+@pytest.mark.slow
 def test_shares_that_are_one_micro_batch_cannot_be_cut() -> None:
     """Under Exact(method='checkpoint') there is nothing smaller, and the error says why."""
     _, engine = one_rank_engine(norms=Exact(method="checkpoint", blocks=()))
@@ -460,6 +461,7 @@ def test_an_evaluation_that_does_not_fit_gives_the_same_numbers() -> None:
     '"resized": progress.resized,',
     '"resized": None,',
 )
+@pytest.mark.slow
 def test_a_resumed_run_keeps_the_smaller_size(tmp_path: Path) -> None:
     """A checkpoint knows the size that was found, so that the resumed run goes on bit for bit; another size counts."""
     model, engine = one_rank_engine(micro_batch_size=8)

@@ -106,6 +106,7 @@ def step_one_weight(optimizer: Callable[[nn.Module], Any], number: int) -> tuple
 """,
     "",
 )
+@pytest.mark.slow
 def test_master_weights_take_small_steps() -> None:
     """An optimizer given as a function holds float32 masters: 64 steps of 2**-12 arrive, and the report says how."""
     model, report = step_one_weight(lambda _: lambda named: torch.optim.SGD(named, lr=2**-12), 64)
@@ -114,6 +115,7 @@ def test_master_weights_take_small_steps() -> None:
     assert torch.equal(model.get_parameter("weight").detach(), torch.full((4,), 1 - 2**-6, dtype=torch.bfloat16))
 
 
+@pytest.mark.slow
 def test_casting_loses_small_steps_and_is_reported() -> None:
     """An optimizer instance holds the bf16 parameters themselves: such steps are rounded away, as reported."""
     model, report = step_one_weight(lambda model: torch.optim.SGD(model.parameters(), lr=2**-12), 64)
@@ -140,6 +142,7 @@ def test_float32_parameters_are_updated_directly() -> None:
     "gradient.to(parameter.dtype)",
     "gradient.to(torch.float8_e5m2).to(parameter.dtype)",
 )
+@pytest.mark.slow
 def test_cast_gradients_are_rounded_once() -> None:
     """The step of an optimizer over bf16 parameters takes the float32 sum rounded once, not a sum of roundings."""
     wide, _ = sum_of_narrow_gradients()

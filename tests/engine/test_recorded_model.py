@@ -16,6 +16,7 @@ from tests.engine.cases import perceptron, vectors
 
 
 @given(data=st.data(), number=st.integers(1, 5), interleaved=st.booleans())
+@pytest.mark.slow
 def test_rows_are_those_of_the_samples(data: st.DataObject, number: int, interleaved: bool) -> None:
     """RecordedRows are what indexing by hand gives, along however many axes, side by side or interleaved."""
     entries = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=2), "entries per sample")

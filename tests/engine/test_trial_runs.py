@@ -193,6 +193,7 @@ def test_a_second_pass_sees_the_inputs_of_the_first() -> None:
     "            inputs.refuse_changed(step, self._world)\n",
     "",
 )
+@pytest.mark.slow
 def test_a_step_is_not_begun_again_on_changed_inputs() -> None:
     """Out of memory behind a change in place: the error says so, since the second try would see other numbers."""
     calls: list[int] = []

@@ -307,6 +307,7 @@ def test_a_resumed_run_goes_on_in_the_same_log(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_lines", [0, 1, 2, 40])
+@pytest.mark.slow
 def test_a_log_cut_anywhere_is_whole_again(tmp_path: Path, num_lines: int) -> None:
     """However many bytes of the last line a kill left, they are removed, and the sequence has neither gap nor twin."""
     path = tmp_path / "log.jsonl"

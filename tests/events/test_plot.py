@@ -119,6 +119,7 @@ def test_a_resume_from_further_back_undoes_resumes(log: Path) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(1, 8)), min_size=1, max_size=5))
+@pytest.mark.slow
 def test_the_lineage_of_the_final_parameters_is_kept(
     tmp_path_factory: pytest.TempPathFactory, sessions: list[tuple[int, int]]
 ) -> None:
@@ -169,6 +170,7 @@ def test_a_log_of_a_later_version_is_read(log: Path) -> None:
 
 
 @given(st.lists(st.floats(-10, 10) | st.just(NAN), min_size=1, max_size=60), st.floats(0.5, 9.0))
+@pytest.mark.slow
 def test_smoothing_is_a_weighted_mean(values: list[float], num_steps: float) -> None:
     """Each smoothed value is the bell-weighted mean of the finite ones around it, computed term by term."""
     reach = math.ceil(4 * num_steps)
@@ -327,6 +329,7 @@ def test_a_log_without_its_beginning(log: Path) -> None:
     assert panel.get_title("left") == "8 steps; the beginning of the log is missing"
 
 
+@pytest.mark.slow
 def test_pictures_are_written(log: Path, tmp_path: Path) -> None:
     """Each format is written, into folders that are made; text in an SVG is text; matplotlib's settings stay."""
     mpl.rcParams["axes.facecolor"] = "#123456"

@@ -66,6 +66,7 @@ def test_spirals(number: int, arguments: tuple[int, ...]) -> None:
     "",
     also=["tests/examples/test_ladder_against_plain_torch.py::test_training_in_one_process[2-96]"],
 )
+@pytest.mark.slow
 def test_trained_parameters() -> None:
     """Fifty accumulated optimizer steps by hand and by the engine end at the same parameters."""
     ladder = program(2)

@@ -67,6 +67,7 @@ def test_plain_loop_averages_gradients() -> None:
     also=["tests/examples/test_ladder_against_engine.py::test_spirals[2-arguments1]"],
 )
 @given(num_micro_batches=st.integers(1, 6), size=st.integers(1, 12), seed=st.integers(0, 99))
+@pytest.mark.slow
 def test_equal_micro_batches_are_exact(num_micro_batches: int, size: int, seed: int) -> None:
     """However many micro-batches of one size: their accumulated gradient is that of the un-split batch."""
     ladder = program(2)

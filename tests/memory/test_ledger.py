@@ -20,6 +20,7 @@ def train(num_steps: int) -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.slow
 def test_the_ledger_sees_what_the_allocator_hands_out() -> None:
     """The peak of a training loop is, to the byte, that of the CPU allocator, as torch's profiler counts it."""
     train(1)  # whatever torch makes once

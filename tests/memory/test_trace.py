@@ -29,6 +29,7 @@ def envelope_of(program: Program, m_a: int = 2, m_b: int = 3) -> MemoryEnvelope:
 
 
 @given(program=affine_programs(), sizes=st.lists(st.integers(1, 40), min_size=2, max_size=2, unique=True))
+@pytest.mark.slow
 def test_envelope_is_the_run(program: Program, sizes: list[int]) -> None:
     """Sizes, peak and what is held after each event are those of the run, at sizes that were never traced."""
     envelope = envelope_of(program, *sizes)
@@ -41,6 +42,7 @@ def test_envelope_is_the_run(program: Program, sizes: list[int]) -> None:
 
 
 @given(program=affine_programs(), m=st.integers(1, 50))
+@pytest.mark.slow
 def test_peak_is_taken_apart(program: Program, m: int) -> None:
     """Categories add up to the peak, after every event; the peak's operation is the one that reached it first."""
     envelope = envelope_of(program)
@@ -67,6 +69,7 @@ def test_peak_is_taken_apart(program: Program, m: int) -> None:
     just_fits=st.none() | st.integers(1, 99),
     quadratic=st.booleans(),
 )
+@pytest.mark.slow
 def test_largest_is_found_by_trying(program: Program, budget: int, just_fits: int | None, quadratic: bool) -> None:
     """The largest size is the one that trying one size after the other ends with; None if all sizes fit."""
     if just_fits is not None:
@@ -83,6 +86,7 @@ def test_largest_is_found_by_trying(program: Program, budget: int, just_fits: in
 
 
 @given(program=programs(st.integers(0, 9)), m=st.integers(8, 300))
+@pytest.mark.slow
 def test_a_third_trace_finds_quadratics(program: Program, m: int) -> None:
     """A third trace says "exact" of affine sizes only; the quadratic it makes of others is right everywhere."""
     envelope = envelope_of(program)

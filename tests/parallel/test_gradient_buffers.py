@@ -30,6 +30,7 @@ DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
     kinds=st.lists(st.tuples(st.integers(1, 40), DTYPES), min_size=1, max_size=12),
     bucket_bytes=st.none() | st.integers(1, 400),
 )
+@pytest.mark.slow
 def test_buckets_are_a_partition(kinds: list[tuple[int, torch.dtype]], bucket_bytes: int | None) -> None:
     """Every parameter is in exactly one bucket of its own type; buckets run from the last parameter to the first."""
     parameters = [nn.Parameter(torch.ones(size, dtype=dtype)) for size, dtype in kinds]

@@ -83,6 +83,7 @@ def test_it_never_holds_less_than_what_is_held(*, expandable: bool, case: Case, 
 
 @pytest.mark.parametrize("expandable", [False, True], ids=["segments", "expandable"])
 @given(case=cases(), more=st.integers(0, 50))
+@pytest.mark.slow
 def test_a_limit_that_is_not_reached_changes_nothing(*, expandable: bool, case: Case, more: int) -> None:
     """With a limit of at least what is reserved without one, everything is as without one."""
     free = replay(case.events, case.sizes, expandable=expandable)
@@ -93,6 +94,7 @@ def test_a_limit_that_is_not_reached_changes_nothing(*, expandable: bool, case: 
 
 @pytest.mark.parametrize("expandable", [False, True], ids=["segments", "expandable"])
 @given(case=cases())
+@pytest.mark.slow
 def test_what_is_let_go_is_one_piece_again(*, expandable: bool, case: Case) -> None:
     """After everything has been let go, one allocation can have all that was reserved, in whole segments or pages."""
     freed = [-(number + 1) for number in range(len(case.sizes)) if -(number + 1) not in case.events]
@@ -155,6 +157,7 @@ def test_nothing_takes_nothing() -> None:
     limit=st.integers(1, 400).map(MIB.__mul__),
     expandable=st.booleans(),
 )
+@pytest.mark.slow
 def test_the_largest_fits(*, slopes: list[tuple[int, int]], limit: int, expandable: bool) -> None:
     """What is found fits, and is no larger than what tensors allow; where those are the binding ones it is the same."""
     program = [((100 * MIB, 0, 0), 99), *(((0, slope, 0), lifetime) for slope, lifetime in slopes)]

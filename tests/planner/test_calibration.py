@@ -41,6 +41,7 @@ def small_step() -> list[Operation]:
 
 
 @pytest.mark.usefixtures("few_programs")
+@pytest.mark.slow
 def test_timing_one_by_one_costs_nothing_in_the_end() -> None:
     """A program is predicted to take what it took as a whole, not what its operations took with a look at each.
 
@@ -66,6 +67,7 @@ def test_a_slower_device_is_found_slower() -> None:
 
 
 @pytest.mark.usefixtures("few_programs")
+@pytest.mark.slow
 def test_random_numbers_are_left_alone() -> None:
     """Measuring draws random numbers of its own, and none of the caller's."""
     before = torch.get_rng_state()
@@ -73,6 +75,7 @@ def test_random_numbers_are_left_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.slow
 def test_programs_cover_what_networks_do() -> None:
     """The programs run every kind of operation, forwards, backwards and in updates, and leave no gradient."""
     seen: set[tuple[str, str]] = set()

@@ -60,6 +60,7 @@ def test_ten_percent_of_what_is_taken_stays_free() -> None:
         assert planned * (1.0 + excess) == pytest.approx(1.0 - MEASURED_HEADROOM)
 
 
+@pytest.mark.slow
 def test_the_next_plan_uses_it(known: KnownDevices) -> None:
     """A step that was run on this CPU makes the next plan for it leave 10% free, at a larger size, and say why."""
     plan, found = on_this_cpu(known)

@@ -62,6 +62,7 @@ DAMAGE = st.one_of(
 
 
 @given(damage=DAMAGE, cut=st.integers(0, 200))
+@pytest.mark.slow
 def test_damage_is_passed_over(tmp_path_factory: pytest.TempPathFactory, damage: bytes, cut: int) -> None:
     """Whatever is in the file, nothing is raised, nothing that makes no sense is found, and a new size can be kept."""
     known = known_sizes(tmp_path_factory.mktemp("known"))

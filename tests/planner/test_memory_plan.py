@@ -160,6 +160,7 @@ def planned(spec: StepSpec) -> MemoryEnvelope:
     cases=["pictures"],
 )
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow
 def test_the_plan_is_what_the_real_engine_holds(name: str) -> None:
     """Planned from micro-batches of 2 and 3, the peak of a step with others is that of the real engine, to the byte.
 
@@ -314,6 +315,7 @@ def test_tracing_leaves_everything_as_it_was() -> None:
     assert not dist.is_initialized()
 
 
+@pytest.mark.slow
 def test_ranks_are_imagined() -> None:
     """DDP holds its buckets beside the gradients, which `all_reduce` adds up in its buckets in the first place."""
     weights = sum(parameter.nbytes for parameter in perceptron().parameters())
@@ -367,6 +369,7 @@ def fitting(spec: StepSpec, num_bytes: int) -> tuple[Envelopes, Fit]:
     return envelopes, fit_of(spec, envelopes, target(num_bytes))
 
 
+@pytest.mark.slow
 def test_the_size_found_is_the_largest() -> None:
     """The real engine fits into the budget at the planned size, and does not one sample above it."""
     spec = small()
@@ -406,6 +409,7 @@ def test_the_allocator_takes_more_than_tensors_hold() -> None:
     'return check(envelope, tracing.next_step(size), size).verdict == "exact"',
     "return bool(check(envelope, tracing.next_step(size), size))",
 )
+@pytest.mark.slow
 def test_pairs_of_samples_grow_as_squares() -> None:
     """A loss that compares all samples of a micro-batch is found to be quadratic, and planned as such."""
 
@@ -479,6 +483,7 @@ def test_what_torch_does_not_tell_of_is_refused(layer: Any, profile: Profile, wo
         find_envelopes(recurrent(lambda: layer(3, 4), profile), 2**20)
 
 
+@pytest.mark.slow
 def test_a_recurrent_layer_of_plain_operations_is_planned() -> None:
     """On a CPU a GRU is made of operations that are seen: the plan is what the real engine holds."""
     spec = dataclasses.replace(recurrent(lambda: nn.GRU(3, 4, batch_first=True), "cpu"), kernels=None)
@@ -511,6 +516,7 @@ def test_what_depends_on_data_is_refused(loss: Any, words: str) -> None:
     assert str(caught.value).startswith("cannot plan, will probe: ")
 
 
+@pytest.mark.slow
 def test_what_is_read_and_changes_nothing_is_planned() -> None:
     """A number that is only written down does not stand in the way; that it was read is noted."""
 

@@ -163,6 +163,7 @@ def test_blocks_are_found() -> None:
     "for name in ():",
 )
 @pytest.mark.parametrize("keeping", ["inputs", "products"])
+@pytest.mark.slow
 def test_checkpointing_is_planned_as_it_is(keeping: Keeping) -> None:
     """What a plan says of checkpointed blocks is what a model that was built with them holds."""
     spec = spec_of_classes()
@@ -182,6 +183,7 @@ def test_checkpointing_is_planned_as_it_is(keeping: Keeping) -> None:
     "torch.where(chunk > 0, 0, allocated.slope),",
     "allocated.slope,",
 )
+@pytest.mark.slow
 def test_loss_in_chunks_is_planned_as_by_hand() -> None:
     """The plan of a loss in chunks is within 15% of what a loss that is written so holds, at a third of the memory."""
     spec = spec_of_language()
@@ -196,6 +198,7 @@ def test_loss_in_chunks_is_planned_as_by_hand() -> None:
     assert by_hand < envelope.peak_bytes(8) / 3
 
 
+@pytest.mark.slow
 def test_fused_update_takes_no_temporaries() -> None:
     """A fused optimizer's update holds less than the one that works on all parameters at once."""
     spec = spec_of_classes(num_blocks=8, width=128)
@@ -219,6 +222,7 @@ def test_what_is_proposed_fits_and_one_more_does_not() -> None:
     assert trace_step(spec, found.largest + 1).steady.peak_bytes > MIB
 
 
+@pytest.mark.slow
 def test_parts_are_even() -> None:
     """With room for more than one part of a share, parts are as equal as they can be, and none is larger than fits."""
     spec = spec_of_classes()
@@ -238,6 +242,7 @@ def test_parts_are_even() -> None:
     "changes=tuple(best_first(changes)),",
     "changes=tuple(changes),",
 )
+@pytest.mark.slow
 def test_changes_are_ranked() -> None:
     """Changes are listed by what they let fit, and each is better or worse than what is, as told."""
     spec, budget = spec_of_language(), budget_of("900MiB", headroom=0.0)
@@ -250,6 +255,7 @@ def test_changes_are_ranked() -> None:
     assert plan.changes[0].accumulation_steps < plan.accumulation_steps
 
 
+@pytest.mark.slow
 def test_nothing_fits() -> None:
     """Where not even one sample fits, the plan says which part alone is too large, and what would help."""
     text = str(planned(spec_of_language(), "620MiB", 64, proposals=True))
@@ -258,6 +264,7 @@ def test_nothing_fits() -> None:
     assert "smallest" in text
 
 
+@pytest.mark.slow
 def test_one_part_is_named_if_it_is_too_large_alone() -> None:
     """A term that exceeds the budget by itself is named."""
     text = str(planned(spec_of_classes(num_blocks=8, width=512), "534MiB", 4))
@@ -265,6 +272,7 @@ def test_one_part_is_named_if_it_is_too_large_alone() -> None:
     assert re.search(r"because +the \w+ alone take", text)
 
 
+@pytest.mark.slow
 def test_known_case_of_one_device() -> None:
     """Batch 64 with 4 fitting is 16 accumulation steps."""
     spec = spec_of_language()
@@ -308,6 +316,7 @@ def test_budget_is_what_tensors_can_have() -> None:
     assert budget_of("cpu:1GiB", headroom=0.0).usable_bytes == 2**30
 
 
+@pytest.mark.slow
 def test_changes_that_cannot_be_planned_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A change that breaks the step does not break the plan."""
     spec, budget = spec_of_classes(), budget_of("600MiB")

@@ -45,6 +45,7 @@ def planned(spec: StepSpec) -> Plan:
     return make_plan(spec, budget_of("cpu:4MiB"), 4096, proposals=False)
 
 
+@pytest.mark.slow
 def test_fewer_samples_fit_where_kernels_count_and_the_plan_says_why() -> None:
     """Kernels were asked, so that the size is smaller than that of the tensors alone; the plan tells with what."""
     plan, alone = planned(SPEC), planned(dataclasses.replace(SPEC, kernels=None))
@@ -85,6 +86,7 @@ class Erratic(KernelMemory):
         return (len(args[0]) ** 3,) if func is torch.ops.aten.convolution.default else ()
 
 
+@pytest.mark.slow
 def test_kernels_do_not_keep_a_step_from_being_planned() -> None:
     """Where no size follows from what kernels say, the plan is that of the tensors, and says so."""
     plan = planned(dataclasses.replace(SPEC, kernels=Erratic()))

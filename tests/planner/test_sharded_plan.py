@@ -122,6 +122,7 @@ def test_gathered_weights_are_kept_or_let_go() -> None:
         assert largest == shards + root + num_gathered * block
 
 
+@pytest.mark.slow
 def test_buffers_for_sending_come_from_pools_of_their_own() -> None:
     """What is gathered comes from one pool, what is reduced from another; the allocator needs no less with them."""
     trace = trace_sharded(sharded_spec(2), 4)

@@ -33,6 +33,7 @@ def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return F.mse_loss(model(batch), batch)
 
 
+@pytest.mark.slow
 def test_a_module_is_planned() -> None:
     """A module with its loss and a sample is planned; it is neither moved nor changed."""
     model = nn.Linear(8, 8)
@@ -177,6 +178,7 @@ def test_what_is_there_is_planned_and_left_alone() -> None:
     assert [str(module) for module in train.model.modules()] == [str(module) for module in deep().modules()]
 
 
+@pytest.mark.slow
 def test_time() -> None:
     """With rates a step's time is there."""
     plan = ab.plan(
@@ -230,6 +232,7 @@ def test_the_demonstration_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "64 samples = 1 rank x" in text
 
 
+@pytest.mark.slow
 def test_an_average_of_the_weights_is_planned() -> None:
     """A job with an average of its weights is planned one copy of them higher."""
     job = ab.Job(

@@ -77,6 +77,7 @@ def test_what_is_planned_runs_and_one_more_does_not() -> None:
     assert not runs(size + 1, enforced)
 
 
+@pytest.mark.slow
 def test_an_average_counts() -> None:
     """With an exponential average of the weights less fits, as a step under an enforced budget says, too."""
     size = asked(train={"average_decay": 0.9}, budget_bytes=BUDGET, headroom=0.0)(BATCH, NUM_SAMPLES)
@@ -97,6 +98,7 @@ def test_headroom_is_kept() -> None:
     assert planned(BUDGET) == planned(int(0.85 * BUDGET), headroom=0.0)
 
 
+@pytest.mark.slow
 def test_all_there_is() -> None:
     """With enough memory it is the rank's share, on this machine too."""
     assert planned(2**40) == NUM_SAMPLES

@@ -142,6 +142,7 @@ def test_loss_and_bits_per_byte() -> None:
 
 
 @given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=4), context=st.integers(1, 8))
+@pytest.mark.slow
 def test_windows_are_the_text(sizes: list[int], context: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Inputs end to end are the files with a zero byte after each; targets are the same one byte on."""
     folder = tmp_path_factory.mktemp("text")

@@ -62,6 +62,7 @@ class Broken:
         raise RuntimeError(split.micro_batch_size)
 
 
+@pytest.mark.slow
 def test_the_engine_conforms() -> None:
     """The engine's gradient is that of the un-split batch in every case and split."""
     table = conformance.run(EngineAdapter())
@@ -76,6 +77,7 @@ def test_a_right_loop_conforms() -> None:
 
 
 @pytest.mark.parametrize("fault", WRONG)
+@pytest.mark.slow
 def test_known_faults_are_seen(fault: LoopFault) -> None:
     """Each known fault fails exactly where it is wrong, by name, and by far more than rounding."""
     table = conformance.run(HandWrittenLoop(fault))
@@ -90,6 +92,7 @@ def test_known_faults_are_seen(fault: LoopFault) -> None:
 
 
 @pytest.mark.parametrize("fault", ["mean of means", "constant divisor", "duplicated samples"])
+@pytest.mark.slow
 def test_faults_are_named_by_their_gradients(fault: LoopFault) -> None:
     """A trainer that does not tell its samples is found out by its gradients where these differ."""
     rows = {(row.case, row.micro_batch_size): row for row in conformance.run(Silent(fault)).rows}
@@ -104,6 +107,7 @@ def test_a_trainer_that_raises_fails() -> None:
     assert {row.reason for row in table.rows} >= {"raised RuntimeError: 12", "raised RuntimeError: 4"}
 
 
+@pytest.mark.slow
 def test_the_table_says_it() -> None:
     """Printed, the table has a line per split: case, micro-batch size, error, verdict."""
     lines = str(conformance.run(HandWrittenLoop("mean of means"))).splitlines()

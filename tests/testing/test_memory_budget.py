@@ -104,6 +104,7 @@ def test_another_tenant_comes_and_goes() -> None:
 
 
 @pytest.mark.parametrize("phase", [None, "forward", "backward", "update"])
+@pytest.mark.slow
 def test_each_allocation_can_fail_and_always_the_same(phase: str | None) -> None:
     """The k-th allocation fails, whatever k, in the phase that was asked for, in the same operation each time."""
     _, _, step = trained()
