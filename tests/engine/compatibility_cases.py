@@ -21,6 +21,7 @@ from anybatch.core.randomness import BatchKey, unit_seed
 from anybatch.engine.update.clipping import ClipByNorm, ClipByValue
 from anybatch.errors import CompositionError
 from anybatch.norms import Exact, Ghost
+from anybatch.parallel.dtensors import gather
 from anybatch.testing import relative_error
 from tests.engine.masks_by_hand import mask
 
@@ -45,7 +46,12 @@ IMPLIED = {
     **dict.fromkeys([feature for feature in Feature if feature.axis.name == "norms"], Feature.BATCH_NORM),
 }
 GROUP_SIZE = 3
-STRATEGIES = {Feature.SINGLE: "single", Feature.ALL_REDUCE: "all_reduce", Feature.DDP: "ddp"}
+STRATEGIES = {
+    Feature.SINGLE: "single",
+    Feature.ALL_REDUCE: "all_reduce",
+    Feature.DDP: "ddp",
+    Feature.FSDP: "fsdp",
+}
 SETTINGS = [(strategy, ranks) for ranks in (Feature.ALONE, Feature.SEVERAL_RANKS) for strategy in STRATEGIES]
 ON_ONE_RANK = [(strategy, Feature.ONE_RANK) for strategy in STRATEGIES]
 
@@ -82,6 +88,8 @@ def runs_of(one: Feature, other: Feature) -> list[Features]:
     if cell(one, other).verdict is Verdict.EXCLUSIVE:
         return []
     settings = ON_ONE_RANK if Feature.ONE_RANK in (one, other) else SETTINGS
+    if Feature.FSDP not in (one, other):  # its own cells show it, and a run of it takes three times as long
+        settings = [setting for setting in settings if Feature.FSDP not in setting]
     if Feature.COMPILED in (one, other) and Feature.DDP not in (one, other):  # to compile takes a third of a second
         settings = [setting for setting in settings if Feature.DDP not in setting]
     runs = [
@@ -286,7 +294,8 @@ def run(features: Features, world: ab.World) -> Found:
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     model = compiled(network, features) if Feature.COMPILED in features else network
     optimizer = keeping(parameters, features)
-    instance = not features & {Feature.MASTER_WEIGHTS}
+    sharded = Feature.FSDP in features and Feature.CAST not in features  # it makes other parameters
+    instance = not features & {Feature.MASTER_WEIGHTS} and not sharded
     made: list[Keeping] = [optimizer]
 
     def make(named: Iterable[tuple[str, nn.Parameter]]) -> Keeping:
@@ -304,7 +313,7 @@ def run(features: Features, world: ab.World) -> Found:
             # The check of the declaration runs in all cells of one rank, and on several ranks in tests of its own.
             **{"norms": "keep", "check_loss": world.size == 1, **arguments(features)},
         )
-        computed = dense(dict(zip(parameters, engine.gradients(batch).values(), strict=True)))
+        computed = dense(whole(dict(zip(parameters, engine.gradients(batch).values(), strict=True))))
         report = engine.step(batch)
         units = [(unit.start, unit.stop, seed_of(features, seed, sample_ids[unit.start])) for unit in report.plan.units]
     except CompositionError as error:
@@ -316,14 +325,20 @@ def run(features: Features, world: ab.World) -> Found:
             engine.close()
     assert not report.skipped
     expected = plain_gradients(features, sample_ids, units, seed)
-    kept = dense(dict(zip(parameters, made[0].kept, strict=True)))
-    moved: Named = {name: parameter - before[name] for name, parameter in parameters.items()}
+    kept = dense(whole(dict(zip(parameters, made[0].kept, strict=True))))
+    after = whole(trainable(network, objective))
+    moved: Named = {name: parameter - before[name] for name, parameter in after.items() if parameter is not None}
     errors = (
         relative_error(computed, expected),
         relative_error(kept, clipped(features, expected)),
         relative_error(moved, {name: updated(before[name], kept[name]) - before[name] for name in kept}),
     )
     return Found(error=max(errors) / tolerance(features))
+
+
+def whole(tensors: Mapping[str, torch.Tensor | None]) -> Named:
+    """Return sharded tensors in one piece."""
+    return {name: None if tensor is None else gather(tensor.detach()) for name, tensor in tensors.items()}
 
 
 def compiled(network: Network, features: Features) -> nn.Module:

@@ -25,6 +25,7 @@ from anybatch.errors import (
     UserError,
 )
 from anybatch.parallel.all_reduce import AllReduce
+from anybatch.parallel.fsdp import FSDP
 from anybatch.testing import RankOutcome, RankPool, run_ranks
 from tests.engine.cases import (
     Batch,
@@ -38,7 +39,6 @@ from tests.engine.cases import (
     vectors,
 )
 from tests.engine.failures import FAILURES, train
-from tests.parallel.fsdp_spike import FullyShard
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,10 +266,10 @@ ON_ONE_RANK: Mapping[str, Refusal] = {
     "an optimizer made too early": Refusal(
         CompositionError,
         ("'fully_shard'", "new parameter objects", "optimizer=lambda named: torch.optim.SGD"),
-        lambda: engine(strategy=FullyShard()),
+        lambda: engine(strategy=FSDP()),
     ),
     # Choices
-    "an unknown strategy": Refusal(UserError, ("'fsdp'", "'all_reduce'"), lambda: engine(strategy="fsdp")),
+    "an unknown strategy": Refusal(UserError, ("'zero9'", "'all_reduce'"), lambda: engine(strategy="zero9")),
     "an unknown precision": Refusal(UserError, ("'fp8'", "'bf16'"), lambda: engine(precision="fp8")),
     "an unknown rng": Refusal(UserError, ("'sample'", "'micro_batch'"), lambda: engine(rng="sample")),
     "no room below the norm": Refusal(UserError, ("max_norm=0.0", "above 0"), lambda: engine(clip=0)),

@@ -21,7 +21,8 @@ from anybatch.errors import CompositionError, UserError
 from anybatch.norms import policy_of
 from anybatch.parallel.all_reduce import AllReduce
 from anybatch.parallel.ddp import DDP
-from anybatch.parallel.registry import STRATEGIES
+from anybatch.parallel.fsdp import FSDP
+from anybatch.parallel.registry import choose_strategy
 from anybatch.parallel.single import Single
 from anybatch.parallel.strategy import Capabilities, Strategy
 from anybatch.testing import relative_error
@@ -184,11 +185,13 @@ def test_ranks_are_recognised(one_rank: Ranks, two_ranks: Ranks) -> None:
 
 def names_of_ranks(strategy: str) -> list[str]:
     """Run on every rank: return the names of the features of that strategy on these ranks."""
-    found = features_of_ranks(STRATEGIES[strategy]().capabilities, ab.World.from_environment())
+    found = features_of_ranks(choose_strategy(strategy, ab.World()).capabilities, ab.World.from_environment())
     return [feature.name.lower() for feature in found]
 
 
-@pytest.mark.parametrize("strategy", [Single(), AllReduce(), DDP()], ids=lambda strategy: strategy.capabilities.name)
+@pytest.mark.parametrize(
+    "strategy", [Single(), AllReduce(), DDP(), FSDP()], ids=lambda strategy: strategy.capabilities.name
+)
 def test_table_says_what_strategies_say(strategy: Strategy) -> None:
     """The table refuses low-precision parameters and sparse gradients where the strategy's own record does."""
     own = Feature[strategy.capabilities.name.upper()]

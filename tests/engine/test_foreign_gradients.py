@@ -15,7 +15,7 @@ from torch import nn
 import anybatch as ab
 from anybatch.core.torch_internals import num_changes
 from anybatch.errors import AnyBatchWarning, LossError, ParameterError, UserError
-from anybatch.parallel.registry import STRATEGIES
+from anybatch.parallel.registry import choose_strategy
 from anybatch.testing import relative_error
 from tests.engine.cases import Batch, Gradients, InMemory, classify, perceptron, vectors
 from tests.faults import sees
@@ -92,7 +92,7 @@ def engine_steps(
     batch, model = vectors(13), perceptron()
     prepare(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    given: dict[str, Any] = {"micro_batch_size": 3, "strategy": STRATEGIES[strategy](), **options}
+    given: dict[str, Any] = {"micro_batch_size": 3, "strategy": choose_strategy(strategy, ab.World()), **options}
     with codes_of_warnings(given) as codes:
         beside(model, optimizer)
         with ab.Engine(model, optimizer, ab.mean_over_samples(classify), **given) as engine:
@@ -152,7 +152,13 @@ def two_engines(strategy: str) -> float:
     batch, model = vectors(13), perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     engines = [
-        ab.Engine(model, optimizer, ab.mean_over_samples(classify), micro_batch_size=3, strategy=STRATEGIES[strategy]())
+        ab.Engine(
+            model,
+            optimizer,
+            ab.mean_over_samples(classify),
+            micro_batch_size=3,
+            strategy=choose_strategy(strategy, ab.World()),
+        )
         for _ in range(2)
     ]
     for _ in range(NUM_STEPS):

@@ -25,9 +25,9 @@ from anybatch.engine.micro_batch_size.sizes import WORTH_TIMING
 from anybatch.engine.micro_batch_size.trial_run import TrialResult
 from anybatch.errors import BatchSizeError, CannotPlanError, CompositionError
 from anybatch.norms import Ghost
+from anybatch.parallel.fsdp import FSDP
 from tests.engine.cases import Batch, InMemory, classify, vectors
 from tests.faults import sees
-from tests.parallel.fsdp_spike import FullyShard
 from tests.ranks_fixture import Ranks
 
 # The losses here draw from every generator, to see that trials leave them alone.
@@ -888,7 +888,7 @@ def refused_search() -> str:
     world = ab.World.from_environment()
     model = Model()
     loss = ab.mean_over_samples(classify)
-    engine = ab.Engine(model, lambda named: torch.optim.SGD(named, lr=0.1), loss, strategy=FullyShard(), world=world)
+    engine = ab.Engine(model, lambda named: torch.optim.SGD(named, lr=0.1), loss, strategy=FSDP(), world=world)
     engine._parts.sizes.may_run_out = True  # noqa: SLF001 (as on an accelerator)
     with pytest.raises(CompositionError) as caught:
         engine.step(InMemory(vectors(58)))

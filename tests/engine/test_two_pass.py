@@ -17,6 +17,7 @@ from anybatch.core.randomness import joint_seed
 from anybatch.core.records import MicroBatchRecord, ReductionRecord
 from anybatch.errors import CompositionError, LossError
 from anybatch.parallel.ddp import DDP
+from anybatch.parallel.fsdp import FSDP
 from anybatch.testing import relative_error
 from tests.engine.cases import SPLITS, STRATEGIES, InMemory, arrive, combinations, plain_gradients
 from tests.engine.test_traffic import Call, recorded
@@ -39,7 +40,6 @@ from tests.engine.two_pass_cases import (
     sgd,
 )
 from tests.faults import sees
-from tests.parallel.fsdp_spike import FullyShard
 from tests.ranks_fixture import Ranks
 
 TOLERANCE = 1e-12
@@ -420,7 +420,7 @@ def sharded_errors(sizes: list[int]) -> list[float]:
                 encode=lambda model, batch: torch.tanh(model(batch["image"])),
                 loss=lambda: lambda _, vectors: (vectors @ vectors.T).square().mean(),
             )
-            with engine_of(case, world=world, micro_batch_size=size, strategy=FullyShard()) as engine:
+            with engine_of(case, world=world, micro_batch_size=size, strategy=FSDP()) as engine:
                 gradients = engine.gradients(InMemory(pairs(number)))
                 whole = {name: gradient.full_tensor() for name, gradient in gradients.items()}  # type: ignore[union-attr]
                 engine.step(InMemory(pairs(number)))
@@ -597,7 +597,7 @@ def test_two_passes_need_keyed_numbers() -> None:
 def refused_sharded_loss() -> str:
     """Run on every rank: return what is said to a loss with parameters under FSDP2."""
     with pytest.raises(CompositionError) as caught:
-        ab.Engine(Encoders(), sgd, ab.joint(both, Clip()), strategy=FullyShard(), world=ab.World.from_environment())
+        ab.Engine(Encoders(), sgd, ab.joint(both, Clip()), strategy=FSDP(), world=ab.World.from_environment())
     return str(caught.value)
 
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 import anybatch as ab
+from anybatch.core.blocks import repeated_blocks
 from anybatch.errors import UserError
 from anybatch.planner.budget import budget_of
 from anybatch.planner.cost.caching_allocator import largest_that_fits
@@ -24,7 +25,7 @@ from anybatch.planner.proposals import ranking
 from anybatch.planner.proposals.changes import possible_changes
 from anybatch.planner.proposals.ranking import PlanTarget, fit_of, propose
 from anybatch.planner.report import Plan
-from anybatch.planner.trace.blocks import Keeping, checkpoint_blocks, repeated_blocks
+from anybatch.planner.trace.checkpointing import Keeping, checkpoint_blocks
 from anybatch.planner.trace.step_spec import StepSpec
 from anybatch.planner.trace.step_trace import trace_step
 from tests.faults import sees

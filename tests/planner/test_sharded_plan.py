@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 import anybatch as ab
+from anybatch.core.blocks import repeated_blocks
 from anybatch.errors import CannotPlanError, PlanError
 from anybatch.memory.ledger import MemoryLedger
 from anybatch.memory.trace import Category, MemoryTrace
 from anybatch.planner.cost.caching_allocator import replay
 from anybatch.planner.proposals.more_ranks import candidate_sizes, extrapolated, first_that_fits, smallest_world, zero1
-from anybatch.planner.trace.blocks import repeated_blocks
 from anybatch.planner.trace.fsdp_trace import ShardedTrace, Sharding, trace_sharded
 from anybatch.planner.trace.step_spec import StepSpec
 from tests.planner.sharded_model import NUM_BLOCKS, Block, Held, Network, adamw, hold_for_real, sharded_spec

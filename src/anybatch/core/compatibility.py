@@ -75,6 +75,7 @@ class Feature(Enum):
     SINGLE = (_STRATEGY, "strategy='single'")
     ALL_REDUCE = (_STRATEGY, "strategy='all_reduce'")
     DDP = (_STRATEGY, "strategy='ddp'")
+    FSDP = (_STRATEGY, "strategy='fsdp'")
     ALONE = (_RANKS, "one rank without torch.distributed")
     ONE_RANK = (_RANKS, "one rank under torch.distributed")
     SEVERAL_RANKS = (_RANKS, "several ranks")
@@ -158,6 +159,12 @@ _NARROW_DDP = Cell(
     "DDP takes no float32 gradient for such parameters, and their sum in the low precision stalls",
     "Use strategy='all_reduce', or float32 parameters with precision='bf16'.",
 )
+_NARROW_FSDP = Cell(
+    Verdict.REFUSED,
+    "FSDP2 rounds the summed gradient to the type of its shards",
+    "Use float32 parameters with strategy=FSDP(Sharding(param_dtype=torch.bfloat16)), which gathers and computes in "
+    "bf16, or strategy='all_reduce'.",
+)
 
 _OWN_NORMALISATION = Cell(
     Verdict.REFUSED,
@@ -202,12 +209,23 @@ _TOGETHER: Mapping[frozenset[Feature], Cell] = {
     ),
     frozenset((Feature.ALL_REDUCE, Feature.ALONE)): _NOT_STARTED,
     frozenset((Feature.DDP, Feature.ALONE)): _NOT_STARTED,
+    frozenset((Feature.FSDP, Feature.ALONE)): _NOT_STARTED,
     frozenset((Feature.ALL_REDUCE, Feature.SPARSE)): _DENSE_BUCKETS,
     frozenset((Feature.DDP, Feature.SPARSE)): _DENSE_BUCKETS,
+    frozenset((Feature.FSDP, Feature.SPARSE)): _DENSE_BUCKETS,
     frozenset((Feature.SEVERAL_RANKS, Feature.SPARSE)): _DENSE_BUCKETS,
     frozenset((Feature.DDP, Feature.LOW_PARAMETERS)): _NARROW_DDP,
     frozenset((Feature.DDP, Feature.MASTER_WEIGHTS)): _NARROW_DDP,
     frozenset((Feature.DDP, Feature.CAST)): _NARROW_DDP,
+    frozenset((Feature.FSDP, Feature.LOW_PARAMETERS)): _NARROW_FSDP,
+    frozenset((Feature.FSDP, Feature.MASTER_WEIGHTS)): _NARROW_FSDP,
+    frozenset((Feature.FSDP, Feature.CAST)): _NARROW_FSDP,
+    frozenset((Feature.FSDP, Feature.NORMS_EXACT)): Cell(
+        Verdict.REFUSED,
+        "micro-batches take turns in the middle of their forwards, and ranks gather weights there in lockstep",
+        "Use norms=Exact(method='checkpoint'), or strategy='all_reduce'.",
+    ),
+    frozenset((Feature.FSDP, Feature.REENTRANT)): _EXACT,  # its backward is not limited to parameters
     frozenset((Feature.FP16, Feature.CAST)): Cell(
         Verdict.REFUSED,
         "gradients would be unscaled in their low precision",

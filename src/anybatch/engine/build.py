@@ -88,8 +88,9 @@ def build(spec: TrainSpec, hardware: Hardware, observer: Observer | None = None)
     modules, world, strategy = given.modules, given.world, given.strategy
     decisions = Decisions()
     notifier = Notifier(observer, world.rank, given.loss, given.clip)
-    # Before the strategy, which allocates its buckets where the parameters are.
-    move_modules(modules, world.device)
+    if not strategy.capabilities.moves_modules:
+        # Before the strategy, which allocates its buckets where the parameters are.
+        move_modules(modules, world.device)
     # From here on something of the model may have changed: hooks, buckets, for some strategies the parameters.
     prepared = strategy.prepare(modules, spec.model, world, notifier.reduction)
     try:
@@ -274,6 +275,8 @@ def _runnable(
         seed=spec.seed,
     ):
         decisions.add(decision.name, decision.text)
+    for name, text in prepared.decisions.items():
+        decisions.add(name, text)
     # Gradients of the user's from before would be added to those of the first effective batch.
     strategy.clear_gradients()
     return Parts(

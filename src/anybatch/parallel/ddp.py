@@ -1,7 +1,6 @@
 """torch's DistributedDataParallel, made to sum."""
 
 import inspect
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -17,10 +16,11 @@ from anybatch.core.compatibility import Feature
 from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.tree import Batch
 from anybatch.errors import CannotRedoError, WorldError
+from anybatch.parallel.loss_caller import LossCaller
 from anybatch.parallel.replicas import Initial, align_replicas
 from anybatch.parallel.roll_call import RollCall
 from anybatch.parallel.step_agreement import StepAbortedError, StepAgreement, StepFailedError
-from anybatch.parallel.strategy import Abort, Capabilities, Prepared, ReductionObserver, Turn, trainable
+from anybatch.parallel.strategy import Abort, Capabilities, Prepared, ReductionObserver, Turn, trainable, weakly
 from anybatch.parallel.torch_internals import GradBucket
 from anybatch.parallel.world import World
 
@@ -65,7 +65,7 @@ class DDP:
         self._reduced = False
         self._prepared = False
         self._world = World()
-        self._reductions = _Reductions(_weakly(None), None)
+        self._reductions = _Reductions(weakly(None), None)
 
     def prepare(
         self, modules: nn.Module, model: object, world: World, on_reduction: ReductionObserver | None
@@ -75,9 +75,9 @@ class DDP:
         differed = align_replicas(modules, world, self._initial)
         self._parameters = list(parameters.values())
         self._world = world
-        self._reductions = _Reductions(_weakly(on_reduction), world.roll_call)
+        self._reductions = _Reductions(weakly(on_reduction), world.roll_call)
         self._wrapper = DistributedDataParallel(
-            _Caller(modules, model),
+            LossCaller(modules, model),
             # `align_replicas` has made the replicas equal, and can say which tensors differed.
             init_sync=False,
             **_NO_BUFFER_SYNC,
@@ -148,7 +148,7 @@ class DDP:
 
     def _call(self, function: LossFunction, batch: Batch) -> Any:  # noqa: ANN401 (whatever the loss returns)
         assert self._wrapper is not None
-        output = self._wrapper(function, batch)
+        output = self._wrapper(lambda model: function(model, batch))
         self._prepared = self._reduced  # the forward has prepared a reduction, which only its backward can finish
         return output
 
@@ -184,18 +184,6 @@ class DDP:
         zeros.backward()
 
 
-class _Caller(nn.Module):
-    """Runs any function of (model, batch) inside DDP's forward."""
-
-    def __init__(self, modules: nn.Module, model: object) -> None:
-        super().__init__()
-        self.modules_to_train = modules
-        self._model = (model,)  # in a tuple, so that a module is not registered twice
-
-    def forward(self, function: LossFunction, batch: Batch) -> Any:  # noqa: ANN401 (whatever the loss returns)
-        return function(self._model[0], batch)
-
-
 @dataclass(slots=True)
 class _Reductions:
     """The observer of reductions, and how one has ended: DDP lets no exception of its own type through.
@@ -207,17 +195,6 @@ class _Reductions:
     roll_call: RollCall | None
     broken: bool = False
     error: WorldError | None = None
-
-
-def _weakly(observer: ReductionObserver | None) -> Callable[[], ReductionObserver | None]:
-    """Return what looks the observer up while its owner lives.
-
-    DDP's reducer keeps what it is given out of the garbage collector's sight: through a method of the engine's parts it
-    would keep the model of an engine that was dropped.
-    """
-    if inspect.ismethod(observer):
-        return weakref.WeakMethod(observer)
-    return lambda: observer
 
 
 def _sum_bucket(reductions: _Reductions, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -1,23 +1,24 @@
 """The strategies by name: the only list of them. A new one is a file beside this and a line in it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from importlib import import_module
 from types import MappingProxyType
+from typing import cast
 
 from anybatch.errors import UserError
-from anybatch.parallel.all_reduce import AllReduce
-from anybatch.parallel.ddp import DDP
-from anybatch.parallel.single import Single
 from anybatch.parallel.strategy import Strategy
 from anybatch.parallel.world import World
 
-STRATEGIES: Mapping[str, Callable[[], Strategy]] = MappingProxyType(
+STRATEGIES: Mapping[str, str] = MappingProxyType(
     {
-        "single": Single,
-        "all_reduce": AllReduce,
-        "ddp": DDP,
+        "single": "anybatch.parallel.single.Single",
+        "all_reduce": "anybatch.parallel.all_reduce.AllReduce",
+        "ddp": "anybatch.parallel.ddp.DDP",
+        "fsdp": "anybatch.parallel.fsdp.FSDP",
     }
 )
-"""The classes that `Engine(strategy=name)` instantiates. "auto" is not among them: it is one of these."""
+"""The classes that `Engine(strategy=name)` instantiates, by their full names: what FSDP2 needs of torch takes two
+seconds to import, for which nobody else should wait. "auto" is not among them: it is one of these."""
 
 
 def choose_strategy(strategy: "str | Strategy", world: World) -> Strategy:
@@ -38,4 +39,5 @@ def choose_strategy(strategy: "str | Strategy", world: World) -> Strategy:
     if name not in STRATEGIES:
         message = f"{strategy=} must be 'auto', {', '.join(map(repr, STRATEGIES))}, or a strategy object."
         raise UserError(message)
-    return STRATEGIES[name]()
+    module, _, class_name = STRATEGIES[name].rpartition(".")
+    return cast("Strategy", getattr(import_module(module), class_name)())

@@ -53,7 +53,7 @@ def align_replicas(modules: nn.Module, world: World, initial: Initial) -> tuple[
         raise ReplicaError(message, ranks=ranks, names=differing)
     # All ranks see all digests, so all of them broadcast the same tensors in the same order.
     for name in differing:
-        _broadcast(tensors[name])
+        _broadcast(tensors[name], world.device)
     return differing
 
 
@@ -82,10 +82,10 @@ def _mix(words: torch.Tensor) -> torch.Tensor:
     return words ^ ((words >> 31) & (1 << 33) - 1)
 
 
-def _broadcast(tensor: torch.Tensor) -> None:
+def _broadcast(tensor: torch.Tensor, device: torch.device) -> None:
     with torch.no_grad():
         # A collective needs contiguous memory; the parameter keeps its own strides (channels-last weights, say).
-        contiguous = tensor.detach().contiguous()
+        contiguous = tensor.detach().to(device).contiguous()
         dist.broadcast(contiguous, src=0)
         tensor.copy_(contiguous)
 

@@ -1,8 +1,10 @@
 """The contract of every way of using devices."""
 
+import inspect
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -49,6 +51,7 @@ class Capabilities:
         float32_accumulation: gradients of bf16 and fp16 parameters can be accumulated and reduced in float32.
         sparse_gradients: parameters may have sparse gradients.
         replicas: every rank holds all weights, and makes the same updates.
+        moves_modules: `prepare` puts modules on the device, piece by piece: they may not fit there whole.
         prepares_in_forward: the forward of the last micro-batch prepares the reduction, so it must have run in its turn
             and have met every parameter that its backward will reach.
     """
@@ -60,6 +63,7 @@ class Capabilities:
     float32_accumulation: bool = True
     sparse_gradients: bool = False
     replicas: bool = False
+    moves_modules: bool = False
     prepares_in_forward: bool = False
 
     @property
@@ -104,6 +108,7 @@ class Prepared:
         differed: names of what was not equal on all ranks before and is now.
         gradient_buffers: where gradients add up, apart from `.grad`.
         layout: how the parameters lie on the ranks: what is saved, loaded, measured and averaged goes through it.
+        decisions: what the strategy has chosen and why, a clause each, by what it is about.
         abort: function (numbers, as `finish_gradients` will be given) -> function (whether it has failed) that a rank
             calls which has run out of memory or failed. It takes part in every collective that the other ranks have
             started or will start for this effective batch, in their order, so that `finish_gradients` raises
@@ -117,6 +122,7 @@ class Prepared:
     differed: tuple[str, ...] = ()
     gradient_buffers: tuple[torch.Tensor, ...] = ()
     layout: ParameterLayout = ParameterLayout()
+    decisions: Mapping[str, str] = field(default_factory=dict)
     abort: "Callable[[Float[Tensor, ' numbers']], Abort] | None" = None
 
 
@@ -195,3 +201,14 @@ def caller_of(model: object) -> Callable[[LossFunction, Batch], Any]:
 def trainable(modules: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that require gradients by name; tied ones once, under their first name."""
     return {name: parameter for name, parameter in modules.named_parameters() if parameter.requires_grad}
+
+
+def weakly(observer: ReductionObserver | None) -> Callable[[], ReductionObserver | None]:
+    """Return what looks the observer up while its owner lives.
+
+    torch's wrappers keep what they are given out of the garbage collector's sight, or with the user's model: through a
+    method of the engine's parts they would keep an engine that was dropped.
+    """
+    if inspect.ismethod(observer):
+        return weakref.WeakMethod(observer)
+    return lambda: observer

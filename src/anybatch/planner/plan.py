@@ -13,7 +13,7 @@ from anybatch.planner.cost.step_time import Rates, rates_of
 from anybatch.planner.envelopes import find_envelopes
 from anybatch.planner.proposals.ranking import PlanTarget, best_first, fit_of, propose
 from anybatch.planner.report import Plan
-from anybatch.planner.trace.blocks import as_module
+from anybatch.planner.trace.checkpointing import as_module
 from anybatch.planner.trace.step_spec import StepSpec, built
 
 

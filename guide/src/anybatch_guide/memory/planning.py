@@ -17,7 +17,7 @@ from anybatch.planner.envelopes import Envelopes, find_envelopes
 from anybatch.planner.proposals.changes import possible_changes
 from anybatch.planner.proposals.ranking import PlanTarget, fit_of
 from anybatch.planner.report import Plan
-from anybatch.planner.trace.blocks import as_module
+from anybatch.planner.trace.checkpointing import as_module
 from anybatch.planner.trace.step_spec import StepSpec, built
 from anybatch.recipes.planning.subjects import load_subject
 

@@ -9,12 +9,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from anybatch.core.blocks import repeated_blocks
 from anybatch.core.tree import tensors_of
 from anybatch.engine.spec import TrainSpec
 from anybatch.engine.update.precision import OptimizerFunction
 from anybatch.memory.trace import MemoryEnvelope, Polynomials
 from anybatch.planner.cost.step_time import CostLine, CostTrace
-from anybatch.planner.trace.blocks import Keeping, as_module, checkpoint_blocks, repeated_blocks
+from anybatch.planner.trace.checkpointing import Keeping, as_module, checkpoint_blocks
 from anybatch.planner.trace.step_spec import MakeTrainSpec, StepSpec, built
 
 CHUNK_TOKENS = 1024
@@ -88,7 +89,7 @@ def _of_precision(spec: StepSpec) -> list[Change]:
 
 def _of_blocks(spec: StepSpec, ready: StepSpec) -> list[Change]:
     """Return the ways to checkpoint activations of repeated blocks."""
-    rows = repeated_blocks(ready.trained.model)
+    rows = repeated_blocks(as_module(ready.trained.model))
     make = spec.train
     if not rows or isinstance(make, TrainSpec):  # blocks are wrapped in place, so each change takes a model of its own
         return []

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import Optimizer
 
+from anybatch.core.blocks import repeated_blocks
 from anybatch.core.loss import LossSum, declared
 from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.tree import Batch
@@ -31,7 +32,6 @@ from anybatch.memory.ledger import MemoryLedger
 from anybatch.memory.torch_internals import tree_leaves
 from anybatch.memory.trace import MemoryTrace
 from anybatch.planner.torch_internals import local_part
-from anybatch.planner.trace.blocks import repeated_blocks
 from anybatch.planner.trace.cuda_emulation import allocating_as
 from anybatch.planner.trace.data_reads import HostReads
 from anybatch.planner.trace.fake_model import fake_batch, fake_twin

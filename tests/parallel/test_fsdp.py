@@ -9,10 +9,11 @@ import torch
 
 import anybatch as ab
 from anybatch.errors import DataError
+from anybatch.parallel.dtensors import gather
+from anybatch.parallel.fsdp import FSDP
 from anybatch.testing import relative_error
 from tests.engine.cases import CASES, Batch, InMemory, cut, plain_gradients
 from tests.faults import sees
-from tests.parallel.fsdp_spike import FullyShard, gather
 from tests.ranks_fixture import Ranks
 
 TOLERANCE = 1e-12
@@ -61,7 +62,13 @@ def sharded_errors(case_name: str, num_samples: int | None, *, defer: bool) -> l
     for size in MICRO_BATCH_SIZES:
         model = case.model()
         with ab.Engine(
-            model, sgd, case.loss, micro_batch_size=size, strategy=FullyShard(defer=defer), clip=limit, world=world
+            model,
+            sgd,
+            case.loss,
+            micro_batch_size=size,
+            strategy=FSDP(reduction="last_micro_batch" if defer else "every_micro_batch"),
+            clip=limit,
+            world=world,
         ) as engine:
             found = {name: whole(gradient) for name, gradient in engine.gradients(InMemory(batch)).items()}
             errors.append(relative_error(found, expected))
@@ -122,7 +129,7 @@ def state_errors(folder: str) -> list[float]:
     warnings.filterwarnings("ignore", message=NOT_TO_BE_CHANGED_IN_PLACE)
     world, case = ab.World.from_environment(), CASES["ragged"]
     batch, ends = InMemory(case.batch()), []
-    for strategy, saved in ((FullyShard(), None), (FullyShard(), "load"), ("all_reduce", "load"), ("all_reduce", None)):
+    for strategy, saved in (("fsdp", None), ("fsdp", "load"), ("all_reduce", "load"), ("all_reduce", None)):
         model = case.model()
         with ab.Engine(
             model, adamw, case.loss, micro_batch_size=3, strategy=strategy, clip=0.01, average_decay=0.5, world=world
@@ -158,7 +165,7 @@ def lockstep_decisions() -> list[str]:
     def loss(net: Any, part: Batch) -> torch.Tensor:
         return torch.nn.functional.cross_entropy(net(part["x"]), part["y"])
 
-    with ab.Engine(model, sgd, loss, strategy=FullyShard(), world=ab.World.from_environment()) as engine:
+    with ab.Engine(model, sgd, loss, strategy=FSDP(), world=ab.World.from_environment()) as engine:
         engine.step(batch)
         return [engine.decisions["loss"], engine.decisions["micro_batch_size"]]
 
@@ -186,7 +193,7 @@ def lockstep_size_with_masked_targets() -> str:
 
     declared = ab.mean_over(loss, count=lambda part: (part["y"] != -100).sum())
     world = ab.World.from_environment()
-    with ab.Engine(model, sgd, declared, strategy=FullyShard(), check_loss=False, world=world) as engine:
+    with ab.Engine(model, sgd, declared, strategy=FSDP(), check_loss=False, world=world) as engine:
         engine.step(batch)
         return engine.decisions["micro_batch_size"]
 
@@ -209,7 +216,7 @@ def messages_of_idle_ranks() -> list[str]:
         (masked, InMemory(masked.batch())),
         (shares, shares.batch() if world.rank == 0 else cut(shares.batch(), 0, 0)),
     ):
-        engine = ab.Engine(case.model(), sgd, case.loss, micro_batch_size=3, strategy=FullyShard(), world=world)
+        engine = ab.Engine(case.model(), sgd, case.loss, micro_batch_size=3, strategy=FSDP(), world=world)
         with pytest.raises(DataError) as caught:
             engine.step(batch)
         said.append(str(caught.value))

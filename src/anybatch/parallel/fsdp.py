@@ -1,0 +1,357 @@
+"""torch's FSDP2 (`fully_shard`), made to sum: each rank keeps a part of the weights, gradients and optimizer state.
+
+Each block of the model gathers its weights before its forward and again before its backward, so ranks run in lockstep:
+one that has fewer micro-batches runs others along, with weight 0.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from anybatch.core.compatibility import Feature
+from anybatch.core.loss_kinds import LossFunction
+from anybatch.core.tree import Batch
+from anybatch.core.units import in_bytes
+from anybatch.errors import UserError, WorldError
+from anybatch.parallel.dtensors import SHARDED
+from anybatch.parallel.loss_caller import LossCaller
+from anybatch.parallel.replicas import Initial, align_replicas
+from anybatch.parallel.sharding import Sharding, is_sharded, shard, sharding_groups, whole_parameters
+from anybatch.parallel.step_agreement import StepAgreement
+from anybatch.parallel.strategy import Capabilities, Prepared, ReductionObserver, Turn, trainable, weakly
+from anybatch.parallel.torch_internals import ShardedGroup, begin_as_root, root_of, sharded_group
+from anybatch.parallel.world import World
+
+Reduction = Literal["auto", "every_micro_batch", "replicas_last", "last_micro_batch"]
+"""When gradients are reduced; see `FSDP`."""
+
+_REDUCTIONS = ("auto", "every_micro_batch", "replicas_last", "last_micro_batch")
+_MOST_OF_MEMORY = 0.1
+_NOTHING = nullcontext()
+
+
+class FSDP:
+    """Shards the repeated blocks of a model over the ranks, each by itself, and then all the rest of it.
+
+    The plain loop: `fully_shard` on each block and on the model, every module told to sum, reduction where it is due,
+    and an optimizer that is made over the shards. A model that comes sharded stays as it is, and is told the same.
+
+    Args:
+        sharding: which form weights, gradients and shards have; None for the defaults of `Sharding`.
+        replicas: hybrid sharding: the model is sharded over `world size / replicas` ranks that follow each other, such
+            as those of a host, and each such group holds a replica.
+        reduction: "every_micro_batch" needs the least memory, and reduces as often as there are micro-batches.
+            "replicas_last", for several replicas, reduces over shards in every micro-batch and over replicas in the
+            last one only. "last_micro_batch" reduces once per step, and keeps whole gradients in memory until then.
+            "auto" is the last of these whose whole gradients take at most a tenth of the accelerator's memory.
+        initial: make ranks equal by broadcasting rank 0's values before sharding, or "verify" that they are.
+    """
+
+    capabilities = Capabilities(
+        name="fsdp",
+        feature=Feature.FSDP,
+        lockstep=True,
+        replaces_parameters=True,
+        float32_accumulation=False,
+        moves_modules=True,
+    )
+
+    def __init__(
+        self,
+        sharding: Sharding | None = None,
+        *,
+        replicas: int = 1,
+        reduction: Reduction = "auto",
+        initial: Initial = "broadcast",
+    ) -> None:
+        if reduction not in _REDUCTIONS:
+            message = f"{reduction=} must be one of {', '.join(map(repr, _REDUCTIONS))}."
+            raise UserError(message)
+        if reduction == "replicas_last" and replicas == 1:
+            message = f"{reduction=} is for several replicas, and {replicas=}. Use reduction='every_micro_batch'."
+            raise UserError(message)
+        self._sharding = sharding or Sharding()
+        self._replicas = replicas
+        self._reduction: Reduction = reduction
+        self._initial: Initial = initial
+        self._world = World()
+        self._root: nn.Module | None = None
+        self._model: object = None
+        self._outermost: list[FSDPModule] = []
+        self._modules: list[FSDPModule] = []
+        self._groups: list[ShardedGroup] = []
+        self._parameters: list[nn.Parameter] = []
+        self._whole: list[int] = []
+        self._used: list[bool] = []
+        self._hooks: list[Any] = []
+        self._reduces: bool | None = None
+        self._begun = False
+
+    def prepare(
+        self, modules: nn.Module, model: object, world: World, on_reduction: ReductionObserver | None
+    ) -> Prepared:
+        """Shard the model, unless it comes sharded, and have all of it sum.
+
+        Raises:
+            ParameterError: the model has a form that cannot be sharded.
+            ReplicaError: ranks hold different models, see `align_replicas`.
+            WorldError: ranks do not make up the replicas.
+        """
+        self._world, self._model = world, model
+        differed: tuple[str, ...] = ()
+        if not is_sharded(modules):
+            groups = sharding_groups(modules)
+            mesh = self._mesh()
+            differed = align_replicas(modules, world, self._initial)
+            shard(groups, mesh, self._sharding)
+            for parameter in whole_parameters(modules):
+                parameter.data = parameter.data.to(world.device)
+        self._root = _rooted(modules, model)
+        self._modules = [module for module in self._root.modules() if isinstance(module, FSDPModule)]
+        self._outermost = _outermost(modules)
+        for module in self._modules:
+            # Each by itself: what only the root is told, only the root's own parameters do.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(enable=True)
+            # Ranks may use different parameters; before torch 2.13 all of them have to use the same.
+            if hasattr(module, "set_reduce_scatter_unused_params"):
+                module.set_reduce_scatter_unused_params(reduce_scatter_unused_params=True)
+        parameters = trainable(modules)
+        self._parameters = list(parameters.values())
+        self._watch(weakly(on_reduction))
+        self._reduction, reason = self._chosen_reduction()
+        return Prepared(
+            parameters=parameters,
+            call=self._call,
+            differed=differed,
+            layout=SHARDED,
+            decisions={"reduction": reason},
+        )
+
+    def micro_batch(self, turn: Turn) -> AbstractContextManager[object]:
+        """Let gradients of this backward be reduced, or only add up."""
+        reduces = turn.last or self._reduction != "last_micro_batch"
+        for module in self._modules:
+            if reduces != self._reduces:
+                module.set_requires_gradient_sync(reduces, recurse=False)
+            if self._reduction == "replicas_last":
+                module.set_requires_all_reduce(turn.last, recurse=False)
+        # A backward that reduces, but is not said to be the last, would keep its last buffer into the next forward.
+        self._modules[0].set_is_last_backward(reduces)
+        self._reduces = reduces
+        if not self._begun:
+            self._begin(is_begun=True)
+        return _NOTHING
+
+    def finish_gradients(
+        self, numbers: Float[Tensor, " numbers"]
+    ) -> tuple[list[torch.Tensor | None], Float[Tensor, " numbers"]]:
+        """Return the shards that the backwards have reduced, and sum what is not sharded."""
+        agreement = StepAgreement(numbers, self._used, self._world)
+        # In the data group before the agreement's numbers, as on every rank.
+        whole = self._start_whole()
+        agreement.start()
+        numbers, used = agreement.wait()
+        self._finish_whole(*whole)
+        self._begin(is_begun=False)
+        for parameter, is_used in zip(self._parameters, used, strict=True):
+            # FSDP2 reduces zeros for what this rank has not used; what no rank has used has no gradient.
+            if not is_used:
+                parameter.grad = None
+        return [parameter.grad for parameter in self._parameters], numbers
+
+    def place_gradients(self) -> None:
+        """Begin without any gradient."""
+        self.clear_gradients()
+
+    def clear_gradients(self) -> None:
+        """Drop the shards' gradients, and what a step that broke off has left in whole ones."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._used[:] = [False] * len(self._used)
+        if self._begun:
+            self._begin(is_begun=False)
+            assert self._root is not None, "prepare comes first"
+            _reset_forward(self._root)
+            for group in self._groups:
+                group.drop_whole_gradients()
+
+    def sum(self, numbers: torch.Tensor) -> torch.Tensor:
+        """All-reduce a small tensor in the data group."""
+        dist.all_reduce(numbers)
+        return numbers
+
+    def close(self) -> None:
+        """Remove the hooks. The model stays sharded."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _mesh(self) -> DeviceMesh:
+        size, kind = self._world.size, self._world.device.type
+        if size % self._replicas:
+            message = (
+                f"replicas={self._replicas} does not divide the {size} ranks: each replica is sharded over equally "
+                "many. Use a divisor, such as the number of hosts."
+            )
+            raise WorldError(message)
+        if self._replicas == 1:
+            return init_device_mesh(kind, (size,))
+        names = ("replicate", "shard")
+        return init_device_mesh(kind, (self._replicas, size // self._replicas), mesh_dim_names=names)
+
+    def _begin(self, *, is_begun: bool) -> None:
+        """Begin or end the micro-batches of an effective batch."""
+        self._begun = is_begun
+        for module in self._outermost:
+            # Within one, what is gathered for a forward is needed again as soon as its backward begins. Outside, a
+            # backward may never come, and what stays gathered would grow stale.
+            module.set_reshard_after_forward(not is_begun, recurse=False)
+
+    def _call(self, function: LossFunction, batch: Batch) -> Any:  # noqa: ANN401 (whatever the loss returns)
+        try:
+            if isinstance(self._root, LossCaller):
+                return self._root(partial(self._gathered, function, batch))
+            return function(self._model, batch)
+        finally:
+            if not self._begun:
+                for module in self._outermost:
+                    module.reshard()
+
+    def _gathered(self, function: LossFunction, batch: Batch, model: object) -> Any:  # noqa: ANN401 (the same)
+        # What is not in a block is gathered here and not by the model's own forward, which `model.encode` leaves out.
+        for module in self._outermost:
+            module.unshard()
+        return function(model, batch)
+
+    def _watch(self, on_reduction: Callable[[], ReductionObserver | None]) -> None:
+        """See which parameters backwards reach, and tell of reductions."""
+        places = {id(parameter): place for place, parameter in enumerate(self._parameters)}
+        self._used = [False] * len(self._parameters)
+        self._groups = []
+        for number, module in enumerate(self._modules):
+            group = sharded_group(cast("nn.Module", module))
+            if group is None:
+                continue
+            self._groups.append(group)
+            # Gathering makes the parameters that a backward sees; all ranks gather the same ones in the same order.
+            module.unshard()
+            module.reshard()
+            self._hooks += group.on_whole_gradient(
+                partial(self._note_use, [places.get(id(shard), -1) for shard in group.shards])
+            )
+            if on_reduction() is not None:
+                told: Any = _ToldReduceScatter(on_reduction, number)  # torch's base class is not public
+                module.set_custom_reduce_scatter(told)
+        sharded = {id(shard) for group in self._groups for shard in group.shards}
+        self._whole = [place for key, place in places.items() if key not in sharded]
+        self._hooks += [
+            self._parameters[place].register_post_accumulate_grad_hook(partial(_mark, self._used, place))
+            for place in self._whole
+        ]
+
+    def _note_use(self, places: list[int], number: int) -> None:
+        self._used[places[number]] = True
+
+    def _start_whole(self) -> tuple[list[torch.Tensor], dist.Work | None]:
+        """Start summing the gradients of parameters that are not sharded, as one message."""
+        parameters = [self._parameters[place] for place in self._whole]
+        if not parameters:
+            return [], None
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        return [flat, *gradients], dist.all_reduce(flat, async_op=True)
+
+    def _finish_whole(self, tensors: list[torch.Tensor], work: dist.Work | None) -> None:
+        if work is None:
+            return
+        self._world.wait(work)
+        flat, *gradients = tensors
+        parts = flat.split([gradient.numel() for gradient in gradients])
+        for place, gradient, part in zip(self._whole, gradients, parts, strict=True):
+            self._parameters[place].grad = part.view_as(gradient)
+
+    def _chosen_reduction(self) -> tuple[Reduction, str]:
+        """Return when gradients are reduced, and why, as a clause."""
+        low = self._sharding.reduce_dtype
+        whole_bytes = sum(p.numel() * (p.element_size() if low is None else low.itemsize) for p in self._parameters)
+        costs = f"whole gradients take {in_bytes(whole_bytes)} on each rank"
+        if self._reduction != "auto":
+            return self._reduction, f"{self._reduction}, as named; {costs}"
+        device = self._world.device
+        memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+        if memory is None or whole_bytes <= _MOST_OF_MEMORY * memory:
+            return "last_micro_batch", f"last_micro_batch, once per step: {costs}"
+        reduction: Reduction = "every_micro_batch" if self._replicas == 1 else "replicas_last"
+        return reduction, f"{reduction}: {costs}, more than {_MOST_OF_MEMORY:.0%} of {in_bytes(memory)}"
+
+
+def _rooted(modules: nn.Module, model: object) -> nn.Module:
+    """Return the root of all that is sharded: a `LossCaller`, unless the model has run under a root of its own."""
+    first = next(module for module in modules.modules() if isinstance(module, FSDPModule))
+    root = root_of(first)
+    if root is None:
+        root = LossCaller(modules, model)
+        mesh = next(p.device_mesh for p in modules.parameters() if isinstance(p, DTensor))
+        fully_shard(root, mesh=mesh, ignored_params={p for p in modules.parameters() if not isinstance(p, DTensor)})
+        begin_as_root(root)
+    return root
+
+
+def _outermost(modules: nn.Module) -> list[FSDPModule]:
+    """Return the sharded modules that are in no other one."""
+    if isinstance(modules, FSDPModule):
+        return [modules]
+    return [found for child in modules.children() for found in _outermost(child)]
+
+
+def _reset_forward(root: nn.Module) -> None:
+    """Free what a forward has gathered whose backward did not come, or broke off."""
+    if hasattr(root, "reset_iter_state"):  # since torch 2.13
+        cast("Any", root).reset_iter_state()
+        return
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _mark(used: list[bool], place: int, _: Tensor) -> None:
+    used[place] = True
+
+
+class _ToldReduceScatter:
+    """FSDP2's reduce-scatter, of which an observer is told."""
+
+    def __init__(self, on_reduction: Callable[[], ReductionObserver | None], number: int) -> None:
+        self._on_reduction = on_reduction
+        self._number = number
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for what goes in or comes out."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp,
+        async_op: bool = False,  # noqa: FBT001, FBT002 (torch's protocol)
+    ) -> dist.Work | None:
+        """Sum over the ranks of the group; each keeps its part."""
+        on_reduction = self._on_reduction()
+        if on_reduction is not None:
+            on_reduction(self._number, input_tensor.numel() * input_tensor.itemsize, input_tensor.dtype)
+        # It was renamed in torch 2.13, where the old name warns.
+        reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+        work: dist.Work | None = reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        return work

@@ -1,0 +1,158 @@
+"""Which modules are sharded together, and in which form: what FSDP2 does to a model before its first forward."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from anybatch.core.blocks import repeated_blocks
+from anybatch.errors import ParameterError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """The form of weights, gradients and shards under FSDP2.
+
+    Attributes:
+        reshard_after_forward: blocks free gathered weights after their forward, and gather them again in the backward.
+        param_dtype: what weights are gathered and computed in, such as `torch.bfloat16`. Shards and updates keep the
+            parameters' own type, and outputs of the model are float32. None for that type.
+        reduce_dtype: what gradients are summed in, over micro-batches and ranks; None for float32 where `param_dtype`
+            is given, otherwise for the type of the gradients.
+        cpu_offload: shards, their gradients and the optimizer's state are in the host's memory.
+    """
+
+    reshard_after_forward: bool = True
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    cpu_offload: bool = False
+
+    @property
+    def sum_dtype(self) -> torch.dtype | None:
+        """What gradients are summed in; None for the type of the gradients."""
+        return self.reduce_dtype or (None if self.param_dtype is None else torch.float32)
+
+    def policy(self, *, outermost: bool) -> MixedPrecisionPolicy:
+        """Return FSDP2's policy for a module; the outermost ones return what a loss is computed from."""
+        wide = torch.float32 if outermost and self.param_dtype is not None else None
+        return MixedPrecisionPolicy(param_dtype=self.param_dtype, reduce_dtype=self.sum_dtype, output_dtype=wide)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardingGroup:
+    """A module whose parameters, but for those of inner groups, are gathered in one collective.
+
+    Attributes:
+        name: of the module; empty for the model itself.
+        module: the module.
+        outermost: no other group is around it.
+    """
+
+    name: str
+    module: nn.Module
+    outermost: bool
+
+
+def is_sharded(modules: nn.Module) -> bool:
+    """Return whether some parameters are sharded already."""
+    return any(isinstance(parameter, DTensor) for parameter in modules.parameters())
+
+
+def outermost_modules(modules: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules with a forward of their own that are in no other one, by name; containers have none."""
+    if isinstance(modules, (nn.ModuleDict, nn.ModuleList)):
+        return {
+            f"{name}.{inner}".rstrip("."): found
+            for name, child in modules.named_children()
+            for inner, found in outermost_modules(child).items()
+        }
+    return {"": modules}
+
+
+def sharding_groups(modules: nn.Module) -> tuple[ShardingGroup, ...]:
+    """Return what is sharded by itself: the repeated blocks, then the modules around them, which take what is left.
+
+    A block with a parameter that is used outside of it too is left to the module around it: each group would make a
+    parameter of its own of it.
+
+    Args:
+        modules: everything that trains, not sharded yet.
+
+    Raises:
+        ParameterError: parameters of one group have several types, or one is shared by modules that have nothing
+            around them.
+    """
+    every = _uses(modules)
+    groups = []
+    for prefix, outer in outermost_modules(modules).items():
+        shared = [name for name, p in outer.named_parameters() if _uses(outer)[id(p)] < every[id(p)]]
+        if shared:
+            message = (
+                f"parameter {shared[0]!r} belongs to {prefix!r} and to another of the given modules: FSDP2 would shard "
+                "it twice, and train two of it. Put both into one module, or use strategy='all_reduce'."
+            )
+            raise ParameterError(message)
+        # The same module at two places of a list is used twice, and so left out as well.
+        alone = {
+            f"{prefix}.{row.path}.{name}".strip("."): block
+            for row in repeated_blocks(outer)
+            for name, block in zip(row.names, row.modules, strict=True)
+            if all(num == every[key] for key, num in _uses(block).items())
+        }
+        groups += [ShardingGroup(name, block, outermost=False) for name, block in alone.items()]
+        if any(True for _ in outer.parameters()):
+            groups.append(ShardingGroup(prefix, outer, outermost=True))
+    _refuse_mixed_types(groups)
+    return tuple(groups)
+
+
+def shard(groups: Iterable[ShardingGroup], mesh: DeviceMesh, sharding: Sharding) -> None:
+    """Shard modules in place, in this order, which must have inner ones first; parameters move to the mesh's device.
+
+    Parameters without axes cannot be sharded: each rank keeps them whole.
+
+    Args:
+        groups: see `sharding_groups`.
+        mesh: of one axis, or of two: replicas, and shards within each.
+        sharding: the form.
+    """
+    for group in groups:
+        fully_shard(
+            group.module,
+            mesh=mesh,
+            reshard_after_forward=sharding.reshard_after_forward,
+            mp_policy=sharding.policy(outermost=group.outermost),
+            offload_policy=CPUOffloadPolicy() if sharding.cpu_offload else OffloadPolicy(),
+            ignored_params=set(whole_parameters(group.module)),
+        )
+
+
+def whole_parameters(modules: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that no rank has a part of: those without axes."""
+    return [parameter for parameter in modules.parameters() if parameter.dim() == 0]
+
+
+def _uses(modules: nn.Module) -> Counter[int]:
+    """Return how often each parameter is registered."""
+    return Counter(id(parameter) for _, parameter in modules.named_parameters(remove_duplicate=False))
+
+
+def _refuse_mixed_types(groups: Sequence[ShardingGroup]) -> None:
+    taken: set[int] = set()
+    for group in groups:
+        own = {n: p for n, p in group.module.named_parameters() if id(p) not in taken and p.dim() > 0}
+        taken |= {id(parameter) for parameter in own.values()}
+        types = {parameter.dtype: name for name, parameter in own.items() if parameter.requires_grad}
+        if len(types) > 1:
+            listed = ", ".join(f"{name!r} is {dtype}" for dtype, name in types.items())
+            message = (
+                f"FSDP2 reduces the gradients of a module in one message, and {group.name or 'the model'!r} has "
+                f"parameters of several types: {listed}. Convert the model to one of them (model.float()); "
+                "FSDP(Sharding(param_dtype=torch.bfloat16)) computes in another one."
+            )
+            raise ParameterError(message)
