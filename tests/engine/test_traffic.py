@@ -17,7 +17,9 @@ from tests.engine.cases import STRATEGIES, Batch, InMemory, vectors
 from tests.faults import sees
 from tests.ranks_fixture import Ranks
 
+NEW = tuple(name for name in ("all_gather_single", "reduce_scatter_single") if hasattr(dist, name))  # torch 2.13
 COLLECTIVES = (
+    *NEW,
     *("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_object", "reduce_scatter_tensor"),
     *("all_gather_into_tensor", "all_to_all", "gather", "scatter", "barrier", "send", "recv"),
 )

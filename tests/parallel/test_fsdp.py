@@ -1,6 +1,7 @@
 """The strategy seam carries FSDP2: parameters replaced, ranks in lockstep, sums instead of means."""
 
 import warnings
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from anybatch.errors import DataError
 from anybatch.parallel.dtensors import gather
 from anybatch.parallel.fsdp import FSDP
 from anybatch.testing import relative_error
-from tests.engine.cases import CASES, Batch, InMemory, cut, plain_gradients
+from tests.engine.cases import CASES, Batch, InMemory, cut, plain_gradients, vectors
+from tests.engine.test_traffic import recorded
 from tests.faults import sees
+from tests.parallel.sharded_models import FORMS, errors_of, loss_of, tower
 from tests.ranks_fixture import Ranks
 
 TOLERANCE = 1e-12
@@ -23,6 +26,7 @@ SHARDED_CASES = (
 )
 REDUCED_IN_EVERY_MICRO_BATCH = ("ragged", "masked tokens")
 MICRO_BATCH_SIZES = (3, None)
+REDUCTIONS = ("last_micro_batch", "every_micro_batch")
 NOT_TO_BE_CHANGED_IN_PLACE = "FSDP2-wrapped module .* returned a view tensor"
 
 
@@ -230,3 +234,105 @@ def test_a_rank_with_nothing_to_run_along_is_refused(two_ranks: Ranks) -> None:
         assert "lockstep" in without_targets
         assert "rank 1" in without_samples
         assert "lockstep" in without_samples
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> Iterator[Ranks]:
+    """Return four ranks: two replicas of two shards."""
+    ranks = Ranks(4)
+    yield ranks
+    ranks.close()
+
+
+def worst_errors(options: Mapping[str, Any]) -> dict[str, float]:
+    """Run on every rank: return the largest error of each form of a model."""
+    warnings.filterwarnings("ignore", message=NOT_TO_BE_CHANGED_IN_PLACE)
+    return {form: max(errors_of(form, options)) for form in FORMS}
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_every_form_of_a_model(reduction: str, two_ranks: Ranks, three_ranks: Ranks) -> None:
+    """Tied, frozen, shared, unused and axis-less parameters have the plain gradient and update on 2 and 3 ranks.
+
+    11 samples in micro-batches of 2, so ranks have unequal shares; parameters whose rows no number of ranks divides,
+    and one with fewer rows than there are ranks.
+    """
+    for ranks in (two_ranks, three_ranks):
+        for found in ranks.run(worst_errors, {"reduction": reduction}):
+            assert {form: error for form, error in found.items() if error > TOLERANCE} == {}
+
+
+@pytest.mark.parametrize("reduction", [*REDUCTIONS, "replicas_last"])
+def test_replicas_of_shards(reduction: str, four_ranks: Ranks) -> None:
+    """Two replicas over two ranks each give the plain gradient and update, whenever gradients are reduced."""
+    for found in four_ranks.run(worst_errors, {"reduction": reduction, "replicas": 2}):
+        assert {form: error for form, error in found.items() if error > TOLERANCE} == {}
+
+
+def bytes_of_a_step(reduction: str, replicas: int, num_micro_batches: int) -> tuple[int, int, int]:
+    """Run on every rank: return the bytes that a float32 step hands to reduce-scatter, all-reduce and gathers."""
+    warnings.filterwarnings("ignore", message=NOT_TO_BE_CHANGED_IN_PLACE)
+    world, model = ab.World.from_environment(), tower("plain").float()
+    strategy = FSDP(reduction=reduction, replicas=replicas)  # type: ignore[arg-type]
+    batch = InMemory({name: t.float() if t.is_floating_point() else t for name, t in vectors(64).items()})
+    size = 64 // world.size // num_micro_batches
+    with ab.Engine(
+        model, sgd, ab.mean_over_samples(loss_of), micro_batch_size=size, strategy=strategy, world=world
+    ) as engine:
+        for _ in range(2):
+            engine.step(batch)
+        with recorded() as calls:
+            report = engine.step(batch)
+    assert report.plan.accumulation_steps == num_micro_batches
+    scattered = [call for call in calls if call.name.startswith("reduce_scatter")]
+    reduced = [call for call in calls if call.name == "all_reduce" and call.dtype == torch.float32]
+    gathered = [call for call in calls if call.name.startswith(("all_gather_into", "all_gather_single"))]
+    return tuple(sum(call.num_bytes for call in named) for named in (scattered, reduced, gathered))  # type: ignore[return-value]
+
+
+@sees(
+    "fsdp reduces in every micro-batch",
+    "src/anybatch/parallel/fsdp.py",
+    'reduces = turn.last or self._reduction != "last_micro_batch"',
+    "reduces = True",
+    cases=["last_micro_batch-1"],
+)
+@sees(
+    "replicas are reduced in every micro-batch",
+    "src/anybatch/parallel/fsdp.py",
+    "module.set_requires_all_reduce(turn.last, recurse=False)",
+    "module.set_requires_all_reduce(True, recurse=False)",
+    cases=["replicas_last-2"],
+)
+@pytest.mark.parametrize(
+    ("reduction", "replicas"),
+    [
+        *(("last_micro_batch", 1), ("every_micro_batch", 1)),
+        *(("last_micro_batch", 2), ("every_micro_batch", 2), ("replicas_last", 2)),
+    ],
+)
+def test_bytes_handed_to_collectives(reduction: str, replicas: int, four_ranks: Ranks) -> None:
+    """At 1, 4 and 16 micro-batches a step's collectives carry what the reduction says, by this formula.
+
+    With P bytes of padded parameters, R replicas on N ranks and k micro-batches: each reduction hands P to
+    reduce-scatter and, where it goes on over replicas, the P R / N that are left to all-reduce. Weights are gathered as
+    often as they are needed: blocks twice in each micro-batch, the rest once.
+    """
+    shards = 4 // replicas
+    padded = {shards: (sum_padded(tower("plain"), shards), sum_padded(tower("plain").blocks, shards))}
+    whole, blocks = padded[shards]
+    for number in (1, 4, 16):
+        every, last = number, 1
+        scatters = last if reduction == "last_micro_batch" else every
+        reduces = every if reduction == "every_micro_batch" else last
+        for found in four_ranks.run(bytes_of_a_step, reduction, replicas, number):
+            assert found == (
+                scatters * whole,
+                reduces * whole // shards if replicas > 1 else 0,
+                number * (whole + blocks) // shards,
+            )
+
+
+def sum_padded(module: torch.nn.Module, shards: int) -> int:
+    """Return the bytes of float32 parameters whose rows are filled up to a multiple of the shards."""
+    return sum(4 * -(-len(p) // shards) * shards * p[0].numel() for p in module.parameters())

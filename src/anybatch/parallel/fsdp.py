@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -24,6 +24,7 @@ from anybatch.core.units import in_bytes
 from anybatch.errors import UserError, WorldError
 from anybatch.parallel.dtensors import SHARDED
 from anybatch.parallel.loss_caller import LossCaller
+from anybatch.parallel.meshes import mesh_of_ranks
 from anybatch.parallel.replicas import Initial, align_replicas
 from anybatch.parallel.sharding import Sharding, is_sharded, shard, sharding_groups, whole_parameters
 from anybatch.parallel.step_agreement import StepAgreement
@@ -156,6 +157,8 @@ class FSDP:
         self, numbers: Float[Tensor, " numbers"]
     ) -> tuple[list[torch.Tensor | None], Float[Tensor, " numbers"]]:
         """Return the shards that the backwards have reduced, and sum what is not sharded."""
+        for place in self._whole:
+            self._used[place] = self._parameters[place].grad is not None
         agreement = StepAgreement(numbers, self._used, self._world)
         # In the data group before the agreement's numbers, as on every rank.
         whole = self._start_whole()
@@ -191,7 +194,7 @@ class FSDP:
         return numbers
 
     def close(self) -> None:
-        """Remove the hooks. The model stays sharded."""
+        """Remove the hooks. The model stays sharded, and runs on while its ranks are connected."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -205,9 +208,8 @@ class FSDP:
             )
             raise WorldError(message)
         if self._replicas == 1:
-            return init_device_mesh(kind, (size,))
-        names = ("replicate", "shard")
-        return init_device_mesh(kind, (self._replicas, size // self._replicas), mesh_dim_names=names)
+            return mesh_of_ranks(kind, (size,), ("shard",))
+        return mesh_of_ranks(kind, (self._replicas, size // self._replicas), ("replicate", "shard"))
 
     def _begin(self, *, is_begun: bool) -> None:
         """Begin or end the micro-batches of an effective batch."""
@@ -254,10 +256,6 @@ class FSDP:
                 module.set_custom_reduce_scatter(told)
         sharded = {id(shard) for group in self._groups for shard in group.shards}
         self._whole = [place for key, place in places.items() if key not in sharded]
-        self._hooks += [
-            self._parameters[place].register_post_accumulate_grad_hook(partial(_mark, self._used, place))
-            for place in self._whole
-        ]
 
     def _note_use(self, places: list[int], number: int) -> None:
         self._used[places[number]] = True
@@ -322,10 +320,6 @@ def _reset_forward(root: nn.Module) -> None:
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def _mark(used: list[bool], place: int, _: Tensor) -> None:
-    used[place] = True
 
 
 class _ToldReduceScatter:

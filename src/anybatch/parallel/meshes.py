@@ -1,0 +1,30 @@
+"""Device meshes over all ranks: the groups in which shards are gathered, and replicas reduced."""
+
+from typing import Final
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+# By the default group, and gone when that is: torch has no other place that ends with it.
+_MESHES: Final[WeakKeyDictionary["dist.ProcessGroup", dict[tuple[str, tuple[int, ...]], DeviceMesh]]] = (
+    WeakKeyDictionary()
+)
+
+
+def mesh_of_ranks(kind: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Return the mesh of this shape; the same one for all models, as long as the ranks are connected.
+
+    A mesh of several axes has process groups of its own. They end with the default group: torch remembers meshes with
+    what it has worked out for tensors on them, and would look for the groups of one that has ended.
+
+    Args:
+        kind: of device, such as "cuda".
+        shape: ranks along each axis; those of the last one follow each other.
+        names: of the axes.
+    """
+    assert dist.group.WORLD is not None, "the ranks are connected"
+    meshes = _MESHES.setdefault(dist.group.WORLD, {})
+    if (kind, shape) not in meshes:
+        meshes[kind, shape] = init_device_mesh(kind, shape, mesh_dim_names=names)
+    return meshes[kind, shape]
