@@ -95,7 +95,7 @@ def test_a_fixed_cut_does_not_depend_on_the_ranks(num_samples: int, size: int, w
     "borrowed.stop)",
     also=[
         "tests/core/test_splitting.py::test_units_are_a_partition",
-        "tests/parallel/test_fsdp_spike.py::test_a_rank_with_less_to_do_runs_along[7]",
+        "tests/parallel/test_fsdp.py::test_a_rank_with_less_to_do_runs_along[7]",
     ],
 )
 @given(num_samples=st.integers(1, 200), world_size=st.integers(1, 9), cut=CUTS)

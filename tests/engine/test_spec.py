@@ -107,7 +107,7 @@ def freed_models(strategy: str) -> list[bool]:
 @sees(
     "DDP keeps the process group of a world that was dropped",
     "src/anybatch/parallel/ddp.py",
-    "_Reductions(_weakly(on_reduction), world.roll_call)",
+    "_Reductions(weakly(on_reduction), world.roll_call)",
     "_Reductions(lambda kept=world: _weakly(on_reduction)(), world.roll_call)",
     cases=["ddp"],
 )

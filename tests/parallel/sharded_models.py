@@ -52,17 +52,18 @@ class Tower(nn.Module):
             self.middle.weight = self.last.weight
         if form == "shared with a block":
             self.last = nn.Linear(WIDTH, WIDTH)
-            self.last.weight = self.blocks[1].inner.weight
+            shared: Any = self.blocks[1]
+            self.last.weight = shared.inner.weight
         if form == "frozen":
             self.first.requires_grad_(requires_grad=False)
             self.blocks[1].requires_grad_(requires_grad=False)
-            self.blocks[2].gain.requires_grad_(requires_grad=False)
+            self.blocks[2].gain.requires_grad_(False)
         if form == "unused":
             self.idle = nn.Linear(2, 2)
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         """Return what the last layer is given."""
-        hidden = self.first(x)
+        hidden: torch.Tensor = self.first(x)
         for block in self.blocks:
             hidden = block(hidden)
         if self.form == "tied":
@@ -70,7 +71,7 @@ class Tower(nn.Module):
         return hidden
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.last(self.encode(x))
+        out: torch.Tensor = self.last(self.encode(x))
         return out if self.temperature is None else out * self.temperature
 
 

@@ -7,16 +7,22 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import anybatch as ab
-from anybatch.errors import DataError
+from anybatch.core.records import ReductionRecord
+from anybatch.errors import DataError, ParameterError, UserError, WorldError
 from anybatch.parallel.dtensors import gather
 from anybatch.parallel.fsdp import FSDP
-from anybatch.testing import relative_error
+from anybatch.parallel.sharding import Sharding
+from anybatch.testing import relative_error, run_ranks
 from tests.engine.cases import CASES, Batch, InMemory, cut, plain_gradients, vectors
 from tests.engine.test_traffic import recorded
 from tests.faults import sees
 from tests.parallel.sharded_models import FORMS, errors_of, loss_of, tower
+from tests.parallel.sharded_models import plain as plain_tower
+from tests.parallel.sharded_models import whole as whole_of
 from tests.ranks_fixture import Ranks
 
 TOLERANCE = 1e-12
@@ -270,7 +276,7 @@ def test_replicas_of_shards(reduction: str, four_ranks: Ranks) -> None:
 
 
 def bytes_of_a_step(reduction: str, replicas: int, num_micro_batches: int) -> tuple[int, int, int]:
-    """Run on every rank: return the bytes that a float32 step hands to reduce-scatter, all-reduce and gathers."""
+    """Run on every rank: return the bytes that come out of a step's reduce-scatters, all-reduces and gathers."""
     warnings.filterwarnings("ignore", message=NOT_TO_BE_CHANGED_IN_PLACE)
     world, model = ab.World.from_environment(), tower("plain").float()
     strategy = FSDP(reduction=reduction, replicas=replicas)  # type: ignore[arg-type]
@@ -314,25 +320,219 @@ def bytes_of_a_step(reduction: str, replicas: int, num_micro_batches: int) -> tu
 def test_bytes_handed_to_collectives(reduction: str, replicas: int, four_ranks: Ranks) -> None:
     """At 1, 4 and 16 micro-batches a step's collectives carry what the reduction says, by this formula.
 
-    With P bytes of padded parameters, R replicas on N ranks and k micro-batches: each reduction hands P to
-    reduce-scatter and, where it goes on over replicas, the P R / N that are left to all-reduce. Weights are gathered as
-    often as they are needed: blocks twice in each micro-batch, the rest once.
+    With P bytes of padded parameters on S shards: each reduction leaves P / S on each rank, and where it goes on over
+    replicas it reduces just these. Weights are gathered as they are needed: in each micro-batch those of blocks twice,
+    the others once.
     """
     shards = 4 // replicas
-    padded = {shards: (sum_padded(tower("plain"), shards), sum_padded(tower("plain").blocks, shards))}
-    whole, blocks = padded[shards]
-    for number in (1, 4, 16):
+    whole, blocks = sum_padded(tower("plain"), shards), sum_padded(tower("plain").blocks, shards)
+    for number in (1, 4, 16) if reduction == "last_micro_batch" else (1, 4):
         every, last = number, 1
         scatters = last if reduction == "last_micro_batch" else every
         reduces = every if reduction == "every_micro_batch" else last
         for found in four_ranks.run(bytes_of_a_step, reduction, replicas, number):
             assert found == (
-                scatters * whole,
+                scatters * whole // shards,
                 reduces * whole // shards if replicas > 1 else 0,
-                number * (whole + blocks) // shards,
+                number * (whole + blocks),
             )
 
 
 def sum_padded(module: torch.nn.Module, shards: int) -> int:
     """Return the bytes of float32 parameters whose rows are filled up to a multiple of the shards."""
     return sum(4 * -(-len(p) // shards) * shards * p[0].numel() for p in module.parameters())
+
+
+def engine_over(model: Any, **options: Any) -> ab.Engine:
+    """Return an engine that shards a tower."""
+    warnings.filterwarnings("ignore", message=NOT_TO_BE_CHANGED_IN_PLACE)
+    given = {"strategy": "fsdp", "micro_batch_size": 2, "world": ab.World.from_environment(), **options}
+    return ab.Engine(model, sgd, given.pop("loss", ab.mean_over_samples(loss_of)), **given)
+
+
+def errors_of_users_models() -> list[float]:
+    """Run on every rank: return the errors of models that the user has sharded, and has run or has not."""
+    errors = []
+    for has_run in (False, True):
+
+        def prepare(model: Any, has_run: bool = has_run) -> None:
+            mesh = init_device_mesh("cpu", (ab.World.from_environment().size,))
+            for block in model.blocks:
+                fully_shard(block, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            if has_run:
+                model(vectors(3)["x"])
+
+        errors += errors_of("plain", {}, prepare=prepare)
+    return errors
+
+
+def test_a_model_that_comes_sharded(two_ranks: Ranks) -> None:
+    """A model that the user has sharded with `fully_shard` sums and trains as the plain one, also if it has run."""
+    for errors in two_ranks.run(errors_of_users_models):
+        assert max(errors) <= TOLERANCE
+
+
+def errors_around_engines() -> list[float]:
+    """Run on every rank: use a sharded model by itself between steps, and give it to a second engine."""
+    batch = vectors(11)
+    model = tower("plain")
+    with engine_over(model) as engine:
+        for _ in range(2):
+            engine.step(InMemory(batch))
+            with torch.no_grad():
+                model(batch["x"])
+            model(batch["x"])
+            engine.evaluate([InMemory(batch)])
+    with torch.no_grad():
+        output = model(batch["x"])
+    with engine_over(model) as engine:
+        found = whole_of(engine.gradients(InMemory(batch)))
+        state = {name: gather(value) for name, value in model.state_dict().items()}
+    plain = tower("plain")
+    plain.load_state_dict(state)
+    loss_of(plain, batch).backward()
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    _, after_two = plain_tower("plain", batch, 2, 1e9)
+    with torch.no_grad():
+        return [
+            relative_error(found, expected),
+            relative_error(state, after_two),
+            float((output - plain(batch["x"])).abs().max()),
+        ]
+
+
+@sees(
+    "what a forward outside of steps has gathered stays",
+    "src/anybatch/parallel/fsdp.py",
+    "module.set_reshard_after_forward(not is_begun, recurse=False)",
+    "module.set_reshard_after_forward(False, recurse=False)",
+)
+def test_a_sharded_model_is_used_outside_of_steps(two_ranks: Ranks) -> None:
+    """A sharded model runs by itself between steps and after the engine, and a second engine takes it over."""
+    for errors in two_ranks.run(errors_around_engines):
+        assert max(errors) <= TOLERANCE
+
+
+def errors_of_two_models() -> list[float]:
+    """Run on every rank: return the errors of the gradients of two models under one engine."""
+    batch = vectors(11)
+
+    def loss(models: Any, part: Batch) -> torch.Tensor:
+        return loss_of(models["one"], part) + loss_of(models["other"], part)
+
+    both = {"one": tower("plain"), "other": tower("plain")}
+    with engine_over(both, loss=ab.mean_over_samples(loss)) as engine:
+        found = whole_of(engine.gradients(InMemory(batch)))
+    expected, _ = plain_tower("plain", batch, 1, 1e9)
+    return [relative_error({name: found[f"{model}.{name}"] for name in expected}, expected) for model in both]
+
+
+def test_several_models(two_ranks: Ranks) -> None:
+    """Each of several named models is sharded by itself, and all have the plain gradient."""
+    for errors in two_ranks.run(errors_of_two_models):
+        assert max(errors) <= TOLERANCE
+
+
+def low_precision() -> tuple[float, set[str], set[str]]:
+    """Run on every rank: return the error under bf16 weights, the shards' types, and what the model computes in."""
+    batch, seen = vectors(11), set()
+
+    def loss(model: Any, part: Batch) -> torch.Tensor:
+        seen.add(str(model.blocks[0].inner.weight.dtype))
+        out = model(part["x"].float())
+        seen.add(f"out {out.dtype}")
+        return torch.nn.functional.cross_entropy(out, part["y"])
+
+    model = tower("plain").float()
+    strategy = FSDP(Sharding(param_dtype=torch.bfloat16))
+    with engine_over(model, loss=ab.mean_over_samples(loss), strategy=strategy, check_loss=False) as engine:
+        found = whole_of(engine.gradients(InMemory(batch)))
+        types = {f"{p.dtype} {p.grad is None}" for p in model.parameters()}
+    expected, _ = plain_tower("plain", batch, 1, 1e9)
+    return relative_error({name: value.double() for name, value in found.items()}, expected), types, seen
+
+
+def test_weights_travel_in_bf16_and_are_updated_in_float32(two_ranks: Ranks) -> None:
+    """Under `param_dtype` gradients are right up to bf16's rounding, shards stay float32, and outputs are float32."""
+    for error, types, seen in two_ranks.run(low_precision):
+        assert 1e-6 < error < 2e-2
+        assert types == {"torch.float32 True"}
+        assert "out torch.float32" in seen
+
+
+def messages_of_failures() -> list[str]:
+    """Run on every rank: return the errors of a step in which rank 1 fails, and of one in which it has no memory."""
+    world, said = ab.World.from_environment(), []
+    for error in (ValueError("boom"), torch.OutOfMemoryError("CUDA out of memory")):
+
+        def loss(model: Any, part: Batch, error: Exception = error) -> torch.Tensor:
+            if world.rank == 1:
+                raise error
+            return loss_of(model, part)
+
+        engine = engine_over(tower("plain"), loss=ab.mean_over_samples(loss), check_loss=False, world=world)
+        with pytest.raises(Exception, match=r"boom|out of memory") as caught:
+            engine.step(InMemory(vectors(11)))
+        said.append(f"{type(caught.value).__name__}: {caught.value}")
+        engine.close(caught.value)
+        break  # the ranks' group is broken by the first
+    return said
+
+
+def test_a_failing_rank_is_not_waited_for() -> None:
+    """A rank that waits to gather weights with one that has failed ends at once, with that one's error."""
+    first, second = run_ranks(2, messages_of_failures, timeout_seconds=60.0)
+    assert not first.error, first.error
+    assert "RankFailedError: rank 1 failed in step 0: ValueError: boom" in first.value[0]
+    assert "Rank 0 waited for it" in first.value[0]
+    assert second.value[0].startswith("ValueError: boom")
+
+
+def reductions_seen() -> list[tuple[str, str, int]]:
+    """Run on every rank: return the reductions that an observer is told of in a step."""
+    seen: list[ReductionRecord] = []
+
+    class Seen:
+        def observe(self, record: Any) -> None:
+            if isinstance(record, ReductionRecord) and record.event == "begin":
+                seen.append(record)
+
+    with engine_over(tower("plain"), observer=Seen()) as engine:
+        engine.step(InMemory(vectors(11)))
+    return [(record.collective, record.payload, record.num_bytes) for record in seen]
+
+
+def test_reductions_are_told(two_ranks: Ranks) -> None:
+    """An observer hears of one reduce-scatter per group of parameters in a step, with its bytes."""
+    for told in two_ranks.run(reductions_seen):
+        assert [told[0][:2]] * 4 == [one[:2] for one in told] == [("reduce_scatter", "gradients")] * 4
+        assert sum(num_bytes for _, _, num_bytes in told) == 2 * sum_padded(tower("plain"), 2)
+
+
+def refused() -> list[str]:
+    """Run on every rank: return what is said of models and arguments that cannot be."""
+    mixed, said = tower("plain"), []
+    mixed.blocks[0].gain.data = mixed.blocks[0].gain.data.float()
+    twice = tower("plain")
+    twins = {"one": twice, "other": tower("plain")}
+    twins["other"].first = twice.first
+    for model, strategy in ((mixed, FSDP()), (twins, FSDP()), (tower("plain"), FSDP(replicas=3))):
+        with pytest.raises((ParameterError, WorldError)) as caught:
+            engine_over(model, strategy=strategy)
+        said.append(str(caught.value))
+    return said
+
+
+def test_what_cannot_be_sharded_is_refused(two_ranks: Ranks) -> None:
+    """Mixed types, parameters shared between models and replicas that do not divide the ranks are refused by name."""
+    for mixed, shared, replicas in two_ranks.run(refused):
+        assert "'blocks.0'" in mixed
+        assert "'gain' is torch.float32" in mixed
+        assert "'first.weight'" in shared
+        assert "another of the given modules" in shared
+        assert "replicas=3 does not divide the 2 ranks" in replicas
+    with pytest.raises(UserError, match="replicas=1"):
+        FSDP(reduction="replicas_last")
+    with pytest.raises(UserError, match="'once'"):
+        FSDP(reduction="once")  # type: ignore[arg-type]

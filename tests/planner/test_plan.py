@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 import anybatch as ab
-from anybatch.core.blocks import repeated_blocks
 from anybatch.errors import UserError
 from anybatch.planner.budget import budget_of
 from anybatch.planner.cost.caching_allocator import largest_that_fits
@@ -143,23 +142,8 @@ def test_checkpointed_blocks_give_the_same_gradient(keeping: Keeping) -> None:
 
 
 @sees(
-    "plan: blocks in blocks are blocks",
-    "src/anybatch/planner/trace/blocks.py",
-    "if len(names) > 1 and composite and",
-    "if len(names) > 1 and",
-)
-def test_blocks_are_found() -> None:
-    """Rows of composite modules are blocks; single layers, and blocks in blocks, are none."""
-    model = nn.Sequential(
-        nn.Linear(8, 8), nn.Linear(8, 8), nn.Sequential(Block(8), Block(8), nn.Tanh()), nn.ModuleList([Net(3, 8)])
-    )
-
-    assert [str(blocks) for blocks in repeated_blocks(model)] == ["2.* (2 x Block)", "3.0.blocks.* (3 x Block)"]
-
-
-@sees(
     "plan: nothing is checkpointed",
-    "src/anybatch/planner/trace/blocks.py",
+    "src/anybatch/planner/trace/checkpointing.py",
     "for name in blocks.names[::every]:",
     "for name in ():",
 )

@@ -13,6 +13,7 @@ from torch import nn
 
 import anybatch as ab
 from anybatch.core.blocks import repeated_blocks
+from anybatch.engine.spec import TrainSpec
 from anybatch.errors import CannotPlanError, PlanError
 from anybatch.memory.ledger import MemoryLedger
 from anybatch.memory.trace import Category, MemoryTrace
@@ -20,6 +21,7 @@ from anybatch.planner.cost.caching_allocator import replay
 from anybatch.planner.proposals.more_ranks import candidate_sizes, extrapolated, first_that_fits, smallest_world, zero1
 from anybatch.planner.trace.fsdp_trace import ShardedTrace, Sharding, trace_sharded
 from anybatch.planner.trace.step_spec import StepSpec
+from anybatch.planner.trace.step_trace import StepTracer
 from tests.planner.sharded_model import NUM_BLOCKS, Block, Held, Network, adamw, hold_for_real, sharded_spec
 from tests.planner.step_specs import changed, step_spec
 from tests.ranks_fixture import Ranks
@@ -361,3 +363,16 @@ def test_zero1_is_that_of_torch(two_ranks: Ranks) -> None:
 def total(trace: MemoryTrace, category: Category) -> int:
     """Return all that was ever taken for a category."""
     return sum(one.num_bytes for one in trace.allocations if one.category == category)
+
+
+def test_a_step_under_fsdp_is_not_planned() -> None:
+    """The trace of one rank's engine is refused for strategies that shard, with what to do instead."""
+    model = nn.Linear(3, 3)
+    spec = StepSpec(
+        train=TrainSpec(model=model, optimizer=torch.optim.SGD, loss=ab.mean_over_samples(lambda m, x: m(x).mean())),
+        sample=torch.zeros(1, 3),
+        strategy="fsdp",
+        world_size=2,
+    )
+    with pytest.raises(CannotPlanError, match="over how many ranks FSDP fits"):
+        StepTracer(spec)

@@ -1,4 +1,4 @@
-"""Chapter 13: the repeated blocks of a model, such as the layers of a transformer."""
+"""Chapter 20: the repeated blocks of a model, such as the layers of a transformer."""
 
 from dataclasses import dataclass
 

@@ -23,6 +23,7 @@ from anybatch.core.tree import Batch
 from anybatch.core.units import in_bytes
 from anybatch.errors import UserError, WorldError
 from anybatch.parallel.dtensors import SHARDED
+from anybatch.parallel.fsdp_collectives import AllGather, ReduceScatter
 from anybatch.parallel.loss_caller import LossCaller
 from anybatch.parallel.meshes import mesh_of_ranks
 from anybatch.parallel.replicas import Initial, align_replicas
@@ -109,6 +110,8 @@ class FSDP:
         """
         self._world, self._model = world, model
         differed: tuple[str, ...] = ()
+        for module in _sharded_modules(modules):
+            module.reshard()  # its own forward may have left it gathered
         if not is_sharded(modules):
             groups = sharding_groups(modules)
             mesh = self._mesh()
@@ -117,8 +120,9 @@ class FSDP:
             for parameter in whole_parameters(modules):
                 parameter.data = parameter.data.to(world.device)
         self._root = _rooted(modules, model)
-        self._modules = [module for module in self._root.modules() if isinstance(module, FSDPModule)]
+        self._modules = _sharded_modules(self._root)
         self._outermost = _outermost(modules)
+        self._begin(is_begun=False)
         for module in self._modules:
             # Each by itself: what only the root is told, only the root's own parameters do.
             module.set_gradient_divide_factor(1.0)
@@ -141,14 +145,15 @@ class FSDP:
     def micro_batch(self, turn: Turn) -> AbstractContextManager[object]:
         """Let gradients of this backward be reduced, or only add up."""
         reduces = turn.last or self._reduction != "last_micro_batch"
-        for module in self._modules:
-            if reduces != self._reduces:
+        if reduces != self._reduces:
+            self._reduces = reduces
+            for module in self._modules:
                 module.set_requires_gradient_sync(reduces, recurse=False)
-            if self._reduction == "replicas_last":
+        if self._reduction == "replicas_last":
+            for module in self._modules:
                 module.set_requires_all_reduce(turn.last, recurse=False)
         # A backward that reduces, but is not said to be the last, would keep its last buffer into the next forward.
         self._modules[0].set_is_last_backward(reduces)
-        self._reduces = reduces
         if not self._begun:
             self._begin(is_begun=True)
         return _NOTHING
@@ -248,17 +253,24 @@ class FSDP:
             # Gathering makes the parameters that a backward sees; all ranks gather the same ones in the same order.
             module.unshard()
             module.reshard()
-            self._hooks += group.on_whole_gradient(
-                partial(self._note_use, [places.get(id(shard), -1) for shard in group.shards])
-            )
-            if on_reduction() is not None:
-                told: Any = _ToldReduceScatter(on_reduction, number)  # torch's base class is not public
-                module.set_custom_reduce_scatter(told)
+            # Not a method: torch would keep this strategy, and with it the process group of a world that was dropped.
+            note = partial(_note_use, self._used, [places.get(id(shard), -1) for shard in group.shards])
+            self._hooks += group.on_whole_gradient(note)
+            self._replace_collectives(module, on_reduction, number)
         sharded = {id(shard) for group in self._groups for shard in group.shards}
         self._whole = [place for key, place in places.items() if key not in sharded]
 
-    def _note_use(self, places: list[int], number: int) -> None:
-        self._used[places[number]] = True
+    def _replace_collectives(
+        self, module: FSDPModule, on_reduction: Callable[[], ReductionObserver | None], number: int
+    ) -> None:
+        # On an accelerator torch's own are left in place, unless somebody wants to hear of them.
+        roll_call = self._world.roll_call if self._world.device.type == "cpu" else None
+        all_gather: Any = AllGather(roll_call)  # torch's base classes are not public
+        reduce_scatter: Any = ReduceScatter(roll_call, on_reduction, number)
+        if roll_call is not None:
+            module.set_custom_all_gather(all_gather)
+        if roll_call is not None or on_reduction() is not None:
+            module.set_custom_reduce_scatter(reduce_scatter)
 
     def _start_whole(self) -> tuple[list[torch.Tensor], dist.Work | None]:
         """Start summing the gradients of parameters that are not sharded, as one message."""
@@ -276,12 +288,12 @@ class FSDP:
         flat, *gradients = tensors
         parts = flat.split([gradient.numel() for gradient in gradients])
         for place, gradient, part in zip(self._whole, gradients, parts, strict=True):
-            self._parameters[place].grad = part.view_as(gradient)
+            self._parameters[place].grad = part.view_as(gradient).to(gradient.dtype)
 
     def _chosen_reduction(self) -> tuple[Reduction, str]:
         """Return when gradients are reduced, and why, as a clause."""
-        low = self._sharding.reduce_dtype
-        whole_bytes = sum(p.numel() * (p.element_size() if low is None else low.itemsize) for p in self._parameters)
+        dtype = self._sharding.sum_dtype
+        whole_bytes = sum(p.numel() * (p.element_size() if dtype is None else dtype.itemsize) for p in self._parameters)
         costs = f"whole gradients take {in_bytes(whole_bytes)} on each rank"
         if self._reduction != "auto":
             return self._reduction, f"{self._reduction}, as named; {costs}"
@@ -291,6 +303,10 @@ class FSDP:
             return "last_micro_batch", f"last_micro_batch, once per step: {costs}"
         reduction: Reduction = "every_micro_batch" if self._replicas == 1 else "replicas_last"
         return reduction, f"{reduction}: {costs}, more than {_MOST_OF_MEMORY:.0%} of {in_bytes(memory)}"
+
+
+def _note_use(used: list[bool], places: Sequence[int], number: int) -> None:
+    used[places[number]] = True
 
 
 def _rooted(modules: nn.Module, model: object) -> nn.Module:
@@ -305,6 +321,11 @@ def _rooted(modules: nn.Module, model: object) -> nn.Module:
     return root
 
 
+def _sharded_modules(modules: nn.Module) -> list[FSDPModule]:
+    found: list[Any] = [module for module in modules.modules() if isinstance(module, FSDPModule)]
+    return found
+
+
 def _outermost(modules: nn.Module) -> list[FSDPModule]:
     """Return the sharded modules that are in no other one."""
     if isinstance(modules, FSDPModule):
@@ -317,35 +338,5 @@ def _reset_forward(root: nn.Module) -> None:
     if hasattr(root, "reset_iter_state"):  # since torch 2.13
         cast("Any", root).reset_iter_state()
         return
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-class _ToldReduceScatter:
-    """FSDP2's reduce-scatter, of which an observer is told."""
-
-    def __init__(self, on_reduction: Callable[[], ReductionObserver | None], number: int) -> None:
-        self._on_reduction = on_reduction
-        self._number = number
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for what goes in or comes out."""
-        return torch.empty(size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp,
-        async_op: bool = False,  # noqa: FBT001, FBT002 (torch's protocol)
-    ) -> dist.Work | None:
-        """Sum over the ranks of the group; each keeps its part."""
-        on_reduction = self._on_reduction()
-        if on_reduction is not None:
-            on_reduction(self._number, input_tensor.numel() * input_tensor.itemsize, input_tensor.dtype)
-        # It was renamed in torch 2.13, where the old name warns.
-        reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-        work: dist.Work | None = reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
-        return work
+    for module in _sharded_modules(root):
+        module.reshard()

@@ -121,13 +121,15 @@ def shard(groups: Iterable[ShardingGroup], mesh: DeviceMesh, sharding: Sharding)
         mesh: of one axis, or of two: replicas, and shards within each.
         sharding: the form.
     """
+    # On a CPU they are there already, and pinning memory needs an accelerator.
+    offloads = sharding.cpu_offload and mesh.device_type != "cpu"
     for group in groups:
         fully_shard(
             group.module,
             mesh=mesh,
             reshard_after_forward=sharding.reshard_after_forward,
             mp_policy=sharding.policy(outermost=group.outermost),
-            offload_policy=CPUOffloadPolicy() if sharding.cpu_offload else OffloadPolicy(),
+            offload_policy=CPUOffloadPolicy() if offloads else OffloadPolicy(),
             ignored_params=set(whole_parameters(group.module)),
         )
 

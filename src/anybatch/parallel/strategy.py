@@ -19,8 +19,13 @@ from anybatch.core.torch_internals import dense_values
 from anybatch.core.tree import Batch
 from anybatch.parallel.world import World
 
-ReductionObserver = Callable[[int, int, torch.dtype], None]
-"""Called with (bucket number, bytes, dtype) whenever a gradient reduction is handed to a collective."""
+
+class ReductionObserver(Protocol):
+    """Called whenever a gradient reduction is handed to a collective."""
+
+    def __call__(self, bucket: int, num_bytes: int, dtype: torch.dtype, collective: str = "all_reduce") -> None:
+        """Take the number of the bucket, what this rank hands over, and to what."""
+        ...
 
 
 class Abort(Protocol):

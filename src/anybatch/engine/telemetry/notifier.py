@@ -55,7 +55,7 @@ class Notifier:
         self._counted: CountedBatch | None = None
         self._position = 0
         self._num_begun = 0
-        self._reductions: list[tuple[int, int, torch.dtype]] = []
+        self._reductions: list[tuple[int, int, torch.dtype, str]] = []
         self._memory: StepMemory | None = None
         self._gradient_bytes = 0
         self._on_batch: Callable[[Batch], None] | None = None
@@ -130,11 +130,11 @@ class Notifier:
         self._send(self._micro_batch(micro_batch, "end", self._position, counts, sums))
         self._position += 1
 
-    def reduction(self, bucket: int, num_bytes: int, dtype: torch.dtype) -> None:
+    def reduction(self, bucket: int, num_bytes: int, dtype: torch.dtype, collective: str = "all_reduce") -> None:
         """Report that a gradient bucket was handed to a collective."""
         if self._observer is not None:
-            self._reductions.append((bucket, num_bytes, dtype))
-            self._send(self._reduction("begin", bucket, num_bytes, dtype))
+            self._reductions.append((bucket, num_bytes, dtype, collective))
+            self._send(self._reduction("begin", bucket, num_bytes, dtype, collective))
 
     def reduced(self) -> None:
         """Report that all buckets have arrived."""
@@ -147,10 +147,10 @@ class Notifier:
         """Report that the outputs of all ranks are brought together, for a loss across samples."""
         if self._observer is not None:
             # Outputs of all types travel in one message, as bytes.
-            self._send(self._reduction("begin", 0, num_bytes, torch.uint8, collective="all_gather"))
+            self._send(self._reduction("begin", 0, num_bytes, torch.uint8, "all_gather"))
         yield
         if self._observer is not None:
-            self._send(self._reduction("end", 0, num_bytes, torch.uint8, collective="all_gather"))
+            self._send(self._reduction("end", 0, num_bytes, torch.uint8, "all_gather"))
 
     def phase(self, name: PhaseName, position: int | None = None) -> AbstractContextManager[None]:
         """Report when a phase begins and ends."""
@@ -285,7 +285,7 @@ class Notifier:
         )
 
     def _reduction(
-        self, event: SpanEvent, bucket: int, num_bytes: int, dtype: torch.dtype, *, collective: str = "all_reduce"
+        self, event: SpanEvent, bucket: int, num_bytes: int, dtype: torch.dtype, collective: str
     ) -> ReductionRecord:
         return ReductionRecord(
             rank=self._rank,
@@ -293,7 +293,7 @@ class Notifier:
             step=self._step,
             bucket=bucket,
             collective=collective,
-            payload="gradients" if collective == "all_reduce" else "other",
+            payload="other" if collective == "all_gather" else "gradients",
             num_bytes=num_bytes,
             dtype=str(dtype).removeprefix("torch."),
         )

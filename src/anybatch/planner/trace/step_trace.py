@@ -3,7 +3,7 @@
 import dataclasses
 import gc
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -23,6 +23,7 @@ from anybatch.engine.spec import Hardware
 from anybatch.errors import CannotPlanError, PlanError, UserError
 from anybatch.memory.torch_internals import FakeTensorMode, tree_leaves
 from anybatch.memory.trace import Allocation, MemoryTrace, Phase
+from anybatch.parallel.strategy import Strategy
 from anybatch.parallel.world import World
 from anybatch.planner.cost.operations import OperationRecorder
 from anybatch.planner.trace.cuda_emulation import Profile, allocating_as, choose_foreach
@@ -94,6 +95,7 @@ class StepTracer:
     def __init__(
         self, spec: StepSpec, *, num_micro_batches: int = NUM_MICRO_BATCHES, other_answers: bool = False
     ) -> None:
+        _refuse_sharding(spec.strategy)
         self._spec, _ = built(spec)
         self._num_micro_batches = num_micro_batches
         self._mode = fake_mode()
@@ -420,6 +422,20 @@ def without_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def _refuse_sharding(strategy: str | Callable[[], Strategy]) -> None:
+    """Refuse strategies that shard parameters: a trace of one rank's engine does not see what others gather.
+
+    Raises:
+        CannotPlanError: it is one of these.
+    """
+    if strategy == "fsdp" or (callable(strategy) and strategy().capabilities.replaces_parameters):
+        message = (
+            "cannot plan, will probe: steps whose strategy shards parameters are not planned. Plan without "
+            "strategy='fsdp': the proposals below the table say over how many ranks FSDP fits."
+        )
+        raise CannotPlanError(message)
 
 
 def _refuse_undescribed(modules: nn.Module, profile: Profile) -> None:

@@ -1,0 +1,212 @@
+"""The engine under FSDP2 against an FSDP2 accumulation loop written by hand, and its memory against replicas.
+
+Steps alternate within one run, on the same model and data: an FSDP2 loop written by hand (`fully_shard` on each block,
+told to sum, gradients reduced in the last micro-batch or in every one), and the engine with the same reduction. Figures
+are medians over steps of the slowest rank's seconds. Memory is what each rank's tensors hold at the peak of a step,
+by the operations' own allocations, under DDP, all_reduce and both reductions.
+
+    python benchmarks/fsdp_against_by_hand.py [--out benchmarks/results/NAME.md]
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import report
+import torch
+import torch.distributed as dist
+from all_reduce_against_ddp import InMemory
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile
+
+import anybatch as ab
+from anybatch.engine.spec import TrainSpec
+from anybatch.parallel.fsdp import FSDP
+from anybatch.planner.trace.fsdp_trace import Sharding, trace_sharded
+from anybatch.planner.trace.step_spec import StepSpec
+from anybatch.testing import RankPool
+
+WARM_UP_ROUNDS = 3
+WIDTH, NUM_BLOCKS, SIZE = 512, 8, 8
+REDUCTIONS = ("last_micro_batch", "every_micro_batch")
+Batch = dict[str, torch.Tensor]
+
+
+class Block(nn.Module):
+    """A layer of a transformer, but for attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the sum of what comes in and what the layers make of it."""
+        out: torch.Tensor = hidden + self.narrow(functional.gelu(self.wide(self.norm(hidden))))
+        return out
+
+
+class Model(nn.Module):
+    """A tower of blocks: 16.8 million parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
+        self.last = nn.Linear(WIDTH, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return scores."""
+        hidden = self.first(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        scores: torch.Tensor = self.last(hidden)
+        return scores
+
+
+def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the mean cross-entropy."""
+    return functional.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def adamw(named: object) -> torch.optim.Optimizer:
+    """Return the optimizer."""
+    return torch.optim.AdamW(named, lr=1e-4)  # type: ignore[arg-type]
+
+
+def by_hand(reduction: str) -> Callable[[InMemory], object]:
+    """Return a step of FSDP2 as one writes it by hand."""
+    model = Model()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    root = fully_shard(model, mesh=mesh)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(enable=True)
+    optimizer = adamw(model.named_parameters())
+
+    def step(whole: InMemory) -> None:
+        num_samples = len(whole.sample_ids) // dist.get_world_size()
+        own = dist.get_rank() * num_samples
+        batch = {name: value[own : own + num_samples] for name, value in whole.batch.items()}
+        for start in range(0, num_samples, SIZE):
+            piece = {name: value[start : start + SIZE] for name, value in batch.items()}
+            reduces = start + SIZE >= num_samples or reduction == "every_micro_batch"
+            root.set_requires_gradient_sync(reduces)
+            root.set_is_last_backward(reduces)
+            value = loss(model, piece) * (len(piece["x"]) / len(whole.sample_ids))
+            value.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def by_engine(strategy: object) -> Callable[[InMemory], object]:
+    """Return the engine's step under a strategy."""
+    engine = ab.Engine(
+        Model(),
+        adamw,
+        ab.mean_over_samples(loss),
+        micro_batch_size=SIZE,
+        strategy=strategy,
+        measure_gradient_norm=False,
+    )
+    return engine.step
+
+
+def batch_of(num_micro_batches: int) -> InMemory:
+    """Return an effective batch."""
+    num_samples = SIZE * num_micro_batches * dist.get_world_size()
+    return InMemory({"x": torch.randn(num_samples, 16), "y": torch.randint(0, 10, (num_samples,))})
+
+
+def compare(reduction: str, num_micro_batches: int, rounds: int) -> dict[str, list[float]]:
+    """Run on every rank: return the seconds of each kind of step."""
+    steps = {"by hand": by_hand(reduction), "engine": by_engine(FSDP(reduction=reduction))}  # type: ignore[arg-type]
+    batch = batch_of(num_micro_batches)
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for round_number in range(rounds + WARM_UP_ROUNDS):
+        for name, step in steps.items():
+            dist.barrier()
+            begin = time.perf_counter()
+            step(batch)
+            if round_number >= WARM_UP_ROUNDS:
+                seconds[name].append(time.perf_counter() - begin)
+    return seconds
+
+
+def resident_and_peak(kind: str) -> tuple[int, int]:
+    """Run on every rank: return the bytes that tensors hold between steps, and the most beside these in a step."""
+    strategy = FSDP(reduction=kind) if kind in REDUCTIONS else kind  # type: ignore[arg-type]
+    engine = ab.Engine(Model(), adamw, ab.mean_over_samples(loss), micro_batch_size=SIZE, strategy=strategy)
+    batch = batch_of(2)
+    for _ in range(2):
+        engine.step(batch)
+    resident = 0
+    for tensors in engine._parts.resident_tensors().values():  # noqa: SLF001 (what the engine's own report counts)
+        resident += sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        engine.step(batch)
+    held = largest = 0
+    for event in seen.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            largest = max(largest, held)
+    return resident, largest
+
+
+def planned(kind: str, num_ranks: int) -> str:
+    """Return the peak that the planner predicts for a rank, in MiB; "" where it plans by another trace."""
+    if kind not in REDUCTIONS:
+        return ""
+    sample = {"x": torch.zeros(1, 16), "y": torch.zeros(1, dtype=torch.long)}
+    train = TrainSpec(model=Model(), optimizer=adamw, loss=ab.mean_over_samples(loss))
+    spec = StepSpec(train=train, sample=sample, world_size=num_ranks, profile="cpu")
+    how = Sharding(param_dtype=None, reduce_dtype=None, defer=kind == "last_micro_batch")
+    return f"{trace_sharded(spec, SIZE, how).memory.peak_bytes / 2**20:.1f}"
+
+
+def main() -> None:
+    """Print the tables, and write them to a file if asked."""
+    parser = report.parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=30)
+    arguments = parser.parse_args()
+    lines = [
+        "| ranks | reduction | accumulation steps | by hand, ms | engine, ms | ratio |",
+        "|--:|---|--:|--:|--:|--:|",
+    ]
+    memory = ["| ranks | strategy | weights and optimizer, MiB | in a step beside them, MiB |", "|--:|---|--:|--:|"]
+    for num_ranks in (2, 4):
+        with RankPool(num_ranks) as pool:
+            for reduction in REDUCTIONS:
+                for number in (1, 4):
+                    ranks = pool.run(compare, reduction, number, arguments.rounds)
+                    slowest = {
+                        n: [max(one) for one in zip(*(rank[n] for rank in ranks), strict=True)] for n in ranks[0]
+                    }
+                    hand, own = (statistics.median(slowest[name]) * 1e3 for name in ("by hand", "engine"))
+                    lines.append(
+                        f"| {num_ranks} | {reduction} | {number} | {hand:.2f} | {own:.2f} | {own / hand:.3f} |"
+                    )
+        for kind in ("ddp", "all_reduce", *REDUCTIONS):
+            with RankPool(num_ranks) as pool:
+                resident, peak = (max(one) / 2**20 for one in zip(*pool.run(resident_and_peak, kind), strict=True))
+            figures = f"{resident:.1f} | {resident + peak:.1f} | {planned(kind, num_ranks)}"
+            memory.append(f"| {num_ranks} | {kind} | {figures} |")
+    report.publish(
+        [*lines, "", *memory],
+        title="FSDP2 by the engine and by hand",
+        command="python benchmarks/fsdp_against_by_hand.py",
+        setting="ranks over gloo, 1 thread each, medians of alternating steps, the slowest rank",
+        out=arguments.out,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""The collectives of FSDP2, which tell of what they reduce, and do not wait for a rank that will not come."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from anybatch.parallel.roll_call import RollCall
+from anybatch.parallel.strategy import ReductionObserver
+
+# They were renamed in torch 2.13, where the old names warn.
+_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+_REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+
+
+class _Memory:
+    """What FSDP2 asks its collectives for besides: memory for what goes in and comes out."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for so many numbers."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class AllGather(_Memory):
+    """Gathers the weights of a group of parameters.
+
+    Args:
+        roll_call: looks around for ranks that have failed while this one waits; None for accelerators, where waiting
+            is up to torch.
+    """
+
+    def __init__(self, roll_call: RollCall | None) -> None:
+        self._roll_call = roll_call
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,  # noqa: FBT001, FBT002 (torch's protocol)
+    ) -> dist.Work | None:
+        """Gather the parts of all ranks of the group."""
+        all_gather = partial(getattr(dist, _ALL_GATHER), output_tensor, input_tensor, group=group)
+        return _finished(all_gather, self._roll_call, async_op)
+
+
+class ReduceScatter(_Memory):
+    """Sums the gradients of a group of parameters; each rank keeps its part.
+
+    Args:
+        roll_call: as of `AllGather`.
+        on_reduction: function () -> the observer, or None.
+        number: of the group.
+    """
+
+    def __init__(
+        self, roll_call: RollCall | None, on_reduction: Callable[[], ReductionObserver | None], number: int
+    ) -> None:
+        self._roll_call = roll_call
+        self._on_reduction = on_reduction
+        self._number = number
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp,
+        async_op: bool = False,  # noqa: FBT001, FBT002 (torch's protocol)
+    ) -> dist.Work | None:
+        """Sum over the ranks of the group."""
+        on_reduction = self._on_reduction()
+        if on_reduction is not None:
+            num_bytes = input_tensor.numel() * input_tensor.itemsize
+            on_reduction(self._number, num_bytes, input_tensor.dtype, "reduce_scatter")
+        reduce_scatter = partial(getattr(dist, _REDUCE_SCATTER), output_tensor, input_tensor, op=op, group=group)
+        return _finished(reduce_scatter, self._roll_call, async_op)
+
+
+def _finished(
+    start: Callable[..., "dist.Work | None"],
+    roll_call: RollCall | None,
+    async_op: bool,  # noqa: FBT001 (torch's)
+) -> dist.Work | None:
+    """Run a collective as it was asked for; return what is to be waited for, None if it is over."""
+    if roll_call is None or async_op:
+        return start(async_op=async_op)
+    work = start(async_op=True)
+    assert work is not None
+    roll_call.wait(work)
+    return None

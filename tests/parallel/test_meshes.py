@@ -1,0 +1,26 @@
+"""Device meshes belong to the ranks that are connected."""
+
+from anybatch.parallel.meshes import mesh_of_ranks
+from tests.faults import sees
+from tests.ranks_fixture import Ranks
+
+
+def two_meshes() -> tuple[bool, bool]:
+    """Run on every rank: return whether asking twice gives one mesh, and whether another shape gives another."""
+    mesh = mesh_of_ranks("cpu", (2,), ("shard",))
+    return mesh_of_ranks("cpu", (2,), ("shard",)) is mesh, mesh_of_ranks("cpu", (1, 2), ("replicate", "shard")) is mesh
+
+
+@sees(
+    "every engine makes groups of its own",
+    "src/anybatch/parallel/meshes.py",
+    "    if (kind, shape) not in meshes:",
+    "    if True:",
+)
+def test_a_mesh_is_made_once() -> None:
+    """All engines of connected ranks share the mesh of a shape, so that fifty of them leave no fifty groups behind."""
+    ranks = Ranks(2)
+    try:
+        assert ranks.run(two_meshes) == [(True, False)] * 2
+    finally:
+        ranks.close()
