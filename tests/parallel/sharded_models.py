@@ -125,7 +125,7 @@ def errors_of(
     form: str,
     options: Mapping[str, Any],
     micro_batch_size: int = 2,
-    num_steps: int = 3,
+    num_steps: int = 2,
     prepare: Callable[[Tower], None] | None = None,
 ) -> list[float]:
     """Run on every rank: return the errors of the gradient and of the parameters after clipped updates.
