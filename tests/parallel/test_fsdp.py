@@ -259,14 +259,8 @@ def worst_errors(options: Mapping[str, Any], forms: Sequence[str]) -> dict[str, 
 @sees(
     "only the root of a sharded model is told to sum",
     "src/anybatch/parallel/fsdp.py",
-    """
-        for module in self._modules:
-            # Each by itself
-""",
-    """
-        for module in self._modules[:1]:
-            # Each by itself
-""",
+    "for module in self._modules:\n            # Each by itself",
+    "for module in self._modules[:1]:\n            # Each by itself",
     cases=["every_micro_batch"],
 )
 @sees(
