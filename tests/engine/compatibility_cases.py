@@ -50,6 +50,7 @@ STRATEGIES = {
     Feature.SINGLE: "single",
     Feature.ALL_REDUCE: "all_reduce",
     Feature.DDP: "ddp",
+    Feature.ZERO1: "zero1",
     Feature.FSDP: "fsdp",
 }
 SETTINGS = [(strategy, ranks) for ranks in (Feature.ALONE, Feature.SEVERAL_RANKS) for strategy in STRATEGIES]
@@ -88,8 +89,9 @@ def runs_of(one: Feature, other: Feature) -> list[Features]:
     if cell(one, other).verdict is Verdict.EXCLUSIVE:
         return []
     settings = ON_ONE_RANK if Feature.ONE_RANK in (one, other) else SETTINGS
-    if Feature.FSDP not in (one, other):  # its own cells show it, and a run of it takes three times as long
-        settings = [setting for setting in settings if Feature.FSDP not in setting]
+    for strategy in (Feature.ZERO1, Feature.FSDP):  # their own cells show them
+        if strategy not in (one, other):
+            settings = [setting for setting in settings if strategy not in setting]
     if Feature.COMPILED in (one, other) and Feature.DDP not in (one, other):  # to compile takes a third of a second
         settings = [setting for setting in settings if Feature.DDP not in setting]
     runs = [
@@ -242,9 +244,13 @@ class Objective(nn.Module):
 class Keeping(torch.optim.SGD):
     """Plain SGD that keeps the gradients it was given."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.every = [parameter for group in self.param_groups for parameter in group["params"]]
+
     def step(self, closure: Any = None) -> Any:
-        held = [parameter for group in self.param_groups for parameter in group["params"]]
-        self.kept = [None if p.grad is None else p.grad.detach().clone() for p in held]
+        # Under zero1 its groups hold some of the parameters meanwhile.
+        self.kept = [None if p.grad is None else p.grad.detach().clone() for p in self.every]
         return super().step(closure)
 
 

@@ -25,7 +25,6 @@ from anybatch.errors import (
     UserError,
 )
 from anybatch.parallel.all_reduce import AllReduce
-from anybatch.parallel.fsdp import FSDP
 from anybatch.testing import RankOutcome, RankPool, run_ranks
 from tests.engine.cases import (
     Batch,
@@ -263,11 +262,6 @@ ON_ONE_RANK: Mapping[str, Refusal] = {
     "an optimizer function that makes none": Refusal(
         ParameterError, ("returned list", "AdamW"), lambda: engine(optimizer=list)
     ),
-    "an optimizer made too early": Refusal(
-        CompositionError,
-        ("'fully_shard'", "new parameter objects", "optimizer=lambda named: torch.optim.SGD"),
-        lambda: engine(strategy=FSDP()),
-    ),
     # Choices
     "an unknown strategy": Refusal(UserError, ("'zero9'", "'all_reduce'"), lambda: engine(strategy="zero9")),
     "an unknown precision": Refusal(UserError, ("'fp8'", "'bf16'"), lambda: engine(precision="fp8")),
@@ -330,6 +324,11 @@ ON_TWO_RANKS: Mapping[str, Refusal] = {
         BatchSizeError,
         ("2 ranks x accumulation_steps=4 x micro_batch_size=16 = 128", "would be 8"),
         lambda: engine(**here(effective_batch_size=256, accumulation_steps=4, micro_batch_size=16)),
+    ),
+    "an optimizer made too early": Refusal(
+        CompositionError,
+        ("'fsdp'", "new parameter objects", "optimizer=lambda named: torch.optim.SGD"),
+        lambda: engine(**here(strategy="fsdp")),
     ),
     "low precision under ddp": Refusal(
         CompositionError,

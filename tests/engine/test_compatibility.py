@@ -25,6 +25,7 @@ from anybatch.parallel.fsdp import FSDP
 from anybatch.parallel.registry import choose_strategy
 from anybatch.parallel.single import Single
 from anybatch.parallel.strategy import Capabilities, Strategy
+from anybatch.parallel.zero1 import Zero1
 from anybatch.testing import relative_error
 from tests.engine.compatibility_cases import (
     NUM_SAMPLES,
@@ -190,7 +191,7 @@ def names_of_ranks(strategy: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "strategy", [Single(), AllReduce(), DDP(), FSDP()], ids=lambda strategy: strategy.capabilities.name
+    "strategy", [Single(), AllReduce(), DDP(), Zero1(), FSDP()], ids=lambda strategy: strategy.capabilities.name
 )
 def test_table_says_what_strategies_say(strategy: Strategy) -> None:
     """The table refuses low-precision parameters and sparse gradients where the strategy's own record does."""

@@ -898,5 +898,5 @@ def refused_search() -> str:
 def test_no_search_under_lockstep(two_ranks: Ranks) -> None:
     """Where ranks run in lockstep, one that ran out of memory would leave the others waiting: refused beforehand."""
     for message in two_ranks.run(refused_search):
-        assert "'fully_shard'" in message
+        assert "'fsdp'" in message
         assert "Name a micro_batch_size" in message

@@ -80,7 +80,7 @@ def make_parser() -> Parser:
         help="how the learning rate follows the effective batch size (default: by the optimizer)",
     )
     add("--precision", choices=("fp32", "bf16", "fp16"), help="number format of forward and backward (default: fp32)")
-    add("--strategy", metavar="NAME", help="how ranks sum gradients: all_reduce, ddp or fsdp (default: auto)")
+    add("--strategy", metavar="NAME", help="how ranks sum gradients: all_reduce, ddp, zero1 or fsdp (default: auto)")
     add(
         "--average-decay",
         type=number,

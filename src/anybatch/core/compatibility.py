@@ -75,6 +75,7 @@ class Feature(Enum):
     SINGLE = (_STRATEGY, "strategy='single'")
     ALL_REDUCE = (_STRATEGY, "strategy='all_reduce'")
     DDP = (_STRATEGY, "strategy='ddp'")
+    ZERO1 = (_STRATEGY, "strategy='zero1'")
     FSDP = (_STRATEGY, "strategy='fsdp'")
     ALONE = (_RANKS, "one rank without torch.distributed")
     ONE_RANK = (_RANKS, "one rank under torch.distributed")
@@ -209,9 +210,11 @@ _TOGETHER: Mapping[frozenset[Feature], Cell] = {
     ),
     frozenset((Feature.ALL_REDUCE, Feature.ALONE)): _NOT_STARTED,
     frozenset((Feature.DDP, Feature.ALONE)): _NOT_STARTED,
+    frozenset((Feature.ZERO1, Feature.ALONE)): _NOT_STARTED,
     frozenset((Feature.FSDP, Feature.ALONE)): _NOT_STARTED,
     frozenset((Feature.ALL_REDUCE, Feature.SPARSE)): _DENSE_BUCKETS,
     frozenset((Feature.DDP, Feature.SPARSE)): _DENSE_BUCKETS,
+    frozenset((Feature.ZERO1, Feature.SPARSE)): _DENSE_BUCKETS,
     frozenset((Feature.FSDP, Feature.SPARSE)): _DENSE_BUCKETS,
     frozenset((Feature.SEVERAL_RANKS, Feature.SPARSE)): _DENSE_BUCKETS,
     frozenset((Feature.DDP, Feature.LOW_PARAMETERS)): _NARROW_DDP,

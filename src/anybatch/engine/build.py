@@ -104,6 +104,8 @@ def build(spec: TrainSpec, hardware: Hardware, observer: Observer | None = None)
         refuse_groups(given.clip, target.optimizer)
         prepare_for_training(target.optimizer)
         scheduler = scheduler_of(spec.scheduler, target.optimizer)
+        shard_update = prepared.shard_update
+        sharding = None if shard_update is None else shard_update(target.optimizer, target.updated)
         average = None if spec.average_decay is None else WeightAverage(prepared.parameters, spec.average_decay)
         batch_norm = BatchNormRunner(
             given.policy,
@@ -130,7 +132,8 @@ def build(spec: TrainSpec, hardware: Hardware, observer: Observer | None = None)
         finite=FiniteCheck(world.device),
         average=average,
         scheduler=scheduler,
-        optimizer_memory=OptimizerStateMemory(target, world, resident),
+        optimizer_memory=OptimizerStateMemory(target, world, resident, sharding),
+        sharding=sharding,
         update_statistics=batch_norm.update
         if given.buffers.is_idle
         else _both(batch_norm.update, given.buffers.update),

@@ -20,7 +20,7 @@ from anybatch.data.random_state import host_random_state, restore_host_random_st
 from anybatch.engine.update.precision import LossScaler, Target
 from anybatch.engine.update.weight_average import WeightAverage
 from anybatch.errors import CheckpointError
-from anybatch.parallel.strategy import ParameterLayout
+from anybatch.parallel.strategy import ParameterLayout, UpdateSharding
 from anybatch.parallel.world import World
 
 
@@ -59,6 +59,7 @@ class StateParts:
         modules: everything that trains.
         layout: how tensors lie on the ranks.
         target: the optimizer and what it updates.
+        sharding: how its step is shared out over ranks, or None.
         scaler: fp16's gradient scaler, or nothing.
         scheduler: anything with a state, or None.
         average: averaged weights, or None.
@@ -69,6 +70,7 @@ class StateParts:
     modules: nn.Module
     layout: ParameterLayout
     target: Target
+    sharding: UpdateSharding | None
     scaler: LossScaler
     scheduler: Any
     average: WeightAverage | None
@@ -124,7 +126,7 @@ def collect_state(parts: StateParts, progress: Progress, world: World, *, only_t
         else None,
         "host_random": world.gather_objects(host_random_state()) if parts.generators else None,
         "further": {name: dict(found.state_dict()) for name, found in parts.further.items()},
-        "optimizer": map_tensors(_optimizer_state(target.optimizer, world), gather),
+        "optimizer": map_tensors(_optimizer_state(target.optimizer, parts.sharding, world), gather),
         "master_weights": [gather(weight.detach()) for weight in target.updated]
         if target.update == "master_weights"
         else None,
@@ -215,8 +217,10 @@ def _uncompiled_name(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
-def _optimizer_state(optimizer: Optimizer, world: World) -> dict[str, Any]:
-    """Return an optimizer's state; of one that keeps a part of it on each rank, on rank 0 all of it, else nothing."""
+def _optimizer_state(optimizer: Optimizer, sharding: UpdateSharding | None, world: World) -> dict[str, Any]:
+    """Return an optimizer's state; of one that keeps a part of it on each rank, on rank 0 all of it."""
+    if sharding is not None:
+        return sharding.state_dict()
     consolidate = getattr(optimizer, "consolidate_state_dict", None)  # of ZeroRedundancyOptimizer
     if consolidate is None:
         return optimizer.state_dict()

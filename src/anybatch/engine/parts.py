@@ -87,6 +87,7 @@ class Parts:
             modules=self.modules,
             layout=self.context.prepared.layout,
             target=updater.target,
+            sharding=updater.sharding,
             scaler=updater.scaler,
             scheduler=updater.scheduler,
             average=updater.average,

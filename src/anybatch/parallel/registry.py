@@ -14,6 +14,7 @@ STRATEGIES: Mapping[str, str] = MappingProxyType(
         "single": "anybatch.parallel.single.Single",
         "all_reduce": "anybatch.parallel.all_reduce.AllReduce",
         "ddp": "anybatch.parallel.ddp.DDP",
+        "zero1": "anybatch.parallel.zero1.Zero1",
         "fsdp": "anybatch.parallel.fsdp.FSDP",
     }
 )

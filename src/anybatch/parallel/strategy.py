@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
 
 from anybatch.core.compatibility import Feature
 from anybatch.core.loss_kinds import LossFunction
@@ -102,6 +103,22 @@ class ParameterLayout:
     norm: Callable[[Sequence[Tensor]], Float[Tensor, ""]] = total_norm
 
 
+class UpdateSharding(Protocol):
+    """How an optimizer's step is shared out over ranks."""
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Return the context in which the optimizer sees, and makes state for, what this rank updates alone."""
+        ...
+
+    def exchange(self) -> None:
+        """Give every rank what the others have updated."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's whole state, at least on rank 0. All ranks call it."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
     """A model that a strategy has prepared.
@@ -113,6 +130,8 @@ class Prepared:
         differed: names of what was not equal on all ranks before and is now.
         gradient_buffers: where gradients add up, apart from `.grad`.
         layout: how the parameters lie on the ranks: what is saved, loaded, measured and averaged goes through it.
+        shard_update: function (optimizer, the parameters it updates) -> how its step is shared out over ranks; None for
+            a step that every rank makes by itself.
         decisions: what the strategy has chosen and why, a clause each, by what it is about.
         abort: function (numbers, as `finish_gradients` will be given) -> function (whether it has failed) that a rank
             calls which has run out of memory or failed. It takes part in every collective that the other ranks have
@@ -127,6 +146,7 @@ class Prepared:
     differed: tuple[str, ...] = ()
     gradient_buffers: tuple[torch.Tensor, ...] = ()
     layout: ParameterLayout = ParameterLayout()
+    shard_update: Callable[[Optimizer, Sequence[nn.Parameter]], UpdateSharding] | None = None
     decisions: Mapping[str, str] = field(default_factory=dict)
     abort: "Callable[[Float[Tensor, ' numbers']], Abort] | None" = None
 

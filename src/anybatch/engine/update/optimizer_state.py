@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from anybatch.engine.update.precision import Target
 from anybatch.engine.update.resident_tensors import ResidentMemory
 from anybatch.errors import DoesNotFitError
 from anybatch.memory.ledger import MemoryLedger
+from anybatch.parallel.strategy import UpdateSharding
 from anybatch.parallel.world import World
 
 
@@ -25,10 +27,14 @@ class OptimizerStateMemory:
         target: the optimizer and what it updates.
         world: the ranks, which fail together.
         resident: what stays from step to step, for the error.
+        sharding: how the update is shared out over ranks; None if every rank makes all of it.
     """
 
-    def __init__(self, target: Target, world: World, resident: ResidentMemory) -> None:
+    def __init__(
+        self, target: Target, world: World, resident: ResidentMemory, sharding: UpdateSharding | None = None
+    ) -> None:
         self._target = target
+        self._sharding = sharding
         self._world = world
         self._resident = resident
         self._is_allocated = False
@@ -63,9 +69,10 @@ class OptimizerStateMemory:
 
     def _allocate(self) -> None:
         try:
-            self._made = make_state(self._target.optimizer)
-            if self._world.device.type != "cpu":  # a CPU's system promises memory that it may not have
-                reserve(temporary_bytes(self._target.optimizer), self._target.updated)
+            with nullcontext() if self._sharding is None else self._sharding.alone():
+                self._made = make_state(self._target.optimizer)
+                if self._world.device.type != "cpu":  # a CPU's system promises memory that it may not have
+                    reserve(temporary_bytes(self._target.optimizer), self._target.updated)
         except torch.OutOfMemoryError as error:
             message = (
                 "out of memory before the first step, when the optimizer's state and the room for its update were "

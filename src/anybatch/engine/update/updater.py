@@ -19,7 +19,7 @@ from anybatch.engine.update.resident_tensors import ResidentMemory
 from anybatch.engine.update.schedule import SchedulerFunction, scheduler_of
 from anybatch.engine.update.weight_average import WeightAverage
 from anybatch.errors import DoesNotFitError, HalfUpdatedError, NonFiniteError, UpdateFailedError
-from anybatch.parallel.strategy import ParameterLayout
+from anybatch.parallel.strategy import ParameterLayout, UpdateSharding
 
 Gradients = Sequence[torch.Tensor | None]
 """The summed gradient of each trainable parameter; None for one that no rank used."""
@@ -57,6 +57,7 @@ class Updater:
         run_hooks: runs the user's hooks on parameters on the summed gradients, in place.
         clear: clears gradients.
         buffers: the buffers of the model as they were before the step.
+        sharding: how the optimizer's step is shared out over ranks; None if every rank makes all of it.
         resident: what stays in memory from step to step, for errors.
         notifier: reports phases.
     """
@@ -73,6 +74,7 @@ class Updater:
         average: WeightAverage | None,
         scheduler: Scheduler | None,
         optimizer_memory: OptimizerStateMemory,
+        sharding: UpdateSharding | None,
         update_statistics: Callable[[], None],
         run_hooks: Callable[[Gradients], None],
         clear: Callable[[], None],
@@ -89,6 +91,7 @@ class Updater:
         self._measures_norm = measures_norm or isinstance(clip, ClipByNorm)
         self._layout = layout
         self._optimizer_memory = optimizer_memory
+        self.sharding = sharding
         self._update_statistics = update_statistics
         self._run_hooks = run_hooks
         self._clear = clear
@@ -220,7 +223,12 @@ class Updater:
         """Step optimizer and average, unless fp16 has overflowed; return whether they stepped."""
         # The optimizer makes no state for a parameter without a gradient; what was made ahead for it goes.
         self._optimizer_memory.drop_unused(gradients)
-        stepped = self.scaler.step()
+        if self.sharding is None:
+            stepped = self.scaler.step()
+        else:
+            with self.sharding.alone():
+                stepped = self.scaler.step()
+            self.sharding.exchange()
         if stepped:
             self.target.copy_back()
             if self.average is not None:

@@ -1,0 +1,172 @@
+"""Optimizer states shared out over ranks: the same updates, bit for bit, and a part of the state on each rank."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies
+from torch import nn
+
+import anybatch as ab
+from anybatch.optimizers import CombinedOptimizer
+from anybatch.parallel.sharded_update import owners
+from anybatch.testing import relative_error
+from tests.engine.cases import InMemory, vectors
+from tests.faults import sees
+from tests.parallel.sharded_models import loss_of, tower
+from tests.ranks_fixture import Ranks
+
+Named = Iterable[tuple[str, nn.Parameter]]
+
+
+def in_groups(named: Named) -> torch.optim.Optimizer:
+    """Return an optimizer with two groups."""
+    held = list(named)
+    matrices, others = [p for _, p in held if p.dim() > 1], [p for _, p in held if p.dim() <= 1]
+    groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": 0.1}, {"params": others}]
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+
+def combined(named: Named) -> torch.optim.Optimizer:
+    """Return two optimizers as one."""
+    held = list(named)
+    return CombinedOptimizer(
+        torch.optim.SGD([p for _, p in held if p.dim() > 1], lr=0.1, momentum=0.9),
+        torch.optim.AdamW([p for _, p in held if p.dim() <= 1], lr=0.01),
+    )
+
+
+OPTIMIZERS: dict[str, Callable[[Named], torch.optim.Optimizer]] = {
+    "AdamW": lambda named: torch.optim.AdamW(list(named), lr=0.01),
+    "state made at once": lambda named: torch.optim.Adagrad(list(named), lr=0.01),
+    "groups": in_groups,
+    "two optimizers": combined,
+}
+
+
+def engine_over(model: nn.Module, optimizer: Any, strategy: str, **options: Any) -> ab.Engine:
+    """Return an engine that clips, averages and schedules."""
+    return ab.Engine(
+        model,
+        optimizer,
+        ab.mean_over_samples(loss_of),
+        micro_batch_size=2,
+        strategy=strategy,
+        clip=0.05,
+        average_decay=0.5,
+        scheduler=lambda made: torch.optim.lr_scheduler.ExponentialLR(made, 0.9),
+        world=ab.World.from_environment(),
+        **options,
+    )
+
+
+def numbers_in(optimizer: torch.optim.Optimizer) -> int:
+    """Return how many numbers an optimizer's state has, but for its counters."""
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return sum(value.numel() for value in values if isinstance(value, torch.Tensor) and value.dim() > 0)
+
+
+def ends(name: str, dtype: torch.dtype) -> tuple[float, int, int]:
+    """Run on every rank: return how far zero1 is from all_reduce, and the state's numbers under both."""
+    found, numbers = [], []
+    batch = {key: value.to(dtype) if value.is_floating_point() else value for key, value in vectors(11).items()}
+    for strategy in ("all_reduce", "zero1"):
+        model = tower("plain").to(dtype)
+        with engine_over(model, OPTIMIZERS[name], strategy) as engine:
+            for _ in range(3):
+                engine.step(InMemory(batch))
+            assert engine.average is not None
+            tensors = {**dict(model.named_parameters()), **{f"{n} avg": w for n, w in engine.average.weights.items()}}
+            found.append({key: value.detach().double() for key, value in tensors.items()})
+            numbers.append(numbers_in(engine.optimizer))
+    return relative_error(found[1], found[0]), numbers[0], numbers[1]
+
+
+@sees(
+    "every rank updates everything",
+    "src/anybatch/parallel/sharded_update.py",
+    "parameters[:] = [parameter for parameter in parameters if id(parameter) in self._own]",
+    "pass",
+)
+@sees(
+    "what a rank has updated stays there",
+    "src/anybatch/engine/update/updater.py",
+    """
+            self.sharding.exchange()
+""",
+    "",
+)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_updates_are_those_of_replicas(name: str, two_ranks: Ranks, three_ranks: Ranks) -> None:
+    """Any optimizer makes the same updates bit for bit, clipped, scheduled and averaged, with its state shared out."""
+    for ranks in (two_ranks, three_ranks):
+        found = ranks.run(ends, name, torch.float64)
+        assert [error for error, _, _ in found] == [0.0] * ranks.world_size
+        whole = {numbers for _, numbers, _ in found}
+        assert len(whole) == 1
+        assert sum(numbers for _, _, numbers in found) == whole.pop()
+        assert max(numbers for _, _, numbers in found) <= 1.5 * min(numbers for _, _, numbers in found)
+
+
+def test_master_weights_are_exchanged(two_ranks: Ranks) -> None:
+    """Of bf16 parameters the float32 copies are updated by their owners, and all ranks have the same afterwards."""
+    for error, _, _ in two_ranks.run(ends, "AdamW", torch.bfloat16):
+        assert error == 0.0
+
+
+def resumed(folder: str) -> list[float]:
+    """Run on every rank: save under one strategy, go on under another; return the distance to a run that went through.
+
+    Strategies that hold the whole state, a part of it, and shards of it.
+    """
+    batch, found = InMemory(vectors(11)), []
+    for number, (first, second) in enumerate(
+        [("all_reduce", None), ("zero1", "zero1"), ("zero1", "all_reduce"), ("all_reduce", "zero1"), ("zero1", "fsdp")]
+    ):
+        model = tower("plain")
+        with engine_over(model, OPTIMIZERS["AdamW"], first) as engine:
+            for _ in range(2 if second else 4):
+                engine.step(batch)
+            if second:
+                engine.save(Path(folder) / str(number))
+        if second:
+            model = tower("plain")
+            with engine_over(model, OPTIMIZERS["AdamW"], second) as engine:
+                engine.load(Path(folder) / str(number))
+                for _ in range(2):
+                    engine.step(batch)
+                engine.save(Path(folder) / f"{number} again")
+                model = tower("plain")
+        if second:
+            with engine_over(model, OPTIMIZERS["AdamW"], "all_reduce") as engine:
+                engine.load(Path(folder) / f"{number} again")
+        found.append({name: value.detach() for name, value in model.named_parameters()})
+    return [relative_error(end, found[0]) for end in found[1:]]
+
+
+@sees(
+    "rank 0 saves its own part of the optimizer's state alone",
+    "src/anybatch/parallel/sharded_update.py",
+    "                if self._world.rank == 0:\n",
+    "                if False:\n",
+)
+def test_a_checkpoint_is_the_same_under_any_strategy(two_ranks: Ranks, tmp_path: Path) -> None:
+    """A run saved under zero1 goes on under zero1, all_reduce and fsdp, and the reverse, as if it had gone through."""
+    for errors in two_ranks.run(resumed, str(tmp_path)):
+        assert max(errors) <= 1e-14
+
+
+@hypothesis.given(
+    sizes=strategies.lists(strategies.integers(0, 1000), max_size=30), num_ranks=strategies.integers(1, 9)
+)
+def test_every_parameter_has_one_owner(sizes: list[int], num_ranks: int) -> None:
+    """Each parameter has an owner among the ranks, and no rank has more than an even part and one parameter."""
+    found = owners(sizes, num_ranks)
+
+    assert len(found) == len(sizes)
+    held = [sum(size for size, owner in zip(sizes, found, strict=True) if owner == rank) for rank in range(num_ranks)]
+    assert sum(held) == sum(sizes)
+    assert max(held) <= sum(sizes) / num_ranks + max(sizes, default=0)
