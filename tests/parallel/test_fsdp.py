@@ -177,7 +177,7 @@ def lockstep_decisions() -> list[str]:
 
     with ab.Engine(model, sgd, loss, strategy=FSDP(), world=ab.World.from_environment()) as engine:
         engine.step(batch)
-        return [engine.decisions["loss"], engine.decisions["micro_batch_size"]]
+        return [engine.decisions[name] for name in ("loss", "micro_batch_size", "sharding")]
 
 
 def test_lockstep_keeps_auto_and_the_check_of_the_loss(two_ranks: Ranks) -> None:
@@ -186,6 +186,7 @@ def test_lockstep_keeps_auto_and_the_check_of_the_loss(two_ranks: Ranks) -> None
 
     assert first == second
     assert first[0].startswith("taken as a mean over samples")
+    assert first[2].startswith("the model in one piece")
     assert "samples/s" in first[1]
 
 
@@ -498,6 +499,7 @@ def low_precision() -> tuple[float, set[str], set[str]]:
     with engine_over(model, loss=ab.mean_over_samples(loss), strategy=strategy, check_loss=False) as engine:
         found = whole_of(engine.gradients(InMemory(batch)))
         types = {f"{p.dtype} {p.grad is None}" for p in model.parameters()}
+        assert engine.decisions["sharding"] == "3 blocks, one by one, and what is outside of them, over 2 ranks"
     expected, _ = plain_tower("plain", batch, 1, 1e9)
     return relative_error({name: value.double() for name, value in found.items()}, expected), types, seen
 
@@ -585,3 +587,34 @@ def test_what_cannot_be_sharded_is_refused(two_ranks: Ranks) -> None:
         FSDP(reduction="replicas_last")
     with pytest.raises(UserError, match="'once'"):
         FSDP(reduction="once")  # type: ignore[arg-type]
+
+
+def refused_sharding() -> list[str]:
+    """Run on every rank: return what is said of models that come sharded in other ways."""
+    mesh, said = init_device_mesh("cpu", (2,)), []
+    parts = tower("plain")
+    fully_shard(parts.blocks[0], mesh=mesh)
+    alone = tower("plain")
+    fully_shard(alone, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "inner"))["inner"])
+    for model, strategy in ((parts, "fsdp"), (alone, "fsdp"), (parts, "all_reduce")):
+        with pytest.raises(ParameterError) as caught:
+            engine_over(model, strategy=strategy)
+        said.append(str(caught.value))
+    return said
+
+
+@sees(
+    "shards are taken for whole parameters",
+    "src/anybatch/engine/build.py",
+    "        refuse_sharded(modules, needs.name)\n",
+    "        pass\n",
+)
+def test_other_shardings_are_refused() -> None:
+    """Parts that were left out, meshes of some ranks, and shards under another strategy are refused by name."""
+    for outcome in run_ranks(2, refused_sharding, timeout_seconds=60.0):
+        assert not outcome.error, outcome.error
+        parts, some, replicas = outcome.value
+        assert "'first.weight' is not in a module" in parts
+        assert "sharded over 1 ranks, and there are 2" in some
+        assert "'blocks.0.gain' is sharded over ranks" in replicas
+        assert "strategy='fsdp'" in replicas

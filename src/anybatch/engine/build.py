@@ -22,7 +22,7 @@ from anybatch.engine.compatibility import Features, features_of, refuse_features
 from anybatch.engine.executors import choose_executor
 from anybatch.engine.forward_state.buffer_updates import BufferUpdates
 from anybatch.engine.forward_state.state_watch import StateWatch
-from anybatch.engine.inputs import collect_modules, move_modules, world_of
+from anybatch.engine.inputs import collect_modules, move_modules, refuse_sharded, world_of
 from anybatch.engine.loss_check.check import LossCheck
 from anybatch.engine.loss_check.uncounted import UncountedSums
 from anybatch.engine.meaning import StepMeaning
@@ -156,6 +156,8 @@ def _check_arguments(spec: TrainSpec, hardware: Hardware) -> _Arguments:
     world = hardware.world or world_of(modules)
     strategy = choose_strategy(hardware.strategy, world)
     needs, clip = strategy.capabilities, clip_policy(spec.clip)
+    if not needs.replaces_parameters:
+        refuse_sharded(modules, needs.name)
     make_autocast = autocast(spec.precision, world.device)
     randomness = choose_randomness(spec.rng, modules, world.device)
     policy = policy_for(spec.norms, modules, world.size)

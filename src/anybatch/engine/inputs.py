@@ -62,6 +62,25 @@ def collect_modules(model: Model, loss: Loss) -> nn.Module:
     return modules
 
 
+def refuse_sharded(modules: nn.Module, strategy: str) -> None:
+    """Refuse parameters that are shards under a strategy that would take each rank's for the whole.
+
+    Args:
+        modules: everything that trains.
+        strategy: its name.
+
+    Raises:
+        ParameterError: some parameter is a `DTensor`.
+    """
+    for name, parameter in modules.named_parameters():
+        if hasattr(parameter, "device_mesh"):  # to ask for the class would import it, which takes a second
+            message = (
+                f"parameter {name!r} is sharded over ranks (a DTensor), and strategy {strategy!r} has whole ones. Use "
+                "strategy='fsdp', which takes models that were sharded with fully_shard, or give the plain model."
+            )
+            raise ParameterError(message)
+
+
 def move_modules(modules: nn.Module, device: torch.device) -> None:
     """Move modules to a device, unless all of them is there: tensors without data cannot be moved."""
     if any(tensor.device != device for tensor in (*modules.parameters(), *modules.buffers())):

@@ -27,7 +27,15 @@ from anybatch.parallel.fsdp_collectives import AllGather, ReduceScatter
 from anybatch.parallel.loss_caller import LossCaller
 from anybatch.parallel.meshes import mesh_of_ranks
 from anybatch.parallel.replicas import Initial, align_replicas
-from anybatch.parallel.sharding import Sharding, is_sharded, shard, sharding_groups, whole_parameters
+from anybatch.parallel.sharding import (
+    Sharding,
+    ShardingGroup,
+    is_sharded,
+    refuse_other_sharding,
+    shard,
+    sharding_groups,
+    whole_parameters,
+)
 from anybatch.parallel.step_agreement import StepAgreement
 from anybatch.parallel.strategy import Capabilities, Prepared, ReductionObserver, Turn, trainable, weakly
 from anybatch.parallel.torch_internals import ShardedGroup, begin_as_root, root_of, sharded_group
@@ -108,8 +116,9 @@ class FSDP:
             ReplicaError: ranks hold different models, see `align_replicas`.
             WorldError: ranks do not make up the replicas.
         """
-        self._world, self._model = world, model
+        self._world, self._model, self._reduces = world, model, None
         differed: tuple[str, ...] = ()
+        form = "as the model came"
         for module in _sharded_modules(modules):
             module.reshard()  # its own forward may have left it gathered
         if not is_sharded(modules):
@@ -117,8 +126,11 @@ class FSDP:
             mesh = self._mesh()
             differed = align_replicas(modules, world, self._initial)
             shard(groups, mesh, self._sharding)
+            form = f"{_in_words(groups)}, over {world.size // self._replicas} ranks"
             for parameter in whole_parameters(modules):
                 parameter.data = parameter.data.to(world.device)
+        else:
+            refuse_other_sharding(modules, world.size)
         self._root = _rooted(modules, model)
         self._modules = _sharded_modules(self._root)
         self._outermost = _outermost(modules)
@@ -139,7 +151,7 @@ class FSDP:
             call=self._call,
             differed=differed,
             layout=SHARDED,
-            decisions={"reduction": reason},
+            decisions={"sharding": form, "reduction": reason},
         )
 
     def micro_batch(self, turn: Turn) -> AbstractContextManager[object]:
@@ -303,6 +315,13 @@ class FSDP:
             return "last_micro_batch", f"last_micro_batch, once per step: {costs}"
         reduction: Reduction = "every_micro_batch" if self._replicas == 1 else "replicas_last"
         return reduction, f"{reduction}: {costs}, more than {_MOST_OF_MEMORY:.0%} of {in_bytes(memory)}"
+
+
+def _in_words(groups: Sequence[ShardingGroup]) -> str:
+    num_blocks = sum(not group.outermost for group in groups)
+    if num_blocks:
+        return f"{num_blocks} blocks, one by one, and what is outside of them"
+    return "the model in one piece, because it has no repeated blocks: a step gathers all weights at once"
 
 
 def _note_use(used: list[bool], places: Sequence[int], number: int) -> None:

@@ -3,15 +3,17 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from anybatch.core.blocks import repeated_blocks
 from anybatch.errors import ParameterError
+from anybatch.parallel.torch_internals import sharded_group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,40 @@ class ShardingGroup:
 def is_sharded(modules: nn.Module) -> bool:
     """Return whether some parameters are sharded already."""
     return any(isinstance(parameter, DTensor) for parameter in modules.parameters())
+
+
+def refuse_other_sharding(modules: nn.Module, num_ranks: int) -> None:
+    """Refuse a model that comes sharded in a way in which sums over its meshes are not sums over all ranks.
+
+    Args:
+        modules: everything that trains, sharded already.
+        num_ranks: of the world.
+
+    Raises:
+        ParameterError: parameters are sharded over fewer ranks, or not by `fully_shard`.
+    """
+    by_fsdp = {
+        id(shard)
+        for module in modules.modules()
+        if isinstance(module, FSDPModule)
+        for group in [sharded_group(cast("nn.Module", module))]
+        if group is not None
+        for shard in group.shards
+    }
+    for name, parameter in modules.named_parameters():
+        if parameter.dim() and id(parameter) not in by_fsdp:
+            message = (
+                f"parameter {name!r} is not in a module that `fully_shard` was called on, though others are. Call it "
+                "on the model itself too, after its parts, or give the engine the plain model. Tensor-parallel "
+                "parameters are not supported yet."
+            )
+            raise ParameterError(message)
+        if isinstance(parameter, DTensor) and parameter.device_mesh.size() != num_ranks:
+            message = (
+                f"parameter {name!r} is sharded over {parameter.device_mesh.size()} ranks, and there are {num_ranks}: "
+                "gradients would be summed over some of them only. Shard over a mesh of all ranks."
+            )
+            raise ParameterError(message)
 
 
 def outermost_modules(modules: nn.Module) -> dict[str, nn.Module]:
