@@ -122,10 +122,10 @@ def test_what_was_not_used_has_no_gradient() -> None:
 @pytest.mark.parametrize(
     "parameter",
     [
-        torch.empty(4, 3, 2, 2).to(memory_format=torch.channels_last),
-        torch.empty(5, 3).t(),
-        torch.empty(2, 3),
-        torch.empty(()),
+        torch.ones(4, 3, 2, 2).to(memory_format=torch.channels_last),
+        torch.ones(5, 3).t(),
+        torch.ones(2, 3),
+        torch.ones(()),
     ],
     ids=["channels last", "transposed", "contiguous", "one number"],
 )
