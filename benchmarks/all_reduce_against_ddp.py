@@ -9,7 +9,7 @@ Figures are medians over steps of the slower rank's seconds.
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 
 import report
@@ -117,6 +117,13 @@ def compare(model: str, num_micro_batches: int, rounds: int) -> dict[str, list[f
     }
     num_samples = size * num_micro_batches * dist.get_world_size()
     batch = InMemory({"x": torch.randn(num_samples, 16), "y": torch.randint(0, 10, (num_samples,))})
+    return alternated(steps, batch, rounds)
+
+
+def alternated(
+    steps: Mapping[str, Callable[[InMemory], object]], batch: InMemory, rounds: int
+) -> dict[str, list[float]]:
+    """Return the seconds of each kind of step on this rank; all of them run once in each round."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for round_number in range(rounds + WARM_UP_ROUNDS):
         for name, step in steps.items():

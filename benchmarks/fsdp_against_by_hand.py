@@ -9,13 +9,12 @@ by the operations' own allocations, under DDP, all_reduce and both reductions.
 """
 
 import statistics
-import time
 from collections.abc import Callable
 
 import report
 import torch
 import torch.distributed as dist
-from all_reduce_against_ddp import InMemory
+from all_reduce_against_ddp import InMemory, alternated
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -24,12 +23,12 @@ from torch.profiler import ProfilerActivity, profile
 
 import anybatch as ab
 from anybatch.engine.spec import TrainSpec
+from anybatch.engine.update.resident_tensors import num_bytes_of
 from anybatch.parallel.fsdp import FSDP
 from anybatch.planner.trace.fsdp_trace import Sharding, trace_sharded
 from anybatch.planner.trace.step_spec import StepSpec
 from anybatch.testing import RankPool
 
-WARM_UP_ROUNDS = 3
 WIDTH, NUM_BLOCKS, SIZE = 512, 8, 8
 REDUCTIONS = ("last_micro_batch", "every_micro_batch")
 Batch = dict[str, torch.Tensor]
@@ -129,16 +128,7 @@ def batch_of(num_micro_batches: int) -> InMemory:
 def compare(reduction: str, num_micro_batches: int, rounds: int) -> dict[str, list[float]]:
     """Run on every rank: return the seconds of each kind of step."""
     steps = {"by hand": by_hand(reduction), "engine": by_engine(FSDP(reduction=reduction))}  # type: ignore[arg-type]
-    batch = batch_of(num_micro_batches)
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for round_number in range(rounds + WARM_UP_ROUNDS):
-        for name, step in steps.items():
-            dist.barrier()
-            begin = time.perf_counter()
-            step(batch)
-            if round_number >= WARM_UP_ROUNDS:
-                seconds[name].append(time.perf_counter() - begin)
-    return seconds
+    return alternated(steps, batch_of(num_micro_batches), rounds)
 
 
 def resident_and_peak(kind: str) -> tuple[int, int]:
@@ -148,9 +138,8 @@ def resident_and_peak(kind: str) -> tuple[int, int]:
     batch = batch_of(2)
     for _ in range(2):
         engine.step(batch)
-    resident = 0
-    for tensors in engine._parts.resident_tensors().values():  # noqa: SLF001 (what the engine's own report counts)
-        resident += sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+    # What the engine's own report counts.
+    resident = sum(map(num_bytes_of, engine._parts.resident_tensors().values()))  # noqa: SLF001
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         engine.step(batch)
     held = largest = 0
@@ -181,7 +170,7 @@ def main() -> None:
         "| ranks | reduction | accumulation steps | by hand, ms | engine, ms | ratio |",
         "|--:|---|--:|--:|--:|--:|",
     ]
-    memory = ["| ranks | strategy | weights and optimizer, MiB | in a step beside them, MiB |", "|--:|---|--:|--:|"]
+    memory = ["| ranks | strategy | between steps, MiB | at the peak, MiB | planned, MiB |", "|--:|---|--:|--:|--:|"]
     for num_ranks in (2, 4):
         with RankPool(num_ranks) as pool:
             for reduction in REDUCTIONS:

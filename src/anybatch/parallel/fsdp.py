@@ -180,8 +180,9 @@ class FSDP:
         # In the data group before the agreement's numbers, as on every rank.
         whole = self._start_whole()
         agreement.start()
-        numbers, used = agreement.wait()
+        # Before the agreement, which raises where ranks differ: no collective is under way then.
         self._finish_whole(*whole)
+        numbers, used = agreement.wait()
         self._begin(is_begun=False)
         for parameter, is_used in zip(self._parameters, used, strict=True):
             # FSDP2 reduces zeros for what this rank has not used; what no rank has used has no gradient.
@@ -291,7 +292,9 @@ class FSDP:
             return [], None
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        return [flat, *gradients], dist.all_reduce(flat, async_op=True)
+        with self._world.collective():
+            work = dist.all_reduce(flat, async_op=True)
+        return [flat, *gradients], work
 
     def _finish_whole(self, tensors: list[torch.Tensor], work: dist.Work | None) -> None:
         if work is None:
