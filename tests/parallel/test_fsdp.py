@@ -537,7 +537,7 @@ def message_of_a_failure() -> str:
 )
 def test_a_failing_rank_is_not_waited_for() -> None:
     """A rank that waits to gather weights with one that has failed ends at once, with that one's error."""
-    first, second = run_ranks(2, message_of_a_failure, timeout_seconds=60.0)
+    first, second = run_ranks(2, message_of_a_failure, timeout_seconds=20.0)
     assert not first.error, first.error
     assert "RankFailedError: rank 1 failed in step 0: ValueError: boom" in first.value
     assert "Rank 0 waited for it" in first.value
