@@ -64,9 +64,18 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("anybatch")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let a part of the tests be drawn."""
+    parser.addoption("--draw", type=float, default=1.0, metavar="X", help="run this part of the tests, drawn by --seed")
+    parser.addoption("--seed", default="", metavar="WORD", help="what --draw draws by, such as a commit")
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what needs ranks, before tests are selected by their markers; a browser is slow to start."""
+    part, seed = config.getoption("draw"), config.getoption("seed")
+    # Each test by itself, so that all processes of a run draw alike.
+    items[:] = [item for item in items if random.Random(f"{seed} {item.nodeid}").random() < part]
     for item in items:
         names = set(getattr(item, "fixturenames", ()))
         if names & RANK_FIXTURES:

@@ -4,7 +4,8 @@
 setup    make .venv and install anybatch and its guide into it, editable, with all that tests and checks need
 train    train the digits recipe at effective batch size 256; arguments are handed on: python make.py train text
 guide    open the guide in a browser; arguments are handed on: python make.py guide --no-browser
-test     run all tests, up to four files at a time; arguments are for pytest, in one process: make.py test -k accumulate
+test     run the tests, up to four files at a time; arguments are for pytest, in one process: make.py test -k accumulate
+test-published  make again what pages, recordings and documents show, and compare; --draw 0.3 draws some, by --seed
 test-fast  run those that take no ranks and less than a quarter of a second each, in about a minute
 matrix   run the fast and the exactness tests on every torch and Python that is supported and can be had
 check    lint, formatting, types, import layers and the tests of the architecture
@@ -104,7 +105,14 @@ def run_tests(arguments: Sequence[str]) -> int:
     """Run the tests: all of them in several processes, file by file, or those that arguments for pytest name in one."""
     setup()
     keep_what_is_compiled()
-    return run([venv_program("python"), "-m", "pytest", *(arguments or side_by_side())])
+    return run([venv_program("python"), "-m", "pytest", *(arguments or [*side_by_side(), "-m", "not published"])])
+
+
+def run_published_tests(arguments: Sequence[str]) -> int:
+    """Make again what pages, recordings and documents show, and compare; arguments are for pytest: `--draw 0.3`."""
+    setup()
+    keep_what_is_compiled()
+    return run([venv_program("python"), "-m", "pytest", *side_by_side(), "-m", "published", *arguments])
 
 
 def run_fast_tests(arguments: Sequence[str]) -> int:
@@ -122,7 +130,8 @@ def keep_what_is_compiled() -> None:
 
 def side_by_side() -> list[str]:
     """Return the options that let pytest run files of tests in several processes."""
-    return ["-n", str(min(MOST_WORKERS, os.cpu_count() or 1)), "--dist", "loadfile"]
+    # One more than there are cores: a third of the time a process waits for others that it has started.
+    return ["-n", str(min(MOST_WORKERS, 1 + (os.cpu_count() or 1))), "--dist", "loadfile"]
 
 
 def matrix(arguments: Sequence[str]) -> int:
@@ -261,6 +270,7 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "guide": guide,
     "test": run_tests,
+    "test-published": run_published_tests,
     "test-fast": run_fast_tests,
     "matrix": matrix,
     "check": check,

@@ -25,8 +25,8 @@ import anybatch as ab
 from anybatch.engine.spec import TrainSpec
 from anybatch.engine.update.resident_tensors import num_bytes_of
 from anybatch.parallel.fsdp import FSDP
-from anybatch.planner.trace.fsdp_trace import Sharding, trace_sharded
 from anybatch.planner.trace.step_spec import StepSpec
+from anybatch.planner.trace.step_trace import trace_step
 from anybatch.testing import RankPool
 
 WIDTH, NUM_BLOCKS, SIZE = 512, 8, 8
@@ -151,14 +151,12 @@ def resident_and_peak(kind: str) -> tuple[int, int]:
 
 
 def planned(kind: str, num_ranks: int) -> str:
-    """Return the peak that the planner predicts for a rank, in MiB; "" where it plans by another trace."""
-    if kind not in REDUCTIONS:
-        return ""
+    """Return the peak that the planner predicts for a rank, in MiB."""
     sample = {"x": torch.zeros(1, 16), "y": torch.zeros(1, dtype=torch.long)}
     train = TrainSpec(model=Model(), optimizer=adamw, loss=ab.mean_over_samples(loss))
-    spec = StepSpec(train=train, sample=sample, world_size=num_ranks, profile="cpu")
-    how = Sharding(param_dtype=None, reduce_dtype=None, defer=kind == "last_micro_batch")
-    return f"{trace_sharded(spec, SIZE, how).memory.peak_bytes / 2**20:.1f}"
+    how = (lambda: FSDP(reduction=kind)) if kind in REDUCTIONS else kind  # type: ignore[arg-type, return-value]
+    spec = StepSpec(train=train, sample=sample, strategy=how, world_size=num_ranks, profile="cpu")
+    return f"{trace_step(spec, SIZE).steady.peak_bytes / 2**20:.1f}"
 
 
 def main() -> None:

@@ -14,10 +14,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import report
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
@@ -25,12 +27,16 @@ import anybatch as ab
 from anybatch.core.batch import Foresight, Position, Positions
 from anybatch.diagnostics import record_memory
 from anybatch.norms import Ghost, Policy, PolicyName
+from anybatch.parallel.fsdp import FSDP
+from anybatch.parallel.sharding import Sharding
 from anybatch.testing import RankPool, relative_error
 
 Batch = dict[str, torch.Tensor]
 Gradients = dict[str, torch.Tensor | None]
 NUM_SAMPLES = 29
 EXACT = 1e-12
+OFFLOADED = "fsdp, offloaded to the host"
+STRATEGIES = ("all_reduce", "ddp", "zero1", "fsdp", OFFLOADED)
 
 
 class InMemory:
@@ -79,19 +85,28 @@ def unsplit() -> Gradients:
 def gradients_of(engine: ab.Engine, batch: Batch) -> Gradients:
     """Return an engine's gradient of one effective batch, on the CPU."""
     with engine:
-        return {name: None if g is None else g.cpu() for name, g in engine.gradients(InMemory(batch)).items()}
+        found = engine.gradients(InMemory(batch))
+        return {name: None if g is None else whole(g).cpu() for name, g in found.items()}
+
+
+def whole(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient that is sharded over ranks as one tensor."""
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
 def accumulated(device: str, strategy: str, micro_batch_size: int) -> Gradients:
     """Run on a rank: return the engine's gradient, computed on the device."""
     world = ab.World.from_environment(device=device)
-    model = small()
-    optimizer = torch.optim.SGD(model.parameters())
-    declared = ab.mean_over_samples(loss)
-    return gradients_of(
-        ab.Engine(model, optimizer, declared, micro_batch_size=micro_batch_size, strategy=strategy, world=world),
-        samples(),
+    how: Any = FSDP(Sharding(cpu_offload=True)) if strategy == OFFLOADED else strategy
+    engine = ab.Engine(
+        small(),
+        lambda named: torch.optim.SGD(named, lr=1e-3),
+        ab.mean_over_samples(loss),
+        micro_batch_size=micro_batch_size,
+        strategy=how,
+        world=world,
     )
+    return gradients_of(engine, samples())
 
 
 def exactness(device: str) -> Iterator[tuple[str, str]]:
@@ -99,11 +114,12 @@ def exactness(device: str) -> Iterator[tuple[str, str]]:
     expected = unsplit()
     for size in (1, 3, 7):
         yield f"single, micro-batches of {size}", error_of(accumulated(device, "single", size), expected)
-    for strategy in ("all_reduce", "ddp"):
+    yield "data_parallel, all devices", error_of(accumulated(device, "data_parallel", 7), expected)
+    for strategy in STRATEGIES:
         if device != "cpu":
             yield f"NCCL, 1 rank, {strategy}", judged(nccl_error(strategy))
     with RankPool(2) as pool:
-        for strategy in ("all_reduce", "ddp"):
+        for strategy in STRATEGIES:
             errors = [relative_error(found, expected) for found in pool.run(accumulated, device, strategy, 3)]
             yield f"gloo, 2 ranks on one device, {strategy}", judged(max(errors))
 

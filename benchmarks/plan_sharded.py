@@ -1,141 +1,206 @@
-"""Memory of FSDP2 as it is planned without devices: against published figures, real ranks, and known limits.
+"""Memory of sharded steps as it is planned without devices: against published figures, real ranks, and known limits.
 
 1. torchtitan's own figures for Llama 3.1 8B on H100s: 8,192 tokens, two samples per device, selective checkpointing.
-2. Two real ranks on this machine: what torch's profiler saw the CPU's allocator hand out, and what was planned. gloo
-   reduces copies of what it is given, in a thread that lets go when it comes to it: neither is planned.
+2. The engine on two and four gloo ranks on this machine, in the second step, on the rank that holds most, against what
+   `ab.plan(device="cpu:64GiB", world_size=..., strategy=...)` says of it. Two micro-batches a step. Tensors: the most
+   that they hold, by the memory ledger. Allocated: the most that torch's CPU allocator has handed out, by its profiler;
+   beside tensors that is what kernels take for themselves, which is planned, and what gloo copies in a thread of its
+   own and lets go when it comes to it, which is not.
 3. The fewest devices of 80 GiB that hold a step of a 70-billion-parameter model, whose weights at two bytes are 140 GB.
 
-    python benchmarks/plan_sharded.py [--out benchmarks/results/NAME.md]
+    python benchmarks/plan_sharded.py [--only-ranks] [--out benchmarks/results/NAME.md]
 """
 
 import gc
 import time
-from dataclasses import replace
-from functools import partial
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import llama
 import report
 import torch
-import torch.distributed as dist
+from memory_accuracy import SAMPLES, TOKENS, Batch, Language, Named, adamw, images, pictures, sgd, text
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
+import anybatch as ab
+from anybatch.engine.spec import TrainSpec
 from anybatch.memory.ledger import MemoryLedger
+from anybatch.parallel.fsdp import FSDP
+from anybatch.parallel.sharding import Sharding
+from anybatch.parallel.strategy import Strategy
 from anybatch.planner.cost.caching_allocator import replay
 from anybatch.planner.proposals.more_ranks import smallest_world
-from anybatch.planner.trace.fsdp_trace import ShardedLoop, Sharding, shard, trace_sharded
+from anybatch.planner.trace.gathered_memory import resizes_booked
+from anybatch.planner.trace.step_trace import NUM_MICRO_BATCHES, trace_step
 from anybatch.testing import RankPool
 
-GIBIBYTE = 1 << 30
+GIBIBYTE, MEBIBYTE = 1 << 30, 1 << 20
 PUBLISHED_GIB = {8: 82.4, 128: 67.0}
 """torchtitan's benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3, FSDP without compilation; reserved."""
-TINY = llama.Shape(num_layers=3, width=96, num_heads=4, num_key_heads=2, hidden=250, vocabulary=1001, num_tokens=128)
-MICRO_BATCH_SIZE = 64
 USABLE_GIB = 68
 """Of 80, with 15% headroom."""
-SHARDINGS = {
-    "gathered again": Sharding(),
-    "kept after forward": Sharding(reshard_after_forward=False),
-    "reduced once": Sharding(defer=True),
-    "in float32": Sharding(param_dtype=None, reduce_dtype=None),
+SECOND_STEP = "second step"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model to train, and the size of its micro-batches."""
+
+    model: Callable[[], nn.Module]
+    loss: object
+    batch: Callable[[int], Batch]
+    size: int
+    optimizer: Callable[[Named], torch.optim.Optimizer] = adamw
+
+    def spec(self) -> TrainSpec:
+        """Return what is trained."""
+        return TrainSpec(model=self.model(), optimizer=self.optimizer, loss=self.loss, check_loss=False)  # type: ignore[arg-type]
+
+
+CASES = {
+    "transformer, 4 x 256, 128 tokens, AdamW": Case(lambda: Language(4, 256), TOKENS, text(128), 8),
+    "transformer, 6 x 512, 32 tokens, AdamW": Case(lambda: Language(6, 512), TOKENS, text(32), 4),
+    "transformer, 6 x 512, checkpointing": Case(lambda: Language(6, 512, again=True), TOKENS, text(64), 8),
+    "CNN, AdamW": Case(lambda: images(64, lambda _: nn.Identity()), SAMPLES, pictures, 16),
+    "CNN with BatchNorm, SGD": Case(lambda: images(64, nn.BatchNorm2d), SAMPLES, pictures, 16, sgd),
 }
+STRATEGIES: dict[str, str | Callable[[], Strategy]] = {
+    "ddp": "ddp",
+    "all_reduce": "all_reduce",
+    "zero1": "zero1",
+    "fsdp": "fsdp",
+    "fsdp, every micro-batch": lambda: FSDP(reduction="every_micro_batch"),
+    "fsdp, 2 replicas, replicas last": lambda: FSDP(replicas=2, reduction="replicas_last"),
+}
+
+
+def in_bfloat16() -> Strategy:
+    """Return FSDP2 as torchtitan has it: weights gathered in bf16, gradients reduced in float32 as they come."""
+    return FSDP(Sharding(param_dtype=torch.bfloat16), reduction="every_micro_batch")
 
 
 def against_published() -> list[str]:
     """Return the table of planned and published figures."""
     lines = ["| devices | tensors | reserved, one pool | reserved | published | error |", "|--:|--:|--:|--:|--:|--:|"]
     shape = replace(llama.EIGHT, checkpointing="selective")
-    sharding = Sharding(accumulation_steps=1, reshard_last_block=False)
     for world_size, published in PUBLISHED_GIB.items():
-        trace = trace_sharded(llama.spec(shape, world_size=world_size), 2, sharding)
-        sizes = [one.num_bytes for one in trace.memory.allocations]
+        spec = replace(llama.spec(shape, world_size=world_size), strategy=in_bfloat16)
+        trace = trace_step(spec, 2, num_micro_batches=1).steady
+        sizes = [one.num_bytes for one in trace.allocations]
         one_pool, reserved = (
-            replay(trace.memory.events, sizes, pools=pools).peak_reserved_bytes / GIBIBYTE
-            for pools in (None, trace.pools)
+            replay(trace.events, sizes, pools=pools).peak_reserved_bytes / GIBIBYTE for pools in (None, trace.pools)
         )
-        tensors = trace.memory.peak_bytes / GIBIBYTE
         error = reserved / published - 1
+        tensors = trace.peak_bytes / GIBIBYTE
         lines.append(f"| {world_size} | {tensors:.1f} | {one_pool:.1f} | {reserved:.1f} | {published} | {error:+.1%} |")
     return lines
 
 
-def batch() -> llama.Tokens:
-    """Make a micro-batch."""
-    size = MICRO_BATCH_SIZE, TINY.num_tokens
-    return torch.empty(size, dtype=torch.long).zero_(), torch.empty(size, dtype=torch.long).zero_()
+def planned_peak(name: str, strategy: str, num_ranks: int) -> int:
+    """Return the bytes that a plan for a CPU says each rank holds."""
+    case = CASES[name]
+    plan = ab.plan(
+        case.spec,
+        sample=case.batch(1),
+        device="cpu:64GiB",
+        effective_batch_size=NUM_MICRO_BATCHES * case.size * num_ranks,
+        world_size=num_ranks,
+        strategy=STRATEGIES[strategy],
+        proposals=False,
+    )
+    return plan.baseline.envelope.peak_bytes(case.size)
 
 
-def real_peak(checkpointing: str, sharding: Sharding) -> int:
-    """Run on every rank: return the most that a step holds, by the profiler, beside what was there before."""
-    model: nn.Module = llama.Llama(replace(TINY, checkpointing=checkpointing))
-    shard(model, init_device_mesh("cpu", (dist.get_world_size(),)), sharding)
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-    loop = ShardedLoop(model, optimizer, llama.loss, batch, sharding)
-    loop.begin()
-    there = loop.trace(MemoryLedger()).memory
-    held = largest = sum(one.num_bytes for one in there.allocations if one.phase == "setup")
+def real_peaks(name: str, strategy: str) -> tuple[int, int]:
+    """Run on every rank: return the most that tensors hold during the second step, and the most that is allocated."""
+    torch.set_num_threads(1)
+    case, how = CASES[name], STRATEGIES[strategy]
     gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        loop.step(MemoryLedger())
-    for event in seen.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            largest = max(largest, held)
-    return largest
+    ledger = MemoryLedger()
+    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    with warnings.catch_warnings(), profiler as seen, resizes_booked(ledger), ledger:
+        warnings.simplefilter("ignore")  # DDP on the search for unused parameters
+        torch.manual_seed(0)
+        spec = case.spec()
+        with ab.World.from_environment(device="cpu") as world:
+            engine = ab.Engine(
+                spec.model,
+                spec.optimizer,
+                spec.loss,
+                micro_batch_size=case.size,
+                strategy=how if isinstance(how, str) else how(),
+                check_loss=False,
+                world=world,
+            )
+            torch.manual_seed(world.rank)  # ranks have samples of their own
+            batch = case.batch(NUM_MICRO_BATCHES * case.size)
+            engine.step(batch)
+            start = ledger.num_events
+            with record_function(SECOND_STEP):
+                engine.step(batch)
+            engine.close()
+    events = seen.profiler.kineto_results.events()
+    step = next(event for event in events if event.name() == SECOND_STEP)
+    held = most = 0
+    for event in sorted((event for event in events if event.name() == "[memory]"), key=lambda one: one.start_ns()):
+        held += event.nbytes()
+        if step.start_ns() <= event.start_ns() <= step.end_ns():
+            most = max(most, held)
+    tensors = ledger.trace(start).peak_bytes
+    ledger.forget()
+    return tensors, most
 
 
 def against_real_ranks() -> list[str]:
     """Return the table of planned and real peaks."""
-    lines = ["| blocks | weights | planned, MiB | real, MiB | error |", "|---|---|--:|--:|--:|"]
-    with RankPool(2, timeout_seconds=300) as pool:
-        for checkpointing in ("none", "selective", "full"):
-            for words, sharding in SHARDINGS.items():
-                spec = llama.spec(replace(TINY, checkpointing=checkpointing), world_size=2, profile="cpu")
-                planned = trace_sharded(spec, MICRO_BATCH_SIZE, sharding).memory.peak_bytes
-                real = pool.run(real_peak, checkpointing, sharding)[0]
-                sizes = f"{planned / 2**20:.2f} | {real / 2**20:.2f} | {planned / real - 1:+.2%}"
-                lines.append(f"| checkpointing: {checkpointing} | {words} | {sizes} |")
+    lines = [
+        "| model | ranks | strategy | planned, MiB | tensors, MiB | error | allocated, MiB | error |",
+        "|---|--:|---|--:|--:|--:|--:|--:|",
+    ]
+    for num_ranks in (2, 4):
+        with RankPool(num_ranks, timeout_seconds=300) as pool:
+            for name in CASES:
+                for strategy in STRATEGIES:
+                    planned = planned_peak(name, strategy, num_ranks)
+                    real = (max(one) for one in zip(*pool.run(real_peaks, name, strategy), strict=True))
+                    figures = " | ".join(f"{one / MEBIBYTE:.2f} | {planned / one - 1:+.2%}" for one in real)
+                    lines.append(f"| {name} | {num_ranks} | {strategy} | {planned / MEBIBYTE:.2f} | {figures} |")
+                    print(lines[-1], flush=True)
     return lines
-
-
-def bfloat16_llama(shape: llama.Shape) -> nn.Module:
-    """Return a model whose weights have two bytes."""
-    return llama.Llama(shape).to(torch.bfloat16)
 
 
 def fewest_devices() -> list[str]:
     """Return the table of the smallest numbers of devices."""
-    shape = replace(llama.SEVENTY, checkpointing="full")
-    mixed, half = llama.spec(shape), llama.spec(shape, model=partial(bfloat16_llama, shape))
-    head = "| weights | memory to use | fewest devices | traced: tensors, GiB | seconds |"
-    lines = [head, "|---|--:|--:|---|--:|"]
-    whole = Sharding(param_dtype=None, reduce_dtype=None)
-    for words, spec, sharding in (
-        ("float32, gathered in bfloat16", mixed, Sharding()),
-        ("bfloat16, and so is AdamW's state", half, whole),
-    ):
-        begun = time.perf_counter()
-        found = smallest_world(spec, USABLE_GIB * GIBIBYTE, sharding=sharding)
-        seconds = time.perf_counter() - begun
-        tried = ", ".join(f"{one.world_size}: {one.peak_bytes / GIBIBYTE:.1f}" for one in found.tried)
-        lines.append(f"| {words} | {USABLE_GIB} GiB | {found.world_size} | {tried} | {seconds:.0f} |")
-    return lines
+    spec = replace(llama.spec(replace(llama.SEVENTY, checkpointing="full")), strategy=in_bfloat16)
+    begun = time.perf_counter()
+    found = smallest_world(spec, USABLE_GIB * GIBIBYTE)
+    seconds = time.perf_counter() - begun
+    tried = ", ".join(f"{one.world_size}: {one.peak_bytes / GIBIBYTE:.1f}" for one in found.tried)
+    return [
+        "| weights | memory to use | fewest devices | traced: tensors, GiB | seconds |",
+        "|---|--:|--:|---|--:|",
+        f"| float32, gathered in bfloat16 | {USABLE_GIB} GiB | {found.world_size} | {tried} | {seconds:.0f} |",
+    ]
 
 
 def main() -> None:
     """Print the tables, and write them to a file if asked."""
-    out = report.parser(__doc__).parse_args().out
+    parser = report.parser(__doc__)
+    parser.add_argument("--only-ranks", action="store_true", help="leave out the models of 8 and 70 billion parameters")
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    lines = ["Llama 3.1 8B, GiB:", "", *against_published(), ""]
-    lines += ["Two gloo ranks on a CPU, by torch's profiler on the first of them:", "", *against_real_ranks(), ""]
-    lines += ["70 billion parameters, 8,192 tokens, one sample per device:", "", *fewest_devices()]
+    lines = ["The engine on gloo ranks on a CPU:", "", *against_real_ranks(), ""]
+    if not options.only_ranks:
+        lines += ["Llama 3.1 8B, GiB:", "", *against_published(), ""]
+        lines += ["70 billion parameters, 8,192 tokens, one sample per device:", "", *fewest_devices()]
     report.publish(
         lines,
-        title="Memory under FSDP2, planned without devices",
-        command="python benchmarks/plan_sharded.py",
+        title="Memory of sharded steps, planned without devices",
+        command="python benchmarks/plan_sharded.py" + (" --only-ranks" if options.only_ranks else ""),
         setting="one thread",
-        out=out,
+        out=options.out,
     )
 
 

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import report
 
@@ -52,15 +53,20 @@ def on_one_device(name: str) -> str:
 def sharded(name: str, checkpointing: str, world_size: int, micro_batch_size: int) -> str:
     """Plan one micro-batch size under FSDP2; return what is held."""
     import llama  # noqa: PLC0415
+    import torch  # noqa: PLC0415
 
+    from anybatch.parallel.fsdp import FSDP  # noqa: PLC0415
+    from anybatch.parallel.sharding import Sharding  # noqa: PLC0415
     from anybatch.planner.cost.caching_allocator import replay  # noqa: PLC0415
-    from anybatch.planner.trace.fsdp_trace import trace_sharded  # noqa: PLC0415
+    from anybatch.planner.trace.step_trace import trace_step  # noqa: PLC0415
 
     shape = replace(getattr(llama, name), checkpointing=checkpointing)
-    trace = trace_sharded(llama.spec(shape, world_size=world_size), micro_batch_size)
-    sizes = [one.num_bytes for one in trace.memory.allocations]
-    reserved = replay(trace.memory.events, sizes, pools=trace.pools).peak_reserved_bytes
-    return f"{trace.memory.peak_bytes / GIBIBYTE:.1f} GiB of tensors, {reserved / GIBIBYTE:.1f} reserved"
+    strategy = partial(FSDP, Sharding(param_dtype=torch.bfloat16), reduction="every_micro_batch")
+    spec = replace(llama.spec(shape, world_size=world_size), strategy=strategy)
+    trace = trace_step(spec, micro_batch_size).steady
+    sizes = [one.num_bytes for one in trace.allocations]
+    reserved = replay(trace.events, sizes, pools=trace.pools).peak_reserved_bytes
+    return f"{trace.peak_bytes / GIBIBYTE:.1f} GiB of tensors, {reserved / GIBIBYTE:.1f} reserved"
 
 
 CASES = {

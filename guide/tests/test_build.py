@@ -14,7 +14,7 @@ import pytest
 from guide.tests.page import DIST, WEB, account
 from tests.architecture.source_tree import ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.published]
 
 LEAST_NODE = 20
 OUT_OF_REACH = re.compile(r"ENOTFOUND|EAI_AGAIN|ECONNREFUSED|ETIMEDOUT|ENETUNREACH|ENOTCACHED")

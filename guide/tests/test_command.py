@@ -122,6 +122,7 @@ def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.published
 def test_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`record` runs what is named and writes it; a name that is none is refused before anything is run."""
     assert main(["guide", "record", "mathematics", "--to", str(tmp_path)]) == Status.DONE

@@ -176,6 +176,7 @@ def printed(program: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.published
 def test_programs_to_take_along_print_what_is_shown(batch_data: Any, split_data: Any) -> None:
     """What a reader takes along prints, to the digits shown, the losses and differences of the figures."""
     single, double = (line.split()[1:] for line in printed("one_batch", "16").splitlines())

@@ -46,6 +46,7 @@ def row(data: dict[str, Any], variant: Variant) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", [GPT2, ON_RANKS], ids=["one rank", "several ranks"])
 @pytest.mark.parametrize("which", ["steady", "first"])
+@pytest.mark.published
 def test_pieces_are_the_peak_at_every_size(data: dict[str, Any], variant: Variant, which: str) -> None:
     """At each size the piece that holds there has the bytes by category, the phase and the operation of the peak."""
     envelope: MemoryEnvelope = getattr(traced(variant).envelopes, which)
@@ -62,6 +63,7 @@ def test_pieces_are_the_peak_at_every_size(data: dict[str, Any], variant: Varian
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", [GPT2, ON_RANKS], ids=["one rank", "several ranks"])
+@pytest.mark.published
 def test_the_recording_is_of_this_engine(data: dict[str, Any], variant: Variant) -> None:
     """Tables that are made now are those that were recorded."""
     made = tables(traced(variant).envelopes, multi_rank=variant.multi_rank)
@@ -135,6 +137,7 @@ def test_a_variant_is_a_row_of_the_table_of_changes(
     "budget_of(request.device)",
 )
 @pytest.mark.slow
+@pytest.mark.published
 def test_the_thousand_plans_are_ours() -> None:
     """What the page is compared with is what Python plans: of two of the steps, all numbers and words of every plan."""
     golden = json.loads(GOLDEN.read_text(encoding="utf-8"))

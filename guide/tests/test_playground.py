@@ -59,6 +59,7 @@ for text in json.load(sys.stdin):
 
 
 @pytest.mark.slow
+@pytest.mark.published
 def test_losses_are_those_of_the_programs() -> None:
     """What the programs that the page hands out print in another process are the losses of the runs, to the bit."""
     texts = json.dumps([as_python(setting) for setting in SETTINGS])

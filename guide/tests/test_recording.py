@@ -162,6 +162,7 @@ def again(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", SHORT)
+@pytest.mark.published
 def test_recording_is_made_again(name: str, again: Path) -> None:
     """The command that stands in a recording makes its numbers again, wherever the software is the same."""
     made = read_recording(again / f"{name}.json")

@@ -118,6 +118,7 @@ def test_micro_batches_and_losses_are_those_of_the_program() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.published
 def test_walks_print_the_same() -> None:
     """Plain PyTorch, anybatch and DDP on two ranks train alike: the same losses and norms to twelve digits."""
     plain, ours, ddp = (walk.run(say_nothing) for walk in (walk_plain, walk_anybatch, walk_ddp))
@@ -144,6 +145,7 @@ def recorded_traces() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", sorted(recorded_traces()))
 @pytest.mark.slow
+@pytest.mark.published
 def test_recorded_lines_are_those_of_the_files(name: str) -> None:
     """What was recorded is of the files as they are now: their text, and lines on which something runs."""
     trace = recorded_traces()[name]

@@ -41,6 +41,7 @@ Fields survive pickling, which is how an error of one rank reaches another.
 import inspect
 import warnings
 from pathlib import Path
+from typing import Any
 
 
 class AnyBatchWarning(UserWarning):
@@ -170,7 +171,15 @@ class DoesNotFitError(MemoryExhaustedError):
 
 
 class CannotRedoError(MemoryExhaustedError):
-    """The step cannot be repeated: other ranks wait in a collective it cannot serve, or its inputs have changed."""
+    """The step cannot be repeated: other ranks wait in a collective it cannot serve, or its inputs have changed.
+
+    Attributes:
+        smaller_micro_batch_size: the size to go on with from a checkpoint; None where nothing smaller can be cut.
+    """
+
+    def __init__(self, message: str = "", *, smaller_micro_batch_size: int | None = None, **fields: Any) -> None:  # noqa: ANN401 (those of every `MemoryExhaustedError`)
+        super().__init__(message, **fields)
+        self.smaller_micro_batch_size = smaller_micro_batch_size
 
 
 class HalfUpdatedError(MemoryExhaustedError):
@@ -295,6 +304,7 @@ class RankFailedError(WorldError):
         step: number of the step it failed in, from 0 on; None between steps, or if that is not known.
         error_type: name of the class of its error, such as "NonFiniteError"; None if it ended without a word.
         reason: the text of its error; empty if it ended without a word.
+        smaller_micro_batch_size: the size to go on with from a checkpoint, as in `CannotRedoError`; None for others.
     """
 
     def __init__(
@@ -305,12 +315,14 @@ class RankFailedError(WorldError):
         step: int | None = None,
         error_type: str | None = None,
         reason: str = "",
+        smaller_micro_batch_size: int | None = None,
     ) -> None:
         super().__init__(message)
         self.rank = rank
         self.step = step
         self.error_type = error_type
         self.reason = reason
+        self.smaller_micro_batch_size = smaller_micro_batch_size
 
 
 def warn_user(message: str) -> None:

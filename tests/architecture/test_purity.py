@@ -86,11 +86,11 @@ def test_core_acts_on_nothing() -> None:
 
 @pytest.mark.slow
 def test_environment_is_read_in_one_file() -> None:
-    """Only parallel/world.py reads environment variables, and only the program writes one, before torch is there.
+    """Only parallel/launchers.py reads environment variables, and only the program writes one, before torch is there.
 
     Everything else gets what it needs as an argument.
     """
-    known = [PACKAGE / "parallel" / "world.py", PACKAGE / "cli" / "threads.py"]
+    known = [PACKAGE / "parallel" / "launchers.py", PACKAGE / "cli" / "threads.py"]
     found = findings(reads_environment, [path for path in python_files(*PACKAGES) if path not in known])
 
     assert not found, "\n".join(map(str, found))

@@ -3,6 +3,7 @@
 It has what makes resuming hard: dropout, AdamW's moments, a schedule, epochs whose last batch is smaller.
 """
 
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 import anybatch as ab
 from anybatch.checkpoints import list_checkpoints, load
@@ -28,6 +29,7 @@ NUM_SAMPLES = 50
 BATCH_SIZE = 8
 STEPS_PER_EPOCH = 7
 NUM_STEPS = 21
+CROWDED = "tests.cli.small:crowded_job"
 FAULT = "ANYBATCH_TEST_FAULT"
 SAID = "ANYBATCH_TEST_SAID"
 SPEC = "tests.cli.small:job"
@@ -133,6 +135,12 @@ def interrupt_twice() -> None:
         pass
 
 
+def hang() -> None:
+    """Say so, and never come back from this step: whoever reads it ends the host."""
+    Path(os.environ[SAID]).write_text("hangs")
+    signal.pause()
+
+
 FAULTS: dict[str, Callable[[], Any]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "terminate": lambda: os.kill(os.getpid(), signal.SIGTERM),
@@ -140,6 +148,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "terminate_launcher": terminate_launcher,
     "interrupt_twice": interrupt_twice,
     "raise": raise_fault,
+    "hang": hang,
     "exit": lambda: sys.exit(9),
 }
 
@@ -196,16 +205,21 @@ def lines(folder: Path, *, rank: int = 0) -> list[dict[str, Any]]:
 
 def samples_of_steps(folder: Path) -> dict[int, list[int]]:
     """Return step -> the ids of its samples over all ranks, from the logs; what a resume has undone is left out."""
+    starts = [(line["first_step"], line["world_size"]) for line in logged(folder, "start")]
+    # Of each session, the steps that no later one has made again.
+    kept = [
+        range(first, min([after for after, _ in starts[number + 1 :]], default=1 << 62))
+        for number, (first, _) in enumerate(starts)
+    ]
     steps: dict[int, list[int]] = {}
-    for log in sorted(folder.glob("events*.jsonl")):
-        own: dict[int, list[int]] = {}
-        for line in read_jsonl(log):
+    for rank in range(max(size for _, size in starts)):
+        sessions = iter([steps for steps, (_, size) in zip(kept, starts, strict=True) if rank < size])
+        own = range(0)
+        for line in read_jsonl(RunFolder(folder).log(rank)):
             if line["kind"] == "start":
-                own = {step: ids for step, ids in own.items() if step < line["first_step"]}
-            elif line["kind"] == "micro_batch" and line["event"] == "begin":
-                own.setdefault(line["step"], []).append(line["first_sample_id"])
-        for step, ids in own.items():
-            steps.setdefault(step, []).extend(ids)
+                own = next(sessions)
+            elif line["kind"] == "micro_batch" and line["event"] == "begin" and line["step"] in own:
+                steps.setdefault(line["step"], []).append(line["first_sample_id"])
     return {step: sorted(ids) for step, ids in sorted(steps.items())}
 
 
@@ -227,3 +241,37 @@ def failing_job() -> ab.Job:
 def step_bytes() -> int:
     """Return the bytes of AdamW's counters of steps, one for each parameter."""
     return 4 * len([*job().model().parameters()])  # type: ignore[union-attr]
+
+
+class RunsOut(torch.autograd.Function):
+    """Runs out of memory in its backward, where strategies that reduce meanwhile cannot leave the step."""
+
+    @staticmethod
+    def forward(_: Any, values: Tensor) -> Tensor:
+        """Return the values."""
+        return values.clone()
+
+    @staticmethod
+    def backward(_: Any, *__: Tensor) -> Tensor:
+        """Raise what a device's allocator raises."""
+        message = "planted: no memory left"
+        raise torch.OutOfMemoryError(message)
+
+
+def crowded_job(most: int = 2, from_call: int = 10) -> ab.Job:
+    """Return the job without dropout: on rank 1 more than `most` samples at once do not fit, from a call of it on."""
+    calls = Calls()
+    made: list[nn.Module] = []
+
+    def build() -> nn.Module:
+        made.append(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double())
+        return made[-1]
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        outputs = model(batch[0])
+        calls.number += model is made[-1]
+        if len(batch[0]) > most and calls.number >= from_call and distributed.get_rank() == 1:
+            outputs = RunsOut.apply(outputs)  # type: ignore[no-untyped-call]
+        return nn.functional.mse_loss(outputs, batch[1])
+
+    return dataclasses.replace(job(), model=build, loss=ab.mean_over_samples(loss))

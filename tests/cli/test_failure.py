@@ -143,7 +143,7 @@ def test_unused_accelerators(
     """One rank per accelerator is "auto", and one without any; an accelerator that is left unused is warned of."""
     monkeypatch.setattr("torch.accelerator.device_count", lambda: num_accelerators)
     monkeypatch.setattr("shutil.which", lambda _: None)
-    request = TrainRequest(recipe=None, folder=None, resume=False, ranks="auto", choices={})
+    request = TrainRequest(recipe=None, folder=None, resume=None, ranks="auto", choices={})
     assert number_of_ranks(request) == max(1, num_accelerators)
     warn_of_unused(num_ranks)
     printed = capsys.readouterr().err

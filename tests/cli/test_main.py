@@ -12,6 +12,7 @@ import pytest
 
 import anybatch as ab
 from anybatch.cli import init, option_hints
+from anybatch.cli import launch as launching
 from anybatch.cli.main import VERBS, function_of, main
 from anybatch.cli.option_hints import HINTS, OWN_OPTIONS, explain_unknown
 from anybatch.cli.plan import frozen_imports
@@ -84,14 +85,14 @@ def test_statuses_are_documented() -> None:
 
 
 def test_options_are_documented() -> None:
-    """docs/command_line.md has every option of `train`, there are at most 13 of them, and none besides."""
+    """docs/command_line.md has every option of `train`, there are at most 16 of them, and none besides."""
     options = [action.option_strings[-1] for action in make_parser()._actions if action.option_strings]  # noqa: SLF001
     text = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8")
     section = text.partition("\n## `anybatch train")[2].partition("\n## ")[0]
     documented = re.findall(r"^\| `(--[a-z-]+)", section, flags=re.MULTILINE)
     assert documented == [f"--{word}" for word in OWN_OPTIONS]
     assert sorted(options) == sorted(["--help", *documented])
-    assert len(documented) <= 15
+    assert len(documented) <= 16
 
 
 def test_options_of_plan_are_documented() -> None:
@@ -107,8 +108,8 @@ def test_options_are_read() -> None:
     """Every option arrives under its name; what was not given is not there."""
     request = read(["x.py:f", "--ranks", "2", "--micro-batch-size", "auto", "--learning-rate", "1e-3", "--out", "a"])
     choices = {"micro_batch_size": "auto", "learning_rate": 0.001}
-    assert request == TrainRequest(recipe="x.py:f", folder=Path("a"), resume=False, ranks=2, choices=choices)
-    assert read([]) == TrainRequest(recipe=None, folder=None, resume=False, ranks=None, choices={})
+    assert request == TrainRequest(recipe="x.py:f", folder=Path("a"), resume=None, ranks=2, choices=choices)
+    assert read([]) == TrainRequest(recipe=None, folder=None, resume=None, ranks=None, choices={})
 
 
 @pytest.mark.parametrize("recipe", ["digits", "digits.py", "a/digits.py:job", "a.digits:job", "a.digits"])
@@ -129,6 +130,9 @@ def test_short_name(recipe: str) -> None:
         ("--nothing-like-it", "There are: --effective-batch-size"),
         ("digits text", "One recipe is run at a time"),
         ("--resume", "--resume needs --out"),
+        ("--resume auto", "--resume needs --out"),
+        ("--resume digits", "the recipe comes before it: digits --resume"),
+        ("--resume src", "named by --out: --resume --out src"),
     ],
 )
 def test_wrong_options(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -313,3 +317,22 @@ def test_version_is_told(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     """`anybatch --version` prints the package's version, as every program does."""
     assert main([word]) == 0
     assert capsys.readouterr().out == f"anybatch {ab.__version__}\n"
+
+
+@pytest.mark.parametrize(("before", "after", "starts"), [(None, None, 1), (4, 4, 1), (None, 4, 2), (4, 2, 2)])
+def test_goes_on_where_the_limit_has_fallen(
+    before: int | None, after: int | None, starts: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Out of memory is taken up only where the run has left a smaller size than before; else it would come again."""
+    limits = iter([before, *[after] * 9])
+    started: list[TrainRequest] = []
+
+    def start(request: TrainRequest, _: int) -> Status:
+        started.append(request)
+        return Status.OUT_OF_MEMORY
+
+    monkeypatch.setattr(launching, "largest_micro_batch_size", lambda _: next(limits))
+    monkeypatch.setattr(launching, "start", start)
+    request = TrainRequest(recipe="digits", folder=tmp_path, resume=None, ranks=1, choices={})
+    assert launching.launch(request) == Status.OUT_OF_MEMORY
+    assert [one.resume for one in started] == [None, "always"][:starts]

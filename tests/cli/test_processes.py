@@ -8,14 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from torch import Tensor
+from torch.testing import assert_close
 
 from anybatch.cli.status import Status
+from anybatch.parallel.world import World
+from anybatch.recipes.run import session
+from anybatch.recipes.run.settings import Choices
 from tests.architecture.source_tree import PACKAGE, ROOT
 from tests.cli.small import (
+    CROWDED,
     FAULT,
     SAID,
     SPEC,
     STEPS_PER_EPOCH,
+    crowded_job,
     lines,
     logged,
     parameters,
@@ -38,15 +45,23 @@ class Ended:
     said: str
 
 
-def train(folder: Path, *extra: str, fault: str = "", ranks: int = 1, torchrun: bool = False) -> Ended:
-    """Train the small job on the CPU, one sample at a time, and wait until every process that may write has ended."""
+def train(
+    folder: Path,
+    *extra: str,
+    spec: str = SPEC,
+    fault: str = "",
+    ranks: int = 1,
+    torchrun: tuple[str, ...] | None = None,
+) -> Ended:
+    """Train a small job on the CPU, one sample at a time, and wait until every process that may write has ended."""
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PACKAGE.parent)}
     said = folder.with_name("said")
-    starter = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if torchrun else []
-    options = ["--micro-batch-size", "1", "--out", str(folder), *extra, *([] if torchrun else ["--ranks", str(ranks)])]
+    starter = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *(torchrun or ())]
+    ranks_here = [] if torchrun is not None else ["--ranks", str(ranks)]
+    options = ["--micro-batch-size", "1", "--out", str(folder), *ranks_here, *extra]
     with said.open("w") as errors:
         done = subprocess.run(  # noqa: S603 (a fixed program)
-            [sys.executable, *starter, "-m", "anybatch", "train", SPEC, *options],
+            [sys.executable, *(starter if torchrun is not None else ()), "-m", "anybatch", "train", spec, *options],
             cwd=ROOT,
             env={**env, FAULT: fault, SAID: str(said)},
             stdout=subprocess.PIPE,  # open until the last rank has ended, which may outlive its launcher
@@ -139,10 +154,64 @@ def test_second_interrupt_of_a_launcher(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_under_torchrun(tmp_path: Path) -> None:
     """Started by torchrun, anybatch starts no ranks of its own, and what fails on rank 1 is shown by rank 1 alone."""
-    ended = train(tmp_path / "run", ranks=2, torchrun=True, fault=f"raise:{IN_STEP_10[2]}:1")
+    ended = train(tmp_path / "run", ranks=2, torchrun=(), fault=f"raise:{IN_STEP_10[2]}:1")
 
     assert ended.status != 0
     assert ended.said.count("FaultError: mine") == 1
     assert ended.said.count("the recipe's own code failed") == 1
     (start,) = logged(tmp_path / "run", "start")
     assert start["world_size"] == 2
+
+
+@pytest.mark.slow
+def test_goes_on_under_torchrun(tmp_path: Path, through: dict[int, Path]) -> None:
+    """A rank is killed and torchrun starts all of them again, with the same command: they go on, to the same bits."""
+    # In the last epoch, and later than there will be calls after it.
+    fault = f"kill:{57}:1"
+    ended = train(tmp_path / "run", ranks=2, torchrun=("--max-restarts", "1"), fault=fault)
+
+    assert ended.status == Status.DONE, ended.said
+    assert [line["first_step"] for line in logged(tmp_path / "run", "start")] == [0, 2 * STEPS_PER_EPOCH]
+    assert samples_of_steps(tmp_path / "run") == samples_of_steps(through[1])
+    assert same_bits(parameters(tmp_path / "run"), parameters(through[2]))
+
+
+@pytest.fixture(scope="module")
+def roomy(tmp_path_factory: pytest.TempPathFactory, two_ranks: Ranks) -> dict[str, Tensor]:
+    """Return the parameters of the crowded job where memory does not run out."""
+    folder = tmp_path_factory.mktemp("roomy")
+    two_ranks.run(run_roomy, folder / "run")
+    return parameters(folder / "run")
+
+
+@pytest.mark.slow
+def test_goes_on_in_smaller_micro_batches(tmp_path: Path, roomy: dict[str, Tensor]) -> None:
+    """DDP runs out of memory where it cannot leave: the run goes on from its checkpoint in micro-batches of half."""
+    ended = train(tmp_path / "run", "--strategy", "ddp", "--micro-batch-size", "4", spec=CROWDED, ranks=2)
+
+    assert ended.status == Status.DONE, ended.said
+    assert ended.said.count("going on by itself, in micro-batches of at most 2") == 1
+    starts = [(line["first_step"], line["micro_batch_size"]) for line in logged(tmp_path / "run", "start")]
+    assert starts == [(0, 4), (STEPS_PER_EPOCH, 2)]
+    assert "goes_on_smaller" in [line["code"] for line in logged(tmp_path / "run", "diagnosis")]
+    assert_close(parameters(tmp_path / "run"), roomy, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_does_not_go_on_by_itself(tmp_path: Path, roomy: dict[str, Tensor]) -> None:
+    """With --resume never the run ends under FSDP; the same command with --resume auto goes on where it ended."""
+    command = ("--strategy", "fsdp", "--micro-batch-size", "4")
+    ended = train(tmp_path / "run", *command, "--resume", "never", spec=CROWDED, ranks=2)
+    assert ended.status == Status.OUT_OF_MEMORY, ended.said
+    assert "going on by itself" not in ended.said
+    assert f"anybatch train --resume --out {tmp_path / 'run'}" in ended.said
+
+    ended = train(tmp_path / "run", *command, "--resume", "auto", spec=CROWDED, ranks=2)
+    assert ended.status == Status.DONE, ended.said
+    assert [line["micro_batch_size"] for line in logged(tmp_path / "run", "start")] == [4, 2]
+    assert_close(parameters(tmp_path / "run"), roomy, rtol=1e-12, atol=1e-12)
+
+
+def run_roomy(folder: Path) -> None:
+    """Train the crowded job where its largest micro-batches fit."""
+    session.train(crowded_job(most=4), folder, Choices(micro_batch_size=4), world=World.from_environment(device="cpu"))

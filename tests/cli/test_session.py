@@ -389,6 +389,29 @@ def test_sizes_follow(tmp_path: Path, choices: Choices, size: int, geometry: str
     assert str(size) in start["decisions"]["learning_rate"]
 
 
+@pytest.mark.parametrize(
+    ("begun", "again", "size"),
+    [
+        (Choices(), Choices(), 2),
+        (Choices(micro_batch_size=4), Choices(), 2),
+        (Choices(micro_batch_size=1), Choices(), 1),
+        (Choices(accumulation_steps=2), Choices(accumulation_steps=2), 2),
+        (Choices(micro_batch_size=4), Choices(micro_batch_size=4), 2),
+        (Choices(micro_batch_size=4), Choices(micro_batch_size=3), 3),
+    ],
+)
+@pytest.mark.slow
+def test_smaller_micro_batches_stay(tmp_path: Path, begun: Choices, again: Choices, size: int) -> None:
+    """A run that has had to take smaller micro-batches keeps to them until it is given a size."""
+    run(tmp_path, begun, stop_after=1)
+    place = RunFolder(tmp_path)
+    place.write(dataclasses.replace(place.read(), largest_micro_batch_size=2))
+
+    run(tmp_path, again, resume=True, stop_after=1)
+    assert logged(tmp_path, "start")[-1]["micro_batch_size"] == size
+    assert place.read().largest_micro_batch_size == (2 if again == begun or again == Choices() else None)
+
+
 def test_contradicting_sizes_are_refused(tmp_path: Path) -> None:
     """Three sizes that do not multiply up are refused with both products."""
     with pytest.raises(UserError, match=r"effective_batch_size=100 contradicts .* = 6"):

@@ -130,14 +130,15 @@ def test_a_stated_pair_speaks_for_its_features() -> None:
 def test_remarks_say_what_keeps_a_run_from_equality() -> None:
     """Remarks are about what differs or depends on the cut, once each; a run without such features has none."""
     exact = {f for f in Feature if cell(f, f).verdict is Verdict.EXACT}
-    common = {f for f in exact if f.axis.name != "norms"} - {Feature.COMPILED}
+    paired = {Feature.COMPILED, Feature.DATA_PARALLEL}  # with dropout they have cells of their own
+    common = {f for f in exact if f.axis.name != "norms"} - paired
     assert remarks({*common, Feature.COMPILED}) == ()
 
     said = remarks({*common, Feature.BATCH_NORM, Feature.DROPOUT_KEYED})
     assert [line.partition(":")[0] for line in said] == [Feature.BATCH_NORM.says, Feature.DROPOUT_KEYED.says]
     assert cell(Feature.BATCH_NORM, Feature.BATCH_NORM).instead in said[0]
 
-    for cure in exact - common - {Feature.COMPILED}:
+    for cure in exact - common - paired:
         assert remarks({*common, Feature.BATCH_NORM, cure}) == ()
 
     (said_of_both,) = remarks({*common, Feature.COMPILED, Feature.DROPOUT_KEYED})

@@ -28,6 +28,7 @@ def shape(output: str) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.published
 def test_outputs_are_printed(tmp_path: Path) -> None:
     """Each command of the README prints the lines that stand below it, but for numbers."""
     script = writer()

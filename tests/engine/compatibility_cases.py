@@ -21,6 +21,8 @@ from anybatch.core.randomness import BatchKey, unit_seed
 from anybatch.engine.update.clipping import ClipByNorm, ClipByValue
 from anybatch.errors import CompositionError
 from anybatch.norms import Exact, Ghost
+from anybatch.parallel.all_reduce import AllReduce
+from anybatch.parallel.ddp import DDP
 from anybatch.parallel.dtensors import gather
 from anybatch.testing import relative_error
 from tests.engine.masks_by_hand import mask
@@ -52,6 +54,7 @@ STRATEGIES = {
     Feature.DDP: "ddp",
     Feature.ZERO1: "zero1",
     Feature.FSDP: "fsdp",
+    Feature.DATA_PARALLEL: "data_parallel",
 }
 SETTINGS = [(strategy, ranks) for ranks in (Feature.ALONE, Feature.SEVERAL_RANKS) for strategy in STRATEGIES]
 ON_ONE_RANK = [(strategy, Feature.ONE_RANK) for strategy in STRATEGIES]
@@ -89,7 +92,7 @@ def runs_of(one: Feature, other: Feature) -> list[Features]:
     if cell(one, other).verdict is Verdict.EXCLUSIVE:
         return []
     settings = ON_ONE_RANK if Feature.ONE_RANK in (one, other) else SETTINGS
-    for strategy in (Feature.ZERO1, Feature.FSDP):  # their own cells show them
+    for strategy in (Feature.ZERO1, Feature.FSDP, Feature.DATA_PARALLEL):  # their own cells show them
         if strategy not in (one, other):
             settings = [setting for setting in settings if strategy not in setting]
     if Feature.COMPILED in (one, other) and Feature.DDP not in (one, other):  # to compile takes a third of a second
@@ -169,8 +172,8 @@ class Masks(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         masks = []
         for start, stop, seed in self.units:
-            assert seed is not None
-            torch.default_generator.manual_seed(seed)
+            if seed is not None:
+                torch.default_generator.manual_seed(seed)
             masks.append(F.dropout(torch.ones_like(hidden[start:stop]), 0.5))
         return hidden * torch.cat(masks)
 
@@ -321,7 +324,11 @@ def run(features: Features, world: ab.World) -> Found:
         )
         computed = dense(whole(dict(zip(parameters, engine.gradients(batch).values(), strict=True))))
         report = engine.step(batch)
-        units = [(unit.start, unit.stop, seed_of(features, seed, sample_ids[unit.start])) for unit in report.plan.units]
+        units = [
+            part
+            for unit in report.plan.units
+            for part in drawn(features, unit.start, unit.stop, seed_of(features, seed, sample_ids[unit.start]))
+        ]
     except CompositionError as error:
         if engine is not None:
             engine.close(error)
@@ -380,7 +387,10 @@ def arguments(features: Features) -> dict[str, Any]:
         Feature.NORMS_CHECKPOINT: {"norms": Exact(method="checkpoint")},
         **{feature: {"strategy": name} for feature, name in STRATEGIES.items()},
     }
-    return {name: value for f, given in chosen.items() if f in features for name, value in given.items()}
+    found = {name: value for f, given in chosen.items() if f in features for name, value in given.items()}
+    if Feature.COMPRESSED in features:
+        found["strategy"] = (DDP if Feature.DDP in features else AllReduce)(compression="bf16")
+    return found
 
 
 def build(features: Features) -> tuple[Network, Objective]:
@@ -414,6 +424,14 @@ def arrive(features: Features, world: ab.World) -> tuple[Any, Sequence[int], int
 def seed_of(features: Features, seed: int, first_sample: int) -> int | None:
     """Return the seed of a micro-batch, or None where nothing draws from it."""
     return unit_seed(seed, 0, first_sample) if Feature.DROPOUT_KEYED in features else None
+
+
+def drawn(features: Features, start: int, stop: int, seed: int | None) -> list[tuple[int, int, int | None]]:
+    """Return a micro-batch as it is drawn for: two replicas one after the other, the first with a sample more."""
+    middle = start + (stop - start) // 2 + 1
+    if Feature.DATA_PARALLEL not in features or middle >= stop:
+        return [(start, stop, seed)]
+    return [(start, middle, seed), (middle, stop, None)]
 
 
 class Masked(nn.Module):
@@ -520,8 +538,8 @@ def updated(parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Ten
 
 
 def is_wide(features: Features) -> bool:
-    """Whether everything can be in float64: autocast leaves float64 alone, so that it would not be seen."""
-    return Feature.FP32 in features and Feature.LOW_PARAMETERS not in features
+    """Whether everything can be in float64: autocast leaves it alone, and compression refuses it."""
+    return Feature.FP32 in features and not features & {Feature.LOW_PARAMETERS, Feature.COMPRESSED}
 
 
 def tolerance(features: Features) -> float:
@@ -532,7 +550,7 @@ def tolerance(features: Features) -> float:
     """
     if is_wide(features):
         return 1e-12
-    return 6 * 2.0**-9 if features & {Feature.BF16, Feature.LOW_PARAMETERS} else 6 * 2.0**-12
+    return 6 * 2.0**-9 if features & {Feature.BF16, Feature.LOW_PARAMETERS, Feature.COMPRESSED} else 6 * 2.0**-12
 
 
 def changes(

@@ -247,6 +247,11 @@ ON_ONE_RANK: Mapping[str, Refusal] = {
     "a wrapped model": Refusal(
         ParameterError, ("DataParallel", ".module"), lambda: engine(nn.DataParallel(perceptron()), sgd)
     ),
+    "a model with a wrapped part": Refusal(
+        ParameterError,
+        ("module '0'", "DataParallel", ".module"),
+        lambda: engine(nn.Sequential(nn.DataParallel(perceptron())), sgd),
+    ),
     "parameters in no optimizer": Refusal(
         ParameterError,
         ("4 of 6 trainable parameters", "2.weight", "requires_grad_(False)"),

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import anybatch as ab
-from anybatch.engine.update.optimizer_state import make_state, reserve, temporary_bytes
+from anybatch.engine.update.optimizer_state import make_state, reserve, update_bytes
 from anybatch.errors import DoesNotFitError
 from anybatch.testing import memory_budget, out_of_memory_at
 from tests.engine.cases import InMemory
@@ -151,7 +151,7 @@ def test_the_room_for_an_update_is_what_it_takes(name: str, foreach: bool) -> No
     with memory_budget(10**9, optimizer) as budget:
         before = budget.held_bytes
         optimizer.step()
-    assert temporary_bytes(optimizer) == budget.peak_bytes - before > 0
+    assert update_bytes(optimizer).temporary == budget.peak_bytes - before > 0
 
 
 def test_reserving_takes_and_gives_back() -> None:

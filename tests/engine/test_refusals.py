@@ -188,7 +188,7 @@ def align(initial: str) -> tuple[dict[str, str], list[torch.Tensor]]:
     "replicas are not made equal",
     "src/anybatch/parallel/replicas.py",
     """
-        _broadcast(tensors[name], world.device)
+        _broadcast(local_part(tensors[name]), world)
 """,
     """
         pass

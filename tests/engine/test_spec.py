@@ -107,8 +107,8 @@ def freed_models(strategy: str) -> list[bool]:
 @sees(
     "DDP keeps the process group of a world that was dropped",
     "src/anybatch/parallel/ddp.py",
-    "_Reductions(weakly(on_reduction), world.roll_call)",
-    "_Reductions(lambda kept=world: _weakly(on_reduction)(), world.roll_call)",
+    "_Reductions(weakly(on_reduction), world.roll_call, world.group, self._compression)",
+    "_Reductions(lambda kept=world: _weakly(on_reduction)(), world.roll_call, world.group)",
     cases=["ddp"],
 )
 @pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])

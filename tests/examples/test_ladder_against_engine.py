@@ -118,10 +118,10 @@ def all_reduced() -> tuple[float, float]:
     "all_reduce averages over ranks",
     "src/anybatch/parallel/all_reduce.py",
     """
-            work = dist.all_reduce(flat, async_op=True)
+            work = dist.all_reduce(flat, group=self._world.group, async_op=True)
 """,
     """
-            work = dist.all_reduce(flat.div_(self._world.size), async_op=True)
+            work = dist.all_reduce(flat.div_(self._world.size), group=self._world.group, async_op=True)
 """,
     also=["tests/engine/test_exactness.py::test_gradient_is_that_of_the_unsplit_batch[2-ranks-ragged]"],
 )

@@ -42,6 +42,7 @@ def shape_and_numbers(text: str) -> tuple[list[str], list[float]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PROGRAMS, ids=by_name)
+@pytest.mark.published
 def test_program_prints_what_the_readme_shows(path: Path) -> None:
     """A program, started as a student starts it, ends well and prints what the README shows."""
     done = subprocess.run(  # noqa: S603 (a program of ours)

@@ -114,8 +114,8 @@ def test_what_was_not_used_has_no_gradient() -> None:
 @sees(
     "gradients have other strides than their parameters",
     "src/anybatch/parallel/gradient_buckets.py",
-    'torch.empty_like(parameter, device="meta").stride()',
-    'torch.empty(parameter.shape, device="meta").stride()',
+    'torch.empty_like(part, device="meta").stride()',
+    'torch.empty(part.shape, device="meta").stride()',
     cases=["channels last"],
     also=["tests/engine/test_parameters.py::test_gradients_have_their_parameters_strides[all_reduce]"],
 )
@@ -155,12 +155,8 @@ def test_views_have_their_parameters_strides(parameter: torch.Tensor) -> None:
 @sees(
     "a backward between two steps counts",
     "src/anybatch/parallel/gradient_buckets.py",
-    """
-            if not self._is_placed:
-                return
-            assert parameter.grad""",
-    """
-            assert parameter.grad""",
+    "if not self._is_placed or parameter.grad is None:",
+    "if parameter.grad is None:",
 )
 def test_a_backward_between_steps_does_not_reach_the_buckets() -> None:
     """What is added before the parameters are given their places stays in `.grad`, in every precision."""

@@ -92,6 +92,12 @@ def ends(name: str, dtype: torch.dtype) -> tuple[float, int, int]:
     "pass",
 )
 @sees(
+    "what came together in one message stays there",
+    "src/anybatch/parallel/sharded_update.py",
+    "part.copy_(piece.view(part.shape))",
+    "pass",
+)
+@sees(
     "what a rank has updated stays there",
     "src/anybatch/engine/update/updater.py",
     """

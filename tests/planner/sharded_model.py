@@ -1,18 +1,18 @@
-"""A small transformer to shard, and the plain loop over `fully_shard` that a planned one is compared with."""
+"""A small transformer to shard, planned and on real ranks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import anybatch as ab
 from anybatch.memory.ledger import MemoryLedger
-from anybatch.planner.trace.fsdp_trace import resizes_booked
+from anybatch.parallel.fsdp import FSDP
+from anybatch.parallel.sharding import Sharding
+from anybatch.parallel.strategy import Strategy
+from anybatch.planner.trace.gathered_memory import resizes_booked
 from anybatch.planner.trace.step_spec import StepSpec
 from tests.planner.step_specs import step_spec
 
@@ -74,49 +74,49 @@ def sharded_spec(world_size: int) -> StepSpec:
     )
 
 
+STRATEGIES: dict[str, str | Callable[[], Strategy]] = {
+    "zero1": "zero1",
+    "once": lambda: FSDP(reduction="last_micro_batch"),
+    "each time": lambda: FSDP(reduction="every_micro_batch"),
+    "kept, bf16": lambda: FSDP(Sharding(reshard_after_forward=False, param_dtype=torch.bfloat16)),
+    "each time, bf16": lambda: FSDP(Sharding(param_dtype=torch.bfloat16), reduction="every_micro_batch"),
+}
+"""What is planned, and run on real ranks."""
+
+
 @dataclass(frozen=True)
 class Held:
-    """What a real rank took: every allocation after the start as (operation, bytes), and the most it held."""
+    """What a real rank took: every allocation of a step as (operation, bytes), and the most it held."""
 
     taken: list[tuple[str, int]]
     peak_bytes: int
 
 
-def hold_for_real(micro_batch_size: int, *, keep: bool, defer: bool) -> Held:
-    """Run on every rank: train with `fully_shard` as its documentation has it, and write down what the last step took.
-
-    Of three steps, that is: the first makes the optimizer's state.
-    """
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = Network()
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    optimizer = adamw(model.named_parameters())
-    root = cast("FSDPModule", model)
-    step(model, optimizer, micro_batch_size, lambda last: root.set_requires_gradient_sync(last or not defer))
-    ledger = MemoryLedger()
-    state = [value for values in optimizer.state.values() for value in values.values()]
-    for tensor in (*model.parameters(), *state):
-        ledger.hold("weights", [tensor.to_local() if hasattr(tensor, "to_local") else tensor])
-    start = ledger.num_events
-    with resizes_booked(ledger), ledger:
-        step(model, optimizer, micro_batch_size, lambda last: root.set_requires_gradient_sync(last or not defer))
-    trace = ledger.trace()
-    ledger.forget()
+def hold_for_real(micro_batch_size: int, name: str) -> Held:
+    """Run on every rank: train with the engine, and write down what the last of three steps took."""
+    how = STRATEGIES[name]
+    torch.manual_seed(0)
+    world = ab.World.from_environment()
+    tokens = torch.full((2 * micro_batch_size, NUM_TOKENS), world.rank)
+    batch = (tokens, tokens.clone())
+    with ab.Engine(
+        Network(),
+        adamw,
+        ab.mean_over_samples(loss),
+        micro_batch_size=micro_batch_size,
+        strategy=how if isinstance(how, str) else how(),
+        check_loss=False,
+        world=world,
+    ) as engine:
+        for _ in range(2):
+            engine.step(batch)
+        ledger = MemoryLedger()
+        for category, tensors in engine.resident_tensors().items():
+            ledger.hold(category, tensors)
+        ledger.hold("inputs", batch)
+        start = ledger.num_events
+        with resizes_booked(ledger), ledger:
+            engine.step(batch)
+        trace = ledger.trace()
+        ledger.forget()
     return Held([(one.operation, one.num_bytes) for one in trace.allocations[start:]], trace.peak_bytes)
-
-
-def step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, micro_batch_size: int, tell: Callable[[bool], None]
-) -> None:
-    """Accumulate two micro-batches and update."""
-    for number in range(2):
-        tell(number == 1)
-        tokens, targets = (torch.empty(micro_batch_size, NUM_TOKENS, dtype=torch.long) for _ in range(2))
-        value = loss(model, (tokens.zero_(), targets.zero_()))
-        value.backward()
-        del value, tokens, targets
-    optimizer.step()
-    optimizer.zero_grad()

@@ -141,8 +141,8 @@ def planned(spec: StepSpec) -> MemoryEnvelope:
 @sees(
     "the first step is planned for all",
     "src/anybatch/planner/trace/step_trace.py",
-    "steady = ledger.trace(start)",
-    "steady = ledger.trace(0, start)",
+    "steady = self._twin_run.trace(start)",
+    "steady = self._twin_run.trace(0, start)",
     cases=["pictures"],
 )
 @sees(
@@ -465,7 +465,7 @@ def recurrent(layer: Callable[[], nn.Module], profile: Profile) -> StepSpec:
 
 @sees(
     "a recurrent layer on a GPU is planned as on a CPU",
-    "src/anybatch/planner/trace/step_trace.py",
+    "src/anybatch/planner/trace/refusals.py",
     'if profile == "cuda" and isinstance(module, nn.RNNBase):',
     "if False:",
 )

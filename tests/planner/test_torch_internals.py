@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from anybatch.core.torch_internals import outside_modes
 from anybatch.errors import UnsupportedTorchError
 from anybatch.memory.ledger import MemoryLedger
 from anybatch.memory.torch_internals import FakeTensorMode
@@ -22,10 +22,8 @@ from anybatch.planner.torch_internals import (
     imagined_store,
     kernel_library,
     known_operations,
-    local_part,
     makes_fake_tensors,
     operation,
-    outside_modes,
     registered_operations,
     schema_of,
     without_autocast_kernels,
@@ -112,30 +110,6 @@ def test_modes_can_be_left() -> None:
         seen = torch.ones(100)
         assert ledger.held_bytes == seen.nbytes
     del hidden
-
-
-class Sharded:
-    """What `local_part` asks of a sharded tensor, and no more."""
-
-    def __init__(self, **attributes: object) -> None:
-        vars(self).update(attributes)
-
-    __class__ = DTensor  # type: ignore[assignment]  # passes for one of torch's
-
-    def to_local(self) -> str:
-        """Answer in public."""
-        return "public"
-
-
-def test_the_part_of_a_sharded_tensor() -> None:
-    """It is the part that it keeps, or where torch hides that, what `to_local` gives; a plain tensor is its own."""
-    plain = torch.ones(1)
-    keeping: Any = Sharded(_local_tensor="kept")
-    hiding: Any = Sharded()
-
-    assert local_part(plain) is plain
-    assert local_part(keeping) == "kept"
-    assert local_part(hiding) == "public"
 
 
 def test_a_module_is_checkpointed() -> None:

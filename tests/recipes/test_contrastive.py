@@ -99,6 +99,7 @@ def test_naive_declaration_is_refused() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.published
 def test_naive_accumulation_learns_less() -> None:
     """With each micro-batch's own loss the task is an easier one, and less is learnt of the one that was meant."""
     exact = accuracy(contrastive())

@@ -1,5 +1,6 @@
 """A run's state on disk: saved as a whole or not at all, checked byte by byte when it is loaded, never code."""
 
+from anybatch.checkpoints.exporting import export
 from anybatch.checkpoints.folder import list_checkpoints, step_of
 from anybatch.checkpoints.loading import LoadedCheckpoint, SkippedCheckpoint, load, load_latest
 from anybatch.checkpoints.saving import SavedCheckpoint, save
@@ -8,6 +9,7 @@ __all__ = [
     "LoadedCheckpoint",
     "SavedCheckpoint",
     "SkippedCheckpoint",
+    "export",
     "list_checkpoints",
     "load",
     "load_latest",

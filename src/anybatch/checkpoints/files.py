@@ -1,7 +1,10 @@
-"""The three files of a checkpoint: what was saved, its tensors, and the digests of both, which are written last.
+"""The files of a checkpoint: what was saved, its tensors, and the digests of these, which are written last.
 
-All can be read by anyone: two are JSON, one is in the safetensors format. Nothing in them is code, and nothing is
-parsed before its digest has been checked. Every version of the format keeps `digests.json` and `state.json` as JSON
+Tensors are in one file, `tensors.safetensors`, or in one for each process that has saved, which holds parts of them:
+`tensors-00001-of-00004.safetensors`.
+
+All can be read by anyone: two are JSON, the others are in the safetensors format. Nothing in them is code, and nothing
+is parsed before its digest has been checked. Every version of the format keeps `digests.json` and `state.json` as JSON
 objects with the keys "format" and "version".
 """
 
@@ -9,6 +12,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -28,6 +32,7 @@ from anybatch.errors import (
 
 STATE, TENSORS, DIGESTS = "state.json", "tensors.safetensors", "digests.json"
 VERSION: Final = 1
+_PART: Final = re.compile(r"tensors-(\d{5,})-of-(\d{5,})\.safetensors")
 _HEAD: Final = {"format": "anybatch checkpoint", "version": VERSION}
 _CURE = "Load an older checkpoint (load_latest falls back by itself), and remove this one."
 
@@ -38,6 +43,23 @@ class Digest:
 
     num_bytes: int
     sha256: str
+
+
+def part_name(process: int, num_processes: int) -> str:
+    """Return the name of the tensor file that a process, counted from 0, writes."""
+    if num_processes == 1:
+        return TENSORS
+    return f"tensors-{process + 1:05d}-of-{num_processes:05d}.safetensors"
+
+
+def tensor_files(digests: Mapping[str, Digest]) -> tuple[str, ...]:
+    """Return the names of the tensor files among the files of a checkpoint, in order."""
+    return tuple(sorted(name for name in digests if name != STATE))
+
+
+def _are_of_one_checkpoint(names: Iterable[str]) -> bool:
+    found = set(names) - {STATE}
+    return STATE in names and bool(found) and found == {part_name(one, len(found)) for one in range(len(found))}
 
 
 def json_bytes(body: Mapping[str, Any]) -> bytes:
@@ -75,7 +97,7 @@ def read_digests(path: Path) -> dict[str, Digest]:
         CheckpointAccessError: it may not be read.
     """
     _refuse_foreign(path)
-    with _opened(path / DIGESTS) as file:
+    with opened(path / DIGESTS) as file:
         content = file.read()
     body = _parsed(content)
     if body is None or body.get("format") != _HEAD["format"]:
@@ -88,7 +110,7 @@ def read_digests(path: Path) -> dict[str, Digest]:
     except (AttributeError, KeyError, TypeError):
         digests = {}
     # Written again, it must be the same: that finds any byte that has changed.
-    if digests.keys() != {STATE, TENSORS} or digests_bytes(digests) != content:
+    if not _are_of_one_checkpoint(digests.keys()) or digests_bytes(digests) != content:
         message = f"{path / DIGESTS} is damaged: its {len(content)} bytes are not what this version writes. {_CURE}"
         raise DamagedCheckpointError(message, path=path / DIGESTS)
     return digests
@@ -103,7 +125,7 @@ def intact(path: Path, digest: Digest) -> Iterator[BufferedReader]:
         DamagedCheckpointError: it is missing, longer, different or unreadable.
         CheckpointAccessError: it may not be read.
     """
-    with _opened(path) as file:
+    with opened(path) as file:
         num_bytes = os.fstat(file.fileno()).st_size
         if num_bytes < digest.num_bytes:
             message = (
@@ -123,7 +145,7 @@ def intact(path: Path, digest: Digest) -> Iterator[BufferedReader]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[BufferedReader]:
+def opened(path: Path) -> Iterator[BufferedReader]:
     """Open a file of a checkpoint, and explain the error if the system does not give its bytes."""
     try:
         with path.open("rb") as file:
@@ -161,7 +183,7 @@ def _refuse_foreign(path: Path) -> None:
         raise NotACheckpointError(message, path=path) from error
     except PermissionError as error:
         raise access_error(path, error) from error
-    if not names & {STATE, TENSORS, DIGESTS}:
+    if not names & {STATE, TENSORS, DIGESTS} and not any(map(_PART.fullmatch, names)):
         message = (
             f"{path} is not a checkpoint: it holds {', '.join(sorted(names)[:4]) or 'nothing'}, and none of "
             f"{STATE}, {TENSORS} and {DIGESTS}. Give a folder such as those that list_checkpoints(folder) returns."
@@ -172,7 +194,7 @@ def _refuse_foreign(path: Path) -> None:
 def _refuse_newer(path: Path, version: object) -> None:
     if not isinstance(version, int) or version <= VERSION:
         return
-    with _opened(path / STATE) as file:
+    with opened(path / STATE) as file:
         body = _parsed(file.read())
     if body is None or body.get("version") != version:  # both files say it, or one of them is damaged
         message = f"{path / DIGESTS} is damaged: it is of version {version}, and {STATE} is not. {_CURE}"

@@ -2,14 +2,16 @@
 
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from anybatch.checkpoints.files import STATE, TENSORS, intact, read_digests
+from anybatch.checkpoints.files import STATE, intact, opened, read_digests, tensor_files
 from anybatch.checkpoints.folder import list_checkpoints
-from anybatch.checkpoints.structure import unpack
-from anybatch.checkpoints.tensors import read_tensors
+from anybatch.checkpoints.structure import read_stored, unpack
+from anybatch.checkpoints.tensors import stored_tensors
 from anybatch.errors import DamagedCheckpointError, MissingCheckpointError, NotACheckpointError
 
 
@@ -44,7 +46,8 @@ class LoadedCheckpoint:
 def load(path: str | os.PathLike[str]) -> dict[Any, Any]:
     """Return the state that was saved as the checkpoint `path`, bit for bit, with its tensors on the CPU.
 
-    Tensors that were one memory are one tensor again; all are contiguous, and none requires a gradient.
+    Tensors that were one memory are one tensor again; all are contiguous, and none requires a gradient. What several
+    processes have saved in parts is whole again.
 
     Raises:
         MissingCheckpointError: nothing is there.
@@ -55,17 +58,59 @@ def load(path: str | os.PathLike[str]) -> dict[Any, Any]:
         CheckpointAccessError: it may not be read.
     """
     path = Path(path)
+    verify(path)
+    with stored_state(path) as state, _of_this_version(path):
+        found: dict[Any, Any] = read_stored(state)
+    return found
+
+
+def verify(path: Path, *, process: int = 0, num_processes: int = 1) -> None:
+    """Compare the files of a checkpoint with their digests.
+
+    Args:
+        path: the checkpoint.
+        process: number of this process, where several share out the files of parts; each compares the other files.
+        num_processes: how many there are.
+
+    Raises:
+        CheckpointError: one of the kinds that `load` raises.
+    """
     digests = read_digests(path)
+    names = tensor_files(digests)
+    own = names[process::num_processes] if len(names) > 1 else names
+    for name in (STATE, *own):
+        with intact(path / name, digests[name]):
+            pass
+
+
+@contextmanager
+def stored_state(path: Path) -> Iterator[dict[Any, Any]]:
+    """Open a checkpoint whose files have been compared with their digests.
+
+    Yields:
+        The state that was saved, with a `StoredTensor` in the place of each tensor: it can be read as long as this is
+        entered.
+
+    Raises:
+        CheckpointError: one of the kinds that `load` raises.
+    """
+    names = tensor_files(read_digests(path))
+    with ExitStack() as stack:
+        with _of_this_version(path):
+            with opened(path / STATE) as file:
+                body = json.loads(file.read())
+            files = [stack.enter_context(opened(path / name)) for name in names]
+            state: dict[Any, Any] = unpack(body["state"], stored_tensors(files))
+        yield state
+
+
+@contextmanager
+def _of_this_version(path: Path) -> Iterator[None]:
     try:
-        with intact(path / STATE, digests[STATE]) as file:
-            body = json.loads(file.read())
-        with intact(path / TENSORS, digests[TENSORS]) as file:
-            tensors = read_tensors(file)
-        state: dict[Any, Any] = unpack(body["state"], tensors)
+        yield
     except (LookupError, TypeError, ValueError) as error:  # its digests hold, so it was written like this
         message = f"{path} is intact, but not what this version writes ({error!r}). Load an older checkpoint."
         raise DamagedCheckpointError(message, path=path) from error
-    return state
 
 
 def load_latest(folder: str | os.PathLike[str]) -> LoadedCheckpoint:
@@ -80,17 +125,32 @@ def load_latest(folder: str | os.PathLike[str]) -> LoadedCheckpoint:
         NewerCheckpointError: the newest is of a newer version of the format.
         CheckpointAccessError: the newest may not be read.
     """
+    folder = Path(folder)
+    return newest_intact(folder, list_checkpoints(folder), lambda path: LoadedCheckpoint(path, load(path), ()))
+
+
+def newest_intact(folder: Path, paths: Sequence[Path], read: Callable[[Path], LoadedCheckpoint]) -> LoadedCheckpoint:
+    """Return the newest checkpoint that can be read, with the damaged ones that were passed over.
+
+    Args:
+        folder: what to name where there is none.
+        paths: of checkpoints, oldest first.
+        read: raises as `load` does.
+
+    Raises:
+        CheckpointError: one of the kinds that `load_latest` raises.
+    """
     skipped: list[SkippedCheckpoint] = []
     # A checkpoint that may not be read, or is newer, raises: to fall back silently would lose steps for no reason.
-    for path in reversed(list_checkpoints(folder)):
+    for path in reversed(paths):
         try:
-            return LoadedCheckpoint(path, load(path), tuple(skipped))
+            return replace(read(path), skipped=tuple(skipped))
         except (DamagedCheckpointError, MissingCheckpointError, NotACheckpointError) as error:
             skipped.append(SkippedCheckpoint(path, str(error)))
     if not skipped:
         message = f"there is no checkpoint in {folder}. Start the run from the beginning, or give another folder."
-        raise MissingCheckpointError(message, path=Path(folder))
+        raise MissingCheckpointError(message, path=folder)
     reasons = "\n".join(f"- {each.reason}" for each in skipped)
     message = f"none of the {len(skipped)} checkpoints in {folder} is intact:\n{reasons}\n"
     message += "Put a copy of one of them back, or start the run from the beginning in another folder."
-    raise DamagedCheckpointError(message, path=Path(folder))
+    raise DamagedCheckpointError(message, path=folder)

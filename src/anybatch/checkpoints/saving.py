@@ -2,7 +2,7 @@
 
 import errno
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,7 +108,7 @@ def save(
     packed = pack(state)
     body = {"step": step, "state": packed.structure}
     content = _CheckpointContent(json_bytes(body), lay_out(packed.tensors))
-    with _explained(target, content.num_bytes, disk):
+    with explained(target, content.num_bytes, disk):
         make_folders(folder, disk=disk)
         # Before writing, because half-written folders of a killed run take room that this checkpoint may need.
         warnings = tidy(folder, disk=disk)
@@ -121,14 +121,29 @@ def save(
             with suppress(OSError):
                 remove(partial, disk=disk)
             raise
-    # Only now, when the new checkpoint is in place: a failure before this line leaves all older ones.
-    warnings += prune(folder, step=step, keep_last=keep_last, disk=disk)
-    warnings += [
+    return concluded(target, content.num_bytes, warnings, keep_last=keep_last, disk=disk)
+
+
+def concluded(target: Path, num_bytes: int, warnings: Sequence[str], *, keep_last: int, disk: Disk) -> SavedCheckpoint:
+    """Remove the oldest checkpoints, now that a new one is in place, and return what is to be said about it.
+
+    Only now: a failure before this leaves all older ones.
+
+    Args:
+        target: the new one.
+        num_bytes: of its files.
+        warnings: what was to be said before.
+        keep_last: how many checkpoints to leave.
+        disk: the file system.
+    """
+    folder, step = target.parent, step_of(target)
+    failures = prune(folder, step=step, keep_last=keep_last, disk=disk)
+    later = [
         f"{path} is of a later step than {step}, and load_latest prefers it. Remove it unless it is to be resumed."
         for path in list_checkpoints(folder)
         if step_of(path) > step
     ]
-    return SavedCheckpoint(target, content.num_bytes, tuple(warnings))
+    return SavedCheckpoint(target, num_bytes, (*warnings, *failures, *later))
 
 
 def _write(partial: Path, content: _CheckpointContent, disk: Disk) -> None:
@@ -143,7 +158,7 @@ def _write(partial: Path, content: _CheckpointContent, disk: Disk) -> None:
 
 
 @contextmanager
-def _explained(target: Path, num_bytes: int, disk: Disk) -> Iterator[None]:
+def explained(target: Path, num_bytes: int, disk: Disk) -> Iterator[None]:
     """Say what an error of the file system means for the checkpoint."""
     try:
         yield

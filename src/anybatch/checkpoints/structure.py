@@ -25,7 +25,7 @@ from typing import Any, Final
 
 import torch
 
-from anybatch.checkpoints.tensors import STANDARD_DTYPES, as_standard, from_standard
+from anybatch.checkpoints.tensors import STANDARD_DTYPES, StoredTensor, as_standard, from_standard
 from anybatch.checkpoints.torch_internals import layer_versions, set_layer_versions
 from anybatch.errors import NewerCheckpointError, UserError
 
@@ -37,6 +37,25 @@ _NEAREST: Final = {Mapping: "dict", tuple: "tuple", list: "list", str: "str", In
 _MAPPINGS: Final = {dict: "$dict", OrderedDict: "$ordered_dict", Counter: "$counter"}
 Keys = tuple[Any, ...]
 """The keys and positions that lead from a state to something in it."""
+
+
+class TensorPart:
+    """The part of a tensor that one process has.
+
+    No dataclass, since trees that hold it would take that for a container.
+
+    Args:
+        part: what it has.
+        shape: of the whole tensor.
+        offset: where the part begins in it, along each axis.
+    """
+
+    __slots__ = ("offset", "part", "shape")
+
+    def __init__(self, part: torch.Tensor, shape: tuple[int, ...], offset: tuple[int, ...]) -> None:
+        self.part = part
+        self.shape = shape
+        self.offset = offset
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,6 +71,19 @@ class Packed:
     tensors: Mapping[str, torch.Tensor]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedParts:
+    """What one process has of a state, taken apart.
+
+    Attributes:
+        structure: what JSON can hold.
+        parts: what this process has, by name; of a dtype that the format knows.
+    """
+
+    structure: Any
+    parts: Mapping[str, TensorPart]
+
+
 def pack(state: Mapping[Any, Any]) -> Packed:
     """Take a state apart; its tensors are not copied.
 
@@ -62,7 +94,47 @@ def pack(state: Mapping[Any, Any]) -> Packed:
     return Packed(packer.pack(state, ()), packer.tensors)
 
 
-def unpack(structure: Any, tensors: Mapping[str, torch.Tensor]) -> Any:  # noqa: ANN401 (a nested state)
+def pack_parts(state: Mapping[Any, Any]) -> PackedParts:
+    """Take apart what this process has of a state, as `TensorPart`s or whole; its tensors are not copied.
+
+    A tensor without data (on device "meta") stands for one that other processes have.
+
+    Raises:
+        UserError: something in it cannot be restored as it is; says what and where.
+    """
+    packer = _Packer(in_parts=True)
+    structure = packer.pack(state, ())
+    parts = {
+        name: TensorPart(tensor, *packer.places.get(name, (tuple(tensor.shape), (0,) * tensor.dim())))
+        for name, tensor in packer.tensors.items()
+        if not tensor.is_meta
+    }
+    return PackedParts(structure, parts)
+
+
+def read_stored(value: Any, known: dict[object, torch.Tensor] | None = None) -> Any:  # noqa: ANN401 (a nested state)
+    """Return a loaded state with every `StoredTensor` read, and what is one tensor read once.
+
+    Args:
+        value: the state, or a part of it.
+        known: what has been read already.
+    """
+    known = {} if known is None else known
+    if isinstance(value, StoredTensor):
+        if value.key not in known:
+            known[value.key] = value.read()
+        return known[value.key]
+    if isinstance(value, (list, tuple)):
+        return type(value)(read_stored(item, known) for item in value)
+    if not isinstance(value, Mapping):
+        return value
+    read = type(value)({key: read_stored(item, known) for key, item in value.items()})  # type: ignore[call-arg]
+    if (versions := layer_versions(value)) is not None:
+        set_layer_versions(read, versions)  # type: ignore[arg-type]
+    return read
+
+
+def unpack(structure: Any, tensors: Mapping[str, torch.Tensor | StoredTensor]) -> Any:  # noqa: ANN401 (a nested state)
     """Put a state together again.
 
     Raises:
@@ -87,10 +159,13 @@ def unpack(structure: Any, tensors: Mapping[str, torch.Tensor]) -> Any:  # noqa:
 class _Packer:
     """Names the tensors of one state while it takes the state apart."""
 
-    __slots__ = ("_names", "tensors")
+    __slots__ = ("_in_parts", "_names", "places", "tensors")
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_parts: bool = False) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
+        # of the tensors that are parts: the whole shape, and where they begin
+        self.places: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self._in_parts = in_parts
         self._names: dict[Any, str] = {}
 
     def pack(self, value: Any, keys: Keys) -> Any:  # noqa: ANN401 (a nested state)
@@ -108,6 +183,8 @@ class _Packer:
             return {"$tuple": self._items(value, keys)}
         if kind in _MAPPINGS:
             return self._mapping(value, keys)
+        if kind is TensorPart and self._in_parts:
+            return self._tensor(value.part, keys, value)
         _refuse_unless(isinstance(value, torch.Tensor), keys, _named(kind), _remedy(value))
         return self._tensor(value, keys)
 
@@ -128,13 +205,16 @@ class _Packer:
             tagged["metadata"] = self.pack(metadata, (*keys, "_metadata"))
         return tagged
 
-    def _tensor(self, tensor: torch.Tensor, keys: Keys) -> dict[str, str]:
-        _refuse_odd(tensor, keys)
+    def _tensor(self, tensor: torch.Tensor, keys: Keys, part: TensorPart | None = None) -> dict[str, str]:
+        _refuse_odd(tensor, keys, may_be_elsewhere=self._in_parts)
         memory = _memory(tensor)
         # Tied weights are written once, and are one tensor again after loading.
         if memory not in self._names:
             self._names[memory] = name = self._free_name(keys)
-            self.tensors[name] = as_standard(tensor)
+            self.tensors[name] = standard = as_standard(tensor)
+            if part is not None:
+                more_axes = (standard.shape[-1],) if standard.dim() > tensor.dim() else ()
+                self.places[name] = (*part.shape, *more_axes), (*part.offset, *(0 for _ in more_axes))
         reference = {"$tensor": self._names[memory]}
         if tensor.dtype not in STANDARD_DTYPES:
             reference["dtype"] = str(tensor.dtype).removeprefix("torch.")
@@ -151,14 +231,14 @@ class _Packer:
 
 def _memory(tensor: torch.Tensor) -> Any:  # noqa: ANN401 (a key)
     """Return a key that two tensors share only if they show the same memory in the same way."""
-    # Empty tensors of different shapes may share an address, so each stands for itself.
-    if tensor.numel() == 0:
+    # Empty tensors of different shapes may share an address, and those without data have none.
+    if tensor.numel() == 0 or tensor.is_meta:
         return id(tensor)
     view = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
     return (tensor.device, tensor.dtype, *view)
 
 
-def _refuse_odd(tensor: torch.Tensor, keys: Keys) -> None:
+def _refuse_odd(tensor: torch.Tensor, keys: Keys, *, may_be_elsewhere: bool) -> None:
     plain = type(tensor) in {torch.Tensor, torch.nn.Parameter}
     _refuse_unless(
         plain, keys, _named(type(tensor)), "Make it a plain tensor first: full_tensor() gathers a sharded one."
@@ -170,7 +250,8 @@ def _refuse_odd(tensor: torch.Tensor, keys: Keys) -> None:
     _refuse_unless(
         dense, keys, f"a tensor of layout {tensor.layout}", "Use to_dense(), or store its indices and values."
     )
-    _refuse_unless(not tensor.is_meta, keys, "a tensor without data (device 'meta')", "Give it data first.")
+    has_data = may_be_elsewhere or not tensor.is_meta
+    _refuse_unless(has_data, keys, "a tensor without data (device 'meta')", "Give it data first.")
 
 
 def _refuse_unless(holds: bool, keys: Keys, what: str, remedy: str) -> None:  # noqa: FBT001 (a condition, as in assert)
@@ -241,7 +322,9 @@ def _unpack_int(text: str) -> int:
     return int(text, 16)
 
 
-def _unpack_tensor(reference: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _unpack_tensor(
+    reference: Mapping[str, str], tensors: Mapping[str, torch.Tensor | StoredTensor]
+) -> torch.Tensor | StoredTensor:
     tensor = tensors[reference["$tensor"]]
     if "dtype" not in reference:
         return tensor
@@ -251,7 +334,7 @@ def _unpack_tensor(reference: Mapping[str, str], tensors: Mapping[str, torch.Ten
             f"it holds tensors of dtype {reference['dtype']!r}, which torch {torch.__version__} lacks. Update torch."
         )
         raise NewerCheckpointError(message)
-    return from_standard(tensor, dtype)
+    return tensor.of_dtype(dtype) if isinstance(tensor, StoredTensor) else from_standard(tensor, dtype)
 
 
 def _unpack_tuple(items: list[Any], _: object) -> tuple[Any, ...]:

@@ -2,14 +2,17 @@
 
 The format: the length of a header as 8 bytes, the header as JSON (for each name its dtype, shape, and begin and end in
 what follows), the bytes of all tensors. Source: https://github.com/huggingface/safetensors, "Format". Everything is
-little-endian. A tensor passes through a window of 16 MiB between its device and the file, so that neither way holds a
-second copy of it; only a tensor whose memory is not contiguous is copied, by itself, while it is written.
+little-endian. Where a file holds parts of tensors, its header says where each begins in its tensor, as the safetensors
+files of `torch.distributed.checkpoint` do, whose reader therefore takes ours. A tensor passes through a window of
+16 MiB between its device and the file, so that neither way holds a second copy of it; only a tensor whose memory is
+not contiguous is copied, by itself, while it is written.
 """
 
 import json
 import math
+import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BufferedReader
 from typing import Any, Final
@@ -38,6 +41,8 @@ STANDARD_DTYPES: Final[Mapping[torch.dtype, str]] = {
 
 _DTYPES: Final = {name: dtype for dtype, name in STANDARD_DTYPES.items()}
 _LENGTH_BYTES = 8
+_PARTS: Final = "DCP_SHARDING_INFO"
+_OFFSETS: Final = "saved_offsets"
 _WINDOW_BYTES = 1 << 24
 
 
@@ -47,12 +52,12 @@ class TensorFile:
 
     Attributes:
         head: the header, and its length before it.
-        tensors: what follows, in this order.
+        tensors: function () -> a tensor, for each that follows, in this order; called when its bytes are asked for.
         num_bytes: length of the file.
     """
 
     head: bytes
-    tensors: tuple[torch.Tensor, ...]
+    tensors: tuple[Callable[[], torch.Tensor], ...]
     num_bytes: int
 
     def blocks(self) -> Iterator[bytes | memoryview]:
@@ -61,7 +66,7 @@ class TensorFile:
         # One window for all tensors: a model on an accelerator is written without a second copy of it on the host.
         window = bytearray(_WINDOW_BYTES)
         for tensor in self.tensors:
-            yield from _through(window, tensor)
+            yield from _through(window, tensor())
 
 
 def _through(window: bytearray, tensor: torch.Tensor) -> Iterator[memoryview]:
@@ -71,22 +76,174 @@ def _through(window: bytearray, tensor: torch.Tensor) -> Iterator[memoryview]:
         yield memoryview(window)[: len(piece)]
 
 
-def lay_out(tensors: Mapping[str, torch.Tensor]) -> TensorFile:
-    """Return the file that holds `tensors`, which are of standard dtypes."""
+def lay_out(
+    tensors: "Mapping[str, torch.Tensor | StoredTensor]",
+    *,
+    offsets: Mapping[str, tuple[int, ...]] | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> TensorFile:
+    """Return the file that holds `tensors`, which are of standard dtypes.
+
+    Args:
+        tensors: by name; those of another file are read when they are written.
+        offsets: where each begins in the tensor that it is a part of; None where all are whole.
+        metadata: what else the header says, text by text.
+    """
     assert sys.byteorder == "little", "checkpoints are little-endian, and so must be the machine"
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    if offsets is not None:
+        parts = {name: {_OFFSETS: list(offsets[name])} for name in tensors}
+        header["__metadata__"][_PARTS] = json.dumps(parts, separators=(",", ":"))
     # widest first, so that every tensor begins at a multiple of its items' width
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
     end = 0
     for name, tensor in ordered:
-        begin, end = end, end + tensor.nbytes
+        begin, end = end, end + math.prod(tensor.shape) * tensor.dtype.itemsize
         dtype = STANDARD_DTYPES[tensor.dtype]
         header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     # Padded, so that the first tensor begins at a multiple of eight bytes, as readers that map the file expect.
     text += b" " * (-len(text) % _LENGTH_BYTES)
     head = len(text).to_bytes(_LENGTH_BYTES, "little") + text
-    return TensorFile(head, tuple(tensor for _, tensor in ordered), len(head) + end)
+    return TensorFile(head, tuple(_reader_of(tensor) for _, tensor in ordered), len(head) + end)
+
+
+def _reader_of(tensor: "torch.Tensor | StoredTensor") -> Callable[[], torch.Tensor]:
+    return tensor.read if isinstance(tensor, StoredTensor) else lambda: tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _StoredPart:
+    """A part of a tensor in an open file: where its bytes begin, and where it begins in the tensor."""
+
+    file: BufferedReader
+    position: int
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class StoredTensor:
+    """A tensor that is on the disk, in one part or several, as long as its files are open.
+
+    No dataclass, since trees that hold it would take that for a container.
+    """
+
+    __slots__ = ("_kept_as", "_parts", "dtype", "shape")
+
+    def __init__(self, dtype: torch.dtype, parts: Sequence[_StoredPart], kept_as: torch.dtype | None = None) -> None:
+        self.dtype = dtype
+        self._kept_as = dtype if kept_as is None else kept_as
+        self._parts = tuple(parts)
+        whole = _extent(parts)
+        self.shape = torch.Size(whole if self._kept_as == dtype else whole[:-1])
+
+    def __deepcopy__(self, memo: object) -> "StoredTensor":
+        return self
+
+    def of_dtype(self, dtype: torch.dtype) -> "StoredTensor":
+        """Undo `as_standard` for a tensor that was of `dtype`."""
+        return StoredTensor(dtype, self._parts, self._kept_as)
+
+    @property
+    def key(self) -> object:
+        """Equal for two of these that are the same tensor."""
+        return id(self._parts), self.dtype
+
+    def read(self, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> torch.Tensor:
+        """Read it, or what lies in a box of it, into memory of its own on the CPU.
+
+        Args:
+            offset: where the box begins, along each axis; None for all of the tensor.
+            shape: of the box.
+        """
+        begin = tuple(offset or (0,) * len(self.shape))
+        size = tuple(self.shape if shape is None else shape)
+        if self._kept_as != self.dtype:  # as bytes, with one axis more
+            begin, size = (*begin, 0), (*size, self.dtype.itemsize)
+        found = torch.empty(size, dtype=self._kept_as)
+        for part in self._parts:
+            _read_overlap(part, begin, found)
+        return found if self._kept_as == self.dtype else from_standard(found, self.dtype)
+
+
+def _extent(parts: Sequence[_StoredPart]) -> tuple[int, ...]:
+    """Return the shape of the tensor that parts make up."""
+    ends = [[o + n for o, n in zip(part.offset, part.shape, strict=True)] for part in parts]
+    return tuple(map(max, zip(*ends, strict=True)))
+
+
+def _read_overlap(part: _StoredPart, offset: tuple[int, ...], box: torch.Tensor) -> None:
+    """Read what a part and a box have in common into the box, whole rows of the part at a time."""
+    # A tensor without axes is one row of one number.
+    shape, where, begin = part.shape or (1,), part.offset or (0,), offset or (0,)
+    target = box.view(1) if box.dim() == 0 else box
+    starts = [max(at, own) for at, own in zip(begin, where, strict=True)]
+    stops = [min(b + n, w + m) for b, n, w, m in zip(begin, target.shape, where, shape, strict=True)]
+    if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
+        return
+    row_bytes = math.prod(shape[1:]) * box.dtype.itemsize
+    num_rows = max(1, _WINDOW_BYTES // row_bytes)
+    window = bytearray(min(num_rows, stops[0] - starts[0]) * row_bytes)
+    columns = _slices(starts[1:], stops[1:], where[1:])
+    places = _slices(starts[1:], stops[1:], begin[1:])
+    part.file.seek(part.position + (starts[0] - where[0]) * row_bytes)
+    for row in range(starts[0], stops[0], num_rows):
+        rows = min(num_rows, stops[0] - row)
+        if part.file.readinto(memoryview(window)[: rows * row_bytes]) != rows * row_bytes:
+            message = f"{part.file.name} ends within a tensor"
+            raise ValueError(message)
+        read = torch.frombuffer(window, dtype=torch.uint8)[: rows * row_bytes].view(box.dtype)
+        taken = read.view(rows, *shape[1:])[(slice(None), *columns)]
+        target[(slice(row - begin[0], row - begin[0] + rows), *places)] = taken
+
+
+def _slices(starts: Sequence[int], stops: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(start - at, stop - at) for start, stop, at in zip(starts, stops, origin, strict=True))
+
+
+def stored_tensors(files: Sequence[BufferedReader]) -> dict[str, StoredTensor]:
+    """Return the tensors of open files, whose digests have been checked; only headers are read.
+
+    Raises:
+        ValueError: a file is not laid out as `lay_out` does, or parts do not make up a tensor.
+    """
+    assert sys.byteorder == "little", "checkpoints are little-endian, and so must be the machine"
+    found: dict[str, tuple[torch.dtype, list[_StoredPart]]] = {}
+    for file in files:
+        for name, dtype, part in _parts_in(file):
+            known = found.setdefault(name, (dtype, []))
+            known[1].append(part)
+            if known[0] != dtype:
+                message = f"tensor {name!r} is of dtype {known[0]} in one file and of {dtype} in another"
+                raise ValueError(message)
+    for name, (_, parts) in found.items():
+        held, whole = sum(math.prod(part.shape) for part in parts), math.prod(_extent(parts))
+        if held != whole:
+            message = f"tensor {name!r} has {whole} numbers, and its parts have {held}"
+            raise ValueError(message)
+    return {name: StoredTensor(dtype, parts) for name, (dtype, parts) in found.items()}
+
+
+def _parts_in(file: BufferedReader) -> Iterator[tuple[str, torch.dtype, _StoredPart]]:
+    """Yield the name, the dtype and the place of each tensor, or part of one, in a file."""
+    header = json.loads(file.read(int.from_bytes(file.read(_LENGTH_BYTES), "little")))
+    start = file.tell()
+    parts = json.loads(header.pop("__metadata__").get(_PARTS, "{}"))
+    num_bytes = file.seek(0, os.SEEK_END) - start
+    position = 0
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
+        # The digest is right, so this is a file of another writer; its gaps or overlaps would be read as values.
+        if begin != position or end - begin != dtype.itemsize * math.prod(shape):
+            message = f"tensor {name!r} of dtype {dtype} and shape {shape} is said to be at bytes {begin} to {end}"
+            raise ValueError(message)
+        if end > num_bytes:
+            message = f"the file ends within tensor {name!r}"
+            raise ValueError(message)
+        offset = tuple(parts[name][_OFFSETS]) if parts else (0,) * len(shape)
+        yield name, dtype, _StoredPart(file, start + begin, offset, shape)
+        position = end
 
 
 def read_tensors(file: BufferedReader) -> dict[str, torch.Tensor]:
@@ -95,28 +252,7 @@ def read_tensors(file: BufferedReader) -> dict[str, torch.Tensor]:
     Raises:
         ValueError: the file is not laid out as `lay_out` does.
     """
-    assert sys.byteorder == "little", "checkpoints are little-endian, and so must be the machine"
-    header = json.loads(file.read(int.from_bytes(file.read(_LENGTH_BYTES), "little")))
-    del header["__metadata__"]
-    window = bytearray(_WINDOW_BYTES)
-    staging = torch.frombuffer(window, dtype=torch.uint8)
-    tensors: dict[str, torch.Tensor] = {}
-    position = 0
-    for name, entry in header.items():
-        begin, end = entry["data_offsets"]
-        dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
-        # The digest is right, so this is a file of another writer; its gaps or overlaps would be read as values.
-        if begin != position or end - begin != dtype.itemsize * math.prod(shape):
-            message = f"tensor {name!r} of dtype {dtype} and shape {shape} is said to be at bytes {begin} to {end}"
-            raise ValueError(message)
-        tensors[name] = torch.empty(shape, dtype=dtype)
-        for piece in _flat_bytes(tensors[name]).split(_WINDOW_BYTES):
-            if file.readinto(memoryview(window)[: len(piece)]) != len(piece):
-                message = f"the file ends within tensor {name!r}"
-                raise ValueError(message)
-            piece.copy_(staging[: len(piece)])
-        position = end
-    return tensors
+    return {name: tensor.read() for name, tensor in stored_tensors([file]).items()}
 
 
 def as_standard(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from anybatch.cli.status import Status
 from anybatch.cli.stopping import say_stopping
 from anybatch.cli.train_request import TrainRequest
 from anybatch.errors import CheckpointError
-from anybatch.parallel.world import has_launcher
+from anybatch.parallel.launchers import find_launch
 from anybatch.recipes.run.folder import RunFolder
 from anybatch.recipes.run.stop import StopRequest
 
@@ -26,7 +26,7 @@ def launch(request: TrainRequest) -> Status:
     """Run what was asked for on as many ranks as there should be, and return the exit status."""
     request = with_former_settings(request)
     # torchrun on several nodes starts this program once per rank: then there is nothing left to start here.
-    if has_launcher():
+    if find_launch() is not None:
         world = join()
         with StopRequest(say_stopping if world.rank == 0 else None) as asked:
             status, _ = run_rank(request, world, asked)
@@ -39,24 +39,45 @@ def launch(request: TrainRequest) -> Status:
     request = dataclasses.replace(request, folder=folder)
     num_ranks = number_of_ranks(request)
     warn_of_unused(num_ranks)
-    if num_ranks == 1:  # and then torch's launcher need not be imported
-        with StopRequest(say_stopping) as asked:
-            status, _ = run_rank(request, join(), asked)
-    else:
-        from anybatch.cli.local_ranks import run_local_ranks  # noqa: PLC0415 (brings torch's launcher, see above)
-
-        status = run_local_ranks(request, num_ranks)
+    # A resumed run may have a limit from before: what counts is that it has fallen.
+    limit = largest_micro_batch_size(folder)
+    status = start(request, num_ranks)
+    while status is Status.OUT_OF_MEMORY and request.resume != "never":
+        former, limit = limit, largest_micro_batch_size(folder)
+        if limit == former:  # also where there is none: nothing smaller would help
+            break
+        sys.stderr.write(f"anybatch: going on by itself, in micro-batches of at most {limit} (--resume never: not)\n")
+        request = dataclasses.replace(request, resume="always", ranks=num_ranks)
+        status = start(request, num_ranks)
     # Not after wrong options, where nothing has been trained, nor where it was the resuming that failed.
-    if status in _CAN_GO_ON or (status is Status.FILES and not request.resume):
+    if status in _CAN_GO_ON or (status is Status.FILES and request.resume != "always"):
         say_how_to_resume(folder)
     return status
 
 
+def start(request: TrainRequest, num_ranks: int) -> Status:
+    """Run that many ranks on this machine to their end."""
+    if num_ranks == 1:  # and then torch's launcher need not be imported
+        with StopRequest(say_stopping) as asked:
+            return run_rank(request, join(), asked)[0]
+    from anybatch.cli.local_ranks import run_local_ranks  # noqa: PLC0415 (brings torch's launcher, see above)
+
+    return run_local_ranks(request, num_ranks)
+
+
+def largest_micro_batch_size(folder: Path) -> int | None:
+    """Return the size that a run has left to go on with, after memory has run out; None if there is none."""
+    place = RunFolder(folder)
+    return place.read().largest_micro_batch_size if place.header.exists() else None
+
+
 def with_former_settings(request: TrainRequest) -> TrainRequest:
     """Return the request with what was not given taken from the run that is resumed."""
-    if not request.resume:
+    if request.resume not in ("always", "auto"):
         return request
     assert request.folder is not None
+    if request.resume == "auto" and not RunFolder(request.folder).header.exists():
+        return request
     origin = RunFolder(request.folder).read().origin
     recipe, ranks = request.recipe or origin.get("recipe"), request.ranks or origin.get("ranks")
     if not isinstance(recipe, str):
@@ -96,3 +117,5 @@ def say_how_to_resume(folder: Path) -> None:
     """Say how to go on with a run that has failed, if it can be."""
     if list_checkpoints(RunFolder(folder).checkpoints):
         sys.stderr.write(f"\nTo go on from the newest checkpoint: {resume_command(folder)}\n")
+    elif largest_micro_batch_size(folder) is not None:
+        sys.stderr.write(f"\nTo begin again, in smaller micro-batches: {resume_command(folder)}\n")

@@ -11,6 +11,7 @@ from typing import Final
 OWN_OPTIONS: Final = (
     *("effective-batch-size", "micro-batch-size", "accumulation-steps", "ranks", "epochs", "steps", "learning-rate"),
     *("base-batch-size", "learning-rate-rule", "precision", "strategy", "average-decay", "seed", "out", "resume"),
+    "checkpoint-seconds",
 )
 
 # Where the same number means another batch here, the answer says so on the spot. For the rest our option is enough.
@@ -83,7 +84,14 @@ HINTS: Final = (
     (
         "--resume --out FOLDER",
         """resume-from-checkpoint resume-from ckpt-path load init-from checkpoint restore load-checkpoint
-        checkpoint.folder load-dir auto-resume""",
+        checkpoint.folder load-dir""",
+        "",
+    ),
+    ("--resume auto --out FOLDER", "auto-resume autoresume requeue", ""),
+    (
+        "--checkpoint-seconds X",
+        """save-steps save-interval checkpointing-steps checkpoint.interval every-n-train-steps save-freq
+        checkpoint-interval save-every""",
         "",
     ),
     ("--seed N", "random-seed manual-seed data-seed rng-seed seed-everything", ""),

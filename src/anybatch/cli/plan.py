@@ -69,7 +69,12 @@ def make_parser() -> Parser:
     add("--ranks", type=count, default=1, metavar="N", help="devices (default: 1)")
     add("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="number format (default: fp32)")
     add("--sequence-length", type=count, metavar="N", help="tokens of a sample (default: all the model can take)")
-    add("--strategy", default="auto", metavar="NAME", help="how ranks sum gradients, such as ddp (default: all_reduce)")
+    add(
+        "--strategy",
+        default="auto",
+        metavar="NAME",
+        help="how ranks sum gradients: all_reduce, ddp, zero1 or fsdp (default: auto, by the device)",
+    )
     add(
         "--headroom",
         type=fraction,

@@ -15,12 +15,14 @@ from anybatch.cli.screen import RunDisplay, summary
 from anybatch.cli.status import Status, status_of
 from anybatch.cli.train_request import DEFAULT_RECIPE, RUNS, TrainRequest, short_name
 from anybatch.errors import RankFailedError, UserError, WorldError
+from anybatch.parallel.launchers import is_restarted, launch_id, max_restarts
 from anybatch.parallel.world import World
 from anybatch.planner.cache.measured_devices import KnownDevices
 from anybatch.planner.cache.measured_sizes import KnownSizes
 from anybatch.recipes.load import load_recipe
+from anybatch.recipes.run.folder import RunFolder
 from anybatch.recipes.run.prepare import on_first_rank
-from anybatch.recipes.run.session import train
+from anybatch.recipes.run.session import CHECKPOINT_SECONDS, train
 from anybatch.recipes.run.settings import Choices
 
 
@@ -70,25 +72,44 @@ def _train(request: TrainRequest, world: World, stop: Callable[[], bool] | None)
     if request.ranks not in (None, "auto", world.size):
         message = f"--ranks {request.ranks}, but a launcher has started {world.size}. Leave --ranks to the launcher."
         raise UserError(message)
+    if request.folder is None and (max_restarts() or is_restarted()):
+        message = (
+            f"the launcher starts these ranks again ({'it has done so' if is_restarted() else 'it may do so'}), and "
+            "without --out each start begins a new run. Name the folder: --out FOLDER."
+        )
+        raise UserError(message)
     recipe = request.recipe or DEFAULT_RECIPE
     # The name has the time in it, and other ranks would read the clock a moment later.
     folder = on_first_rank(world, partial(new_folder, recipe)) if request.folder is None else request.folder
+    resume = on_first_rank(world, partial(_goes_on, request, RunFolder(folder)))
+    origin: dict[str, str | int] = {"recipe": recipe, "ranks": request.ranks or "auto"}
+    if (launch := launch_id()) is not None:
+        origin["launch"] = launch
+    seconds = request.checkpoint_seconds
     with RunDisplay(stop) as display:
         result = train(
             load_recipe(recipe),
             folder,
             Choices(**request.choices),
-            resume=request.resume,
-            origin={"recipe": recipe, "ranks": request.ranks or "auto"},
+            resume=resume,
+            origin=origin,
             world=world,
             known=KnownSizes(),
             devices=KnownDevices(),
             observer=display.begin if world.rank == 0 else None,
             stop=stop,
+            checkpoint_seconds=CHECKPOINT_SECONDS if seconds is None else seconds,
         )
     if world.rank == 0:
         _write(sys.stdout, summary(result, tensorboard=display.missing))
     return Status.STOPPED if result.stopped else Status.DONE
+
+
+def _goes_on(request: TrainRequest, place: RunFolder) -> bool:
+    """Return whether to go on with the run in a folder, and not to begin one."""
+    if request.resume in ("always", "never") or not place.header.exists():
+        return request.resume == "always"
+    return request.resume == "auto" or is_restarted() or place.read().origin.get("launch", "") == launch_id()
 
 
 def new_folder(recipe: str | None) -> Path:

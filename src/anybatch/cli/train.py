@@ -1,13 +1,15 @@
 """`anybatch train`: the options of a run. What can be refused without torch is refused before it is imported."""
 
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 from anybatch.cli.fork_server import start_fork_server
 from anybatch.cli.option_hints import explain_unknown
 from anybatch.cli.parser import Parser, add_recipe, count, count_or_auto, integer, micro_batch_size, number
 from anybatch.cli.threads import let_threads_sleep
-from anybatch.cli.train_request import DEFAULT_RECIPE, RUNS, TrainRequest
+from anybatch.cli.train_request import DEFAULT_RECIPE, RUNS, Resume, TrainRequest
 
 _DESCRIPTION = (
     "Train a recipe at the effective batch size you name: the samples of one optimizer step, over all ranks. "
@@ -33,15 +35,21 @@ def read(words: Sequence[str]) -> TrainRequest:
     """Return the request of a command line, or end the program with a sentence about its first mistake."""
     parser = make_parser()
     given = vars(parser.parse(words))
-    recipe, out, resume = given.pop("recipe"), given.pop("out"), given.pop("resume")
-    if resume and out is None:
-        if recipe is not None and Path(recipe).is_dir():
-            parser.error(f"--resume takes no value; the run to go on with is named by --out: --resume --out {recipe}")
-        parser.error(f"--resume needs --out, the folder of the run to go on with{_newest_run()}")
-    ranks = given.pop("ranks")
+    recipe, out, resume, ranks = (given.pop(name) for name in ("recipe", "out", "resume", "ranks"))
+    if resume in ("always", "auto") and out is None:
+        newest = _newest_run() if resume == "always" else ""
+        parser.error(f"--resume needs --out, the folder of the run to go on with{newest}")
+    checkpoint_seconds = given.pop("checkpoint_seconds")
     # What was not given is left to the run that is resumed, or to the recipe.
     choices = {name: value for name, value in given.items() if value is not None}
-    return TrainRequest(recipe=recipe, folder=out, resume=resume, ranks=ranks, choices=choices)
+    return TrainRequest(
+        recipe=recipe,
+        folder=out,
+        resume=resume,
+        ranks=ranks,
+        checkpoint_seconds=checkpoint_seconds,
+        choices=choices,
+    )
 
 
 def make_parser() -> Parser:
@@ -80,7 +88,11 @@ def make_parser() -> Parser:
         help="how the learning rate follows the effective batch size (default: by the optimizer)",
     )
     add("--precision", choices=("fp32", "bf16", "fp16"), help="number format of forward and backward (default: fp32)")
-    add("--strategy", metavar="NAME", help="how ranks sum gradients: all_reduce, ddp, zero1 or fsdp (default: auto)")
+    add(
+        "--strategy",
+        metavar="NAME",
+        help="how ranks sum gradients: all_reduce, ddp, zero1 or fsdp; data_parallel: one process (default: auto)",
+    )
     add(
         "--average-decay",
         type=number,
@@ -89,8 +101,33 @@ def make_parser() -> Parser:
     )
     add("--seed", type=integer, metavar="N", help="of parameters, order, augmentation and dropout (default: 0)")
     add("--out", type=Path, metavar="FOLDER", help=f"for the log and checkpoints (default: {RUNS}/RECIPE-DATE-TIME)")
-    add("--resume", action="store_true", help="go on with the run in --out; options not given are as they were")
+    add(
+        "--resume",
+        type=when_to_resume,
+        nargs="?",
+        const="always",
+        metavar="auto|never",
+        help="go on with the run in --out; options not given are as they were. auto: if it was begun, else begin it; "
+        "never: not even after memory has run out in a step that cannot be repeated, or when a launcher restarts it",
+    )
+    add(
+        "--checkpoint-seconds",
+        type=number,
+        metavar="X",
+        help="most time between two checkpoints (default: 600)",
+    )
     return parser
+
+
+def when_to_resume(text: str) -> Resume:
+    """Return when to go on with a run: "always", as without a word, "auto" or "never"."""
+    if text in ("always", "auto", "never"):
+        return cast("Resume", text)
+    if Path(text).is_dir():
+        message = f"the run to go on with is named by --out: --resume --out {text}"
+    else:
+        message = f"{text!r} must be auto, never or nothing; the recipe comes before it: {text} --resume"
+    raise ArgumentTypeError(message)
 
 
 def _newest_run() -> str:

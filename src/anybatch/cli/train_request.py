@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 DEFAULT_RECIPE = "digits"
 RUNS = Path("runs")
+Resume = Literal["always", "auto", "never"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,15 +17,19 @@ class TrainRequest:
     Attributes:
         recipe: what to train; None for the recipe of the run that is resumed, else the default one.
         folder: where; None for a new folder in `runs`.
-        resume: go on with the run in `folder`.
+        resume: whether to go on with the run in `folder`: "always"; "auto" if it was begun there, and after memory has
+            run out; "never"; None as "auto", but only where it is sure to be this very run: memory has run out, or the
+            launcher starts these ranks again.
         ranks: how many; None for as many as the run that is resumed was asked for, else "auto".
+        checkpoint_seconds: most time between two checkpoints; None for that of a session.
         choices: the arguments of `Choices` that were given.
     """
 
     recipe: str | None
     folder: Path | None
-    resume: bool
+    resume: Resume | None
     ranks: int | Literal["auto"] | None
+    checkpoint_seconds: float | None = None
     choices: Mapping[str, Any]
 
 

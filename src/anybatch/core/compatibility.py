@@ -50,6 +50,7 @@ class Axis:
 
 _STRATEGY = Axis("strategy")
 _RANKS = Axis("ranks")
+_MESSAGES = Axis("messages", exclusive=False)
 _PRECISION = Axis("precision")
 _PARAMETERS = Axis("parameters")
 _UPDATE = Axis("update")
@@ -77,9 +78,11 @@ class Feature(Enum):
     DDP = (_STRATEGY, "strategy='ddp'")
     ZERO1 = (_STRATEGY, "strategy='zero1'")
     FSDP = (_STRATEGY, "strategy='fsdp'")
+    DATA_PARALLEL = (_STRATEGY, "strategy='data_parallel'")
     ALONE = (_RANKS, "one rank without torch.distributed")
     ONE_RANK = (_RANKS, "one rank under torch.distributed")
     SEVERAL_RANKS = (_RANKS, "several ranks")
+    COMPRESSED = (_MESSAGES, "gradients compressed on their way (compression='bf16')")
     FP32 = (_PRECISION, "precision='fp32'")
     BF16 = (_PRECISION, "precision='bf16'")
     FP16 = (_PRECISION, "precision='fp16'")
@@ -167,6 +170,18 @@ _NARROW_FSDP = Cell(
     "bf16, or strategy='all_reduce'.",
 )
 
+_ONE_PROCESS = Cell(
+    Verdict.REFUSED,
+    "its replicas are threads of one process, and each rank would train a model of its own",
+    "Use strategy='ddp', which has a process for each device, or start one process only.",
+)
+_NOT_SENT = Cell(Verdict.EXCLUSIVE, "compression is an option of AllReduce and DDP")
+_REPLICAS_NORMALISE = Cell(
+    Verdict.REFUSED,
+    "the policy normalises within the layers of the model itself, and replicas have copies of them",
+    "Use norms='keep' or 'freeze', or strategy='all_reduce' (torchrun).",
+)
+
 _OWN_NORMALISATION = Cell(
     Verdict.REFUSED,
     "compiled code normalises by itself, so that nothing can take the place of BatchNorm",
@@ -228,6 +243,32 @@ _TOGETHER: Mapping[frozenset[Feature], Cell] = {
         "micro-batches take turns in the middle of their forwards, and ranks gather weights there in lockstep",
         "Use norms=Exact(method='checkpoint'), or strategy='all_reduce'.",
     ),
+    frozenset((Feature.DATA_PARALLEL, Feature.SEVERAL_RANKS)): _ONE_PROCESS,
+    **{
+        frozenset((Feature.COMPRESSED, other)): _NOT_SENT
+        for other in (Feature.SINGLE, Feature.ZERO1, Feature.FSDP, Feature.DATA_PARALLEL, Feature.ALONE)
+    },
+    frozenset((Feature.COMPRESSED, Feature.SPARSE)): _DENSE_BUCKETS,
+    frozenset((Feature.DATA_PARALLEL, Feature.COMPILED)): Cell(
+        Verdict.REFUSED,
+        "compiled code is bound to the parameters of the model itself, and replicas have copies of them",
+        "Leave torch.compile out, or use strategy='all_reduce' (torchrun).",
+    ),
+    frozenset((Feature.DATA_PARALLEL, Feature.DROPOUT_KEYED)): Cell(
+        Verdict.SAME_CUT,
+        "random numbers belong to micro-batches, and the replicas of one draw from them in turn: another cut, or "
+        "another number of replicas, draws others",
+        "Keep micro_batch_size and replicas as they are.",
+    ),
+    frozenset((Feature.DATA_PARALLEL, Feature.DROPOUT_PER_SAMPLE)): Cell(
+        Verdict.REFUSED,
+        "masks are counted within one forward over all samples of a micro-batch, and replicas run some of them each",
+        "Use rng='micro_batch', or strategy='all_reduce' (torchrun).",
+    ),
+    **{
+        frozenset((Feature.DATA_PARALLEL, policy)): _REPLICAS_NORMALISE
+        for policy in (Feature.NORMS_SYNC, Feature.NORMS_GHOST, Feature.NORMS_EXACT, Feature.NORMS_CHECKPOINT)
+    },
     frozenset((Feature.FSDP, Feature.REENTRANT)): _EXACT,  # its backward is not limited to parameters
     frozenset((Feature.FP16, Feature.CAST)): Cell(
         Verdict.REFUSED,

@@ -8,11 +8,12 @@ The last argument of each function is where the name is looked for, so that a te
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _python_dispatch as dispatch
 
 from anybatch.errors import UnsupportedTorchError
 
@@ -69,6 +70,7 @@ __all__ = [
     "lacking",
     "multiply_each",
     "needed_for",
+    "outside_modes",
     "sparse_bytes",
     "storage_key",
     "zero_each",
@@ -262,3 +264,16 @@ def interpolate_each(
         return
     for tensor, end in zip(tensors, ends, strict=True):
         tensor.lerp_(end, weight)
+
+
+def outside_modes(of: Any = dispatch) -> AbstractContextManager[object]:  # noqa: ANN401 (torch)
+    """Return a context in which no mode sees operations, neither a memory budget nor the user's own.
+
+    `torch.utils._python_dispatch._disable_current_modes`.
+
+    Raises:
+        UnsupportedTorchError: torch has no such context, so a plan would be booked as memory of the run.
+    """
+    with needed_for("Planning a micro-batch size within a run"):
+        context: AbstractContextManager[object] = of._disable_current_modes()
+    return context

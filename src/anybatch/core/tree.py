@@ -42,7 +42,30 @@ def count_samples(batch: Batch) -> int:
     Raises:
         DataError: no leaf carries samples, leaves disagree about how many, or lists can be read in two ways.
     """
-    return _as_read(batch)[1]
+    return read_samples(batch)[1]
+
+
+def read_samples(batch: Batch) -> tuple[Batch, int]:
+    """Return a batch in which every list of samples is a `SampleList`, and its number of samples.
+
+    Raises:
+        DataError: see `count_samples`.
+    """
+    lengths = {path: _length(leaf) for path, leaf in _leaves(batch, "batch", cutting=True) if _carries_samples(leaf)}
+    numbers, lists = set(lengths.values()), list(_lists_of_tensors(batch))
+    # The reading as fields: every leaf has the sample as its first axis.
+    if len(numbers) == 1 and not any(map(_looks_like_samples, lists)):
+        return batch, numbers.pop()
+    tried = numbers | {len(one) for one in lists}
+    by_entries = {number: found for number in sorted(tried) if (found := _entries(batch, number))}
+    if len(numbers) == 1 and not by_entries:
+        return batch, numbers.pop()
+    if len(by_entries) == 1 and (len(numbers) > 1 or not numbers or _are_inputs_and_targets(batch)):
+        number, found = by_entries.popitem()
+        return _map_leaves(batch, lambda leaf: leaf, cutting=True, entries=found), number
+    if by_entries:
+        raise DataError(_in_two_ways(numbers if len(numbers) == 1 else set(), set(by_entries)))
+    raise DataError(_uncountable(batch, lengths))
 
 
 def slice_samples(batch: Batch, start: int, stop: int) -> Batch:
@@ -53,17 +76,24 @@ def slice_samples(batch: Batch, start: int, stop: int) -> Batch:
         start: position of the first sample, from 0 on.
         stop: position behind the last sample.
     """
+    return slice_read(_marked(batch), start, stop)
+
+
+def slice_read(batch: Batch, start: int, stop: int) -> Batch:
+    """Return samples `start` to `stop` (exclusive) of a batch as `read_samples` returns it, whose lists are marked."""
 
     def piece(leaf: Any) -> Any:  # noqa: ANN401 (a tensor, list, array or anything else)
+        if isinstance(leaf, torch.Tensor):
+            if leaf.is_nested or leaf.layout is not torch.strided:
+                return _rows_elsewhere(leaf, start, stop)
+            return leaf[start:stop] if leaf.dim() else leaf
         if hasattr(leaf, "slice_samples"):
             return leaf.slice_samples(start, stop)
         if isinstance(leaf, SampleList):
             return SampleList(leaf[start:stop])
-        if isinstance(leaf, torch.Tensor) and (leaf.is_nested or leaf.layout is not torch.strided):
-            return _rows_elsewhere(leaf, start, stop)
         return leaf[start:stop] if _carries_samples(leaf) else leaf
 
-    return _map_leaves(_marked(batch), piece, cutting=True)
+    return _map_leaves(batch, piece, cutting=True)
 
 
 def _rows_elsewhere(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -180,6 +210,40 @@ def copied(batch: Batch, clone: Callable[[torch.Tensor], torch.Tensor] = torch.c
     return _map_leaves(batch, copy_of)
 
 
+def map_leaves(batch: Batch, function: Callable[[Any], Any]) -> Batch:
+    """Return the same tree with `function` applied to every leaf; a list of samples and what can be cut are leaves.
+
+    Args:
+        batch: any nested batch, or anything nested as one.
+        function: a leaf -> what takes its place; called depth first.
+    """
+    return _map_leaves(batch, function, cutting=True)
+
+
+def merge_trees(trees: Sequence[Batch], merge: Callable[[str, Sequence[Any]], Any]) -> Batch:
+    """Return trees of one structure as one tree.
+
+    Args:
+        trees: at least one.
+        merge: function (path, the leaves that stand there in the trees) -> the leaf of the result; called depth first.
+
+    Raises:
+        DataError: the trees have different structures.
+    """
+    rows = [list(_leaves(tree, "", cutting=True)) for tree in trees]
+    if len({tuple(path for path, _ in row) for row in rows}) > 1:
+        shown = [", ".join(path or "one value" for path, _ in row) or "nothing" for row in rows]
+        message = f"trees to be merged have different structures: {' and '.join(dict.fromkeys(shown))}."
+        raise DataError(message)
+    merged = iter([merge(row[0][0], [leaf for _, leaf in row]) for row in zip(*rows, strict=True)])
+    return _map_leaves(trees[0], lambda _: next(merged), cutting=True)
+
+
+def has_rows(leaf: Any, number: int) -> bool:  # noqa: ANN401 (a tensor, list, array or anything else)
+    """Whether a leaf carries samples and has so many of them."""
+    return _carries_samples(leaf) and _length(leaf) == number
+
+
 def take_apart(batch: Batch) -> tuple[list[torch.Tensor], Callable[[Iterable[torch.Tensor]], Batch]]:
     """Return every tensor of a nested batch, and a function that builds the same structure around other tensors.
 
@@ -219,30 +283,7 @@ def moved_to(batch: Batch, device: torch.device, *, non_blocking: bool = False) 
 
 def _marked(batch: Batch) -> Batch:
     """Return a batch in which every list of samples is a `SampleList`; most batches have no list to look at."""
-    return _as_read(batch)[0] if any(True for _ in _lists_of_tensors(batch)) else batch
-
-
-def _as_read(batch: Batch) -> tuple[Batch, int]:
-    """Return a batch in which every list of samples is a `SampleList`, and its number of samples.
-
-    Raises:
-        DataError: see `count_samples`.
-    """
-    lengths = {path: _length(leaf) for path, leaf in _leaves(batch, "batch", cutting=True) if _carries_samples(leaf)}
-    numbers, lists = set(lengths.values()), list(_lists_of_tensors(batch))
-    # The reading as fields: every leaf has the sample as its first axis.
-    if len(numbers) == 1 and not any(map(_looks_like_samples, lists)):
-        return batch, numbers.pop()
-    tried = numbers | {len(one) for one in lists}
-    by_entries = {number: found for number in sorted(tried) if (found := _entries(batch, number))}
-    if len(numbers) == 1 and not by_entries:
-        return batch, numbers.pop()
-    if len(by_entries) == 1 and (len(numbers) > 1 or not numbers or _are_inputs_and_targets(batch)):
-        number, found = by_entries.popitem()
-        return _map_leaves(batch, lambda leaf: leaf, cutting=True, entries=found), number
-    if by_entries:
-        raise DataError(_in_two_ways(numbers if len(numbers) == 1 else set(), set(by_entries)))
-    raise DataError(_uncountable(batch, lengths))
+    return read_samples(batch)[0] if any(True for _ in _lists_of_tensors(batch)) else batch
 
 
 def _lists_of_tensors(node: Batch, *, is_top: bool = True) -> Iterator[Sequence[Any]]:
@@ -336,10 +377,17 @@ def _uncountable(batch: Batch, lengths: Mapping[str, int]) -> str:
 
 def _is_cut_whole(node: object) -> bool:
     """Whether something is cut as one, whatever it consists of: it knows how, or has one entry for each sample."""
+    if type(node) is dict:
+        return False
     return isinstance(node, SampleList) or hasattr(node, "slice_samples")
 
 
 def _is_container(node: object) -> bool:
+    # What most batches consist of goes first: asking for a Mapping takes longer than all else here.
+    if isinstance(node, torch.Tensor):
+        return False
+    if isinstance(node, dict):
+        return True
     if _are_strings(node):
         return False
     if isinstance(node, (tuple, Mapping)) or (dataclasses.is_dataclass(node) and not isinstance(node, type)):
@@ -356,7 +404,7 @@ def _are_strings(node: object) -> bool:
 
 
 def _children(node: Batch) -> Iterator[tuple[str, Any]]:
-    if isinstance(node, Mapping):
+    if isinstance(node, (dict, Mapping)):
         return ((f"[{key!r}]", value) for key, value in node.items())
     if dataclasses.is_dataclass(node):
         return ((f".{field.name}", getattr(node, field.name)) for field in dataclasses.fields(node))
@@ -384,7 +432,7 @@ def _map_leaves(
     def below(child: Batch) -> Batch:
         return _map_leaves(child, function, cutting=cutting, entries=entries)
 
-    if isinstance(node, Mapping):
+    if isinstance(node, (dict, Mapping)):
         return _rebuild_mapping(node, {key: below(value) for key, value in node.items()})
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         # `replace` refuses fields that `__init__` does not take; the class computes these from the others.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from torch import nn
+from torch.optim import Optimizer
 
 from anybatch.core.buffers import BufferKeeper
 from anybatch.core.compatibility import Feature, remarks
@@ -18,11 +19,12 @@ from anybatch.engine.accumulation.planned_batch import PlannedBatch
 from anybatch.engine.accumulation.step_guard import StepGuard
 from anybatch.engine.batch_norm.cut_notice import CutNotice
 from anybatch.engine.batch_norm.runner import BatchNormRunner, policy_for, ranks_of, refuse_order, refuse_policy
-from anybatch.engine.compatibility import Features, features_of, refuse_features
+from anybatch.engine.checkpoint_saver import CheckpointSaver
+from anybatch.engine.compatibility import Features, features_of, features_of_ranks, refuse_features
 from anybatch.engine.executors import choose_executor
 from anybatch.engine.forward_state.buffer_updates import BufferUpdates
 from anybatch.engine.forward_state.state_watch import StateWatch
-from anybatch.engine.inputs import collect_modules, move_modules, refuse_sharded, world_of
+from anybatch.engine.inputs import collect_modules, move_modules, world_of
 from anybatch.engine.loss_check.check import LossCheck
 from anybatch.engine.loss_check.uncounted import UncountedSums
 from anybatch.engine.meaning import StepMeaning
@@ -35,21 +37,23 @@ from anybatch.engine.rng.generators import choose_randomness
 from anybatch.engine.spec import Hardware, TrainSpec
 from anybatch.engine.step_planner import StepPlanner
 from anybatch.engine.step_runner import StepRunner
+from anybatch.engine.strategy_choice import choose, with_device_bytes
 from anybatch.engine.telemetry.decisions import Decisions, first_decisions
 from anybatch.engine.telemetry.notifier import Notifier, start_record
 from anybatch.engine.update.clipping import ClipPolicy, clip_policy, refuse_groups
 from anybatch.engine.update.finite_check import FiniteCheck
 from anybatch.engine.update.optimizer_mode import prepare_for_training
 from anybatch.engine.update.optimizer_state import OptimizerStateMemory
-from anybatch.engine.update.precision import LossScaler, autocast, make_target
+from anybatch.engine.update.precision import LossScaler, OptimizerFunction, autocast, make_target
 from anybatch.engine.update.resident_tensors import ResidentMemory, resident_tensors
 from anybatch.engine.update.schedule import scheduler_of
 from anybatch.engine.update.updater import Updater
 from anybatch.engine.update.weight_average import WeightAverage
+from anybatch.errors import CompositionError
 from anybatch.norms import Policy
 from anybatch.norms.layers import batch_norms
-from anybatch.parallel.registry import choose_strategy
-from anybatch.parallel.strategy import Prepared, Strategy
+from anybatch.parallel.model_groups import comes_sharded, refuse_joined_kernels, refuse_misplaced
+from anybatch.parallel.strategy import Capabilities, Prepared, Strategy
 from anybatch.parallel.world import World
 
 
@@ -70,7 +74,7 @@ class _Arguments:
     buffers: BufferUpdates
     sizes: RunSizes
     features: Features
-    chosen: bool
+    chosen: str
 
 
 def build(spec: TrainSpec, hardware: Hardware, observer: Observer | None = None) -> Parts:
@@ -87,7 +91,7 @@ def build(spec: TrainSpec, hardware: Hardware, observer: Observer | None = None)
     given = _check_arguments(spec, hardware)
     modules, world, strategy = given.modules, given.world, given.strategy
     decisions = Decisions()
-    notifier = Notifier(observer, world.rank, given.loss, given.clip)
+    notifier = Notifier(observer, world.rank, given.loss, given.clip, speaks=world.speaks)
     if not strategy.capabilities.moves_modules:
         # Before the strategy, which allocates its buckets where the parameters are.
         move_modules(modules, world.device)
@@ -102,6 +106,7 @@ def build(spec: TrainSpec, hardware: Hardware, observer: Observer | None = None)
         target = make_target(spec.optimizer, prepared.parameters)
         # Not with the other checks: an optimizer that is given as a function has no groups before it is made.
         refuse_groups(given.clip, target.optimizer)
+        refuse_joined_kernels(target.optimizer, target.updated)
         prepare_for_training(target.optimizer)
         scheduler = scheduler_of(spec.scheduler, target.optimizer)
         shard_update = prepared.shard_update
@@ -154,30 +159,33 @@ def _check_arguments(spec: TrainSpec, hardware: Hardware) -> _Arguments:
     modules = collect_modules(spec.model, loss)
     # After the modules, since a single rank computes where the model is.
     world = hardware.world or world_of(modules)
-    strategy = choose_strategy(hardware.strategy, world)
-    needs, clip = strategy.capabilities, clip_policy(spec.clip)
-    if not needs.replaces_parameters:
-        refuse_sharded(modules, needs.name)
+    world = with_device_bytes(world)
+    clip = clip_policy(spec.clip)
     make_autocast = autocast(spec.precision, world.device)
     randomness = choose_randomness(spec.rng, modules, world.device)
     policy = policy_for(spec.norms, modules, world.size)
     constraints = policy.constraints(has_layers=bool(batch_norms(modules)), world_size=world.size)
     refuse_order(hardware.order, constraints)
-    sizes = RunSizes(
+    make_sizes = partial(
+        RunSizes,
         world,
         effective_batch_size=spec.effective_batch_size,
         micro_batch_size=hardware.micro_batch_size,
         accumulation_steps=hardware.accumulation_steps,
         deal=hardware.deal,
         order=hardware.order,
-        # A cut has to satisfy the strategy as well; BatchNorm layers are run by the policy's constraints alone.
-        constraints=constraints | needs.constraints,
     )
-    features = features_of(spec, modules, loss, sizes=sizes.sizes, deal=hardware.deal, clip=clip, policy=policy)
-    refuse_features(features, spec.optimizer, needs, world)
+    features = features_of(spec, modules, loss, sizes=make_sizes().sizes, deal=hardware.deal, clip=clip, policy=policy)
+    composes = partial(_composes, features, spec.optimizer, world)
+    choice = choose(hardware.strategy, spec.optimizer, modules, world, composes)
+    strategy, needs = choice.strategy, choice.strategy.capabilities
+    refuse_misplaced(modules, needs, world, spec.precision)
+    refuse_features(features, spec.optimizer, needs, world, comes_sharded=comes_sharded(modules))
+    # A cut has to satisfy the strategy as well; BatchNorm layers are run by the policy's constraints alone.
+    sizes = make_sizes(constraints=constraints | needs.constraints)
     refuse_policy(policy, modules, constraints, needs, searches=_must_search(sizes, hardware))
     buffers = BufferUpdates(spec.buffers or {}, modules, strategy, world)
-    buffers.refuse_with(loss, constraints)
+    buffers.refuse_with(loss, constraints, needs)
     return _Arguments(
         spec=spec,
         loss=loss,
@@ -192,8 +200,18 @@ def _check_arguments(spec: TrainSpec, hardware: Hardware) -> _Arguments:
         buffers=buffers,
         sizes=sizes,
         features=features,
-        chosen=hardware.strategy == "auto",
+        chosen=choice.reason,
     )
+
+
+def _composes(
+    features: Features, optimizer: Optimizer | OptimizerFunction, world: World, capabilities: Capabilities
+) -> bool:
+    try:
+        refuse_features(features, optimizer, capabilities, world)
+    except CompositionError:
+        return False
+    return True
 
 
 def _runnable(
@@ -270,10 +288,11 @@ def _runnable(
     )
     for decision in first_decisions(
         update=updater.target.update,
-        strategy=strategy.capabilities.name if given.chosen else None,
+        strategy=given.chosen,
         world_size=world.size,
+        num_processes=world.num_processes,
         differed=prepared.differed,
-        remarks=remarks(given.features),
+        remarks=remarks({**features_of_ranks(strategy.capabilities, world), **given.features}),
         norms=batch_norm.description,
         not_repeated=impossible,
         draws=not given.features.keys().isdisjoint((Feature.DROPOUT_KEYED, Feature.DROPOUT_PER_SAMPLE)),
@@ -311,6 +330,7 @@ def _runnable(
         batch_norm=batch_norm,
         decisions=decisions,
         notifier=notifier,
+        saver=CheckpointSaver(world),
         further_state={},
     )
 

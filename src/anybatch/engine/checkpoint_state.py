@@ -4,7 +4,7 @@ import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from anybatch.checkpoints import LoadedCheckpoint, SavedCheckpoint, load, load_latest, save
+from anybatch.checkpoints.structure import TensorPart, read_stored
+from anybatch.checkpoints.tensors import StoredTensor
 from anybatch.core.batch import Position
 from anybatch.core.geometry import Sizes
 from anybatch.core.tree import map_tensors, tensors_of
@@ -20,6 +21,7 @@ from anybatch.data.random_state import host_random_state, restore_host_random_st
 from anybatch.engine.update.precision import LossScaler, Target
 from anybatch.engine.update.weight_average import WeightAverage
 from anybatch.errors import CheckpointError
+from anybatch.parallel.local_parts import is_dtensor
 from anybatch.parallel.strategy import ParameterLayout, UpdateSharding
 from anybatch.parallel.world import World
 
@@ -99,8 +101,10 @@ class Progress:
     decisions: Mapping[str, str]
 
 
-def collect_state(parts: StateParts, progress: Progress, world: World, *, only_trainable: bool) -> dict[str, Any]:
-    """Return everything that changes, as nested dicts of whole tensors and plain values.
+def collect_state(
+    parts: StateParts, progress: Progress, world: World, *, only_trainable: bool, in_parts: bool = False
+) -> dict[str, Any]:
+    """Return everything that changes, as nested dicts of tensors and plain values.
 
     Every rank calls it: tensors may be sharded, and random numbers that are not keyed differ. Tensors of replicas are
     not copied.
@@ -110,8 +114,14 @@ def collect_state(parts: StateParts, progress: Progress, world: World, *, only_t
         progress: how far the run has come.
         world: the ranks.
         only_trainable: leave out frozen parameters.
+        in_parts: nothing is gathered: what this process has, as `SharedSave` takes it. Otherwise tensors are whole.
     """
-    target, scaler, gather = parts.target, parts.scaler, parts.layout.gather
+    target, scaler = parts.target, parts.scaler
+    gather = partial(_held, layout=parts.layout) if in_parts else parts.layout.gather
+    model = _model_state(parts.modules, only_trainable=only_trainable)
+    if in_parts and not world.is_first:
+        # Those of ranks differ (running statistics), so all are the first process's, as in a checkpoint of whole ones.
+        model = _without_buffers(model, parts.modules)
     return {
         "num_steps": progress.num_steps,
         "position": {"epoch": progress.position.epoch, "sample_offset": progress.position.sample_offset},
@@ -119,18 +129,22 @@ def collect_state(parts: StateParts, progress: Progress, world: World, *, only_t
         "sizes": dataclasses.asdict(progress.sizes),
         "resized": progress.resized,
         "decisions": dict(progress.decisions),
-        "model": map_tensors(_model_state(parts.modules, only_trainable=only_trainable), gather),
+        "model": map_tensors(model, gather),
         "optimizer_class": _class_name(target.optimizer),
         "generators": world.gather_objects([generator.get_state() for generator in parts.generators])
         if parts.generators
         else None,
         "host_random": world.gather_objects(host_random_state()) if parts.generators else None,
-        "further": {name: dict(found.state_dict()) for name, found in parts.further.items()},
-        "optimizer": map_tensors(_optimizer_state(target.optimizer, parts.sharding, world), gather),
+        "further": {name: dict(found.state_dict()) for name, found in parts.further.items()}
+        if world.is_first or not in_parts
+        else {},
+        "optimizer": map_tensors(_optimizer_state(target.optimizer, parts.sharding, world, in_parts=in_parts), gather),
         "master_weights": [gather(weight.detach()) for weight in target.updated]
         if target.update == "master_weights"
         else None,
-        "scheduler": None if parts.scheduler is None else parts.scheduler.state_dict(),
+        "scheduler": None
+        if parts.scheduler is None or (in_parts and not world.is_first)
+        else parts.scheduler.state_dict(),
         "scaler": scaler.scaler.state_dict() if scaler.enabled else None,
         "average": None
         if parts.average is None
@@ -138,12 +152,29 @@ def collect_state(parts: StateParts, progress: Progress, world: World, *, only_t
     }
 
 
+def _held(tensor: torch.Tensor, layout: ParameterLayout) -> Any:  # noqa: ANN401 (a tensor, or what stands for one)
+    """Return what this process has of a tensor."""
+    offset = layout.offset(tensor)
+    return tensor if offset is None else TensorPart(layout.local(tensor), tuple(tensor.shape), offset)
+
+
+def _without_buffers(state: Mapping[str, Any], modules: nn.Module) -> dict[str, Any]:
+    """Return a model's state with everything but its parameters without data, unless it lies in parts."""
+    own = {_uncompiled_name(name) for name, _ in modules.named_parameters(remove_duplicate=False)}
+
+    def elsewhere(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if is_dtensor(tensor) else torch.empty_like(tensor, device="meta")
+
+    return {name: value if name in own else map_tensors(value, elsewhere) for name, value in state.items()}
+
+
 def restore_state(parts: StateParts, state: Mapping[str, Any], world: World) -> list[Remark]:
     """Put a collected state into the parts of an engine; nothing is changed unless all of it fits.
 
     Args:
         parts: what changes.
-        state: what `collect_state` returned, perhaps an earlier version's.
+        state: what `collect_state` returned, perhaps an earlier version's; from the disk with a `StoredTensor` for
+            each tensor, of which each rank reads what it holds.
         world: the ranks.
 
     Returns:
@@ -168,33 +199,52 @@ def restore_state(parts: StateParts, state: Mapping[str, Any], world: World) -> 
                 "Build the engine as the run was built (precision, scheduler, average_decay, optimizer)."
             )
             raise CheckpointError(message)
-    scatter, own_model = parts.layout.scatter, parts.modules.state_dict()
+    # Everything is read before anything is loaded, so that a disk that fails changes nothing either.
+    place, own_model = partial(_placed, layout=parts.layout), parts.modules.state_dict()
     own_names = {_uncompiled_name(name): name for name in own_model}
     model = {
-        own_names[name]: scatter(value, own_model[own_names[name]]) if isinstance(value, torch.Tensor) else value
+        own_names[name]: place(value, own_model[own_names[name]])
         for name, value in _by_uncompiled_name(state["model"]).items()
     }
-    parts.modules.load_state_dict({**own_model, **model})
     # A copy, because an optimizer keeps tensors of what it loads and changes them in place.
-    parts.target.optimizer.load_state_dict(_scattered(copy.deepcopy(dict(state["optimizer"])), parts))
-    if state["master_weights"] is not None:
-        with torch.no_grad():
-            for weight, saved in zip(parts.target.updated, state["master_weights"], strict=True):
-                weight.copy_(scatter(saved, weight))
+    optimizer = _scattered(copy.deepcopy(dict(state["optimizer"])), parts)
+    masters = [place(*pair) for pair in zip(state["master_weights"] or (), parts.target.updated, strict=False)]
+    averaged = _by_uncompiled_name(state["average"] or {})
+    averages = {
+        name: place(averaged[_uncompiled_name(name)], weight)
+        for name, weight in (parts.average.weights.items() if parts.average is not None else ())
+    }
+    small = {
+        name: read_stored(state.get(name)) for name in ("scheduler", "scaler", "further", "host_random", "generators")
+    }
+    parts.modules.load_state_dict({**own_model, **model})
+    parts.target.optimizer.load_state_dict(optimizer)
+    with torch.no_grad():
+        for weight, saved in zip(parts.target.updated, masters, strict=False):
+            weight.copy_(saved)
     if parts.scheduler is not None:
-        parts.scheduler.load_state_dict(dict(state["scheduler"]))
+        parts.scheduler.load_state_dict(dict(small["scheduler"]))
     if parts.scaler.enabled:
-        parts.scaler.scaler.load_state_dict(dict(state["scaler"]))
+        parts.scaler.scaler.load_state_dict(dict(small["scaler"]))
     if parts.average is not None:
-        averaged, weights = _by_uncompiled_name(state["average"]), parts.average.weights
-        parts.average.load(
-            {name: scatter(averaged[_uncompiled_name(name)], weight) for name, weight in weights.items()}
-        )
+        parts.average.load(averages)
     for name, found in parts.further.items():
-        found.load_state_dict(copy.deepcopy(state["further"][name]))
-    if parts.generators and (saved := state.get("host_random")) and len(saved) == world.size:
+        found.load_state_dict(copy.deepcopy(small["further"][name]))
+    if parts.generators and (saved := small["host_random"]) and len(saved) == world.size:
         restore_host_random_state(saved[world.rank])
-    return remarks + _restore_generators(parts.generators, state.get("generators"), world)
+    return remarks + _restore_generators(parts.generators, small["generators"], world)
+
+
+def _placed(value: Any, like: Any, layout: ParameterLayout) -> Any:  # noqa: ANN401 (a tensor, or a layer's extra state)
+    """Return a whole tensor laid out like another; of one on the disk only what this rank holds is read."""
+    if isinstance(value, StoredTensor) and isinstance(like, torch.Tensor):
+        offset = layout.offset(like)
+        if offset is None:
+            return value.read()
+        return layout.with_local(value.read(offset, layout.local(like).shape).to(like.device), like)
+    if isinstance(value, torch.Tensor):
+        return layout.scatter(value, like)
+    return read_stored(value)
 
 
 def _model_state(modules: nn.Module, *, only_trainable: bool) -> dict[str, Any]:
@@ -217,16 +267,18 @@ def _uncompiled_name(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
-def _optimizer_state(optimizer: Optimizer, sharding: UpdateSharding | None, world: World) -> dict[str, Any]:
+def _optimizer_state(
+    optimizer: Optimizer, sharding: UpdateSharding | None, world: World, *, in_parts: bool
+) -> dict[str, Any]:
     """Return an optimizer's state; of one that keeps a part of it on each rank, on rank 0 all of it."""
     if sharding is not None:
-        return sharding.state_dict()
+        return sharding.state_dict_in_parts() if in_parts else sharding.state_dict()
     consolidate = getattr(optimizer, "consolidate_state_dict", None)  # of ZeroRedundancyOptimizer
     if consolidate is None:
         return optimizer.state_dict()
     with world.collective():
         consolidate(to=0)
-    return optimizer.state_dict() if world.rank == 0 else {"state": {}, "param_groups": []}
+    return optimizer.state_dict() if world.is_first else {"state": {}, "param_groups": []}
 
 
 def _class_name(value: object) -> str:
@@ -257,9 +309,9 @@ def _scattered(saved: dict[str, Any], parts: StateParts) -> dict[str, Any]:
     for number, values in saved["state"].items():
         for name, value in values.items():
             # What has another shape, such as a count of steps, is not laid out like the parameter.
-            if isinstance(value, torch.Tensor) and value.shape == parameters[number].shape:
-                values[name] = parts.layout.scatter(value, parameters[number])
-    return saved
+            like = getattr(value, "shape", None) == parameters[number].shape
+            values[name] = _placed(value, parameters[number], parts.layout) if like else read_stored(value)
+    return {name: value if name == "state" else read_stored(value) for name, value in saved.items()}
 
 
 def _check_model(modules: nn.Module, saved: Mapping[str, Any]) -> None:
@@ -338,22 +390,6 @@ def _check_optimizer(target: Target, saved: Mapping[str, Any], saved_class: str 
     return [("another_optimizer_class", message)]
 
 
-def save_on_first_rank(
-    folder: Path, step: int, state: Mapping[str, Any], world: World, *, keep_last: int
-) -> SavedCheckpoint:
-    """Write a checkpoint on rank 0 while the others wait; return what was saved on every rank.
-
-    Raises:
-        CheckpointError: on rank 0, which could not write it; a RankFailedError carries it on the others.
-    """
-
-    def write() -> SavedCheckpoint:
-        return save(folder, step, state, keep_last=keep_last)
-
-    saved: SavedCheckpoint = world.run_on_all_ranks(write if world.rank == 0 else None)[0]
-    return saved
-
-
 def state_of_first_rank(state: dict[str, Any], world: World) -> dict[str, Any]:
     """Return the collected state of rank 0 on every rank; its tensors travel one by one.
 
@@ -361,54 +397,23 @@ def state_of_first_rank(state: dict[str, Any], world: World) -> dict[str, Any]:
         state: this rank's.
         world: the ranks.
     """
-    tensors = list(tensors_of(state)) if world.rank == 0 else []
+    tensors = list(tensors_of(state)) if world.is_first else []
     # Tensors without data say what is going to come.
-    form = map_tensors(state, lambda tensor: torch.empty_like(tensor, device="meta")) if world.rank == 0 else None
+    form = map_tensors(state, lambda tensor: torch.empty_like(tensor, device="meta")) if world.is_first else None
     form, devices = world.gather_objects((form, [tensor.device.type for tensor in tensors]))[0]
     found = iter(range(len(devices)))
 
     def receive(described: torch.Tensor) -> torch.Tensor:
         number = next(found)
-        if world.rank == 0:
+        if world.is_first:
             sent = tensors[number].detach().to(world.device).contiguous()
         else:
             sent = torch.empty(described.shape, dtype=described.dtype, device=world.device)
         with world.collective():
-            work = dist.broadcast(sent, src=0, async_op=True)
+            work = dist.broadcast(sent, src=world.first_process, async_op=True)
             assert work is not None
             world.wait(work)
         return sent.to(devices[number])
 
     received: dict[str, Any] = map_tensors(form, receive)
     return received
-
-
-def load_on_all_ranks(path: Path, world: World) -> LoadedCheckpoint:
-    """Read the newest intact checkpoint, the same one on every rank.
-
-    Args:
-        path: one checkpoint, or a folder of checkpoints.
-        world: the ranks; each reads for itself.
-
-    Raises:
-        CheckpointError: there is none, none is intact, or ranks do not see the same one.
-    """
-    loaded: LoadedCheckpoint | None = None
-
-    def read() -> int:
-        nonlocal loaded
-        # A checkpoint holds its digests, a folder of checkpoints does not.
-        is_one = (path / "digests.json").exists()
-        loaded = LoadedCheckpoint(path=path, state=load(path), skipped=()) if is_one else load_latest(path)
-        return int(loaded.state["num_steps"])
-
-    # The steps are compared and not the states, which are as large as the model.
-    steps = world.run_on_all_ranks(read)
-    if len(set(steps)) > 1:
-        message = (
-            f"ranks see checkpoints of different steps in {path}: {steps}. "
-            "Put it on a file system that all ranks share."
-        )
-        raise CheckpointError(message, path=Path(path))
-    assert loaded is not None
-    return loaded

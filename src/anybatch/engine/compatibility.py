@@ -109,19 +109,35 @@ def features_of_ranks(capabilities: Capabilities, world: World) -> dict[Feature,
         return {}
     if not world.connected:
         return {strategy: "", Feature.ALONE: ""}
-    return {strategy: "", Feature.ONE_RANK if world.size == 1 else Feature.SEVERAL_RANKS: f"{world.size} of them"}
+    messages = {Feature.COMPRESSED: ""} if capabilities.compresses else {}
+    return messages | {
+        strategy: "",
+        Feature.ONE_RANK if world.size == 1 else Feature.SEVERAL_RANKS: f"{world.size} of them",
+    }
 
 
 def refuse_features(
-    features: Features, optimizer: Optimizer | OptimizerFunction, needs: Capabilities, world: World
+    features: Features,
+    optimizer: Optimizer | OptimizerFunction,
+    needs: Capabilities,
+    world: World,
+    *,
+    comes_sharded: bool = False,
 ) -> None:
     """Refuse what does not compose, and what a strategy that is not in the table says it cannot do.
+
+    Args:
+        features: of the run.
+        optimizer: as of `TrainSpec`.
+        needs: of the strategy.
+        world: the ranks.
+        comes_sharded: the model has the parameters already that a strategy would make.
 
     Raises:
         CompositionError: with the reasons and what to use instead.
     """
     refuse_compositions({**features_of_ranks(needs, world), **features})
-    if needs.replaces_parameters and isinstance(optimizer, Optimizer):
+    if needs.replaces_parameters and not comes_sharded and isinstance(optimizer, Optimizer):
         message = (
             f"strategy {needs.name!r} makes new parameter objects, and this {type(optimizer).__name__} was built over "
             "the old ones: it would step without error and change nothing. Pass a function instead: "

@@ -17,13 +17,13 @@ from anybatch.core.records import Observer
 from anybatch.core.reports import StepReport
 from anybatch.core.splitting import Deal
 from anybatch.engine.build import build
-from anybatch.engine.checkpoint_state import Scheduler, Stateful, load_on_all_ranks, save_on_first_rank
+from anybatch.engine.checkpoint_state import Scheduler, Stateful
 from anybatch.engine.data_place import data_of, go_on
 from anybatch.engine.evaluation import Metric, evaluate, evaluation_mode, stale_statistics
 from anybatch.engine.forward_state.buffer_updates import BufferUpdate
 from anybatch.engine.inputs import Model
 from anybatch.engine.micro_batch_size.sizes import MicroBatchSize
-from anybatch.engine.parts import Parts
+from anybatch.engine.parts import Parts, SaveForm
 from anybatch.engine.rng.generators import Rng
 from anybatch.engine.spec import Hardware, TrainSpec
 from anybatch.engine.step_runner import SummedBatch
@@ -32,7 +32,7 @@ from anybatch.engine.update.clipping import ClipArgument
 from anybatch.engine.update.optimizer_mode import evaluation_weights
 from anybatch.engine.update.precision import OptimizerFunction, PrecisionName
 from anybatch.engine.update.resident_tensors import ResidentTensors
-from anybatch.engine.update.schedule import SchedulerFunction, unsaved_scheduler
+from anybatch.engine.update.schedule import SchedulerFunction
 from anybatch.engine.update.updater import Updated
 from anybatch.engine.update.weight_average import WeightAverage
 from anybatch.errors import UserError
@@ -67,7 +67,7 @@ class Engine:
         accumulation_steps: micro-batches per rank and step, of nearly equal size, instead of a micro-batch size.
         deal: "balanced" gives ranks the same number of samples up to one; "fixed" keeps micro-batches whole, so that
             the cut does not depend on the number of ranks.
-        strategy: "auto" (one rank: "single", several: "all_reduce"), "ddp", or a strategy object.
+        strategy: a name such as "ddp", a strategy object, or "auto": see docs/ranks.md.
         precision: "fp32" (as the model is), "bf16" or "fp16" autocast; "fp16" scales the loss.
         scheduler: a torch scheduler, or a function `optimizer -> scheduler`, stepped once per update, not on a skipped
             one.
@@ -303,10 +303,18 @@ class Engine:
         parts.notifier.evaluate(self.num_steps, num_samples, found)
         return found
 
-    def save(self, folder: str | Path, *, keep_last: int = 2, only_trainable: bool = False) -> Path:
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        keep_last: int = 2,
+        only_trainable: bool = False,
+        sharded: bool | None = None,
+        wait: bool = True,
+    ) -> Path:
         """Write a checkpoint of everything a run needs to go on into `folder`, atomically; return its path.
 
-        Rank 0 writes, all ranks wait. Call it on every rank.
+        Call it on every rank.
 
         Args:
             folder: holds the run's checkpoints, one subfolder each.
@@ -314,28 +322,21 @@ class Engine:
                 `keep_last=1` whenever the metric is better than before.
             only_trainable: leave out frozen parameters, such as the base of an adapter; whoever loads it builds the
                 model with them.
+            sharded: each rank writes what it has, without gathering, into a folder that all share; otherwise rank 0
+                writes whole tensors. None: sharded where parameters are. `load` takes both, on any number of ranks.
+            wait: until it is complete. False: only until each rank has copied what it writes into the host's memory;
+                a thread writes while training goes on, and the next save, load or close waits for it.
 
         Raises:
-            CheckpointError: it could not be written; older ones are untouched.
+            CheckpointError: it could not be written; older ones are untouched. Without `wait`, raised by the next call.
             RanksDifferError, ReplicaError: ranks have called different things, or hold different weights.
             UpdateFailedError: the last update broke off, so that weights may be half updated.
 
         Warns:
             AnyBatchWarning: learning rates follow a scheduler that the engine does not know, so it is not saved.
         """
-        parts = self._parts
-        if unsaved := unsaved_scheduler(self.optimizer, (self.scheduler, *parts.further_state.values())):
-            parts.notifier.warn("scheduler_not_saved", unsaved)
-        with parts.reported("engine.save", self.num_steps, trains=True, meets=True):
-            # On an accelerator the last step's loss is not looked at yet, and weights after a NaN must not be saved.
-            parts.updater.finite.settle()
-            parts.replicas.compare(self.num_steps)
-            state = parts.collect(self.num_steps, self.position, only_trainable=only_trainable)
-            saved = save_on_first_rank(Path(folder), self.num_steps, state, self.world, keep_last=keep_last)
-        for message in saved.warnings:
-            warnings.warn(message, stacklevel=2)
-        parts.notifier.checkpoint("saved", self.num_steps, saved.path, saved.num_bytes)
-        return saved.path
+        form = SaveForm(keep_last=keep_last, only_trainable=only_trainable, sharded=sharded, wait=wait)
+        return self._parts.save(Path(folder), self.num_steps, self.position, form)
 
     def load(self, path: str | Path) -> Position:
         """Go on from a checkpoint, or from the newest intact one in a folder of them; return where its data stands.
@@ -354,8 +355,7 @@ class Engine:
         """
         parts = self._parts
         with parts.reported("engine.load", self.num_steps, meets=True):
-            loaded = load_on_all_ranks(Path(path), self.world)
-            self._restore(loaded.state, loaded.path)
+            loaded = parts.load(Path(path), self._restore)
         for skipped in loaded.skipped:
             parts.notifier.checkpoint("fell_back", self.num_steps, skipped.path, None, skipped.reason)
             warnings.warn(f"passed over the damaged checkpoint {skipped.path}: {skipped.reason}", stacklevel=2)
@@ -432,6 +432,7 @@ class Engine:
             # After an error a second one would hide the first.
             if error is None:
                 self._parts.updater.finite.settle()
+            self._parts.announce(self._parts.saver.close(failed=error is not None))
         finally:
             if self._made_world:
                 self.world.close(error)

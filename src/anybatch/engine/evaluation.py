@@ -58,7 +58,9 @@ def evaluate(
         world: the ranks.
         halved: called with the sizes before and after, where a micro-batch did not fit.
     """
-    halving = OomHalving(world.device, halved, alone=not context.strategy.capabilities.lockstep)
+    halving = OomHalving(
+        world.device, halved, alone=not (context.strategy.capabilities.lockstep or world.has_model_groups)
+    )
     if isinstance(metric, OverWholeSet):
         return _evaluate_whole_set(metric, context, batches, placement=placement, world=world, halving=halving)
     if callable(getattr(metric, "update", None)) and callable(getattr(metric, "compute", None)):

@@ -59,8 +59,8 @@ def _told(error: BaseException, world: World, step: int | None) -> BaseException
     """Tell the other ranks about an error, and return what to raise for it."""
     if not isinstance(error, AnyBatchError):
         place = "between steps" if step is None else f"in step {step} (counted from 0)"
-        error.add_note(f"anybatch: {place}, on rank {world.rank} of {world.size}.")
-    _complete(error, world.rank, step)
+        error.add_note(f"anybatch: {place}, on rank {world.process} of {world.num_processes}.")
+    _complete(error, world.process, step)
     refused: AnyBatchError | None = refused_in_backward(error)
     # A collective that another rank has left raises a RuntimeError here; the cause is that rank's own error.
     broken = isinstance(error, RuntimeError) and not isinstance(

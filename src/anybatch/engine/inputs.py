@@ -30,12 +30,7 @@ def collect_modules(model: Model, loss: Loss) -> nn.Module:
         if not isinstance(module, nn.Module):
             message = f"model {name!r} is {type(module).__name__}; give a torch.nn.Module, or a dict of named ones."
             raise ParameterError(message)
-        if isinstance(module, (DataParallel, DistributedDataParallel)):
-            message = (
-                f"model {name!r} is wrapped in {type(module).__name__} already. Give the module inside (its .module): "
-                "the engine reduces gradients itself, once per step (strategy='ddp' uses DistributedDataParallel)."
-            )
-            raise ParameterError(message)
+        _refuse_wrapped(name, module)
     for name, function in loss.functions.items():
         if isinstance(function, nn.Module):
             named[name] = function
@@ -62,21 +57,14 @@ def collect_modules(model: Model, loss: Loss) -> nn.Module:
     return modules
 
 
-def refuse_sharded(modules: nn.Module, strategy: str) -> None:
-    """Refuse parameters that are shards under a strategy that would take each rank's for the whole.
-
-    Args:
-        modules: everything that trains.
-        strategy: its name.
-
-    Raises:
-        ParameterError: some parameter is a `DTensor`.
-    """
-    for name, parameter in modules.named_parameters():
-        if hasattr(parameter, "device_mesh"):  # to ask for the class would import it, which takes a second
+def _refuse_wrapped(name: str, model: nn.Module) -> None:
+    for inner, module in model.named_modules():
+        if isinstance(module, (DataParallel, DistributedDataParallel)):
+            where = f"module {inner!r} of model {name!r}" if inner else f"model {name!r}"
             message = (
-                f"parameter {name!r} is sharded over ranks (a DTensor), and strategy {strategy!r} has whole ones. Use "
-                "strategy='fsdp', which takes models that were sharded with fully_shard, or give the plain model."
+                f"{where} is wrapped in {type(module).__name__} already. Give the module inside (its .module): the "
+                "engine reduces gradients itself, once per step (strategy='ddp' uses DistributedDataParallel, "
+                "strategy='data_parallel' uses DataParallel)."
             )
             raise ParameterError(message)
 

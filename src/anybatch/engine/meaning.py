@@ -72,11 +72,12 @@ class StepMeaning:
         end = planned.end
         settings = [number for group in self._optimizer.param_groups for number in _numbers(group)]
         settings.append(self._num_scheduled())
+        weights, roll_call.shards_digest = self._replicas.digests(step)
         roll_call.digests = (
             crc32(f"{roll_call.here.name} {roll_call.number} {step}".encode()) & 0xFFFFF,
             _digest((planned.seed, end.epoch, end.sample_offset, self._num_samples, *self._batch)),
             crc32(array("d", settings).tobytes(), self._fixed_digest) & 0xFFFFF,
-            self._replicas.digest(step),
+            weights,
         )
 
     def refuse(self, differing: Sequence[int]) -> NoReturn:
@@ -95,7 +96,7 @@ class StepMeaning:
             self._replicas.refuse(self._step)
         # All ranks are here, in the same place, so none waits in vain for another's words.
         words = {**self._fixed, **{name: f"{value:g}" for name, value in self._settings().items()}}
-        rows = self._world.gather_objects((roll_call.number, self._place(roll_call.here.name), words))
+        rows = self._world.gather_from_processes((roll_call.number, self._place(roll_call.here.name), words))
         roll_call.align([number for number, _, _ in rows])
         names = tuple(_NAMES[number] for number in differing if number != _WEIGHTS)
         settings = sorted(

@@ -1,5 +1,6 @@
 """The parts of an engine, as one value: what they have in common, and what is saved of them."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -8,10 +9,13 @@ from typing import Any
 
 from torch import nn
 
+from anybatch.checkpoints import LoadedCheckpoint, SavedCheckpoint, step_of
 from anybatch.core.batch import Position
 from anybatch.engine.accumulation.accumulate import LoopContext
 from anybatch.engine.accumulation.step_guard import StepGuard
 from anybatch.engine.batch_norm.runner import BatchNormRunner
+from anybatch.engine.checkpoint_files import loaded_on_all_ranks
+from anybatch.engine.checkpoint_saver import CheckpointSaver
 from anybatch.engine.checkpoint_state import (
     Progress,
     Stateful,
@@ -31,9 +35,20 @@ from anybatch.engine.step_runner import StepRunner
 from anybatch.engine.telemetry.decisions import Decisions
 from anybatch.engine.telemetry.notifier import Notifier
 from anybatch.engine.update.resident_tensors import ResidentTensors
+from anybatch.engine.update.schedule import unsaved_scheduler
 from anybatch.engine.update.updater import Updater
 from anybatch.errors import CheckpointError
 from anybatch.parallel.world import World
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveForm:
+    """How a checkpoint is written; see `Engine.save` for each."""
+
+    keep_last: int
+    only_trainable: bool
+    sharded: bool | None
+    wait: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +70,7 @@ class Parts:
         batch_norm: runs micro-batches under the policy about BatchNorm.
         decisions: what was decided.
         notifier: sends records to observers.
+        saver: writes checkpoints.
         further_state: objects of the user's whose state is saved too, by name.
     """
 
@@ -72,6 +88,7 @@ class Parts:
     batch_norm: BatchNormRunner
     decisions: Decisions
     notifier: Notifier
+    saver: CheckpointSaver
     further_state: dict[str, Stateful]
 
     @property
@@ -106,16 +123,25 @@ class Parts:
             trains: refused behind an update that broke off.
             meets: wait for all ranks first; for what is called now and then.
         """
-        check = self.updater.refuse_broken_off if trains else None
+
+        def check() -> None:
+            # What a thread has to tell since the last call.
+            self.announce(self.saver.completed())
+            if trains:
+                self.updater.refuse_broken_off()
+
         return failures_reported(self.world, name, step, self.updater.undo, check=check, meets=meets)
 
-    def collect(self, num_steps: int, position: Position, *, only_trainable: bool) -> dict[str, Any]:
+    def collect(
+        self, num_steps: int, position: Position, *, only_trainable: bool, in_parts: bool = False
+    ) -> dict[str, Any]:
         """Return everything that a run needs to go on; see `collect_state`.
 
         Args:
             num_steps: effective batches run.
             position: where the data stands.
             only_trainable: leave out frozen parameters.
+            in_parts: what this process has of it, instead of whole tensors.
         """
         progress = Progress(
             num_steps=num_steps,
@@ -125,7 +151,46 @@ class Parts:
             resized=self.backoff.state(),
             decisions=self.decisions,
         )
-        return collect_state(self.state, progress, self.world, only_trainable=only_trainable)
+        return collect_state(self.state, progress, self.world, only_trainable=only_trainable, in_parts=in_parts)
+
+    def save(self, folder: Path, num_steps: int, position: Position, form: SaveForm) -> Path:
+        """Write a checkpoint; see `Engine.save`.
+
+        Args:
+            folder: of the run's checkpoints.
+            num_steps: effective batches run.
+            position: where the data stands.
+            form: how.
+        """
+        updater = self.updater
+        if unsaved := unsaved_scheduler(updater.target.optimizer, (updater.scheduler, *self.further_state.values())):
+            self.notifier.warn("scheduler_not_saved", unsaved)
+        in_parts = self.context.prepared.layout.in_parts if form.sharded is None else form.sharded
+        with self.reported("engine.save", num_steps, trains=True, meets=True):
+            self.announce(self.saver.settle())
+            # On an accelerator the last step's loss is not looked at yet, and weights after a NaN must not be saved.
+            updater.finite.settle()
+            self.replicas.compare(num_steps)
+            state = self.collect(num_steps, position, only_trainable=form.only_trainable, in_parts=in_parts)
+            if not form.wait:
+                return self.saver.start(folder, num_steps, state, keep_last=form.keep_last, in_parts=in_parts)
+            saved = self.saver.save(folder, num_steps, state, keep_last=form.keep_last, in_parts=in_parts)
+        self.announce(saved)
+        return saved.path
+
+    def load(self, path: Path, restore: Callable[[Mapping[str, Any], Path], None]) -> LoadedCheckpoint:
+        """Find a checkpoint and restore it; see `Engine.load`."""
+        self.announce(self.saver.settle())
+        with loaded_on_all_ranks(path, self.world) as loaded:
+            restore(loaded.state, loaded.path)
+        return loaded
+
+    def announce(self, saved: SavedCheckpoint | None) -> None:
+        """Say that a checkpoint is complete."""
+        if saved is not None:
+            for message in saved.warnings:
+                warnings.warn(message, stacklevel=4)
+            self.notifier.checkpoint("saved", step_of(saved.path), saved.path, saved.num_bytes)
 
     def of_first_rank(self, num_steps: int, position: Position) -> tuple[tuple[str, ...], dict[str, Any] | None]:
         """Return the names of the weights in which ranks differ, and rank 0's state; None where there is one rank.

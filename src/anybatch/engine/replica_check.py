@@ -1,7 +1,8 @@
 """Whether replicas are still equal: a checksum of all weights, compared over ranks every so many steps.
 
 Ranks start equal and make the same updates, so their weights are equal bit for bit on equal hardware. What parts them
-is an update that one rank alone has made, or weights that were changed on one rank only.
+is an update that one rank alone has made, or weights that were changed on one rank only. Under tensor parallelism parts
+of weights are compared with the same parts on other ranks, and whole weights over all processes.
 
 The checksum is one sum per tensor. On a model of 10 million parameters (40 MB) it takes 2 to 3 ms on one core, and with
 a comparison every 100 steps 0.03 ms per step, which is 0.1% of a step of 30 ms.
@@ -13,10 +14,14 @@ from typing import NoReturn
 import torch
 
 from anybatch.errors import ReplicaError
+from anybatch.parallel.local_parts import is_whole, local_part
 from anybatch.parallel.world import World
 
 STEPS_BETWEEN = 100
 _MOST_NAMES = 3
+_UNLIKE = (
+    "; or a layer whose weights are plain runs on a part of its input (a norm left out of a sequence-parallel plan)"
+)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # a signed number, since torch computes with signed 64-bit integers only
 
@@ -37,17 +42,21 @@ class ReplicaCheck:
         self._seen_equal: int | None = None
         self._pending: int | None = None
 
-    def digest(self, step: int) -> int:
-        """Return a checksum of 20 bits of the weights as they are before a step; 0 in most steps.
+    def digests(self, step: int) -> tuple[int, int]:
+        """Return checksums of 20 bits of the weights before a step, of whole ones and of parts; 0 in most steps.
+
+        Where several processes run a model together, also before the second step: a layer that they do not run alike,
+        such as a norm that was left out of a sequence-parallel plan, has other gradients on each.
 
         On an accelerator this waits for the device, which has then made the step before.
         """
         # What was compared in the last message has not been refused.
         self._seen_equal, self._pending = self._pending if self._pending is not None else self._seen_equal, None
-        if not self._enabled or step % STEPS_BETWEEN:
-            return 0
+        if not self._enabled or (step % STEPS_BETWEEN and not (step == 1 and self._world.has_model_groups)):
+            return 0, 0
         self._pending = step
-        return _fold(int(checksums(list(self._weights.values())).sum()))
+        whole, parts = self._totals()
+        return _fold(whole), _fold(parts)
 
     def compare(self, step: int) -> None:
         """Compare all weights at once: before they are saved, or evaluated.
@@ -57,18 +66,38 @@ class ReplicaCheck:
         """
         if not self._enabled:
             return
-        total = int(checksums(list(self._weights.values())).sum())
-        if len(set(self._world.gather_objects(total))) > 1:
+        rows = self._world.gather_from_processes(self._totals())
+        if any(rows[one] != rows[group[0]] for group in self._world.data_groups for one in group) or (
+            len({whole for whole, _ in rows}) > 1
+        ):
             self.refuse(step)
         self._seen_equal, self._pending = step, None
 
     def differing(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """Return the names of the weights that differ, and the ranks where they are others than on rank 0."""
+        """Return the names of the weights that differ, and the processes where they are others than on the first."""
         if not self._enabled:
             return (), ()
-        rows = self._world.gather_objects(checksums(list(self._weights.values())).tolist())
-        names = tuple(name for number, name in enumerate(self._weights) if len({row[number] for row in rows}) > 1)
-        return names, tuple(rank for rank, row in enumerate(rows) if row != rows[0])
+        weights = [local_part(weight) for weight in self._weights.values()]
+        rows = self._world.gather_from_processes(checksums(weights).tolist())
+        # With what each process is compared: whole weights with the first one's, parts with those of its data group.
+        first = {process: group[0] for group in self._world.data_groups for process in group}
+        names, processes = [], set()
+        for number, (name, weight) in enumerate(self._weights.items()):
+            other = {
+                p for p, row in enumerate(rows) if row[number] != rows[0 if is_whole(weight) else first[p]][number]
+            }
+            if other:
+                names.append(name)
+                processes |= other
+        return tuple(names), tuple(sorted(processes))
+
+    def _totals(self) -> tuple[int, int]:
+        """Return the checksums of whole weights and of parts."""
+        by_kind: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        for weight in self._weights.values():
+            by_kind[0 if is_whole(weight) else 1].append(local_part(weight))
+        whole, parts = (int(checksums(weights).sum()) if weights else 0 for weights in by_kind)
+        return whole, parts
 
     def refuse(self, step: int) -> NoReturn:
         """Refuse to go on with replicas that differ, on all ranks.
@@ -84,7 +113,8 @@ class ReplicaCheck:
         message = (
             f"replicas differ before step {step}: {len(names)} of {len(self._weights)} weights ({some}) are others on "
             f"rank {', '.join(map(str, ranks))} than on rank 0; they {seen}. Something was changed on one rank only: "
-            "weights, an optimizer, or an update that failed there. Change weights alike on every rank. To go on, call "
+            "weights, an optimizer, or an update that failed there"
+            f"{_UNLIKE if self._world.has_model_groups else ''}. Change weights alike on every rank. To go on, call "
             "engine.align_replicas() on every rank, which takes the state of rank 0, or engine.load."
         )
         raise ReplicaError(message, ranks=ranks, names=names)

@@ -133,11 +133,6 @@ class MemoryLedger(TorchDispatchMode):
         if number is not None:
             self._categories[number] = category
 
-    @property
-    def pools(self) -> tuple[int, ...]:
-        """Return the pool of each allocation, in the order of the trace."""
-        return tuple(self._pools)
-
     def mark(self, name: str) -> None:
         """Mark the place between the last event and the next one with a name.
 
@@ -203,7 +198,7 @@ class MemoryLedger(TorchDispatchMode):
         # The phase and operation of memory from before belong to a part that was left out.
         if before:
             phase, operation = "setup", ""
-        return Allocation(self._sizes[number], self._category(number), phase, operation)
+        return Allocation(self._sizes[number], self._category(number), phase, operation, self._pools[number])
 
     def _category(self, number: int) -> Category:
         """Return the category given to an allocation, or else activations in a forward and temporaries elsewhere."""

@@ -11,7 +11,7 @@ is quadratic, `a + b m + c m (m - 1) / 2`, and takes a third trace.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -35,12 +35,15 @@ class Allocation:
         category: its purpose.
         phase: when it was taken.
         operation: what took it, such as `aten.addmm.default`; empty for what was there before.
+        pool: number of the stream whose pool it comes from: 0 is where the model computes. Memory that is freed in one
+            pool is not used again in another.
     """
 
     num_bytes: int
     category: Category
     phase: Phase
     operation: str
+    pool: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,11 @@ class MemoryTrace:
     allocations: tuple[Allocation, ...]
     events: tuple[int, ...]
     marks: tuple[tuple[int, str], ...] = ()
+
+    @property
+    def pools(self) -> tuple[int, ...]:
+        """The pool of each allocation."""
+        return tuple(one.pool for one in self.allocations)
 
     @property
     def peak_bytes(self) -> int:
@@ -214,7 +222,7 @@ class MemoryEnvelope:
     def at(self, m: int) -> MemoryTrace:
         """Return the trace as it is at micro-batch size `m`."""
         rows = zip(self.trace.allocations, self.sizes(m), strict=True)
-        resized = tuple(Allocation(size, one.category, one.phase, one.operation) for one, size in rows)
+        resized = tuple(replace(one, num_bytes=size) for one, size in rows)
         return MemoryTrace(resized, self.trace.events, self.trace.marks)
 
 

@@ -90,7 +90,7 @@ def gather_rows(
         start += most * layout.num_bytes
     with notify(len(mine)), world.collective():
         # The chunks are views, so that every rank's bytes arrive where they belong, without a copy.
-        dist.all_gather(list(everyone.chunk(world.size)), mine)
+        dist.all_gather(list(everyone.chunk(world.size)), mine, group=world.group)
     found, start = [], 0
     by_rank = everyone.unflatten(0, (world.size, -1))
     for layout in layouts:

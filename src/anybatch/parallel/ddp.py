@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from anybatch.core.compatibility import Feature
 from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.tree import Batch
-from anybatch.errors import CannotRedoError, WorldError
+from anybatch.errors import CannotRedoError, UserError, WorldError
+from anybatch.parallel.compressed_sum import CompressedSum, Compression, check_compression, refuse_wide, told
 from anybatch.parallel.loss_caller import LossCaller
 from anybatch.parallel.replicas import Initial, align_replicas
 from anybatch.parallel.roll_call import RollCall
@@ -44,6 +45,14 @@ class DDP:
         find_unused_parameters: look for parameters that a micro-batch does not use. False is faster, and right only
             if every micro-batch of every rank uses every parameter.
         initial: make replicas equal by broadcasting rank 0's values, or "verify" that they are.
+        gradient_as_bucket_view: gradients are views of the buckets from the reduction to the update, which saves a
+            copy of them there.
+        static_graph: refused: where a rank's first step has several micro-batches, torch 2.13's reducer crashes under
+            `no_sync`; without it, later steps were not reduced at all and raised nothing.
+        compression: "bf16" halves what travels: messages in bf16, sums in float32. Gradients are rounded to bf16 twice.
+
+    Raises:
+        UserError: `static_graph`, or an unknown compression.
     """
 
     capabilities = Capabilities(
@@ -56,7 +65,20 @@ class DDP:
         bucket_bytes: int = 25 * 2**20,
         find_unused_parameters: bool = True,
         initial: Initial = "broadcast",
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        compression: Compression = None,
     ) -> None:
+        if static_graph:
+            message = (
+                "static_graph=True does not compose with accumulation: DDP counts the gradients of its first backward, "
+                "and one with several micro-batches makes it crash (with no_sync) or leave later steps unreduced. "
+                "Leave it out; find_unused_parameters=False saves the search where every micro-batch uses every one."
+            )
+            raise UserError(message)
+        self._gradient_as_bucket_view = gradient_as_bucket_view
+        self._compression = check_compression(compression)
+        self.capabilities = replace(self.capabilities, compresses=compression is not None)
         self._bucket_bytes = bucket_bytes
         self._find_unused_parameters = find_unused_parameters
         self._initial = initial
@@ -70,19 +92,27 @@ class DDP:
     def prepare(
         self, modules: nn.Module, model: object, world: World, on_reduction: ReductionObserver | None
     ) -> Prepared:
-        """Make the replicas equal and wrap a caller around the model."""
+        """Make the replicas equal and wrap a caller around the model.
+
+        Raises:
+            CompositionError: there are float64 parameters, whose gradients are not compressed.
+        """
         parameters = trainable(modules)
+        if self._compression:
+            refuse_wide(parameters)
         differed = align_replicas(modules, world, self._initial)
         self._parameters = list(parameters.values())
         self._world = world
-        self._reductions = _Reductions(weakly(on_reduction), world.roll_call)
+        self._reductions = _Reductions(weakly(on_reduction), world.roll_call, world.group, self._compression)
         self._wrapper = DistributedDataParallel(
             LossCaller(modules, model),
+            process_group=world.group,
             # `align_replicas` has made the replicas equal, and can say which tensors differed.
             init_sync=False,
             **_NO_BUFFER_SYNC,
             bucket_cap_mb=max(1, self._bucket_bytes // 2**20),
             find_unused_parameters=self._find_unused_parameters,
+            gradient_as_bucket_view=self._gradient_as_bucket_view,
         )
         self._wrapper.register_comm_hook(self._reductions, _sum_bucket)
         return Prepared(
@@ -90,6 +120,7 @@ class DDP:
             call=self._call,
             backward_inputs=tuple(self._parameters),
             differed=differed,
+            decisions=told(self._compression),
             abort=self._make_abort,
         )
 
@@ -125,7 +156,7 @@ class DDP:
 
     def sum(self, numbers: torch.Tensor) -> torch.Tensor:
         """All-reduce a small tensor in the data group."""
-        dist.all_reduce(numbers)
+        dist.all_reduce(numbers, group=self._world.group)
         return numbers
 
     def close(self) -> None:
@@ -166,7 +197,8 @@ class DDP:
                     "strategy 'ddp' cannot leave the backward in which gradients are reduced, that of a rank's last "
                     "micro-batch (strategy='all_reduce' can)"
                 )
-                raise CannotRedoError(message, rank=self._world.rank)
+                raise CannotRedoError(message, rank=self._world.process)
+            self._world.leave_together()
             agreement.reset_to_abort(failed=failed)
             self._reduced = True
             self._join_with_zeros()
@@ -193,8 +225,24 @@ class _Reductions:
 
     on_reduction: Callable[[], ReductionObserver | None]
     roll_call: RollCall | None
+    group: "dist.ProcessGroup | None" = None
+    compression: Compression = None
     broken: bool = False
     error: WorldError | None = None
+
+    def wait(self, work: dist.Work) -> None:
+        """Wait for a collective; on a CPU with an eye on ranks that will not come."""
+        if self.roll_call is None:
+            work.wait()
+            return
+        try:
+            self.roll_call.wait(work)
+        except WorldError as error:
+            self.error = error
+            raise
+        except RuntimeError:
+            self.broken = True
+            raise
 
 
 def _sum_bucket(reductions: _Reductions, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -205,22 +253,28 @@ def _sum_bucket(reductions: _Reductions, bucket: GradBucket) -> torch.futures.Fu
         except RuntimeError:
             reductions.broken = True
             raise
+        if compressed is not None:
+            compressed.finish()
         return flat  # it was summed in place
 
-    flat = bucket.buffer()
-    on_reduction = reductions.on_reduction()
-    if on_reduction is not None:
-        on_reduction(bucket.index(), flat.numel() * flat.itemsize, flat.dtype)
+    flat, compressed = bucket.buffer(), None
+    on_reduction, on_cpu = reductions.on_reduction(), flat.device.type == "cpu"
+    group = reductions.group
     # DDP's own hook would divide by the number of ranks; the engine divides once, by the count of the whole batch.
-    work = dist.all_reduce(flat, async_op=True)
+    if reductions.compression and dist.get_world_size(group) > 1:
+        compressed = CompressedSum(flat, dist.get_rank(group), dist.get_world_size(group), group)
+        sent = compressed.start(on_reduction, bucket.index())
+        # In the hook, where buckets come in the same order on every rank; what follows a future may not.
+        reductions.wait(sent) if on_cpu else sent.wait()
+        work: dist.Work | None = compressed.gather(on_reduction, bucket.index())
+    else:
+        if on_reduction is not None:
+            on_reduction(bucket.index(), flat.numel() * flat.itemsize, flat.dtype)
+        work = dist.all_reduce(flat, group=group, async_op=True)
     assert work is not None
     result: torch.futures.Future[torch.Tensor] = work.get_future().then(summed)
     # Waiting for an accelerator's collective only orders it before what comes next there.
-    if bucket.is_last() and flat.device.type == "cpu" and reductions.roll_call is not None:
+    if bucket.is_last() and on_cpu and reductions.roll_call is not None:
         # DDP would wait for it next, and not look around meanwhile for a rank that will not come.
-        try:
-            reductions.roll_call.wait(work)
-        except WorldError as error:
-            reductions.error = error
-            raise
+        reductions.wait(work)
     return result

@@ -4,17 +4,15 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
+from anybatch.parallel.local_parts import local_part, with_local_part
 from anybatch.parallel.strategy import ParameterLayout, total_norm
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that is in this rank's memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+from anybatch.parallel.torch_internals import local_offset
 
 
 def gather(tensor: Tensor) -> Tensor:
@@ -23,7 +21,11 @@ def gather(tensor: Tensor) -> Tensor:
         return tensor
     # Offloaded shards are in the host's memory, and their mesh talks from device to device.
     placed: DTensor = tensor.to(tensor.device_mesh.device_type)  # type: ignore[assignment]
-    return placed.full_tensor().to(tensor.device)
+    # Dimension by dimension: of several at once torch warns that it has to gather one after the other.
+    for dim in range(placed.device_mesh.ndim):
+        placements = [Replicate() if place == dim else one for place, one in enumerate(placed.placements)]
+        placed = placed.redistribute(placements=placements)
+    return placed.to_local().to(tensor.device)
 
 
 def scatter(whole: Tensor, like: Tensor) -> Tensor:
@@ -35,15 +37,41 @@ def scatter(whole: Tensor, like: Tensor) -> Tensor:
     return made.to(like.device)
 
 
+def offset(tensor: Tensor) -> tuple[int, ...] | None:
+    """Return where the local part of a tensor begins in the whole one; None of a plain tensor."""
+    return local_offset(tensor) if isinstance(tensor, DTensor) else None
+
+
 def norm_over_shards(gradients: Sequence[Tensor]) -> Float[Tensor, ""]:
-    """Return the 2-norm over gradients of all ranks, as a plain tensor: each number counts once."""
-    by_mesh: dict[DeviceMesh | None, list[Tensor]] = defaultdict(list)
+    """Return the 2-norm over gradients of all ranks, as a plain tensor: each number counts once.
+
+    The plain loop: `sum(g.full_tensor().square().sum() for g in gradients).sqrt()`. Parts are summed over those
+    dimensions of their mesh alone along which they differ.
+    """
+    by_dimensions: dict[tuple[tuple[DeviceMesh, int], ...], list[Tensor]] = defaultdict(list)
     for gradient in gradients:
-        by_mesh[gradient.device_mesh if isinstance(gradient, DTensor) else None].append(gradient)
-    # What lies on different meshes is in no single sum of torch's; their norms are.
-    norms = [gather(total_norm(together)) for together in by_mesh.values()]
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+        cut = [] if not isinstance(gradient, DTensor) else enumerate(gradient.placements)
+        dimensions = tuple((gradient.device_mesh, dim) for dim, one in cut if not one.is_replicate())  # type: ignore[attr-defined]
+        by_dimensions[dimensions].append(local_part(gradient))
+    squares = []
+    for dimensions, parts in by_dimensions.items():
+        norm = total_norm(parts)
+        # In at least float32, where squares of gradients have room.
+        square = norm.to(torch.promote_types(norm.dtype, torch.float32)).square()
+        for mesh, dim in dimensions:
+            square = square.to(mesh.device_type)  # offloaded parts are in the host's memory
+            dist.all_reduce(square, group=mesh.get_group(dim))
+        squares.append(square)
+    return torch.stack([one.to(squares[0].device) for one in squares]).sum().sqrt()
 
 
-SHARDED = ParameterLayout(local=local, gather=gather, scatter=scatter, norm=norm_over_shards)
+SHARDED = ParameterLayout(
+    in_parts=True,
+    local=local_part,
+    gather=gather,
+    scatter=scatter,
+    offset=offset,
+    with_local=with_local_part,
+    norm=norm_over_shards,
+)
 """The layout of parameters some or all of which are `DTensor`s."""

@@ -26,11 +26,11 @@ from anybatch.parallel.dtensors import SHARDED
 from anybatch.parallel.fsdp_collectives import AllGather, ReduceScatter
 from anybatch.parallel.loss_caller import LossCaller
 from anybatch.parallel.meshes import mesh_of_ranks
+from anybatch.parallel.model_groups import comes_sharded
 from anybatch.parallel.replicas import Initial, align_replicas
 from anybatch.parallel.sharding import (
     Sharding,
     ShardingGroup,
-    is_sharded,
     refuse_other_sharding,
     shard,
     sharding_groups,
@@ -73,6 +73,7 @@ class FSDP:
         replaces_parameters=True,
         float32_accumulation=False,
         moves_modules=True,
+        tensor_parallel=True,
     )
 
     def __init__(
@@ -121,7 +122,7 @@ class FSDP:
         form = "as the model came"
         for module in _sharded_modules(modules):
             module.reshard()  # its own forward may have left it gathered
-        if not is_sharded(modules):
+        if not comes_sharded(modules):
             groups = sharding_groups(modules)
             mesh = self._mesh()
             differed = align_replicas(modules, world, self._initial)
@@ -130,7 +131,8 @@ class FSDP:
             for parameter in whole_parameters(modules):
                 parameter.data = parameter.data.to(world.device)
         else:
-            refuse_other_sharding(modules, world.size)
+            refuse_other_sharding(modules, world)
+            form += f", by fully_shard over {world.size} ranks"
         self._root = _rooted(modules, model)
         self._modules = _sharded_modules(self._root)
         self._outermost = _outermost(modules)
@@ -145,6 +147,8 @@ class FSDP:
         parameters = trainable(modules)
         self._parameters = list(parameters.values())
         self._watch(weakly(on_reduction))
+        if self._groups and self._groups[0].mesh.ndim > 1:  # a model may come with replicas
+            self._replicas = self._groups[0].mesh.shape[0]
         self._reduction, reason = self._chosen_reduction()
         return Prepared(
             parameters=parameters,
@@ -208,7 +212,7 @@ class FSDP:
 
     def sum(self, numbers: torch.Tensor) -> torch.Tensor:
         """All-reduce a small tensor in the data group."""
-        dist.all_reduce(numbers)
+        dist.all_reduce(numbers, group=self._world.group)
         return numbers
 
     def close(self) -> None:
@@ -218,6 +222,14 @@ class FSDP:
         self._hooks.clear()
 
     def _mesh(self) -> DeviceMesh:
+        if (mesh := self._world.mesh) is not None:
+            if self._replicas > 1:
+                message = (
+                    f"replicas={self._replicas} makes a mesh of all ranks, and this world is a dimension of one. "
+                    "Shard the model with fully_shard over two dimensions of your mesh before the engine is made."
+                )
+                raise WorldError(message)
+            return mesh
         size, kind = self._world.size, self._world.device.type
         if size % self._replicas:
             message = (
@@ -293,7 +305,7 @@ class FSDP:
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         with self._world.collective():
-            work = dist.all_reduce(flat, async_op=True)
+            work = dist.all_reduce(flat, group=self._world.group, async_op=True)
         return [flat, *gradients], work
 
     def _finish_whole(self, tensors: list[torch.Tensor], work: dist.Work | None) -> None:
@@ -312,8 +324,7 @@ class FSDP:
         costs = f"whole gradients take {in_bytes(whole_bytes)} on each rank"
         if self._reduction != "auto":
             return self._reduction, f"{self._reduction}, as named; {costs}"
-        device = self._world.device
-        memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+        memory = self._world.device_bytes
         if memory is None or whole_bytes <= _MOST_OF_MEMORY * memory:
             return "last_micro_batch", f"last_micro_batch, once per step: {costs}"
         reduction: Reduction = "every_micro_batch" if self._replicas == 1 else "replicas_last"
@@ -337,7 +348,8 @@ def _rooted(modules: nn.Module, model: object) -> nn.Module:
     root = root_of(first)
     if root is None:
         root = LossCaller(modules, model)
-        mesh = next(p.device_mesh for p in modules.parameters() if isinstance(p, DTensor))
+        groups = [sharded_group(cast("nn.Module", module)) for module in _sharded_modules(modules)]
+        mesh = next(group.mesh for group in groups if group is not None)
         fully_shard(root, mesh=mesh, ignored_params={p for p in modules.parameters() if not isinstance(p, DTensor)})
         begin_as_root(root)
     return root

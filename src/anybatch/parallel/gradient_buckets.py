@@ -8,11 +8,12 @@ import torch
 from torch import nn
 
 from anybatch.core.dtypes import accumulation_dtype, is_low_precision
+from anybatch.parallel.local_parts import local_part, with_local_part
 
 
 def gradient_bytes(parameters: Iterable[torch.Tensor]) -> int:
     """Return the bytes of one copy of the gradients of parameters, in the type in which they add up."""
-    return sum(parameter.numel() * accumulation_dtype(parameter).itemsize for parameter in parameters)
+    return sum(local_part(parameter).numel() * accumulation_dtype(parameter).itemsize for parameter in parameters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,9 @@ class GradientBuffers:
     freed. Before and after that `.grad` is None, and a backward of somebody else's does not reach the buckets.
 
     Buckets are filled in reverse parameter order, roughly the order in which a backward makes gradients.
+
+    A `DTensor`'s gradient is a `DTensor` laid out like it, whose local part is the view: what a backward brings laid
+    out otherwise, such as partial sums of sequence-parallel layers, is brought into that form as it is added.
 
     Args:
         parameters: trainable, distinct.
@@ -110,9 +114,9 @@ class GradientBuffers:
                 self.on_gradient(number)
 
         def add_widened(parameter: torch.Tensor) -> None:
-            if not self._is_placed:
+            # Autograd also calls this where a function of Python's has returned None as the gradient.
+            if not self._is_placed or parameter.grad is None:
                 return
-            assert parameter.grad is not None
             view.add_(parameter.grad)
             # Freed at once: the next micro-batch would be added to it in bf16.
             parameter.grad = None
@@ -122,17 +126,18 @@ class GradientBuffers:
 
     def _make_bucket(self, members: tuple[int, ...]) -> Bucket:
         first = self._parameters[members[0]]
-        total = sum(self._parameters[number].numel() for number in members)
+        parts = [local_part(self._parameters[number]) for number in members]
+        total = sum(part.numel() for part in parts)
         flat = torch.zeros(total, dtype=accumulation_dtype(first), device=first.device)
         offset = 0
-        for number in members:
-            parameter = self._parameters[number]
-            piece = flat[offset : offset + parameter.numel()]
+        for number, part in zip(members, parts, strict=True):
+            piece = flat[offset : offset + part.numel()]
             # The view takes the parameter's own strides where these are dense (channels-last weights, say), so that
             # autograd adds like to like; `empty_like` knows which strides those are.
-            strides = torch.empty_like(parameter, device="meta").stride()
-            self._views[number] = piece.as_strided(parameter.size(), strides)
-            offset += parameter.numel()
+            strides = torch.empty_like(part, device="meta").stride()
+            view = piece.as_strided(part.size(), strides)
+            self._views[number] = with_local_part(view, self._parameters[number])
+            offset += part.numel()
         return Bucket(flat, members)
 
 
@@ -146,7 +151,7 @@ def _bucket_members(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> li
         parameter = parameters[number]
         kind = (parameter.device, accumulation_dtype(parameter))
         open_buckets.setdefault(kind, []).append(number)
-        held_bytes[kind] = held_bytes.get(kind, 0) + parameter.numel() * kind[1].itemsize
+        held_bytes[kind] = held_bytes.get(kind, 0) + local_part(parameter).numel() * kind[1].itemsize
         if held_bytes[kind] >= bucket_bytes:
             closed.append(tuple(open_buckets.pop(kind)))
             del held_bytes[kind]

@@ -6,6 +6,8 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from anybatch.core.torch_internals import outside_modes
+
 # By the default group, and gone when that is: torch has no other place that ends with it.
 _MESHES: Final[WeakKeyDictionary["dist.ProcessGroup", dict[tuple[str, tuple[int, ...]], DeviceMesh]]] = (
     WeakKeyDictionary()
@@ -26,5 +28,7 @@ def mesh_of_ranks(kind: str, shape: tuple[int, ...], names: tuple[str, ...]) -> 
     assert dist.group.WORLD is not None, "the ranks are connected"
     meshes = _MESHES.setdefault(dist.group.WORLD, {})
     if (kind, shape) not in meshes:
-        meshes[kind, shape] = init_device_mesh(kind, shape, mesh_dim_names=names)
+        # A plan makes it among tensors without data, and a mesh reads numbers from its own.
+        with outside_modes():
+            meshes[kind, shape] = init_device_mesh(kind, shape, mesh_dim_names=names)
     return meshes[kind, shape]

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from anybatch.errors import WorldError
+from anybatch.parallel.launchers import Launch
+from anybatch.parallel.lifeline import Lifeline
 from anybatch.parallel.roll_call import RollCall
 from anybatch.parallel.torch_internals import PrefixStore, Store, default_store
 
@@ -29,6 +31,7 @@ class _Held:
     """The process group of a control group, and the number of messages over it that have not been waited for yet."""
 
     groups: list["dist.ProcessGroup"]
+    lifeline: Lifeline
     num_pending: int = 0
     process_id: int = field(default_factory=os.getpid)
 
@@ -76,8 +79,10 @@ class ControlGroup:
         # Until every rank has connected to all others, a rank that ends its group again breaks their connecting.
         dist.all_reduce(torch.zeros(1), group=group)
         self.name: str = group.group_name  # the same on all ranks, which make their groups in the same order
-        self.roll_call = RollCall(self.name, dist.get_rank(), dist.get_world_size(), timeout)
-        self._held = _Held([group])
+        rank, size = dist.get_rank(), dist.get_world_size()
+        lifeline = Lifeline(self.name, rank, size, default_store(), timeout)
+        self.roll_call = RollCall(self.name, rank, size, timeout, lifeline)
+        self._held = _Held([group], lifeline)
         self._end = weakref.finalize(self, _end, self._held)
         self._end.atexit = False  # the process that ends takes everything along, and must not wait for other ranks
 
@@ -112,7 +117,7 @@ class ControlGroup:
         return was_open
 
 
-def join_default_group(backend: str, timeout: timedelta) -> None:
+def join_default_group(backend: str, launch: Launch, timeout: timedelta) -> None:
     """Initialise torch.distributed for the ranks that a launcher has started; also after it was destroyed.
 
     A group leaves its addresses in the store, and torchrun keeps one store for the whole run: a second group under the
@@ -120,17 +125,18 @@ def join_default_group(backend: str, timeout: timedelta) -> None:
 
     Args:
         backend: of the default group.
+        launch: what the launcher says of this rank.
         timeout: how long a rank waits for the others.
 
     Raises:
         torch.distributed.DistError: the ranks did not meet.
     """
     try:
-        store, rank, size = _meet(timeout)
+        store, rank, size = _meet(launch, timeout)
     except dist.DistNetworkError:
         # Without torchrun rank 0 keeps the store. A rank that was faster has found the store of the last group, which
         # rank 0 was about to end; the next one that it finds is the right one.
-        store, rank, size = _meet(timeout)
+        store, rank, size = _meet(launch, timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     # Marks the group as ours: `count_open_worlds` counts nothing in one that the user has started.
     default_store().set(f"{_OPEN_KEY}/{rank}", "0")
@@ -157,9 +163,9 @@ def end_default_group() -> None:
     thread.join(_PATIENCE_SECONDS)
 
 
-def _meet(timeout: timedelta) -> tuple[Store, int, int]:
+def _meet(launch: Launch, timeout: timedelta) -> tuple[Store, int, int]:
     """Wait for all ranks, and return a part of the store that no earlier group has used, the rank and the size."""
-    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    store, rank, size = next(rendezvous(launch.init_method, launch.rank, launch.size, timeout=timeout))
     store.set_timeout(timeout)
     # Each rank counts for itself; all join equally often, and so arrive at the same number.
     number = store.add(f"{_JOINED_KEY}/{rank}", 1)
@@ -174,6 +180,7 @@ def _end(held: _Held) -> None:
     """Destroy the group of a control group that was closed or collected."""
     if os.getpid() != held.process_id:
         return  # a forked child, such as a loading worker, has the sockets of its parent, but not the threads
+    held.lifeline.close()
     with suppress(ValueError):  # it went with the default group
         dist.destroy_process_group(held.groups[0])
     if held.num_pending:

@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Self
 
-from anybatch.errors import RankFailedError
+from anybatch.errors import CannotRedoError, RankFailedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,17 +16,25 @@ class RankFailure:
         step: number of the step it failed in, from 0 on; None between steps.
         error_type: name of the class of its error.
         reason: the text of its error.
+        smaller_micro_batch_size: the size to go on with from a checkpoint, as in `CannotRedoError`; None for others.
     """
 
     rank: int
     step: int | None
     error_type: str
     reason: str
+    smaller_micro_batch_size: int | None = None
 
     @classmethod
     def of(cls, error: BaseException, rank: int, step: int | None) -> Self:
         """Return the failure of a rank that raised `error`."""
-        return cls(rank=rank, step=step, error_type=type(error).__name__, reason=str(error))
+        return cls(
+            rank=rank,
+            step=step,
+            error_type=type(error).__name__,
+            reason=str(error),
+            smaller_micro_batch_size=error.smaller_micro_batch_size if isinstance(error, CannotRedoError) else None,
+        )
 
     @classmethod
     def from_json(cls, text: str) -> Self:

@@ -16,18 +16,23 @@ STRATEGIES: Mapping[str, str] = MappingProxyType(
         "ddp": "anybatch.parallel.ddp.DDP",
         "zero1": "anybatch.parallel.zero1.Zero1",
         "fsdp": "anybatch.parallel.fsdp.FSDP",
+        "data_parallel": "anybatch.parallel.data_parallel.DataParallel",
     }
 )
 """The classes that `Engine(strategy=name)` instantiates, by their full names: what FSDP2 needs of torch takes two
 seconds to import, for which nobody else should wait. "auto" is not among them: it is one of these."""
 
 
-def choose_strategy(strategy: "str | Strategy", world: World) -> Strategy:
-    """Return the strategy of that name; "auto" is "single" on one rank and "all_reduce" on several.
+def choose_strategy(strategy: "str | Strategy", world: World, *, comes_sharded: bool = False) -> Strategy:
+    """Return the strategy of that name; "auto" is "single" on one process and "all_reduce" on several.
+
+    For a model that its user has sharded, "auto" is "fsdp": nothing else takes it. What "auto" is where replicas do not
+    fit into a device, `engine/strategy_choice.py` says.
 
     Args:
         strategy: a name, or a strategy, which is returned as it is.
         world: the ranks.
+        comes_sharded: the user has called `fully_shard` on the model.
 
     Raises:
         UserError: an unknown name.
@@ -36,7 +41,9 @@ def choose_strategy(strategy: "str | Strategy", world: World) -> Strategy:
         return strategy
     name = strategy
     if name == "auto":
-        name = "single" if world.size == 1 else "all_reduce"
+        name = "single" if world.num_processes == 1 else "all_reduce"
+        if comes_sharded:
+            name = "fsdp"
     if name not in STRATEGIES:
         message = f"{strategy=} must be 'auto', {', '.join(map(repr, STRATEGIES))}, or a strategy object."
         raise UserError(message)

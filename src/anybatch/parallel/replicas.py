@@ -1,6 +1,6 @@
 """Replicas start equal: what differs between ranks is found by digests, then made equal or refused."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from anybatch.errors import ReplicaError
+from anybatch.parallel.local_parts import is_whole, local_part
 from anybatch.parallel.world import World
 
 Initial = Literal["broadcast", "verify"]
@@ -30,30 +31,35 @@ def align_replicas(modules: nn.Module, world: World, initial: Initial) -> tuple[
     Raises:
         ReplicaError: names, shapes or types differ (a different model), or values do under "verify".
     """
+    if world.roll_call is None:  # nobody to compare with
+        return ()
     tensors = {**dict(modules.named_parameters()), **dict(modules.named_buffers())}
     layout = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
-    for rank, other in enumerate(world.gather_objects(layout)):
+    for rank, other in enumerate(world.gather_from_processes(layout)):
         if other != layout:
             mine, theirs = _first_difference(layout, other)
             message = (
-                f"ranks hold different models: {mine} on rank {world.rank}, {theirs} on rank {rank}. "
+                f"ranks hold different models: {mine} on rank {world.process}, {theirs} on rank {rank}. "
                 "Build the model from the same configuration on every rank."
             )
             raise ReplicaError(message, ranks=(rank,))
-    digests = world.gather_objects([digest(tensor) for tensor in tensors.values()])
+    digests = world.gather_from_processes([digest(local_part(tensor)) for tensor in tensors.values()])
+    _refuse_unlike(tensors, digests, world)
     differing = tuple(
-        name for number, name in enumerate(tensors) if any(row[number] != digests[0][number] for row in digests)
+        name
+        for number, name in enumerate(tensors)
+        if any(digests[one][number] != digests[group[0]][number] for group in world.data_groups for one in group)
     )
     if differing and initial == "verify":
         message = (
             f"{len(differing)} of {len(tensors)} parameters and buffers differ between ranks, first {differing[0]!r}. "
             "Seed every rank alike before building the model, or use initial='broadcast' to take rank 0's values."
         )
-        ranks = tuple(rank for rank, row in enumerate(digests) if row != digests[0])
+        ranks = tuple(sorted(one for group in world.data_groups for one in group if digests[one] != digests[group[0]]))
         raise ReplicaError(message, ranks=ranks, names=differing)
     # All ranks see all digests, so all of them broadcast the same tensors in the same order.
     for name in differing:
-        _broadcast(tensors[name], world.device)
+        _broadcast(local_part(tensors[name]), world)
     return differing
 
 
@@ -82,11 +88,30 @@ def _mix(words: torch.Tensor) -> torch.Tensor:
     return words ^ ((words >> 31) & (1 << 33) - 1)
 
 
-def _broadcast(tensor: torch.Tensor, device: torch.device) -> None:
+def _refuse_unlike(tensors: Mapping[str, torch.Tensor], digests: Sequence[Sequence[int]], world: World) -> None:
+    """Refuse tensors that processes of one rank hold whole, and not alike: nobody knows whether these are parts.
+
+    Raises:
+        ReplicaError: with the name.
+    """
+    for group in world.model_groups:
+        for number, (name, tensor) in enumerate(tensors.items()):
+            other = next((one for one in group if digests[one][number] != digests[group[0]][number]), None)
+            if other is not None and is_whole(tensor):
+                message = (
+                    f"{name!r} is a plain tensor, and processes {group[0]} and {other}, which run one model together, "
+                    "hold different values of it. Seed every process alike before the model is built "
+                    "(torch.manual_seed); if they hold different parts of it, make it a DTensor, as "
+                    "parallelize_module does."
+                )
+                raise ReplicaError(message, ranks=(other,), names=(name,))
+
+
+def _broadcast(tensor: torch.Tensor, world: World) -> None:
     with torch.no_grad():
         # A collective needs contiguous memory; the parameter keeps its own strides (channels-last weights, say).
-        contiguous = tensor.detach().to(device).contiguous()
-        dist.broadcast(contiguous, src=0)
+        contiguous = tensor.detach().to(world.device).contiguous()
+        dist.broadcast(contiguous, src=world.process_of(0), group=world.group)
         tensor.copy_(contiguous)
 
 

@@ -5,7 +5,7 @@ reads where the others stand, and goes on waiting if they may still come: a slow
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -13,14 +13,18 @@ from typing import NoReturn, Self
 
 import torch.distributed as dist
 
-from anybatch.errors import RanksDifferError, WorldError
+from anybatch.errors import RankFailedError, RanksDifferError, WorldError
+from anybatch.parallel.lifeline import Lifeline
 from anybatch.parallel.rank_failure import RankFailure
-from anybatch.parallel.torch_internals import Store, default_store
+from anybatch.parallel.torch_internals import Store, default_store, leave_groups_alone
 from anybatch.parallel.waits_elsewhere import WaitsElsewhere
 
 _PREFIX = "anybatch/roll_call"
 _FIRST_PATIENCE_SECONDS = 0.5
 _MOST_PATIENCE_SECONDS = 4.0
+_LEAVING_SECONDS = 4.0
+_MOST_TIMES_CUT = 2
+"""Times that a rank may find the next one gone and wait on: its program may be over, and the last message under way."""
 NUM_DIGESTS = 4
 """Of the call, the batch, the settings and the replicas."""
 
@@ -70,18 +74,24 @@ class RollCall:
         rank: this rank.
         size: the number of ranks.
         timeout: how long a rank waits for the others to come to a call.
+        lifeline: to the next rank; None for none.
 
     Attributes:
         digests: of what this rank means by the step: its call, batch, settings and replica; each below 2**20.
+        shards_digest: of its parts of weights that ranks share out; the same in one data group, below 2**20.
         has_agreed: whether the last message of the step is on its way, so that other ranks wait for nothing more.
         num_told: errors that all ranks have learnt of together.
     """
 
-    def __init__(self, world_name: str, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(
+        self, world_name: str, rank: int, size: int, timeout: timedelta, lifeline: Lifeline | None = None
+    ) -> None:
         self._world_name = world_name
         self._rank = rank
         self._size = size
         self._timeout = timeout
+        self._lifeline = lifeline
+        self._times_cut = 0
         self._elsewhere = WaitsElsewhere(world_name, rank, size)
         self.number = 0
         self._name = ""
@@ -93,11 +103,18 @@ class RollCall:
         self.digests: tuple[int, ...] = (0,) * NUM_DIGESTS
         self.has_agreed = False
         self.num_told = 0
+        self.shards_digest = 0
+        self._num_left = 0
 
     @property
     def is_inside(self) -> bool:
         """Whether this rank is in a call."""
         return self._inside
+
+    @property
+    def compared(self) -> tuple[tuple[int, ...], int]:
+        """The digests, and that of parts of weights."""
+        return self.digests, self.shards_digest
 
     @property
     def here(self) -> Whereabouts:
@@ -173,6 +190,25 @@ class RollCall:
 
         self._wait(wait)
 
+    def leave_with(self, ranks: Sequence[int]) -> list[int]:
+        """Wait a while until others leave the effective batch too; return those that have not.
+
+        Args:
+            ranks: those that run one model together, with this one.
+        """
+        self._num_left += 1
+        store, where = default_store(), f"leaves_{self._num_left}"
+        keys = {rank: self._key(f"{where}/{rank}", self.number) for rank in ranks}
+        store.set(keys[self._rank], "1")
+        try:
+            store.wait(list(keys.values()), timedelta(seconds=_LEAVING_SECONDS))
+        except RuntimeError:
+            missing = [rank for rank, key in keys.items() if not store.check([key])]
+            if missing:
+                self._out_of_step = str(self.here)
+            return missing
+        return []
+
     def publish(self, failure: RankFailure, *, ahead: bool = False) -> bool:
         """Write this rank's error for ranks that will only see a broken connection; the first one written stays.
 
@@ -242,6 +278,7 @@ class RollCall:
             RankFailedError: it had, and nothing has come.
             RanksDifferError: another rank has called something else.
         """
+        self._look_at_lifeline()
         if not self._inside:  # a message between calls, such as a vote
             return False
         here = self.here
@@ -264,12 +301,30 @@ class RollCall:
             raise failure.error(message)
         return bool(left)
 
+    def _look_at_lifeline(self) -> None:
+        """Raise where the next rank has been found gone several times: what it had sent before has arrived since.
+
+        Raises:
+            RankFailedError: it has ended without a word, or its host does not answer any more.
+        """
+        is_cut = self._lifeline is not None and self._lifeline.is_cut
+        self._times_cut = self._times_cut + 1 if is_cut else 0
+        if self._times_cut > _MOST_TIMES_CUT:
+            assert self._lifeline is not None
+            gone = self._lifeline.next_rank
+            message = (
+                f"rank {gone} has ended without a word, or its host does not answer any more. Rank {self._rank} "
+                "waited for it, and stops too."
+            )
+            leave_groups_alone()
+            raise RankFailedError(message, rank=gone, step=self._step)
+
     def _refuse(self, stands: list[str], *, has_names: bool) -> NoReturn:
         """Raise where ranks stand, by rank; what they have called tells why, or only that they did so out of step."""
         self._out_of_step = str(self.here)
         remedy = (
             "Every rank must call engine.step, evaluate, save and load at the same place of its program: take "
-            "`if rank == 0` away from around them (rank 0 alone writes a checkpoint anyway), and wrap loaders of "
+            "`if rank == 0` away from around them (ranks agree on who writes a checkpoint), and wrap loaders of "
             "different lengths in ab.shares."
             if has_names
             else "An error on one of them was caught there while the others went on: start again from a checkpoint."

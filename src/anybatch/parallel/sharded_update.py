@@ -14,7 +14,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from anybatch.core.tree import map_tensors, tensors_of
+from anybatch.parallel.local_parts import is_dtensor, local_part, with_local_part
 from anybatch.parallel.world import World
+
+_SMALL_BYTES = 1 << 16
+"""Up to here a message takes longer to be on its way than a copy of what is in it."""
 
 
 class ShardedUpdate:
@@ -38,6 +42,12 @@ class ShardedUpdate:
         self._parameters = list(parameters)
         self._owners = owners([parameter.numel() for parameter in parameters], world.size)
         self._own = {id(p) for p, owner in zip(self._parameters, self._owners, strict=True) if owner == world.rank}
+        self._bundles = _bundled(self._parameters, self._owners)
+
+    @property
+    def _in_groups(self) -> list[nn.Parameter]:
+        """The parameters in the order in which the optimizer's state counts them."""
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -58,33 +68,50 @@ class ShardedUpdate:
     def exchange(self) -> None:
         """Give every rank the parameters that their owners have updated."""
         works = []
-        for parameter, owner in zip(self._parameters, self._owners, strict=True):
-            # A collective needs contiguous memory; the parameter keeps its own strides (channels-last weights, say).
-            sent = parameter.detach().contiguous()
+        for owner, parameters in self._bundles:
+            parts = [local_part(parameter).detach() for parameter in parameters]
+            if len(parts) == 1:
+                # A collective needs contiguous memory; the parameter keeps its strides (channels-last weights, say).
+                sent = parts[0].contiguous()
+            elif owner == self._world.rank:
+                sent = torch.cat([part.reshape(-1) for part in parts])
+            else:
+                sent = parts[0].new_empty(sum(part.numel() for part in parts))
             with self._world.collective():
-                works.append((dist.broadcast(sent, src=owner, async_op=True), sent, parameter))
-        for work, sent, parameter in works:
-            assert work is not None
+                works.append((self._start_broadcast(sent, owner), sent, parts))
+        for work, sent, parts in works:
             self._world.wait(work)
-            if sent.data_ptr() != parameter.data_ptr():
-                with torch.no_grad():
-                    parameter.copy_(sent)
+            if sent.data_ptr() != parts[0].data_ptr():
+                for part, piece in zip(parts, sent.view(-1).split([part.numel() for part in parts]), strict=True):
+                    part.copy_(piece.view(part.shape))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's whole state on rank 0; on others what it is that they have. All ranks call it."""
         found = self._optimizer.state_dict()
         own = found["state"]
-        described = self._world.gather_objects(
-            map_tensors(own, lambda tensor: torch.empty_like(tensor, device="meta")) if own else {}
-        )
-        for owner, forms in enumerate(described):
-            if owner == 0:
-                continue
+        # Of a `DTensor` its local part travels, and is laid out like the parameter it belongs to once it has arrived.
+        parts = [is_dtensor(tensor) for tensor in tensors_of(own)]
+        described = self._world.gather_from_processes((map_tensors(own, _without_data), parts) if own else ({}, []))
+        for owner in range(1, self._world.size):
+            forms, has_parts = described[self._world.process_of(owner)]
+            are_parts = iter(has_parts)
             for number, form in forms.items():
-                mine = form if self._world.rank != owner else own[number]
-                received = iter([self._sent(tensor, owner) for tensor in tensors_of(mine)])
+                mine = form if self._world.rank != owner else map_tensors(own[number], local_part)
+                received = [self._sent(tensor, owner) for tensor in tensors_of(mine)]
+                like = self._in_groups[number]
+                laid_out = iter([with_local_part(one, like) if next(are_parts) else one for one in received])
                 if self._world.rank == 0:
-                    own[number] = map_tensors(form, partial(_next, received))
+                    own[number] = map_tensors(form, partial(_next, laid_out))
+        found["state"] = dict(sorted(own.items()))
+        return found
+
+    def state_dict_in_parts(self) -> dict[str, Any]:
+        """Return the optimizer's state with tensors that other ranks own without data. All ranks call it."""
+        found = self._optimizer.state_dict()
+        own = found["state"]
+        for described in self._world.gather_from_processes(map_tensors(own, _without_data)):
+            for number, form in described.items():
+                own.setdefault(number, form)
         found["state"] = dict(sorted(own.items()))
         return found
 
@@ -97,10 +124,35 @@ class ShardedUpdate:
             else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         )
         with self._world.collective():
-            work = dist.broadcast(sent, src=owner, async_op=True)
-            assert work is not None
-            self._world.wait(work)
+            self._world.wait(self._start_broadcast(sent, owner))
         return sent
+
+    def _start_broadcast(self, sent: torch.Tensor, owner: int) -> dist.Work:
+        work: dist.Work | None = dist.broadcast(
+            sent, src=self._world.process_of(owner), group=self._world.group, async_op=True
+        )
+        assert work is not None
+        return work
+
+
+def _bundled(parameters: Sequence[nn.Parameter], owners_of: Sequence[int]) -> list[tuple[int, list[nn.Parameter]]]:
+    """Return the owner and the parameters of each message, in an order that is the same on all ranks.
+
+    A large parameter travels by itself, small ones of one owner together.
+    """
+    alone: list[tuple[int, list[nn.Parameter]]] = []
+    together: dict[tuple[int, torch.dtype, torch.device], list[nn.Parameter]] = {}
+    for parameter, owner in zip(parameters, owners_of, strict=True):
+        part = local_part(parameter)
+        if part.nbytes > _SMALL_BYTES:
+            alone.append((owner, [parameter]))
+        else:
+            together.setdefault((owner, part.dtype, part.device), []).append(parameter)
+    return alone + [(owner, members) for (owner, *_), members in together.items()]
+
+
+def _without_data(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(local_part(tensor), device="meta")
 
 
 def _next(tensors: Iterator[torch.Tensor], _: torch.Tensor) -> torch.Tensor:
@@ -109,6 +161,9 @@ def _next(tensors: Iterator[torch.Tensor], _: torch.Tensor) -> torch.Tensor:
 
 def owners(sizes: Sequence[int], num_ranks: int) -> list[int]:
     """Return which rank owns each of several parameters: the largest first, each to the rank with the least so far.
+
+    Rank 0 gets the most in the end, so that what it holds is what every rank needs room for: it is the one that is
+    planned.
 
     Args:
         sizes: numbers of each parameter.
@@ -121,4 +176,5 @@ def owners(sizes: Sequence[int], num_ranks: int) -> list[int]:
         rank = held.index(min(held))
         held[rank] += sizes[place]
         found[place] = rank
-    return found
+    by_load = sorted(range(num_ranks), key=lambda rank: (-held[rank], rank))
+    return [by_load.index(rank) for rank in found]

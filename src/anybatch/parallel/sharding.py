@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from anybatch.core.blocks import repeated_blocks
 from anybatch.errors import ParameterError
 from anybatch.parallel.torch_internals import sharded_group
+from anybatch.parallel.world import World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,41 +60,41 @@ class ShardingGroup:
     outermost: bool
 
 
-def is_sharded(modules: nn.Module) -> bool:
-    """Return whether some parameters are sharded already."""
-    return any(isinstance(parameter, DTensor) for parameter in modules.parameters())
-
-
-def refuse_other_sharding(modules: nn.Module, num_ranks: int) -> None:
+def refuse_other_sharding(modules: nn.Module, world: World) -> None:
     """Refuse a model that comes sharded in a way in which sums over its meshes are not sums over all ranks.
 
     Args:
         modules: everything that trains, sharded already.
-        num_ranks: of the world.
+        world: the ranks.
 
     Raises:
-        ParameterError: parameters are sharded over fewer ranks, or not by `fully_shard`.
+        ParameterError: parameters are sharded over other ranks, or not by `fully_shard`.
     """
-    by_fsdp = {
-        id(shard)
+    groups = [
+        group
         for module in modules.modules()
         if isinstance(module, FSDPModule)
         for group in [sharded_group(cast("nn.Module", module))]
         if group is not None
-        for shard in group.shards
-    }
+    ]
+    mesh_of = {id(shard): group.mesh for group in groups for shard in group.shards}
+    along = sorted(world.data_groups[world.data_group])
     for name, parameter in modules.named_parameters():
-        if parameter.dim() and id(parameter) not in by_fsdp:
+        if parameter.dim() and id(parameter) not in mesh_of:
             message = (
                 f"parameter {name!r} is not in a module that `fully_shard` was called on, though others are. Call it "
-                "on the model itself too, after its parts, or give the engine the plain model. Tensor-parallel "
-                "parameters are not supported yet."
+                "on the model itself too, after its parts, or give the engine the plain model."
             )
             raise ParameterError(message)
-        if isinstance(parameter, DTensor) and parameter.device_mesh.size() != num_ranks:
+        if id(parameter) not in mesh_of:
+            continue
+        ranks = sorted(mesh_of[id(parameter)].mesh.flatten().tolist())
+        if ranks != along:
             message = (
-                f"parameter {name!r} is sharded over {parameter.device_mesh.size()} ranks, and there are {num_ranks}: "
-                "gradients would be summed over some of them only. Shard over a mesh of all ranks."
+                f"parameter {name!r} is sharded over {len(ranks)} ranks, and there are {len(along)}: {ranks}, where "
+                f"batches are dealt to {along}. Gradients have to be summed over just these. Shard over a mesh of all "
+                "ranks, or, for a model that several processes run together, tell the engine which dimension batches "
+                "are dealt over: Engine(..., world=ab.World.of_mesh(mesh['dp']))."
             )
             raise ParameterError(message)
 

@@ -17,7 +17,6 @@ from anybatch.parallel.roll_call import NUM_DIGESTS
 from anybatch.parallel.world import World
 
 _NUM_LEAVING = 2  # of flags: whether a rank has run out of memory, and whether it has failed
-_NUM_WORDS = 2 * NUM_DIGESTS
 
 
 class StepAbortedError(Exception):
@@ -71,8 +70,16 @@ class StepAgreement:
         self._own = [*flags, aborts, False]
         self._num_together = len(numbers) if numbers.device.type == "cpu" else 0
         roll_call = world.roll_call
-        digests = (0,) * NUM_DIGESTS if roll_call is None or aborts else roll_call.digests
-        words = [float(word) for digest in digests for word in (digest, digest * digest)]
+        digests, shards = ((0,) * NUM_DIGESTS, 0) if aborts or roll_call is None else roll_call.compared
+        # Parts of weights are equal within a data group alone: each group has a place of its own.
+        num_groups = len(world.data_groups) if world.has_model_groups else 0
+        by_group = [shards if place == world.data_group else 0 for place in range(num_groups)]
+        words = [float(word) for digest in (*digests, *by_group) for word in (digest, digest * digest)]
+        self._num_words = len(words)
+        # How many ranks have brought each digest.
+        self._brought_by = [world.num_processes] * NUM_DIGESTS + [world.size] * len(by_group)
+        if not world.speaks:  # the processes of a rank have all computed its numbers
+            numbers.zero_()
         # In the type of the numbers that may travel with them; sums of flags are exact in it.
         own = torch.tensor([*self._own, *words], dtype=torch.float64)
         self._message = torch.cat([numbers.double(), own]) if self._num_together else own
@@ -84,6 +91,7 @@ class StepAgreement:
             self._world.roll_call.has_agreed = True
         self._works = [self._world.start_sum(self._message)]
         if not self._num_together:
+            # Over all processes: those that do not speak for a rank have set theirs to zero.
             self._works.append(dist.all_reduce(self._numbers, async_op=True))
 
     def wait(self) -> tuple[Float[Tensor, " numbers"], list[bool]]:
@@ -104,19 +112,19 @@ class StepAgreement:
             flags, words = self._own, []
         else:
             sums = self._message[self._num_together :].tolist()
-            flags, words = [flag > 0 for flag in sums[:-_NUM_WORDS]], sums[-_NUM_WORDS:]
+            flags, words = [flag > 0 for flag in sums[: -self._num_words]], sums[-self._num_words :]
         *flags, any_aborts, any_fails = flags
         if any_fails:
             raise StepFailedError
         if any_aborts:
             raise StepAbortedError
-        size = self._world.size
-        if differing := tuple(
-            number
-            for number in range(len(words) // 2)
+        differing = {
+            min(number, NUM_DIGESTS - 1)  # weights, whole or in parts
+            for number, size in enumerate(self._brought_by[: len(words) // 2])
             if int(words[2 * number]) ** 2 != size * int(words[2 * number + 1])
-        ):
-            raise StepsDifferError(differing)
+        }
+        if differing:
+            raise StepsDifferError(tuple(sorted(differing)))
         return numbers, flags
 
     def reset_to_abort(self, *, failed: bool) -> None:
@@ -128,6 +136,6 @@ class StepAgreement:
         self._own[:] = [False] * len(self._own)
         self._own[-1 if failed else -2] = True
         self._message.zero_()
-        place = len(self._message) - _NUM_WORDS - (1 if failed else _NUM_LEAVING)
+        place = len(self._message) - self._num_words - (1 if failed else _NUM_LEAVING)
         self._message[place : place + 1].fill_(1.0)
         self._numbers.zero_()

@@ -57,9 +57,12 @@ class Capabilities:
         float32_accumulation: gradients of bf16 and fp16 parameters can be accumulated and reduced in float32.
         sparse_gradients: parameters may have sparse gradients.
         replicas: every rank holds all weights, and makes the same updates.
+        tensor_parallel: parameters may be `DTensor`s over the processes that are one rank together.
         moves_modules: `prepare` puts modules on the device, piece by piece: they may not fit there whole.
         prepares_in_forward: the forward of the last micro-batch prepares the reduction, so it must have run in its turn
             and have met every parameter that its backward will reach.
+        compresses: gradients are rounded to bf16 on their way to other ranks.
+        splits_micro_batches: a forward of the model sees some of a micro-batch's samples, in a copy of the model.
     """
 
     name: str
@@ -69,8 +72,11 @@ class Capabilities:
     float32_accumulation: bool = True
     sparse_gradients: bool = False
     replicas: bool = False
+    tensor_parallel: bool = False
     moves_modules: bool = False
     prepares_in_forward: bool = False
+    compresses: bool = False
+    splits_micro_batches: bool = False
 
     @property
     def constraints(self) -> CutConstraints:
@@ -88,18 +94,25 @@ def total_norm(gradients: Sequence[torch.Tensor]) -> Float[Tensor, ""]:
 class ParameterLayout:
     """How parameters, their gradients and what is made like them lie on the ranks. The default is for replicas.
 
-    What a checkpoint holds is made of `gather` and read back by `scatter`, so that it is the same under any strategy.
+    What a checkpoint of whole tensors holds is made of `gather` and read back by `scatter`; one of parts is made of
+    `local` and `offset`, and read back by `with_local`. So it is the same under any strategy.
 
     Attributes:
+        in_parts: some tensors are larger than what this rank holds of them.
         local: the part of a tensor that is in this rank's memory; shares its memory.
         gather: the whole tensor, on every rank; a collective where tensors are sharded.
         scatter: (whole tensor, tensor of this layout) -> the whole one laid out like the other; no collective.
+        offset: where the local part begins in the whole tensor, along each axis; None where it is the whole one.
+        with_local: (local part, tensor of this layout) -> the local part as a tensor laid out like the other.
         norm: the 2-norm over gradients of this layout, over all ranks, as a plain tensor without axes.
     """
 
+    in_parts: bool = False
     local: Callable[[Tensor], Tensor] = lambda tensor: tensor
     gather: Callable[[Tensor], Tensor] = lambda tensor: tensor
     scatter: Callable[[Tensor, Tensor], Tensor] = lambda whole, _: whole
+    offset: Callable[[Tensor], tuple[int, ...] | None] = lambda _: None
+    with_local: Callable[[Tensor, Tensor], Tensor] = lambda part, _: part
     norm: Callable[[Sequence[Tensor]], Float[Tensor, ""]] = total_norm
 
 
@@ -116,6 +129,10 @@ class UpdateSharding(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's whole state, at least on rank 0. All ranks call it."""
+        ...
+
+    def state_dict_in_parts(self) -> dict[str, Any]:
+        """Return what this rank has of the optimizer's state; the rest without data. All ranks call it."""
         ...
 
 

@@ -1,20 +1,24 @@
 """Private interfaces of torch that ranks use. Seen on the versions in `anybatch.core.torch_internals.SEEN`."""
 
-from collections.abc import Callable
+import ctypes
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 # Before any group: its functions have the default group of the moment of their import as a default argument. DDP and
 # torch.compile import it too, and if that comes first within a group, that group never ends, with threads and sockets.
-import torch.distributed.nn.functional  # noqa: F401
+import torch
+import torch.distributed.nn.functional
 from torch import nn
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 from anybatch.core.torch_internals import needed_for
 
 if TYPE_CHECKING:  # they are public, and torch's annotations know them by their private home alone
-    from torch._C._distributed_c10d import GradBucket, HashStore, PrefixStore, Store
+    from torch._C._distributed_c10d import GradBucket, HashStore, PrefixStore, Store, TCPStore
 else:
-    from torch.distributed import GradBucket, HashStore, PrefixStore, Store
+    from torch.distributed import GradBucket, HashStore, PrefixStore, Store, TCPStore
 
 __all__ = [
     "GradBucket",
@@ -22,12 +26,22 @@ __all__ = [
     "PrefixStore",
     "ShardedGroup",
     "Store",
+    "TCPStore",
     "begin_as_root",
     "default_store",
+    "drop_engine_hooks",
+    "has_thread_state",
+    "keeps_graph",
+    "leave_groups_alone",
+    "local_offset",
+    "replica_of",
     "root_of",
     "sharded_group",
+    "store_address",
+    "without_hooks",
 ]
 _SHARDING = "Training sharded parameters"
+_REPLICAS = "Training replicas in threads (strategy='data_parallel')"
 
 
 def default_store(of: Any = distributed_c10d) -> Store:  # noqa: ANN401 (torch)
@@ -39,6 +53,106 @@ def default_store(of: Any = distributed_c10d) -> Store:  # noqa: ANN401 (torch)
     with needed_for("Training on several ranks"):
         store: Store = of._get_default_store()
     return store
+
+
+def leave_groups_alone(of: Any = distributed_c10d) -> None:  # noqa: ANN401 (torch)
+    """Never let the process groups of this process end: gloo's destructor would wait for a host that is gone.
+
+    The system ends them together with the process. Does nothing where torch does not say which there are.
+    """
+    for group in getattr(getattr(of, "_world", None), "pg_map", ()):
+        # A reference that nobody returns: the interpreter, too, would run destructors on its way out.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def store_address(store: Store) -> tuple[str, int] | None:
+    """Return the host and port at which a store is kept; None for one that is kept elsewhere, such as in a file."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return (store.host, store.port) if isinstance(store, TCPStore) else None
+
+
+def replica_of(module: nn.Module, parameters: Mapping[int, nn.Parameter]) -> nn.Module:
+    """Return a module that computes as another does, with other parameters and with copies of its buffers.
+
+    It is made of shallow copies of the modules, as `nn.DataParallel` makes them: of the same classes, with the same
+    attributes and the user's hooks. Hooks of the engine stay with the module itself.
+
+    Args:
+        module: of any depth; what it shares inside of it is shared inside of the replica too.
+        parameters: by the id of each parameter what takes its place.
+
+    Raises:
+        UnsupportedTorchError: torch makes replicas otherwise.
+    """
+    buffers = {id(buffer): buffer.detach().clone() for buffer in module.buffers()}
+    with needed_for(_REPLICAS):
+        pairs = [(original, original._replicate_for_data_parallel()) for original in module.modules()]
+        replicas: dict[int, nn.Module] = {id(original): replica for original, replica in pairs}
+        for original, replica in pairs:
+            for name, child in original._modules.items():
+                replica._modules[name] = None if child is None else replicas[id(child)]
+            for name, parameter in original._parameters.items():
+                if parameter is None:
+                    replica._parameters[name] = None
+                else:  # by the module itself: recurrent layers keep a list of them besides
+                    setattr(replica, name, parameters[id(parameter)])
+            for name, buffer in original._buffers.items():
+                replica._buffers[name] = None if buffer is None else buffers[id(buffer)]
+    drop_engine_hooks(replicas[id(module)])
+    return replicas[id(module)]
+
+
+def drop_engine_hooks(replica: nn.Module) -> None:
+    """Leave the user's forward hooks alone on a replica: the engine's go by what the module itself sees.
+
+    Args:
+        replica: a module whose tables of hooks it shares with others; it gets its own.
+
+    Raises:
+        UnsupportedTorchError: torch keeps hooks elsewhere.
+    """
+    with needed_for(_REPLICAS):
+        for part in replica.modules():
+            kept = [(k, h) for k, h in part._forward_hooks.items() if not type(h).__module__.startswith("anybatch.")]
+            part._forward_hooks = OrderedDict(kept)
+
+
+def without_hooks(module: nn.Module) -> nn.Module:
+    """Return a module of the same class with the same parts and attributes, without the hooks of the module itself.
+
+    Args:
+        module: what it shares everything with.
+    """
+    copy: nn.Module = object.__new__(type(module))
+    vars(copy).update(vars(module))
+    vars(copy).update({name: value for name, value in vars(nn.Module()).items() if "_hooks" in name})
+    return copy
+
+
+def has_thread_state() -> bool:
+    """Whether torch does something in this thread that a new thread would not do: modes, hooks on saved tensors.
+
+    Raises:
+        UnsupportedTorchError: torch does not say.
+    """
+    with needed_for(_REPLICAS):
+        return bool(
+            torch._C._len_torch_function_stack()
+            or torch._C._len_torch_dispatch_stack()
+            or torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003 (it takes no name)
+        )
+
+
+def keeps_graph() -> bool:
+    """Whether the backward that runs in this thread was called with retain_graph=True.
+
+    Raises:
+        UnsupportedTorchError: torch does not say.
+    """
+    with needed_for(_REPLICAS):
+        keeps: bool = torch._C._autograd._get_current_graph_task_keep_graph()
+    return keeps
 
 
 def begin_as_root(root: nn.Module) -> None:
@@ -68,6 +182,19 @@ def root_of(module: nn.Module) -> nn.Module | None:
         return states[0]._modules[0] if states else None
 
 
+def local_offset(tensor: Any) -> tuple[int, ...]:  # noqa: ANN401 (a DTensor, whose import takes a second)
+    """Return where this process's part of a `DTensor` begins in the whole: `compute_local_shape_and_global_offset`.
+
+    Raises:
+        UnsupportedTorchError: torch computes it elsewhere.
+    """
+    with needed_for("Saving a checkpoint in parts"):
+        from torch.distributed.tensor import _utils as placed  # noqa: PLC0415 (where there is a DTensor, it is imported)
+
+        _, offset = placed.compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(offset)
+
+
 def sharded_group(module: nn.Module) -> "ShardedGroup | None":
     """Return the parameters that a sharded module gathers and reduces together, without those of its children.
 
@@ -88,12 +215,17 @@ class ShardedGroup:
 
     Args:
         group: torch's own `FSDPParamGroup`.
+
+    Attributes:
+        shards: the parameters, as the optimizer sees them.
+        mesh: over which they are sharded; where it has two dimensions, replicas are along the first.
     """
 
     def __init__(self, group: Any) -> None:  # noqa: ANN401 (torch)
         self._group = group
         with needed_for(_SHARDING):
             self._members = group.fsdp_params
+            self.mesh: DeviceMesh = group.mesh_info.mesh
             self.shards: list[nn.Parameter] = [one.sharded_param for one in self._members]
 
     def on_whole_gradient(self, function: Callable[[int], None]) -> list[Any]:

@@ -1,23 +1,25 @@
-"""The ranks of a run and their control plane. The only file that reads the launcher's environment.
+"""The ranks of a run and their control plane.
 
-Gradients travel in torch's default process group, the data group. Counts, votes and errors travel in a small gloo
-group beside it, so that no control message can ever pair with a gradient.
+Gradients travel in the data group: torch's default process group, or that of one dimension of a mesh. Counts, votes
+and errors travel in a small gloo group of all processes beside it, so that no control message can ever pair with a
+gradient.
 """
 
-import os
 import pickle
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from anybatch.errors import RankFailedError, WorldError
+from anybatch.errors import CannotRedoError, RankFailedError, RanksDifferError, WorldError
+from anybatch.parallel.launchers import Launch, find_launch
 from anybatch.parallel.process_groups import (
     ControlGroup,
     PendingMessage,
@@ -26,7 +28,10 @@ from anybatch.parallel.process_groups import (
     join_default_group,
 )
 from anybatch.parallel.rank_failure import RankFailure
+from anybatch.parallel.rank_grid import RankGrid, data_dimension, make_grid
 from anybatch.parallel.roll_call import RollCall
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,43 +44,79 @@ class World:
     A world holds a process group with threads and sockets. Close it, with `close` or as a context manager; one that is
     dropped ends its own group when it is collected. Closing waits for no other rank.
 
+    Ranks are data-parallel ranks: batches are dealt to them, and gradients summed over them. With a model that several
+    processes run together, by tensor parallelism, each such group of processes is one rank, see `of_mesh`.
+
     Attributes:
-        rank: number of this process, from 0.
-        size: number of ranks.
-        device: where this rank computes.
+        rank: number of this data-parallel rank, from 0.
+        size: number of data-parallel ranks.
+        device: where this process computes.
+        device_bytes: memory that every rank may take of its device, the least of all ranks; None where no device limits
+            it, as on a CPU, and as long as no engine has asked.
     """
 
     rank: int = 0
     size: int = 1
     device: torch.device = torch.device("cpu")
+    device_bytes: int | None = None
     _control: ControlGroup | None = field(default=None, repr=False, compare=False)
+    _grid: RankGrid | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def from_environment(cls, *, device: "str | torch.device | None" = None, timeout_seconds: float = 600.0) -> "World":
         """Join the ranks that a launcher started, or be the only one.
 
-        An initialised `torch.distributed` is used as it is. Otherwise RANK and WORLD_SIZE, which torchrun, SLURM
-        wrappers and Kubernetes operators set, say whether there are other ranks, and the process group is started.
+        An initialised `torch.distributed` is used as it is. Otherwise RANK and WORLD_SIZE, which torchrun and operators
+        of Kubernetes set, or the variables of srun or mpirun say whether there are other ranks, and the process group
+        is started.
 
         Args:
             device: where to compute; None takes this rank's accelerator where there is one, else the CPU.
             timeout_seconds: how long a rank waits for the others before it gives up.
 
         Raises:
-            WorldError: RANK without WORLD_SIZE or the reverse, or values that do not fit together.
+            WorldError: RANK without WORLD_SIZE or the reverse, values that do not fit together, or mpirun without an
+                address to meet at.
         """
-        _check_launcher()
-        chosen = _own_accelerator() if device is None else torch.device(device)
+        launch = find_launch(joined=dist.is_initialized())
+        chosen = _own_accelerator(launch) if device is None else torch.device(device)
         if chosen.type == "cuda":
             # Before the process group is started: NCCL takes the current device of the process.
             torch.cuda.set_device(chosen)
-        if not dist.is_initialized() and not has_launcher():
-            return cls(device=chosen)
         timeout = timedelta(seconds=timeout_seconds)
         if not dist.is_initialized():
-            join_default_group(_backend(chosen), timeout)
+            if launch is None:
+                return cls(device=chosen)
+            join_default_group(_backend(chosen, launch.local_size), launch, timeout)
         count_open_worlds(+1)
-        return cls(dist.get_rank(), dist.get_world_size(), chosen, ControlGroup(timeout))
+        return cls(dist.get_rank(), dist.get_world_size(), chosen, _control=ControlGroup(timeout))
+
+    @classmethod
+    def of_mesh(
+        cls, mesh: DeviceMesh, *, device: "str | torch.device | None" = None, timeout_seconds: float = 600.0
+    ) -> "World":
+        """Return the ranks along the data-parallel dimension of a mesh, for a model that is parallel along the others.
+
+        `World.of_mesh(mesh["dp"])`, where `mesh = init_device_mesh("cuda", (4, 2), mesh_dim_names=("dp", "tp"))`: four
+        ranks of two processes each. The processes of a rank are dealt the same samples, draw the same random numbers,
+        and sum gradients each with those that hold the same part of the model. Every process of the run calls it.
+
+        Args:
+            mesh: one dimension of a mesh over all processes.
+            device: where to compute; None takes this process's accelerator where there is one, else the CPU.
+            timeout_seconds: how long a process waits for the others before it gives up.
+
+        Raises:
+            WorldError: the mesh has several dimensions, or processes are left out of it.
+        """
+        own = data_dimension(mesh)
+        everyone = cls.from_environment(device=device, timeout_seconds=timeout_seconds)
+        try:
+            grid = make_grid(everyone.rank, mesh, everyone.gather_objects(own))
+        except BaseException as error:
+            everyone.close(error)
+            raise
+        return replace(everyone, rank=own[0], size=len(own[1]), _grid=grid)
 
     def close(self, error: BaseException | None = None) -> None:
         """End the control group. Doing it again changes nothing; whatever needs other ranks raises `WorldError` then.
@@ -112,24 +153,90 @@ class World:
         return self._control is not None or self.size > 1
 
     @property
+    def process(self) -> int:
+        """Number of this process in the default group: its rank, unless a rank is several processes."""
+        return self.rank if self._grid is None else self._grid.process
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes: of ranks, unless a rank is several of them."""
+        return self.size if self._grid is None else self._grid.num_processes
+
+    @property
+    def has_model_groups(self) -> bool:
+        """Whether several processes run one model together, and wait for each other in its forward and backward."""
+        return self.num_processes > self.size
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this process speaks for its rank: the first of those that are this rank together."""
+        return self._grid is None or self.process == self._grid.first_of_each[self.rank]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process alone writes what the run writes once: it speaks for rank 0."""
+        return self.rank == 0 and self.speaks
+
+    @property
+    def first_process(self) -> int:
+        """Number of the process that `is_first` is true for."""
+        return 0 if self._grid is None else self._grid.first_of_each[0]
+
+    @property
+    def group(self) -> "dist.ProcessGroup | None":
+        """The data group, over which gradients are summed; None for the default group."""
+        return None if self._grid is None else self._grid.mesh.get_group()
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The data-parallel dimension that this world was made of; None for a world of all processes."""
+        return None if self._grid is None else self._grid.mesh
+
+    @property
+    def model_groups(self) -> tuple[tuple[int, ...], ...]:
+        """By rank, the processes that are that rank together, one of each data group: one, unless a rank is several."""
+        return tuple((rank,) for rank in range(self.size)) if self._grid is None else self._grid.model_groups
+
+    @property
+    def data_groups(self) -> tuple[tuple[int, ...], ...]:
+        """The processes of each data group, in rank order: one group of all, unless a rank is several processes."""
+        return tuple(zip(*self.model_groups, strict=True))
+
+    @property
+    def data_group(self) -> int:
+        """Number of this process's data group."""
+        return 0 if self._grid is None else self._grid.data_group
+
+    def process_of(self, rank: int) -> int:
+        """Return the process of another rank that is in this process's data group."""
+        return self.data_groups[self.data_group][rank]
+
+    @property
     def _silent(self) -> bool:
-        """Whether there is no other process to talk to: this is the only rank, or the other ranks are imagined."""
-        return self._control is None or self.size == 1
+        """Whether there is no other process to talk to: this is the only one, or the other ranks are imagined."""
+        return self._control is None or self.num_processes == 1
 
     def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Return what every rank passed, in rank order. All ranks must pass equally many numbers."""
-        if self._silent:
-            return [list(numbers) for _ in range(self.size)]
-        row = array("d", numbers).tobytes()
-        return [_plain(gathered, torch.float64).tolist() for gathered in self._gather_bytes(row, len(row))]
+        """Return what every rank passed, in rank order. All ranks must pass equally many numbers.
+
+        Where a rank is several processes, what the first of them passed: all processes get the same.
+        """
+        return self.of_ranks(self._gather_rows(numbers))
 
     def gather_objects(self, value: Any) -> list[Any]:  # noqa: ANN401 (small values of any type)
-        """Return what every rank passed, in rank order. For small values outside the hot loop: they are pickled."""
+        """Return what every rank passed, in rank order. For small values outside the hot loop: they are pickled.
+
+        Where a rank is several processes, what the first of them passed: all processes get the same.
+        """
+        return self.of_ranks(self.gather_from_processes(value))
+
+    def gather_from_processes(self, value: Any) -> list[Any]:  # noqa: ANN401 (small values of any type)
+        """Return what every process passed, in their order in the default group; ranks may be several of them."""
         if self._silent:
             return [value] * self.size
         # torch's all_gather_object needs numpy, which torch does not bring along.
         written = pickle.dumps(value)
-        sizes = [int(row[0]) for row in self.gather_numbers([float(len(written))])]
+        sizes = [int(row[0]) for row in self._gather_rows([float(len(written))])]
         gathered = self._gather_bytes(written, max(sizes))
         # What our own ranks have written is as trustworthy as this process.
         return [pickle.loads(row[:size]) for row, size in zip(gathered, sizes, strict=True)]  # noqa: S301
@@ -143,13 +250,18 @@ class World:
         Raises:
             RankFailedError: on the ranks whose function did not raise.
         """
+        return self.of_ranks(self.run_on_all_processes(function))
+
+    def run_on_all_processes(self, function: Callable[[], Any] | None) -> list[Any]:
+        """Do as `run_on_all_ranks` does, and return what every process's function returned."""
         value, error = None, None
         try:
             value = None if function is None else function()
         except Exception as caught:  # noqa: BLE001 (raised again once all ranks know)
             error = caught
         # A rank that has failed takes part as well, since the others wait for its answer.
-        outcomes = self.gather_objects((value, None if error is None else RankFailure.of(error, self.rank, None)))
+        failed = None if error is None else RankFailure.of(error, self.process, None)
+        outcomes = self.gather_from_processes((value, failed))
         failures = [failure for _, failure in outcomes if failure is not None]
         if failures and self.roll_call is not None:
             self.roll_call.num_told += 1
@@ -162,13 +274,14 @@ class World:
 
     def start_sum(self, numbers: torch.Tensor) -> PendingMessage | None:
         """Start replacing `numbers`, a CPU tensor, by their sum over ranks; wait for what is returned."""
-        return None if self._control is None or self.size == 1 else self._control.start_sum(numbers)
+        return None if self._control is None or self._silent else self._control.start_sum(numbers)
 
     def gather_from(self, function: Callable[[], Sequence[float]], width: int) -> list[list[float]]:
         """Return the `width` numbers that every rank's function returned, in rank order; if one raises, all raise.
 
         Raises:
             RankFailedError: on the ranks whose function did not raise.
+            RanksDifferError: processes of one rank do not return the same, so they have not got the same samples.
         """
         numbers, error = [0.0] * width, None
         try:
@@ -177,20 +290,21 @@ class World:
             error = caught
             self.publish_failure(error, None if self.roll_call is None else self.roll_call.here.step)
         # A rank that has failed takes part as well, since the others wait for its answer.
-        rows = self.gather_numbers([float(error is not None), *numbers])
-        failed = [rank for rank, row in enumerate(rows) if row[0]]
+        rows = self._gather_rows([float(error is not None), *numbers])
+        failed = any(row[0] for row in rows)
         if failed and self.roll_call is not None:
             self.roll_call.num_told += 1
         if error is not None:
             raise error
         if failed:
             raise self.left_by_failure()
-        return [row[1:] for row in rows]
+        self._refuse_differing(rows)
+        return [row[1:] for row in self.of_ranks(rows)]
 
     @property
     def roll_call(self) -> RollCall | None:
         """Where the ranks stand; None where there is no other process to talk to."""
-        return None if self._control is None or self.size == 1 else self._control.roll_call
+        return None if self._control is None or self._silent else self._control.roll_call
 
     def wait(self, work: "dist.Work") -> None:
         """Wait for a collective in the data group.
@@ -235,7 +349,8 @@ class World:
         if self._silent or isinstance(error, RankFailedError):
             return self.published_failure() is None
         try:
-            return self.roll_call is None or self.roll_call.publish(RankFailure.of(error, self.rank, step), ahead=ahead)
+            failure = RankFailure.of(error, self.process, step)
+            return self.roll_call is None or self.roll_call.publish(failure, ahead=ahead)
         except (RuntimeError, ValueError):  # the store went with its rank: there is no rank left to inform
             return True
 
@@ -247,7 +362,48 @@ class World:
             found = self.roll_call.published()
         except (RuntimeError, ValueError):  # the store went with its rank
             return None
-        return None if found is None or found.rank == self.rank else found
+        return None if found is None or found.rank == self.process else found
+
+    def leave_together(self) -> None:
+        """Wait until all processes of this rank leave the effective batch, as this one does.
+
+        One that does not leave waits for this one in the middle of a forward or backward, where nobody can reach it.
+
+        Raises:
+            CannotRedoError: with a clause: not all of them have left.
+        """
+        if not self.has_model_groups or self.roll_call is None:
+            return
+        if missing := self.roll_call.leave_with(self.model_groups[self.rank]):
+            message = (
+                f"processes {', '.join(map(str, missing))}, which run the model of this rank together with process "
+                f"{self.process}, have not left it, and wait in the middle of a forward or backward"
+            )
+            raise CannotRedoError(message, rank=self.process)
+
+    def of_ranks(self, rows: Sequence[_T]) -> list[_T]:
+        """Return, of what was gathered from processes, what those passed that speak for ranks."""
+        return list(rows) if self._grid is None else [rows[process] for process in self._grid.first_of_each]
+
+    def _gather_rows(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Return what every process passed."""
+        if self._silent:
+            return [list(numbers) for _ in range(self.size)]
+        row = array("d", numbers).tobytes()
+        return [_plain(gathered, torch.float64).tolist() for gathered in self._gather_bytes(row, len(row))]
+
+    def _refuse_differing(self, rows: Sequence[Sequence[float]]) -> None:
+        """Refuse numbers that follow from samples, and differ between processes that are one rank."""
+        for group in self.model_groups:
+            for process in group:
+                if rows[process] != rows[group[0]]:
+                    message = (
+                        f"processes {group[0]} and {process} run one model together, and were not given the same "
+                        f"samples: they counted {rows[group[0]][1:]} and {rows[process][1:]}. Batches are dealt over "
+                        "the data-parallel dimension alone: use ab.batches, ab.shares(loader, world=engine.world), or "
+                        "a sampler with num_replicas=engine.world.size and rank=engine.world.rank."
+                    )
+                    raise RanksDifferError(message)
 
     def _gather_bytes(self, written: bytes, size: int) -> list[bytearray]:
         """Return what every rank has written, each filled up to `size` bytes.
@@ -256,7 +412,7 @@ class World:
         not come between two ranks that talk to each other.
         """
         assert self._control is not None
-        rows = [bytearray(size) for _ in range(self.size)]
+        rows = [bytearray(size) for _ in range(self.num_processes)]
         with self.collective():
             mine = _plain(bytearray(written.ljust(size, b"\0")), torch.uint8)
             self._control.gather([_plain(row, torch.uint8) for row in rows], mine)
@@ -266,8 +422,8 @@ class World:
         """Return the error to raise on a rank that another one has told, in time, that it has failed."""
         failure = self.published_failure()
         message = (
-            f"{failure or 'another rank failed'}. Rank {self.rank} stops too: nothing has been updated, and all ranks "
-            "are in the same place."
+            f"{failure or 'another rank failed'}. Rank {self.process} stops too: nothing has been updated, and all "
+            "ranks are in the same place."
         )
         return RankFailedError(message) if failure is None else failure.error(message)
 
@@ -282,7 +438,7 @@ class World:
         Raises:
             WorldError: the world is closed.
         """
-        if self._control is not None and self.size > 1:
+        if self._control is not None and not self._silent:
             _ = self._control.group  # raises where the world is closed
             self._control.roll_call.enter(name, step, meets=meets)
 
@@ -293,7 +449,7 @@ class World:
             "another rank ended without a word: it was killed, or its loop was over before this one's (loaders of "
             "different lengths: wrap them in ab.shares), or the rank that keeps the store is gone"
         )
-        message = f"{reason}. Rank {self.rank} stops too: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
+        message = f"{reason}. Rank {self.process} stops too: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
         return RankFailedError(message) if failure is None else failure.error(message)
 
 
@@ -302,39 +458,18 @@ def _plain(memory: bytearray, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=dtype)
 
 
-def has_launcher() -> bool:
-    """Return whether a launcher, such as torchrun, has started this process as one of its ranks."""
-    return "RANK" in os.environ
-
-
-def _check_launcher() -> None:
-    rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
-    if dist.is_initialized() or (rank is None and size is None):
-        return
-    if rank is None or size is None:
-        message = (
-            f"RANK={rank} and WORLD_SIZE={size}: a launcher sets both. "
-            "Start with torchrun, or unset both to run as a single rank."
-        )
-        raise WorldError(message)
-    if not 0 <= int(rank) < int(size):
-        message = f"RANK={rank} must be at least 0 and below WORLD_SIZE={size}. Check the launcher's settings."
-        raise WorldError(message)
-
-
-def _own_accelerator() -> torch.device:
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+def _own_accelerator(launch: Launch | None) -> torch.device:
     if not torch.accelerator.is_available():
         return torch.device("cpu")
     kind = torch.accelerator.current_accelerator()
     assert kind is not None
     # Ranks may share an accelerator where there are more of them than of these.
+    local_rank = 0 if launch is None else launch.local_rank
     return torch.device(kind.type, local_rank % torch.accelerator.device_count())
 
 
-def _backend(device: torch.device) -> str:
+def _backend(device: torch.device, local_size: int) -> str:
     """NCCL wants a GPU of its own per rank; ranks that share one, and CPUs, use gloo."""
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if device.type == "cuda" and local_size <= torch.cuda.device_count():
         return "cuda:nccl,cpu:gloo"
     return "gloo"

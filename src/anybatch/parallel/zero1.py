@@ -28,7 +28,7 @@ class Zero1:
         initial: make replicas equal by broadcasting rank 0's values, or "verify" that they are.
     """
 
-    capabilities = Capabilities(name="zero1", feature=Feature.ZERO1, replicas=True)
+    capabilities = Capabilities(name="zero1", feature=Feature.ZERO1, replicas=True, tensor_parallel=True)
 
     def __init__(self, *, bucket_bytes: int = 25 * 2**20, initial: Initial = "broadcast") -> None:
         self._sums = AllReduce(bucket_bytes=bucket_bytes, initial=initial)

@@ -1,8 +1,8 @@
 """Memory of a step at any micro-batch size, extrapolated from traces of a few."""
 
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from anybatch.core.units import in_bytes
@@ -43,6 +43,8 @@ class Envelopes:
         profile: the device type whose allocations these are.
         costs: of the step's operations, at any micro-batch size.
         notes: remarks for the user on how this was found.
+        sharded: the strategy shards the weights, and gathers them in every micro-batch.
+        decisions: what the engine decides while it is built, by what it is about.
     """
 
     steady: MemoryEnvelope
@@ -52,6 +54,8 @@ class Envelopes:
     profile: Profile
     costs: CostLine
     notes: tuple[str, ...]
+    sharded: bool = False
+    decisions: Mapping[str, str] = field(default_factory=dict)
 
     def peak_bytes(self, m: int) -> int:
         """Return the most that tensors hold at once, in any step.
@@ -105,7 +109,10 @@ class Envelopes:
         """Return the memory that the allocator reserves on a device that has enough, at a micro-batch size of `m`."""
         if self.profile == "cpu":
             return self.peak_bytes(m)
-        return max(replay(one.trace.events, one.sizes(m)).peak_reserved_bytes for one in (self.steady, self.first))
+        return max(
+            replay(one.trace.events, one.sizes(m), pools=one.trace.pools).peak_reserved_bytes
+            for one in (self.steady, self.first)
+        )
 
 
 @without_garbage_collection()
@@ -168,6 +175,10 @@ def _found(ready: StepSpec, usable_bytes: int, *, most_samples: int | None, note
     low, high = TRACED
     recorders = {m: OperationRecorder() for m in TRACED}
     traces = {low: trace_step(ready, low, recorder=recorders[low])}
+    if traces[low].sharded:
+        # The first time torch works out, with tensors of whole size, how each operation on shards is sharded.
+        recorders[low] = OperationRecorder()
+        traces[low] = trace_step(ready, low, recorder=recorders[low])
     if _reads(traces[low]):
         _refuse_dependence(ready, traces[low])
         notes = [*notes, "the step reads numbers from tensors; what it holds was seen not to depend on them"]
@@ -208,6 +219,8 @@ def _fitted(
         profile=spec.profile,
         costs=fit_costs(costs[0], low, costs[1], high),
         notes=notes,
+        sharded=traces[low].sharded,
+        decisions=traces[low].decisions,
     )
 
 

@@ -1,6 +1,8 @@
 """Makes a plan: the micro-batch size that fits, the memory by purpose, and changes; without the device."""
 
+import dataclasses
 import time
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -41,6 +43,8 @@ def make_plan(
         UserError: the engine refuses what it is asked to run.
     """
     start = time.perf_counter()
+    # No device limits the memory of a CPU, so that strategies do not go by it.
+    spec = dataclasses.replace(spec, device_bytes=None if spec.profile == "cpu" else budget.total_bytes)
     ready, _ = built(spec)
     # The model is built once here; changes that need another one build their own.
     parameters = list(as_module(ready.trained.model).parameters())
@@ -69,9 +73,14 @@ def make_plan(
         costs=envelopes.costs,
         changes=tuple(best_first(changes)),
         exact=envelopes.verdict == "exact",
-        notes=envelopes.notes,
+        notes=(*(_told(envelopes.decisions) if spec.world_size > 1 else ()), *envelopes.notes),
         seconds=time.perf_counter() - start,
     )
+
+
+def _told(decisions: Mapping[str, str]) -> list[str]:
+    """Return what the engine decides about devices, as notes."""
+    return [f"{name}: {decisions[name]}" for name in ("strategy", "sharding", "reduction") if name in decisions]
 
 
 def _one_parameter() -> list[tuple[str, nn.Parameter]]:

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import profiler_legacy
-from torch.distributed.tensor import DTensor
-from torch.utils import _python_dispatch as dispatch
 
 from anybatch.core.torch_internals import needed_for
 from anybatch.memory.torch_internals import FakeTensor
@@ -107,30 +105,6 @@ def without_subclasses(of: Any = torch._C) -> AbstractContextManager[object]:  #
     with needed_for("Planning a step"):
         guard: AbstractContextManager[object] = (kind or of.DisableTorchFunctionSubclass)()
     return guard
-
-
-def outside_modes(of: Any = dispatch) -> AbstractContextManager[object]:  # noqa: ANN401 (torch)
-    """Return a context in which no mode sees operations, neither a memory budget nor the user's own.
-
-    `torch.utils._python_dispatch._disable_current_modes`.
-
-    Raises:
-        UnsupportedTorchError: torch has no such context, so a plan would be booked as memory of the run.
-    """
-    with needed_for("Planning a micro-batch size within a run"):
-        context: AbstractContextManager[object] = of._disable_current_modes()
-    return context
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a sharded tensor, and any other tensor as it is.
-
-    `DTensor._local_tensor`; where missing, `to_local()`, which may wait for a collective.
-    """
-    if not isinstance(tensor, DTensor):
-        return tensor
-    found: Tensor = tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor.to_local()
-    return found
 
 
 def checkpointed(module: nn.Module, options: Mapping[str, Any]) -> nn.Module:

@@ -12,7 +12,7 @@ from anybatch.core.batch import Placement, Position, taken
 from anybatch.core.loss import Loss, TermFactors, factors_of, unit_counts
 from anybatch.core.randomness import BatchKey, joint_seed, unit_seed
 from anybatch.core.splitting import BatchPlan, CutConstraints, Unit, plan_shares
-from anybatch.core.tree import Batch, copied, count_samples, moved_to, slice_samples, tensors_of
+from anybatch.core.tree import Batch, copied, count_samples, moved_to, read_samples, slice_read, tensors_of
 from anybatch.engine.accumulation.accumulate import MicroBatch
 from anybatch.errors import BatchSizeError, DataError, LossError, RankFailedError
 from anybatch.parallel.replicas import digest
@@ -299,29 +299,39 @@ def refuse_disagreement(batch: Any, planned: PlannedBatch, world: World) -> None
     """Refuse a first step in which ranks do not mean the same effective batch.
 
     Raises:
-        DataError: on every rank: two ranks bring byte for byte the same samples as their shares, or ranks were given
-            different effective batches.
+        DataError: on every rank: two ranks bring byte for byte the same samples as their shares, or the processes of
+            one rank different ones, or ranks were given different effective batches.
     """
-    if world.size == 1:
+    if world.num_processes == 1:
         return
     if _is_effective_batch(batch):
         # Hashes of whole numbers, unlike those of strings, are the same in every process.
         word = (planned.seed, str(planned.plan), hash(tuple(int(sample) for sample in planned.sample_ids)))
         # Ids of a stream are places in it, so what every rank has read there is compared too.
         read = [_fingerprint(sample) for sample in getattr(batch, "first_read", ())]
-        for rank, (other, read_there) in enumerate(world.gather_objects((word, read))):
+        for rank, (other, read_there) in enumerate(world.gather_from_processes((word, read))):
             if other == word and read_there != read:
-                raise DataError(_differing_streams(world.rank, rank))
+                raise DataError(_differing_streams(world.process, rank))
             if other != word:
                 message = (
-                    f"rank {world.rank} was given another effective batch than rank {rank}: {word[1]} with seed "
+                    f"rank {world.process} was given another effective batch than rank {rank}: {word[1]} with seed "
                     f"{word[0]} against {other[1]} with seed {other[0]}, or other samples. Build ab.batches with the "
                     "same data set, size and seed, and the engine with the same sizes, on every rank."
                 )
                 raise DataError(message)
         return
     # Samples of a loader of the user's own have no ids, so their bytes are compared.
-    digests = world.gather_objects(_digest(batch.batch if isinstance(batch, RankShare) else batch))
+    of_processes = world.gather_from_processes(_digest(batch.batch if isinstance(batch, RankShare) else batch))
+    for group in world.model_groups:
+        other = next((one for one in group if of_processes[one] != of_processes[group[0]]), None)
+        if other is not None:
+            message = (
+                f"processes {group[0]} and {other} run one model together, and brought different samples to the first "
+                "step. Batches are dealt over the data-parallel dimension alone: use ab.batches, ab.shares(loader, "
+                "world=engine.world), or a sampler with num_replicas=engine.world.size and rank=engine.world.rank."
+            )
+            raise DataError(message)
+    digests = world.of_ranks(of_processes)
     for rank, found in enumerate(digests):
         if found is not None and found in digests[:rank]:
             message = (
@@ -399,7 +409,14 @@ def _sizes_on_ranks(count: Callable[[], int], world: World, start: Position) -> 
 
 def _plan_share(share: RankShare, placement: Placement, world: World, start: Position) -> PlannedBatch:
     # A rank whose loader has ended takes part with 0 samples: the others would wait for its answer.
-    sizes = _sizes_on_ranks(lambda: 0 if share.batch is None else count_samples(share.batch), world, start)
+    batch: Batch = None
+
+    def read() -> int:
+        nonlocal batch
+        batch, number = (None, 0) if share.batch is None else read_samples(share.batch)
+        return number
+
+    sizes = _sizes_on_ranks(read, world, start)
     if not sum(sizes):
         message = "the effective batch is empty: no rank brought a sample. End the loop before, as ab.shares does."
         raise BatchSizeError(message, effective_batch_size=0, world_size=world.size)
@@ -416,6 +433,6 @@ def _plan_share(share: RankShare, placement: Placement, world: World, start: Pos
         seed=0,
         # Where the epochs of such a loader end is not known, so its samples are counted on.
         end=Position(start.epoch, start.sample_offset + sum(sizes)),
-        micro_batches=iter([slice_samples(share.batch, unit.start - first, unit.stop - first) for unit in units]),
-        load=lambda chosen: slice_samples(share.batch, chosen[0].start - first, chosen[-1].stop - first),
+        micro_batches=iter([slice_read(batch, unit.start - first, unit.stop - first) for unit in units]),
+        load=lambda chosen: slice_read(batch, chosen[0].start - first, chosen[-1].stop - first),
     )

@@ -10,6 +10,7 @@ from torch import Tensor
 from anybatch.core.dtypes import widest_dtype
 from anybatch.core.loss import Loss, TermFactors
 from anybatch.core.torch_internals import dense_values, multiply_each
+from anybatch.parallel.local_parts import local_part
 
 
 @dataclass(slots=True)
@@ -52,5 +53,5 @@ def divide_late(
     contribution, count = totals[:1], totals[1:]
     factor = guess / count
     if gradients:
-        multiply_each([dense_values(gradient) for gradient in gradients], factor[0].to(gradients[0].dtype))
+        multiply_each([dense_values(local_part(gradient)) for gradient in gradients], factor[0].to(gradients[0].dtype))
     return contribution * factor, count

@@ -219,9 +219,10 @@ def gather_outputs(
     # In the control group, so that a rank without samples can take part, and a mismatch is an error and no hang.
     # What ranks mean by the step is compared here too: the rows of different batches cannot be put together.
     digests = () if world.roll_call is None else world.roll_call.digests
-    from_all = world.gather_objects((outputs.kinds, outputs.differentiable, digests))
-    _look_for_leavers(from_all)
-    _compare([one[2] for one in from_all])
+    everyone = world.gather_from_processes((outputs.kinds, outputs.differentiable, digests))
+    _look_for_leavers(everyone)
+    _compare([one[2] for one in everyone])
+    from_all = world.of_ranks(everyone)
     note_exchange()
     found = [one for one in from_all if one[0] is not None]
     kinds = found[0][0]
@@ -232,7 +233,7 @@ def gather_outputs(
             buffers = make_gather_buffers(kinds, sizes, world)
         except torch.OutOfMemoryError as error:
             message = "there is no room for the outputs of all ranks, which these are sending already"
-            raise CannotRedoError(message, rank=world.rank, phase="forward_backward") from error
+            raise CannotRedoError(message, rank=world.process, phase="forward_backward") from error
     tensors = gather_rows(outputs.pieces, kinds, sizes, world, collective, buffers=buffers)
     # All ranks must treat an output alike, also one that takes a gradient on some of them only.
     return tensors, tuple(map(any, zip(*(flags for _, flags, _ in found), strict=True)))
@@ -248,10 +249,11 @@ def abort_exchange(world: World, *, failed: bool) -> None:
     Raises:
         StepFailedError: another rank has failed, where this one has run out of memory.
     """
-    from_all = world.gather_objects(_FAILED if failed else _OUT_OF_MEMORY)
+    world.leave_together()
+    everyone = world.gather_from_processes(_FAILED if failed else _OUT_OF_MEMORY)
     if not failed:
         with suppress(StepAbortedError):
-            _look_for_leavers(from_all)
+            _look_for_leavers(everyone)
 
 
 def _look_for_leavers(from_all: Sequence[object]) -> None:

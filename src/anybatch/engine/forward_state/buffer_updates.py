@@ -18,7 +18,7 @@ from anybatch.core.splitting import BatchPlan, CutConstraints
 from anybatch.core.torch_internals import BatchNormBase, InstanceNormBase
 from anybatch.engine.accumulation.accumulate import MicroBatch
 from anybatch.errors import CompositionError, UserError
-from anybatch.parallel.strategy import Strategy
+from anybatch.parallel.strategy import Capabilities, Strategy
 from anybatch.parallel.world import World
 
 PooledUpdate = Callable[[Tensor, Sequence[Tensor], Sequence[int]], Tensor]
@@ -94,12 +94,13 @@ class BufferUpdates:
         self._pools = self._found(chosen, modules)
         self._num_samples = 0
 
-    def refuse_with(self, loss: Loss, constraints: CutConstraints) -> None:
-        """Refuse what runs micro-batches twice or in turns.
+    def refuse_with(self, loss: Loss, constraints: CutConstraints, needs: Capabilities) -> None:
+        """Refuse what runs micro-batches twice, in turns or in parts.
 
         Args:
             loss: the declaration.
             constraints: what the policy about BatchNorm demands.
+            needs: of the strategy.
 
         Raises:
             CompositionError: with what to use instead.
@@ -110,6 +111,13 @@ class BufferUpdates:
                 f"buffers={{{self._pools[0].name!r}: ...}} lets each micro-batch begin with the value from before the "
                 f"step, and {what} runs parts of each more than once, in turns with others. Leave buffers= out and "
                 "update them outside of the forward, once per step."
+            )
+            raise CompositionError(message)
+        if self._pools and needs.splits_micro_batches:
+            message = (
+                f"buffers={{{self._pools[0].name!r}: ...}} takes what each micro-batch has left in the model, and "
+                f"under strategy {needs.name!r} that is what one replica has seen of it. Use strategy='all_reduce' "
+                "(torchrun)."
             )
             raise CompositionError(message)
 

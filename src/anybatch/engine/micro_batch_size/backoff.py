@@ -85,6 +85,11 @@ class SizeBackoff:
         self._decisions.add("micro_batch_size", reason)
         return before, _largest(smaller, plan)
 
+    def smaller(self, plan: BatchPlan) -> int | None:
+        """Return how large micro-batches are to be after a cut that did not fit; None if they cannot be smaller."""
+        smaller = self._smaller(plan, max(unit.num_samples for unit in plan.units))
+        return None if smaller is None else _largest(smaller, plan)
+
     def state(self) -> dict[str, Any] | None:
         """Return what a resumed run needs to take the same sizes; None if they are as they were named."""
         if not self._formers:

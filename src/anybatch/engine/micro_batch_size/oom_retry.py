@@ -137,8 +137,14 @@ class OomRetry:
                 f"because {reason}. Resume from the last checkpoint with a smaller micro_batch_size. "
                 f"torch says: {failed.message}"
             )
-            size = max(unit.num_samples for unit in plan.units)
-            raise CannotRedoError(message, rank=self._world.rank, step=step, phase=failed.phase, micro_batch_size=size)
+            raise CannotRedoError(
+                message,
+                rank=self._world.process,
+                step=step,
+                phase=failed.phase,
+                micro_batch_size=max(unit.num_samples for unit in plan.units),
+                smaller_micro_batch_size=self._backoff.smaller(plan),
+            )
 
     def _raise_does_not_fit(self, failed: OutOfMemory, tried: tuple[int, ...], step: int) -> None:
         """Raise on a rank that ran out of memory itself.
@@ -155,7 +161,7 @@ class OomRetry:
             f"{size} sample{'s' * (size != 1)}{after}, and {self._backoff.why_not_smaller}. Parameters and optimizer "
             f"are as before the step. {self._resident.remedy()} torch says: {failed.message}"
         )
-        raise DoesNotFitError(message, rank=self._world.rank, step=step, phase=failed.phase, micro_batch_size=size)
+        raise DoesNotFitError(message, rank=self._world.process, step=step, phase=failed.phase, micro_batch_size=size)
 
 
 class InputVersions:
@@ -188,7 +194,7 @@ class InputVersions:
                     "so that the second try would begin with other numbers. Work on a copy (batch['x'] / 255), and "
                     "resume from the last checkpoint."
                 )
-                raise CannotRedoError(message, rank=world.rank, step=step)
+                raise CannotRedoError(message, rank=world.process, step=step)
 
         world.run_on_all_ranks(refuse)
 

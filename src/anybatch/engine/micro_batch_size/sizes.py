@@ -180,7 +180,8 @@ class RunSizes:
         """Return the size that is to be taken: the whole share, the largest that fits, or the fastest."""
         first = _FirstBatch(batch, self._world, position)
         self.refuse_larger(first.num_in_batch)
-        lockstep = trial.context.strategy.capabilities.lockstep
+        # The processes that are one rank wait for each other in every forward, as ranks in lockstep do.
+        lockstep = trial.context.strategy.capabilities.lockstep or self._world.has_model_groups
         reason = self._why_not_timed(trial, first, lockstep=lockstep)
         if (reason and not self.may_run_out) or first.share < 2:  # noqa: PLR2004 (one sample cannot be cut)
             return FoundSize(None, f"the whole rank share, as {reason or 'there is only one sample'}")
@@ -206,7 +207,7 @@ class RunSizes:
             share=first.share,
             num_in_batch=first.num_in_batch,
             auto=self.auto,
-            room=None if self.may_run_out else HostRoom(num_sharing=self._world.size),
+            room=None if self.may_run_out else HostRoom(num_sharing=self._world.num_processes),
             group=self.constraints.group or 1,
             optimizer_is_new=trial.optimizer_is_new,
         )
@@ -245,7 +246,7 @@ class RunSizes:
         if self.auto.known is None:
             search.plan(*self._planned(first))
             return search.fastest()
-        memory, on_first = self.auto.known, self._world.rank == 0
+        memory, on_first = self.auto.known, self._world.is_first
         circumstances = self._circumstances(trial, first)
         # Rank 0's memory alone decides: hosts may remember different sizes, and all ranks must take the same.
         known = self._world.gather_objects(memory.find(circumstances) if on_first else None)[0]

@@ -59,8 +59,9 @@ class Decisions(Mapping[str, str]):
 def first_decisions(
     *,
     update: str,
-    strategy: str | None,
+    strategy: str,
     world_size: int,
+    num_processes: int,
     differed: Sequence[str],
     remarks: Sequence[str],
     norms: str,
@@ -72,8 +73,9 @@ def first_decisions(
 
     Args:
         update: how the optimizer's update reaches the parameters.
-        strategy: name of the strategy, if the engine chose it.
+        strategy: the strategy and why, if the engine chose it; empty if the user did.
         world_size: number of ranks.
+        num_processes: number of processes; more than ranks where several run one model together.
         differed: parameters and buffers that were not equal on all ranks and are now.
         remarks: a sentence for everything that keeps the run from equality with the un-split batch.
         norms: the policy about BatchNorm in words; empty without such layers.
@@ -84,9 +86,11 @@ def first_decisions(
     yield Decision("update", _UPDATES[update])
     if remarks:
         yield Decision("equality", " ".join(remarks))
-    if strategy is not None:
-        ranks = "is 1 rank" if world_size == 1 else f"are {world_size} ranks"
-        yield Decision("strategy", f"{strategy}, because there {ranks}")
+    yield Decision("strategy", strategy)
+    if num_processes > world_size:
+        each = num_processes // world_size
+        text = f"{world_size}, of {each} processes each, which run one model together on the same samples"
+        yield Decision("ranks", text)
     if differed:
         text = f"{len(differed)} parameters and buffers differed between ranks and took rank 0's values, "
         yield Decision("replicas", f"{text}first {differed[0]!r}")

@@ -44,10 +44,21 @@ _NOTHING = nullcontext()
 
 
 class Notifier:
-    """Sends an observer records of what the engine does. Every method returns at once when there is none."""
+    """Sends an observer records of what the engine does. Every method returns at once when there is none.
 
-    def __init__(self, observer: Observer | None, rank: int, loss: Loss, clip: ClipPolicy | None) -> None:
-        self._observer = observer
+    Args:
+        observer: gets them.
+        rank: this rank.
+        loss: the declared loss.
+        clip: the clipping policy.
+        speaks: whether this process speaks for its rank; of several that are one rank the others send nothing.
+    """
+
+    def __init__(
+        self, observer: Observer | None, rank: int, loss: Loss, clip: ClipPolicy | None, *, speaks: bool = True
+    ) -> None:
+        self._observer = observer if speaks else None
+        self._speaks = speaks
         self._rank = rank
         self._loss = loss
         self._clip = clip
@@ -227,7 +238,7 @@ class Notifier:
             return
         self._warned.add(code)
         self.diagnosis(code, message, "warning")
-        if self._rank == 0:
+        if self._rank == 0 and self._speaks:
             warn_user(message)
 
     def checkpoint(

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -72,13 +73,13 @@ class OptimizerStateMemory:
             with nullcontext() if self._sharding is None else self._sharding.alone():
                 self._made = make_state(self._target.optimizer)
                 if self._world.device.type != "cpu":  # a CPU's system promises memory that it may not have
-                    reserve(temporary_bytes(self._target.optimizer), self._target.updated)
+                    reserve(update_bytes(self._target.optimizer).temporary, self._target.updated)
         except torch.OutOfMemoryError as error:
             message = (
                 "out of memory before the first step, when the optimizer's state and the room for its update were "
                 f"made; nothing has been changed. {self._resident.remedy(in_update=True)} torch says: {error}"
             )
-            raise DoesNotFitError(message, rank=self._world.rank, phase="update") from error
+            raise DoesNotFitError(message, rank=self._world.process, phase="update") from error
 
 
 def make_state(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -115,18 +116,31 @@ def make_state(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for parameter in parameters if parameter in found and parameter in optimizer.state]
 
 
-def temporary_bytes(optimizer: Optimizer) -> int:
-    """Return what the optimizer's step takes and gives back, from a step on parameters without data.
+@dataclass(frozen=True, slots=True)
+class UpdateBytes:
+    """Memory of an optimizer's update.
 
-    An optimizer that cannot be run like that is taken to need a copy of its parameters, as most do.
+    Attributes:
+        state: what stays from step to step.
+        temporary: what a step takes and gives back.
     """
-    # Fused kernels compute in place.
-    if any(group.get("fused") for group in optimizer.param_groups):
-        return 0
+
+    state: int
+    temporary: int
+
+
+def update_bytes(optimizer: Optimizer) -> UpdateBytes:
+    """Return the memory of an optimizer's update, from a step on parameters without data.
+
+    An optimizer that cannot be run like that is taken to need two copies of its parameters, and one more in its step,
+    as Adam does.
+    """
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)
     groups = [
         {
             **group,
-            "foreach": group.get("foreach") is not False,  # what None means on an accelerator
+            "foreach": not is_fused and group.get("foreach") is not False,  # what None means on an accelerator
+            "fused": False,  # no kernel is there for parameters without data
             "params": [_without_data(p) for p in group["params"] if p.requires_grad],
         }
         for group in optimizer.param_groups
@@ -136,14 +150,17 @@ def temporary_bytes(optimizer: Optimizer) -> int:
         twin = type(optimizer)(groups)  # type: ignore[call-arg]
         twin.step()  # makes the state
         ledger = MemoryLedger()
-        ledger.hold("optimizer", [v for s in twin.state.values() for v in s.values() if isinstance(v, torch.Tensor)])
+        state = [v for s in twin.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+        ledger.hold("optimizer", state)
         ledger.hold("weights", [*parameters, *(p.grad for p in parameters if p.grad is not None)])
         before = ledger.held_bytes
         with ledger:
             twin.step()
-        return ledger.peak_bytes - before
+        # Fused kernels compute in place.
+        return UpdateBytes(sum(tensor.nbytes for tensor in state), 0 if is_fused else ledger.peak_bytes - before)
     except (RuntimeError, TypeError, ValueError, AssertionError):
-        return sum(parameter.numel() * parameter.itemsize for parameter in parameters)
+        copy = sum(parameter.numel() * parameter.itemsize for parameter in parameters)
+        return UpdateBytes(2 * copy, 0 if is_fused else copy)
 
 
 def reserve(num_bytes: int, like: Sequence[torch.Tensor]) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 from anybatch.core.dtypes import widened
 from anybatch.core.torch_internals import interpolate_each
 from anybatch.errors import UserError
+from anybatch.parallel.local_parts import local_part
 
 
 class WeightAverage:
@@ -37,8 +38,9 @@ class WeightAverage:
     @torch.no_grad()
     def update(self) -> None:
         """Take the weights of one more step in."""
-        new = [widened(parameter.detach()) for parameter in self._parameters.values()]
-        interpolate_each(list(self.weights.values()), new, 1.0 - self.decay)
+        # Of parts, which torch can take together with plain tensors.
+        new = [widened(local_part(parameter.detach())) for parameter in self._parameters.values()]
+        interpolate_each(list(map(local_part, self.weights.values())), new, 1.0 - self.decay)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

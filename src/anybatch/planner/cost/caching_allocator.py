@@ -88,9 +88,7 @@ def replay(
     return AllocatorReplay(allocator.peak_reserved, allocator.peak_allocated, allocator.num_retries, full_at)
 
 
-def largest_that_fits(
-    envelope: MemoryEnvelope, limit_bytes: int, *, expandable: bool = False, pools: Sequence[int] | None = None
-) -> int | None:
+def largest_that_fits(envelope: MemoryEnvelope, limit_bytes: int, *, expandable: bool = False) -> int | None:
     """Return the largest micro-batch size found to fit in `limit_bytes` of reserved memory.
 
     Starts from the size that tensors alone would allow, and bisects where the allocator needs more. Fragmentation is
@@ -100,11 +98,11 @@ def largest_that_fits(
         envelope: memory of the step at any micro-batch size.
         limit_bytes: memory that the allocator may reserve.
         expandable: as in `replay`.
-        pools: as in `replay`.
 
     Returns:
         The size in samples; 0 if not even one fits, None if memory does not grow with the size.
     """
+    pools = envelope.trace.pools
 
     def fits(m: int) -> bool:
         sizes = envelope.sizes(m)

@@ -1,18 +1,16 @@
-"""How many ranks it takes: FSDP2 over ever more of them until a step fits, and ZeRO-1 from a trace without it."""
+"""How many ranks it takes: FSDP2 over ever more of them until a step fits."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
-
-from torch import nn
 
 from anybatch.core.geometry import ceil_div
 from anybatch.errors import PlanError
 from anybatch.memory.trace import Allocation, MemoryTrace, check_same_structure
 from anybatch.planner.cost.caching_allocator import replay
-from anybatch.planner.trace.fsdp_trace import ShardedTrace, Sharding, refuse_what_cannot_be_sharded, trace_sharded
+from anybatch.planner.trace.checkpointing import as_module
 from anybatch.planner.trace.step_spec import StepSpec, built
+from anybatch.planner.trace.step_trace import trace_step
 
 RANKS_PER_NODE = 8
 """Above one node, whole nodes are counted."""
@@ -54,7 +52,6 @@ def smallest_world(
     budget_bytes: int,
     *,
     micro_batch_size: int = 1,
-    sharding: Sharding | None = None,
     largest: int = 1024,
 ) -> SmallestWorld:
     """Return the smallest number of ranks over which FSDP2 fits a step into `budget_bytes` on each.
@@ -64,25 +61,24 @@ def smallest_world(
     try. It and its lower neighbour are then traced themselves, and others until the lower one is too small.
 
     Args:
-        spec: the step; its world size is ignored.
+        spec: the step, under a strategy that shards weights; its world size is ignored.
         budget_bytes: what the allocator may take on each device.
         micro_batch_size: samples of each micro-batch of a rank.
-        sharding: how it is sharded; None for the defaults.
         largest: the most ranks there may be.
 
     Raises:
-        PlanError: the spec cannot be sharded, or `largest` is less than 2.
+        PlanError: `largest` is less than 2.
         CannotPlanError: the step cannot run without data.
+        UserError: the engine refuses it.
     """
     candidates = candidate_sizes(largest)
     ready, _ = built(dataclasses.replace(spec, world_size=candidates[0]))  # once for all traces
-    refuse_what_cannot_be_sharded(ready)
-    traced: dict[int, ShardedTrace] = {}
+    traced: dict[int, MemoryTrace] = {}
 
-    def trace(world_size: int) -> ShardedTrace:
+    def trace(world_size: int) -> MemoryTrace:
         if world_size not in traced:
             of_size = dataclasses.replace(ready, world_size=world_size)
-            traced[world_size] = trace_sharded(of_size, micro_batch_size, sharding)
+            traced[world_size] = trace_step(of_size, micro_batch_size).steady
         return traced[world_size]
 
     def fits(world_size: int) -> bool:
@@ -103,7 +99,7 @@ def smallest_world(
 
 def _where_state_fits(candidates: Sequence[int], spec: StepSpec, budget_bytes: int) -> int:
     """Return the first position at which weights, gradients and two averages of each, and nothing else, would fit."""
-    weights = cast("nn.Module", spec.trained.model).parameters()
+    weights = as_module(spec.trained.model).parameters()
     # Weights, gradients, and Adam's two averages: a lower bound that needs no trace.
     num_bytes = 4 * sum(weight.numel() * weight.element_size() for weight in weights)
     return next((at for at, size in enumerate(candidates) if num_bytes <= size * budget_bytes), len(candidates) - 1)
@@ -137,8 +133,8 @@ def candidate_sizes(largest: int) -> list[int]:
 
 
 def extrapolated(
-    trace_a: ShardedTrace, trace_b: ShardedTrace, world_sizes: Sequence[int], world_size: int
-) -> ShardedTrace:
+    trace_a: MemoryTrace, trace_b: MemoryTrace, world_sizes: Sequence[int], world_size: int
+) -> MemoryTrace:
     """Return the trace over `world_size` ranks that follows from those over two other numbers of ranks.
 
     It is exact where the first dimension of every parameter divides by all three numbers; elsewhere padding is missing.
@@ -147,7 +143,7 @@ def extrapolated(
         PlanError: the two did not do the same.
     """
     size_a, size_b = world_sizes
-    check_same_structure(trace_a.memory, size_a, trace_b.memory, size_b)
+    check_same_structure(trace_a, size_a, trace_b, size_b)
 
     def at(a: Allocation, b: Allocation) -> Allocation:
         # Two equations in a and b, solved for b; whole numbers as long as both traces shard evenly.
@@ -155,45 +151,16 @@ def extrapolated(
         num_bytes = a.num_bytes - shared // size_a + ceil_div(shared, world_size)
         return dataclasses.replace(a, num_bytes=num_bytes)
 
-    pairs = zip(trace_a.memory.allocations, trace_b.memory.allocations, strict=True)
-    memory = dataclasses.replace(trace_a.memory, allocations=tuple(at(a, b) for a, b in pairs))
-    return ShardedTrace(memory, trace_a.pools)
+    pairs = zip(trace_a.allocations, trace_b.allocations, strict=True)
+    return dataclasses.replace(trace_a, allocations=tuple(at(a, b) for a, b in pairs))
 
 
-def _tried(world_size: int, trace: ShardedTrace, budget_bytes: int) -> WorldSizeTrial:
-    sizes = [one.num_bytes for one in trace.memory.allocations]
-    done = replay(trace.memory.events, sizes, limit_bytes=budget_bytes, pools=trace.pools)
+def _tried(world_size: int, trace: MemoryTrace, budget_bytes: int) -> WorldSizeTrial:
+    sizes = [one.num_bytes for one in trace.allocations]
+    done = replay(trace.events, sizes, limit_bytes=budget_bytes, pools=trace.pools)
     return WorldSizeTrial(
         world_size=world_size,
-        peak_bytes=trace.memory.peak_bytes,
+        peak_bytes=trace.peak_bytes,
         reserved_bytes=done.peak_reserved_bytes,
         fits=done.fits,
     )
-
-
-def zero1(trace: MemoryTrace, world_size: int) -> MemoryTrace:
-    """Return the trace of a step in which the optimizer's state, and its update, are shared evenly among ranks.
-
-    Weights and gradients stay whole on every rank. Each piece of the state, and of what an update takes for a while, is
-    cut into `world_size` parts. `torch.distributed.optim.ZeroRedundancyOptimizer` deals whole parameters instead: its
-    heaviest rank holds more by at most the state of one parameter, and an update that goes parameter by parameter
-    (`foreach=False`) takes as much for a while as it does without. For an envelope, fit it to such traces.
-
-    Args:
-        trace: a step on one rank, with the optimizer's state there.
-        world_size: number of ranks.
-
-    Raises:
-        PlanError: `world_size` is not a number of ranks.
-
-    Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020, section 5.1.
-    """
-    if world_size < 1:
-        message = f"{world_size=} must be at least 1."
-        raise PlanError(message)
-
-    def share(one: Allocation) -> Allocation:
-        is_shared = one.category == "optimizer" or (one.phase == "update" and one.category == "temporaries")
-        return dataclasses.replace(one, num_bytes=ceil_div(one.num_bytes, world_size)) if is_shared else one
-
-    return dataclasses.replace(trace, allocations=tuple(map(share, trace.allocations)))

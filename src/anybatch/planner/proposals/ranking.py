@@ -1,21 +1,22 @@
 """Plans every possible change of a step, and ranks them by time."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+
+import torch
 
 from anybatch.core.geometry import ceil_div
 from anybatch.core.size_choice import even_size
 from anybatch.errors import UserError
-from anybatch.memory.trace import MemoryEnvelope, Peak, fit
+from anybatch.memory.trace import MemoryEnvelope, Peak
+from anybatch.parallel.strategy import Strategy
 from anybatch.planner.budget import Budget
-from anybatch.planner.cost.caching_allocator import largest_that_fits, replay
 from anybatch.planner.cost.step_time import CostLine, Rates, Reduction, StepSeconds, step_seconds
-from anybatch.planner.envelopes import TRACED, Binding, Envelopes, find_envelopes
+from anybatch.planner.envelopes import Binding, Envelopes, find_envelopes
 from anybatch.planner.proposals.changes import Change, possible_changes
-from anybatch.planner.proposals.more_ranks import smallest_world, zero1
-from anybatch.planner.trace.fsdp_trace import trace_sharded
-from anybatch.planner.trace.step_spec import StepSpec
+from anybatch.planner.proposals.more_ranks import smallest_world
+from anybatch.planner.trace.step_spec import StepSpec, built
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -128,7 +129,8 @@ def fit_of(spec: StepSpec, envelopes: Envelopes, target: PlanTarget, *, name: st
         reserved_bytes=reserved,
         envelope=envelope,
         binds=envelopes.binding(largest, usable, share),
-        seconds=target.seconds(envelopes.costs, size, spec.world_size),
+        # How long weights travel within micro-batches is not known.
+        seconds=None if envelopes.sharded else target.seconds(envelopes.costs, size, spec.world_size),
         freely_reserved_bytes=freely,
     )
 
@@ -169,8 +171,8 @@ def _dealt(spec: StepSpec, envelopes: Envelopes, target: PlanTarget, *, fits: bo
     """Plan sharding of weights, gradients or the optimizer's state over ranks."""
     found = []
     try:
-        if spec.world_size > 1:
-            found.append(_zero1(spec, envelopes, target))
+        if spec.world_size > 1 and not envelopes.sharded:
+            found.append(_under(spec, "zero1", target, name="ZeRO-1", how='strategy="zero1"'))
             found.append(_fsdp(spec, target))
         # More devices than planned are a proposal only where nothing on the planned number of them helps.
         if not fits and not any(one.fits for one in found):
@@ -183,9 +185,10 @@ def _dealt(spec: StepSpec, envelopes: Envelopes, target: PlanTarget, *, fits: bo
 def _smallest_world(spec: StepSpec, target: PlanTarget) -> list[Fit]:
     """Plan FSDP over the fewest devices that suffice, its blocks checkpointed where it has blocks."""
     checkpointed = next((one for one in possible_changes(spec) if one.name == "checkpointing"), None)
-    spec = spec if checkpointed is None else checkpointed.spec
+    spec, _ = built(spec if checkpointed is None else checkpointed.spec)
     # Negative where overheads take more than there is; no step fits into one byte, which is the answer then.
-    smallest = smallest_world(spec, max(1, target.budget.usable_bytes)).world_size
+    sharded = dataclasses.replace(spec, strategy=_in_bfloat16 if spec.trained.precision == "bf16" else "fsdp")
+    smallest = smallest_world(sharded, max(1, target.budget.usable_bytes)).world_size
     if smallest is None:
         return []
     fit = _fsdp(dataclasses.replace(spec, world_size=smallest), target)
@@ -195,46 +198,28 @@ def _smallest_world(spec: StepSpec, target: PlanTarget) -> list[Fit]:
     return [dataclasses.replace(fit, name=f"{fit.name}, checkpointing", how=how)]
 
 
-def _zero1(spec: StepSpec, envelopes: Envelopes, target: PlanTarget) -> Fit:
-    low, high = TRACED
-
-    def dealt_state(one: MemoryEnvelope) -> MemoryEnvelope:
-        # Shares are rounded up, allocation by allocation, so two sizes are cut and the line is fitted again.
-        return fit(zero1(one.at(low), spec.world_size), low, zero1(one.at(high), spec.world_size), high)
-
-    dealt = dataclasses.replace(envelopes, steady=dealt_state(envelopes.steady), first=dealt_state(envelopes.first))
-    how = "torch.distributed.optim.ZeroRedundancyOptimizer"
-    return fit_of(spec, dealt, target, name=f"ZeRO-1 over {spec.world_size} ranks", how=how)
+def _under(spec: StepSpec, strategy: str | Callable[[], Strategy], target: PlanTarget, *, name: str, how: str) -> Fit:
+    """Plan the step under another strategy."""
+    spec = dataclasses.replace(spec, strategy=strategy)
+    envelopes = find_envelopes(spec, target.budget.usable_bytes, most_samples=target.share(spec.world_size))
+    return fit_of(spec, envelopes, target, name=f"{name} over {spec.world_size} ranks", how=how)
 
 
 def _fsdp(spec: StepSpec, target: PlanTarget) -> Fit:
-    """Plan FSDP2: weights gathered in bf16 block by block, gradients reduced in float32."""
-    low, high = TRACED
-    traces = [trace_sharded(spec, m) for m in (low, high)]
-    # FSDP2 is traced by a loop of its own, so its time is not known, and the proposal has none.
-    envelope = fit(traces[0].memory, low, traces[1].memory, high)
-    return _fit_in_pools(envelope, traces[0].pools, spec.world_size, target)
+    """Plan FSDP2; under bf16 its weights are gathered in bf16 too, and gradients reduced in float32."""
+    spec, _ = built(spec)
+    if spec.trained.precision != "bf16":
+        return _under(spec, "fsdp", target, name="FSDP", how='strategy="fsdp", the optimizer as a function')
+    how = "strategy=FSDP(Sharding(param_dtype=torch.bfloat16)), the optimizer as a function"
+    return _under(spec, _in_bfloat16, target, name="FSDP", how=how)
 
 
-def _fit_in_pools(envelope: MemoryEnvelope, pools: Sequence[int], world_size: int, target: PlanTarget) -> Fit:
-    usable, share = target.budget.usable_bytes, target.share(world_size)
-    found = largest_that_fits(envelope, usable, pools=pools)
-    largest = share if found is None else min(share, found)
-    size = even_size(share, max(1, largest))
-    # Where nothing fits, the table shows what one sample would reserve without a limit.
-    limit = usable if largest else None
-    taken = replay(envelope.trace.events, envelope.sizes(size), limit_bytes=limit, pools=pools)
-    return Fit(
-        name=f"FSDP over {world_size} ranks",
-        how="torch.distributed.fsdp.fully_shard on each block, and on the model",
-        world_size=world_size,
-        largest=largest,
-        micro_batch_size=size,
-        accumulation_steps=ceil_div(share, size),
-        peak=envelope.at_peak(size),
-        reserved_bytes=taken.peak_reserved_bytes,
-        envelope=envelope,
-    )
+def _in_bfloat16() -> Strategy:
+    # Here, because what FSDP2 needs of torch takes two seconds to import.
+    from anybatch.parallel.fsdp import FSDP  # noqa: PLC0415
+    from anybatch.parallel.sharding import Sharding  # noqa: PLC0415
+
+    return FSDP(Sharding(param_dtype=torch.bfloat16))
 
 
 def best_first(fits: Iterable[Fit]) -> list[Fit]:

@@ -14,6 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from anybatch.memory.torch_internals import tree_leaves, tree_map
+from anybatch.parallel.local_parts import is_dtensor
 from anybatch.planner.torch_internals import kernel_library, registered_operations, schema_of, without_autocast_kernels
 
 Profile = Literal["cuda", "cpu"]
@@ -110,12 +111,14 @@ def _registered(kernels: Iterable[tuple[str, Callable[..., Any]]], key: str) -> 
 def choose_foreach(optimizer: Optimizer, profile: Profile) -> None:
     """Make the choice that an optimizer leaves open as it would be made on the profile's device.
 
-    On CUDA torch's optimizers work on all parameters at once by default, which takes memory.
+    On CUDA torch's optimizers work on all parameters at once by default, which takes memory; but not on `DTensor`s.
     """
     if profile == "cpu":
         return
     for group in optimizer.param_groups:
         if "foreach" not in group or group["foreach"] is not None or group.get("fused") or group.get("differentiable"):
+            continue
+        if any(map(is_dtensor, group["params"])):
             continue
         # As torch decides: a learning rate in a tensor rules `foreach` out, unless the optimizer is capturable.
         group["foreach"] = not isinstance(group["lr"], torch.Tensor) or bool(group.get("capturable"))

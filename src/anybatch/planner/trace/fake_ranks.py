@@ -12,8 +12,12 @@ from anybatch.planner.torch_internals import imagined_store
 
 
 @contextmanager
-def fake_ranks(size: int) -> Iterator[World]:
+def fake_ranks(size: int, device_bytes: int | None = None) -> Iterator[World]:
     """Be rank 0 of `size` ranks without starting another process.
+
+    Args:
+        size: number of ranks.
+        device_bytes: memory of each rank's device; None where it is not limited by one.
 
     Raises:
         CannotPlanError: this process is a rank of real ones already.
@@ -32,7 +36,7 @@ def fake_ranks(size: int) -> Iterator[World]:
     # Collectives on this backend return at once without communicating, so sharded code runs on one process.
     dist.init_process_group("fake", rank=0, world_size=size, store=imagined_store())
     try:
-        yield World(rank=0, size=size)
+        yield World(rank=0, size=size, device_bytes=device_bytes)
     finally:
         dist.destroy_process_group()
         sys.excepthook = hook

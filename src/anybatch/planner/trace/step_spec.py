@@ -24,8 +24,10 @@ class StepSpec:
         train: what is trained, with data or without; or a function that makes it, which is called without taking
             memory, and again for changes of the model. Its scheduler and its check of the loss are left out.
         sample: a batch of one sample or more, as the model gets it; only its shapes and types are used.
-        strategy: "single", "all_reduce", "ddp", or a function () -> strategy; "auto" goes by the number of ranks.
+        strategy: as `Engine` takes it by name, or a function () -> strategy.
         world_size: number of ranks.
+        device_bytes: memory of each rank's device, which "auto" and FSDP's reduction go by; None where no device limits
+            it, as on a CPU.
         profile: whose allocations are planned: those of "cuda", or those of the "cpu" the plan is made on.
         kernels: workspaces of this CPU's kernels, as far as they were measured; None to leave them out. Plans for CUDA
             leave them out.
@@ -37,6 +39,7 @@ class StepSpec:
     sample: Batch
     strategy: str | Callable[[], Strategy] = "auto"
     world_size: int = 1
+    device_bytes: int | None = None
     profile: Profile = "cuda"
     kernels: KernelMemory | None = field(default_factory=KernelMemory)
     cache: ResultCache = field(default_factory=ResultCache)

@@ -3,13 +3,12 @@
 import dataclasses
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from anybatch.core.batch import Foresight, Position, Positions
@@ -23,15 +22,17 @@ from anybatch.engine.spec import Hardware
 from anybatch.errors import CannotPlanError, PlanError, UserError
 from anybatch.memory.torch_internals import FakeTensorMode, tree_leaves
 from anybatch.memory.trace import Allocation, MemoryTrace, Phase
-from anybatch.parallel.strategy import Strategy
+from anybatch.parallel.local_parts import is_dtensor, local_part
 from anybatch.parallel.world import World
 from anybatch.planner.cost.operations import OperationRecorder
-from anybatch.planner.trace.cuda_emulation import Profile, allocating_as, choose_foreach
+from anybatch.planner.trace.cuda_emulation import allocating_as, choose_foreach
 from anybatch.planner.trace.data_reads import HostReads
 from anybatch.planner.trace.fake_model import fake_batch, fake_twin
 from anybatch.planner.trace.fake_ranks import fake_ranks
 from anybatch.planner.trace.fake_tensor_cache import FakeLedger, fake_mode
+from anybatch.planner.trace.gathered_memory import StreamPools, resizes_booked, with_gradients
 from anybatch.planner.trace.joint_rows import AllRows
+from anybatch.planner.trace.refusals import refuse_strategy, refuse_undescribed
 from anybatch.planner.trace.step_spec import StepSpec, built
 
 NUM_MICRO_BATCHES = 2
@@ -48,12 +49,16 @@ class StepTrace:
         first: the first step, with everything the engine makes before it.
         numbers_read: how many numbers the program has read from tensors while computing gradients, none of them known.
         truths_read: the same for truth values.
+        sharded: the strategy has sharded the weights, and gathers them in every micro-batch.
+        decisions: what the engine has decided while it was built, by what it is about.
     """
 
     steady: MemoryTrace
     first: MemoryTrace
     numbers_read: int
     truths_read: int
+    sharded: bool = False
+    decisions: Mapping[str, str] = field(default_factory=dict)
 
 
 def trace_step(
@@ -95,7 +100,7 @@ class StepTracer:
     def __init__(
         self, spec: StepSpec, *, num_micro_batches: int = NUM_MICRO_BATCHES, other_answers: bool = False
     ) -> None:
-        _refuse_sharding(spec.strategy)
+        refuse_strategy(spec.strategy)
         self._spec, _ = built(spec)
         self._num_micro_batches = num_micro_batches
         self._mode = fake_mode()
@@ -108,7 +113,7 @@ class StepTracer:
         """Imagine the ranks, and make the twin."""
         # If making the twin fails, everything entered so far is left again; `pop_all` keeps it entered otherwise.
         with ExitStack() as stack:
-            world = stack.enter_context(fake_ranks(self._spec.world_size))
+            world = stack.enter_context(fake_ranks(self._spec.world_size, self._spec.device_bytes))
             stack.enter_context(warnings.catch_warnings())
             stack.enter_context(without_garbage_collection())
             warnings.simplefilter("ignore")  # the real run shows them
@@ -143,14 +148,16 @@ class StepTracer:
             # The first step makes the optimizer's state, so the second one is the first that is like all later ones.
             self._twin_run.step(micro_batch_size, recorder)
         computing: tuple[Phase, ...] = ("forward", "backward")
-        steady = ledger.trace(start)
+        steady = self._twin_run.trace(start)
         # `next_step` needs to know which pieces of a steady step stay, in order to renumber those of later steps.
         self._stays = _which_stay(steady, len(ledger.trace(start, start).allocations))
         return StepTrace(
             steady=steady,
-            first=ledger.trace(0, start),
+            first=self._twin_run.trace(self._twin_run.first_event, start),
             numbers_read=sum(self._reads.numbers[phase] for phase in computing),
             truths_read=sum(self._reads.truths[phase] for phase in computing),
+            sharded=self._twin_run.sharded,
+            decisions=self._twin_run.decisions,
         )
 
     def next_step(self, micro_batch_size: int) -> MemoryTrace:
@@ -173,18 +180,27 @@ class StepTracer:
         with self._running():
             self._twin_run.step(micro_batch_size)
         left = ledger.trace(ledger.num_events).allocations
-        own = _which_stay(ledger.trace(start), len(found))
+        step = self._twin_run.trace(start)
+        own = _which_stay(step, len(found))
         # Pieces are matched by their order alone, which is sound only where both steps leave equally many.
         if not len(found) == len(left) == len(self._stays) or sum(own) != sum(self._stays):
             message = f"a step finds {len(found)} pieces of memory taken, and leaves {len(left)}: no two are alike."
             raise PlanError(message)
-        return _as_in_a_run(ledger.trace(start), left, own, self._stays)
+        return _as_in_a_run(step, left, own, self._stays)
 
     @contextmanager
     def _running(self) -> Iterator[None]:
         assert self._twin_run is not None, "it is entered"
         # Entered last, the ledger sees an operation first; the fake mode, entered first, makes the result.
-        with as_planning_errors(), self._mode, self._reads, allocating_as(self._spec.profile), self._twin_run.ledger:
+        ledger = self._twin_run.ledger
+        with (
+            as_planning_errors(),
+            self._mode,
+            self._reads,
+            allocating_as(self._spec.profile),
+            resizes_booked(ledger),
+            ledger,
+        ):
             yield
 
     def _close(self) -> None:
@@ -204,7 +220,9 @@ class _TwinRun:
         # Measured workspaces are those of this CPU's kernels; they say nothing about a GPU's.
         kernels = spec.kernels if spec.profile == "cpu" else None
         watch = None if kernels is None else kernels.moments
-        self.ledger = FakeLedger(mode, on_operation=self._operation, kernels=watch, cache=spec.cache)
+        self.ledger = FakeLedger(
+            mode, on_operation=self._operation, pool=StreamPools(), kernels=watch, cache=spec.cache
+        )
         self._recorder: OperationRecorder | None = None
         self._num_micro_batches = num_micro_batches
         self.computing = False
@@ -229,16 +247,33 @@ class _TwinRun:
         self._modules = collect_modules(self._model, self._loss)
         # A plan is for training whatever mode the user's model is in; the twin is a copy, so nothing of theirs changes.
         self._modules.train()
-        _refuse_undescribed(self._modules, spec.profile)
+        refuse_undescribed(self._modules, spec.profile)
         self._engine: Engine | None = None
+        self.first_event = 0
+        self.sharded = False
+
+    @property
+    def decisions(self) -> Mapping[str, str]:
+        """What the engine has decided so far."""
+        return {} if self._engine is None else dict(self._engine.decisions)
+
+    def trace(self, start: int, stop: int | None = None) -> MemoryTrace:
+        """Return the ledger's trace between two events."""
+        found = self.ledger.trace(start, stop)
+        return with_gradients(found) if self.sharded else found
 
     def make_engine(self) -> None:
         """Make the engine, and record the memory before its first step."""
         spec, ledger = self._spec, self.ledger
         ledger.phase = "setup"
-        ledger.hold("weights", self._modules.parameters())
+        ledger.hold("weights", map(local_part, self._modules.parameters()))
         ledger.hold("buffers", self._modules.buffers())
         engine = self._engine = self._made_engine()
+        self.sharded = any(map(is_dtensor, self._modules.parameters()))
+        if self.sharded and spec.profile != "cpu":
+            # The whole model was in the host's memory; a module that moves takes less than it does when it is gathered.
+            self.first_event = ledger.num_events
+        ledger.hold("weights", map(local_part, self._modules.parameters()))
         # Left open, the choice would follow the device of the parameters, which are CPU tensors here.
         choose_foreach(engine.optimizer, spec.profile)
         self._hold_gradients()
@@ -262,7 +297,7 @@ class _TwinRun:
         self._recorder = None
         self._hold_states()
         if is_first:
-            self.ledger.hold_rest("gradients" if self._world.size > 1 else "buffers")
+            self.ledger.hold_rest("gradients" if self._world.size > 1 and not self.sharded else "buffers")
 
     def observe(self, record: Record, /) -> None:
         """Follow the engine: which phase it is in, and which gradients there are after each micro-batch."""
@@ -329,16 +364,17 @@ class _TwinRun:
         updated = [p for group in self._engine.optimizer.param_groups for p in group["params"]] if self._engine else []
         # With master weights the optimizer updates other tensors than the modules have, with gradients of their own.
         gradients = [parameter.grad for parameter in (*self._modules.parameters(), *updated)]
-        self.ledger.hold("gradients", (gradient for gradient in gradients if gradient is not None))
+        self.ledger.hold("gradients", (local_part(gradient) for gradient in gradients if gradient is not None))
 
     def _hold_states(self) -> None:
         """Book what lives as long as the engine: master weights, the optimizer's state, averaged weights."""
         engine = self._engine
         assert engine is not None
-        self.ledger.hold("weights", (p for group in engine.optimizer.param_groups for p in group["params"]))
-        self.ledger.hold("optimizer", _tensors(list(engine.optimizer.state.values())))
+        updated = (p for group in engine.optimizer.param_groups for p in group["params"])
+        self.ledger.hold("weights", map(local_part, updated))
+        self.ledger.hold("optimizer", map(local_part, _tensors(list(engine.optimizer.state.values()))))
         if engine.average is not None:
-            self.ledger.hold("optimizer", engine.average.weights.values())
+            self.ledger.hold("optimizer", map(local_part, engine.average.weights.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,36 +458,6 @@ def without_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def _refuse_sharding(strategy: str | Callable[[], Strategy]) -> None:
-    """Refuse strategies that shard parameters: a trace of one rank's engine does not see what others gather.
-
-    Raises:
-        CannotPlanError: it is one of these.
-    """
-    if strategy == "fsdp" or (callable(strategy) and strategy().capabilities.replaces_parameters):
-        message = (
-            "cannot plan, will probe: steps whose strategy shards parameters are not planned. Plan without "
-            "strategy='fsdp': the proposals below the table say over how many ranks FSDP fits."
-        )
-        raise CannotPlanError(message)
-
-
-def _refuse_undescribed(modules: nn.Module, profile: Profile) -> None:
-    """Refuse layers whose kernels on the device differ from a CPU's and keep memory that no description mentions.
-
-    Raises:
-        CannotPlanError: there is one.
-    """
-    for name, module in modules.named_modules():
-        if profile == "cuda" and isinstance(module, nn.RNNBase):
-            layer = f"{type(module).__name__} {name or 'model'!r}"
-            message = (
-                f"cannot plan, will probe: on a GPU, {layer} runs in a kernel of cuDNN, which keeps memory for its "
-                "backward of which no description tells."
-            )
-            raise CannotPlanError(message)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from anybatch.engine.inputs import Model
 from anybatch.engine.spec import TrainSpec
 from anybatch.engine.update.precision import OptimizerFunction, PrecisionName
 from anybatch.errors import UserError
+from anybatch.parallel.strategy import Strategy
 from anybatch.planner.budget import budget_of
 from anybatch.planner.cache.measured_devices import KnownDevices
 from anybatch.planner.cost.step_time import Rates
@@ -39,7 +40,7 @@ def plan(
     world_size: int = 1,
     precision: PrecisionName | None = None,
     sequence_length: int | None = None,
-    strategy: str = "auto",
+    strategy: str | Callable[[], Strategy] = "auto",
     headroom: float | None = None,
     known: KnownDevices | None = None,
     rates: Rates | None = None,
@@ -66,7 +67,7 @@ def plan(
         world_size: number of ranks.
         precision: number formats of forward and backward; None for those of a `TrainSpec`, "fp32" of others.
         sequence_length: tokens of a sample of a published language model; None for its whole context.
-        strategy: as `Engine` takes it by name.
+        strategy: as `Engine` takes it by name, or a function () -> strategy, such as `lambda: FSDP(replicas=2)`.
         headroom: part of the device to leave free; None for 10% of what was measured on it, or 15% if nothing was.
         known: remembers what steps were measured to take of devices, which counts where no headroom is named; None
             takes every device for one on which nothing has been measured.

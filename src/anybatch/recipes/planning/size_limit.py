@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 
+from anybatch.core.torch_internals import outside_modes
 from anybatch.core.tree import Batch
 from anybatch.engine.spec import TrainSpec
 from anybatch.engine.update.precision import PrecisionName
@@ -17,7 +18,6 @@ from anybatch.planner.budget import COMMUNICATOR_BYTES, WORKSPACE_BYTES, DeviceM
 from anybatch.planner.cache.measured_devices import KnownDevices
 from anybatch.planner.envelopes import find_envelopes
 from anybatch.planner.measured import measured_here
-from anybatch.planner.torch_internals import outside_modes
 from anybatch.planner.trace.cuda_emulation import Profile
 from anybatch.planner.trace.step_spec import MakeTrainSpec, StepSpec, built
 from anybatch.recipes.job import Job

@@ -11,6 +11,7 @@ runs/digits-20300131-120000/
 ```
 """
 
+import dataclasses
 import json
 import os
 import shutil
@@ -51,10 +52,13 @@ class RunHeader:
     Attributes:
         origin: how it was asked for, in the words of the command: the recipe, the number of ranks.
         stretches: its parts, in the order of their first steps; at least one.
+        largest_micro_batch_size: most samples of one forward and backward since larger ones ran out of memory in a step
+            that could not be repeated; None if none did.
     """
 
     origin: Origin
     stretches: tuple[Stretch, ...]
+    largest_micro_batch_size: int | None = None
 
     def before(self, step: int) -> Stretch:
         """Return the part whose settings a checkpoint of `step` was made under: a change at `step` comes after it."""
@@ -63,9 +67,8 @@ class RunHeader:
 
     def with_change(self, change: Stretch) -> "RunHeader":
         """Return this header with another last part."""
-        return RunHeader(
-            self.origin, (*[each for each in self.stretches if each.first_step < change.first_step], change)
-        )
+        earlier = [each for each in self.stretches if each.first_step < change.first_step]
+        return dataclasses.replace(self, stretches=(*earlier, change))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +146,9 @@ class RunFolder:
                 Stretch(each["first_step"], Settings(**each["settings"]), each["schedule_steps"])
                 for each in found["stretches"]
             ]
-            return RunHeader(found["origin"], (stretches[0], *stretches[1:]))
+            # With a default: folders of runs that were begun before this was kept are read, too.
+            largest = found.get("largest_micro_batch_size")
+            return RunHeader(found["origin"], (stretches[0], *stretches[1:]), largest)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             message = (
                 f"{self.header} is not what this version of anybatch writes ({error!r}). "
@@ -157,6 +162,7 @@ class RunFolder:
             "version": _VERSION,
             "origin": dict(header.origin),
             "stretches": [asdict(stretch) for stretch in header.stretches],
+            "largest_micro_batch_size": header.largest_micro_batch_size,
         }
         partial = self.header.with_name(f"{self.header.name}.saving")
         try:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 from anybatch.checkpoints import list_checkpoints
+from anybatch.core.geometry import ceil_div
 from anybatch.core.records import DiagnosisRecord, Observer
 from anybatch.data.batches import Batches, batches
 from anybatch.engine.engine import Engine
@@ -66,6 +67,7 @@ def prepare(
     """
     former = None if header is None else header.stretches[-1]
     settings = resolve_settings(job, choices, None if former is None else former.settings, world_size=world.size)
+    largest = _largest_that_ran(header, choices)
     # Made once, so that a resumed run reads its rest from the same data set.
     dataset = job.dataset()
     job = dataclasses.replace(with_settings(settings, job), dataset=lambda: dataset)
@@ -73,8 +75,7 @@ def prepare(
         job,
         schedule_steps=None if header is None else header.stretches[-1].schedule_steps,
         seed=settings.seed,
-        micro_batch_size=_micro_batch_size(settings, known, _largest(job, settings, world, devices)),
-        accumulation_steps=settings.accumulation_steps,
+        **_sizes(settings, world, largest, known, _planned_largest(job, settings, world, devices)),
         strategy=settings.strategy,
         precision=settings.precision,
         observer=observer,
@@ -86,22 +87,52 @@ def prepare(
         num_steps = num_steps_of(run.batches)
         header, ready = RunHeader(origin, (Stretch(0, settings, num_steps),)), PreparedRun(run, run.batches, num_steps)
     else:
+        if largest is not None:
+            message = (
+                f"micro-batches have at most {largest} samples, since larger ones ran out of memory in a step that "
+                "could not be repeated; the result stays the same"
+            )
+            run.engine.decisions.add("micro_batch_size", message)
+            notify(observer, run.engine, "goes_on_smaller", message)
         _load(run.engine, place, observer)
         rest = _rest(settings, dataset, job, run.engine)
         left = 0 if rest is None else num_steps_of(rest)
         ready = PreparedRun(run, rest, None if left is None else run.engine.num_steps + left)
         header = _follow_changes(job, header, settings, ready=ready, observer=observer)
-    header = dataclasses.replace(header, origin={**header.origin, **origin})
+    header = dataclasses.replace(header, origin={**header.origin, **origin}, largest_micro_batch_size=largest)
     on_first_rank(world, partial(place.write, header))
     return ready
 
 
-def _micro_batch_size(settings: Settings, known: Memory | None, largest: Largest | None) -> int | Auto:
-    size = settings.micro_batch_size
-    return size if isinstance(size, int) else Auto(largest=largest, known=known if size == "auto" else None)
+def _largest_that_ran(header: RunHeader | None, choices: Choices) -> int | None:
+    """Return the limit of micro-batches that earlier sessions have left; a size that is named anew lifts it."""
+    if header is None:
+        return None
+    former = header.stretches[-1].settings
+    same = all(
+        chosen in (None, before)
+        for chosen, before in (
+            (choices.micro_batch_size, former.micro_batch_size),
+            (choices.accumulation_steps, former.accumulation_steps),
+        )
+    )
+    return header.largest_micro_batch_size if same else None
 
 
-def _largest(job: Job, settings: Settings, world: World, devices: KnownDevices | None) -> Largest | None:
+def _sizes(
+    settings: Settings, world: World, limit: int | None, known: Memory | None, planned: Largest | None
+) -> dict[str, Any]:
+    """Return the fields of `Hardware` that say how large micro-batches are."""
+    size, steps = settings.micro_batch_size, settings.accumulation_steps
+    if limit is None:
+        auto = Auto(largest=planned, known=known if size == "auto" else None)
+        return {"micro_batch_size": size if isinstance(size, int) else auto, "accumulation_steps": steps}
+    if steps is not None:
+        size = ceil_div(settings.effective_batch_size, world.size * steps)
+    return {"micro_batch_size": min(size, limit) if isinstance(size, int) else limit}
+
+
+def _planned_largest(job: Job, settings: Settings, world: World, devices: KnownDevices | None) -> Largest | None:
     """Return the planner's bound; None on a CPU, where planning takes longer than it saves (docs/log.md)."""
     if world.device.type != "cuda":
         return None

@@ -5,6 +5,7 @@ result: a run that was stopped, or killed, and resumed on as many ranks ends wit
 """
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from anybatch.core.records import MemoryRecord, Observer, Observers, Record
 from anybatch.core.reports import StepReport
 from anybatch.engine.engine import Engine
 from anybatch.engine.micro_batch_size.search import Memory
+from anybatch.errors import CannotRedoError, RankFailedError, UserError
 from anybatch.events.jsonl import JsonlLog
 from anybatch.parallel.world import World
 from anybatch.planner.cache.measured_devices import KnownDevices
@@ -120,9 +122,17 @@ def train(
         UserError: the folder is used, or a choice cannot be run.
         CheckpointError: the folder holds no run that can be resumed, or a checkpoint cannot be written.
         NonFiniteError, RankFailedError: as `Engine.step`.
+        CannotRedoError: memory ran out in a step that ranks cannot repeat. The folder keeps the smaller micro-batch
+            size with which `resume` then goes on.
     """
     begun = clock()
     world = World.from_environment() if world is None else world
+    if world.has_model_groups:
+        message = (
+            f"a recipe is trained on ranks of one process, and this world has {world.size} ranks of "
+            f"{world.num_processes} processes. Use an Engine in a loop of your own (docs/ranks.md)."
+        )
+        raise UserError(message)
     place = RunFolder(Path(folder))
     header = on_first_rank(world, place.read if resume else place.refuse_used)
     ready: PreparedRun | None = None
@@ -152,11 +162,22 @@ def train(
                 backlog.forward_to(observer(session_start))
             timing = _SessionTiming(asked, checkpoint_seconds, clock, begun)
             return _run(_Session(ready, place, timing, highest), ready.run.engine)
-    # A new folder in which nothing was learned would be in the way of the same command.
-    except BaseException:
+    except BaseException as error:
+        if _keeps_smaller_size(error, place, world):
+            raise
+        # A new folder in which nothing was learned would be in the way of the same command.
         if header is None and (ready is None or ready.run.engine.num_steps == 0):
             place.clear(world.rank)  # so that the same command runs once the reason is gone
         raise
+
+
+def _keeps_smaller_size(error: BaseException, place: RunFolder, world: World) -> bool:
+    """Write down the size to go on with, where a step could not be repeated in smaller micro-batches."""
+    if not isinstance(error, CannotRedoError | RankFailedError) or error.smaller_micro_batch_size is None:
+        return False
+    if world.rank == 0:
+        place.write(dataclasses.replace(place.read(), largest_micro_batch_size=error.smaller_micro_batch_size))
+    return True
 
 
 def _run(session: "_Session", engine: Engine) -> SessionResult:

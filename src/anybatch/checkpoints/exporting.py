@@ -1,0 +1,98 @@
+"""Export: the weights of a checkpoint as one file that needs no anybatch."""
+
+import os
+import warnings
+from collections import defaultdict
+from pathlib import Path
+
+from anybatch.checkpoints.disk import LOCAL_DISK
+from anybatch.checkpoints.files import DIGESTS, write_file
+from anybatch.checkpoints.folder import list_checkpoints
+from anybatch.checkpoints.loading import LoadedCheckpoint, newest_intact, stored_state, verify
+from anybatch.checkpoints.saving import explained
+from anybatch.checkpoints.tensors import STANDARD_DTYPES, StoredTensor, lay_out
+from anybatch.errors import CheckpointError, UserError
+
+
+def export(checkpoint: str | os.PathLike[str], file: str | os.PathLike[str], *, averaged: bool = False) -> Path:
+    """Write a model's weights and buffers into one safetensors file, under the names that the model has for them.
+
+    It is read by `model.load_state_dict(safetensors.torch.load_file(file))`, by `safetensors.torch.load_model`, and by
+    transformers under the name `model.safetensors`. Tensors pass through one by one, also those that several ranks have
+    saved in parts, so the model need not fit into memory.
+
+    A tensor with several names, such as tied embeddings, is written under the first one, and the file's metadata maps
+    the others to it, as `safetensors.torch.save_model` has it: `load_model` and transformers tie them again, and
+    `load_state_dict` needs `strict=False` for them. The weights of an engine over several named models begin with
+    their names, `generator.0.weight`; a checkpoint that was saved with `only_trainable=True` has no frozen ones.
+
+    Args:
+        checkpoint: one that an engine has saved, or a folder of them, for the newest intact one.
+        file: to write; it does not exist yet, and its folder does.
+        averaged: the averaged weights in the place of those that train, see `Engine(average_decay=...)`.
+
+    Raises:
+        UserError: `file` exists, or safetensors has no such dtype.
+        CheckpointError: there is none that is intact, it is not an engine's, it has no averaged weights, or `file`
+            could not be written; then it is not there.
+
+    Warns:
+        UserWarning: the model has state that is not a tensor (`get_extra_state`), which is left out.
+    """
+    path, target = Path(checkpoint), Path(file)
+    if target.exists():
+        message = f"{target} exists already. Give another name, or remove it first."
+        raise UserError(message)
+    if (path / DIGESTS).exists():
+        verify(path)
+    else:
+        path = newest_intact(path, list_checkpoints(path), _checked).path
+    with stored_state(path) as state:
+        if "model" not in state or "average" not in state:
+            message = f"{path} was not saved by an engine: it holds {', '.join(map(str, state))}. Use load(path)."
+            raise CheckpointError(message, path=path)
+        if averaged and state["average"] is None:
+            message = f"{path} has no averaged weights. Build the engine with average_decay=0.999, say."
+            raise CheckpointError(message, path=path)
+        tensors, tied = _named_once(state["model"], state["average"] if averaged else {}, path)
+        laid_out = lay_out(tensors, metadata=tied)
+        draft = target.with_name(target.name + ".saving")
+        with explained(target, laid_out.num_bytes, LOCAL_DISK):
+            draft.unlink(missing_ok=True)
+            try:
+                write_file(draft, laid_out.blocks(), disk=LOCAL_DISK)
+                LOCAL_DISK.rename(draft, target)
+            except BaseException:
+                draft.unlink(missing_ok=True)
+                raise
+            LOCAL_DISK.sync_folder(target.parent)
+    return target
+
+
+def _checked(path: Path) -> LoadedCheckpoint:
+    verify(path)
+    return LoadedCheckpoint(path, {}, ())
+
+
+def _named_once(
+    model: dict[str, object], average: dict[str, StoredTensor], path: Path
+) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Return each tensor of a model under its first name, and the other names of each."""
+    names: dict[object, list[str]] = defaultdict(list)
+    for name, value in model.items():
+        if isinstance(value, StoredTensor):
+            names[value.key].append(name)
+    left_out = [name for name, value in model.items() if not isinstance(value, StoredTensor)]
+    if left_out:
+        message = f"{', '.join(left_out)} of {path}: no tensors, and left out of the export."
+        warnings.warn(message, stacklevel=3)
+    tensors: dict[str, StoredTensor] = {}
+    for first, *others in names.values():
+        # The average knows a tied weight by one of its names.
+        found = next((average[name] for name in (first, *others) if name in average), model[first])
+        assert isinstance(found, StoredTensor)
+        if found.dtype not in STANDARD_DTYPES:
+            message = f"{first!r} is of {found.dtype}, which safetensors lacks. Convert the model before saving."
+            raise UserError(message)
+        tensors[first] = found
+    return tensors, {other: first for first, *others in names.values() for other in others}

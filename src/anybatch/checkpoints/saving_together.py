@@ -1,0 +1,202 @@
+"""Save with several processes: each writes the parts that it is dealt, and one gives the whole its name.
+
+```text
+all      SharedSave(...)           takes apart what the process has; refuses what cannot be restored
+first    begin()                   makes the folder, under a name that is not read
+all      write(told)               writes this process's file, and returns its digest
+first    finish(digests)           writes the rest, and gives the folder its name by one rename
+```
+
+The processes agree between these calls, which is the caller's affair. Threads that write while training goes on agree
+by files in the folder instead: `leave` puts a digest, or an error, where the first process looks for it with `left`.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, final
+
+from anybatch.checkpoints.disk import LOCAL_DISK, Disk
+from anybatch.checkpoints.files import (
+    DIGESTS,
+    STATE,
+    Digest,
+    digests_bytes,
+    json_bytes,
+    part_name,
+    write_file,
+)
+from anybatch.checkpoints.folder import SAVING, folder_name, make_folders, put_in_place, remove, tidy
+from anybatch.checkpoints.parts import HeldPart, deal_parts, held_parts
+from anybatch.checkpoints.saving import SavedCheckpoint, concluded, explained
+from anybatch.checkpoints.structure import TensorPart, pack_parts
+from anybatch.checkpoints.tensors import lay_out
+from anybatch.core.whole_numbers import checked_int
+from anybatch.errors import CheckpointError
+
+
+@final
+class SharedSave:
+    """One process's share in saving a checkpoint of parts.
+
+    Args:
+        folder: of the run's checkpoints, on a file system that all processes see.
+        step: as of `save`.
+        state: as of `save`, with a `TensorPart` in the place of a tensor of which this process has a part, and a tensor
+            without data in the place of one that others have. What is not a tensor is written as the first process
+            has it, and so are names.
+        process: number of this process, from 0, the first, on.
+        num_processes: how many there are.
+        keep_last: as of `save`.
+        disk: as of `save`.
+
+    Raises:
+        UserError: as of `save`.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        step: int,
+        state: Mapping[Any, Any],
+        *,
+        process: int,
+        num_processes: int,
+        keep_last: int = 2,
+        disk: Disk = LOCAL_DISK,
+    ) -> None:
+        checked_int("step", step, least=0)
+        checked_int("keep_last", keep_last)
+        packed = pack_parts(state)
+        self._state = json_bytes({"step": step, "state": packed.structure})
+        self._parts: Mapping[str, TensorPart] = packed.parts
+        self._process, self._num_processes = process, num_processes
+        self._keep_last, self._disk = keep_last, disk
+        self._target = Path(folder) / folder_name(step)
+        self._partial = self._target.with_name(self._target.name + SAVING)
+        self._warnings: list[str] = []
+
+    @property
+    def path(self) -> Path:
+        """The folder that the checkpoint will be."""
+        return self._target
+
+    @property
+    def held(self) -> list[HeldPart]:
+        """What this process has, for all the others to know."""
+        return held_parts(self._parts)
+
+    def begin(self) -> None:
+        """Make the folder that all processes write into.
+
+        Raises:
+            CheckpointError: and its kinds, as of `save`.
+        """
+        folder = self._target.parent
+        with explained(self._target, self._num_bytes, self._disk):
+            make_folders(folder, disk=self._disk)
+            self._warnings += tidy(folder, disk=self._disk)
+            self._disk.make_folder(self._partial)
+            self._disk.sync_folder(folder)
+
+    def deal(self, told: Sequence[Sequence[HeldPart]]) -> None:
+        """Keep what this process writes, and let go of the rest.
+
+        Args:
+            told: `held` of every process, in their order.
+
+        Raises:
+            CheckpointError: parts do not make up the whole.
+        """
+        dealt = deal_parts(told)[self._process]
+        self._parts = {name: self._parts[name] for name, _ in dealt}
+
+    def stage(self) -> None:
+        """Copy what this process writes into the host's memory, so that training may change it."""
+        self._parts = {
+            name: TensorPart(held.part.detach().to("cpu", copy=True), held.shape, held.offset)
+            for name, held in self._parts.items()
+        }
+
+    def write(self) -> Digest:
+        """Write this process's file, and return its digest.
+
+        Raises:
+            CheckpointError: and its kinds, as of `save`; or the folder that the first process has made is not seen.
+        """
+        with explained(self._target, self._num_bytes, self._disk):
+            if not self._partial.is_dir():
+                message = (
+                    f"{self._target} could not be saved: process {self._process} does not see the folder that the "
+                    "first process has made. Save into a folder that all processes share, or whole tensors by the "
+                    "first process alone: engine.save(folder, sharded=False)."
+                )
+                raise CheckpointError(message, path=self._target)
+            offsets = {name: held.offset for name, held in self._parts.items()} if self._num_processes > 1 else None
+            laid_out = lay_out({name: held.part for name, held in self._parts.items()}, offsets=offsets)
+            path = self._partial / part_name(self._process, self._num_processes)
+            return write_file(path, laid_out.blocks(), disk=self._disk)
+
+    def leave(self, digest: Digest | None, reason: str = "") -> None:
+        """Tell the first process that this one has written its file, or why it could not, by a file beside it."""
+        note = self._note(self._process)
+        draft = note.with_suffix(".draft")
+        body = {"digest": None if digest is None else asdict(digest), "reason": reason}
+        write_file(draft, [json_bytes(body)], disk=self._disk)
+        # By a rename, so that nobody reads half of it.
+        self._disk.rename(draft, note)
+
+    def left(self) -> list[Digest] | None:
+        """Return the digests of all processes, and remove the files that told them; None before all are there.
+
+        Raises:
+            CheckpointError: a process could not write its file.
+        """
+        notes = [self._note(process) for process in range(self._num_processes)]
+        if not all(note.exists() for note in notes):
+            return None
+        found = [json.loads(note.read_bytes()) for note in notes]
+        for process, body in enumerate(found):
+            if body["digest"] is None:
+                message = f"{self._target} could not be saved: process {process} failed: {body['reason']}"
+                raise CheckpointError(message, path=self._target)
+        for note in notes:
+            self._disk.remove_file(note)
+        return [Digest(**body["digest"]) for body in found]
+
+    def _note(self, process: int) -> Path:
+        return self._partial / f"{part_name(process, self._num_processes)}.written"
+
+    def finish(self, digests: Sequence[Digest]) -> SavedCheckpoint:
+        """Write what is not tensors, give the folder its name, and remove the oldest checkpoints.
+
+        Args:
+            digests: what `write` returned, of all processes.
+
+        Raises:
+            CheckpointError: and its kinds, as of `save`.
+        """
+        num_bytes = sum(digest.num_bytes for digest in digests) + len(self._state)
+        with explained(self._target, num_bytes, self._disk):
+            state = write_file(self._partial / STATE, [self._state], disk=self._disk)
+            parts = {part_name(process, len(digests)): digest for process, digest in enumerate(digests)}
+            last = digests_bytes({STATE: state, **parts})
+            # Last, so that its presence says that the others are complete.
+            write_file(self._partial / DIGESTS, [last], disk=self._disk)
+            self._disk.sync_folder(self._partial)
+            put_in_place(self._partial, self._target, disk=self._disk)
+        return concluded(
+            self._target, num_bytes + len(last), self._warnings, keep_last=self._keep_last, disk=self._disk
+        )
+
+    def abandon(self) -> None:
+        """Remove what has been written, where the file system lets that be; what stays is removed by the next save."""
+        with suppress(OSError):
+            remove(self._partial, disk=self._disk)
+
+    @property
+    def _num_bytes(self) -> int:
+        return len(self._state) + sum(held.part.nbytes for held in self._parts.values())

@@ -1,0 +1,154 @@
+"""Launchers: which rank torchrun, a Kubernetes operator, srun or mpirun say that this process is.
+
+The only file that reads the launcher's environment.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from anybatch.errors import WorldError
+
+_FIRST_PORT = 20_000
+_NUM_PORTS = 10_000
+_MPI = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What a launcher says of this process.
+
+    Attributes:
+        rank: its number.
+        size: number of processes.
+        local_rank: its number among those of its host.
+        local_size: number of processes on its host that share the accelerators it sees.
+        init_method: where the processes meet, as torch's `init_process_group` takes it.
+    """
+
+    rank: int
+    size: int
+    local_rank: int = 0
+    local_size: int = 1
+    init_method: str = "env://"
+
+
+def find_launch(*, joined: bool = False) -> Launch | None:
+    """Return what a launcher says; None where this process was started by itself.
+
+    RANK and WORLD_SIZE go first, which torchrun and Kubernetes operators set, then the variables of srun and of mpirun,
+    where these have started several processes.
+
+    Args:
+        joined: the processes have met already, so that only their numbers on their hosts are asked for.
+
+    Raises:
+        WorldError: variables that do not fit together, or that do not say where the processes are to meet.
+    """
+    found = os.environ
+    if "RANK" in found or "WORLD_SIZE" in found:
+        return _of_torch(found, joined=joined)
+    return _of_slurm(found) or _of_mpi(found, joined=joined)
+
+
+def launch_id() -> str | None:
+    """Return the launcher's name for this job, the same whenever it starts its ranks again; None if it has none."""
+    named = os.environ.get("TORCHELASTIC_RUN_ID")
+    if named not in (None, "none"):  # torchrun's own default for a job that was given no --rdzv-id
+        return named
+    job, step = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID")
+    # A job that is requeued keeps its number, and counts its steps (its calls of srun) from 0 again.
+    return None if job is None or step is None else f"{job}.{step}"
+
+
+def is_restarted() -> bool:
+    """Return whether the launcher says that it starts these ranks again, after some of them have failed."""
+    return any(int(os.environ.get(name, "0")) for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+
+
+def max_restarts() -> int:
+    """Return how often torchrun starts its ranks again after failures; 0 under other launchers, which do not say."""
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+
+
+def _of_torch(found: Mapping[str, str], *, joined: bool) -> Launch:
+    rank, size = found.get("RANK"), found.get("WORLD_SIZE")
+    if joined:
+        rank, size = rank or "0", size or "1"
+    if rank is None or size is None:
+        message = (
+            f"RANK={rank} and WORLD_SIZE={size}: a launcher sets both. "
+            "Start with torchrun, or unset both to run as a single rank."
+        )
+        raise WorldError(message)
+    if not joined and not 0 <= int(rank) < int(size):
+        message = f"RANK={rank} must be at least 0 and below WORLD_SIZE={size}. Check the launcher's settings."
+        raise WorldError(message)
+    return Launch(
+        rank=int(rank),
+        size=int(size),
+        local_rank=int(found.get("LOCAL_RANK", "0")),
+        local_size=int(found.get("LOCAL_WORLD_SIZE", "1")),
+    )
+
+
+def _of_slurm(found: Mapping[str, str]) -> Launch | None:
+    """Return what srun says; None outside of it, as in a batch script, which has some of the variables too."""
+    size = int(found.get("SLURM_STEP_NUM_TASKS", "1"))
+    if size == 1 or "SLURM_PROCID" not in found:
+        return None
+    address = found.get("MASTER_ADDR") or _first_node(found["SLURM_STEP_NODELIST"])
+    # The same on all hosts, and another one for each step of each job.
+    number = 31 * int(found["SLURM_JOB_ID"]) + int(found["SLURM_STEP_ID"])
+    port = found.get("MASTER_PORT") or str(_FIRST_PORT + number % _NUM_PORTS)
+    # With GPUs of its own a task sees no other ones.
+    alone = "SLURM_GPUS_PER_TASK" in found
+    return Launch(
+        rank=int(found["SLURM_PROCID"]),
+        size=size,
+        local_rank=int(found["SLURM_LOCALID"]),
+        local_size=1 if alone else _tasks_here(found["SLURM_STEP_TASKS_PER_NODE"], int(found["SLURM_NODEID"])),
+        init_method=f"tcp://{address}:{port}",
+    )
+
+
+def _first_node(nodes: str) -> str:
+    """Return the first of SLURM's list of nodes: `gpu003` of `gpu[003-007,009],big1`."""
+    match = re.match(r"([^\[,]+)(?:\[([^\]\-,]+)[^\]]*\])?([^,]*)", nodes)
+    assert match, f"SLURM_STEP_NODELIST={nodes!r} is no list of nodes"
+    return "".join(part or "" for part in match.groups())
+
+
+def _tasks_here(counts: str, node: int) -> int:
+    """Return the number of tasks on a node: 2 for node 1 of `4,2(x3)`."""
+    of_each: list[int] = []
+    for part in counts.split(","):
+        count, _, times = part.partition("(x")
+        of_each += [int(count)] * int(times.rstrip(")") or "1")
+    return of_each[node]
+
+
+def _of_mpi(found: Mapping[str, str], *, joined: bool) -> Launch | None:
+    for rank, size, local_rank, local_size in _MPI:
+        if rank not in found or int(found.get(size, "1")) == 1:
+            continue
+        address, port = found.get("MASTER_ADDR"), found.get("MASTER_PORT")
+        if not joined and (address is None or port is None):
+            message = (
+                f"{rank}={found[rank]} and {size}={found[size]}: mpirun has started several processes, and does not "
+                "say where they are to meet. Set MASTER_ADDR to the first host and MASTER_PORT to a free port, on "
+                f"all of them (mpirun -x MASTER_ADDR=... -x MASTER_PORT=29500), or unset {size} to run each by itself."
+            )
+            raise WorldError(message)
+        return Launch(
+            rank=int(found[rank]),
+            size=int(found[size]),
+            local_rank=int(found.get(local_rank, "0")),
+            local_size=int(found.get(local_size, "1")),
+            init_method=f"tcp://{address}:{port}",
+        )
+    return None

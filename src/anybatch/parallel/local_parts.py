@@ -1,0 +1,44 @@
+"""The part of a tensor that this rank holds: all of it, unless it is a `DTensor`.
+
+`DTensor` itself is not asked for: to import it takes a second, which nobody without such tensors should wait for.
+"""
+
+from typing import Any, cast
+
+from torch import Tensor
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Return whether a tensor is a `DTensor`: a part on each rank of its mesh."""
+    return hasattr(tensor, "device_mesh")
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return what of a tensor is in this rank's memory, without its history; shares its memory."""
+    if not is_dtensor(tensor):
+        return tensor
+    part: Tensor = cast("Any", tensor.detach()).to_local()
+    return part
+
+
+def with_local_part(part: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor laid out like another one, with this as its local part, whose memory it shares."""
+    if not is_dtensor(like):
+        return part
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415 (imported already, where there is a DTensor)
+
+    known = cast("DTensor", like)
+    made: Tensor = DTensor.from_local(
+        part, known.device_mesh, known.placements, run_check=False, shape=known.shape, stride=known.stride()
+    )
+    return made
+
+
+def is_whole(tensor: Tensor) -> bool:
+    """Return whether this rank holds all of a tensor: a plain one, or a `DTensor` that is replicated."""
+    return not is_dtensor(tensor) or all(placement.is_replicate() for placement in cast("Any", tensor).placements)
+
+
+def ranks_of(tensor: Tensor) -> tuple[int, ...]:
+    """Return the ranks that a `DTensor` lies on, counted in the default group."""
+    return tuple(cast("Any", tensor).device_mesh.mesh.flatten().tolist())

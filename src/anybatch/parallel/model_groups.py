@@ -1,0 +1,96 @@
+"""Models that come with parameters split over processes: which ranks that fits, and what is refused."""
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from anybatch.errors import CompositionError, ParameterError
+from anybatch.parallel.local_parts import is_dtensor, ranks_of
+from anybatch.parallel.strategy import Capabilities, ParameterLayout
+from anybatch.parallel.world import World
+
+
+def comes_sharded(modules: nn.Module) -> bool:
+    """Return whether the user has called `fully_shard` on some of it."""
+    # Asked of what FSDP2 adds: to import its class takes two seconds.
+    return any(hasattr(module, "set_requires_gradient_sync") for module in modules.modules())
+
+
+def layout_of(modules: nn.Module) -> ParameterLayout:
+    """Return how the parameters lie: as replicas, or some of them in parts over the processes of a rank."""
+    if not any(map(is_dtensor, modules.parameters())):
+        return ParameterLayout()
+    from anybatch.parallel.dtensors import SHARDED  # noqa: PLC0415 (there are `DTensor`s, so it is imported already)
+
+    return SHARDED
+
+
+def refuse_misplaced(modules: nn.Module, needs: Capabilities, world: World, precision: str) -> None:
+    """Refuse parameters whose parts lie on ranks that the engine would take for replicas.
+
+    Args:
+        modules: everything that trains.
+        needs: what the strategy can do.
+        world: the ranks.
+        precision: as of `TrainSpec`.
+
+    Raises:
+        ParameterError: a parameter is split over data-parallel ranks, other than by `fully_shard` under "fsdp".
+        CompositionError: the strategy, or the precision, does not take parameters in parts.
+    """
+    parts = {name: parameter for name, parameter in modules.named_parameters() if is_dtensor(parameter)}
+    if not parts or (comes_sharded(modules) and needs.replaces_parameters):
+        return
+    name = next(iter(parts))
+    if comes_sharded(modules):
+        message = (
+            f"parameter {name!r} is sharded over ranks (a DTensor), and strategy {needs.name!r} has whole ones. Use "
+            "strategy='fsdp', which takes models that were sharded with fully_shard, or give the plain model."
+        )
+        raise ParameterError(message)
+    along = set(world.data_groups[world.data_group])
+    for name, parameter in parts.items():
+        shared = sorted(along.intersection(ranks_of(parameter)))
+        if len(shared) > 1:
+            message = (
+                f"parameter {name!r} is a DTensor over ranks {list(ranks_of(parameter))}, and among the {world.size} "
+                f"ranks that batches are dealt to are {shared}: ranks that run one model together would be given "
+                "different samples. Tell the engine the data-parallel dimension of your mesh: "
+                "Engine(..., world=ab.World.of_mesh(mesh['dp'])), where mesh = init_device_mesh(device, (num_replicas, "
+                "num_parts), mesh_dim_names=('dp', 'tp')); with one replica too. A model sharded over data-parallel "
+                "ranks is for fully_shard and strategy='fsdp'."
+            )
+            raise ParameterError(message)
+    if not needs.tensor_parallel:
+        message = (
+            f"strategy {needs.name!r} does not take tensor-parallel parameters ({name!r} is a DTensor): torch's "
+            "DistributedDataParallel cannot put them into buckets with plain ones, and 'single' compares nothing "
+            "between processes. Use strategy='all_reduce', 'zero1' or 'fsdp'."
+        )
+        raise CompositionError(message)
+    if precision == "fp16":
+        message = (
+            f"precision='fp16' does not take tensor-parallel parameters ({name!r} is a DTensor): torch's GradScaler "
+            "would look for overflow in each process's parts alone. Use precision='bf16'."
+        )
+        raise CompositionError(message)
+
+
+def refuse_joined_kernels(optimizer: Optimizer, updated: Sequence[Tensor]) -> None:
+    """Refuse an optimizer that updates plain parameters and `DTensor`s in one kernel, which torch cannot.
+
+    Raises:
+        CompositionError: `foreach=True` or `fused=True` for parameters some of which alone are `DTensor`s.
+    """
+    if len({is_dtensor(parameter) for parameter in updated}) < 2:  # noqa: PLR2004 (one kind)
+        return
+    for number, group in enumerate(optimizer.param_groups):
+        named = next((name for name in ("foreach", "fused") if group.get(name)), None)
+        if named is not None and len({is_dtensor(parameter) for parameter in group["params"]}) > 1:
+            message = (
+                f"{type(optimizer).__name__}({named}=True) updates the parameters of group {number} in one kernel, and "
+                "some of them are DTensors and others are not, which torch refuses. Leave it out, or put DTensors "
+                "into a parameter group of their own."
+            )
+            raise CompositionError(message)

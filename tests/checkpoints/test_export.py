@@ -1,0 +1,135 @@
+"""An export is a file that plain torch and others load, with the weights under the model's names."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, load_model
+from torch import nn
+from torch.nn import functional as F
+
+import anybatch as ab
+from anybatch.checkpoints import export, save
+from anybatch.errors import CheckpointError, MissingCheckpointError, UserError
+from tests.faults import sees
+
+
+class Tied(nn.Module):
+    """An embedding that is the output layer too, a buffer, and a layer between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return scores of the next token."""
+        scores: torch.Tensor = self.head(self.norm(self.embed(tokens)))
+        return scores
+
+
+def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the mean cross-entropy."""
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def trained(folder: Path, **options: Any) -> tuple[Tied, ab.Engine]:
+    """Return a model that has made two steps and was saved."""
+    torch.manual_seed(0)
+    model = Tied()
+    batch = {"x": torch.arange(5).repeat(3), "y": torch.arange(15) % 5}
+    with ab.Engine(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.5),
+        ab.mean_over_samples(loss),
+        norms="keep",
+        micro_batch_size=15,
+        average_decay=0.5,
+    ) as engine:
+        engine.step(batch)
+        engine.step(batch)
+        engine.save(folder, **options)
+    return model, engine
+
+
+@sees(
+    "averaged weights are not exported",
+    "src/anybatch/checkpoints/exporting.py",
+    'state["average"] if averaged else {}',
+    "{} if averaged else {}",
+)
+@pytest.mark.parametrize("options", [{}, {"sharded": True}])
+def test_plain_torch_loads_it(options: dict[str, Any], tmp_path: Path) -> None:
+    """`load_state_dict` and `safetensors.torch.load_model` take an export; tied weights are in it once."""
+    model, engine = trained(tmp_path / "run", **options)
+    file = export(tmp_path / "run", tmp_path / "model.safetensors")
+    averaged = load_file(export(tmp_path / "run", tmp_path / "averaged.safetensors", averaged=True))
+    loaded, other = Tied(), Tied()
+    missing = loaded.load_state_dict(load_file(file), strict=False)
+    load_model(other, file)
+
+    assert missing.missing_keys == ["head.weight"]
+    assert not missing.unexpected_keys
+    for name, value in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+        assert torch.equal(other.state_dict()[name], value), name
+    assert engine.average is not None
+    for name, value in engine.average.weights.items():
+        assert torch.equal(averaged[name], value)
+        assert not torch.equal(averaged[name], model.state_dict()[name])
+    assert torch.equal(averaged["norm.running_mean"], model.norm.running_mean)  # type: ignore[arg-type]
+
+
+def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
+    """A file that exists, a folder without checkpoints, one of another kind or without averages leave nothing."""
+    trained(tmp_path / "run")
+    (tmp_path / "there").touch()
+    save(tmp_path / "other", 0, {"a": torch.ones(2)})
+    empty: dict[str, Any] = {"model": {"a": torch.ones(2)}, "average": None}
+    save(tmp_path / "plain", 0, empty)
+    save(tmp_path / "odd", 0, {"model": {"a": torch.ones(2, dtype=torch.complex128)}, "average": None})
+    new = tmp_path / "new"
+
+    with pytest.raises(UserError, match="there exists already"):
+        export(tmp_path / "run", tmp_path / "there")
+    with pytest.raises(MissingCheckpointError, match="no checkpoint"):
+        export(tmp_path / "nowhere", new)
+    with pytest.raises(CheckpointError, match="not saved by an engine: it holds a"):
+        export(tmp_path / "other", new)
+    with pytest.raises(CheckpointError, match="no averaged weights"):
+        export(tmp_path / "plain", new, averaged=True)
+    with pytest.raises(UserError, match=r"'a' is of torch.complex128"):
+        export(tmp_path / "odd", new)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["odd", "other", "plain", "run", "there"]
+
+
+@pytest.mark.slow
+def test_transformers_load_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A causal language model with tied embeddings comes back through `from_pretrained`."""
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # else its progress bar starts a thread for ever
+    sizes = {"vocab_size": 11, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    config = transformers.GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)
+    model = transformers.GPT2LMHeadModel(config)
+
+    def loss_of(net: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        found: torch.Tensor = net(input_ids=batch["ids"], labels=batch["ids"]).loss
+        return found
+
+    with ab.Engine(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        ab.mean_over_tokens(loss_of, labels="ids"),
+        micro_batch_size=2,
+    ) as engine:
+        engine.step({"ids": torch.arange(24).reshape(4, 6) % 11})
+        engine.save(tmp_path / "run")
+    config.save_pretrained(tmp_path / "model")
+    export(tmp_path / "run", tmp_path / "model" / "model.safetensors")
+    loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "model")
+
+    for name, value in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name

@@ -1,0 +1,207 @@
+"""What several processes save in parts is one checkpoint: as whole, as safe, and readable by other software."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+
+from anybatch.checkpoints import list_checkpoints, load, load_latest, save
+from anybatch.checkpoints.loading import stored_state
+from anybatch.checkpoints.parts import HeldPart, deal_parts
+from anybatch.checkpoints.saving_together import SharedSave
+from anybatch.checkpoints.structure import TensorPart
+from anybatch.errors import CheckpointError, DamagedCheckpointError, TruncatedCheckpointError, UserError
+from tests.checkpoints.exactly import exactly
+from tests.checkpoints.faulty_disk import Crash, FaultyDisk, failing
+from tests.faults import sees
+
+NUM_PROCESSES = 3
+
+
+def whole_state(number: int = 0) -> dict[str, Any]:
+    """Return a state with rows and columns to cut, tied weights, numbers, and a dtype that safetensors lacks."""
+    generator = torch.Generator().manual_seed(number)
+    rows, columns = torch.randn(7, 4, generator=generator), torch.randn(2, 5, 2, generator=generator)
+    weights = {"rows": rows, "tied": rows, "columns": columns}
+    return {
+        "num_steps": number,
+        "model": {**weights, "scale": torch.tensor(0.5), "none": torch.zeros(0, 3)},
+        "wide": torch.randn(5, 3, generator=generator, dtype=torch.float64).to(torch.complex128),
+        "text": ("a", 1, None),
+    }
+
+
+def held_by(state: dict[str, Any], process: int) -> dict[str, Any]:
+    """Return what a process has: rows and columns are cut, the scale is the first one's, the rest everybody's."""
+
+    def part(tensor: torch.Tensor, dim: int) -> TensorPart:
+        pieces = tensor.chunk(NUM_PROCESSES, dim)  # the last of them is smaller, or there is none
+        begin = sum(piece.shape[dim] for piece in pieces[:process])
+        own = pieces[process] if process < len(pieces) else tensor.narrow(dim, 0, 0)
+        return TensorPart(own, tuple(tensor.shape), tuple(begin if at == dim else 0 for at in range(tensor.dim())))
+
+    model = state["model"]
+    scale = model["scale"] if process == 0 else torch.empty((), device="meta")
+    rows = part(model["rows"], 0)
+    cut = {**model, "rows": rows, "tied": rows, "columns": part(model["columns"], 1), "scale": scale}
+    return {**state, "model": cut, "wide": part(state["wide"], 0)}
+
+
+def save_together(folder: Path, state: dict[str, Any], *, disk: FaultyDisk) -> Path:
+    """Save in parts, process by process, and return the path."""
+    shares = [
+        SharedSave(folder, state["num_steps"], held_by(state, n), process=n, num_processes=NUM_PROCESSES, disk=disk)
+        for n in range(NUM_PROCESSES)
+    ]
+    shares[0].begin()
+    for share in shares:
+        share.deal([each.held for each in shares])
+    return shares[0].finish([share.write() for share in shares]).path
+
+
+@sees(
+    "columns of a part are read from its beginning",
+    "src/anybatch/checkpoints/tensors.py",
+    "columns = _slices(starts[1:], stops[1:], where[1:])",
+    "columns = _slices(starts[1:], stops[1:], starts[1:])",
+)
+def test_parts_are_loaded_as_the_whole(tmp_path: Path) -> None:
+    """A state that three processes save in parts is loaded as the one that a single process saves, bit for bit.
+
+    Of each tensor any box can be read, too.
+    """
+    state = whole_state()
+    path = save_together(tmp_path / "parts", state, disk=FaultyDisk())
+    together, alone = load(path), load(save(tmp_path / "whole", 0, state).path)
+
+    assert exactly(together) == exactly(alone)
+    assert together["model"]["rows"] is together["model"]["tied"]
+    with stored_state(path) as stored:
+        for start in range(5):
+            box = stored["model"]["columns"].read((1, start, 0), (1, 5 - start, 1))
+            assert torch.equal(box, state["model"]["columns"][1:, start:, :1])
+            assert torch.equal(stored["wide"].read((start, 1), (1, 2)), state["wide"][start : start + 1, 1:])
+
+
+def test_each_part_is_written_once(tmp_path: Path) -> None:
+    """The files of all processes together have each number once, and about as many bytes each."""
+    state = whole_state()
+    state["many"] = [torch.full((1000,), float(number)) for number in range(9)]
+    path = save_together(tmp_path, state, disk=FaultyDisk())
+    sizes = [file.stat().st_size for file in sorted(path.glob("*.safetensors"))]
+    names = ["digests.json", "state.json", *(f"tensors-0000{n}-of-00003.safetensors" for n in (1, 2, 3))]
+
+    assert sorted(file.name for file in path.iterdir()) == names
+    assert max(sizes) < 1.1 * min(sizes)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_reads_the_parts(tmp_path: Path) -> None:
+    """`torch.distributed.checkpoint` loads the tensors of a folder of parts with its own reader."""
+    state = whole_state()
+    path = save_together(tmp_path, state, disk=FaultyDisk())
+    found = {f"model.{name}": torch.zeros_like(state["model"][name]) for name in ("rows", "columns", "scale")}
+    dcp_load(found, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
+
+    assert all(torch.equal(tensor, state["model"][name.removeprefix("model.")]) for name, tensor in found.items())
+
+
+@sees(
+    "a checkpoint in parts is named before its digests are written",
+    "src/anybatch/checkpoints/saving_together.py",
+    "            write_file(self._partial / DIGESTS, [last], disk=self._disk)\n",
+    "            put_in_place(self._partial, self._target, disk=self._disk)\n"
+    "            write_file(self._target / DIGESTS, [last], disk=self._disk)\n"
+    "            self._disk.rename(self._target, self._partial)\n",
+)
+def test_whatever_is_cut_short_the_old_or_the_new_one_is_whole(tmp_path: Path) -> None:
+    """Cut short at any operation of any process, or without power, what loads is the former checkpoint or the new."""
+    counting = FaultyDisk()
+    save_together(tmp_path / "counted", whole_state(1), disk=FaultyDisk())
+    save_together(tmp_path / "counted", whole_state(2), disk=counting)
+    for number in range(len(counting.operations)):
+        folder = tmp_path / str(number)
+        save_together(folder, whole_state(1), disk=FaultyDisk())
+        disk = FaultyDisk(number)
+        with pytest.raises(Crash):
+            save_together(folder, whole_state(2), disk=disk)
+        disk.lose_power(disk.num_unsynced_renames)
+        loaded = load_latest(folder)
+        assert not loaded.skipped
+        assert exactly(loaded.state) == exactly(whole_state(loaded.state["num_steps"]))
+        save_together(folder, whole_state(3), disk=FaultyDisk())
+        assert [path.name[-1] for path in list_checkpoints(folder)][-1] == "3"
+
+
+def test_a_full_disk_is_said_with_the_path(tmp_path: Path) -> None:
+    """A process that cannot write says which checkpoint it was; the former one is as it was."""
+    save_together(tmp_path, whole_state(1), disk=FaultyDisk())
+    disk = FaultyDisk(8, failing(28), lasting=True)
+    with pytest.raises(CheckpointError, match="step-00000002 could not be saved"):
+        save_together(tmp_path, whole_state(2), disk=disk)
+
+    assert load_latest(tmp_path).state["num_steps"] == 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "error"),
+    [
+        (lambda file: file.unlink(), DamagedCheckpointError),
+        (lambda file: file.write_bytes(file.read_bytes()[:-1]), TruncatedCheckpointError),
+        (lambda file: file.write_bytes(file.read_bytes()[:-1] + b"!"), DamagedCheckpointError),
+    ],
+)
+def test_a_damaged_part_is_damage(damage: Callable[[Path], Any], error: type[CheckpointError], tmp_path: Path) -> None:
+    """Where one process's file is missing, shorter or different, the checkpoint is passed over."""
+    path = save_together(tmp_path, whole_state(1), disk=FaultyDisk())
+    damage(path / "tensors-00002-of-00003.safetensors")
+
+    with pytest.raises(error, match="tensors-00002-of-00003"):
+        load(path)
+
+
+def test_notes_of_threads_are_no_part_of_the_checkpoint(tmp_path: Path) -> None:
+    """Threads that leave word of their files in the folder are heard when all have; an error is told as it was."""
+    state = whole_state(4)
+    for reason in ("", "no room"):
+        shares = [
+            SharedSave(tmp_path, 4, held_by(state, n), process=n, num_processes=NUM_PROCESSES)
+            for n in range(NUM_PROCESSES)
+        ]
+        shares[0].begin()
+        for share in shares:
+            share.deal([each.held for each in shares])
+            share.stage()
+        for share in shares[:-1]:
+            share.leave(share.write())
+        assert shares[0].left() is None
+        shares[-1].leave(None if reason else shares[-1].write(), reason)
+        if reason:
+            with pytest.raises(CheckpointError, match="process 2 failed: no room"):
+                shares[0].left()
+        else:
+            path = shares[0].finish(shares[0].left() or []).path
+            assert len(list(path.iterdir())) == 2 + NUM_PROCESSES
+            assert exactly(load(path)) == exactly(whole_state(4))
+
+
+def _row(begin: int, stop: int) -> HeldPart:
+    return HeldPart("a", (begin,), (stop - begin,), (4,), 4 * (stop - begin))
+
+
+@pytest.mark.parametrize("held", [((0, 2), (3, 4)), ((0, 4), (0, 2)), ((0, 3), (2, 4))])
+def test_parts_that_do_not_make_up_the_whole_are_refused(held: Sequence[tuple[int, int]]) -> None:
+    """Gaps and overlaps are refused before anything is written, with the tensor's name and what to do."""
+    with pytest.raises(CheckpointError, match=r"'a' .*do not make up the whole.*sharded=False"):
+        deal_parts([[_row(*rows)] for rows in held])
+
+
+def test_what_cannot_be_restored_is_refused(tmp_path: Path) -> None:
+    """A state that cannot be restored is refused before a folder is made."""
+    with pytest.raises(UserError, match="state\\['a'\\]"):
+        SharedSave(tmp_path / "new", 0, {"a": object()}, process=0, num_processes=2)
+    assert not (tmp_path / "new").exists()

@@ -1,0 +1,220 @@
+"""`strategy="auto"` goes by the memory of the smallest device, here a pretended one; all ranks take the same."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import anybatch as ab
+from anybatch.core.headroom import HEADROOM
+from anybatch.engine.strategy_choice import replica_bytes
+from anybatch.engine.update.resident_tensors import num_bytes_of
+from anybatch.errors import DoesNotFitError
+from anybatch.memory.ledger import MemoryLedger
+from anybatch.testing import relative_error
+from tests.engine.cases import InMemory
+from tests.faults import sees
+from tests.ranks_fixture import Ranks
+
+Named = Iterable[tuple[str, nn.Parameter]]
+NUMBERS = 4 * (32 * 32 + 32) + 32 * 2 + 2
+"""Parameters of the tower."""
+
+
+def tower() -> nn.Module:
+    """Return four blocks and a layer."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4)]
+    return nn.Sequential(nn.Sequential(*blocks), nn.Linear(32, 2))
+
+
+def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the mean cross-entropy."""
+    return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def adamw(named: Named) -> torch.optim.Optimizer:
+    """Return an optimizer that keeps two copies, and takes one more in its step."""
+    return torch.optim.AdamW(named, lr=0.01, foreach=True)
+
+
+def reads_numbers(named: Named) -> torch.optim.Optimizer:
+    """Return an optimizer that cannot be made of parameters without data."""
+    held = list(named)
+    assert all(parameter.abs().sum().item() >= 0 for _, parameter in held)
+    return adamw(held)
+
+
+class Foreign(torch.optim.AdamW):
+    """An optimizer of which it is not known that it updates each parameter by itself."""
+
+
+OPTIMIZERS: dict[str, Callable[[Named], torch.optim.Optimizer]] = {
+    "function": adamw,
+    "sgd": lambda named: torch.optim.SGD(named, lr=0.01),
+    "reads numbers": reads_numbers,
+    "foreign": lambda named: Foreign(named, lr=0.01),
+}
+
+
+def limit(copies: float) -> int:
+    """Return the memory of a device that has room for so many copies of the parameters, beside its headroom."""
+    return int(4 * NUMBERS * copies / (1.0 - HEADROOM)) + 500
+
+
+def engine(kind: str, device_bytes: int | None, **options: Any) -> ab.Engine:
+    """Return an engine under "auto" on a device of so many bytes."""
+    model = tower()
+    made = OPTIMIZERS[kind.removesuffix(", made")]
+    optimizer: Any = made(list(model.named_parameters())) if kind.endswith(", made") else made
+    world = replace(ab.World.from_environment(), device_bytes=device_bytes)
+    return ab.Engine(
+        model, optimizer, ab.mean_over_samples(loss), micro_batch_size=2, check_loss=False, world=world, **options
+    )
+
+
+def chosen(kind: str, device_bytes: int | None, **options: Any) -> str:
+    """Run on every rank: return the decision, or what was refused."""
+    try:
+        with engine(kind, device_bytes, **options) as made:
+            return made.decisions["strategy"]
+    except DoesNotFitError as error:
+        return f"refused: {error}"
+
+
+ASKED: list[tuple[str, float | None, dict[str, Any], str]] = [
+    ("function", None, {}, "all_reduce, because there are 2 ranks"),
+    ("function", 5, {}, "all_reduce, because there are 2 ranks, and a replica's"),
+    ("function", 4.9, {}, "zero1, because a replica's"),
+    ("function", 3.5, {}, "zero1, because a replica's"),
+    ("function", 3.4, {}, "fsdp, because a replica's"),
+    ("function", 0.1, {}, "fsdp, because a replica's"),
+    ("sgd", 3, {}, "all_reduce, because there are 2 ranks, and a replica's"),
+    ("reads numbers", 4.9, {}, "fsdp, because a replica's"),
+    ("foreign", 4.9, {}, "fsdp, because a replica's"),
+    ("function, made", 4.9, {}, "zero1, because a replica's"),
+    ("function, made", 2, {}, "zero1, because a replica's"),
+    ("foreign, made", 4.9, {}, "all_reduce, because a replica's"),
+    ("function, made", 1.5, {}, "refused: weights and gradients take"),
+    ("foreign, made", 1.5, {}, "refused: weights and gradients take"),
+]
+
+
+def decisions() -> list[str]:
+    """Run on every rank: return what is decided in each case."""
+    found = [chosen(kind, None if copies is None else limit(copies), **o) for kind, copies, o, _ in ASKED]
+    # Rank 1 has the smaller device.
+    found.append(chosen("function", limit(5) if ab.World.from_environment().rank == 0 else limit(3)))
+    return found
+
+
+@pytest.mark.slow
+@sees(
+    "each rank goes by its own device",
+    "src/anybatch/engine/strategy_choice.py",
+    "min(row[0] for row in world.gather_numbers([float(own)]))",
+    "own",
+)
+@sees(
+    "an optimizer that looks at all parameters is shared out",
+    "src/anybatch/engine/strategy_choice.py",
+    'type(made).__module__.startswith("torch.optim")',
+    "True",
+)
+def test_replicas_while_they_fit(two_ranks: Ranks) -> None:
+    """Replicas where their weights, gradients and update fit, else a shared-out update, else shards; told on all ranks.
+
+    With an optimizer that is made already there are no shards: it is refused where nothing else can fit, which names
+    the cure, and otherwise goes on with the best there is, which is said.
+    """
+    first, second = two_ranks.run(decisions)
+    assert first == second
+    for said, (kind, copies, _, expected) in zip(first, ASKED, strict=False):
+        assert said.startswith(expected), (kind, copies, said)
+    assert first[-1].startswith("fsdp, ")
+    by_case = {(kind, copies): said for said, (kind, copies, _, _) in zip(first, ASKED, strict=False)}
+    assert "optimizer as a function" in by_case["function, made", 2]
+    assert "optimizer as a function" in by_case["foreign, made", 4.9]
+    assert "optimizer=lambda named: torch.optim.AdamW" in by_case["function, made", 1.5]
+    assert "with 15% left free" in by_case["function", 4.9]
+
+
+def weights_after(device_bytes: int | None) -> tuple[str, dict[str, torch.Tensor]]:
+    """Run on every rank: return the strategy that was taken, and what two steps made of the weights."""
+    torch.manual_seed(ab.World.from_environment().rank)
+    batch = InMemory({"x": torch.randn(6, 32), "y": torch.randint(2, (6,))})
+    with engine("function", device_bytes) as made:
+        for _ in range(2):
+            made.step(batch)
+        layout = made._parts.context.prepared.layout  # noqa: SLF001
+        whole = {n: layout.gather(p).detach() for n, p in made._parts.modules.named_parameters()}  # noqa: SLF001
+        return made.decisions["strategy"].split(",")[0], whole
+
+
+def distances() -> list[tuple[str, float]]:
+    """Run on every rank: return each choice, and how far its weights are from those of replicas."""
+    _, replicas = weights_after(None)
+    found = []
+    for copies in (4.9, 3.0):
+        name, weights = weights_after(limit(copies))
+        found.append((name, relative_error(weights, replicas)))
+    return found
+
+
+@pytest.mark.slow
+def test_the_choice_changes_no_weights(two_ranks: Ranks) -> None:
+    """Whatever fits makes the same weights as replicas do, up to rounding in float32."""
+    for found in two_ranks.run(distances):
+        assert [name for name, _ in found] == ["zero1", "fsdp"]
+        assert max(error for _, error in found) <= 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("made", [False, True], ids=["function", "instance"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+def test_the_arithmetic_is_that_of_a_step(kind: str, dtype: torch.dtype, made: bool) -> None:
+    """What is counted is what an engine's tensors hold between steps, with one copy of the gradients."""
+
+    def make(named: Named) -> torch.optim.Optimizer:
+        return adamw(named) if kind == "AdamW" else torch.optim.SGD(named, lr=0.01)
+
+    model = tower().to(dtype)
+    optimizer = make(list(model.named_parameters())) if made else make
+    counted = replica_bytes(optimizer, model, most=0)
+    running = ab.Engine(model, optimizer, ab.mean_over_samples(loss), micro_batch_size=3, check_loss=False)
+    batch = InMemory({"x": torch.randn(3, 32, dtype=dtype), "y": torch.tensor([0, 1, 0])})
+    running.step(batch)
+    held = {category: num_bytes_of(tensors) for category, tensors in running.resident_tensors().items()}
+    running.close()
+    # Where gradients add up in buffers of their own these are there between steps.
+    assert counted.weights + counted.update.state == held["weights"] + held["buffers"] + held["optimizer"]
+    assert counted.gradients == 4 * NUMBERS
+
+
+def test_what_is_counted_is_no_more_than_a_step_holds() -> None:
+    """The bytes of a replica are a lower bound of the peak of its step."""
+    model = tower()
+    optimizer = adamw(list(model.named_parameters()))
+    counted = replica_bytes(optimizer, model, most=0).on_each(1)
+    batch = {"x": torch.randn(1, 32), "y": torch.tensor([0])}
+    ledger = MemoryLedger()
+    for _ in range(2):
+        loss(model, batch).backward()
+        state = [value for values in optimizer.state.values() for value in values.values()]
+        ledger.hold("weights", [*model.parameters(), *state])
+        ledger.hold("gradients", [parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+        with ledger:
+            optimizer.step()
+        optimizer.zero_grad()
+    ledger.forget()
+    assert counted <= ledger.peak_bytes <= 1.05 * counted
+
+
+def test_one_rank_and_a_cpu_are_not_asked() -> None:
+    """A single rank is "single" however small its device is, and a CPU's memory limits nobody."""
+    assert chosen("function", 1000) == "single, because there is 1 rank"
+    assert chosen("function", None) == "single, because there is 1 rank"

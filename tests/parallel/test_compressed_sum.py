@@ -1,0 +1,220 @@
+"""Sums over ranks with messages in bf16 and additions in float32, and what DDP has besides."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+import anybatch as ab
+from anybatch.errors import CompositionError, RankFailedError, UserError
+from anybatch.parallel.all_reduce import AllReduce
+from anybatch.parallel.compressed_sum import CompressedSum
+from anybatch.parallel.ddp import DDP
+from anybatch.parallel.strategy import Strategy
+from anybatch.records import ReductionRecord
+from anybatch.testing import relative_error
+from tests.engine.cases import Batch, InMemory
+from tests.faults import sees
+from tests.ranks_fixture import Ranks
+
+LENGTHS = [1, 7, 4099]
+SAMPLES = 22
+ROUNDED = 2.0**-9
+"""Relative error of one rounding to bf16, which keeps 8 significant bits."""
+
+
+def sums(length: int) -> tuple[float, float, list[float]]:
+    """Run on every rank: return the errors of a compressed sum and of a bf16 all-reduce, and some of the sum."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    own = [torch.randn(length, generator=torch.Generator().manual_seed(number)) for number in range(size)]
+    exact = torch.stack(own).double().sum(0)
+    found = own[rank].clone()
+    summed = CompressedSum(found, rank, size)
+    for _ in range(2):  # the second time nothing of the first is left
+        found.copy_(own[rank])
+        summed.start(None, 0).wait()
+        summed.gather(None, 0).wait()
+        summed.finish()
+    plain = own[rank].bfloat16()
+    dist.all_reduce(plain)
+    scale = torch.stack(own).double().square().sum(0).sum().sqrt()
+    return float((found - exact).norm() / scale), float((plain - exact).norm() / scale), found[:5].tolist()
+
+
+@sees(
+    "the owner of a part keeps its sum unrounded",
+    "src/anybatch/parallel/compressed_sum.py",
+    "        self._flat.copy_(self._sent.view(-1)[: len(self._flat)])\n",
+    "        self._flat.copy_(self._sent.view(-1)[: len(self._flat)])\n        self._flat[:1].copy_(self._total[:1])\n",
+    cases=("4099",),
+)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_number_is_rounded_twice(length: int, two_ranks: Ranks, three_ranks: Ranks) -> None:
+    """Whatever the number of ranks the error is that of two roundings, and all ranks have the same sum bit for bit."""
+    found: list[tuple[float, float, list[float]]] = []
+    for ranks in (two_ranks, three_ranks):
+        found = ranks.run(sums, length)
+        assert all(error <= 2 * ROUNDED for error, _, _ in found)
+        assert [shown for _, _, shown in found] == [found[0][2]] * ranks.world_size
+    if length == max(LENGTHS):  # an all-reduce in bf16 is rounded once more for each rank
+        assert found[0][0] < 0.9 * found[0][1]
+
+
+class Records:
+    """An observer that keeps the reductions."""
+
+    def __init__(self) -> None:
+        self.handed: list[tuple[str, int]] = []
+
+    def observe(self, record: object) -> None:
+        """Take a record."""
+        if isinstance(record, ReductionRecord) and record.event == "begin":
+            self.handed.append((record.collective, record.num_bytes))
+
+
+def network(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Return a model one of whose parameters nobody uses; 89 are used."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 3, bias=False))
+    model.register_parameter("idle", nn.Parameter(torch.ones(4)))
+    return model.to(dtype)
+
+
+def loss(model: Any, batch: Batch) -> torch.Tensor:
+    """Return the mean cross-entropy."""
+    return F.cross_entropy(model(batch["x"]).float(), batch["y"])
+
+
+def data(seed: int = 0, dtype: torch.dtype = torch.float32) -> Batch:
+    """Return vectors and labels."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "x": torch.randn(SAMPLES, 5, generator=generator).to(dtype),
+        "y": torch.randint(0, 3, (SAMPLES,), generator=generator),
+    }
+
+
+STRATEGIES: Mapping[str, Callable[[], Strategy]] = {
+    "all_reduce": lambda: AllReduce(bucket_bytes=100, compression="bf16"),
+    "all_reduce, after": lambda: AllReduce(overlap=False, compression="bf16"),
+    "ddp": lambda: DDP(compression="bf16"),
+    "ddp, views": lambda: DDP(gradient_as_bucket_view=True),
+}
+
+
+def steps(name: str) -> tuple[float, list[float], dict[str, int], str]:
+    """Run on every rank: return the error of a gradient, the weights after two steps, bytes, and what is told."""
+    model, plain, observer = network(), network().double(), Records()
+    loss(plain, data(dtype=torch.float64)).backward()
+    expected = {key: p.grad for key, p in plain.named_parameters()}
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
+    with ab.Engine(
+        model,
+        sgd,
+        ab.mean_over_samples(loss),
+        micro_batch_size=3,
+        strategy=STRATEGIES[name](),
+        world=ab.World.from_environment(),
+        observer=observer,
+    ) as engine:
+        first = engine.gradients(InMemory(data()))
+        kept = {key: None if value is None else value.clone() for key, value in first.items()}
+        handed: dict[str, int] = {}
+        for collective, num_bytes in observer.handed:
+            handed[collective] = handed.get(collective, 0) + num_bytes
+        for seed in range(2):
+            engine.step(InMemory(data(seed)))
+        assert relative_error(first, kept) == 0.0  # what was handed out is nobody's view
+        told = engine.decisions.get("compression", "")
+    assert torch.equal(model.get_parameter("idle"), torch.ones(4))  # no gradient, and so no weight decay
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+    return relative_error(first, expected), weights, handed, told
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_gradients_are_those_of_one_device(name: str, two_ranks: Ranks, three_ranks: Ranks) -> None:
+    """Under accumulation gradients are rounded twice and no more, unused parameters stay, and replicas are equal."""
+    for ranks in (two_ranks, three_ranks):
+        found = ranks.run(steps, name)
+        compressed = "views" not in name
+        for error, weights, handed, told in found:
+            assert error <= (2 * ROUNDED if compressed else 1e-6)
+            assert (error > ROUNDED / 8) is compressed
+            assert weights == found[0][1]
+            assert ("rounded twice" in told) is compressed
+            if name == "all_reduce, after":
+                padded = -(-85 // ranks.world_size)
+                assert handed == {"all_to_all": 2 * padded * ranks.world_size, "all_gather": 2 * padded}
+
+
+def goes_on(name: str) -> tuple[str, list[float]]:
+    """Run on every rank: one rank's loss fails once; return what that has raised, and the weights after."""
+    model, world = network(), ab.World.from_environment()
+    calls = [0]
+
+    def failing(network: Any, batch: Batch) -> torch.Tensor:
+        calls[0] += 1
+        if calls[0] == 2 and world.rank == world.size - 1:
+            message = "sample 17 is unreadable"
+            raise ArithmeticError(message)
+        return loss(network, batch)
+
+    sgd, said = torch.optim.SGD(model.parameters(), lr=0.1), ""
+    with ab.Engine(
+        model,
+        sgd,
+        ab.mean_over_samples(failing),
+        micro_batch_size=4,
+        strategy=STRATEGIES[name](),
+        world=world,
+        check_loss=False,
+    ) as engine:
+        for seed in range(3):
+            try:
+                engine.step(InMemory(data(seed)))
+            except (RankFailedError, ArithmeticError) as error:
+                said = str(error)
+    return said, torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "ddp"])
+def test_ranks_go_on_behind_a_failure(name: str, two_ranks: Ranks) -> None:
+    """A rank whose loss fails leaves the step with the other, and both make the same steps from then on."""
+    (one, weights), (other, others) = two_ranks.run(goes_on, name)
+
+    assert "sample 17 is unreadable" in one
+    assert "sample 17 is unreadable" in other
+    assert weights == others
+    assert weights != torch.cat([p.detach().flatten() for p in network().parameters()]).tolist()
+
+
+def refused() -> list[str]:
+    """Run on every rank: return why float64 parameters are refused."""
+    found = []
+    for strategy in (AllReduce(compression="bf16"), DDP(compression="bf16")):
+        model = network(torch.float64)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(CompositionError) as caught:
+            ab.Engine(model, sgd, ab.mean_over_samples(loss), strategy=strategy, world=ab.World.from_environment())
+        found.append(str(caught.value))
+    return found
+
+
+def test_float64_is_refused(two_ranks: Ranks) -> None:
+    """The reason is the bits that would be lost."""
+    for reasons in two_ranks.run(refused):
+        assert all("'idle' is one" in reason and "keeps 8 of them" in reason for reason in reasons)
+
+
+def test_arguments() -> None:
+    """An unknown compression is refused, and DDP's static graph with the reason."""
+    unknown: Any = "int8"
+    for strategy in (AllReduce, DDP):
+        with pytest.raises(UserError, match="compression='int8' must be"):
+            strategy(compression=unknown)
+    with pytest.raises(UserError, match="leave later steps unreduced"):
+        DDP(static_graph=True)

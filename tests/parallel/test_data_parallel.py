@@ -1,0 +1,707 @@
+"""Replicas in threads of one process: the gradient of one device, whatever a model takes and returns."""
+
+import contextvars
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils.checkpoint import checkpoint
+
+import anybatch as ab
+from anybatch.errors import AnyBatchWarning, CompositionError, UserError
+from anybatch.parallel.data_parallel import DataParallel, _OnDevices
+from anybatch.parallel.replica_calls import CallCutter, CutCall
+from anybatch.parallel.world import World
+from anybatch.testing import relative_error
+from tests.engine.cases import CASES, SPLITS, Batch, InMemory, arrive, engine_for, plain_gradients
+from tests.faults import sees
+
+Loss = Callable[[Any, Batch], torch.Tensor]
+WIDTH, NUM_CLASSES, NUM_SAMPLES = 5, 4, 23
+TOKEN: contextvars.ContextVar[str] = contextvars.ContextVar("TOKEN", default="unset")
+
+
+def batch_of(num_samples: int = NUM_SAMPLES) -> Batch:
+    """Return vectors and labels."""
+    generator = torch.Generator().manual_seed(3)
+    return {
+        "x": torch.randn(num_samples, WIDTH, generator=generator, dtype=torch.float64),
+        "y": torch.randint(0, NUM_CLASSES, (num_samples,), generator=generator),
+    }
+
+
+def gradients(
+    model: nn.Module, loss: Loss, size: int = 8, replicas: int = 3, num_samples: int = NUM_SAMPLES, **options: Any
+) -> Mapping[str, Any]:
+    """Return the gradient of the effective batch, the second time: the first one shows what outputs look like."""
+    strategy = DataParallel(replicas=replicas)
+    sgd = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    with ab.Engine(
+        model, sgd, ab.mean_over_samples(loss), micro_batch_size=size, strategy=strategy, world=World(), **options
+    ) as engine:
+        batch = InMemory(batch_of(num_samples))
+        first = engine.gradients(batch)
+        second = engine.gradients(batch)
+    assert relative_error(first, second) <= 1e-12
+    return second
+
+
+def error_of(model: nn.Module, loss: Loss, **options: Any) -> float:
+    """Return how far the gradient is from that of one backward over all samples, in plain torch."""
+    expected = plain_gradients(model, loss(model, batch_of()))
+    expected = {name: None if g is None else g.clone() for name, g in expected.items()}
+    model.zero_grad()
+    return relative_error(gradients(model, loss, **options), expected)
+
+
+class Threads(nn.Module):
+    """Notes the threads that it runs in; its calls wait for each other, so that none runs two."""
+
+    def __init__(self, parts: int) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.linear = nn.Linear(WIDTH, NUM_CLASSES).double()
+        self.seen: set[str] = set()
+        self.parts = parts
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.add(threading.current_thread().name)
+        out: torch.Tensor = self.linear(x)
+        return out
+
+
+def simple(model: Any, batch: Batch) -> torch.Tensor:
+    """The loss of a model that is called with vectors."""
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+@sees(
+    "a replica's gradient is left out",
+    "src/anybatch/parallel/replica_threads.py",
+    "whole = [_sum(column) for column in columns[:num_parameters]]",
+    "whole = [column[0] for column in columns[:num_parameters]]",
+    cases=("7-ragged", "all-masked tokens"),
+)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("split", ["7", "all"])
+@pytest.mark.slow
+def test_every_case_is_exact(name: str, split: str) -> None:
+    """With 3 replicas the gradient is that of the un-split batch, for every loss, also in a ragged micro-batch.
+
+    Some models return what is no row of a sample, a loss for instance, and are refused.
+    """
+    case = CASES[name]
+    model = case.model()
+    expected = plain_gradients(model, case.reference(model, case.batch()))
+    with engine_for(case, SPLITS[split], DataParallel(replicas=3), World()) as engine:
+        for _ in range(2):
+            found = engine.gradients(arrive(case.batch(), SPLITS[split], World()))
+            assert relative_error(found, expected) <= 1e-12
+
+
+def test_replicas_run_in_threads() -> None:
+    """Each replica has a thread, and there are no more replicas than samples."""
+    model = Threads(3)
+    assert error_of(model, simple) <= 1e-12
+    assert model.seen == {"MainThread", "replica 1", "replica 2"}
+    model = Threads(9)
+    assert error_of(model, simple, size=4, replicas=9) <= 1e-12
+    assert model.seen == {"MainThread", "replica 1", "replica 2", "replica 3"}
+
+
+# What a model takes
+
+
+class Takes(nn.Module):
+    """A model that takes whatever a case passes."""
+
+    def __init__(self, compute: Callable[..., Any]) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.linear = nn.Linear(WIDTH, NUM_CLASSES).double()
+        self.compute = compute
+        self.rows: list[int] = []
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        x = self.compute(*args, **kwargs)
+        self.rows.append(len(x))
+        return self.linear(x)
+
+
+@dataclass
+class Pair:
+    """Arguments in a dataclass."""
+
+    x: torch.Tensor
+    scale: float
+
+
+MASK = torch.linspace(0.5, 1.5, WIDTH * WIDTH, dtype=torch.float64).view(WIDTH, WIDTH)
+ARGUMENTS: Mapping[str, tuple[Callable[..., Any], Callable[[Any, Batch], Any]]] = {
+    "by keyword": (lambda *, x, scale: x * scale, lambda model, b: model(x=b["x"], scale=2.0)),
+    "nested": (
+        lambda pair, more: pair.x * pair.scale + more["z"][0],
+        lambda m, b: m(Pair(b["x"], 2.0), {"z": (b["x"], None)}),
+    ),
+    "no tensors": (
+        lambda x, words, n: x * torch.tensor([[len(word)] for word in words]) * n,
+        lambda model, b: model(b["x"], ["a" * (1 + int(y)) for y in b["y"]], 3),
+    ),
+    "shared by all samples": (lambda x, mask: x @ mask, lambda model, b: model(b["x"], MASK)),
+    "made in the loss": (lambda x, t: x * t[:, None], lambda model, b: model(b["x"], b["y"].double().cos())),
+    "a number as a tensor": (lambda x, scale: x * scale, lambda model, b: model(b["x"], torch.tensor(2.0).double())),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments(name: str) -> None:
+    """Arguments of any kind, nested, by keyword, and those of no sample reach each replica as they should."""
+    compute, call = ARGUMENTS[name]
+    model = Takes(compute)
+
+    assert error_of(model, lambda m, b: F.cross_entropy(call(m, b), b["y"])) <= 1e-12
+    assert max(model.rows[1:]) < 8  # the first is the plain one; and no replica has all samples of a micro-batch
+
+
+@sees(
+    "an axis of as many entries is taken for the samples",
+    "src/anybatch/parallel/replica_calls.py",
+    "            if strange:",
+    "            if False:",
+)
+def test_a_mask_with_as_many_rows_as_samples_is_not_cut() -> None:
+    """A (T, T) mask made in the loss, in micro-batches of T samples, is given whole; that nothing was cut is said."""
+    model = Takes(lambda x, mask: x @ mask)
+
+    def loss(m: Any, b: Batch) -> torch.Tensor:
+        return F.cross_entropy(m(b["x"], MASK.clone()), b["y"])
+
+    with pytest.warns(AnyBatchWarning, match=r"not from the micro-batch, and an axis of 5 may be"):
+        assert error_of(model, loss, size=WIDTH) <= 1e-12
+
+
+class Prompted(nn.Module):
+    """A loss that makes the model's argument out of parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(WIDTH, dtype=torch.float64))
+        self.scale = nn.Parameter(torch.ones(1, WIDTH, dtype=torch.float64))
+
+    def forward(self, model: Any, batch: Batch) -> torch.Tensor:
+        return F.cross_entropy(model(batch["x"] + self.shift, self.scale), batch["y"])
+
+
+def test_gradients_flow_through_arguments() -> None:
+    """A loss with parameters that reach the model as arguments, cut and whole, has their gradients."""
+    model, loss = Takes(lambda x, scale: x.sin() * scale), Prompted()
+    both = nn.ModuleDict({"model": model, "loss": loss})
+    expected = plain_gradients(both, loss(model, batch_of()))
+    optimizer = torch.optim.SGD(both.parameters(), lr=0.1)
+
+    with ab.Engine(
+        model, optimizer, ab.mean_over_samples(loss), micro_batch_size=7, strategy=DataParallel(), world=World()
+    ) as engine:
+        for _ in range(2):
+            found = engine.gradients(InMemory(batch_of()))
+            pairs = zip(found.values(), expected.values(), strict=True)
+            assert all(relative_error({"": one}, {"": other}) <= 1e-12 for one, other in pairs)
+
+
+# What a model returns
+
+
+class Output(dict[str, Any]):
+    """An output whose entries are attributes too, as those of transformers are."""
+
+    @property
+    def logits(self) -> torch.Tensor:
+        found: torch.Tensor = self["logits"]
+        return found
+
+
+class Returns(Threads):
+    """A model that returns whatever a case makes of its logits."""
+
+    def __init__(self, make: Callable[[Any, torch.Tensor], Any]) -> None:
+        super().__init__(2)
+        self.make = make
+        self.prototypes = nn.Parameter(torch.ones(4, 2, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.make(self, super().forward(x))
+
+
+def use_prototypes(model: Any, batch: Batch) -> torch.Tensor:
+    """A loss over logits and prototypes."""
+    logits, prototypes = model(batch["x"])
+    loss: torch.Tensor = F.cross_entropy(logits, batch["y"]) + prototypes.square().sum()
+    return loss
+
+
+OUTPUTS: Mapping[str, tuple[Callable[[Any, torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = {
+    "a tuple": (lambda _, out: (out, None, 3), lambda output: output[0]),
+    "nested": (lambda _, out: {"a": [out, (out * 2, "word")]}, lambda output: output["a"][1][0] - output["a"][0]),
+    "a model output": (lambda _, out: Output(logits=out, ids=out.argmax(1)), lambda output: output.logits),
+    "flattened": (lambda _, out: out.repeat_interleave(3, 0).view(-1, 4), lambda out: out.view(-1, 3, 4).mean(1)),
+    "a buffer of no sample": (lambda _, out: (out, MASK), lambda output: output[0] * output[1].sum()),
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_outputs(name: str) -> None:
+    """Outputs of any structure are joined sample by sample."""
+    make, pick = OUTPUTS[name]
+    assert error_of(Returns(make), lambda m, b: F.cross_entropy(pick(m(b["x"])), b["y"])) <= 1e-12
+
+
+REFUSED: Mapping[str, tuple[Callable[[Any, torch.Tensor], Any], str]] = {
+    "a loss": (lambda _, out: (out, out.mean()), r"output\[1\]: it is a scalar"),
+    "parameters": (lambda model, out: (out, model.prototypes * 1), r"\[1\]: it is of shape \(4, 2\)"),
+    "a value": (lambda _, out: (out, float(out.detach().sum())), "on one replica and another thing elsewhere"),
+    "a count": (lambda _, out: (out, out.argmax(1).sum()), "have returned different values"),
+    "a list as long as the part": (lambda _, out: [out, *out], "different structures"),
+    "other widths": (lambda _, out: (out, out[:, : len(out)]), "different shapes"),
+    "packed": (
+        lambda _, out: (out, pack_padded_sequence(out[:, :, None], [4] * len(out), batch_first=True)),
+        "order of time",
+    ),
+}
+
+
+@sees(
+    "what is no row of a sample is taken from the first replica",
+    "src/anybatch/parallel/replica_calls.py",
+    "if any(one.requires_grad for one in tensors):\n            kind",
+    "if False:\n            kind",
+    cases=("a loss",),
+)
+@pytest.mark.parametrize("name", REFUSED)
+def test_outputs_that_cannot_be_joined_are_refused(name: str) -> None:
+    """What is one for a replica, or has another shape on each, is refused with the reason and what to do."""
+    make, reason = REFUSED[name]
+    with pytest.raises(CompositionError, match=reason) as caught:
+        gradients(Returns(make), lambda m, b: F.cross_entropy(m(b["x"])[0], b["y"]))
+    assert "strategy='all_reduce'" in str(caught.value)
+
+
+@sees(
+    "parts are always equal, so that other axes look like samples",
+    "src/anybatch/parallel/replica_calls.py",
+    "    return (sizes[0] + 1, *sizes[1:-1], sizes[-1] - 1)",
+    "    return sizes",
+)
+def test_an_output_with_as_many_rows_as_a_part_is_not_taken_for_samples() -> None:
+    """Four prototypes, with 8 samples on 2 replicas: the first cut is uneven, so they are no rows of samples."""
+    model = Returns(lambda model, out: (out, model.prototypes * 1))
+    with pytest.raises(CompositionError, match=r"\[1\]: it is of shape \(4, 2\)"):
+        gradients(model, use_prototypes, replicas=2, num_samples=16)
+
+
+# What the loss function does with it
+
+
+class Encodes(Threads):
+    """A model with a method that calls the model, and one that does not."""
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self(x)
+        return out.tanh()
+
+    def embed(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.linear(x)
+        return out.tanh()
+
+
+def test_methods_of_the_model() -> None:
+    """A method that calls the model runs in replicas, another on the first alone, which is said; both are exact."""
+    assert error_of(Encodes(3), lambda m, b: F.cross_entropy(m.encode(b["x"]), b["y"])) <= 1e-12
+    with pytest.warns(AnyBatchWarning, match="calls methods or parts of the model"):
+        assert error_of(Encodes(3), lambda m, b: F.cross_entropy(m.embed(b["x"]), b["y"])) <= 1e-12
+
+
+def test_the_loss_gets_what_it_knows() -> None:
+    """In the loss the model is of its class, has its parts and modes, and keeps what the loss sets."""
+    model = Threads(2)
+    found: list[bool] = []
+
+    def loss(m: Any, batch: Batch) -> torch.Tensor:
+        found.append(isinstance(m, Threads) and m.linear is model.linear and m.training is model.training)
+        m.calls = getattr(m, "calls", 0) + 1
+        return simple(m, batch)
+
+    gradients(model, loss, check_loss=False)
+    model.eval()
+    gradients(model, loss, check_loss=False)
+    assert all(found)
+    assert model.calls == len(found)
+    assert "forward" not in vars(model)
+
+
+def test_named_models() -> None:
+    """Of several models by name each has its replicas."""
+    models = {"first": Takes(lambda x: x), "second": Takes(lambda x: x.exp())}
+
+    def loss(named: Any, batch: Batch) -> torch.Tensor:
+        return F.cross_entropy(named["first"](batch["x"]) * named["second"](batch["x"]), batch["y"])
+
+    both = nn.ModuleDict(models)
+    expected = plain_gradients(both, loss(models, batch_of()))
+    optimizer = torch.optim.SGD(both.parameters(), lr=0.1)
+    with ab.Engine(
+        models, optimizer, ab.mean_over_samples(loss), micro_batch_size=7, strategy=DataParallel(), world=World()
+    ) as engine:
+        for _ in range(2):
+            assert relative_error(engine.gradients(InMemory(batch_of())), expected) <= 1e-12
+
+
+@sees(
+    "a gradient of a gradient is taken for a constant",
+    "src/anybatch/parallel/replica_threads.py",
+    "        if torch.is_grad_enabled():\n            raise",
+    "        if False:\n            raise",
+)
+def test_a_gradient_of_a_gradient_is_refused() -> None:
+    """A gradient penalty would need the graph of the backward, which replicas do not have."""
+
+    def loss(model: Any, batch: Batch) -> torch.Tensor:
+        x = batch["x"].requires_grad_()
+        slope = torch.autograd.grad(model(x).sum(), x, create_graph=True)[0]
+        return slope.square().mean() + simple(model, batch)
+
+    with pytest.raises(CompositionError, match="create_graph"):
+        gradients(Takes(lambda x: x.sin()), loss, check_loss=False)
+
+
+def test_a_graph_that_is_kept() -> None:
+    """A loss that weighs its terms by a gradient of its own keeps the graphs of the replicas for the backward."""
+
+    def loss(model: Any, batch: Batch) -> torch.Tensor:
+        out = model(batch["x"].sin())
+        mean = F.cross_entropy(out, batch["y"])
+        torch.autograd.grad(mean, out, retain_graph=True)
+        torch.autograd.grad(mean, model.linear.weight, retain_graph=True)
+        return mean
+
+    assert error_of(Threads(3), loss) <= 1e-12
+
+
+# What happens in threads
+
+
+class Fails(Threads):
+    """Fails on one sample."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.look(super().forward(x), x)
+
+    def look(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        if (x[:, 0] == batch_of()["x"][5, 0]).any():
+            message = "a bad sample"
+            raise ArithmeticError(message)
+        return out
+
+
+def test_an_error_in_a_replica() -> None:
+    """It is raised as it was, with its own traceback and which replica it was on which samples; later steps go on."""
+    model = Fails(2)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    good = {name: torch.cat([value[:4], value[8:20]]) for name, value in batch_of().items()}
+    with ab.Engine(
+        model, sgd, ab.mean_over_samples(simple), micro_batch_size=8, strategy=DataParallel(), world=World()
+    ) as engine:
+        engine.step(InMemory(good))
+        with pytest.raises(ArithmeticError, match="a bad sample") as caught:
+            engine.step(InMemory({name: value[:8] for name, value in batch_of().items()}))
+        engine.step(InMemory(good))
+    assert "look" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert any("in replica 1 of 2, on samples 4 to 7 of a micro-batch" in note for note in caught.value.__notes__)
+
+
+class RunsOut(Threads):
+    """Runs out of memory in every thread but the first, on more samples than it is told."""
+
+    limit = NUM_SAMPLES
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) > self.limit and threading.current_thread().name != "MainThread":
+            message = "out of memory"
+            raise torch.OutOfMemoryError(message)
+        return super().forward(x)
+
+
+def test_a_replica_that_runs_out_of_memory() -> None:
+    """The step is repeated in smaller micro-batches, and its update is that of one device."""
+    model, plain = RunsOut(2), Threads(2)
+    data = batch_of(16)
+    for _ in range(2):
+        for name, gradient in plain_gradients(plain, simple(plain, data)).items():
+            assert gradient is not None
+            plain.get_parameter(name).data -= 0.1 * gradient
+    with (
+        ab.Engine(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            ab.mean_over_samples(simple),
+            micro_batch_size=8,
+            strategy=DataParallel(),
+            world=World(),
+        ) as engine,
+    ):
+        engine.step(InMemory(data))
+        model.limit = 2
+        assert engine.step(InMemory(data)).too_large == (8,)
+    assert relative_error(dict(model.named_parameters()), dict(plain.named_parameters())) <= 1e-12
+
+
+def test_torchs_own_class_cuts_and_joins_by_the_same_rules() -> None:
+    """What is overridden of `nn.DataParallel` hands each device its samples, and joins what they return."""
+    model = Threads(2)
+    scheme = _OnDevices(model, [])
+    data = batch_of(7)
+    call = CallCutter(2).cut(((data["x"], MASK), {"y": data["y"]}), (), 7, frozenset())
+    assert isinstance(call, CutCall)
+    scheme._call = call  # noqa: SLF001 (set by `run`, which needs the devices)
+    positional, named = scheme.scatter(None, None, [torch.device("cpu")] * 3)
+
+    assert [len(x) for x, _ in positional] == [4, 3]
+    assert all(mask is MASK for _, mask in positional)
+    joined = scheme.gather([(x, one["y"]) for (x, _), one in zip(positional, named, strict=True)], torch.device("cpu"))
+    assert torch.equal(joined[0], data["x"])
+    assert torch.equal(joined[1], data["y"])
+
+
+class Surroundings(Threads):
+    """Notes what it runs in."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        self.seen.add(f"{dtype}, {torch.is_grad_enabled()}, {TOKEN.get()}, {threading.current_thread().name}")
+        out: torch.Tensor = self.linear(x)
+        return out
+
+
+def test_threads_are_in_the_callers_surroundings() -> None:
+    """Autocast, the gradient mode and context variables are those of the call in every replica."""
+    model = Surroundings(2).float()
+    token = TOKEN.set("set")
+    data = InMemory({name: value.float() if value.is_floating_point() else value for name, value in batch_of().items()})
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ab.Engine(
+        model,
+        sgd,
+        ab.mean_over_samples(simple),
+        micro_batch_size=8,
+        precision="bf16",
+        strategy=DataParallel(),
+        world=World(),
+        check_loss=False,
+    ) as engine:
+        engine.step(data)
+        model.seen.clear()
+        engine.step(data)
+    TOKEN.reset(token)
+    assert model.seen == {f"torch.bfloat16, True, set, {name}" for name in ("MainThread", "replica 1")}
+
+
+class Drops(Threads):
+    """Drops elements, in a block that is run again in the backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(self.inside, x, use_reentrant=False)
+        return out
+
+    def inside(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.add(threading.current_thread().name)
+        out: torch.Tensor = self.linear(F.dropout(x.sin(), 0.5, self.training))
+        return out
+
+
+@sees(
+    "replicas draw in threads",
+    "src/anybatch/parallel/replica_threads.py",
+    "in_turns = call.form.draws is not False or has_thread_state()",
+    "in_turns = False",
+)
+def test_replicas_that_draw_take_turns() -> None:
+    """A dropout function is seen, replicas take turns from then on, and draw the same numbers each time."""
+    model = Drops(3)
+    once, again = gradients(model, simple, check_loss=False), gradients(model, simple, check_loss=False)
+
+    assert relative_error(once, again) == 0.0
+    assert model.seen == {"MainThread"}
+
+
+class DrawsLater(Threads):
+    """Draws from when it is told to."""
+
+    later = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        return out * torch.rand(()) if self.later else out
+
+
+def test_a_model_that_begins_to_draw_is_refused() -> None:
+    """What has drawn in threads has done so in an order of chance: the step ends with an error, before its update."""
+    model = DrawsLater(2)
+    before = model.linear.weight.detach().clone()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ab.Engine(
+        model,
+        sgd,
+        ab.mean_over_samples(simple),
+        micro_batch_size=8,
+        strategy=DataParallel(),
+        world=World(),
+        check_loss=False,
+    ) as engine:
+        engine.gradients(InMemory(batch_of()))
+        model.later = True
+        with pytest.raises(CompositionError, match="an order of chance"):
+            engine.step(InMemory(batch_of()))
+    assert torch.equal(model.linear.weight, before)
+
+
+# Modules of all kinds
+
+
+class Escapes(Threads):
+    """Calls a method that was bound when it was made, and so reaches the module's own parameters in every replica."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.bound = self.scores
+
+    def scores(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.linear(x)
+        return out
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.add(threading.current_thread().name)
+        out: torch.Tensor = self.bound(x) + self.linear(x.sin())
+        return out
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer, which keeps its weights in a list besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = nn.LSTM(WIDTH, NUM_CLASSES, batch_first=True).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x[:, None])[0][:, 0]
+        return out
+
+
+class Lists(nn.Module):
+    """Parameters in lists and dicts, of which a forward asks for all, and one under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        weights = [nn.Parameter(torch.randn(WIDTH, NUM_CLASSES, dtype=torch.float64)) for _ in range(2)]
+        self.some = nn.ParameterList(weights)
+        self.others = nn.ParameterDict({"a": weights[0], "b": torch.randn(1, NUM_CLASSES, dtype=torch.float64)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        penalty = sum(parameter.square().sum() for parameter in self.parameters())
+        out: torch.Tensor = x @ self.some[0] + x.sin() @ self.some[1] * self.others["b"] + penalty * x[:, :1]
+        return out
+
+
+MODULES: Mapping[str, Callable[[], nn.Module]] = {
+    "a bound method": Escapes,
+    "recurrent": Recurrent,
+    "lists of parameters": Lists,
+    "a parametrization": lambda: parametrizations.weight_norm(nn.Linear(WIDTH, NUM_CLASSES).double()),
+    "one module twice": lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH).double()] * 2, nn.Linear(WIDTH, 4).double()),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules(name: str) -> None:
+    """Modules that keep their parameters in their own ways have exact gradients."""
+    torch.manual_seed(1)
+    assert error_of(MODULES[name](), simple) <= 1e-12
+
+
+@pytest.mark.parametrize("norms", ["keep", "freeze"])
+def test_running_statistics_are_of_the_first_replica(norms: Any) -> None:
+    """They are updated once per step by what the first replica has seen, which is said; frozen ones stay."""
+    torch.manual_seed(1)
+    layer = nn.BatchNorm1d(WIDTH).double()
+    model = nn.Sequential(layer, nn.Linear(WIDTH, NUM_CLASSES).double())
+    expected = nn.BatchNorm1d(WIDTH).double()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ab.Engine(
+        model, sgd, ab.mean_over_samples(simple), norms=norms, strategy=DataParallel(), world=World(), check_loss=False
+    ) as engine:
+        said = engine.decisions["batch norm"]
+        engine.step(InMemory(batch_of(8)))
+
+    if norms == "keep":
+        expected(batch_of(8)["x"][:5])  # the first cut of 8 samples is 5 and 3
+        assert "of what the first replica has seen" in said
+    torch.testing.assert_close(layer.running_mean, expected.running_mean, rtol=1e-12, atol=0)
+
+
+def test_evaluation_and_training_go_on_after_it() -> None:
+    """Evaluation runs in replicas too, and a closed engine leaves the model as it was."""
+    model = Threads(2)
+    before = set(vars(model))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = [batch_of(8), batch_of(7)]
+    with ab.Engine(model, sgd, ab.mean_over_samples(simple), strategy="data_parallel", world=World()) as engine:
+        engine.step(InMemory(batch_of()))
+        assert "2, in threads on the CPU: for comparison" in engine.decisions["replicas"]
+        found = engine.evaluate(batches)
+    with torch.no_grad():
+        expected = sum(simple(model, batch) * len(batch["x"]) for batch in batches) / 15
+    assert found["loss"] == pytest.approx(float(expected), rel=1e-12)
+    assert set(vars(model)) == before
+    simple(model, batch_of()).backward()
+
+
+@pytest.mark.parametrize("replicas", [0, 1.5, True])
+def test_replicas_are_a_whole_number(replicas: Any) -> None:
+    """Anything else is refused."""
+    with pytest.raises(UserError, match="replicas="):
+        DataParallel(replicas=replicas)
+
+
+@pytest.mark.parametrize(
+    ("device", "replicas", "reason"), [("meta", None, "is on 'meta'"), ("cuda:0", 99, "replicas=99 must be at most")]
+)
+def test_devices_that_are_not_there_are_refused(device: str, replicas: int | None, reason: str) -> None:
+    """Neither another kind of device nor more of them than there are."""
+    model = Threads(2)
+    with pytest.raises(UserError, match=reason):
+        DataParallel(replicas=replicas).prepare(model, model, World(device=torch.device(device)), None)
+
+
+def test_policies_about_buffers_are_refused() -> None:
+    """What a micro-batch leaves in a buffer is what one replica has seen of it."""
+    model = nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, NUM_CLASSES))
+    model.register_buffer("queue", torch.zeros(3))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(CompositionError, match="what one replica has seen"):
+        ab.Engine(
+            model,
+            sgd,
+            ab.mean_over_samples(simple),
+            strategy="data_parallel",
+            buffers={"queue": "mean"},
+            norms="freeze",
+            world=World(),
+        )

@@ -1,0 +1,111 @@
+"""Launchers: variables of torchrun, srun and mpirun, as which rank this process is and where all of them meet."""
+
+from collections.abc import Mapping
+
+import pytest
+
+from anybatch.errors import WorldError
+from anybatch.parallel.launchers import Launch, find_launch, is_restarted, launch_id
+
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SRUN = {
+    "SLURM_JOB_ID": "71",
+    "SLURM_STEP_ID": "2",
+    "SLURM_STEP_NUM_TASKS": "10",
+    "SLURM_STEP_NODELIST": "gpu[003-004,009],big1",
+    "SLURM_STEP_TASKS_PER_NODE": "4,2(x3)",
+    "SLURM_NODEID": "1",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+}
+MPIRUN = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+
+
+@pytest.fixture(autouse=True)
+def variables(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Return what sets variables; none of a launcher is there to begin with."""
+    for name in (*NAMES, *SRUN, *MPIRUN, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def given(variables: pytest.MonkeyPatch, values: Mapping[str, str]) -> None:
+    """Set variables."""
+    for name, value in values.items():
+        variables.setenv(name, value)
+
+
+def test_by_itself() -> None:
+    """Without a launcher's variables there is no launch, and no name for it."""
+    assert find_launch() is None
+    assert launch_id() is None
+    assert not is_restarted()
+
+
+def test_torchrun(variables: pytest.MonkeyPatch) -> None:
+    """RANK and WORLD_SIZE say it, also beside the variables of srun, which has started torchrun then."""
+    given(variables, {**SRUN, "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
+    assert find_launch() == Launch(rank=3, size=4, local_rank=1, local_size=2)
+
+
+def test_srun(variables: pytest.MonkeyPatch) -> None:
+    """Tasks of srun meet on the first node of their list, at a port of their step; 2 share the second node."""
+    given(variables, SRUN)
+    port = 20_000 + 31 * 71 + 2
+    assert find_launch() == Launch(rank=5, size=10, local_rank=1, local_size=2, init_method=f"tcp://gpu003:{port}")
+    given(variables, {"MASTER_ADDR": "elsewhere", "MASTER_PORT": "1", "SLURM_GPUS_PER_TASK": "1"})
+    assert find_launch() == Launch(rank=5, size=10, local_rank=1, local_size=1, init_method="tcp://elsewhere:1")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("big1,gpu[003-004]", "big1"), ("n[1,7]", "n1"), ("a-b.c", "a-b.c"), ("r[01-02]n", "r01n")],
+)
+def test_first_node(nodes: str, first: str, variables: pytest.MonkeyPatch) -> None:
+    """The first node of every form of list that SLURM writes."""
+    given(variables, {**SRUN, "SLURM_STEP_NODELIST": nodes})
+    launch = find_launch()
+    assert launch is not None
+    assert launch.init_method.startswith(f"tcp://{first}:")
+
+
+@pytest.mark.parametrize("missing", ["SLURM_STEP_NUM_TASKS", "SLURM_PROCID"])
+def test_batch_script(missing: str, variables: pytest.MonkeyPatch) -> None:
+    """A program of a batch script, outside of srun, is by itself: it has the variables of the job and not of a step."""
+    given(variables, {name: value for name, value in SRUN.items() if name != missing})
+    assert find_launch() is None
+
+
+def test_mpirun(variables: pytest.MonkeyPatch) -> None:
+    """Processes of mpirun need an address: without it they are refused, and do not train by themselves."""
+    given(variables, MPIRUN)
+    with pytest.raises(WorldError, match=r"OMPI_COMM_WORLD_RANK=1 and OMPI_COMM_WORLD_SIZE=2.*Set MASTER_ADDR"):
+        find_launch()
+    # Where the user's own code has made them meet, only the accelerator is asked for.
+    assert find_launch(joined=True) is not None
+    given(variables, {"MASTER_ADDR": "host0", "MASTER_PORT": "29500"})
+    assert find_launch() == Launch(rank=1, size=2, local_rank=1, init_method="tcp://host0:29500")
+
+
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "mine", **SRUN}, "mine"),
+        ({"TORCHELASTIC_RUN_ID": "none", **SRUN}, "71.2"),
+        ({"TORCHELASTIC_RUN_ID": "none"}, None),
+        ({"SLURM_JOB_ID": "71"}, None),
+    ],
+)
+def test_name_of_a_launch(values: dict[str, str], name: str | None, variables: pytest.MonkeyPatch) -> None:
+    """A job has the name that its launcher gives it, and torchrun's word for none is none."""
+    given(variables, values)
+    assert launch_id() == name
+
+
+@pytest.mark.parametrize("name", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
+def test_restarts(name: str, variables: pytest.MonkeyPatch) -> None:
+    """A launcher that counts how often it has started the ranks says that this is not the first time."""
+    variables.setenv(name, "0")
+    assert not is_restarted()
+    variables.setenv(name, "1")
+    assert is_restarted()

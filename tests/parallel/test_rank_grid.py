@@ -1,0 +1,68 @@
+"""Which processes are which data-parallel rank."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from anybatch.errors import WorldError
+from anybatch.parallel.rank_grid import RankGrid, make_grid
+from tests.faults import sees
+
+Told = Sequence[tuple[int, tuple[int, ...]]]
+
+
+class Dimension:
+    """What is asked of a dimension of a mesh."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+
+    def size(self) -> int:
+        """Return the number of ranks along it."""
+        return self._size
+
+    def get_local_rank(self) -> int:
+        """Return this process's place."""
+        return self._rank
+
+
+def grid_of(process: int, told: Told) -> RankGrid:
+    """Return the grid that a process makes of what all of them say."""
+    rank, line = told[process]
+    dimension: Any = Dimension(rank, len(line))
+    return make_grid(process, dimension, told)
+
+
+def test_processes_of_a_rank_are_a_model_group() -> None:
+    """With data parallelism along the outer or the inner dimension of a mesh, groups are its rows and columns."""
+    outer = [(0, (0, 2)), (0, (1, 3)), (1, (0, 2)), (1, (1, 3))]
+    inner = [(0, (0, 1)), (1, (0, 1)), (0, (2, 3)), (1, (2, 3))]
+    assert [grid_of(process, outer).model_groups for process in range(4)] == [((0, 1), (2, 3))] * 4
+    assert [grid_of(process, outer).data_group for process in range(4)] == [0, 1, 0, 1]
+    assert grid_of(3, inner).model_groups == ((0, 2), (1, 3))
+    assert grid_of(3, inner).first_of_each == (0, 1)
+    assert grid_of(3, inner).num_processes == 4
+    crossed = [(0, (0, 3)), (0, (1, 2)), (1, (1, 2)), (1, (0, 3))]  # the mesh [[0, 1], [3, 2]]
+    assert grid_of(2, crossed).model_groups == ((0, 1), (3, 2))
+    assert [grid_of(process, crossed).data_group for process in range(4)] == [0, 1, 1, 0]
+
+
+@sees(
+    "dimensions that leave processes out are taken",
+    "src/anybatch/parallel/rank_grid.py",
+    "    if len({len(line) for line in lines}) > 1 or len(stands) != len(told) or not all(stands):",
+    "    if False:",
+)
+@pytest.mark.parametrize(
+    "told",
+    [
+        [(0, (0, 1)), (1, (0, 1)), (0, (2,))],
+        [(0, (0, 1)), (1, (0, 1)), (0, (0, 1)), (1, (0, 1))],
+    ],
+    ids=["uneven", "without some"],
+)
+def test_dimensions_that_are_no_mesh_are_refused(told: Told) -> None:
+    """Data-parallel dimensions of several meshes would sum gradients of different parts."""
+    with pytest.raises(WorldError, match="do not make up a mesh of all of them"):
+        grid_of(0, told)
