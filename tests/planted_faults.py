@@ -31,6 +31,7 @@ COPIED = ("src", "tests", "examples", "guide", "pyproject.toml")
 LEFT_OUT = shutil.ignore_patterns("node_modules")
 TIME_LIMIT_SECONDS = 240.0  # a fault may make a test wait for ever
 UNTOUCHED_LIMIT_SECONDS = 3600.0
+HUNG = "still waiting after"
 CONSEQUENCE = "has ruined the"  # a test of ranks that were lost before it says nothing about the fault
 
 
@@ -75,7 +76,7 @@ def failed_tests(
         said, _ = process.communicate(timeout=limit_seconds)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # its ranks too
-        said = process.communicate()[0] + f"\nended after {limit_seconds} seconds"
+        said = process.communicate()[0] + f"\n{HUNG} {limit_seconds:.0f} seconds"
     if not report.exists():
         return set(), said
     return {name for name, failed in _outcomes(report) if failed}, said
@@ -105,8 +106,9 @@ def see(fault: Fault) -> bool:
         copy_project(project)
         plant(fault, project)
         failed, said = failed_tests(project, fault.tests)
-    passed = unseen(fault.tests, failed)
-    verdict = "NOT SEEN" if passed else "failed as wanted"
+    hung = HUNG in said and pass_untouched(fault.tests)
+    passed = [] if hung else unseen(fault.tests, failed)
+    verdict = "NOT SEEN" if passed else "waits for ever" if hung else "failed as wanted"
     _print(f"{verdict:16}  {fault.name}  ({time.monotonic() - start:.0f} s)")
     if passed:
         _print(f"    {fault.place}")
@@ -114,16 +116,21 @@ def see(fault: Fault) -> bool:
     return not passed
 
 
-def see_all(table: Sequence[Fault]) -> bool:
-    """See every fault, after all their tests have passed without any."""
-    tests = sorted({test for fault in table for test in fault.tests})
+def pass_untouched(tests: Sequence[str], limit_seconds: float = TIME_LIMIT_SECONDS) -> bool:
+    """Say whether tests pass without any fault, and what happened where they do not."""
     with tempfile.TemporaryDirectory(prefix="no-fault-") as folder:
         copy_project(Path(folder))
-        failed, said = failed_tests(Path(folder), tests, UNTOUCHED_LIMIT_SECONDS)
+        failed, said = failed_tests(Path(folder), tests, limit_seconds)
     if failed or " passed" not in said:
         _print(f"without any fault, these fail already: {sorted(failed)}\n{said[-2000:]}")
         return False
-    return _summed_up(see(fault) for fault in table)
+    return True
+
+
+def see_all(table: Sequence[Fault]) -> bool:
+    """See every fault, after all their tests have passed without any."""
+    tests = sorted({test for fault in table for test in fault.tests})
+    return pass_untouched(tests, UNTOUCHED_LIMIT_SECONDS) and _summed_up(see(fault) for fault in table)
 
 
 def see_some(table: Sequence[Fault], seconds: float, seed: int) -> bool:

@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.architecture.leak_police import Holdings, holdings, settled
 
 NUM_ENGINES = 50
 NUM_ROUNDS = 40
+LATER_JOIN_SECONDS = 20.0  # ranks that look for each other at old addresses give up, where the default is ten minutes
 
 
 class PlantedError(Exception):
@@ -156,21 +158,22 @@ def ended_by_another_process() -> list[list[float]]:
 def joined_again(variables: dict[str, str], rank: int) -> list[Any]:
     """Run in a process of its own: one world after the other, where the first of each starts the default group."""
     os.environ.update(variables, RANK=str(rank))
+    join = partial(ab.World.from_environment, device="cpu", timeout_seconds=LATER_JOIN_SECONDS)
     seen: list[Any] = []
     before = holdings()
     for number in range(4):
-        with ab.World.from_environment(device="cpu") as first:
-            second = ab.World.from_environment(device="cpu")
+        with join() as first:
+            second = join()
             first.close()
             seen.append(second.gather_numbers([float(rank + number)]))
             second.close()
         seen.append(dist.is_initialized())
         if number == 0:
             before = holdings()  # the store opens some files once
-    dropped_one = ab.World.from_environment(device="cpu")
+    dropped_one = join()
     seen.append(holdings().num_threads > before.num_threads)
     del dropped_one
-    with ab.World.from_environment(device="cpu") as last:
+    with join() as last:
         seen.append(last.gather_numbers([float(rank)]))
     seen.append(dist.is_initialized())  # a world that was only dropped leaves the default group to the process
     dist.destroy_process_group()
