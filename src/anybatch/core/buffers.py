@@ -49,7 +49,6 @@ class BufferKeeper:
         self._values: list[torch.Tensor] = []
         self._copies: list[torch.Tensor] = []
 
-    @torch.no_grad()
     def keep(self) -> None:
         """Take the snapshot: copy the values as they are now."""
         self._before = [(owner, dict(owner)) for owner in self._owners if owner]
@@ -60,7 +59,8 @@ class BufferKeeper:
             self._copies = [torch.empty_like(value) for value in values]
         self._values = values
         if values:
-            copy_each(self._copies, values)
+            with torch.no_grad():
+                copy_each(self._copies, values)
 
     @torch.no_grad()
     def restore(self) -> None:

@@ -5,6 +5,7 @@ units. Nothing is dropped and nothing is duplicated: the units of a plan with we
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ class Cut:
     lockstep: bool = False
     group: int | None = None
     least_samples: int = 1
-    order: SampleOrder | None = None
+    order: SampleOrder | None = dataclasses.field(default=None, hash=False)  # of the user's: it may have no hash
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,6 +219,12 @@ def plan_shares(share_sizes: Sequence[int], cut: Cut) -> BatchPlan:
         CompositionError: `cut.deal` is "fixed", which needs a batch that can be dealt freely.
         BatchSizeError: a share ends within a group.
     """
+    return _plan_shares(tuple(share_sizes), cut)
+
+
+@functools.lru_cache(maxsize=8)
+def _plan_shares(share_sizes: tuple[int, ...], cut: Cut) -> BatchPlan:
+    # Kept, since nearly all steps of a run are cut alike.
     if cut.deal == "fixed":
         refuse_compositions({Feature.FIXED: "", Feature.RANK_SHARES: ""})
     _refuse_cut_groups(share_sizes, cut)

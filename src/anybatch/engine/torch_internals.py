@@ -5,6 +5,7 @@ does without it where that is safe, and raises `UnsupportedTorchError` where the
 The last argument of a function is where the name is looked for, so that a test can pass something that lacks it.
 """
 
+import itertools
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ with needed_for("Telling dropout layers from others"):
     from torch.nn.modules.dropout import _DropoutNd as DropoutBase
 
 _TRAINABLE = attrgetter("requires_grad")
+_VALUES = operator.methodcaller("values")
 
 __all__ = [
     "DropoutBase",
@@ -125,9 +127,9 @@ class TrainableParts:
 
     def __init__(self, modules: nn.Module) -> None:
         with needed_for("Seeing that parameters have been frozen or replaced"):
-            tables = [table for module in modules.modules() for table in (module._parameters, module._modules)]
-        self._tables = [(table, tuple(table.values())) for table in tables if table]
-        self._parameters = [one for _, values in self._tables for one in values if isinstance(one, Tensor)]
+            self._tables = [table for module in modules.modules() for table in (module._parameters, module._modules)]
+        self._parts = self._now()
+        self._parameters = [one for one in self._parts if isinstance(one, Tensor)]
         self._trainable = list(map(_TRAINABLE, self._parameters))
 
     @property
@@ -138,9 +140,15 @@ class TrainableParts:
     @property
     def are_there(self) -> bool:
         """Whether every module and parameter is in its place, and requires a gradient as it did."""
-        return list(map(_TRAINABLE, self._parameters)) == self._trainable and all(
-            len(table) == len(kept) and all(map(operator.is_, table.values(), kept)) for table, kept in self._tables
+        now = self._now()
+        return (
+            len(now) == len(self._parts)
+            and all(map(operator.is_, now, self._parts))
+            and list(map(_TRAINABLE, self._parameters)) == self._trainable
         )
+
+    def _now(self) -> list[object]:
+        return list(itertools.chain.from_iterable(map(_VALUES, self._tables)))
 
 
 def tensor_hooks(parameters: Sequence[Tensor]) -> list[tuple[int, Callable[[Tensor], Tensor | None]]]:

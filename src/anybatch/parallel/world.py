@@ -8,7 +8,7 @@ gradient.
 import pickle
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import TracebackType
@@ -283,6 +283,8 @@ class World:
             RankFailedError: on the ranks whose function did not raise.
             RanksDifferError: processes of one rank do not return the same, so they have not got the same samples.
         """
+        if self._silent:  # most worlds are one rank, and this is asked in every step
+            return self.gather_numbers(function())
         numbers, error = [0.0] * width, None
         try:
             numbers = list(function())
@@ -318,19 +320,22 @@ class World:
         else:
             work.wait()
 
-    @contextmanager
-    def collective(self) -> Iterator[None]:
+    def collective(self) -> AbstractContextManager[None]:
         """Turn what torch raises when a collective breaks into the error of the rank that broke it.
 
         Raises:
             RankFailedError: another rank ended while this one was waiting for it.
         """
+        return nullcontext() if self._silent else self._named_failures()
+
+    @contextmanager
+    def _named_failures(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
             # Memory that ran out on this rank is a RuntimeError for torch too, and breaks no collective; a WorldError
             # says already what is wrong between the ranks.
-            if self._silent or isinstance(error, (torch.OutOfMemoryError, WorldError)):
+            if isinstance(error, (torch.OutOfMemoryError, WorldError)):
                 raise
             raise self.first_failure(error) from error
 

@@ -422,7 +422,9 @@ def _plan_share(share: RankShare, placement: Placement, world: World, start: Pos
         raise BatchSizeError(message, effective_batch_size=0, world_size=world.size)
     if placement.cut.lockstep:
         _refuse_idle_rank(sizes, "no sample")
-    plan = plan_shares(sizes, dataclasses.replace(placement.cut, order=None))  # a share is cut as it comes
+    # A share is cut as it comes.
+    cut = placement.cut if placement.cut.order is None else dataclasses.replace(placement.cut, order=None)
+    plan = plan_shares(sizes, cut)
     first = sum(sizes[: placement.rank])
     units = plan.shares[placement.rank]
     return PlannedBatch(

@@ -38,8 +38,13 @@ class Sums:
                     column.append(next(value))
         if loss.kind.brings_count:
             columns.append([torch.as_tensor(count, device=device, dtype=dtype) for count in self.late_counts])
-        nothing = torch.zeros((), dtype=dtype, device=device)
-        return torch.stack([torch.stack(column).sum(dtype=dtype) if column else nothing for column in columns])
+        return torch.stack([_summed(column, dtype, device) for column in columns])
+
+
+def _summed(values: Sequence[Float[Tensor, ""]], dtype: torch.dtype, device: torch.device) -> Float[Tensor, ""]:
+    if len(values) == 1:  # of a step of one micro-batch
+        return values[0].to(dtype)
+    return torch.stack(list(values)).sum(dtype=dtype) if values else torch.zeros((), dtype=dtype, device=device)
 
 
 @torch.no_grad()

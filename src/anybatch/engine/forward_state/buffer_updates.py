@@ -151,19 +151,19 @@ class BufferUpdates:
             for pool in self._pools:
                 pool.note(unit.start, unit.num_samples)
 
-    @torch.no_grad()
     def pool(self) -> None:
         """Make the new values, together with all ranks: once none of them can leave the step any more."""
         for pool in self._pools:
-            pool.pooled = self._new_value(pool)
+            with torch.no_grad():
+                pool.pooled = self._new_value(pool)
             pool.found = []
 
-    @torch.no_grad()
     def update(self) -> None:
         """Write the new values, with the update of the parameters."""
         for pool in self._pools:
             if pool.pooled is not None:
-                pool.before.copy_(pool.pooled)
+                with torch.no_grad():
+                    pool.before.copy_(pool.pooled)
                 pool.pooled = None
 
     @torch.no_grad()

@@ -76,16 +76,16 @@ class Target:
             for parameter, gradient in zip(self.updated, gradients, strict=True):
                 parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
 
-    @torch.no_grad()
     def copy_back(self) -> None:
         """Copy updated master weights into the model, and free their gradients."""
         if self.update != "master_weights":
             return
-        for parameter, master in zip(self.parameters, self.updated, strict=True):
-            # What was float32 already is updated where it is.
-            if master is not parameter:
-                parameter.copy_(master)
-                master.grad = None
+        with torch.no_grad():
+            for parameter, master in zip(self.parameters, self.updated, strict=True):
+                # What was float32 already is updated where it is.
+                if master is not parameter:
+                    parameter.copy_(master)
+                    master.grad = None
 
 
 def make_target(optimizer: "Optimizer | OptimizerFunction", parameters: Mapping[str, nn.Parameter]) -> Target:
