@@ -1,20 +1,21 @@
-"""The engine under FSDP2 against an FSDP2 accumulation loop written by hand, and its memory against replicas.
+"""The engine under FSDP2 and DDP against accumulation loops written by hand, and the memory that both take.
 
-Steps alternate within one run, on the same model and data: an FSDP2 loop written by hand (`fully_shard` on each block,
-told to sum, gradients reduced in the last micro-batch or in every one), and the engine with the same reduction. Figures
-are medians over steps of the slowest rank's seconds. Memory is what each rank's tensors hold at the peak of a step,
-by the operations' own allocations, under DDP, all_reduce and both reductions.
+Steps alternate within one run, on the same model and data: a loop written by hand and the engine, under DDP (no_sync
+until the last micro-batch, no search for unused parameters) and under FSDP2 (`fully_shard` on each block, told to sum,
+gradients reduced in the last micro-batch or in every one). Figures are medians over rounds of the slowest rank's
+seconds, and of the ratios of neighbouring steps, with the quartiles of these. Memory is what each rank's tensors hold
+at the peak of a step, by the operations' own allocations, under DDP, all_reduce and both reductions.
 
-    python benchmarks/fsdp_against_by_hand.py [--out benchmarks/results/NAME.md]
+    python benchmarks/ddp_and_fsdp_by_hand.py [--out benchmarks/results/NAME.md]
 """
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import report
 import torch
 import torch.distributed as dist
-from all_reduce_against_ddp import InMemory, alternated
+from all_reduce_against_ddp import InMemory, alternated, bare_ddp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -24,6 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 import anybatch as ab
 from anybatch.engine.spec import TrainSpec
 from anybatch.engine.update.resident_tensors import num_bytes_of
+from anybatch.parallel.ddp import DDP
 from anybatch.parallel.fsdp import FSDP
 from anybatch.planner.trace.step_spec import StepSpec
 from anybatch.planner.trace.step_trace import trace_step
@@ -125,21 +127,33 @@ def batch_of(num_micro_batches: int) -> InMemory:
     return InMemory({"x": torch.randn(num_samples, 16), "y": torch.randint(0, 10, (num_samples,))})
 
 
-def compare(reduction: str, num_micro_batches: int, rounds: int) -> dict[str, list[float]]:
+def ddp_by_hand() -> Callable[[InMemory], object]:
+    """Return a step of DDP as one writes it by hand."""
+    return bare_ddp(Model(), SIZE, find_unused_parameters=False, make_optimizer=adamw)
+
+
+def compare(kind: str, num_micro_batches: int, rounds: int) -> dict[str, list[float]]:
     """Run on every rank: return the seconds of each kind of step."""
-    steps = {"by hand": by_hand(reduction), "engine": by_engine(FSDP(reduction=reduction))}  # type: ignore[arg-type]
+    if kind == "ddp":  # both search for unused parameters, or neither does
+        steps = {"by hand": ddp_by_hand(), "engine": by_engine(DDP(find_unused_parameters=False))}
+    else:
+        steps = {"by hand": by_hand(kind), "engine": by_engine(FSDP(reduction=kind))}  # type: ignore[arg-type]
     return alternated(steps, batch_of(num_micro_batches), rounds)
 
 
 def resident_and_peak(kind: str) -> tuple[int, int]:
-    """Run on every rank: return the bytes that tensors hold between steps, and the most beside these in a step."""
+    """Run on every rank: return the bytes that tensors hold between steps, and at the peak of a step."""
     strategy = FSDP(reduction=kind) if kind in REDUCTIONS else kind  # type: ignore[arg-type]
-    engine = ab.Engine(Model(), adamw, ab.mean_over_samples(loss), micro_batch_size=SIZE, strategy=strategy)
+    model = Model()
+    engine = ab.Engine(model, adamw, ab.mean_over_samples(loss), micro_batch_size=SIZE, strategy=strategy)
     batch = batch_of(2)
     for _ in range(2):
         engine.step(batch)
     # What the engine's own report counts.
     resident = sum(map(num_bytes_of, engine._parts.resident_tensors().values()))  # noqa: SLF001
+    if kind == "ddp":  # its buckets are made in the first steps, and are nobody's tensors
+        resident += sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
+    # One step alone: what gloo's threads free is not recorded, and would add up.
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         engine.step(batch)
     held = largest = 0
@@ -147,7 +161,7 @@ def resident_and_peak(kind: str) -> tuple[int, int]:
         if event.name() == "[memory]":
             held += event.nbytes()
             largest = max(largest, held)
-    return resident, largest
+    return resident, resident + largest
 
 
 def planned(kind: str, num_ranks: int) -> str:
@@ -159,37 +173,39 @@ def planned(kind: str, num_ranks: int) -> str:
     return f"{trace_step(spec, SIZE).steady.peak_bytes / 2**20:.1f}"
 
 
+def row_of(ranks: Sequence[Mapping[str, Sequence[float]]]) -> str:
+    """Return the medians of both kinds of step and of their ratios, from the seconds on each rank."""
+    hand, own = ([max(one) for one in zip(*(r[name] for r in ranks), strict=True)] for name in ("by hand", "engine"))
+    lower, middle, upper = statistics.quantiles([b / a for a, b in zip(hand, own, strict=True)], n=4)
+    medians = " | ".join(f"{statistics.median(values) * 1e3:.2f}" for values in (hand, own))
+    return f"{medians} | {middle:.3f} | {lower:.3f} to {upper:.3f}"
+
+
 def main() -> None:
     """Print the tables, and write them to a file if asked."""
     parser = report.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=30)
     arguments = parser.parse_args()
     lines = [
-        "| ranks | reduction | accumulation steps | by hand, ms | engine, ms | ratio |",
-        "|--:|---|--:|--:|--:|--:|",
+        "| ranks | ddp, or fsdp that reduces | accumulation steps | by hand, ms | engine, ms | ratio | quartiles |",
+        "|--:|---|--:|--:|--:|--:|---|",
     ]
     memory = ["| ranks | strategy | between steps, MiB | at the peak, MiB | planned, MiB |", "|--:|---|--:|--:|--:|"]
     for num_ranks in (2, 4):
         with RankPool(num_ranks) as pool:
-            for reduction in REDUCTIONS:
+            for kind in ("ddp", *REDUCTIONS):
                 for number in (1, 4):
-                    ranks = pool.run(compare, reduction, number, arguments.rounds)
-                    slowest = {
-                        n: [max(one) for one in zip(*(rank[n] for rank in ranks), strict=True)] for n in ranks[0]
-                    }
-                    hand, own = (statistics.median(slowest[name]) * 1e3 for name in ("by hand", "engine"))
-                    lines.append(
-                        f"| {num_ranks} | {reduction} | {number} | {hand:.2f} | {own:.2f} | {own / hand:.3f} |"
-                    )
+                    ranks = pool.run(compare, kind, number, arguments.rounds)
+                    lines.append(f"| {num_ranks} | {kind} | {number} | {row_of(ranks)} |")
         for kind in ("ddp", "all_reduce", *REDUCTIONS):
             with RankPool(num_ranks) as pool:
                 resident, peak = (max(one) / 2**20 for one in zip(*pool.run(resident_and_peak, kind), strict=True))
-            figures = f"{resident:.1f} | {resident + peak:.1f} | {planned(kind, num_ranks)}"
+            figures = f"{resident:.1f} | {peak:.1f} | {planned(kind, num_ranks)}"
             memory.append(f"| {num_ranks} | {kind} | {figures} |")
     report.publish(
         [*lines, "", *memory],
-        title="FSDP2 by the engine and by hand",
-        command="python benchmarks/fsdp_against_by_hand.py",
+        title="DDP and FSDP2 by the engine and by hand",
+        command="python benchmarks/ddp_and_fsdp_by_hand.py",
         setting="ranks over gloo, 1 thread each, medians of alternating steps, the slowest rank",
         out=arguments.out,
     )
