@@ -68,12 +68,16 @@ class CheckpointSaver:
         return path
 
     def completed(self) -> SavedCheckpoint | None:
-        """Return what has been saved in the background since this was asked last, without waiting.
+        """Return what has been saved in the background since this was asked last, without waiting."""
+        return None if self._writing is None else self._writing.news()
 
-        Raises:
-            CheckpointError: it could not be saved.
+    @property
+    def failure(self) -> str:
+        """Why what was to be saved in the background could not be, as far as this rank knows by now; empty if it can.
+
+        Not raised before all ranks can be told at once: one that left a step alone would leave messages behind.
         """
-        return None if self._writing is None else self._writing.told()
+        return "" if self._writing is None else self._writing.failure
 
     def settle(self) -> SavedCheckpoint | None:
         """Wait on all ranks for what is being written, and return it where that has not been told yet.
@@ -83,19 +87,14 @@ class CheckpointSaver:
         """
         writing, self._writing = self._writing, None
         try:
-            written = self._world.run_on_all_processes(None if writing is None else writing.join_writing)
+            self._world.run_on_all_processes(None if writing is None else writing.join_writing)
         except BaseException:
             if writing is not None:
                 writing.stop()
             raise
-        # A rank that could not write has raised that in an earlier call.
-        if False in written:
-            if writing is not None:
-                writing.stop()
-            return None
         # Every file is written, so the first process does not wait for another rank any more.
         self._world.run_on_all_ranks(None if writing is None else writing.join)
-        return None if writing is None else writing.told()
+        return None if writing is None else writing.news()
 
     def close(self, *, failed: bool) -> SavedCheckpoint | None:
         """Wait for what is being written, and return it as `completed` does; other ranks do not take part.
@@ -114,8 +113,10 @@ class CheckpointSaver:
             if failed or writing.ended_within(_LOOK_SECONDS):
                 break
         writing.stop()
-        # The rank that failed has said why.
-        return None if failed else writing.told()
+        if failed:  # the rank that failed has said why
+            return None
+        writing.join()
+        return writing.news()
 
 
 class _BackgroundWrite:
@@ -128,27 +129,27 @@ class _BackgroundWrite:
         self._gives_up = threading.Event()
         self._saved: SavedCheckpoint | None = None
         self._error: Exception | None = None
-        self._is_told = False
         # A daemon: a process that ends without closing its engine is not held up, and leaves nothing that is read.
         self._thread = threading.Thread(target=self._run, name="anybatch checkpoint", daemon=True)
         self._thread.start()
 
-    def told(self) -> SavedCheckpoint | None:
-        """Return what was saved, or raise why not, once and as soon as it is known."""
-        if self._is_told or (self._saved is None and self._error is None):
-            return None
-        self._refuse_failed()
-        self._is_told = True
-        return self._saved
+    def news(self) -> SavedCheckpoint | None:
+        """Return what was saved, once and as soon as it is known."""
+        saved, self._saved = self._saved, None
+        return saved
 
-    def join_writing(self) -> bool:
-        """Wait for this process's file; return whether it is there."""
+    @property
+    def failure(self) -> str:
+        """Why nothing was saved, as far as is known; empty if nothing has failed."""
+        return "" if self._error is None else str(self._error)
+
+    def join_writing(self) -> None:
+        """Wait for this process's file; raises what has failed."""
         self._has_written.wait()
         self._refuse_failed()
-        return self._error is None
 
     def join(self) -> None:
-        """Wait until nothing is left to do."""
+        """Wait until nothing is left to do; raises what has failed."""
         self._thread.join()
         self._refuse_failed()
 
@@ -163,8 +164,7 @@ class _BackgroundWrite:
         self._thread.join()
 
     def _refuse_failed(self) -> None:
-        if self._error is not None and not self._is_told:
-            self._is_told = True
+        if self._error is not None:
             raise self._error
 
     def _run(self) -> None:
@@ -175,7 +175,7 @@ class _BackgroundWrite:
                 self._has_written.set()
             if self._finishes:
                 self._saved = self._finish()
-        except Exception as error:  # noqa: BLE001 (raised in the engine's next call)
+        except Exception as error:  # noqa: BLE001 (raised by the next call that all ranks begin together)
             self._error = error
             if self._finishes:
                 self._sharing.abandon()

@@ -328,7 +328,8 @@ class Engine:
                 a thread writes while training goes on, and the next save, load or close waits for it.
 
         Raises:
-            CheckpointError: it could not be written; older ones are untouched. Without `wait`, raised by the next call.
+            CheckpointError: it could not be written; older ones are untouched. Without `wait` the next step warns of
+                it, and the next save or load or the end of the engine raises it.
             RanksDifferError, ReplicaError: ranks have called different things, or hold different weights.
             UpdateFailedError: the last update broke off, so that weights may be half updated.
 

@@ -40,6 +40,11 @@ from anybatch.engine.update.updater import Updater
 from anybatch.errors import CheckpointError
 from anybatch.parallel.world import World
 
+_GOES_ON = (
+    "It was written in the background (engine.save(wait=False)), and training goes on meanwhile. The next engine.save, "
+    "engine.load or end of the engine raises this on every rank."
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveForm:
@@ -127,6 +132,8 @@ class Parts:
         def check() -> None:
             # What a thread has to tell since the last call.
             self.announce(self.saver.completed())
+            if failure := self.saver.failure:
+                self.notifier.warn("checkpoint_not_saved", f"{failure} {_GOES_ON}", everywhere=True)
             if trains:
                 self.updater.refuse_broken_off()
 

@@ -227,18 +227,19 @@ class Notifier:
         """Report something the user should know."""
         self._send(DiagnosisRecord(rank=self._rank, step=None, code=code, level=level, message=message, remedy=None))
 
-    def warn(self, code: str, message: str) -> None:
+    def warn(self, code: str, message: str, *, everywhere: bool = False) -> None:
         """Warn the user, on rank 0 and once per `code`: by a Python warning, and by a diagnosis record on every rank.
 
         Args:
             code: names the condition, for programs.
             message: what might not be meant, both values, and what to do.
+            everywhere: give the Python warning on other ranks too, which alone may know.
         """
         if code in self._warned:
             return
         self._warned.add(code)
         self.diagnosis(code, message, "warning")
-        if self._rank == 0 and self._speaks:
+        if self._speaks and (everywhere or self._rank == 0):
             warn_user(message)
 
     def checkpoint(
