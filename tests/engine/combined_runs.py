@@ -28,7 +28,7 @@ def combined_runs(pairs: Iterable[Pair]) -> Mapping[tuple[Pair, Features], Featu
     alike: dict[object, list[tuple[Pair, Features]]] = {}
     for item in [(pair, run) for pair in pairs for run in runs_of(*pair)]:
         pair, run = item
-        if _may_be_combined(pair):
+        if _may_be_combined(pair, run):
             alike.setdefault((_ranks(run), _standing(run)), []).append(item)
         else:
             shown[item] = run
@@ -54,10 +54,15 @@ def _asked(pair: Pair, run: Features) -> Features:
     return frozenset(pair) | _ranks(run)
 
 
-def _may_be_combined(pair: Pair) -> bool:
-    """Whether others may be in its runs: what is refused is refused alone, and "auto" may cure what differs."""
+def _may_be_combined(pair: Pair, run: Features) -> bool:
+    """Whether others may be in its run.
+
+    What is refused is refused alone, and "auto" may cure what differs. On several ranks a network is compiled by a
+    backend that repeats a checkpointed forward with other random numbers.
+    """
     verdict = cell(*pair).verdict
-    return verdict not in BAD and not (verdict is Verdict.DIFFERS and Feature.AUTO_SIZE in pair)
+    cured = verdict is Verdict.DIFFERS and Feature.AUTO_SIZE in pair
+    return verdict not in BAD and not cured and not run >= {Feature.COMPILED, Feature.SEVERAL_RANKS}
 
 
 def _may_meet(features: Features) -> bool:

@@ -174,7 +174,7 @@ def test_features_are_recognised(feature: Feature) -> None:
     given = arguments(features)
     network, objective = build(features)
     loss = declared(objective.declared())
-    modules = collect_modules(compiled(network) if Feature.COMPILED in features else network, loss)
+    modules = collect_modules(compiled(network, features) if Feature.COMPILED in features else network, loss)
     optimizer = Keeping if Feature.MASTER_WEIGHTS in features else Keeping(network.parameters())
     sizes = resolve_sizes(
         world_size=1,
