@@ -27,6 +27,16 @@ from tests.ranks_fixture import leaks_on_ranks  # noqa: E402 (the same)
 
 RANK_FIXTURES = frozenset({"one_rank", "two_ranks", "three_ranks", "ranks"})
 SLOW_FIXTURES = frozenset({"browser"})
+IMPORTED_ON_RANKS = (
+    "torch._dynamo",  # by the first optimizer of a process
+    "torch._functorch.aot_autograd",  # by the first network that is compiled
+    "torch.distributed.optim",  # by zero1
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "anybatch.recipes.run.session",
+    "hypothesis",  # by the files of the tests that ranks run functions of
+    "pytest",
+)
 MOST_SECONDS = 3.0  # what took more than a quarter of a second is marked as slow
 
 
@@ -90,8 +100,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         return
     context = rank_context()
     if context.get_start_method() == "forkserver":
-        # The first optimizer of a process imports torch's compiler, for a second: here once, not on every rank.
-        context.set_forkserver_preload([*PRELOADED, "torch._dynamo"])
+        # What ranks would import by themselves, for seconds: here once, not on every rank.
+        context.set_forkserver_preload([*PRELOADED, *IMPORTED_ON_RANKS])
         forkserver.ensure_running()
 
 
