@@ -30,7 +30,7 @@ def network() -> nn.Module:
 
     BatchNorm sees several values per sample, so that even single samples can be normalised.
     """
-    torch.manual_seed(3)
+    torch.default_generator.manual_seed(3)
     return nn.Sequential(
         nn.Conv1d(2, 3, 2), nn.BatchNorm1d(3), nn.Tanh(), nn.Dropout(0.3), nn.Flatten(), Counting(), nn.Linear(12, 4)
     ).double()
@@ -197,7 +197,7 @@ def train(run: Run, fault: Fault | None = None) -> End:
     listening = Listening()
     model, engine = engine_of(run, world, listening)
     with engine, unfrozen():
-        torch.manual_seed(11)
+        torch.default_generator.manual_seed(11)
         reports = [engine.step(batch_of(run, 0, world))]
         second = batch_of(run, 1, world)
         at = fault.at[world.rank] if fault is not None else 0
