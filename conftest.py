@@ -1,5 +1,6 @@
 """What holds for every test: one thread, the same random state to start from, shapes checked, nothing left behind."""
 
+import gc
 import os
 import random
 import sys
@@ -95,7 +96,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start what ranks are forked from before any test: it stays until the end, and no test has left it behind."""
+    """Start what ranks are forked from before any test: it stays until the end, and no test has left it behind.
+
+    What was imported and collected stays as well: no garbage collection of a test has to look through it.
+    """
+    gc.freeze()
     if not any(item.get_closest_marker("ranks") for item in session.items):
         return
     context = rank_context()
