@@ -38,6 +38,12 @@ IMPORTED_ON_RANKS = (
     "hypothesis",  # by the files of the tests that ranks run functions of
     "pytest",
 )
+LONG_FILES = (
+    *("tests/cli/test_processes.py", "tests/cli/test_hosts.py", "tests/engine/test_compatibility.py"),
+    *("tests/parallel/test_fsdp.py", "tests/engine/test_two_pass.py", "tests/parallel/test_model_groups.py"),
+    *("guide/tests/test_planner.py", "tests/planner/test_sharded_plan.py", "guide/tests/test_tracing.py"),
+)
+"""Files whose tests take a minute or more: they begin first, so that none is still at work when all others are done."""
 MOST_SECONDS = 3.0  # what took more than a quarter of a second is marked as slow
 
 
@@ -87,6 +93,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     part, seed = config.getoption("draw"), config.getoption("seed")
     # Each test by itself, so that all processes of a run draw alike.
     items[:] = [item for item in items if random.Random(f"{seed} {item.nodeid}").random() < part]
+    place = {name: number for number, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))
     for item in items:
         names = set(getattr(item, "fixturenames", ()))
         if names & RANK_FIXTURES:
