@@ -11,6 +11,7 @@ from anybatch.core.compatibility import Feature, Verdict, cell, meetings
 from tests.engine.compatibility_cases import Features, complete, runs_of
 
 Pair = tuple[Feature, Feature]
+Standing = tuple[frozenset[Pair], frozenset[Pair], Features | None]
 ROUNDING = frozenset(
     {Feature.BF16, Feature.FP16, Feature.LOW_PARAMETERS, Feature.MASTER_WEIGHTS, Feature.CAST, Feature.COMPRESSED}
 )
@@ -25,7 +26,7 @@ def combined_runs(pairs: Iterable[Pair]) -> Mapping[tuple[Pair, Features], Featu
     cell that is left, and takes up every other one that may be in it.
     """
     shown: dict[tuple[Pair, Features], Features] = {}
-    alike: dict[object, list[tuple[Pair, Features]]] = {}
+    alike: dict[tuple[Features, Standing], list[tuple[Pair, Features]]] = {}
     for item in [(pair, run) for pair in pairs for run in runs_of(*pair)]:
         pair, run = item
         if _may_be_combined(pair, run):
@@ -72,7 +73,7 @@ def _may_meet(features: Features) -> bool:
 
 
 @cache
-def _standing(run: Features) -> tuple[object, ...]:
+def _standing(run: Features) -> Standing:
     """Return what keeps a run from being exact, whether it is refused, and what rounds its numbers.
 
     Each of the latter has a tolerance that its own roundings need, and no more; statistics of rounded numbers need most
