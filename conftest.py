@@ -1,5 +1,6 @@
 """What holds for every test: one thread, the same random state to start from, shapes checked, nothing left behind."""
 
+import gc
 import os
 import random
 import sys
@@ -27,6 +28,22 @@ from tests.ranks_fixture import leaks_on_ranks  # noqa: E402 (the same)
 
 RANK_FIXTURES = frozenset({"one_rank", "two_ranks", "three_ranks", "ranks"})
 SLOW_FIXTURES = frozenset({"browser"})
+IMPORTED_ON_RANKS = (
+    "torch._dynamo",  # by the first optimizer of a process
+    "torch._functorch.aot_autograd",  # by the first network that is compiled
+    "torch.distributed.optim",  # by zero1
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "anybatch.recipes.run.session",
+    "hypothesis",  # by the files of the tests that ranks run functions of
+    "pytest",
+)
+LONG_FILES = (
+    *("tests/cli/test_processes.py", "tests/cli/test_hosts.py", "tests/engine/test_compatibility.py"),
+    *("tests/parallel/test_fsdp.py", "tests/engine/test_two_pass.py", "tests/parallel/test_model_groups.py"),
+    *("guide/tests/test_planner.py", "tests/planner/test_sharded_plan.py", "guide/tests/test_tracing.py"),
+)
+"""Files whose tests take a minute or more: they begin first, so that none is still at work when all others are done."""
 MOST_SECONDS = 3.0  # what took more than a quarter of a second is marked as slow
 
 
@@ -76,6 +93,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     part, seed = config.getoption("draw"), config.getoption("seed")
     # Each test by itself, so that all processes of a run draw alike.
     items[:] = [item for item in items if random.Random(f"{seed} {item.nodeid}").random() < part]
+    place = {name: number for number, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))
     for item in items:
         names = set(getattr(item, "fixturenames", ()))
         if names & RANK_FIXTURES:
@@ -85,13 +104,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start what ranks are forked from before any test: it stays until the end, and no test has left it behind."""
+    """Start what ranks are forked from before any test: it stays until the end, and no test has left it behind.
+
+    What was imported and collected stays as well: no garbage collection of a test has to look through it.
+    """
+    gc.freeze()
     if not any(item.get_closest_marker("ranks") for item in session.items):
         return
     context = rank_context()
     if context.get_start_method() == "forkserver":
-        # The first optimizer of a process imports torch's compiler, for a second: here once, not on every rank.
-        context.set_forkserver_preload([*PRELOADED, "torch._dynamo"])
+        # What ranks would import by themselves, for seconds: here once, not on every rank.
+        context.set_forkserver_preload([*PRELOADED, *IMPORTED_ON_RANKS])
         forkserver.ensure_running()
 
 

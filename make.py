@@ -131,7 +131,9 @@ def keep_what_is_compiled() -> None:
 def side_by_side() -> list[str]:
     """Return the options that let pytest run files of tests in several processes."""
     # One more than there are cores: a third of the time a process waits for others that it has started.
-    return ["-n", str(min(MOST_WORKERS, 1 + (os.cpu_count() or 1))), "--dist", "loadfile"]
+    workers = str(min(MOST_WORKERS, 1 + (os.cpu_count() or 1)))
+    # In the order of conftest.py, which knows the long files; else those of few tests, often long ones, come last.
+    return ["-n", workers, "--dist", "loadfile", "--no-loadscope-reorder"]
 
 
 def matrix(arguments: Sequence[str]) -> int:

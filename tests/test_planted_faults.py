@@ -9,15 +9,19 @@ from tests.architecture.source_tree import ROOT, functions, parse
 from tests.faults import Fault, StaleFaultError, faulty, read_faults
 from tests.planted_faults import copy_project, plant, stale, unseen
 
-FAULTS = read_faults(ROOT)
+
+@pytest.fixture(scope="module")
+def faults() -> tuple[Fault, ...]:
+    """All faults; read when they are needed, since that takes a second and every process collects these tests."""
+    return read_faults(ROOT)
 
 
 @pytest.mark.slow
-def test_what_a_fault_replaces_is_there_once() -> None:
+def test_what_a_fault_replaces_is_there_once(faults: tuple[Fault, ...]) -> None:
     """The text stands in its file exactly once, and the file with the fault in it is still Python."""
-    assert len(FAULTS) > 200
-    assert stale(FAULTS) == []
-    for fault in FAULTS:
+    assert len(faults) > 200
+    assert stale(faults) == []
+    for fault in faults:
         source = (ROOT / fault.file).read_text(encoding="utf-8")
         changed = faulty(source, fault)
         assert changed != source, fault.place
@@ -25,18 +29,18 @@ def test_what_a_fault_replaces_is_there_once() -> None:
 
 
 @pytest.mark.slow
-def test_the_tests_of_faults_are_there() -> None:
+def test_the_tests_of_faults_are_there(faults: tuple[Fault, ...]) -> None:
     """Every test that is to see a fault is a function of its file."""
-    names = {test.partition("[")[0] for fault in FAULTS for test in fault.tests}
+    names = {test.partition("[")[0] for fault in faults for test in fault.tests}
     paths = {name.partition("::")[0] for name in names}
     there = {f"{path}::{function.name}" for path in paths for function in functions(parse(ROOT / path))}
 
     assert sorted(names - there) == []
 
 
-def test_faults_have_names_of_their_own() -> None:
+def test_faults_have_names_of_their_own(faults: tuple[Fault, ...]) -> None:
     """No two faults are called alike: what is printed of them would not say which is which."""
-    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
+    assert len({fault.name for fault in faults}) == len(faults)
 
 
 def test_faults_are_read_from_the_sources(tmp_path: Path) -> None:
@@ -66,12 +70,12 @@ def test_a_stale_fault_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "some.py").read_text(encoding="utf-8") == "x = 1\nx = 1\ny = 3\n"
 
 
-def test_a_stale_fault_is_looked_for_elsewhere() -> None:
+def test_a_stale_fault_is_looked_for_elsewhere(faults: tuple[Fault, ...]) -> None:
     """A text that has moved to another file is found there, so that only the name of the file has to follow."""
-    moved = Fault(name="moved", file="src/anybatch/errors.py", old=FAULTS[0].old, new="", tests=())
+    moved = Fault(name="moved", file="src/anybatch/errors.py", old=faults[0].old, new="", tests=())
     (said,) = stale([moved])
 
-    assert f"It stands in ['{FAULTS[0].file}']" in said
+    assert f"It stands in ['{faults[0].file}']" in said
 
 
 def test_a_test_that_passes_has_not_seen_its_fault() -> None:
@@ -86,9 +90,9 @@ def test_a_test_that_passes_has_not_seen_its_fault() -> None:
     assert unseen(["tests/a.py::test_two"], set()) == ["tests/a.py::test_two"]
 
 
-def test_a_copy_is_a_project_of_its_own(tmp_path: Path) -> None:
+def test_a_copy_is_a_project_of_its_own(tmp_path: Path, faults: tuple[Fault, ...]) -> None:
     """What is planted goes into the copy; the project stays as it is."""
-    fault = FAULTS[0]
+    fault = faults[0]
     before = (ROOT / fault.file).read_bytes()
     copy_project(tmp_path)
     plant(fault, tmp_path)

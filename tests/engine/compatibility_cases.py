@@ -8,6 +8,7 @@ sums go through one backward.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -84,6 +85,7 @@ def complete(features: Iterable[Feature]) -> Features:
     return frozenset(found)
 
 
+@cache
 def runs_of(one: Feature, other: Feature) -> list[Features]:
     """Return the runs that show what two features do together, with nothing else in them that is refused.
 

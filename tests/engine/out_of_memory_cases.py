@@ -1,8 +1,6 @@
 """Runs that run out of memory on purpose, and the runs that were planned with the cut they end up with."""
 
-import gc
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +28,7 @@ def network() -> nn.Module:
 
     BatchNorm sees several values per sample, so that even single samples can be normalised.
     """
-    torch.manual_seed(3)
+    torch.default_generator.manual_seed(3)
     return nn.Sequential(
         nn.Conv1d(2, 3, 2), nn.BatchNorm1d(3), nn.Tanh(), nn.Dropout(0.3), nn.Flatten(), Counting(), nn.Linear(12, 4)
     ).double()
@@ -196,8 +194,8 @@ def train(run: Run, fault: Fault | None = None) -> End:
     world = ab.World.from_environment(device="cpu")
     listening = Listening()
     model, engine = engine_of(run, world, listening)
-    with engine, unfrozen():
-        torch.manual_seed(11)
+    with engine:
+        torch.default_generator.manual_seed(11)
         reports = [engine.step(batch_of(run, 0, world))]
         second = batch_of(run, 1, world)
         at = fault.at[world.rank] if fault is not None else 0
@@ -242,16 +240,6 @@ def units_of(records: list[Record], step: int) -> tuple[tuple[int, int], ...]:
         for record in records[last + 1 :]
         if isinstance(record, MicroBatchRecord) and record.step == step and record.event == "end" and record.weight
     )
-
-
-@contextmanager
-def unfrozen() -> Iterator[None]:
-    """Keep what was there before out of garbage collections: a second try begins with one, and tests have many."""
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def same(one: Weights, other: Weights) -> bool:

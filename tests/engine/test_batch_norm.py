@@ -1,7 +1,7 @@
 """Policies about BatchNorm: which gradients they give, and what becomes of running statistics."""
 
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from tests.engine.cases import Batch, Split, arrive, vectors
 from tests.engine.compatibility_cases import Keeping
 from tests.faults import sees
 from tests.norms.residual import buffers_of, classify, images, largest_difference, native, network
-from tests.ranks_fixture import Ranks
+from tests.ranks_fixture import Ranks, selected
 
 TOLERANCE = 1e-12
 SPLITS: Mapping[str, Split] = {
@@ -611,16 +611,33 @@ def test_checkpointed_blocks_can_be_named() -> None:
     assert not any(module._forward_hooks for module in model.modules())  # noqa: SLF001 (torch has no question)
 
 
-def compiled_updates(size: int | None) -> dict[str, torch.Tensor]:
-    """Run on a rank, because torch's compiler leaves a thread behind: the buffers of the compiled model."""
+def compiled_updates(sizes: Sequence[int | None]) -> list[dict[str, torch.Tensor]]:
+    """Run on a rank, because torch's compiler leaves a thread behind: the buffers of the compiled model, size by size.
+
+    The network is compiled once for all sizes, or where its shapes are others.
+    """
     torch.compiler.reset()
-    found = two_updates(micro_batch_size=size, wrap=lambda model: torch.compile(model, backend="aot_eager"))
+    found = [
+        two_updates(micro_batch_size=size, wrap=lambda model: torch.compile(model, backend="aot_eager"))
+        for size in sizes
+    ]
     torch.compiler.reset()
     return found
 
 
-@pytest.mark.parametrize("size", [5, 7, None])
-def test_compiled_layers_are_updated_as_others(size: int | None, one_rank: Ranks) -> None:
+@pytest.fixture(scope="module")
+def compiled(one_rank: Ranks, request: pytest.FixtureRequest) -> Mapping[int | None, dict[str, torch.Tensor]]:
+    """Return the buffers of the compiled model for each size of micro-batches."""
+    sizes = selected(request, "compiled_size")
+    (found,) = one_rank.run(compiled_updates, sizes)
+    return dict(zip(sizes, found, strict=True))
+
+
+@pytest.mark.parametrize("compiled_size", [5, 7, None])
+def test_compiled_layers_are_updated_as_others(
+    compiled_size: int | None, compiled: Mapping[int | None, dict[str, torch.Tensor]]
+) -> None:
     """Under torch.compile the buffers end as without it; a layer's statistics are read within the compiled code."""
-    (found,) = one_rank.run(compiled_updates, size)
+    size = compiled_size
+    found = compiled[size]
     assert largest_difference(found, two_updates(micro_batch_size=size)) <= TOLERANCE

@@ -2,7 +2,7 @@
 
 import re
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -28,6 +28,7 @@ from anybatch.parallel.single import Single
 from anybatch.parallel.strategy import Capabilities, Strategy
 from anybatch.parallel.zero1 import Zero1
 from anybatch.testing import relative_error
+from tests.engine.combined_runs import Pair, combined_runs
 from tests.engine.compatibility_cases import (
     NUM_SAMPLES,
     Features,
@@ -48,14 +49,15 @@ from tests.ranks_fixture import Ranks, selected
 
 RUNS_AT_ONCE = 50
 """So that ranks answer in time on a busy machine."""
-Outcomes = Mapping[Features, Sequence["Found | str"]]
-Pair = tuple[Feature, Feature]
+Outcome = Found | str
+Outcomes = Mapping[tuple[Pair, Features], Sequence[Outcome]]
+"""What came of the run that shows a cell where a run of its own would, rank by rank."""
 
 
-def run_all(runs: Sequence[Features]) -> list["Found | str"]:
+def run_all(runs: Sequence[Features]) -> list[Outcome]:
     """Run on every rank: return what came of each run, or its traceback."""
     connected = ab.World.from_environment()
-    found: list[Found | str] = []
+    found: list[Outcome] = []
     # Without these torch would give up compiling after eight networks and run the others as they are.
     compiling = dynamo_config.patch(recompile_limit=256, fail_on_recompile_limit_hit=True)
     with torch.random.fork_rng(), compiling:
@@ -71,15 +73,33 @@ def run_all(runs: Sequence[Features]) -> list["Found | str"]:
 
 @pytest.fixture(scope="module")
 def outcomes(one_rank: Ranks, two_ranks: Ranks, request: pytest.FixtureRequest) -> Outcomes:
-    """Return what came of every run of every cell, rank by rank. Many cells are the same run: it is done once."""
-    runs = dict.fromkeys(features for pair in selected(request, "pair") for features in runs_of(*pair))
-    found: dict[Features, Sequence[Found | str]] = {}
-    for pool, several in ((one_rank, False), (two_ranks, True)):
-        own = [features for features in runs if (Feature.SEVERAL_RANKS in features) is several]
-        for start in range(0, len(own), RUNS_AT_ONCE):
-            some = own[start : start + RUNS_AT_ONCE]
-            found |= dict(zip(some, zip(*pool.run(run_all, some), strict=True), strict=True))
-    return found
+    """Return what came of all cells: many are in one run, and where that is not as wanted, each in a run of its own."""
+
+    def run_each(runs: Iterable[Features]) -> dict[Features, Sequence[Outcome]]:
+        found: dict[Features, Sequence[Outcome]] = {}
+        for pool, several in ((one_rank, False), (two_ranks, True)):
+            own = [features for features in runs if (Feature.SEVERAL_RANKS in features) is several]
+            for start in range(0, len(own), RUNS_AT_ONCE):
+                some = own[start : start + RUNS_AT_ONCE]
+                found |= dict(zip(some, zip(*pool.run(run_all, some), strict=True), strict=True))
+        return found
+
+    shown_by = combined_runs(selected(request, "pair"))
+    together = run_each(dict.fromkeys(shown_by.values()))
+    wrong = {item: run for item, run in shown_by.items() if is_wrong(item[0], together[run])}
+    alone = run_each(dict.fromkeys(own for _, own in wrong))
+    # A run in which no cell is at fault by itself stays the fault of all of them.
+    explained = {run for item, run in wrong.items() if is_wrong(item[0], alone[item[1]])}
+    return {(pair, own): alone[own] if run in explained else together[run] for (pair, own), run in shown_by.items()}
+
+
+def is_wrong(pair: Pair, found: Sequence[Outcome]) -> bool:
+    """Whether a run has failed, or is refused or off where the table says that the cell is not."""
+    verdict = cell(*pair).verdict
+    exact = verdict in {Verdict.EXACT, Verdict.SAME_CUT}
+    return verdict is not Verdict.REFUSED and any(
+        isinstance(one, str) or bool(one.refusal) or (exact and not one.error <= 1.0) for one in found
+    )
 
 
 def pairs_with(*verdicts: Verdict) -> pytest.MarkDecorator:
@@ -90,7 +110,7 @@ def pairs_with(*verdicts: Verdict) -> pytest.MarkDecorator:
 
 def found_for(pair: Pair, outcomes: Outcomes) -> list[Found]:
     """Return what came of all runs of a cell on all ranks; fails if there is none, or if one has failed."""
-    found = [outcome for features in runs_of(*pair) for outcome in outcomes[features]]
+    found = [outcome for features in runs_of(*pair) for outcome in outcomes[pair, features]]
     failed = [outcome for outcome in found if isinstance(outcome, str)]
     assert not failed, "\n".join(failed)
     assert found, "no run shows this cell"

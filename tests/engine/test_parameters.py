@@ -145,7 +145,7 @@ def simple(make: Callable[[], nn.Module], loss: Callable[[Any, Batch], torch.Ten
     """Return what builds a module under a loss that is a mean over samples, or one number per sample."""
 
     def build() -> Built:
-        torch.manual_seed(4)
+        torch.default_generator.manual_seed(4)
         model = make().double()
         return Built(model, ab.mean_over_samples(loss), model)
 
@@ -168,7 +168,7 @@ def channels_last() -> nn.Module:
 
 def two_modules() -> Built:
     """Return a dict of modules."""
-    torch.manual_seed(5)
+    torch.default_generator.manual_seed(5)
     models = {"body": nn.Linear(5, 6).double(), "head": nn.Linear(6, 4).double()}
     return Built(models, ab.mean_over_samples(classify_in_two), nn.ModuleDict(models))
 
@@ -319,7 +319,7 @@ class Bag(nn.Module):
 
     def __init__(self, *, sparse: bool) -> None:
         super().__init__()
-        torch.manual_seed(6)
+        torch.default_generator.manual_seed(6)
         self.table = nn.Embedding(50, 4, sparse=sparse, dtype=torch.float64)
         self.out = nn.Linear(4, 3, dtype=torch.float64)
 
@@ -382,7 +382,7 @@ class Gan(NamedTuple):
 
 def make_gan(strategy: str, world: ab.World) -> Gan:
     """Return two engines, each of which looks at the other's module inside its loss."""
-    torch.manual_seed(7)
+    torch.default_generator.manual_seed(7)
     generator, critic = nn.Linear(5, 5).double(), nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)).double()
 
     def fool(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -411,7 +411,7 @@ def gan_errors(strategy: str) -> dict[str, float]:
     """Run on every rank: train a GAN for two rounds, by engines and plainly; return the relative errors."""
     batch = vectors(29)
     gan = make_gan(strategy, ab.World.from_environment())
-    torch.manual_seed(7)
+    torch.default_generator.manual_seed(7)
     generator, critic = nn.Linear(5, 5).double(), nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)).double()
     leaked = 0.0
     for _ in range(2):

@@ -29,7 +29,7 @@ class Encoders(nn.Module):
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        torch.manual_seed(21)
+        torch.default_generator.manual_seed(21)
         self.image = encoder(5, dropout)
         self.text = encoder(3, dropout)
         self.logit_scale = nn.Parameter(torch.tensor(1.5))

@@ -61,7 +61,7 @@ class Tower(nn.Module):
 
 def tower(dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> Tower:
     """Return the same tower each time."""
-    torch.manual_seed(3)
+    torch.default_generator.manual_seed(3)
     return Tower(dropout).to(dtype)
 
 

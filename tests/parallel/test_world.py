@@ -108,10 +108,10 @@ def gathered_without_numpy() -> list[object]:
     """Run on every rank: gather objects of different lengths where tensors cannot be made numpy arrays."""
     world = World.from_environment(device="cpu")
     with mock.patch.object(torch.Tensor, "numpy", side_effect=RuntimeError("Numpy is not available")):
-        return world.gather_objects(["a" * 100 * world.rank, None, {world.rank: 1.5}])
+        return world.gather_objects(["a" * 1000 * world.rank, None, {world.rank: 1.5}])
 
 
 def test_ranks_need_no_numpy(three_ranks: Ranks) -> None:
-    """Torch does not bring numpy along, so ranks talk to each other without it."""
-    expected = [["a" * 100 * rank, None, {rank: 1.5}] for rank in range(3)]
+    """Torch does not bring numpy along, so ranks talk to each other without it, in values short and long."""
+    expected = [["a" * 1000 * rank, None, {rank: 1.5}] for rank in range(3)]
     assert three_ranks.run(gathered_without_numpy) == [expected] * 3

@@ -17,7 +17,8 @@ def start_fork_server() -> None:
     """Start it, unless it runs, or ranks are not forked here. It ends with this process."""
     if START_METHOD != "forkserver":
         return
-    multiprocessing.get_context(START_METHOD).set_forkserver_preload(["anybatch.cli.local_ranks"])
+    # The first optimizer of a process imports torch's compiler, for a second or two: once here, and not on every rank.
+    multiprocessing.get_context(START_METHOD).set_forkserver_preload(["anybatch.cli.local_ranks", "torch._dynamo"])
     former = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by ranks: a Ctrl-C is for the launcher alone
     try:
         forkserver.ensure_running()

@@ -35,7 +35,8 @@ def align_replicas(modules: nn.Module, world: World, initial: Initial) -> tuple[
         return ()
     tensors = {**dict(modules.named_parameters()), **dict(modules.named_buffers())}
     layout = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
-    for rank, other in enumerate(world.gather_from_processes(layout)):
+    found = world.gather_from_processes((layout, [digest(local_part(tensor)) for tensor in tensors.values()]))
+    for rank, (other, _) in enumerate(found):
         if other != layout:
             mine, theirs = _first_difference(layout, other)
             message = (
@@ -43,7 +44,7 @@ def align_replicas(modules: nn.Module, world: World, initial: Initial) -> tuple[
                 "Build the model from the same configuration on every rank."
             )
             raise ReplicaError(message, ranks=(rank,))
-    digests = world.gather_from_processes([digest(local_part(tensor)) for tensor in tensors.values()])
+    digests = [theirs for _, theirs in found]
     _refuse_unlike(tensors, digests, world)
     differing = tuple(
         name

@@ -32,6 +32,8 @@ from anybatch.parallel.rank_grid import RankGrid, data_dimension, make_grid
 from anybatch.parallel.roll_call import RollCall
 
 _T = TypeVar("_T")
+_SIZE_BYTES, _FIRST_BYTES = 8, 1016
+"""The first message of a value: how many bytes it has, and as many of them as most values have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,8 +238,14 @@ class World:
             return [value] * self.size
         # torch's all_gather_object needs numpy, which torch does not bring along.
         written = pickle.dumps(value)
-        sizes = [int(row[0]) for row in self._gather_rows([float(len(written))])]
-        gathered = self._gather_bytes(written, max(sizes))
+        # Most values are small, and go along with their size in one message; what is left of larger ones, in another.
+        first, rest = written[:_FIRST_BYTES], written[_FIRST_BYTES:]
+        begun = self._gather_bytes(len(written).to_bytes(_SIZE_BYTES) + first, _SIZE_BYTES + _FIRST_BYTES)
+        sizes = [int.from_bytes(row[:_SIZE_BYTES]) for row in begun]
+        gathered = [row[_SIZE_BYTES:] for row in begun]
+        if max(sizes) > _FIRST_BYTES:
+            more = self._gather_bytes(rest, max(sizes) - _FIRST_BYTES)
+            gathered = [row + others for row, others in zip(gathered, more, strict=True)]
         # What our own ranks have written is as trustworthy as this process.
         return [pickle.loads(row[:size]) for row, size in zip(gathered, sizes, strict=True)]  # noqa: S301
 

@@ -1,5 +1,6 @@
 """Real ranks in a test: processes with gloo between them, whose functions return values to the caller."""
 
+import gc
 import multiprocessing
 import sys
 import tempfile
@@ -152,6 +153,8 @@ def rank_context() -> ForkServerContext | SpawnContext:
 
 
 def _serve(pipe: Connection, rank: int, world_size: int, rendezvous: str, timeout_seconds: float) -> None:
+    # What was imported before the fork lives as long as the rank: collections need not look through it every time.
+    gc.freeze()
     # Ranks share the cores of one machine: with a pool of threads each they would wait for each other.
     torch.set_num_threads(1)
     dist.init_process_group(
