@@ -85,3 +85,11 @@ def test_decisions_are_pages_of_one_form() -> None:
 def test_top_version_is_the_first(heading: str) -> None:
     """The topmost entry counts, however its date is written."""
     assert top_version(f"# Changes\n\n{heading}\n\n## 0.9.0\n") == "1.2.3"
+
+
+def test_files_that_begin_first_are_there() -> None:
+    """Every file of tests that `conftest.py` names as a long one exists: one that was renamed would begin last."""
+    named = re.findall(r'"((?:guide/)?tests/[\w/]+\.py)"', (ROOT / "conftest.py").read_text(encoding="utf-8"))
+
+    assert len(named) > 5
+    assert [name for name in named if not (ROOT / name).exists()] == []
