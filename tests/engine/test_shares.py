@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import anybatch as ab
 from anybatch.core.batch import Position
-from anybatch.errors import AnyBatchWarning, BatchSizeError, DataError, RanksDifferError
+from anybatch.errors import AnyBatchWarning, BatchSizeError, DataError, RankFailedError, RanksDifferError
 from anybatch.testing import relative_error, run_ranks
 from tests.engine.cases import STRATEGIES, classify, cut, perceptron, vectors
 from tests.faults import sees
@@ -161,8 +161,8 @@ def plain_steps(num_samples: int, steps: list[list[int]]) -> torch.Tensor:
 @sees(
     "the rest of a batch that was cut is lost",
     "src/anybatch/engine/shares.py",
-    "self._parts[0] = slice_samples(self._parts[0], number, size)\n                self._num_parts[0] = size - number",
-    "self._parts.pop(0)\n                self._num_parts.pop(0)",
+    "rest = slice_samples(self._held, number, self.num_read)",
+    "self.num_read = number",
 )
 def test_batches_of_a_loader_are_joined_to_the_named_size() -> None:
     """Batches of 4 make steps of 6: one is cut and its rest opens the next step; the last step is smaller."""
@@ -184,10 +184,30 @@ def test_ranks_join_their_loaders(two_ranks: Ranks) -> None:
 def test_what_cannot_be_joined_is_refused() -> None:
     """Batches that are padded to different lengths are named, with what to do."""
     loader = [{"x": torch.zeros(4, 5)}, {"x": torch.zeros(4, 7)}]
-    with pytest.raises(DataError, match=r"batch\['x'\] is \(4, 5\) and \(2, 7\)\. Pad all of them"):
+    with pytest.raises(DataError, match=r"batch\['x'\] is \(4, 5\) and \(4, 7\)\. Pad all of them"):
         list(ab.shares(loader, effective_batch_size=6, world=ab.World()))
     with pytest.raises(BatchSizeError, match="effective_batch_size=0 must be a whole number"):
         list(ab.shares(loader, effective_batch_size=0, world=ab.World()))
+
+
+def joined_in_vain() -> tuple[int, str]:
+    """Run on every rank: batches of rank 1 cannot be joined; return the shares before, and what is raised."""
+    world = ab.World.from_environment()
+    widths = [5, 5, 5, 7] if world.rank else [5] * 4
+    loader = [{"x": torch.zeros(2, width)} for width in widths]
+    found = []
+    with pytest.raises((DataError, RankFailedError)) as caught:
+        found.extend(ab.shares(loader, effective_batch_size=8, world=world))
+    return len(found), f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_what_cannot_be_joined_is_refused_on_all_ranks_at_once(two_ranks: Ranks) -> None:
+    """No rank is given a share of a step that another one cannot bring its part to."""
+    (of_first, first), (of_second, second) = two_ranks.run(joined_in_vain)
+
+    assert (of_first, of_second) == (1, 1)
+    assert first.startswith("RankFailedError: rank 1 failed"), first
+    assert second.startswith("DataError: batches of a loader cannot be joined"), second
 
 
 def steps_of_loader(sizes: list[int], **options: Any) -> None:

@@ -89,46 +89,49 @@ def _shares_as_loaded(batches: Iterator[Any], world: World) -> Iterator[RankShar
 
 
 class _Samples:
-    """The samples of a loader's batches, taken in any number."""
+    """The samples of a loader's batches, taken in any number.
+
+    Attributes:
+        num_read: samples that have been read and not been taken.
+        is_over: whether the loader has ended.
+    """
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self._batches = batches
-        self._parts: list[Any] = []
-        self._num_parts: list[int] = []
+        self._held: Any = None
+        self.num_read = 0
         self.is_over = False
 
-    @property
-    def num_read(self) -> int:
-        """Samples that have been read and not been taken."""
-        return sum(self._num_parts)
-
     def read(self, number: int) -> None:
-        """Read batches until there are so many samples, or until there are no more."""
+        """Read batches until there are so many samples, or until there are no more, and join them.
+
+        Raises:
+            DataError: they cannot be joined.
+        """
+        parts = [self._held] if self.num_read else []
         while self.num_read < number and not self.is_over:
             try:
                 batch = next(self._batches)
             except StopIteration:
                 self.is_over = True
-                return
+                break
             size = count_samples(batch)
             if size:
-                self._parts.append(batch)
-                self._num_parts.append(size)
+                parts.append(batch)
+                self.num_read += size
+        # Here and not where they are taken: all ranks are told what goes wrong in here.
+        self._held = join_samples(parts) if parts else None
 
     def take(self, number: int) -> Any:  # noqa: ANN401 (any nested batch)
         """Return so many samples as one batch, the next ones; None for none."""
-        taken = []
-        while number:
-            size = self._num_parts[0]
-            if size <= number:
-                taken.append(self._parts.pop(0))
-                self._num_parts.pop(0)
-            else:
-                taken.append(slice_samples(self._parts[0], 0, number))
-                self._parts[0] = slice_samples(self._parts[0], number, size)
-                self._num_parts[0] = size - number
-            number -= min(size, number)
-        return join_samples(taken) if taken else None
+        if not number:
+            return None
+        taken, rest = self._held, None
+        if number < self.num_read:
+            taken = slice_samples(self._held, 0, number)
+            rest = slice_samples(self._held, number, self.num_read)
+        self._held, self.num_read = rest, self.num_read - number
+        return taken
 
 
 def _joined_shares(samples: _Samples, effective_batch_size: int, world: World) -> Iterator[RankShare]:
