@@ -257,14 +257,22 @@ class Fails(torch.optim.SGD):
         return super().step(closure)
 
 
-def fails_in_update(strategy: str) -> Told:
-    """Run on every rank: the last rank's update fails half-way, and its loop goes on."""
+def fails_in_update(strategy: str, apart: int = APART) -> Told:
+    """Run on every rank: the last rank's update fails half-way in a step, and its loop goes on."""
     run = Run(strategy, Fails)
-    for number in range(APART + 2):
+    for number in range(apart + 2):
         if isinstance(run.optimizer, Fails):
-            run.optimizer.fails = number == APART and run.is_last
+            run.optimizer.fails = number == apart and run.is_last
         run.step(batch_at(number))
     return run.end()
+
+
+def another_engine(strategy: str) -> tuple[Told, Told]:
+    """Run on every rank: behind an update that fails on the last one, all make another engine and a step with it."""
+    first = fails_in_update(strategy, APART + 2)  # behind it comes no step in which the loss is looked at
+    run = Run(strategy)
+    run.step(batch_at(0))
+    return first, run.end()
 
 
 def called_by_one(strategy: str, name: str, folder: str) -> Told:

@@ -12,6 +12,7 @@ from tests.engine.ranks_apart import (
     NUM_BATCHES,
     NUM_LOOKS,
     Told,
+    another_engine,
     called_by_one,
     changes_weight,
     changes_weight_in_loop,
@@ -236,6 +237,26 @@ def test_an_update_that_fails_on_one_rank(strategy: str) -> None:
     assert "the update of step 2 (counted from 0) broke off (RuntimeError: planted)" in failed.ends[-1]
     assert other.kinds == ["0", "1", "2", "RankFailedError"]
     assert "rank 1 failed in step 2: RuntimeError: planted" in other.ends[-1]
+
+
+@sees(
+    "a later world does not know of messages that were left",
+    "src/anybatch/parallel/roll_call.py",
+    'self._out_of_step = _LEFT_MESSAGES.get(_default_group(), "")',
+    'self._out_of_step = ""',
+    cases=["all_reduce"],
+)
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])
+def test_another_engine_behind_a_message_that_was_left(strategy: str) -> None:
+    """A rank has waited in vain for the other: no later engine of theirs takes that message for one of its own."""
+    outcomes = run_ranks(2, another_engine, strategy, timeout_seconds=TIMEOUT_SECONDS)
+    assert [outcome.error for outcome in outcomes] == [None, None]
+    (_, waited), (_, failed) = (outcome.value for outcome in outcomes)
+    assert waited.kinds == ["WorldError"]
+    assert "Start all ranks again, from the last checkpoint." in waited.ends[0]
+    assert failed.kinds == ["RankFailedError"]
+    assert "ranks cannot be brought together again" in failed.ends[0]
 
 
 @sees(

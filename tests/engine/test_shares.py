@@ -32,7 +32,7 @@ def train_on_uneven_loaders(strategy: str) -> tuple[dict[str, torch.Tensor], lis
 
 def rounds(world_size: int) -> list[tuple[dict[str, torch.Tensor], list[tuple[int, int]]]]:
     """Return, per step, the whole batch and the bounds of the shares of those ranks that still bring one."""
-    found = []
+    found: list[Any] = []
     for number in range(4):
         busy = min(world_size, 4 - number)
         sizes = [3 + rank for rank in range(busy)]
@@ -195,7 +195,7 @@ def joined_in_vain() -> tuple[int, str]:
     world = ab.World.from_environment()
     widths = [5, 5, 5, 7] if world.rank else [5] * 4
     loader = [{"x": torch.zeros(2, width)} for width in widths]
-    found = []
+    found: list[Any] = []
     with pytest.raises((DataError, RankFailedError)) as caught:
         found.extend(ab.shares(loader, effective_batch_size=8, world=world))
     return len(found), f"{type(caught.value).__name__}: {caught.value}"

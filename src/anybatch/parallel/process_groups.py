@@ -53,7 +53,7 @@ class PendingMessage:
             RankFailedError, RanksDifferError: another rank is not going to bring it.
         """
         try:
-            self._roll_call.wait(self._work)
+            self._roll_call.wait(self._work, in_control_group=True)
         finally:
             # Left by a rank that waits no longer, it is still under way.
             if self._work.is_completed():

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import NoReturn, Self
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -23,6 +24,8 @@ _PREFIX = "anybatch/roll_call"
 _FIRST_PATIENCE_SECONDS = 0.5
 _MOST_PATIENCE_SECONDS = 4.0
 _LEAVING_SECONDS = 4.0
+_LEFT_MESSAGES: "WeakKeyDictionary[dist.ProcessGroup, str]" = WeakKeyDictionary()
+"""By default group, where this rank left a message that another one has not answered: the next would be its answer."""
 _MOST_TIMES_CUT = 2
 """Times that a rank may find the next one gone and wait on: its program may be over, and the last message under way."""
 NUM_DIGESTS = 4
@@ -99,7 +102,7 @@ class RollCall:
         self._inside = False
         self._has_failed = False
         self._meets = False
-        self._out_of_step = ""
+        self._out_of_step = _LEFT_MESSAGES.get(_default_group(), "")
         self.digests: tuple[int, ...] = (0,) * NUM_DIGESTS
         self.has_agreed = False
         self.num_told = 0
@@ -170,8 +173,12 @@ class RollCall:
         self._has_failed = True
         self._try(lambda store: store.set(self._key("left", self.number), str(self._rank)))
 
-    def wait(self, work: "dist.Work") -> None:
+    def wait(self, work: "dist.Work", *, in_control_group: bool = False) -> None:
         """Wait for a collective on the CPU; look around from time to time.
+
+        Args:
+            work: the collective.
+            in_control_group: of this world alone; others go through groups that later worlds use as well.
 
         Raises:
             RuntimeError: the connection to another rank broke.
@@ -188,7 +195,12 @@ class RollCall:
                 work.wait()  # it has come, or has broken, in between
             return True
 
-        self._wait(wait)
+        try:
+            self._wait(wait)
+        except WorldError:
+            if not in_control_group:
+                _LEFT_MESSAGES[_default_group()] = str(self.here)
+            raise
 
     def leave_with(self, ranks: Sequence[int]) -> list[int]:
         """Wait a while until others leave the effective batch too; return those that have not.
@@ -354,3 +366,8 @@ class RollCall:
 
 def _at(step: int | None) -> str:
     return "" if step is None else f" at step {step}"
+
+
+def _default_group() -> "dist.ProcessGroup":
+    assert dist.group.WORLD is not None  # a control group is made within it
+    return dist.group.WORLD
