@@ -44,7 +44,7 @@ LONG_FILES = (
     *("guide/tests/test_planner.py", "tests/planner/test_sharded_plan.py", "guide/tests/test_tracing.py"),
 )
 """Files whose tests take a minute or more: they begin first, so that none is still at work when all others are done."""
-MOST_SECONDS = 3.0  # what took more than a quarter of a second is marked as slow
+MOST_SECONDS = 10.0  # forty times what a test without a mark may take: a slow, busy machine is no reason to fail
 
 
 class TorchRandom:
