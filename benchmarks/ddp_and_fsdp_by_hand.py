@@ -185,13 +185,14 @@ def main() -> None:
     """Print the tables, and write them to a file if asked."""
     parser = report.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     arguments = parser.parse_args()
     lines = [
         "| ranks | ddp, or fsdp that reduces | accumulation steps | by hand, ms | engine, ms | ratio | quartiles |",
         "|--:|---|--:|--:|--:|--:|---|",
     ]
     memory = ["| ranks | strategy | between steps, MiB | at the peak, MiB | planned, MiB |", "|--:|---|--:|--:|--:|"]
-    for num_ranks in (2, 4):
+    for num_ranks in arguments.ranks:
         with RankPool(num_ranks) as pool:
             for kind in ("ddp", *REDUCTIONS):
                 for number in (1, 4):
