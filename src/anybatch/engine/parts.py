@@ -41,8 +41,8 @@ from anybatch.errors import CheckpointError
 from anybatch.parallel.world import World
 
 _GOES_ON = (
-    "It was written in the background (engine.save(wait=False)), and training goes on meanwhile. The next engine.save, "
-    "engine.load or end of the engine raises this on every rank."
+    "It was written in the background (engine.save(wait=False)), and training goes on meanwhile. The next engine.save "
+    "or engine.load raises this on every rank, the end of the engine on this one."
 )
 
 
