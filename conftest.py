@@ -26,7 +26,7 @@ install_import_hook([name for package in PACKAGES for name in shaped_modules(pac
 from anybatch.testing.ranks import PRELOADED, rank_context  # noqa: E402 (not before its shapes are checked)
 from tests.ranks_fixture import leaks_on_ranks  # noqa: E402 (the same)
 
-RANK_FIXTURES = frozenset({"one_rank", "two_ranks", "three_ranks", "ranks"})
+RANK_FIXTURES = frozenset({"one_rank", "two_ranks", "three_ranks", "four_ranks", "ranks"})
 SLOW_FIXTURES = frozenset({"browser"})
 IMPORTED_ON_RANKS = (
     "torch._dynamo",  # by the first optimizer of a process

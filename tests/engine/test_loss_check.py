@@ -4,6 +4,7 @@ Two of the tests reach into the engine for its modules, since a check has to lea
 """
 
 import random
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -316,7 +317,7 @@ def test_running_out_of_memory_is_no_error() -> None:
 )
 def test_it_gives_up_after_eight_steps_and_costs_nothing_then() -> None:
     """Eight batches that cannot tell are enough; from then on the model is called once per micro-batch."""
-    called: list[int] = []
+    called = array("q")  # which checks do not put back
 
     def counting(model: nn.Module, batch: Batch) -> torch.Tensor:
         called.append(1)
@@ -326,7 +327,7 @@ def test_it_gives_up_after_eight_steps_and_costs_nothing_then() -> None:
     calls = []
     with engine_for(Declared(Classifier, lambda: alike, lambda: ab.mean_over_samples(counting))) as engine:
         for _ in range(10):
-            called.clear()
+            del called[:]
             engine.step(alike)
             calls.append(len(called))
     assert all(number > 3 for number in calls[:8])
@@ -400,8 +401,8 @@ def same(one: Any, other: Any) -> bool:
 @sees(
     "declaration: buffers stay as the check has left them",
     "src/anybatch/engine/side_effects.py",
-    "for restore in (*restores, *(one.restore for one in buffers)):",
-    "for restore in restores:",
+    "            buffers.restore()\n",
+    "",
 )
 @pytest.mark.parametrize("kind", ["holds", "broken", "fails", "interrupted"])
 def test_nothing_is_touched(kind: str) -> None:

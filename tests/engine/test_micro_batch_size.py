@@ -4,6 +4,7 @@ Time is told by clocks that move when a model says so.
 """
 
 import random
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -70,13 +71,6 @@ def best_at_eight(size: int) -> float:
     return 0.02 + 0.01 * size + 0.01 * max(0, size - 8)
 
 
-class Log:
-    """Keeps sizes where trials do not put them back."""
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-
-
 class Model(nn.Module):
     """Takes as long as it is told, and memory for as many samples; draws from everywhere, and changes its buffers."""
 
@@ -87,7 +81,7 @@ class Model(nn.Module):
         self.seconds = seconds
         self.limit = fits
         self.at_least = at_least
-        self.log = Log()
+        self.log = array("q")  # which trials do not put back
         self.calls = 0
         self.bulk = nn.Parameter(torch.randn(WORTH_TIMING // NUM_SAMPLES + 1))
         self.register_buffer("seen", torch.zeros(5))
@@ -98,10 +92,10 @@ class Model(nn.Module):
     @property
     def sizes(self) -> list[int]:
         """Sizes of all forwards, those of trials too."""
-        return self.log.sizes
+        return list(self.log)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.sizes.append(len(x))
+        self.log.append(len(x))
         self.calls += 1
         self.clock.now += self.seconds(len(x))
         self.get_buffer("seen").add_(x.sum(0))

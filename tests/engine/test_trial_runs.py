@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -88,13 +89,13 @@ def keeper() -> Keeper:
 
 @sees(
     "contents of lists, dicts and hooks are not put back",
-    "src/anybatch/engine/side_effects.py",
-    "        for one in contents:\n            one()\n",
+    "src/anybatch/engine/restoring.py",
+    "            for one in inside:\n                one()\n",
     "",
 )
 @sees(
     "values of tensors in attributes are not put back",
-    "src/anybatch/engine/side_effects.py",
+    "src/anybatch/engine/restoring.py",
     "            tensor.copy_(value)\n",
     "            pass\n",
 )
@@ -258,19 +259,19 @@ def test_what_the_loss_itself_keeps_is_of_its_samples_alone(form: str, sizes: st
 @pytest.mark.parametrize("sizes", SIZES)
 def test_code_can_ask_whether_it_is_run_for_a_trial(sizes: str) -> None:
     """What is counted outside of trial runs is each sample once, in checks and trials of sizes as well."""
-    seen: list[int] = []
-    trials: list[int] = []
+    seen: SimpleQueue[int] = SimpleQueue()  # whose contents do not go back by themselves
+    trials: SimpleQueue[int] = SimpleQueue()
 
     def counting(model: nn.Module, batch: Batch) -> torch.Tensor:
-        (trials if ab.in_trial_run() else seen).append(len(batch["x"]))
+        (trials if ab.in_trial_run() else seen).put(len(batch["x"]))
         return cross_entropy(model, batch)
 
     engine = engine_of(wide(), ab.mean_over_samples(counting), **SIZES[sizes])
     engine.step(batch_of())
     engine.close()
 
-    assert sum(seen) == 64
-    assert trials
+    assert sum(seen.get() for _ in range(seen.qsize())) == 64
+    assert trials.qsize()
     assert not ab.in_trial_run()
 
 

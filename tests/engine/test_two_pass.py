@@ -3,6 +3,7 @@
 import copy
 import traceback
 import warnings
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -511,7 +512,7 @@ def test_gradients_travel_once_and_outputs_once(num_samples: int, two_ranks: Ran
 
 def test_search_for_a_size() -> None:
     """The search for a micro-batch size runs both passes, with a loss of the whole batch, and changes nothing."""
-    asked: list[int] = []
+    asked = array("q")  # which trials do not put back
 
     def loss(model: Encoders, views: Pair) -> torch.Tensor:
         asked.append(len(views.one))

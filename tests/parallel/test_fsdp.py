@@ -536,6 +536,7 @@ def message_of_a_failure() -> str:
     "    if roll_call is None or async_op:",
     "    if True:",
 )
+@pytest.mark.ranks
 def test_a_failing_rank_is_not_waited_for() -> None:
     """A rank that waits to gather weights with one that has failed ends at once, with that one's error."""
     first, second = run_ranks(2, message_of_a_failure, timeout_seconds=20.0)
@@ -614,6 +615,7 @@ def refused_sharding() -> list[str]:
     "    refuse_misplaced(modules, needs, world, spec.precision)\n",
     "",
 )
+@pytest.mark.ranks
 def test_other_shardings_are_refused() -> None:
     """Parts that were left out, meshes of some ranks, and shards under another strategy are refused by name."""
     for outcome in run_ranks(2, refused_sharding, timeout_seconds=60.0):

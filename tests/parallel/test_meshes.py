@@ -1,5 +1,7 @@
 """Device meshes belong to the ranks that are connected."""
 
+import pytest
+
 from anybatch.parallel.meshes import mesh_of_ranks
 from tests.faults import sees
 from tests.ranks_fixture import Ranks
@@ -17,6 +19,7 @@ def two_meshes() -> tuple[bool, bool]:
     "    if (kind, shape) not in meshes:",
     "    if True:",
 )
+@pytest.mark.ranks
 def test_a_mesh_is_made_once() -> None:
     """All engines of connected ranks share the mesh of a shape, so that fifty of them leave no fifty groups behind."""
     ranks = Ranks(2)

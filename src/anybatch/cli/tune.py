@@ -11,7 +11,6 @@ from anybatch.cli.threads import let_threads_sleep
 from anybatch.cli.train_request import DEFAULT_RECIPE
 
 if TYPE_CHECKING:
-    from anybatch.data.batches import Batches
     from anybatch.engine.update.precision import PrecisionName
 
 _DESCRIPTION = (
@@ -88,35 +87,14 @@ def tune_recipe(
         UserError: the recipe or a size cannot be used.
     """
     # torch takes seconds to import, and is not needed to say that an option is wrong.
-    from anybatch.data.batches import batches  # noqa: PLC0415 (brings torch)
     from anybatch.diagnostics.figure import draw_tuning  # noqa: PLC0415 (brings torch)
     from anybatch.diagnostics.tune import LOADED_STEPS, tune  # noqa: PLC0415 (brings torch)
-    from anybatch.recipes.load import load_recipe  # noqa: PLC0415 (brings torch)
+    from anybatch.recipes.measured_job import MeasuredJob  # noqa: PLC0415 (brings torch)
 
-    job = load_recipe(recipe)
-    size = effective_batch_size or job.defaults.effective_batch_size
-    dataset = job.dataset()
-
-    def data(num_workers: int) -> "Batches":
-        return batches(
-            dataset,
-            effective_batch_size=size,
-            # One more than is timed: the first batch also starts the workers.
-            steps=LOADED_STEPS + 1,
-            shuffle=job.shuffle,
-            seed=seed,
-            collate=job.collate,
-            num_workers=num_workers,
-        )
-
+    job = MeasuredJob(recipe=recipe, effective_batch_size=effective_batch_size, precision=precision, seed=seed)
     report = tune(
-        job.train_spec(
-            seed=seed,
-            learning_rate=1e-6 * job.defaults.learning_rate,  # one batch over and over may diverge
-            effective_batch_size=size,
-            precision=precision,
-        ),
-        data,
+        job.train_spec(),
+        job.data(steps=LOADED_STEPS + 1),  # one more than is timed: the first batch also starts the workers
         micro_batch_sizes=micro_batch_sizes,
         num_workers=_WORKERS if workers is None else workers,
     )

@@ -1,29 +1,21 @@
 """Running a model once more than the user asked for, and leaving no trace of it."""
 
-import functools
 import sys
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from itertools import chain
-from types import ModuleType
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import nn
 
 from anybatch.core.buffers import BufferValues
 from anybatch.data.random_state import preserved_random_state, seed_generators
+from anybatch.engine.reached_state import ReachedState
 from anybatch.engine.rng.generators import UnitRandomness
 
 _IS_TRIAL: ContextVar[bool] = ContextVar("anybatch_is_trial", default=False)
-_DEEPEST = 2
-"""How many containers deep their contents go back: `self.seen["train"].append(...)` has two."""
-_PARTS = ("_parameters", "_buffers", "_modules")
-
-Restore = Callable[[], None]
 
 
 def in_trial_run() -> bool:
@@ -41,8 +33,9 @@ def in_trial_run() -> bool:
         return F.cross_entropy(logits, batch["y"])
     ```
 
-    What modules and the loss's own object keep in attributes, lists, dicts and sets goes back by itself; this is for
-    what is kept elsewhere: global variables, closures, files, counters of other libraries.
+    What modules keep in attributes goes back by itself, and so does what the loss and the functions that it calls keep
+    in objects, closures, global variables and classes of the user's own, with the contents of lists, dicts and sets and
+    the values of tensors. This is for what lies elsewhere: files, prints, iterators, objects of other packages.
     """
     return _IS_TRIAL.get()
 
@@ -63,9 +56,9 @@ def without_side_effects(
 ) -> Iterator["SeededGenerators"]:
     """Put buffers, hooks, attributes, modes and random numbers back as they were, also behind an error.
 
-    Attributes go back with the values of tensors and the contents of lists, dicts and sets in them, of modules and of
-    the objects that functions belong to. Parameters are taken to be left alone. Warnings are not shown: the step itself
-    runs the same code a moment later.
+    So do the variables that functions write to, see `ReachedState`, with the values of tensors and the contents of
+    lists, dicts and sets in them. Parameters are taken to be left alone. Warnings are not shown: the step itself runs
+    the same code a moment later.
 
     Args:
         modules: what is run.
@@ -73,13 +66,8 @@ def without_side_effects(
         functions: what else is run: functions, methods or callable objects of the user's.
         as_compiled: run compiled modules as they are; otherwise they run as they were written.
     """
-    owners = list(_owners(functions))
-    own = set(modules.modules())
-    others = [one for owner in owners for one in _values(owner) if isinstance(one, nn.Module) and one not in own]
-    everything = list(dict.fromkeys(chain.from_iterable(one.modules() for one in [modules, *others])))
-    # Counters and caches that users keep as plain attributes (steps seen, a last output) go back as well.
-    restores = [*map(_module_attributes, everything), *map(_attributes, owners)]
-    buffers = [BufferValues(one) for one in [modules, *others]]
+    reached = ReachedState(functions, modules)
+    buffers = BufferValues(nn.ModuleList(reached.modules))
     generators = SeededGenerators(device)
     with ExitStack() as stack:
         stack.enter_context(trial_run())
@@ -92,107 +80,8 @@ def without_side_effects(
         try:
             yield generators
         finally:
-            for restore in (*restores, *(one.restore for one in buffers)):
-                restore()
-
-
-def _owners(functions: Iterable[object]) -> Iterator[object]:
-    """Yield what functions may keep things in: a callable object, a method's own, and what a partial was made of."""
-    for function in functions:
-        if isinstance(function, functools.partial):
-            yield from _owners([function.func])
-        elif not isinstance(function, nn.Module):
-            found = (function, getattr(function, "__self__", None))
-            # A function of C belongs to its file.
-            yield from (one for one in found if hasattr(one, "__dict__") and not isinstance(one, ModuleType))
-            if hasattr(function, "__wrapped__"):  # what `functools.wraps` leaves
-                yield from _owners([function.__wrapped__])
-
-
-def _values(owner: object) -> Iterator[object]:
-    yield owner
-    yield from vars(owner).values()
-
-
-def _module_attributes(module: nn.Module) -> Restore:
-    kind, restore = type(module), _attributes(module)
-
-    def restore_unless_materialised() -> None:
-        if type(module) is kind:  # otherwise a lazy module has found its shape, and keeps it
-            restore()
-
-    return restore_unless_materialised
-
-
-def _attributes(owner: object) -> Restore:
-    """Return what puts the attributes of an object back, with what they hold."""
-    before = dict(vars(owner))
-    # Parameters are many and left alone; buffers are put back by themselves. That some were added is undone.
-    contents = [_contents(value, _DEEPEST - 2 * (name in _PARTS)) for name, value in before.items()]
-
-    def restore() -> None:
-        now = vars(owner)
-        if isinstance(now, MutableMapping):
-            _fill(now, before)
-        for one in contents:
-            one()
-
-    return restore
-
-
-def _contents(value: object, depth: int) -> Restore:
-    """Return what puts the values of a tensor, or what a container holds, back."""
-    if isinstance(value, torch.Tensor):
-        return _tensor(value) if depth else _nothing
-    if not isinstance(value, (list, dict, set, deque)):
-        return _nothing
-    kept = value.copy()
-    inner = [_contents(one, depth - 1) for one in (kept.values() if isinstance(kept, dict) else kept)] if depth else []
-
-    def restore() -> None:
-        if isinstance(value, dict):
-            _fill(value, kept)
-        elif isinstance(value, set):
-            value.intersection_update(kept)
-            value.update(kept)
-        elif len(value) != len(kept) or any(map(_is_other, value, kept)):
-            value.clear()
-            value.extend(kept)
-        for one in inner:
-            one()
-
-    return restore
-
-
-def _fill(now: MutableMapping[Any, Any], before: Any) -> None:  # noqa: ANN401 (a mapping of the same kind)
-    """Put back what a mapping held, in its order; one that is as it was is not touched."""
-    if list(now) == list(before) and not any(map(_is_other, now.values(), before.values())):
-        return
-    for name in list(now):
-        del now[name]
-    now.update(before)
-
-
-def _is_other(one: object, other: object) -> bool:
-    return one is not other
-
-
-def _tensor(tensor: torch.Tensor) -> Restore:
-    if isinstance(tensor, nn.Parameter) or tensor.is_meta or tensor.is_inference():
-        return _nothing
-    value = tensor.detach().clone()
-
-    @torch.no_grad()
-    def restore() -> None:
-        # One that is as it was is not written to: a graph of the user's may have saved it.
-        if tensor.shape == value.shape and not torch.equal(tensor, value):
-            tensor.copy_(value)
-
-    return restore
-
-
-def _nothing() -> None:
-    """Put nothing back."""
+            reached.restore()
+            buffers.restore()
 
 
 class SeededGenerators:

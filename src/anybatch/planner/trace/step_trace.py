@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from anybatch.core.batch import Foresight, Position, Positions
@@ -18,6 +19,8 @@ from anybatch.core.tree import Batch, slice_samples, tensors_of
 from anybatch.engine.engine import Engine
 from anybatch.engine.inputs import Model, collect_modules
 from anybatch.engine.loss_check.check import BareLoss
+from anybatch.engine.reached_state import ReachedState
+from anybatch.engine.side_effects import trial_run
 from anybatch.engine.spec import Hardware
 from anybatch.errors import CannotPlanError, PlanError, UserError
 from anybatch.memory.torch_internals import FakeTensorMode, tree_leaves
@@ -117,6 +120,12 @@ class StepTracer:
             stack.enter_context(warnings.catch_warnings())
             stack.enter_context(without_garbage_collection())
             warnings.simplefilter("ignore")  # the real run shows them
+            # The twin is a copy, functions are not: what they write to would be left with tensors without data.
+            model = self._spec.trained.model
+            modules = nn.ModuleList([model] if isinstance(model, nn.Module) else model.values())
+            reached = ReachedState(declared(self._spec.trained.loss).functions.values(), modules)
+            stack.callback(reached.restore)
+            stack.enter_context(trial_run())
             self._twin_run = _TwinRun(self._spec, self._mode, world, self._num_micro_batches)
             stack.callback(self._twin_run.ledger.forget)
             self._entered = stack.pop_all()
