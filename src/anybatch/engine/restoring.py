@@ -133,6 +133,7 @@ def _slots(owner: object) -> dict[str, Any]:
     names = {
         name
         for kind in type(owner).__mro__
+        if "__slots__" in vars(kind)  # types of C have descriptors of that kind for other things
         for name, value in vars(kind).items()
         if isinstance(value, MemberDescriptorType) and name not in ("__dict__", "__weakref__")
     }
