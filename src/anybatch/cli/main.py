@@ -36,6 +36,7 @@ VERBS = (
     Verb("train", "How do I train at the batch size I name, on whatever is here?"),
     Verb("plan", "What fits into a device that is not here, and what would make more fit?"),
     Verb("check", "Is what I train exactly what I think?"),
+    Verb("compare", "Which way of using devices is best here: accumulated, DDP, ZeRO-1, FSDP, ...?"),
     Verb("tune", "Which micro-batch size is the fastest here, and does loading keep up?"),
     Verb("memory", "Where does the memory of a step go, and how much is left?"),
     Verb("demo", "What does it do, in a minute?"),

@@ -15,3 +15,12 @@ def let_threads_sleep() -> None:
     """
     if "torch" not in sys.modules:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def hide_logs_of_torch() -> None:
+    """Let torch's C++ code print errors only, here and in processes that are started from here.
+
+    Its reducer warns of what a comparison does on purpose. It is read when torch is imported.
+    """
+    if "torch" not in sys.modules:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

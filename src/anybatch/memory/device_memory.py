@@ -64,15 +64,21 @@ def limit_of(device: torch.device) -> int | None:
     return int(total_bytes * torch.cuda.get_per_process_memory_fraction(device))
 
 
+def driver_bytes(device: torch.device) -> int | None:
+    """Return the bytes of a CUDA device in use by its driver, as nvidia-smi shows them; None on other devices."""
+    if device.type != "cuda":
+        return None
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    return int(total_bytes - free_bytes)
+
+
 def outside_bytes(device: torch.device) -> int | None:
     """Return the bytes of a CUDA device in use outside of torch's allocator: contexts, communicators, other programs.
 
     None on other devices.
     """
-    if device.type != "cuda":
-        return None
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    return int(total_bytes - free_bytes - torch.cuda.memory_reserved(device))
+    used_bytes = driver_bytes(device)
+    return None if used_bytes is None else used_bytes - torch.cuda.memory_reserved(device)
 
 
 def _of_cuda(device: torch.device) -> MemoryInUse | None:

@@ -36,7 +36,7 @@ class RankOutcome:
 
 
 class RankPool:
-    """`world_size` processes joined by gloo, which run one function after the other.
+    """`world_size` joined processes, which run one function after the other.
 
     Functions must be importable (defined at the top of a module). On Linux ranks are forked from one process that has
     imported torch, so that only the first pool waits seconds for it, and all have the environment variables of that
@@ -46,9 +46,10 @@ class RankPool:
     Args:
         world_size: number of ranks.
         timeout_seconds: how long a rank waits for another, and the caller for all.
+        backend: of torch's process group: "cpu:gloo,cuda:nccl" for ranks with a GPU each.
     """
 
-    def __init__(self, world_size: int, *, timeout_seconds: float = 120.0) -> None:
+    def __init__(self, world_size: int, *, timeout_seconds: float = 120.0, backend: str = "gloo") -> None:
         self._timeout_seconds = timeout_seconds
         self._folder = tempfile.TemporaryDirectory(prefix="anybatch-ranks-")
         # A file instead of a port, which another process could take first.
@@ -59,7 +60,7 @@ class RankPool:
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(theirs, rank, world_size, rendezvous, timeout_seconds), daemon=True
+                target=_serve, args=(theirs, rank, world_size, rendezvous, timeout_seconds, backend), daemon=True
             )
             process.start()
             # Only the rank keeps its end: otherwise the pipe would not report the end of a rank that has died.
@@ -152,13 +153,17 @@ def rank_context() -> ForkServerContext | SpawnContext:
     return context
 
 
-def _serve(pipe: Connection, rank: int, world_size: int, rendezvous: str, timeout_seconds: float) -> None:
+def _serve(  # noqa: PLR0917 (all that a process is handed)
+    pipe: Connection, rank: int, world_size: int, rendezvous: str, timeout_seconds: float, backend: str
+) -> None:
     # What was imported before the fork lives as long as the rank: collections need not look through it every time.
     gc.freeze()
     # Ranks share the cores of one machine: with a pool of threads each they would wait for each other.
     torch.set_num_threads(1)
+    if "nccl" in backend:  # which takes the current device of the process
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=rendezvous,
         rank=rank,
         world_size=world_size,

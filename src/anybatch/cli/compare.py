@@ -1,0 +1,97 @@
+"""`anybatch compare RECIPE`: which way of using devices is best for a job, measured in all of them, in turns."""
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from anybatch.cli.parser import Parser, add_recipe, count, integer, number
+from anybatch.cli.status import Status
+from anybatch.cli.threads import hide_logs_of_torch, let_threads_sleep
+from anybatch.cli.train_request import DEFAULT_RECIPE
+
+if TYPE_CHECKING:
+    from anybatch.core.batch import EffectiveBatch
+    from anybatch.recipes.measured_job import MeasuredJob
+
+_DESCRIPTION = (
+    "Make steps of a recipe in every way of using devices, in turns: a small batch, the effective batch at once, "
+    "accumulated, DataParallel, DDP with and without accumulation and no_sync, ZeRO-1, FSDP. Print time, memory, "
+    "traffic, whether the gradient is that of the un-split batch, and what it costs. What is trained is not kept."
+)
+_EPILOG = (
+    "With --effective-batch-size 8 --micro-batch-size 1 it is the classical exercise: 8 x 1 against 8 at once. "
+    "docs/compare.md explains the columns."
+)
+
+
+def run(words: Sequence[str]) -> int:
+    """Compare the ways of running the recipe that a command line names; return the exit status.
+
+    Raises:
+        UserError: the recipe, a size or a device cannot be used.
+    """
+    given = make_parser().parse(words)
+    let_threads_sleep()
+    hide_logs_of_torch()
+    # torch takes seconds to import, and is not needed to say that an option is wrong.
+    from anybatch.diagnostics.comparison.compare import compare  # noqa: PLC0415 (brings torch)
+    from anybatch.diagnostics.comparison.figure import draw_comparison  # noqa: PLC0415 (brings torch)
+    from anybatch.recipes.load import load_recipe  # noqa: PLC0415 (brings torch)
+    from anybatch.recipes.measured_job import MeasuredJob  # noqa: PLC0415 (brings torch)
+
+    size = given.effective_batch_size or load_recipe(given.recipe).defaults.effective_batch_size
+    job = MeasuredJob(recipe=given.recipe, effective_batch_size=size, precision=given.precision, seed=given.seed)
+    report = compare(
+        job.train_spec,
+        partial(first_batches, job),
+        effective_batch_size=size,
+        micro_batch_size=given.micro_batch_size,
+        num_devices=given.devices,
+        device_type=given.device,
+        num_samples=given.samples,
+        price_per_hour=given.price,
+        most_seconds=given.seconds,
+        title=f"{given.recipe}: which way of using devices?",
+    )
+    sys.stdout.write(f"{report}\n")
+    if given.json is not None:
+        given.json.write_text(json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8")
+        sys.stdout.write(f"wrote {given.json}\n")
+    if given.figure is not None:
+        draw_comparison(report, given.figure)
+        sys.stdout.write(f"wrote {given.figure}\n")
+    return Status.DONE
+
+
+def make_parser() -> Parser:
+    """Return the parser of this verb."""
+    parser = Parser("compare", _DESCRIPTION, epilog=_EPILOG)
+    add = parser.add_argument
+    add_recipe(parser, DEFAULT_RECIPE, DEFAULT_RECIPE)
+    add("--effective-batch-size", type=count, metavar="N", help="samples of one optimizer step (default: the recipe's)")
+    add(
+        "--micro-batch-size",
+        type=count,
+        metavar="N",
+        help="samples of a micro-batch where the batch is accumulated (default: a quarter of a device's share)",
+    )
+    add("--devices", type=count, metavar="N", help="of the ways that use several (default: all GPUs; 2 on a CPU)")
+    add("--device", choices=("cpu", "cuda"), help="where (default: cuda where there are so many GPUs)")
+    add("--precision", choices=("fp32", "bf16"), default="fp32", help="number format (default: fp32)")
+    add("--samples", type=count, default=1_000_000, metavar="N", help="that device-hours are for (default: 1,000,000)")
+    add("--price", type=number, metavar="X", help="of a device for an hour: adds a column")
+    add("--seconds", type=number, default=60.0, metavar="X", help="begin no further round after so long (default: 60)")
+    add("--seed", type=integer, default=0, metavar="N", help="of the parameters and the order (default: 0)")
+    add("--json", type=Path, metavar="FILE", help="write all figures")
+    add("--figure", type=Path, metavar="FILE", help="draw time, memory and traffic: .png, .svg or .pdf")
+    return parser
+
+
+def first_batches(job: "MeasuredJob") -> "Iterable[EffectiveBatch]":
+    """Return the effective batches that are compared on; ranks call it."""
+    from anybatch.diagnostics.comparison.measure import NUM_BATCHES  # noqa: PLC0415 (brings torch)
+
+    return job.data(steps=NUM_BATCHES)(0)

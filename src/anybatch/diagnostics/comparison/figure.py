@@ -1,0 +1,65 @@
+"""A comparison as a picture: time, memory and traffic of each way."""
+
+from pathlib import Path
+
+from anybatch.core.units import in_bytes, three_digits
+from anybatch.diagnostics.comparison.report import ComparisonReport
+from anybatch.events.matplotlib_files import import_drawing
+
+_COLOURS = ("#00507F", "#009E73", "#D55E00")
+
+
+def draw_comparison(report: ComparisonReport, path: Path) -> None:
+    """Draw a bar for each way: time of a sample with what communication adds, peak memory, bytes sent in a step.
+
+    Args:
+        report: of `compare`, with at least one result.
+        path: the file, which ends in .png, .svg or .pdf.
+
+    Raises:
+        UserError: matplotlib is not installed, or the picture has another ending than .png, .svg or .pdf.
+        OSError: it cannot be written.
+    """
+    figures = import_drawing("matplotlib.figure", [path])
+    results = report.results
+    figure = figures.Figure(figsize=(11, 1.6 + 0.36 * len(results)), layout="constrained")
+    time, memory, traffic = figure.subplots(1, 3, sharey=True)
+    rows = range(len(results))
+    whole = [1e3 * one.seconds_per_sample for one in results]
+    exposed = [value * (one.exposed_share or 0.0) for value, one in zip(whole, results, strict=True)]
+    time.barh(rows, [a - b for a, b in zip(whole, exposed, strict=True)], color=_COLOURS[0], label="work")
+    time.barh(
+        rows,
+        exposed,
+        left=[a - b for a, b in zip(whole, exposed, strict=True)],
+        color=_COLOURS[2],
+        label="exposed communication",
+    )
+    memory.barh(rows, [one.peak_bytes for one in results], color=_COLOURS[1])
+    sent = [one.gradient_bytes for one in results]
+    traffic.barh(rows, sent, color=_COLOURS[2])
+    written = (
+        (time, "ms per sample", [three_digits(value) for value in whole], whole),
+        (
+            memory,
+            "peak memory of a device",
+            [in_bytes(one.peak_bytes) for one in results],
+            [one.peak_bytes for one in results],
+        ),
+        (traffic, "gradients sent by a rank in a step", [in_bytes(value) if value else "" for value in sent], sent),
+    )
+    for axes, label, words, ends in written:
+        for row, word, end in zip(rows, words, ends, strict=True):
+            axes.annotate(word, (end, row), xytext=(3, 0), textcoords="offset points", va="center", fontsize=8)
+        axes.set_xlabel(label, fontsize=9)
+        axes.set_xticks([])
+        axes.set_xlim(0, 1.35 * max([*ends, 1e-12]))
+        axes.spines[["top", "right", "bottom"]].set_visible(False)
+    devices = [f"{one.way.name} ({one.way.num_devices})" for one in results]
+    time.set_yticks(rows, devices, fontsize=9)
+    time.invert_yaxis()
+    time.legend(loc="lower right", frameon=False, fontsize=8)
+    below = f"{report.device}; effective batch {report.effective_batch_size}; in brackets the number of devices"
+    figure.suptitle(f"{report.title}\n{below}", fontsize=10, x=0.01, ha="left")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=160)

@@ -1,0 +1,414 @@
+"""What a rank does to compare ways of using devices: each way's facts once, then whole steps of all ways in turns."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from anybatch.core.batch import EffectiveBatch, Placement
+from anybatch.core.comparison import Gradients, relative_error
+from anybatch.core.loss import declared, factors_of, scaled, unit_counts
+from anybatch.core.records import Record, ReductionRecord
+from anybatch.core.splitting import Cut
+from anybatch.core.tree import Batch, copied, count_samples, map_tensors
+from anybatch.diagnostics.comparison.loops import ddp_without_no_sync
+from anybatch.diagnostics.comparison.reductions import CountedDDP
+from anybatch.diagnostics.comparison.ways import Way
+from anybatch.diagnostics.gradient_runs import copied_runs
+from anybatch.diagnostics.held_batch import HeldBatch, PartOfBatch
+from anybatch.diagnostics.memory.memory_report import record_memory
+from anybatch.engine.engine import Engine
+from anybatch.engine.inputs import collect_modules
+from anybatch.engine.spec import Hardware, TrainSpec
+from anybatch.errors import AnyBatchError, MemoryExhaustedError
+from anybatch.memory.device_memory import begin_peak, driver_bytes, memory_in_use
+from anybatch.memory.ledger import MemoryLedger
+from anybatch.parallel.local_parts import is_dtensor
+from anybatch.parallel.strategy import trainable
+from anybatch.parallel.world import World
+
+NUM_BATCHES = 4
+"""Effective batches whose gradients show how much they differ."""
+_MOST_PARTS = 64
+_WARM_STEPS, _TIMED_STEPS = 1, 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedJob:
+    """What ranks are asked to run; a value that they are sent.
+
+    Attributes:
+        train: function () -> what is trained, made anew.
+        data: function () -> effective batches, of which the first `NUM_BATCHES` are used.
+        ways: the ways to run it, those that are not measured among them.
+        device_type: "cpu" or "cuda".
+        num_rounds: rounds of timed steps at most.
+        most_seconds: no further round is begun after so long.
+    """
+
+    train: Callable[[], TrainSpec]
+    data: Callable[[], Iterable[EffectiveBatch]]
+    ways: Sequence[Way]
+    device_type: str
+    num_rounds: int
+    most_seconds: float
+
+
+@dataclass(slots=True, kw_only=True)
+class RankFigures:
+    """What one rank has measured of one way.
+
+    Attributes:
+        step_seconds: of each timed step.
+        alone_seconds: of each step on this rank's share alone, without other ranks: the same schedule unreduced.
+        peak_bytes: most memory at once on a device: of the allocator on CUDA, else of this rank's tensors.
+        total_peak_bytes: the same over all devices of this rank.
+        reserved_bytes: most that the allocator had reserved; None on a CPU.
+        driver_bytes: memory of the device in use by its driver; None on a CPU.
+        gradient_bytes: bytes of gradients that this rank handed to collectives in a step.
+        gradient_error: relative error to the native gradient, by plain PyTorch; None on other ranks than the first.
+        gradient_variance: mean squared distance of a gradient from the mean of several, over the square of that.
+        reason: why it could not be run; empty if it could.
+    """
+
+    step_seconds: list[float] = field(default_factory=list)
+    alone_seconds: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+    total_peak_bytes: int = 0
+    reserved_bytes: int | None = None
+    driver_bytes: int | None = None
+    gradient_bytes: int = 0
+    gradient_error: float | None = None
+    gradient_variance: float | None = None
+    reason: str = ""
+
+
+def measure_on_rank(job: ComparedJob) -> dict[str, RankFigures]:
+    """Run every way on this rank, together with the other ranks; return its figures by name.
+
+    Args:
+        job: the same on all ranks, which are joined already.
+    """
+    device = torch.device(job.device_type, torch.distributed.get_rank()) if job.device_type == "cuda" else None
+    with World.from_environment(device=device or job.device_type) as world:
+        return _Runs(job, world).run()
+
+
+class _Runs:
+    """All ways on one rank.
+
+    Args:
+        job: what to run.
+        world: the ranks.
+    """
+
+    def __init__(self, job: ComparedJob, world: World) -> None:
+        self._job = job
+        self._world = world
+        self._alone = World(device=world.device)
+        self._batches = [HeldBatch(batch) for batch in islice(job.data(), NUM_BATCHES)]
+        self._resting: Sequence[str] = ()
+        self._native: Gradients = {}
+        self._gradient_bytes = 0
+
+    def run(self) -> dict[str, RankFigures]:
+        """Return the figures of every way that could be run, and the reasons of the others."""
+        found = {way.name: RankFigures(reason=way.unmeasured) for way in self._job.ways}
+        self._look_at_the_native_batch()
+        ways = [way for way in self._job.ways if not way.unmeasured]
+        for way in ways:
+            self._try(way, found[way.name], self._facts)
+        begun = time.perf_counter()
+        for _ in range(self._job.num_rounds):
+            for way in ways:
+                # Ways take turns, so that a machine that slows down slows all of them.
+                if not found[way.name].reason:
+                    self._try(way, found[way.name], self._timed)
+            # What rank 0 says: clocks differ.
+            if self._world.gather_numbers([time.perf_counter() - begun])[0][0] > self._job.most_seconds:
+                break
+        return found
+
+    def _try(self, way: Way, figures: RankFigures, measure: Callable[[Way, RankFigures], None]) -> None:
+        """Measure on the ranks that a way has; the others wait. What fails on one rank is not measured on any."""
+        if self._world.rank < way.num_ranks:
+            try:
+                measure(way, figures)
+            except (torch.OutOfMemoryError, MemoryExhaustedError):
+                figures.reason = "it does not fit into the memory"
+            except (AnyBatchError, RuntimeError, TypeError, ValueError, AttributeError) as error:
+                figures.reason = str(error).strip().splitlines()[0] or type(error).__name__
+        reasons = [reason for reason in self._world.gather_objects(figures.reason) if reason]
+        figures.reason = reasons[0] if reasons else ""
+
+    def _look_at_the_native_batch(self) -> None:
+        """Take the gradient of the un-split batch by plain PyTorch, and the modules whose draws would differ by cut."""
+        drawing: Sequence[str] = ()
+        train = self._job.train()
+        modules = collect_modules(train.model, declared(train.loss))
+        self._gradient_bytes = sum(p.numel() * p.itemsize for p in trainable(modules).values())
+        if self._world.rank == 0:
+            batch = next(Placement(Cut(), 1, 0).micro_batches(self._batches[0]))
+            runs = copied_runs(train.model, declared(train.loss), batch, None, seed=0, norms=train.norms)
+            drawing = runs.look().draws
+            by_name = dict(runs.modules.named_modules())
+            runs.resting = {by_name[name] for name in drawing}
+            self._native = runs.whole()
+        self._resting = self._world.gather_objects(tuple(drawing))[0]
+
+    def _facts(self, way: Way, figures: RankFigures) -> None:
+        """Measure what does not depend on the clock: memory, traffic, gradients."""
+        if way.strategy is None:
+            self._facts_by_hand(way, figures)
+            return
+        self._measure_memory(way, figures)
+        counter = _GradientBytes()
+        with self._engine(way, observer=counter) as engine:
+            batch = self._batch(way)
+            engine.step(batch)
+            counter.num_bytes = 0
+            engine.step(batch)
+        figures.gradient_bytes = counter.num_bytes
+        with self._engine(way, rests=True) as engine:
+            found = whole_tensors(engine.gradients(self._batch(way)))
+            if way.num_samples < len(self._batches[0].sample_ids) or way.name == "native":
+                parts = islice((part for whole in self._batches for part in _parts(whole, way)), _MOST_PARTS)
+                figures.gradient_variance = variance_of([whole_tensors(engine.gradients(part)) for part in parts])
+        if self._world.rank == 0 and way.num_samples == len(self._batches[0].sample_ids):
+            figures.gradient_error = relative_error(found, self._native)
+
+    def _timed(self, way: Way, figures: RankFigures) -> None:
+        """Make some steps, each after all ranks are there; and as many on this rank's share alone."""
+        if way.strategy is None:
+            seconds: list[float] = []
+            self._by_hand(way, _WARM_STEPS + _TIMED_STEPS, seconds)
+            figures.step_seconds += seconds[_WARM_STEPS:]
+        else:
+            with self._engine(way) as engine:
+                batch = self._batch(way)
+                figures.step_seconds += self._seconds(way, lambda: engine.step(batch))
+        if way.num_ranks > 1:
+            share = self._share(way)
+            with self._engine(dataclasses.replace(way, strategy="single"), world=self._alone) as engine:
+                figures.alone_seconds += self._seconds(way, lambda: engine.step(share))
+
+    def _seconds(self, way: Way, step: Callable[[], object]) -> list[float]:
+        """Return the seconds of some steps, after one that warms up."""
+        found = []
+        for number in range(_WARM_STEPS + _TIMED_STEPS):
+            self._meet(way)
+            begun = self._now()
+            step()
+            if number >= _WARM_STEPS:
+                found.append(self._now() - begun)
+        return found
+
+    def _meet(self, way: Way) -> None:
+        if way.num_ranks > 1:
+            self._world.gather_numbers([0.0])
+
+    def _now(self) -> float:
+        # Kernels run behind the host: without waiting, a step would seem to end when it has only been launched.
+        if self._world.device.type != "cpu":
+            torch.accelerator.synchronize(self._world.device)
+        return time.perf_counter()
+
+    def _engine(self, way: Way, *, rests: bool = False, world: World | None = None, observer: Any = None) -> Engine:  # noqa: ANN401 (an observer, or None)
+        """Return a new engine for a way; with `rests`, modules that draw random numbers are in evaluation mode."""
+        train = self._trained(rests=rests)
+        assert way.strategy is not None
+        where = self._world if way.num_ranks > 1 else self._alone
+        hardware = Hardware(micro_batch_size=way.micro_batch_size, strategy=way.strategy, world=world or where)
+        return Engine.from_spec(train, hardware, observer=observer)
+
+    def _trained(self, *, rests: bool = False) -> TrainSpec:
+        made = self._job.train()
+        modules = [made.model] if isinstance(made.model, nn.Module) else list(made.model.values())
+        collected = made.model if isinstance(made.model, nn.Module) else nn.ModuleDict(cast("Any", made.model))
+        by_name = dict(collected.named_modules())
+        for name in self._resting if rests else ():
+            if name in by_name:
+                by_name[name].training = False
+        for module in modules:
+            module.to(self._world.device)
+        return dataclasses.replace(
+            made, effective_batch_size=None, scheduler=None, check_loss=False, norms=made.norms or "keep"
+        )
+
+    def _batch(self, way: Way) -> EffectiveBatch:
+        return next(_parts(self._batches[0], way))
+
+    def _share(self, way: Way) -> EffectiveBatch:
+        """Return this rank's samples as a batch of their own."""
+        whole = self._batches[0]
+        units = Placement(Cut(micro_batch_size=way.micro_batch_size), way.num_ranks, self._world.rank).units(
+            whole.sample_ids
+        )
+        return HeldBatch(PartOfBatch(whole, [position for unit in units for position in unit]))
+
+    def _measure_memory(self, way: Way, figures: RankFigures) -> None:
+        self._begin_peak()
+        with self._engine(way) as engine:
+            batch = self._batch(way)
+            engine.step(batch)
+            recording = record_memory(engine)
+            with recording:
+                engine.step(batch)
+            # DDP's buckets are made by its own code, where no operation shows them.
+            buckets = self._gradient_bytes if way.strategy == "ddp" else 0
+            self._set_peak(figures, recording.report.timeline.peak_bytes + buckets)
+
+    def _begin_peak(self) -> None:
+        for device in self._devices():
+            begin_peak(device)
+
+    def _set_peak(self, figures: RankFigures, of_tensors: int) -> None:
+        used = [one for one in map(memory_in_use, self._devices()) if one is not None]
+        figures.peak_bytes = max((one.peak_bytes for one in used), default=of_tensors)
+        figures.total_peak_bytes = sum(one.peak_bytes for one in used) if used else of_tensors
+        figures.reserved_bytes = max((one.reserved_bytes or 0 for one in used), default=None)
+        figures.driver_bytes = driver_bytes(self._world.device)
+
+    def _devices(self) -> list[torch.device]:
+        """Return the CUDA devices that this process may use: all of them where it is the only one; none on a CPU."""
+        own = self._world.device
+        if own.type != "cuda":
+            return []
+        # `DataParallel` uses them all from one process; the other ranks wait meanwhile.
+        return [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
+
+    def _facts_by_hand(self, way: Way, figures: RankFigures) -> None:
+        counted = CountedDDP()
+        gradients: dict[str, Tensor | None] = {}
+        self._by_hand(way, 2, [], wrap=counted, read=gradients.update)
+        figures.gradient_bytes = counted.num_bytes // 2
+        if self._world.rank == 0:
+            figures.gradient_error = relative_error(gradients, self._native)
+        self._begin_peak()
+        with MemoryLedger() as ledger:
+            made = self._trained()
+            ledger.hold("weights", cast("nn.Module", made.model).parameters())
+            self._by_hand(way, 2, [], made=made)
+        ledger.forget()
+        self._set_peak(figures, ledger.peak_bytes + self._gradient_bytes)
+
+    def _by_hand(
+        self,
+        way: Way,
+        num_steps: int,
+        seconds: list[float],
+        *,
+        wrap: Callable[[nn.Module], nn.Module] | None = None,
+        read: Callable[[Mapping[str, Tensor]], None] | None = None,
+        made: TrainSpec | None = None,
+    ) -> None:
+        """Run the loop by hand on this rank's share; with `read`, the first step's gradient is read, not used.
+
+        Raises:
+            ValueError: the loop by hand cannot do what the job asks for.
+        """
+        train = made or self._trained(rests=read is not None)
+        loss = declared(train.loss)
+        model = train.model
+        if not isinstance(model, nn.Module) or loss.kind.encode is not None or loss.kind.brings_count:
+            message = "its loss or model asks for more than the loop by hand does"
+            raise ValueError(message)
+        share = self._share(way)
+        cut = Placement(Cut(micro_batch_size=way.micro_batch_size), 1, 0)
+        micro_batches = list(cut.micro_batches(share))
+        own = [unit_counts(loss, one, count_samples(one)) for one in micro_batches]
+        totals = [sum(column) for column in zip(*own, strict=True)]
+        divisors = [sum(column) for column in zip(*self._world.gather_numbers(totals), strict=True)]
+        device = self._world.device
+        autocast = torch.autocast(device.type, torch.bfloat16) if train.precision == "bf16" else nullcontext()
+
+        def loss_share(wrapped: Any, batch: Batch) -> Tensor:  # noqa: ANN401 (the wrapped model)
+            counts = unit_counts(loss, batch, count_samples(batch))
+            with autocast:
+                terms = scaled(loss, loss.function(wrapped, batch), factors_of(loss, counts, divisors, 1.0))
+            return torch.stack(terms).sum()
+
+        def steps() -> Iterator[Sequence[Batch]]:
+            for _ in range(num_steps):
+                placed = [map_tensors(copied(one), lambda tensor: tensor.to(device)) for one in micro_batches]
+                self._meet(way)
+                begun = self._now()
+                yield placed
+                seconds.append(self._now() - begun)
+
+        optimizer = cast("Any", train.optimizer)(model.named_parameters())
+        used = optimizer if read is None else _Reading(model, read)
+        ddp_without_no_sync(model, lambda _: used, loss_share, steps(), *(() if wrap is None else (wrap,)))
+
+
+class _GradientBytes:
+    """An observer that adds up the gradients that are handed to collectives."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+    def observe(self, record: Record) -> None:
+        """Add a collective."""
+        if isinstance(record, ReductionRecord) and record.event == "begin" and record.payload == "gradients":
+            self.num_bytes += record.num_bytes
+
+
+class _Reading(torch.optim.Optimizer):
+    """Reads gradients where an optimizer would make its update."""
+
+    def __init__(self, model: nn.Module, read: Callable[[Mapping[str, Tensor]], None]) -> None:
+        super().__init__(model.parameters(), {})
+        self._named = dict(model.named_parameters())
+        self._read = read
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ANN401, ARG002 (torch's signature)
+        """Read."""
+        self._read({name: p.grad.clone() for name, p in self._named.items() if p.grad is not None})
+
+
+def _parts(whole: HeldBatch, way: Way) -> Iterator[EffectiveBatch]:
+    """Yield the batches of one update each that a batch consists of."""
+    number = len(whole.sample_ids)
+    if way.num_samples >= number:
+        yield whole
+        return
+    for start in range(0, number - way.num_samples + 1, way.num_samples):
+        yield HeldBatch(PartOfBatch(whole, range(start, start + way.num_samples)))
+
+
+def whole_tensors(gradients: Gradients) -> dict[str, Tensor | None]:
+    """Return gradients with those that are sharded gathered; all ranks call it."""
+    return {
+        name: cast("Any", value).full_tensor() if value is not None and is_dtensor(value) else value
+        for name, value in gradients.items()
+    }
+
+
+def variance_of(gradients: Sequence[Gradients]) -> float | None:
+    """Return the mean squared distance of gradients from their mean, over the square of that mean's norm.
+
+    `sum |g_i - m|^2 / (n - 1) / |m|^2`, with n gradients and their mean m; None for fewer than two.
+
+    Args:
+        gradients: by parameter name, of batches of equal size.
+    """
+    number = len(gradients)
+    if number < 2:  # noqa: PLR2004 (one differs from nothing)
+        return None
+    distance = size = 0.0
+    for name in gradients[0]:
+        values = [one[name] for one in gradients]
+        found = [value.detach().cpu().to_dense().double() for value in values if value is not None]
+        if not found:
+            continue
+        mean = cast("Tensor", sum(found)) / number
+        size += float(mean.square().sum())
+        distance += sum(float((value - mean).square().sum()) for value in found)
+    return distance / (number - 1) / size if size else math.inf

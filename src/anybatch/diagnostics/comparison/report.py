@@ -1,0 +1,213 @@
+"""What a comparison of ways found: a table, values, sentences."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from anybatch.core.units import in_bytes, three_digits
+from anybatch.diagnostics.comparison.ways import Way
+
+_VARIES = 0.25
+_EXACT = 1e-4
+"""Gradients that are further from the native one are another gradient: rounding in float32 or TF32 is below."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WayResult:
+    """One way, measured.
+
+    Attributes:
+        way: what was run.
+        seconds_per_step: median of whole steps, of the slowest rank in each.
+        quartiles: of the steps that this is the median of.
+        exposed_seconds: the median less the median of the steps of each rank's share alone; None on one rank.
+        peak_bytes: most memory on a rank.
+        total_peak_bytes: the sum of that over ranks.
+        reserved_bytes: most that a rank's allocator had reserved; None on a CPU.
+        driver_bytes: memory of a rank's device in use by its driver, as nvidia-smi shows it; None on a CPU.
+        gradient_bytes: bytes of gradients that a rank hands to collectives in a step.
+        gradient_error: relative error of the gradient to that of the un-split batch by plain PyTorch; None for another
+            batch.
+        gradient_variance: how much the gradients of several batches differ, see `variance_of`; None if not known.
+    """
+
+    way: Way
+    seconds_per_step: float
+    quartiles: tuple[float, float]
+    exposed_seconds: float | None
+    peak_bytes: int
+    total_peak_bytes: int
+    reserved_bytes: int | None
+    driver_bytes: int | None
+    gradient_bytes: int
+    gradient_error: float | None
+    gradient_variance: float | None
+
+    @property
+    def seconds_per_sample(self) -> float:
+        """Seconds of a step by its samples."""
+        return self.seconds_per_step / self.way.num_samples
+
+    @property
+    def exposed_share(self) -> float | None:
+        """The part of a step that communication adds, 0 where it adds nothing; None on one rank."""
+        return None if self.exposed_seconds is None else max(0.0, self.exposed_seconds / self.seconds_per_step)
+
+    @property
+    def varies(self) -> bool:
+        """Whether the middle half of its steps is so far apart that other ways' times may only seem to differ."""
+        return self.quartiles[1] - self.quartiles[0] > _VARIES * self.seconds_per_step
+
+    def with_variance_of(self, native: "WayResult") -> "WayResult":
+        """Return this with the native batch's variance, if this has the native batch's gradient."""
+        if self.gradient_variance is not None or self.gradient_error is None or self.gradient_error > _EXACT:
+            return self
+        return dataclasses.replace(self, gradient_variance=native.gradient_variance)
+
+    def device_hours(self, num_samples: float) -> float:
+        """Return device-hours for so many samples."""
+        return self.way.num_devices * self.seconds_per_sample * num_samples / 3600
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparisonReport:
+    """Ways of using devices, side by side. `print(report)` shows the table.
+
+    Attributes:
+        title: what was compared.
+        device: where.
+        effective_batch_size: samples of one update, but for the small batch.
+        micro_batch_size: most samples of one forward and backward, where the batch is accumulated.
+        results: of the ways that could be run.
+        unmeasured: name of a way to the reason why it was not.
+        num_samples: samples that device-hours are for.
+        price_per_hour: of a device; None if not known.
+    """
+
+    title: str
+    device: str
+    effective_batch_size: int
+    micro_batch_size: int
+    results: tuple[WayResult, ...]
+    unmeasured: Mapping[str, str]
+    num_samples: float
+    price_per_hour: float | None = None
+
+    @property
+    def fastest(self) -> WayResult:
+        """The way that takes the least time for a sample, among those with the effective batch size."""
+        return min(self._of_the_batch, key=lambda one: one.seconds_per_sample)
+
+    @property
+    def smallest(self) -> WayResult:
+        """The way that takes the least memory on a device, among those with the effective batch size."""
+        return min(self._of_the_batch, key=lambda one: one.peak_bytes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as values for JSON."""
+        found = dataclasses.asdict(self)
+        for entry, one in zip(found["results"], self.results, strict=True):
+            entry["seconds_per_sample"] = one.seconds_per_sample
+            entry["device_hours"] = one.device_hours(self.num_samples)
+        return found
+
+    def __str__(self) -> str:
+        """Return the table, what could not be measured, and what follows."""
+        cut = f"effective batch {self.effective_batch_size}, micro-batches of {self.micro_batch_size} where accumulated"
+        lines = [self.title, f"{self.device}; {cut}", ""]
+        lines += [*_columns(self._work()), "", *_columns(self._costs())]
+        if self.unmeasured:
+            lines += ["", "not measured:"]
+            lines += [f"  {name}: {reason}" for name, reason in self.unmeasured.items()]
+        return "\n".join([*lines, "", *self.sentences()])
+
+    def sentences(self) -> list[str]:
+        """Return what the figures say, a sentence each."""
+        if not self.results:
+            return ["nothing could be measured."]
+        fastest, smallest = self.fastest, self.smallest
+        found = [f"fastest: {fastest.way.name}, {three_digits(1 / fastest.seconds_per_sample)} samples/s."]
+        found.append(f"least memory on a device: {smallest.way.name}, {in_bytes(smallest.peak_bytes)}.")
+        by_name = {one.way.name: one for one in self.results}
+        native, accumulated = by_name.get("native"), by_name.get("accumulated")
+        if native and accumulated:
+            times = accumulated.seconds_per_step / native.seconds_per_step
+            found.append(
+                f"accumulated against native: {accumulated.peak_bytes / native.peak_bytes:.0%} of the memory, "
+                f"{times:.2f} times the time of a step."
+            )
+        each, last = by_name.get("DDP without no_sync"), by_name.get("DDP accumulated")
+        if each and last and last.gradient_bytes:
+            found.append(
+                f"no_sync until the last micro-batch: {in_bytes(last.gradient_bytes)} reduced per step instead of "
+                f"{in_bytes(each.gradient_bytes)}, {each.seconds_per_step / last.seconds_per_step:.2f} times the speed."
+            )
+        others = [one.way.name for one in self._of_the_batch if (one.gradient_error or 0.0) > _EXACT]
+        if others:
+            found.append(f"another gradient than the un-split batch's: {', '.join(others)}. `anybatch check` says why.")
+        else:
+            worst = max((one.gradient_error or 0.0 for one in self._of_the_batch), default=0.0)
+            found.append(f"all of these have the gradient of the un-split batch (relative error at most {worst:.0e}).")
+        if varying := sum(one.varies for one in self.results):
+            found.append(
+                f"the times of {varying} of {len(self.results)} ways vary by more than a quarter: for a closer "
+                "comparison run it longer (--seconds), with nothing else on these devices."
+            )
+        return found
+
+    @property
+    def _of_the_batch(self) -> Sequence[WayResult]:
+        return [one for one in self.results if one.way.num_samples == self.effective_batch_size] or self.results
+
+    def _work(self) -> list[list[str]]:
+        rows = [["", "devices", "s/step", "ms/sample", "exposed", "gradients sent", "error", "variance"]]
+        for one in self.results:
+            exposed = one.exposed_share
+            rows.append(
+                [
+                    one.way.name,
+                    str(one.way.num_devices),
+                    three_digits(one.seconds_per_step),
+                    three_digits(1e3 * one.seconds_per_sample),
+                    "-" if exposed is None else f"{exposed:.0%}",
+                    in_bytes(one.gradient_bytes) if one.gradient_bytes else "-",
+                    "-" if one.gradient_error is None else f"{one.gradient_error:.0e}",
+                    three_digits(one.gradient_variance),
+                ]
+            )
+        return rows
+
+    def _costs(self) -> list[list[str]]:
+        priced = self.price_per_hour is not None
+        reserves = any(one.reserved_bytes is not None for one in self.results)
+        head = ["", "peak/device", "peak in all", *["reserved", "nvidia-smi"] * reserves]
+        head += ["lines by hand", "with anybatch", f"device-hours/{self.num_samples:,.0f}", *["price"] * priced]
+        rows = [head]
+        for one in self.results:
+            hours = one.device_hours(self.num_samples)
+            row = [one.way.name, in_bytes(one.peak_bytes), in_bytes(one.total_peak_bytes)]
+            row += [in_bytes(one.reserved_bytes or 0), in_bytes(one.driver_bytes or 0)] * reserves
+            row += [str(one.way.lines_by_hand), str(one.way.lines_with_anybatch), three_digits(hours)]
+            rows.append(row + ([three_digits(hours * (self.price_per_hour or 0.0))] if priced else []))
+        return rows
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[number]) for row in rows) for number in range(len(rows[0]))]
+    return [
+        "  ".join(
+            word.ljust(width) if not number else word.rjust(width)
+            for number, (word, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def slowest(ranks: Sequence[Sequence[float]]) -> list[float]:
+    """Return the slowest rank's seconds of each step, rising.
+
+    Args:
+        ranks: for each rank the seconds of its steps, equally many.
+    """
+    return sorted(max(of_ranks) for of_ranks in zip(*ranks, strict=True))

@@ -1,0 +1,48 @@
+"""Effective batches that are loaded once and then run over and over, whole or in part."""
+
+from collections.abc import Iterator, Sequence
+
+from anybatch.core.batch import EffectiveBatch, Foresight, Position, Positions, taken
+from anybatch.core.tree import Batch
+
+
+class HeldBatch:
+    """An effective batch whose micro-batches are kept on the host once they were loaded.
+
+    Args:
+        batch: where they are loaded from.
+    """
+
+    def __init__(self, batch: EffectiveBatch) -> None:
+        self._batch = batch
+        self._loaded: tuple[Sequence[Positions], list[Batch]] | None = None
+        self.sample_ids: Sequence[int] = batch.sample_ids
+        self.seed: int = batch.seed
+        self.end: Position = batch.end
+
+    def feed(self, units: Sequence[Positions], foresight: Foresight | None = None) -> Iterator[Batch]:
+        """Yield the micro-batches of a cut, loaded once as long as the cut stays."""
+        # Another micro-batch size cuts the batch elsewhere.
+        if self._loaded is None or self._loaded[0] != units:
+            self._loaded = units, list(self._batch.feed(units, foresight))
+        yield from self._loaded[1]
+
+
+class PartOfBatch:
+    """Some samples of an effective batch, as an effective batch of their own.
+
+    Args:
+        batch: the larger one.
+        positions: where the samples stand in it.
+    """
+
+    def __init__(self, batch: EffectiveBatch, positions: Positions) -> None:
+        self._batch = batch
+        self._positions = positions
+        self.sample_ids: Sequence[int] = taken(batch.sample_ids, positions)
+        self.seed: int = batch.seed
+        self.end: Position = batch.end
+
+    def feed(self, units: Sequence[Positions], foresight: Foresight | None = None) -> Iterator[Batch]:
+        """Yield one micro-batch for each unit."""
+        return self._batch.feed([taken(self._positions, unit) for unit in units], foresight)
