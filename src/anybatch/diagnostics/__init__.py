@@ -2,6 +2,8 @@
 
 from anybatch.diagnostics.check import check
 from anybatch.diagnostics.check_report import CheckFinding, CheckReport, SplitResult
+from anybatch.diagnostics.comparison.compare import compare
+from anybatch.diagnostics.comparison.report import ComparisonReport
 from anybatch.diagnostics.loop_check.check_loop import check_loop
 from anybatch.diagnostics.loop_check.loop_report import LoopReport
 from anybatch.diagnostics.memory.memory_report import MemoryReport, record_memory
@@ -10,12 +12,14 @@ from anybatch.diagnostics.tune import TuneReport, tune
 __all__ = [
     "CheckFinding",
     "CheckReport",
+    "ComparisonReport",
     "LoopReport",
     "MemoryReport",
     "SplitResult",
     "TuneReport",
     "check",
     "check_loop",
+    "compare",
     "record_memory",
     "tune",
 ]

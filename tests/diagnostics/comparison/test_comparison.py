@@ -152,12 +152,6 @@ def measured() -> ComparisonReport:
 
 
 @sees(
-    "steps of a share alone are steps of the batch",
-    "src/anybatch/diagnostics/comparison/measure.py",
-    "return HeldBatch(PartOfBatch(whole, [position for unit in units for position in unit]))",
-    "return whole",
-)
-@sees(
     "gradients of the loop by hand are not those of the batch",
     "src/anybatch/diagnostics/comparison/measure.py",
     "divisors = [sum(column) for column in zip(*self._world.gather_numbers(totals), strict=True)]",

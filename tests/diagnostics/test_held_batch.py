@@ -1,0 +1,55 @@
+"""Batches that are run over and over: loaded once, and in part the samples that were asked for."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anybatch.core.batch import Placement
+from anybatch.core.splitting import Cut
+from anybatch.diagnostics.held_batch import HeldBatch, PartOfBatch
+from tests.engine.cases import InMemory
+from tests.faults import sees
+
+
+class Counted(InMemory):
+    """Counts how often it is loaded."""
+
+    loads = 0
+
+    def feed(self, *arguments):  # type: ignore[no-untyped-def]  # noqa: ANN002, ANN201 (as its base)
+        """Count, and feed."""
+        self.loads += 1
+        return super().feed(*arguments)
+
+
+def samples(number: int) -> Counted:
+    """Return a batch whose samples are their own numbers."""
+    return Counted({"x": torch.arange(number)})
+
+
+@sees(
+    "a part of a batch begins at the batch's first sample",
+    "src/anybatch/diagnostics/held_batch.py",
+    "return self._batch.feed([taken(self._positions, unit) for unit in units], foresight)",
+    "return self._batch.feed(units, foresight)",
+)
+@given(number=st.integers(2, 30), data=st.data())
+def test_a_part_is_the_samples_at_its_positions(number: int, data: st.DataObject) -> None:
+    """Whatever positions are taken and however they are cut: these samples, in this order, each once."""
+    positions = data.draw(st.lists(st.integers(0, number - 1), min_size=1, max_size=number, unique=True))
+    start = data.draw(st.integers(0, number - 1))
+    for chosen in (positions, range(start, number)):
+        part = PartOfBatch(samples(number), chosen)
+        size = data.draw(st.integers(1, number))
+        fed = Placement(Cut(micro_batch_size=size), 1, 0).micro_batches(part)
+        assert torch.cat([one["x"] for one in fed]).tolist() == list(chosen) == list(part.sample_ids)
+
+
+def test_a_batch_is_loaded_once_for_each_cut() -> None:
+    """The same cut again loads nothing; another one does."""
+    whole = samples(12)
+    held = HeldBatch(whole)
+    for size, loads in ((4, 1), (4, 1), (3, 2)):
+        fed = list(Placement(Cut(micro_batch_size=size), 1, 0).micro_batches(held))
+        assert [len(one["x"]) for one in fed] == [size] * (12 // size)
+        assert whole.loads == loads
