@@ -20,7 +20,7 @@ pytest.importorskip("sklearn.datasets", reason="needs the extra anybatch[guide]"
 RECORDINGS = Path(__file__).parents[1] / "web" / "recordings"
 QUICK = (
     *("divide_by_n", "equivalent", "less_memory", "not_free", "on_cpus", "stale_gradients"),
-    *("sync_batch_norm", "three_lines"),
+    *("sampler_overlap", "sync_batch_norm", "three_lines"),
 )
 MADE_UP: list[tuple[str, Verdict, dict[str, float]]] = [
     ("less_memory", "true", {"ratio_in_four": 0.5}),
@@ -61,6 +61,19 @@ MADE_UP: list[tuple[str, Verdict, dict[str, float]]] = [
     ("sync_batch_norm", "true", {"sync_error": 1e-7, "sync_error_4_ranks": 1e-7}),
     ("sync_batch_norm", "only_if", {"sync_error": 0.1, "sync_error_4_ranks": 1e-7}),
     ("sync_batch_norm", "false", {"sync_error": 0.1, "sync_error_4_ranks": 0.1}),
+    ("all_reduce_saves", "true", {"through_one_ratio": 2.0, "exposed": 1.0}),
+    ("all_reduce_saves", "only_if", {"through_one_ratio": 2.0, "exposed": 20.0}),
+    ("all_reduce_saves", "false", {"through_one_ratio": 1.0, "exposed": 1.0}),
+    ("no_average", "true", {"sum_error": 1e-7}),
+    ("no_average", "false", {"sum_error": 1.0}),
+    ("sampler_overlap", "true", {"twice_on_2": 0, "twice_on_4": 0, "twice_on_8": 0, "twice_if_divisible": 0}),
+    ("sampler_overlap", "only_if", {"twice_on_2": 1, "twice_on_4": 3, "twice_on_8": 3, "twice_if_divisible": 0}),
+    ("sampler_overlap", "false", {"twice_on_2": 1, "twice_on_4": 3, "twice_on_8": 3, "twice_if_divisible": 1}),
+    ("data_parallel", "true", {"lines": 2, "lines_ddp": 2, "time_ratio": 1.0, "memory_ratio": 1.0}),
+    ("data_parallel", "only_if", {"lines": 2, "lines_ddp": 2, "time_ratio": 1.0, "memory_ratio": 2.0}),
+    ("data_parallel", "false", {"lines": 3, "lines_ddp": 2, "time_ratio": 1.0, "memory_ratio": 1.0}),
+    ("ddp_memory", "true", {"ddp_ratio": 0.25}),
+    ("ddp_memory", "false", {"ddp_ratio": 1.0}),
 ]
 
 

@@ -1,10 +1,11 @@
-"""All claims, in the order of the page: four advantages, four limitations as they are usually listed, and recipes."""
+"""All claims, in the order of the page: four advantages, four limitations as usually listed, recipes, devices."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
 
 from anybatch_guide.claims import costs, equality, learning, rules
 from anybatch_guide.claims.claim import Claim, Number
+from anybatch_guide.claims.device_claims import DEVICE_CLAIMS
 
 VISUAL, LESSON, POST = "an interactive visual guide", "a lesson on batch sizes", "a blog post on memory"
 SCRATCH, TUTORIAL = "an article on accumulation from scratch", "a tutorial on DP and DDP"
@@ -403,4 +404,4 @@ _CLAIMS = (
         seconds=2,
     ),
 )
-CLAIMS: Mapping[str, Claim] = MappingProxyType({claim.name: claim for claim in _CLAIMS})
+CLAIMS: Mapping[str, Claim] = MappingProxyType({claim.name: claim for claim in (*_CLAIMS, *DEVICE_CLAIMS)})

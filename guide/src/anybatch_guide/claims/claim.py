@@ -7,7 +7,7 @@ from typing import Literal
 from anybatch_guide.experiment import Data, Emit, Experiment
 
 Verdict = Literal["true", "only_if", "false"]
-Side = Literal["advantage", "limitation", "recipe"]
+Side = Literal["advantage", "limitation", "recipe", "devices"]
 Numbers = Mapping[str, float]
 EXACT, WRONG = 1e-4, 1e-2
 """A relative error below the one is rounding in float32; one above the other is another gradient."""
@@ -30,11 +30,11 @@ class Number:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """Something that is said of gradient accumulation.
+    """Something that is said of gradient accumulation, or of training on several devices.
 
     Attributes:
         name: its name in links and recordings.
-        side: on which side of the trade-off it is said, or that it is a recipe.
+        side: on which side of the trade-off of accumulation it is said; or that it is a recipe, or about devices.
         title: what it is about, in a few words.
         said: the claim, in our words.
         sources: where such a thing is said.
@@ -46,6 +46,7 @@ class Claim:
         texts: what is to be said with each verdict; `{name}` stands for a number.
         seconds: about how long it takes on two cores.
         tolerance: largest relative difference between two recordings: sums come in other orders on other processors.
+        runs_here: whether the page may measure it; what takes ranks is only recorded.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Claim:
     texts: Mapping[Verdict, str]
     seconds: float
     tolerance: float = 1e-3
+    runs_here: bool = True
 
 
 def judged(claim: Claim, found: Numbers) -> Data:
@@ -102,6 +104,7 @@ def experiment_of(claim: Claim) -> Experiment:
         question=f"Is it so? {claim.said}",
         run=run,
         seconds=claim.seconds,
+        runs_here=claim.runs_here,
         tolerance=claim.tolerance,
         noisy=tuple(name for name, shown in claim.numbers.items() if shown.noisy),
     )

@@ -88,3 +88,34 @@ def forgetting(found: Numbers) -> Verdict:
     """Judge: no better than chance, by both optimizers or by one."""
     crashes = [found[f"{name}_no_division"] >= 0.95 * found["chance"] for name in ("sgd", "adam")]
     return "true" if all(crashes) else "only_if" if any(crashes) else "false"
+
+
+def no_average(found: Numbers) -> Verdict:
+    """Judge: the sum of ranks is the gradient."""
+    return "true" if found["sum_error"] < EXACT else "false"
+
+
+def sampler_overlap(found: Numbers) -> Verdict:
+    """Judge: never a sample twice, or only where ranks divide the data."""
+    if not any(found[f"twice_on_{ranks}"] for ranks in (2, 4, 8)):
+        return "true"
+    return "only_if" if found["twice_if_divisible"] == 0 else "false"
+
+
+def ddp_memory(found: Numbers) -> Verdict:
+    """Judge: four ranks at least halve what each holds."""
+    return "true" if found["ddp_ratio"] < 0.5 else "false"
+
+
+def data_parallel(found: Numbers) -> Verdict:
+    """Judge: fewer lines, and hardly slower."""
+    if found["lines"] > found["lines_ddp"]:
+        return "false"
+    return "true" if found["time_ratio"] < 1.1 and found["memory_ratio"] < 1.1 else "only_if"
+
+
+def all_reduce_saves(found: Numbers) -> Verdict:
+    """Judge: faster than through one rank, and hidden in a step or not."""
+    if found["through_one_ratio"] < 1.2:
+        return "false"
+    return "true" if found["exposed"] < 5 else "only_if"

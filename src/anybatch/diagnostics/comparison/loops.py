@@ -25,6 +25,9 @@ from anybatch.engine.engine import Engine
 LossShare = Callable[[Any, Batch], Tensor]
 Steps = Iterable[Sequence[Batch]]
 OptimizerFunction = Callable[[Iterable[nn.Parameter]], Optimizer]
+Wrap = Callable[[nn.Module], DistributedDataParallel]
+"""Makes the wrapper: torch's class itself, unless somebody watches what it does."""
+_DDP: Wrap = DistributedDataParallel
 
 
 def plain(model: nn.Module, make_optimizer: OptimizerFunction, loss_share: LossShare, steps: Steps) -> None:
@@ -68,11 +71,7 @@ def ddp(model: nn.Module, make_optimizer: OptimizerFunction, loss_share: LossSha
 
 
 def ddp_without_no_sync(
-    model: nn.Module,
-    make_optimizer: OptimizerFunction,
-    loss_share: LossShare,
-    steps: Steps,
-    wrap: Callable[[nn.Module], nn.Module] = DistributedDataParallel,
+    model: nn.Module, make_optimizer: OptimizerFunction, loss_share: LossShare, steps: Steps, wrap: Wrap = _DDP
 ) -> None:
     """Train on several ranks in micro-batches, and reduce after each of them: right, and as many reductions."""
     optimizer = make_optimizer(model.parameters())
@@ -85,10 +84,12 @@ def ddp_without_no_sync(
         optimizer.zero_grad()
 
 
-def ddp_accumulated(model: nn.Module, make_optimizer: OptimizerFunction, loss_share: LossShare, steps: Steps) -> None:
+def ddp_accumulated(
+    model: nn.Module, make_optimizer: OptimizerFunction, loss_share: LossShare, steps: Steps, wrap: Wrap = _DDP
+) -> None:
     """Train on several ranks in micro-batches, and reduce after the last one."""
     optimizer = make_optimizer(model.parameters())
-    wrapper = DistributedDataParallel(model)
+    wrapper = wrap(model)
     for micro_batches in steps:
         for number, batch in enumerate(micro_batches, start=1):
             # Around the forward too, or DDP prepares a reduction in it.

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from anybatch.core.batch import EffectiveBatch, Placement
 from anybatch.core.comparison import Gradients, relative_error
 from anybatch.core.loss import declared, factors_of, scaled, unit_counts
-from anybatch.core.records import Record, ReductionRecord
+from anybatch.core.records import Record, ReductionRecord, SpanEvent
 from anybatch.core.splitting import Cut
 from anybatch.core.tree import Batch, copied, count_samples, map_tensors
-from anybatch.diagnostics.comparison.loops import ddp_without_no_sync
-from anybatch.diagnostics.comparison.reductions import CountedDDP
+from anybatch.diagnostics.comparison.loops import Wrap, ddp_without_no_sync
+from anybatch.diagnostics.comparison.reductions import WatchedDDP
 from anybatch.diagnostics.comparison.ways import Way
 from anybatch.diagnostics.gradient_runs import copied_runs
 from anybatch.diagnostics.held_batch import HeldBatch, PartOfBatch
@@ -285,10 +285,10 @@ class _Runs:
         return [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
 
     def _facts_by_hand(self, way: Way, figures: RankFigures) -> None:
-        counted = CountedDDP()
+        counter = _GradientBytes()
         gradients: dict[str, Tensor | None] = {}
-        self._by_hand(way, 2, [], wrap=counted, read=gradients.update)
-        figures.gradient_bytes = counted.num_bytes // 2
+        self._by_hand(way, 2, [], wrap=WatchedDDP(counter.on_bucket), read=gradients.update)
+        figures.gradient_bytes = counter.num_bytes // 2
         if self._world.rank == 0:
             figures.gradient_error = relative_error(gradients, self._native)
         self._begin_peak()
@@ -305,7 +305,7 @@ class _Runs:
         num_steps: int,
         seconds: list[float],
         *,
-        wrap: Callable[[nn.Module], nn.Module] | None = None,
+        wrap: Wrap | None = None,
         read: Callable[[Mapping[str, Tensor]], None] | None = None,
         made: TrainSpec | None = None,
     ) -> None:
@@ -349,7 +349,7 @@ class _Runs:
 
 
 class _GradientBytes:
-    """An observer that adds up the gradients that are handed to collectives."""
+    """Adds up the gradients that are handed to collectives: by the engine, as its observer, or by DDP itself."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -358,6 +358,10 @@ class _GradientBytes:
         """Add a collective."""
         if isinstance(record, ReductionRecord) and record.event == "begin" and record.payload == "gradients":
             self.num_bytes += record.num_bytes
+
+    def on_bucket(self, _number: int, num_bytes: int, event: SpanEvent) -> None:
+        """Add a bucket."""
+        self.num_bytes += num_bytes * (event == "begin")
 
 
 class _Reading(torch.optim.Optimizer):

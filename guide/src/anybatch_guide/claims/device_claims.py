@@ -1,0 +1,157 @@
+"""Claims about training on several devices, as tutorials make them."""
+
+from anybatch_guide.claims import devices, rules
+from anybatch_guide.claims.claim import Claim, Number
+
+_TUTORIAL, _LESSON = "a tutorial on DP and DDP", "a lesson on data parallelism"
+
+DEVICE_CLAIMS = (
+    Claim(
+        name="all_reduce_saves",
+        side="devices",
+        title="All-reduce",
+        said="All-reduce saves the overhead of gathering gradients on one device.",
+        sources=(_TUTORIAL,),
+        how=(
+            "Four ranks sum 8 MiB by all-reduce, and through rank 0, in turns; two ranks make steps on digits with a "
+            "reduction and without."
+        ),
+        measure=devices.all_reduce_saves,
+        numbers={
+            "through_one_ratio": Number("time through one rank, as a multiple of all-reduce", "x", noisy=True),
+            "exposed": Number("part of a small step that reduction adds", "%", noisy=True),
+            "exposed_accumulated": Number("the same with four micro-batches", "%", noisy=True),
+        },
+        rule=rules.all_reduce_saves,
+        rule_in_words=(
+            "False if sums through one rank take less than 1.2 times as long; true only if they take longer and "
+            "reduction still adds more than 5% to a step; else true."
+        ),
+        texts={
+            "true": "Through one rank it takes {through_one_ratio} as long, and a step hides the rest ({exposed}).",
+            "only_if": (
+                "Through one rank it takes {through_one_ratio} as long, so that overhead is saved. What is left is "
+                "not free: it is {exposed} of a step here, and {exposed_accumulated} of one with four micro-batches."
+            ),
+            "false": "Through one rank it takes {through_one_ratio} as long, which is no more.",
+        },
+        seconds=60,
+        runs_here=False,
+    ),
+    Claim(
+        name="no_average",
+        side="devices",
+        title="No average",
+        said="After all-reduce no average operation is needed.",
+        sources=(_TUTORIAL,),
+        how="Gradients of 64 digits on two ranks, summed, averaged by DDP, and by the engine, against all at once.",
+        measure=devices.no_average,
+        numbers={
+            "sum_error": Number("relative error of the sum of two ranks' mean losses"),
+            "average_error": Number("of DDP's average, 32 + 32 samples", noisy=True),
+            "uneven_average_error": Number("of DDP's average, 44 + 20 samples"),
+            "uneven_engine_error": Number("of the engine, 44 + 20 samples", noisy=True),
+        },
+        rule=rules.no_average,
+        rule_in_words="True if the error of the sum is below 1e-4; else false.",
+        texts={
+            "true": "The sum of the ranks is the gradient: the error is {sum_error}.",
+            "false": (
+                "The sum of mean losses is as many times too large as there are ranks: its error is {sum_error}. DDP "
+                "divides by their number itself, which is right for equal shares ({average_error}) and not for others "
+                "({uneven_average_error}). Dividing once, by the count of the whole batch, is right for both "
+                "({uneven_engine_error})."
+            ),
+        },
+        seconds=10,
+        runs_here=False,
+    ),
+    Claim(
+        name="sampler_overlap",
+        side="devices",
+        title="DistributedSampler",
+        said="DistributedSampler gives every rank its own samples, without overlap.",
+        sources=(_TUTORIAL, _LESSON),
+        how="The indices of one epoch of the digits, from torch's DistributedSampler as it is made by default.",
+        measure=devices.sampler_overlap,
+        numbers={
+            "samples": Number("samples of the data set"),
+            "twice_on_2": Number("given twice on 2 ranks"),
+            "twice_on_4": Number("given twice on 4 ranks"),
+            "twice_on_8": Number("given twice on 8 ranks"),
+            "twice_if_divisible": Number("on 8 ranks, of a number that they divide"),
+        },
+        rule=rules.sampler_overlap,
+        rule_in_words=(
+            "True if no sample is given twice; true only if that holds where the ranks divide the number of samples; "
+            "else false."
+        ),
+        texts={
+            "true": "Of {samples} samples none is given twice.",
+            "only_if": (
+                "Only if the ranks divide the number of samples ({twice_if_divisible} given twice). Otherwise it fills "
+                "up with samples from the beginning: {twice_on_2}, {twice_on_4} and {twice_on_8} of {samples} count "
+                "twice, in training and in metrics."
+            ),
+            "false": "Even where ranks divide the number of samples, {twice_if_divisible} are given twice.",
+        },
+        seconds=2,
+    ),
+    Claim(
+        name="data_parallel",
+        side="devices",
+        title="DataParallel",
+        said="DataParallel is simple, and good enough.",
+        sources=(_TUTORIAL,),
+        how="Lines of a plain loop that change; steps of 256 digits on two CPU devices, in turns with DDP.",
+        measure=devices.data_parallel,
+        numbers={
+            "lines": Number("lines, DataParallel", "lines"),
+            "lines_ddp": Number("lines, DDP", "lines"),
+            "time_ratio": Number("time of a step, as a multiple of DDP's", "x", noisy=True),
+            "memory_ratio": Number("peak of its process, as a multiple of a DDP rank's", "x"),
+        },
+        rule=rules.data_parallel,
+        rule_in_words=(
+            "False if it takes more lines than DDP; true if it takes no more, and less than 1.1 times the time and "
+            "memory; else true only if these do not matter."
+        ),
+        texts={
+            "true": "{lines} lines instead of {lines_ddp}, at {time_ratio} the time and {memory_ratio} the memory.",
+            "only_if": (
+                "It takes {lines} lines, as DDP takes {lines_ddp} besides launching. But a step takes {time_ratio} as "
+                "long here, and its one process holds {memory_ratio} what a rank of DDP holds: it copies the model in "
+                "every step, and outputs and loss meet on one device. It is good enough only if neither matters."
+            ),
+            "false": "It takes {lines} lines, and DDP {lines_ddp}.",
+        },
+        seconds=40,
+        runs_here=False,
+    ),
+    Claim(
+        name="ddp_memory",
+        side="devices",
+        title="Memory of DDP",
+        said="DDP uses the memory of several devices efficiently.",
+        sources=(_TUTORIAL, _LESSON),
+        how="What the engine keeps between steps on each of four ranks, booked tensor by tensor.",
+        measure=devices.ddp_memory,
+        numbers={
+            "alone_bytes": Number("weights and optimizer states on one device", "bytes"),
+            "ddp_bytes": Number("on each of four ranks, DDP", "bytes"),
+            "ddp_ratio": Number("as a part of one device's"),
+            "fsdp_ratio": Number("the same under FSDP"),
+        },
+        rule=rules.ddp_memory,
+        rule_in_words="True if each of four ranks holds less than half of what one device does; else false.",
+        texts={
+            "true": "Each of four ranks holds {ddp_ratio} of what one device does.",
+            "false": (
+                "Activations are shared out, and nothing else is: each of four ranks keeps {ddp_bytes}, which is "
+                "{ddp_ratio} of what one device keeps. Shards are what shares the rest out: {fsdp_ratio} of it."
+            ),
+        },
+        seconds=20,
+        runs_here=False,
+    ),
+)

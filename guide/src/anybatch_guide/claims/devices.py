@@ -1,0 +1,181 @@
+"""Measurements of claims about several devices: replicas, reductions, samplers."""
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DistributedSampler, TensorDataset
+
+import anybatch as ab
+from anybatch.cli.compare import first_batches
+from anybatch.diagnostics import compare
+from anybatch.diagnostics.comparison.report import ComparisonReport
+from anybatch.recipes.measured_job import MeasuredJob
+from anybatch.testing import RankPool
+from anybatch_guide.claims.claim import Numbers
+from anybatch_guide.claims.measuring import emit_progress, first_batch, flat_gradients, new_model, relative
+from anybatch_guide.experiment import Emit
+from anybatch_guide.experiments.rank_memory import held
+from anybatch_guide.tasks.task import cross_entropy, load
+
+EVEN, UNEVEN = (32, 32), (44, 20)
+RANKS, MESSAGE, ROUNDS = 4, 2**21, 9
+"""Ranks, numbers of float32 in a gradient, and interleaved rounds, for the cost of a reduction."""
+FIXED = ("weights", "gradients", "optimizer")
+
+
+def no_average(emit: Emit) -> Numbers:
+    """Compare sums and averages of two ranks' gradients with the gradient of all their samples."""
+    emit_progress(emit, 0, 2, "equal shares")
+    with RankPool(len(EVEN)) as pool:
+        even = pool.run(rank_errors, EVEN)[0]
+        emit_progress(emit, 1, 2, "unequal shares")
+        uneven = pool.run(rank_errors, UNEVEN)[0]
+    return {
+        "sum_error": even["sum"],
+        "average_error": even["ddp"],
+        "uneven_average_error": uneven["ddp"],
+        "uneven_engine_error": uneven["engine"],
+    }
+
+
+def rank_errors(shares: tuple[int, ...]) -> dict[str, float]:
+    """Run on every rank: return how far gradients of all ranks together are from that of all samples at once.
+
+    Args:
+        shares: samples of each rank.
+    """
+    task = load("digits")
+    inputs, targets = first_batch(task, sum(shares))
+    model = new_model(task)
+    cross_entropy(model(inputs), targets).backward()
+    expected = flat_gradients(model)
+    begin = sum(shares[: dist.get_rank()])
+    own = slice(begin, begin + shares[dist.get_rank()])
+    summed, averaged, exact = new_model(task), new_model(task), new_model(task)
+    cross_entropy(summed(inputs[own]), targets[own]).backward()
+    for parameter in summed.parameters():
+        dist.all_reduce(parameter.grad)
+    wrapper = DistributedDataParallel(averaged)  # dropped before the backward, it would reduce nothing
+    cross_entropy(wrapper(inputs[own]), targets[own]).backward()
+    with ab.Engine(exact, torch.optim.SGD(exact.parameters()), task.loss, check_loss=False) as engine:
+        (batch,) = ab.shares([{"inputs": inputs[own], "targets": targets[own]}], world=engine.world)
+        found = engine.gradients(batch)
+    vector = torch.cat([value.flatten() for value in found.values() if value is not None]).double()
+    return {
+        "sum": relative(flat_gradients(summed), expected),
+        "ddp": relative(flat_gradients(averaged), expected),
+        "engine": relative(vector, expected),
+    }
+
+
+def sampler_overlap(emit: Emit) -> Numbers:
+    """Count the samples that torch's DistributedSampler gives to two ranks in one epoch."""
+    emit_progress(emit, 0, 1, "samplers")
+    number = len(load("digits").rows)
+    return {
+        "samples": number,
+        **{f"twice_on_{ranks}": given_twice(number, ranks) for ranks in (2, 4, 8)},
+        "twice_if_divisible": given_twice(number - number % 8, 8),
+    }
+
+
+def given_twice(num_samples: int, num_ranks: int) -> int:
+    """Return how many samples of an epoch more than one rank gets, or one rank twice."""
+    numbers = TensorDataset(torch.arange(num_samples))
+    samplers: list[DistributedSampler[tuple[Tensor, ...]]] = [
+        DistributedSampler(numbers, num_replicas=num_ranks, rank=rank, shuffle=True, seed=0)
+        for rank in range(num_ranks)
+    ]
+    given = [index for sampler in samplers for index in sampler]
+    return len(given) - len(set(given))
+
+
+def ddp_memory(emit: Emit) -> Numbers:
+    """Compare what does not shrink with the batch: on one device, on each of four under DDP, and under FSDP."""
+    fixed = {}
+    for done, (strategy, num_ranks) in enumerate((("single", 1), ("ddp", RANKS), ("fsdp", RANKS))):
+        emit_progress(emit, done, 3, strategy)
+        with RankPool(num_ranks) as pool:
+            ranks = pool.run(held, strategy)
+        fixed[strategy] = max(sum(rank["between"][name] for name in FIXED) for rank in ranks)
+    return {
+        "alone_bytes": fixed["single"],
+        "ddp_bytes": fixed["ddp"],
+        "ddp_ratio": fixed["ddp"] / fixed["single"],
+        "fsdp_ratio": fixed["fsdp"] / fixed["single"],
+    }
+
+
+def data_parallel(emit: Emit) -> Numbers:
+    """Compare DataParallel with DDP on two devices: lines, time, memory of the busiest process."""
+    emit_progress(emit, 0, 1, "ways, in turns")
+    found = {one.way.name: one for one in compared(256).results}
+    threads, ranks = found["DataParallel"], found["DDP"]
+    return {
+        "lines": threads.way.lines_by_hand,
+        "lines_ddp": ranks.way.lines_by_hand,
+        "time_ratio": threads.seconds_per_step / ranks.seconds_per_step,
+        "memory_ratio": threads.peak_bytes / ranks.peak_bytes,
+    }
+
+
+def all_reduce_saves(emit: Emit) -> Numbers:
+    """Time an all-reduce against sums on one rank that are sent back, and what is left of it in a step."""
+    emit_progress(emit, 0, 2, "messages")
+    with RankPool(RANKS) as pool:
+        times = pool.run(reduction_seconds)[0]
+    emit_progress(emit, 1, 2, "steps")
+    found = {one.way.name: one for one in compared(64).results}
+    return {
+        "through_one_ratio": statistics.median(a / b for a, b in zip(*times, strict=True)),
+        "exposed": 100 * (found["DDP"].exposed_share or 0.0),
+        "exposed_accumulated": 100 * (found["DDP accumulated"].exposed_share or 0.0),
+    }
+
+
+def reduction_seconds() -> tuple[list[float], list[float]]:
+    """Run on every rank: return the seconds of sums through one rank, and of all-reduces, in turns."""
+    gradient = torch.ones(MESSAGE)
+    ways: tuple[Callable[[Tensor], object], ...] = (through_first_rank, dist.all_reduce)
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for _ in range(ROUNDS):
+        for found, reduce in zip(seconds, ways, strict=True):
+            dist.barrier()
+            begun = time.perf_counter()
+            reduce(gradient)
+            found.append(time.perf_counter() - begun)
+            gradient.fill_(1.0)
+    return seconds
+
+
+def through_first_rank(gradient: Tensor) -> None:
+    """Sum over ranks on rank 0, which receives all and sends the sum to each."""
+    if dist.get_rank():
+        dist.send(gradient, 0)
+        dist.recv(gradient, 0)
+        return
+    other = torch.empty_like(gradient)
+    for rank in range(1, dist.get_world_size()):
+        dist.recv(other, rank)
+        gradient += other
+    for rank in range(1, dist.get_world_size()):
+        dist.send(gradient, rank)
+
+
+def compared(effective_batch_size: int) -> ComparisonReport:
+    """Return the ways of running the digits on two ranks, side by side."""
+    job = MeasuredJob(recipe="digits", effective_batch_size=effective_batch_size)
+    return compare(
+        job.train_spec,
+        partial(first_batches, job),
+        effective_batch_size=effective_batch_size,
+        device_type="cpu",
+        num_devices=2,
+        most_seconds=20.0,
+    )

@@ -1,0 +1,185 @@
+"""A step on several ranks as a timeline: micro-batches, layers whose gradients are final, buckets sent and done."""
+
+import time
+import warnings
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+import anybatch as ab
+from anybatch.diagnostics.comparison.loops import ddp_accumulated, ddp_without_no_sync
+from anybatch.diagnostics.comparison.reductions import WatchedDDP
+from anybatch.parallel.all_reduce import AllReduce
+from anybatch.records import MicroBatchRecord, Record, ReductionRecord, SpanEvent
+from anybatch.testing import RankPool
+from anybatch_guide.experiment import Data, Emit, Experiment
+
+WORLDS = (2, 4)
+WIDTH, NUM_LAYERS, MICRO_BATCH, NUM_MICRO_BATCHES = 384, 6, 32, 4
+BUCKET_BYTES = 2 * (WIDTH * WIDTH + WIDTH) * 4
+"""Two layers: so the network has three buckets."""
+Batch = dict[str, Tensor]
+
+
+def run(emit: Emit) -> Data:
+    """Run a step with and without no_sync, and one by our own reduction, on two and on four ranks."""
+    found: dict[str, Any] = {"num_micro_batches": NUM_MICRO_BATCHES, "num_layers": NUM_LAYERS, "worlds": []}
+    for done, num_ranks in enumerate(WORLDS):
+        emit({"kind": "guide.progress", "done": done, "of": len(WORLDS), "what": f"{num_ranks} ranks"})
+        with RankPool(num_ranks) as pool:
+            ways = {
+                "no_sync until the last micro-batch": pool.run(by_hand, "last"),
+                "reduced in every micro-batch": pool.run(by_hand, "each"),
+                "all_reduce of anybatch": pool.run(by_engine),
+            }
+        found["worlds"].append({"num_ranks": num_ranks, "ways": ways})
+    return found
+
+
+def network() -> nn.Sequential:
+    """Return a tower of equal layers."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(NUM_LAYERS)))
+
+
+def batch() -> Batch:
+    """Return this rank's share of an effective batch."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return {"x": torch.randn(MICRO_BATCH * NUM_MICRO_BATCHES, WIDTH, generator=generator)}
+
+
+def by_hand(reduced: Literal["last", "each"]) -> dict[str, Any]:
+    """Run on every rank: a step under torch's DDP, the second one, watched."""
+    model, watch = network(), _Watch()
+    watch.layers(model)
+    pieces = [{"x": piece} for piece in batch()["x"].split(MICRO_BATCH)]
+
+    def steps() -> Any:  # noqa: ANN401 (a generator of micro-batches)
+        yield pieces  # DDP orders its buckets anew behind the first backward
+        dist.barrier()
+        watch.begin()
+        yield _Pieces(pieces, watch)
+        watch.end()
+
+    loop = ddp_accumulated if reduced == "last" else ddp_without_no_sync
+    loop(
+        model,
+        partial(torch.optim.SGD, lr=0.0),
+        _loss_share,
+        steps(),
+        WatchedDDP(watch.bucket, bucket_bytes=BUCKET_BYTES),
+    )
+    return watch.found()
+
+
+def by_engine() -> dict[str, Any]:
+    """Run on every rank: a step under our own reduction, the second one, watched."""
+    model, watch = network(), _Watch()
+    watch.layers(model)
+    strategy = AllReduce(bucket_bytes=BUCKET_BYTES)
+    loss = ab.sum_over_samples(_loss_share)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    shares = ab.shares([batch()] * 2)
+    with ab.Engine(
+        model, optimizer, loss, micro_batch_size=MICRO_BATCH, strategy=strategy, observer=watch, check_loss=False
+    ) as engine:
+        for number, share in enumerate(shares):
+            if number:
+                dist.barrier()
+                watch.begin()
+            engine.step(share)
+        watch.end()
+    return watch.found()
+
+
+def _loss_share(model: Any, own: Batch) -> Tensor:  # noqa: ANN401 (wrapped or not)
+    return functional.mse_loss(model(own["x"]), own["x"], reduction="sum")
+
+
+class _Watch:
+    """Notes when things happen in a step, in seconds from its beginning."""
+
+    def __init__(self) -> None:
+        self._begun: float | None = None
+        self._seconds = 0.0
+        self._micro_batches: list[dict[str, float]] = []
+        self._layers: dict[int, float] = {}
+        self._buckets: dict[tuple[int, int], dict[str, float]] = {}
+
+    def layers(self, model: nn.Sequential) -> None:
+        """Note when the gradient of each layer is there, in the last backward."""
+        # Nothing before the first layer needs a gradient, and torch says so in every backward.
+        warnings.filterwarnings("ignore", message="Full backward hook")
+        for number, layer in enumerate(model):
+            layer.register_full_backward_hook(lambda *_, number=number: self._layers.update({number: self._now()}))
+
+    def begin(self) -> None:
+        """Begin the step."""
+        self._begun = time.perf_counter()
+
+    def end(self) -> None:
+        """End the step."""
+        self._seconds = self._now()
+
+    def micro_batch(self, event: str) -> None:
+        """Note the beginning or the end of a micro-batch."""
+        if self._begun is not None and event == "begin":
+            self._micro_batches.append({"begin": self._now()})
+        elif self._micro_batches:
+            self._micro_batches[-1]["end"] = self._now()
+
+    def bucket(self, number: int, num_bytes: int, event: SpanEvent) -> None:
+        """Note that a bucket was sent, or has been summed."""
+        if self._begun is None:
+            return
+        place = (len(self._micro_batches) - 1, number)
+        self._buckets.setdefault(place, {"bytes": num_bytes})["sent" if event == "begin" else "done"] = self._now()
+
+    def observe(self, record: Record) -> None:
+        """Follow the engine."""
+        if isinstance(record, MicroBatchRecord):
+            self.micro_batch(record.event)
+        elif isinstance(record, ReductionRecord) and record.payload == "gradients":
+            self.bucket(record.bucket, record.num_bytes, record.event)
+
+    def found(self) -> dict[str, Any]:
+        """Return everything that was noted."""
+        return {
+            "seconds": self._seconds,
+            "micro_batches": self._micro_batches,
+            "layers": [{"layer": number, "ready": at} for number, at in sorted(self._layers.items(), reverse=True)],
+            "buckets": [
+                {"micro_batch": place[0], "bucket": place[1], **one} for place, one in sorted(self._buckets.items())
+            ],
+        }
+
+    def _now(self) -> float:
+        return 0.0 if self._begun is None else time.perf_counter() - self._begun
+
+
+class _Pieces(list[Batch]):
+    """Micro-batches that note when each is asked for."""
+
+    def __init__(self, pieces: list[Batch], watch: _Watch) -> None:
+        super().__init__(pieces)
+        self._watch = watch
+
+    def __iter__(self) -> Any:  # noqa: ANN401 (an iterator)
+        for piece in list.__iter__(self):
+            self._watch.micro_batch("begin")
+            yield piece
+            self._watch.micro_batch("end")
+
+
+EXPERIMENT = Experiment(
+    name="ddp_timeline",
+    question="When are gradients final, sent and summed in a step on several ranks, with no_sync and without?",
+    run=run,
+    seconds=20,
+    runs_here=False,
+    noisy=("seconds", "begin", "end", "ready", "sent", "done"),
+)

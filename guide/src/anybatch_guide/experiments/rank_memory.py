@@ -1,0 +1,131 @@
+"""One process per device, and what each of them holds: replicas, shared optimizer states, shards."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+import anybatch as ab
+from anybatch.diagnostics.memory.memory_report import record_memory
+from anybatch.memory.timeline import ORDER
+from anybatch.parallel.local_parts import is_dtensor, local_part
+from anybatch.testing import RankPool
+from anybatch_guide.experiment import Data, Emit, Experiment
+
+WIDTH, NUM_BLOCKS, BATCH, MICRO_BATCH = 128, 4, 64, 8
+WAYS = (
+    ("single", 1),
+    ("data_parallel", 1),
+    ("ddp", 2),
+    ("ddp", 4),
+    ("zero1", 2),
+    ("zero1", 4),
+    ("fsdp", 2),
+    ("fsdp", 4),
+)
+_EVENTS = ("all_gather", "post_backward_reshard", "post_backward_reduce", "pre_forward", "pre_backward")
+_LABEL, _OWN_ROOT = "FSDP::", "modules_to_train."
+
+
+def run(emit: Emit) -> Data:
+    """Run a step in each way, and return what every process holds of it."""
+    found = []
+    for done, (strategy, num_ranks) in enumerate(WAYS):
+        emit({"kind": "guide.progress", "done": done, "of": len(WAYS), "what": f"{strategy}, {num_ranks} ranks"})
+        with RankPool(num_ranks) as pool:
+            ranks = pool.run(held, strategy)
+        found.append({"strategy": strategy, "num_ranks": num_ranks, "ranks": ranks})
+    model = network()
+    return {
+        "categories": list(ORDER),
+        "effective_batch_size": BATCH,
+        "micro_batch_size": MICRO_BATCH,
+        "parameters": [{"name": name, "shape": list(p.shape)} for name, p in model.named_parameters()],
+        "ways": found,
+    }
+
+
+class Block(nn.Module):
+    """A residual block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what comes in, and what the layers make of it."""
+        out: Tensor = x + self.narrow(torch.tanh(self.wide(x)))
+        return out
+
+
+def network() -> nn.Sequential:
+    """Return a tower of blocks."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)))
+
+
+def loss(model: nn.Module, batch: Tensor) -> Tensor:
+    """Return the mean square of what comes out."""
+    found: Tensor = model(batch).square().mean()
+    return found
+
+
+def held(strategy: str) -> dict[str, Any]:
+    """Run on every rank: return what it holds between steps and at the peak, its parts, and what FSDP2 does when.
+
+    At the peak of a step under FSDP2 gathered weights and whole gradients are among activations and temporaries.
+    """
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(3 * BATCH, WIDTH, generator=generator)
+    model = network()
+    with ab.Engine(
+        model,
+        lambda named: torch.optim.AdamW(named, lr=1e-3),
+        ab.mean_over_samples(loss),
+        micro_batch_size=MICRO_BATCH,
+        strategy=strategy,
+        check_loss=False,
+    ) as engine:
+        first, second, third = ab.batches(data, effective_batch_size=BATCH, steps=3, shuffle=False)
+        engine.step(first)
+        with record_memory(engine) as recording:
+            engine.step(second)
+        calls: Sequence[str] = ()
+        if strategy == "fsdp":
+            with profile(activities=[ProfilerActivity.CPU]) as seen:
+                engine.step(third)
+            calls = _calls(seen)
+        timeline = recording.report.timeline
+        parts = {name: _part(value) for name, value in model.named_parameters()}
+        return {
+            "rank": dist.get_rank(),
+            "peak": timeline.at(timeline.peak_moment),
+            "between": timeline.at(0),
+            "parts": [{"name": name, **part} for name, part in parts.items()],
+            "calls": list(calls),
+        }
+
+
+def _part(value: Tensor) -> dict[str, Any]:
+    """Return the shape of what this rank has of a parameter, and whether that is all of it."""
+    return {"shape": list(local_part(value).shape), "is_shard": is_dtensor(value)}
+
+
+def _calls(seen: Any) -> list[str]:  # noqa: ANN401 (torch's profile)
+    """Return what FSDP2 did in a step, in order: `all_gather (1)`, `post_backward_reduce (1)`, ..."""
+    events = sorted(seen.events(), key=lambda event: event.time_range.start)
+    labels = [event.name.removeprefix(_LABEL) for event in events if event.name.startswith(_LABEL)]
+    names = [label.replace(_OWN_ROOT, "") for label in labels]
+    return [name for name in names if name.split(" ")[0] in _EVENTS]
+
+
+EXPERIMENT = Experiment(
+    name="rank_memory",
+    question="What does each process hold with one device, with replicas, with shared states, and with shards?",
+    run=run,
+    seconds=40,
+    runs_here=False,
+)

@@ -1,0 +1,91 @@
+"""Recordings of several ranks: what must hold of them, whatever the machine."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from anybatch_guide.experiments import ddp_timeline, rank_memory
+from anybatch_guide.recording import read_recording
+from guide.tests.recorded_again import RECORDINGS
+
+
+def data_of(name: str) -> Any:
+    """Return the data of a recording."""
+    return read_recording(RECORDINGS / f"{name}.json").data
+
+
+@pytest.mark.parametrize("world", [0, 1], ids=["2-ranks", "4-ranks"])
+def test_buckets_are_the_gradient_once_or_in_every_micro_batch(world: int) -> None:
+    """With no_sync the buckets of the last micro-batch are sent, without it those of all; each is sent, then done."""
+    found = data_of("ddp_timeline")["worlds"][world]
+    gradient = sum(p.numel() * p.itemsize for p in ddp_timeline.network().parameters())
+    last = {ddp_timeline.NUM_MICRO_BATCHES - 1}
+    for name, ranks in found["ways"].items():
+        assert len(ranks) == found["num_ranks"]
+        for rank in ranks:
+            sent: Counter[int] = Counter()
+            for bucket in rank["buckets"]:
+                sent[bucket["micro_batch"]] += bucket["bytes"]
+                assert 0 < bucket["sent"] <= bucket["done"] <= rank["seconds"]
+            everywhere = set(range(ddp_timeline.NUM_MICRO_BATCHES))
+            assert set(sent) == (everywhere if name == "reduced in every micro-batch" else last)
+            assert set(sent.values()) == {gradient}
+
+
+def test_the_last_layers_are_ready_first() -> None:
+    """Gradients become final from the last layer to the first, and a bucket is sent before all of them are."""
+    for world in data_of("ddp_timeline")["worlds"]:
+        for ranks in world["ways"].values():
+            for rank in ranks:
+                ready = [layer["ready"] for layer in rank["layers"]]
+                assert [layer["layer"] for layer in rank["layers"]] == list(range(ddp_timeline.NUM_LAYERS))[::-1]
+                assert ready == sorted(ready)
+                final = [one for one in rank["buckets"] if one["micro_batch"] == ddp_timeline.NUM_MICRO_BATCHES - 1]
+                assert min(one["sent"] for one in final) < ready[-1]
+
+
+def test_shards_and_states_add_up() -> None:
+    """Under FSDP parts of all ranks are the parameters; under ZeRO-1 states of all ranks are those of one device."""
+    data = data_of("rank_memory")
+    whole = {one["name"]: one["shape"][0] for one in data["parameters"]}
+    (alone,) = next(way for way in data["ways"] if way["strategy"] == "single")["ranks"]
+    for way in data["ways"]:
+        between = [rank["between"] for rank in way["ranks"]]
+        if way["strategy"] == "fsdp":
+            for name, rows in whole.items():
+                parts = [part for rank in way["ranks"] for part in rank["parts"] if part["name"] == name]
+                assert sum(part["shape"][0] for part in parts) == rows
+                assert all(part["is_shard"] for part in parts)
+            assert sum(one["weights"] for one in between) == alone["between"]["weights"]
+        elif way["strategy"] == "zero1":
+            states = sum(one["optimizer"] for one in between)
+            assert states == pytest.approx(alone["between"]["optimizer"], rel=1e-3)  # and a counter for each tensor
+        elif way["strategy"] == "ddp":
+            assert all(one["weights"] == alone["between"]["weights"] for one in between)
+
+
+def test_a_block_is_gathered_before_it_is_used() -> None:
+    """FSDP2 gathers each block in every forward and again in every backward, and reduces in the last micro-batch."""
+    for way in data_of("rank_memory")["ways"]:
+        if way["strategy"] != "fsdp":
+            continue
+        for rank in way["ranks"]:
+            calls = Counter(call.split(" ")[0] for call in rank["calls"])
+            micro_batches = rank_memory.BATCH // way["num_ranks"] // rank_memory.MICRO_BATCH
+            assert calls["pre_forward"] == calls["pre_backward"] == micro_batches * rank_memory.NUM_BLOCKS
+            # FSDP2 gathers the last block once more in the last backward, as if another micro-batch came before.
+            assert calls["all_gather"] - 2 * calls["pre_forward"] in (0, 1)
+            assert calls["post_backward_reduce"] == rank_memory.NUM_BLOCKS
+            for block in range(rank_memory.NUM_BLOCKS):
+                own = [call.split(" ")[0] for call in rank["calls"] if call.endswith(f"({block})")]
+                assert own.index("all_gather") < own.index("pre_backward")
+
+
+def test_the_ways_have_one_gradient() -> None:
+    """Every way with the effective batch has the gradient of the un-split batch, and sends it once, or not at all."""
+    data = data_of("ways_compared")
+    assert not data["unmeasured"]
+    for one in data["results"]:
+        if one["way"]["num_samples"] == data["effective_batch_size"]:
+            assert one["gradient_error"] < 1e-5
