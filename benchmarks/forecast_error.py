@@ -1,4 +1,4 @@
-"""Forecasts against measured steps, on hosts behind cables of several rates and latencies; and against published tables.
+"""Forecasts against steps measured on hosts behind cables of several rates and latencies, and published tables.
 
 Two hosts, which are network namespaces of this machine (`tests/hosts.py`; root, iproute2), run the same engine with one
 rank each, under `all_reduce`. Steps of a single rank alternate with steps of both, in the same processes, so that a
@@ -36,7 +36,7 @@ from anybatch.planner.forecast.workload import Cluster, Workload
 from tests.hosts import NoHostsError, hosts
 
 RATES = (100, 250, 1000)  # Mbit/s
-LATENCIES = (0.001, 0.020)
+LATENCIES = (0.001, 0.005, 0.020)
 STEPS = (1, 4)
 SIZE, WIDTH, LAYERS, BUCKET_BYTES = 192, 512, 8, 2 * 2**20
 WARM_UP_ROUNDS = 2
@@ -125,7 +125,8 @@ def measured(rate: int, latency: float, rounds: int) -> Measured:
         ]
         for one in ranks:
             if one.wait(TIMEOUT_SECONDS):
-                raise RuntimeError(f"a rank ended with status {one.returncode}")
+                message = f"a rank ended with status {one.returncode}"
+                raise RuntimeError(message)
         by_rank = json.loads(out.read_text())
     # A step is over when the slower rank has it; of single steps each rank's median is the mean rank's time.
     together = {

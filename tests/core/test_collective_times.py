@@ -81,8 +81,8 @@ def test_a_ring_without_latency_is_at_the_bound(num_bytes: int, num_ranks: int, 
 )
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @given(num_bytes=SIZES, more=SIZES, num_ranks=RANKS, link=LINKS, later=st.floats(0.0, 0.1))
-def test_monotone(  # noqa: PLR0913 (one for each thing that grows)
-    collective: Collective, num_bytes: int, more: int, num_ranks: int, link: Link, later: float
+def test_monotone(
+    *, collective: Collective, num_bytes: int, more: int, num_ranks: int, link: Link, later: float
 ) -> None:
     """More bytes, more latency and more ranks never make a collective faster."""
     rounding = 1e-9

@@ -20,7 +20,7 @@ from anybatch.errors import UserError
 GLOO_SEGMENT_BYTES = 2**20
 """The most that gloo sends in one message (`kMaxSegmentSize` in gloo/allreduce.h)."""
 _BIT_PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-_TIME_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}  # noqa: RUF001 (people write both)
+_TIME_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def parse_link(text: str) -> Link:
     """
     bandwidth, comma, latency = text.replace(" ", "").partition(",")
     rate = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)([kKMGT]?)(bits?|b|B)(?:/s|ps)?", bandwidth)
-    time = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)(s|ms|us|µs|ns)", latency)  # noqa: RUF001 (people write both)
+    time = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)(s|ms|us|µs|ns)", latency)
     if not comma or rate is None or time is None or not float(rate[1]):
         message = (
             f"{text!r} is no link. Write a bandwidth above 0 and a latency with their units, such as 400Gbit,5us, "

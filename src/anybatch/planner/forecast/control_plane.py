@@ -7,8 +7,8 @@ from anybatch.parallel.roll_call import NUM_DIGESTS
 
 _NUMBER_BYTES = 8
 _NUM_FLAGS = 2
-_NUM_REPORTED = 4
-_COUNT_NUMBERS = 4
+_NUM_REPORTED = 1  # the loss of one term
+_COUNT_NUMBERS = 4  # whether a rank has failed, its count, whether it has anything to run, and a question
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Predicts step time, efficiency and the largest useful number of ranks, from the times of one rank and a network."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -112,7 +113,7 @@ def largest_useful(rows: Sequence[ForecastRow], workload: Workload) -> tuple[int
         rows: of numbers of ranks that double.
         workload: for the number of samples.
     """
-    for fewer, more in zip(rows, rows[1:], strict=False):
+    for fewer, more in itertools.pairwise(rows):
         gain = more.samples_per_second / fewer.samples_per_second
         if gain >= USEFUL_GAIN:
             continue

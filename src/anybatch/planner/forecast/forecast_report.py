@@ -125,16 +125,16 @@ class ForecastReport:
         )
         hosts = "" if net.inner_link is None else f", {net.devices_per_host} devices per host over {net.inner_link}"
         when = f", reduction {self.reduction}" if self.reduction else ""
+        computing, update = (three_digits(1000 * one) for one in (work.micro_batch.seconds(size), work.update_seconds))
+        one_rank = f"one rank: {computing} ms for {size} samples, {update} ms for the update"
         return [
             f"{self.strategy}{when}, {batch}",
-            f"one rank: {three_digits(1000 * work.micro_batch.seconds(size))} ms for {size} samples, "
-            f"{three_digits(1000 * work.update_seconds)} ms for the update; {in_bytes(work.gradient_bytes)} of "
-            f"gradients in buckets of {in_bytes(work.bucket_bytes)}",
+            f"{one_rank}; {in_bytes(work.gradient_bytes)} of gradients in buckets of {in_bytes(work.bucket_bytes)}",
             f"link {net.link}{hosts}; all-reduce: {net.algorithm}; control plane over {net.control}",
         ]
 
     def _table(self) -> list[str]:
-        rows = [_HEAD]
+        rows: list[tuple[str, ...]] = [_HEAD]
         for row in self.rows:
             parts = (row.straggler_seconds, row.exposed_seconds, row.control_seconds)
             rows.append(
@@ -154,8 +154,8 @@ class ForecastReport:
     def _assumptions(self) -> list[str]:
         work = self.workload
         lines = [
-            "assumed: no contention between ranks; gradients come at an even rate over the last backward, which is "
-            f"{work.backward_share:.0%} of a micro-batch;",
+            "assumed: no contention between ranks; gradients come at an even rate over the last backward,",
+            f"  which is {work.backward_share:.0%} of a micro-batch;",
             f"  ranks' times are normal with {work.variation:.1%} of variation, and the slowest is waited for;",
             "  the control plane is gloo's ring, whose latency grows with the number of ranks.",
         ]
