@@ -217,7 +217,7 @@ def main() -> None:
         "",
         *on_hosts(),
         "",
-        f"The model, {1e6 * CONTROL_LATENCY_SECONDS:g} us from rank to rank; a ring's latency is in proportion to ranks:",
+        f"The model, {1e6 * CONTROL_LATENCY_SECONDS:g} us from rank to rank; a ring's latency grows with the ranks:",
         "",
         *of_the_model(),
     ]
