@@ -2,9 +2,9 @@
 
 Three tables. Of ranks on this machine: the control group's collectives in a step, counted, with a loss that counts
 samples and with one whose counts need the data; and seconds of the message alone and of a step of a tiny model. All
-ranks share the cores, so that what is measured there is processor time, which grows with the square of the ranks. Of
-hosts that are network namespaces with 5 ms between them: the time of the message in latencies, against
-`gloo_all_reduce` of core/collective_times.py. And the model at 1,000 ranks, each on a core of its own.
+ranks share the cores, so that what is measured there is processor time, in proportion to all ranks' messages. Of hosts
+that are network namespaces with 5 ms between them: the time of the message, against `gloo_all_reduce` of
+core/collective_times.py. And the model at 1,000 ranks, each on a core of its own.
 
     python benchmarks/control_plane.py [--ranks 2 8 32 64] [--out benchmarks/results/NAME.md]
 """
@@ -106,7 +106,7 @@ def on_this_machine(sizes: list[int]) -> list[str]:
     """Return the table of ranks on this machine."""
     cores = os.cpu_count() or 1
     lines = [
-        "| ranks | counts need data | collectives | bytes | messages, at most | sum alone | core time of each | step |",
+        "| ranks | counts need data | collectives | bytes | messages of all | sum alone | core time of each | step |",
         "|--:|---|---|--:|--:|--:|--:|--:|",
     ]
     for num_ranks in sizes:
@@ -115,7 +115,7 @@ def on_this_machine(sizes: list[int]) -> list[str]:
                 found = pool.run(_with_counts if needs else _without_counts)
             seen, alone, step, num_parameters = found[0]
             control = ControlMessages.of(num_parameters, counts_need_data=needs)
-            each = alone * cores / (num_ranks * ControlMessages(control.agreement_bytes, 0).messages(num_ranks))
+            each = alone * cores / ControlMessages(control.agreement_bytes, 0).messages(num_ranks)
             lines.append(
                 f"| {num_ranks} | {'yes' if needs else 'no'} | {', '.join(kind for kind, _ in seen)} | "
                 f"{sum(size for _, size in seen)} | {control.messages(num_ranks)} | {1000 * alone:.2f} ms | "
@@ -209,7 +209,7 @@ def main() -> None:
         return
     here = on_this_machine(given.ranks)
     lines = [
-        "Ranks on this machine, which share its cores; collectives, bytes and messages are a rank's in a step:",
+        "Ranks on this machine, which share its cores; collectives and bytes are a rank's in a step:",
         "",
         *here,
         "",

@@ -1,10 +1,11 @@
 """Forecasts against steps measured on hosts behind cables of several rates and latencies, and published tables.
 
-Two hosts, which are network namespaces of this machine (`tests/hosts.py`; root, iproute2), run the same engine with one
-rank each, under `all_reduce`. Steps of a single rank alternate with steps of both, in the same processes, so that a
-machine that others use is equally slow for both. The forecast is made from the single rank's times, the gradient's
-bytes and the link: as it was configured, and with the latency that a word and its answer were seen to take. Gloo sums
-around a ring in segments (`gloo_all_reduce` of core/collective_times.py), and that is what is compared.
+Two hosts, and in some settings three, which are network namespaces of this machine (`tests/hosts.py`; root, iproute2),
+run the same engine with one rank each, under `all_reduce`. Steps of a single rank alternate with steps of all, in the
+same processes, so that a machine that others use is equally slow for both. The forecast is made from the single rank's
+times, the gradient's bytes and the link: as it was configured, and with the latency that a word and its answer were
+seen to take. Gloo sums around a ring in segments (`gloo_all_reduce` of core/collective_times.py), and that is what is
+compared.
 
     python benchmarks/forecast_error.py [--rounds 7] [--out benchmarks/results/NAME.md]
 """
@@ -113,9 +114,9 @@ def measure(rounds: int, out: Path) -> None:
             out.write_text(json.dumps([json.loads(one) for one in everyone]))
 
 
-def measured(rate: int, latency: float, rounds: int) -> Measured:
-    """Run one setting on two hosts."""
-    with tempfile.TemporaryDirectory() as folder, hosts(2, rate=f"{rate}mbit", latency=latency) as made:
+def measured(num_hosts: int, rate: int, latency: float, rounds: int) -> Measured:
+    """Run one setting."""
+    with tempfile.TemporaryDirectory() as folder, hosts(num_hosts, rate=f"{rate}mbit", latency=latency) as made:
         out = Path(folder, "found.json")
         common = {"MASTER_ADDR": "host0", "MASTER_PORT": "29500", "WORLD_SIZE": str(len(made))}
         command = [sys.executable, __file__, "--rounds", str(rounds), "--rank-writes", str(out)]
@@ -140,8 +141,8 @@ def measured(rate: int, latency: float, rounds: int) -> Measured:
     return Measured(alone, together, variation, by_rank[0]["gradient_bytes"], by_rank[0]["num_parameters"])
 
 
-def forecast_seconds(found: Measured, steps: int, link: Link) -> float:
-    """Return the forecast of a step on two ranks."""
+def forecast_seconds(found: Measured, num_ranks: int, steps: int, link: Link) -> float:
+    """Return the forecast of a step."""
     more, fewer = STEPS[-1], STEPS[0]
     one = (found.alone[more] - found.alone[fewer]) / (more - fewer)
     workload = Workload(
@@ -155,7 +156,9 @@ def forecast_seconds(found: Measured, steps: int, link: Link) -> float:
         num_parameters=found.num_parameters,
     )
     return (
-        forecast(workload, Cluster(link=link, algorithm="gloo", control_link=link), world_size=2).rows[-1].step_seconds
+        forecast(workload, Cluster(link=link, algorithm="gloo", control_link=link), world_size=num_ranks)
+        .rows[-1]
+        .step_seconds
     )
 
 
@@ -169,22 +172,22 @@ def main() -> None:
         measure(given.rounds, given.rank_writes)
         return
     lines = [
-        "| Mbit/s | latency | seen | steps | one rank | two ranks | forecast | error | with the latency seen | error |",
-        "|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "| hosts | Mbit/s | latency | seen | steps | one rank | all | forecast | error | with seen | error |",
+        "|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     errors: dict[str, list[float]] = {"configured": [], "seen": []}
     for latency in LATENCIES:
         seen = round_trip(latency=latency) / 2000
-        for rate in RATES:
-            found = measured(rate, latency, given.rounds)
+        for num_hosts, rate in [*((2, rate) for rate in RATES), (3, RATES[1])]:
+            found = measured(num_hosts, rate, latency, given.rounds)
             for steps in STEPS:
                 real = found.together[steps]
-                said = [forecast_seconds(found, steps, Link(one, rate * 1e6 / 8)) for one in (latency, seen)]
+                said = [forecast_seconds(found, num_hosts, steps, Link(one, rate * 1e6 / 8)) for one in (latency, seen)]
                 off = [one / real - 1 for one in said]
                 errors["configured"].append(abs(off[0]))
                 errors["seen"].append(abs(off[1]))
                 lines.append(
-                    f"| {rate} | {1000 * latency:g} ms | {1000 * seen:.2f} ms | {steps} | "
+                    f"| {num_hosts} | {rate} | {1000 * latency:g} ms | {1000 * seen:.2f} ms | {steps} | "
                     f"{1000 * found.alone[steps]:.0f} ms | {1000 * real:.0f} ms | {1000 * said[0]:.0f} ms | "
                     f"{off[0]:+.1%} | {1000 * said[1]:.0f} ms | {off[1]:+.1%} |"
                 )
@@ -199,7 +202,7 @@ def main() -> None:
         [*lines, "", *published_lines()],
         title="Forecasts against measured steps and published tables",
         command=f"python benchmarks/forecast_error.py --rounds {given.rounds}",
-        setting=f"{os.cpu_count()} cores that others used too, 2 network namespaces, 1 thread per rank, gloo",
+        setting=f"{os.cpu_count()} cores that others used too, network namespaces, 1 thread per rank, gloo",
         out=given.out,
     )
 

@@ -135,8 +135,7 @@ def gloo_all_reduce(num_bytes: float, num_ranks: int, link: Link, *, item_bytes:
         return 0.0
     most = 2 * num_ranks
     per_rank = max(2, ceil_div(ceil_div(int(num_bytes), GLOO_SEGMENT_BYTES), num_ranks))
-    items = ceil_div(int(num_bytes), item_bytes)
-    filled = ceil_div(items, ceil_div(items, most))
+    filled = gloo_segments(num_bytes, num_ranks, item_bytes=item_bytes)
     if filled < most and per_rank == 2:  # noqa: PLR2004 (the fewest there are)
         extra = filled / 2
         if filled > num_ranks:
@@ -145,6 +144,12 @@ def gloo_all_reduce(num_bytes: float, num_ranks: int, link: Link, *, item_bytes:
         waiting = (most - 2 + extra) * link.latency_seconds + num_bytes / link.bytes_per_second
         return max(waiting, 4 * link.latency_seconds + 2 * num_bytes / link.bytes_per_second)
     return 2 * _gloo_phase((num_ranks - 1) * per_rank, num_bytes / (num_ranks * per_rank), link)
+
+
+def gloo_segments(num_bytes: float, num_ranks: int, *, item_bytes: int = 4) -> int:
+    """Return how many of gloo's 2 N segments of a small message are not empty: whole numbers share each."""
+    items = ceil_div(int(num_bytes), item_bytes)
+    return ceil_div(items, ceil_div(items, 2 * num_ranks))
 
 
 def gloo_all_gather(num_bytes: float, num_ranks: int, link: Link) -> float:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from anybatch.core.collective_times import Link, gloo_all_gather, gloo_all_reduce
+from anybatch.core.collective_times import Link, gloo_all_gather, gloo_all_reduce, gloo_segments
 from anybatch.parallel.roll_call import NUM_DIGESTS
 
 _NUMBER_BYTES = 8
@@ -13,7 +13,7 @@ _COUNT_NUMBERS = 4  # whether a rank has failed, its count, whether it has anyth
 
 @dataclass(frozen=True, slots=True)
 class ControlMessages:
-    """The collectives of the control group in a step, once the first steps are over.
+    """The collectives of the control group in a step, once the first ones are over and the loss has been checked.
 
     `parallel/step_agreement.py` sums one message of float64 in each step: numbers of the report, a flag for each
     parameter and two for leaving, and a digest and its square for each of `NUM_DIGESTS`. Where counts need the data,
@@ -42,5 +42,9 @@ class ControlMessages:
         return gloo_all_gather(self.count_bytes * num_ranks, num_ranks, link) if self.count_bytes else 0.0
 
     def messages(self, num_ranks: int) -> int:
-        """Return how many messages a rank sends in a step: 4 (N - 1) for a sum at most, and 2 (N - 1) for a gather."""
-        return (num_ranks - 1) * (4 + (2 if self.count_bytes else 0))
+        """Return how many messages all ranks together send in a step, receivers' words not counted.
+
+        Each segment of a sum that is not empty goes round twice, and each half of a rank's part in a gather once.
+        """
+        segments = gloo_segments(self.agreement_bytes, num_ranks, item_bytes=_NUMBER_BYTES)
+        return (num_ranks - 1) * (2 * segments + (2 * num_ranks if self.count_bytes else 0))
