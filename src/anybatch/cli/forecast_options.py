@@ -1,0 +1,197 @@
+"""Options of `anybatch scale` that forecast what more ranks would bring, and the forecast itself."""
+
+import argparse
+import json
+import sys
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from anybatch.cli.parser import count, number
+from anybatch.cli.status import Status
+from anybatch.core.collective_times import Link, parse_link
+from anybatch.core.units import parse_bytes
+from anybatch.errors import UserError
+
+if TYPE_CHECKING:
+    from anybatch.planner.forecast.workload import Workload
+
+_SIZE = 32
+_MEBIBYTE = 2**20
+
+
+def add_forecast_options(parser: argparse.ArgumentParser, *, without: Collection[str] = ()) -> None:
+    """Let a verb take what `run_forecast` reads.
+
+    Args:
+        parser: of the verb.
+        without: options that it has already, such as "--figure", under the same names of values.
+    """
+    group = parser.add_argument_group("forecast", "what more ranks would bring (docs/forecast.md)")
+
+    def add(option: str, **how: Any) -> None:  # noqa: ANN401 (handed on)
+        if option not in without:
+            group.add_argument(option, **how)
+
+    add("--forecast", type=count, metavar="N", help="predict steps on up to N ranks")
+    add("--link", type=link, metavar="RATE,LATENCY", help="of a host, such as 400Gbit,5us, 1Gbit,1ms or 25GB/s,2us")
+    add("--inner-link", type=link, metavar="RATE,LATENCY", help="between the devices of a host")
+    add("--devices-per-host", type=count, default=1, metavar="N", help="that share the host's link (default: 1)")
+    add(
+        "--control-link",
+        type=link,
+        metavar="RATE,LATENCY",
+        help="of the control plane, over TCP (default: the link's, with at least 30us)",
+    )
+    add("--algorithm", choices=("best", "ring", "tree", "gloo"), default="best", help="of all-reduces (default: best)")
+    add(
+        "--strategy", choices=("all_reduce", "ddp", "zero1", "fsdp"), default="all_reduce", help="(default: all_reduce)"
+    )
+    add(
+        "--reduction",
+        choices=("every_micro_batch", "last_micro_batch"),
+        default="last_micro_batch",
+        help="when fsdp reduces gradients (default: last_micro_batch)",
+    )
+    add(
+        "--effective-batch-size",
+        type=count,
+        metavar="N",
+        help="samples of a step over all ranks (default: the recipe's)",
+    )
+    add("--weak-scaling", action="store_true", help="keep the share of a rank, and let the effective batch grow")
+    add(
+        "--accumulation-steps", type=count, metavar="N", help="micro-batches of a rank's share (default: as few as fit)"
+    )
+    add("--micro-batch-size", type=count, metavar="N", help=f"most samples of a micro-batch (default: {_SIZE})")
+    add("--bucket-mib", type=number, default=25.0, metavar="X", help="gradients reduced together (default: 25)")
+    add(
+        "--variation",
+        type=number,
+        default=0.0,
+        metavar="X",
+        help="of ranks' times, standard deviation by mean (default: 0)",
+    )
+    add("--micro-batch-seconds", type=number, metavar="X", help="of one micro-batch, instead of timing the recipe")
+    add("--fixed-seconds", type=number, default=0.0, metavar="X", help="of these, what no sample takes (default: 0)")
+    add("--update-seconds", type=number, default=0.0, metavar="X", help="of the optimizer (default: 0)")
+    add(
+        "--gradient-bytes",
+        type=size,
+        metavar="SIZE",
+        help="of all gradients, such as 102MB, with --micro-batch-seconds",
+    )
+    add("--figure", type=Path, metavar="FILE", help="draw it: .png, .svg or .pdf")
+    add("--json", type=Path, metavar="FILE", help="write it as JSON")
+
+
+def link(text: str) -> Link:
+    """Return a link that is written as bandwidth and latency."""
+    try:
+        return parse_link(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def size(text: str) -> int:
+    """Return a number of bytes, with or without a unit."""
+    try:
+        return int(text) if text.isdecimal() else parse_bytes(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def run_forecast(given: argparse.Namespace) -> int:
+    """Forecast what the options of `add_forecast_options` say, print it, and return the exit status.
+
+    Args:
+        given: the options, and `recipe`, which is timed on this machine unless `micro_batch_seconds` is given.
+
+    Raises:
+        UserError: an option is missing, or does not fit the others.
+    """
+    if given.link is None:
+        message = "a forecast needs the network between hosts: --link 400Gbit,5us."
+        raise UserError(message)
+    # torch takes seconds to import, and is not needed to say that an option is wrong.
+    from anybatch.planner.forecast.forecast import forecast  # noqa: PLC0415 (brings torch)
+    from anybatch.planner.forecast.forecast_figure import draw_forecast  # noqa: PLC0415 (brings torch)
+    from anybatch.planner.forecast.workload import Cluster  # noqa: PLC0415 (brings torch)
+
+    cluster = Cluster(
+        link=given.link,
+        inner_link=given.inner_link,
+        devices_per_host=given.devices_per_host,
+        algorithm=given.algorithm,
+        control_link=given.control_link,
+    )
+    workload, origin = _by_hand(given) if given.micro_batch_seconds is not None else _timed(given)
+    report = forecast(workload, cluster, world_size=given.forecast, strategy=given.strategy, reduction=given.reduction)
+    sys.stdout.write(f"{origin}\n{report}\n")
+    if given.json is not None:
+        given.json.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
+        sys.stdout.write(f"wrote {given.json}\n")
+    if given.figure is not None:
+        draw_forecast(report, given.figure)
+        sys.stdout.write(f"wrote {given.figure}\n")
+    return Status.DONE
+
+
+def _by_hand(given: argparse.Namespace) -> "tuple[Workload, str]":
+    """Return the workload that the options say, and where it comes from."""
+    from anybatch.core.size_choice import SecondsFit  # noqa: PLC0415 (brings torch)
+    from anybatch.planner.forecast.workload import Workload  # noqa: PLC0415 (brings torch)
+
+    if given.gradient_bytes is None:
+        message = "with --micro-batch-seconds there is no recipe to count gradients of: add --gradient-bytes 102MB."
+        raise UserError(message)
+    size, fixed = given.micro_batch_size or _SIZE, given.fixed_seconds
+    if not 0.0 <= fixed <= given.micro_batch_seconds:
+        message = f"--fixed-seconds {fixed} must be a part of --micro-batch-seconds {given.micro_batch_seconds}."
+        raise UserError(message)
+    workload = Workload(
+        micro_batch=SecondsFit(fixed, (given.micro_batch_seconds - fixed) / size),
+        micro_batch_size=size,
+        gradient_bytes=given.gradient_bytes,
+        update_seconds=given.update_seconds,
+        **_common(given, given.effective_batch_size),
+    )
+    return workload, "What would more ranks bring? From times that were given:"
+
+
+def _timed(given: argparse.Namespace) -> "tuple[Workload, str]":
+    """Time the recipe on this machine; return its workload, and where it comes from."""
+    from anybatch.planner.forecast.one_rank import time_one_rank  # noqa: PLC0415 (brings torch)
+    from anybatch.planner.forecast.workload import Workload  # noqa: PLC0415 (brings torch)
+    from anybatch.recipes.load import load_recipe  # noqa: PLC0415 (brings torch)
+    from anybatch.recipes.measured_job import MeasuredJob  # noqa: PLC0415 (brings torch)
+
+    if given.recipe is None:
+        message = "a forecast needs times of one rank: name a recipe, or --micro-batch-seconds and --gradient-bytes."
+        raise UserError(message)
+    effective = given.effective_batch_size or load_recipe(given.recipe).defaults.effective_batch_size
+    size = min(given.micro_batch_size or _SIZE, effective)
+
+    def job(num_samples: int) -> Any:  # noqa: ANN401 (as `SizedJob` says)
+        made = MeasuredJob(recipe=given.recipe, effective_batch_size=num_samples)
+        return made.train_spec(), made.data(steps=1)
+
+    found = time_one_rank(job, size)
+    workload = Workload(
+        micro_batch=found.micro_batch,
+        micro_batch_size=size,
+        gradient_bytes=found.gradient_bytes,
+        update_seconds=found.update_seconds,
+        num_parameters=found.num_parameters,
+        **_common(given, effective),
+    )
+    return workload, f"{given.recipe}: what would more ranks bring? From times of one rank on this machine:"
+
+
+def _common(given: argparse.Namespace, effective_batch_size: int | None) -> dict[str, Any]:
+    return {
+        "effective_batch_size": None if given.weak_scaling else effective_batch_size,
+        "accumulation_steps": given.accumulation_steps,
+        "bucket_bytes": max(1, int(given.bucket_mib * _MEBIBYTE)),
+        "variation": given.variation,
+    }

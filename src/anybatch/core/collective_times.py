@@ -1,0 +1,208 @@
+"""Chapter 21: how long collectives take, in the model of latency and bandwidth.
+
+A message of n bytes takes `latency + n / bandwidth` (Hockney 1994), each rank sends and receives at once at full
+bandwidth, and ranks do not slow each other down: a network without contention, as a non-blocking switch is. The
+arithmetic of a reduction is left out. N is the number of ranks, n the bytes of the whole tensor (which all ranks have
+in an all-reduce, before a reduce-scatter, and after an all-gather), a the latency and B the bandwidth.
+
+Sources: Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication operations in MPICH" (rings);
+Patarasuk and Yuan 2009 (2 (N - 1) / N of the bytes is the least that an all-reduce can send); Sanders, Speck and Traeff
+2009, "Two-tree algorithms for full bandwidth broadcast, reduction and scan" (trees).
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from anybatch.core.geometry import ceil_div
+from anybatch.errors import UserError
+
+GLOO_SEGMENT_BYTES = 2**20
+"""The most that gloo sends in one message (`kMaxSegmentSize` in gloo/allreduce.h)."""
+_BIT_PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_TIME_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What connects two ranks, or two hosts.
+
+    Attributes:
+        latency_seconds: until the first byte of a message arrives.
+        bytes_per_second: in each direction.
+    """
+
+    latency_seconds: float
+    bytes_per_second: float
+
+    def seconds(self, num_bytes: float) -> float:
+        """Return the time of one message."""
+        return self.latency_seconds + num_bytes / self.bytes_per_second
+
+    def __str__(self) -> str:
+        """Return it the way `parse_link` reads it, in bits."""
+        latency = self.latency_seconds * 1e6
+        return f"{self.bytes_per_second * 8 / 1e9:.6g}Gbit,{latency:.6g}us"
+
+
+def parse_link(text: str) -> Link:
+    """Return the link that "400Gbit,5us", "1Gbit,1ms" or "25GB/s,2us" stands for: bandwidth, comma, latency.
+
+    Bits and bytes are counted in thousands, as networks are sold. A small b and "bit" are bits, a capital B is bytes.
+
+    Raises:
+        UserError: it is not written so, or a number is not above 0; a latency may be 0.
+    """
+    bandwidth, comma, latency = text.replace(" ", "").partition(",")
+    rate = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)([kKMGT]?)(bits?|b|B)(?:/s|ps)?", bandwidth)
+    time = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)(s|ms|us|µs|ns)", latency)
+    if not comma or rate is None or time is None or not float(rate[1]):
+        message = (
+            f"{text!r} is no link. Write a bandwidth above 0 and a latency with their units, such as 400Gbit,5us, "
+            "1Gbit,1ms or 25GB/s,2us."
+        )
+        raise UserError(message)
+    bits = float(rate[1]) * _BIT_PREFIXES[rate[2].lower()] * (8 if rate[3] == "B" else 1)
+    return Link(latency_seconds=float(time[1]) * _TIME_UNITS[time[2]], bytes_per_second=bits / 8)
+
+
+def ring_reduce_scatter(num_bytes: float, num_ranks: int, link: Link) -> float:
+    """Return the seconds of a reduce-scatter around a ring: N - 1 messages of a part each (Thakur et al. 2005).
+
+    `(N - 1) (a + n / (N B))`
+    """
+    return (num_ranks - 1) * link.seconds(num_bytes / num_ranks)
+
+
+def ring_all_gather(num_bytes: float, num_ranks: int, link: Link) -> float:
+    """Return the seconds of an all-gather around a ring, which sends what a reduce-scatter does (Thakur et al. 2005).
+
+    `(N - 1) (a + n / (N B))`
+    """
+    return (num_ranks - 1) * link.seconds(num_bytes / num_ranks)
+
+
+def ring_all_reduce(num_bytes: float, num_ranks: int, link: Link) -> float:
+    """Return the seconds of an all-reduce around a ring: a reduce-scatter, then an all-gather (Patarasuk, Yuan 2009).
+
+    `2 (N - 1) a + 2 (N - 1) / N n / B`: the least bytes that are possible, and a latency that grows with the ranks.
+    """
+    return ring_reduce_scatter(num_bytes, num_ranks, link) + ring_all_gather(num_bytes, num_ranks, link)
+
+
+def tree_all_reduce(num_bytes: float, num_ranks: int, link: Link) -> float:
+    """Return the seconds of an all-reduce through a double binary tree: to the roots and back (Sanders et al. 2009).
+
+    `2 ceil(log2 N) a + 2 n / B`, for messages that are cut finely enough for all levels to be busy at once: a rank is a
+    leaf of one tree and inside of the other, and sends half of the tensor once in the one and three times in the other.
+    """
+    if num_ranks == 1:
+        return 0.0
+    depth = (num_ranks - 1).bit_length()
+    return 2 * depth * link.latency_seconds + 2 * num_bytes / link.bytes_per_second
+
+
+def best_all_reduce(num_bytes: float, num_ranks: int, link: Link) -> float:
+    """Return the seconds of a ring or a tree, whichever is faster: what a library does that chooses by size, as NCCL.
+
+    `min(ring, tree)`
+    """
+    return min(ring_all_reduce(num_bytes, num_ranks, link), tree_all_reduce(num_bytes, num_ranks, link))
+
+
+def gloo_all_reduce(num_bytes: float, num_ranks: int, link: Link, *, item_bytes: int = 4) -> float:
+    """Return the seconds of an all-reduce around a ring as gloo runs it, over TCP.
+
+    Each rank's part is cut into k >= 2 segments of s <= 1 MiB. Two segments are under way at a time, and each begins
+    with the receiver's word that it is ready (gloo/allreduce.cc; `sendNotifyRecvReady` in gloo/transport/tcp/pair.cc).
+    So a segment takes `2 a + s / B`, and a phase, which passes on S = (N - 1) k of them, takes
+
+        max(2 a + S s / B, ceil(S / 2) (2 a + s / B) + (s / B if S is even))
+
+    whichever limits it, the link or the waiting. An all-reduce is two such phases: 4 (N - 1) a, if latency is all.
+
+    A message of fewer items than there are segments leaves some empty. These are not waited for, so that receivers
+    say early that they are ready: with E segments that are not empty, latencies are `2 (N - 1) + E / 2` up to E = N,
+    and from there on rise evenly to those above. This comes from gloo's loops, gone through event by event in the test.
+
+    Args:
+        num_bytes: of the tensor.
+        num_ranks: in the ring.
+        link: between neighbours.
+        item_bytes: of one number, which is never cut.
+    """
+    if num_ranks == 1 or not num_bytes:
+        return 0.0
+    most = 2 * num_ranks
+    per_rank = max(2, ceil_div(ceil_div(int(num_bytes), GLOO_SEGMENT_BYTES), num_ranks))
+    filled = gloo_segments(num_bytes, num_ranks, item_bytes=item_bytes)
+    if filled < most and per_rank == 2:  # noqa: PLR2004 (the fewest there are)
+        extra = filled / 2
+        if filled > num_ranks:
+            above = (filled - num_ranks) / num_ranks
+            extra = num_ranks / 2 + above * (most - 2 - num_ranks / 2)
+        waiting = (most - 2 + extra) * link.latency_seconds + num_bytes / link.bytes_per_second
+        return max(waiting, 4 * link.latency_seconds + 2 * num_bytes / link.bytes_per_second)
+    return 2 * _gloo_phase((num_ranks - 1) * per_rank, num_bytes / (num_ranks * per_rank), link)
+
+
+def gloo_segments(num_bytes: float, num_ranks: int, *, item_bytes: int = 4) -> int:
+    """Return how many of gloo's 2 N segments of a small message are not empty: whole numbers share each."""
+    items = ceil_div(int(num_bytes), item_bytes)
+    return ceil_div(items, ceil_div(items, 2 * num_ranks))
+
+
+def gloo_all_gather(num_bytes: float, num_ranks: int, link: Link) -> float:
+    """Return the seconds of gloo's all-gather: each part goes round in two halves (gloo/allgather.cc).
+
+    One phase of `gloo_all_reduce` with S = 2 (N - 1) and s = n / (2 N).
+    """
+    return 0.0 if num_ranks == 1 else _gloo_phase(2 * (num_ranks - 1), num_bytes / (2 * num_ranks), link)
+
+
+def _gloo_phase(num_segments: int, segment_bytes: float, link: Link) -> float:
+    on_the_wire = segment_bytes / link.bytes_per_second
+    one = 2 * link.latency_seconds + on_the_wire
+    waiting = ceil_div(num_segments, 2) * one + (0.0 if num_segments % 2 else on_the_wire)
+    return max(2 * link.latency_seconds + num_segments * on_the_wire, waiting)
+
+
+def hierarchical_all_reduce(
+    num_bytes: float,
+    num_ranks: int,
+    devices_per_host: int,
+    *,
+    inner: Link,
+    outer: Link,
+    over_hosts: Callable[[float, int, Link], float] = ring_all_reduce,
+) -> float:
+    """Return the seconds of an all-reduce by hosts: reduce-scatter in each, all-reduce over them, all-gather in each.
+
+    Each of a host's d devices reduces its part, n / d, with the devices of that number on the other hosts. All d go
+    through the host's one link at once, so each has B / d of it, and `all_reduce(n / d, N / d, B / d)` has the bytes of
+    `all_reduce(n, N / d, B)` (Jia et al. 2018; `NCCL_HIERARCHICAL_ALLREDUCE` of Horovod). With hosts that are not full
+    the number of hosts is rounded up.
+
+    Args:
+        num_bytes: of the tensor.
+        num_ranks: devices of all hosts.
+        devices_per_host: d; 1 leaves the outer all-reduce alone.
+        inner: between devices of a host.
+        outer: of a host, which its devices share.
+        over_hosts: function (bytes, hosts, link) -> the seconds over hosts.
+    """
+    inside = min(num_ranks, devices_per_host)
+    hosts = ceil_div(num_ranks, devices_per_host)
+    return 2 * ring_reduce_scatter(num_bytes, inside, inner) + over_hosts(num_bytes, hosts, outer)
+
+
+def hierarchical_all_gather(
+    num_bytes: float, num_ranks: int, devices_per_host: int, *, inner: Link, outer: Link
+) -> float:
+    """Return the seconds of an all-gather, or a reduce-scatter, by hosts: over hosts, and in each host.
+
+    As in `hierarchical_all_reduce`, devices share the host's link: a ring over hosts, and one inside.
+    """
+    inside = min(num_ranks, devices_per_host)
+    hosts = ceil_div(num_ranks, devices_per_host)
+    return ring_all_gather(num_bytes, inside, inner) + ring_all_gather(num_bytes, hosts, outer)

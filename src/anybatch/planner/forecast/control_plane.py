@@ -1,0 +1,50 @@
+"""What the engine itself sends in a step, and how long ranks wait for it."""
+
+from dataclasses import dataclass
+
+from anybatch.core.collective_times import Link, gloo_all_gather, gloo_all_reduce, gloo_segments
+from anybatch.parallel.roll_call import NUM_DIGESTS
+
+_NUMBER_BYTES = 8
+_NUM_FLAGS = 2
+_NUM_REPORTED = 1  # the loss of one term
+_COUNT_NUMBERS = 4  # whether a rank has failed, its count, whether it has anything to run, and a question
+
+
+@dataclass(frozen=True, slots=True)
+class ControlMessages:
+    """The collectives of the control group in a step, once the first ones are over and the loss has been checked.
+
+    `parallel/step_agreement.py` sums one message of float64 in each step: numbers of the report, a flag for each
+    parameter and two for leaving, and a digest and its square for each of `NUM_DIGESTS`. Where counts need the data,
+    `World.gather_from` gathers a few numbers before it. No other message is sent while ranks are together.
+
+    Attributes:
+        agreement_bytes: of the sum.
+        count_bytes: of a rank's part of the gather; 0 where there is none.
+    """
+
+    agreement_bytes: int
+    count_bytes: int
+
+    @classmethod
+    def of(cls, num_parameters: int, *, counts_need_data: bool) -> "ControlMessages":
+        """Return the messages of a model with so many parameter tensors and a loss of one term."""
+        numbers = _NUM_REPORTED + num_parameters + _NUM_FLAGS + 2 * NUM_DIGESTS
+        return cls(_NUMBER_BYTES * numbers, _NUMBER_BYTES * _COUNT_NUMBERS if counts_need_data else 0)
+
+    def agreement_seconds(self, num_ranks: int, link: Link) -> float:
+        """Return the seconds of the sum at the end of a step: gloo's ring, whose latency grows with the ranks."""
+        return gloo_all_reduce(self.agreement_bytes, num_ranks, link, item_bytes=_NUMBER_BYTES)
+
+    def count_seconds(self, num_ranks: int, link: Link) -> float:
+        """Return the seconds of the gather before a step; as the sum, it goes around a ring."""
+        return gloo_all_gather(self.count_bytes * num_ranks, num_ranks, link) if self.count_bytes else 0.0
+
+    def messages(self, num_ranks: int) -> int:
+        """Return how many messages all ranks together send in a step, receivers' words not counted.
+
+        Each segment of a sum that is not empty goes round twice, and each half of a rank's part in a gather once.
+        """
+        segments = gloo_segments(self.agreement_bytes, num_ranks, item_bytes=_NUMBER_BYTES)
+        return (num_ranks - 1) * (2 * segments + (2 * num_ranks if self.count_bytes else 0))

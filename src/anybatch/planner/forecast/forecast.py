@@ -1,0 +1,263 @@
+"""Predicts step time, efficiency and the largest useful number of ranks, from the times of one rank and a network."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from anybatch.core.collective_times import (
+    best_all_reduce,
+    gloo_all_reduce,
+    hierarchical_all_gather,
+    hierarchical_all_reduce,
+    ring_all_reduce,
+    tree_all_reduce,
+)
+from anybatch.core.whole_numbers import checked_int
+from anybatch.errors import UserError
+from anybatch.planner.forecast.control_plane import ControlMessages
+from anybatch.planner.forecast.forecast_report import USEFUL_GAIN, Effect, ForecastReport, ForecastRow
+from anybatch.planner.forecast.overlap import bucket_times, reductions_end, sharded_micro_batch
+from anybatch.planner.forecast.stragglers import straggling
+from anybatch.planner.forecast.workload import Algorithm, Cluster, FsdpReduction, StrategyName, Workload
+
+LARGEST_WORLD = 16_384
+"""How far the largest useful number of ranks is looked for."""
+GLOO_THREADS = 2
+"""Collectives that torch's gloo backend runs at once (`options.threads` of ProcessGroupGloo)."""
+_MEBIBYTE = 2**20
+_STEPS, _BUCKETS = (1, 2, 4, 8, 16, 32), tuple(size * _MEBIBYTE for size in (1, 5, 25, 100, 400))
+_OVER_HOSTS = {
+    "best": best_all_reduce,
+    "ring": ring_all_reduce,
+    "tree": tree_all_reduce,
+    "gloo": gloo_all_reduce,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Communication:
+    """When the parts of a step that wait for the network are over, counted from its begin.
+
+    Attributes:
+        computed: the last backward, with all that it has waited for.
+        reduced: the last reduction of gradients.
+        gathered_seconds: of weights after the update.
+    """
+
+    computed: float
+    reduced: float
+    gathered_seconds: float = 0.0
+
+
+def forecast(
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    world_size: int = 1024,
+    strategy: StrategyName = "all_reduce",
+    reduction: FsdpReduction = "last_micro_batch",
+) -> ForecastReport:
+    """Predict steps on 1, 2, 4, ... up to `world_size` ranks.
+
+    A step is: counts where they need the data; forwards and backwards of the slowest rank, with reductions of buckets
+    as its last backward completes them; the agreement of the control plane; the update. Each row says what of it is
+    computing, waiting for the slowest rank, for the network and for the control plane.
+
+    Args:
+        workload: what is trained, and the times of one rank.
+        cluster: the network.
+        world_size: the most ranks to show.
+        strategy: how ranks sum gradients; `ddp` is taken to send what `all_reduce` does.
+        reduction: of `fsdp`, when gradients are reduced.
+
+    Raises:
+        UserError: the number of ranks or the strategy is not known.
+    """
+    checked_int("world_size", world_size, least=2)
+    if strategy not in ("all_reduce", "ddp", "zero1", "fsdp"):
+        message = f"{strategy=} cannot be forecast: it must be 'all_reduce', 'ddp', 'zero1' or 'fsdp'."
+        raise UserError(message)
+
+    def row(num_ranks: int, changed: Workload = workload) -> ForecastRow:
+        return _row(changed, cluster, num_ranks, strategy, reduction)
+
+    sizes = _doublings(LARGEST_WORLD)
+    largest, why = largest_useful([row(size) for size in sizes], workload)
+    shown = sorted({*(size for size in sizes if size < world_size), world_size})
+    alone = row(1).samples_per_second
+    return ForecastReport(
+        workload=workload,
+        cluster=cluster,
+        strategy=strategy,
+        reduction=reduction if strategy == "fsdp" else None,
+        rows=tuple(_with_efficiency(row(size), alone) for size in shown),
+        largest_useful=largest,
+        why=why,
+        accumulation=tuple(_accumulated(workload, steps, world_size, row) for steps in _STEPS),
+        bucket=tuple(
+            Effect(size / _MEBIBYTE, found.step_seconds, found.samples_per_second / (world_size * alone))
+            for size in _BUCKETS
+            for found in [row(world_size, dataclasses.replace(workload, bucket_bytes=size))]
+        ),
+        unvalidated=_unvalidated(cluster, strategy),
+    )
+
+
+def largest_useful(rows: Sequence[ForecastRow], workload: Workload) -> tuple[int | None, str]:
+    """Return the largest number of ranks to which doubling has always brought enough, and why there are no more.
+
+    Enough is `USEFUL_GAIN` times the samples per second. None if all rows are useful.
+
+    Args:
+        rows: of numbers of ranks that double.
+        workload: for the number of samples.
+    """
+    for fewer, more in itertools.pairwise(rows):
+        gain = more.samples_per_second / fewer.samples_per_second
+        if gain >= USEFUL_GAIN:
+            continue
+        said = f"{more.world_size:,} ranks make {gain:.2f} times the samples/s of {fewer.world_size:,}"
+        if more.world_size > more.num_samples:
+            return fewer.world_size, f"{said}: a step has {workload.effective_batch_size:,} samples, fewer than ranks"
+        waits = {
+            "gradients and weights that wait for the network": more.exposed_seconds,
+            "the control plane": more.control_seconds,
+            "waiting for the slowest rank": more.straggler_seconds,
+            "what a step takes however few samples a rank has (of a micro-batch and the update)": more.update_seconds
+            + workload.micro_batch.fixed_seconds * more.accumulation_steps,
+        }
+        name = max(waits, key=lambda one: waits[one])
+        return fewer.world_size, f"{said}: {waits[name] / more.step_seconds:.0%} of a step is {name}"
+    return None, f"up to {rows[-1].world_size:,} ranks each doubling brings at least {USEFUL_GAIN} times the samples/s"
+
+
+def _row(
+    workload: Workload, cluster: Cluster, num_ranks: int, strategy: StrategyName, reduction: FsdpReduction
+) -> ForecastRow:
+    """Return the forecast for one number of ranks; efficiency is filled in later."""
+    micro_batches = workload.micro_batch_seconds(num_ranks)
+    computing = sum(micro_batches)
+    late = straggling(computing, workload.variation, num_ranks)
+    # The slowest rank decides when a reduction can begin, and all of its micro-batches are slow.
+    slowed = [seconds * (1.0 + late / computing) for seconds in micro_batches]
+    parts = _sharded if strategy == "fsdp" else _replicated
+    found = parts(workload, cluster, num_ranks, slowed, reduction)
+    update = workload.update_seconds
+    if strategy == "zero1":
+        found = dataclasses.replace(found, gathered_seconds=_gather(cluster, workload.gradient_bytes, num_ranks))
+    if strategy in ("zero1", "fsdp"):
+        update /= num_ranks
+    control = ControlMessages.of(workload.num_parameters, counts_need_data=workload.counts_need_data)
+    # The agreement is sent when the last backward is over, beside the last buckets.
+    agreed = found.computed + control.agreement_seconds(num_ranks, cluster.control)
+    end = max(found.reduced, agreed)
+    counting = control.count_seconds(num_ranks, cluster.control)
+    step = counting + end + update + found.gathered_seconds
+    _, steps, size = workload.share(num_ranks)
+    return ForecastRow(
+        world_size=num_ranks,
+        num_samples=workload.samples(num_ranks),
+        micro_batch_size=size,
+        accumulation_steps=steps,
+        step_seconds=step,
+        samples_per_second=workload.samples(num_ranks) / step,
+        efficiency=1.0,
+        compute_seconds=computing,
+        straggler_seconds=late,
+        exposed_seconds=found.reduced - computing - late + found.gathered_seconds,
+        control_seconds=counting + end - found.reduced,
+        update_seconds=update,
+    )
+
+
+def _replicated(
+    workload: Workload, cluster: Cluster, num_ranks: int, micro_batches: Sequence[float], _reduction: FsdpReduction
+) -> _Communication:
+    """Return when replicas have computed and reduced: buckets go on their way within the last backward."""
+    computed = sum(micro_batches)
+    if num_ranks == 1:
+        return _Communication(computed=computed, reduced=computed)
+    backward = workload.backward_share * micro_batches[-1]
+    ready = bucket_times(workload.buckets, computed - backward, backward)
+    alone = [all_reduce_seconds(cluster, size, num_ranks) for size in workload.buckets]
+    wire = [2 * (num_ranks - 1) / num_ranks * size / cluster.link.bytes_per_second for size in workload.buckets]
+    if cluster.algorithm == "gloo":
+        ended = reductions_end(ready, alone, wire, at_once=GLOO_THREADS)
+    else:
+        ended = reductions_end(ready, alone, alone)
+    return _Communication(computed=computed, reduced=max(computed, ended))
+
+
+def _sharded(
+    workload: Workload, cluster: Cluster, num_ranks: int, micro_batches: Sequence[float], reduction: FsdpReduction
+) -> _Communication:
+    """Return when sharded ranks have computed and reduced: blocks gather weights in every micro-batch."""
+    if num_ranks == 1:
+        return _Communication(computed=sum(micro_batches), reduced=sum(micro_batches))
+    gathers = [_gather(cluster, size, num_ranks) for size in workload.buckets]
+    now = 0.0
+    computed = 0.0
+    for number, seconds in enumerate(micro_batches):
+        reduces = reduction == "every_micro_batch" or number == len(micro_batches) - 1
+        backward = workload.backward_share * seconds
+        times = sharded_micro_batch(seconds - backward, backward, gathers, gathers[::-1] if reduces else ())
+        computed, now = now + times[0], now + times[1]
+    return _Communication(computed=computed, reduced=now)
+
+
+def all_reduce_seconds(cluster: Cluster, num_bytes: float, num_ranks: int) -> float:
+    """Return the seconds of an all-reduce by the cluster's algorithm, by hosts where these have several devices."""
+    over_hosts = _OVER_HOSTS[cluster.algorithm]
+    if cluster.inner_link is None:
+        return over_hosts(num_bytes, num_ranks, cluster.link)
+    return hierarchical_all_reduce(
+        num_bytes,
+        num_ranks,
+        cluster.devices_per_host,
+        inner=cluster.inner_link,
+        outer=cluster.link,
+        over_hosts=over_hosts,
+    )
+
+
+def _gather(cluster: Cluster, num_bytes: float, num_ranks: int) -> float:
+    """Return the seconds of an all-gather, which are those of a reduce-scatter."""
+    inner = cluster.inner_link or cluster.link
+    devices = 1 if cluster.inner_link is None else cluster.devices_per_host
+    return hierarchical_all_gather(num_bytes, num_ranks, devices, inner=inner, outer=cluster.link)
+
+
+def _accumulated(
+    workload: Workload, steps: int, world_size: int, row: Callable[[int, Workload], ForecastRow]
+) -> Effect:
+    """Return the effect of accumulating: each rank runs so many whole micro-batches, whatever the effective batch."""
+    changed = dataclasses.replace(workload, effective_batch_size=None, accumulation_steps=steps)
+    found, alone = row(world_size, changed), row(1, changed)
+    efficiency = found.samples_per_second / (world_size * alone.samples_per_second)
+    return Effect(float(steps), found.step_seconds, efficiency)
+
+
+def _with_efficiency(row: ForecastRow, alone: float) -> ForecastRow:
+    return dataclasses.replace(row, efficiency=row.samples_per_second / (row.world_size * alone))
+
+
+def _doublings(largest: int) -> list[int]:
+    return [2**power for power in range(largest.bit_length())]
+
+
+def _unvalidated(cluster: Cluster, strategy: StrategyName) -> tuple[str, ...]:
+    """Return what of a forecast has not been compared with measurements of anybatch."""
+    algorithms: dict[Algorithm, str] = {
+        "best": "a ring or a double binary tree, whichever is faster",
+        "ring": "the textbook's ring",
+        "tree": "a double binary tree",
+    }
+    found = [algorithms[cluster.algorithm]] if cluster.algorithm in algorithms else []
+    if cluster.inner_link is not None:
+        found.append("hosts with several devices")
+    if strategy == "zero1":
+        found.append("zero1's broadcasts, counted as one all-gather")
+    if strategy == "fsdp":
+        found.append("fsdp: gathers and reduce-scatters of equal blocks around a ring")
+    return tuple(found)

@@ -1,0 +1,171 @@
+"""The report of a forecast: a row for each number of ranks, and what limits them."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from anybatch.core.units import in_bytes, per_second, three_digits
+from anybatch.planner.forecast.workload import Cluster, FsdpReduction, StrategyName, Workload
+
+USEFUL_GAIN = 1.5
+"""A doubling that brings so many times the samples per second is useful: the added ranks do half of what they could."""
+_HEAD = ("ranks", "samples", "cut", "step", "samples/s", "efficiency", "slowest", "network", "control")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForecastRow:
+    """A step on one number of ranks.
+
+    Attributes:
+        world_size: ranks.
+        num_samples: of the step, over all ranks.
+        micro_batch_size: samples of a micro-batch.
+        accumulation_steps: micro-batches of the largest share.
+        step_seconds: of the whole step; the five parts at the end add up to it.
+        samples_per_second: over all ranks.
+        efficiency: samples per second by those of one rank, times ranks.
+        compute_seconds: forwards and backwards of the mean rank.
+        straggler_seconds: by which the slowest rank comes later.
+        exposed_seconds: of gradients, and of weights, that ranks wait for with nothing left to compute.
+        control_seconds: of counts before, and of the agreement behind, for which nothing else is waited.
+        update_seconds: of the optimizer.
+    """
+
+    world_size: int
+    num_samples: int
+    micro_batch_size: int
+    accumulation_steps: int
+    step_seconds: float
+    samples_per_second: float
+    efficiency: float
+    compute_seconds: float
+    straggler_seconds: float
+    exposed_seconds: float
+    control_seconds: float
+    update_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """What a step would be with another number of accumulation steps, or another bucket size.
+
+    Attributes:
+        value: the number of steps, or MiB.
+        step_seconds: of a step.
+        efficiency: against one rank.
+    """
+
+    value: float
+    step_seconds: float
+    efficiency: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForecastReport:
+    """What more ranks would bring. `print(report)` shows it.
+
+    Attributes:
+        workload: what it was made from.
+        cluster: the network.
+        strategy: how ranks sum gradients.
+        reduction: of fsdp; None for others.
+        rows: one for each number of ranks, rising.
+        largest_useful: ranks up to which each doubling brings `USEFUL_GAIN` times the samples per second; None where
+            that did not end.
+        why: it ends there, in a clause.
+        accumulation: of the most ranks, for numbers of micro-batches of full size on each.
+        bucket: of the most ranks, for bucket sizes in MiB.
+        unvalidated: what of it was not compared with measurements.
+    """
+
+    workload: Workload
+    cluster: Cluster
+    strategy: StrategyName
+    reduction: FsdpReduction | None
+    rows: tuple[ForecastRow, ...]
+    largest_useful: int | None
+    why: str
+    accumulation: tuple[Effect, ...]
+    bucket: tuple[Effect, ...]
+    unvalidated: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain values that `json.dumps` takes."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        """Return tables, the largest useful number of ranks, and what was assumed."""
+        most = self.rows[-1].world_size
+        useful = "no end found" if self.largest_useful is None else f"{self.largest_useful:,} ranks"
+        lines = [
+            *self._heading(),
+            "",
+            *self._table(),
+            "",
+            f"largest useful world: {useful}; {self.why}.",
+            f"(useful: each doubling brings at least {USEFUL_GAIN} times the samples/s)",
+            "",
+            f"on {most:,} ranks, by accumulation steps of {self.workload.micro_batch_size} samples on each rank:",
+            *_effects(self.accumulation, "steps"),
+            "",
+            f"on {most:,} ranks, by bucket size:",
+            *_effects(self.bucket, "MiB"),
+            "",
+            *self._assumptions(),
+        ]
+        return "\n".join(lines)
+
+    def _heading(self) -> list[str]:
+        work, net = self.workload, self.cluster
+        size = work.micro_batch_size
+        batch = (
+            f"effective batch of {work.effective_batch_size:,} samples (strong scaling)"
+            if work.effective_batch_size is not None
+            else f"{work.accumulation_steps or 1} x {size} samples on each rank (weak scaling)"
+        )
+        hosts = "" if net.inner_link is None else f", {net.devices_per_host} devices per host over {net.inner_link}"
+        when = f", reduction {self.reduction}" if self.reduction else ""
+        computing, update = (three_digits(1000 * one) for one in (work.micro_batch.seconds(size), work.update_seconds))
+        one_rank = f"one rank: {computing} ms for {size} samples, {update} ms for the update"
+        return [
+            f"{self.strategy}{when}, {batch}",
+            f"{one_rank}; {in_bytes(work.gradient_bytes)} of gradients in buckets of {in_bytes(work.bucket_bytes)}",
+            f"link {net.link}{hosts}; all-reduce: {net.algorithm}; control plane over {net.control}",
+        ]
+
+    def _table(self) -> list[str]:
+        rows: list[tuple[str, ...]] = [_HEAD]
+        for row in self.rows:
+            parts = (row.straggler_seconds, row.exposed_seconds, row.control_seconds)
+            rows.append(
+                (
+                    f"{row.world_size:,}",
+                    f"{row.num_samples:,}",
+                    f"{row.accumulation_steps} x {row.micro_batch_size}",
+                    f"{three_digits(1000 * row.step_seconds)} ms",
+                    per_second(row.samples_per_second),
+                    f"{row.efficiency:.0%}",
+                    *(f"{part / row.step_seconds:.0%}" for part in parts),
+                )
+            )
+        widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
+        return ["  ".join(["", *(cell.rjust(width) for cell, width in zip(row, widths, strict=True))]) for row in rows]
+
+    def _assumptions(self) -> list[str]:
+        work = self.workload
+        lines = [
+            "assumed: no contention between ranks; gradients come at an even rate over the last backward,",
+            f"  which is {work.backward_share:.0%} of a micro-batch;",
+            f"  ranks' times are normal with {work.variation:.1%} of variation, and the slowest is waited for;",
+            "  the control plane is gloo's ring, whose latency grows with the number of ranks.",
+        ]
+        if self.unvalidated:
+            lines.append(f"not validated against measurements: {'; '.join(self.unvalidated)}.")
+        return lines
+
+
+def _effects(effects: tuple[Effect, ...], unit: str) -> list[str]:
+    return [
+        f"  {one.value:>6g} {unit}  {three_digits(1000 * one.step_seconds):>9} ms  {one.efficiency:>4.0%}"
+        for one in effects
+    ]

@@ -1,0 +1,224 @@
+"""How long collectives take: bounds, limits and monotony of every formula, and gloo's ring event by event."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anybatch.core.collective_times import (
+    GLOO_SEGMENT_BYTES,
+    Link,
+    best_all_reduce,
+    gloo_all_gather,
+    gloo_all_reduce,
+    hierarchical_all_gather,
+    hierarchical_all_reduce,
+    parse_link,
+    ring_all_gather,
+    ring_all_reduce,
+    ring_reduce_scatter,
+    tree_all_reduce,
+)
+from anybatch.errors import UserError
+from tests.faults import sees
+
+Collective = Callable[[float, int, Link], float]
+ALL_REDUCES: tuple[Collective, ...] = (ring_all_reduce, tree_all_reduce, best_all_reduce, gloo_all_reduce)
+COLLECTIVES: tuple[Collective, ...] = (*ALL_REDUCES, ring_reduce_scatter, ring_all_gather, gloo_all_gather)
+LINKS = st.builds(Link, st.floats(0.0, 0.1), st.floats(1e5, 1e12))
+SIZES = st.integers(1, 10**10)
+RANKS = st.integers(1, 10_000)
+
+
+@sees(
+    "one rank talks to itself",
+    "src/anybatch/core/collective_times.py",
+    "return (num_ranks - 1) * link.seconds(num_bytes / num_ranks)\n\n\ndef ring_all_gather",
+    "return num_ranks * link.seconds(num_bytes / num_ranks)\n\n\ndef ring_all_gather",
+)
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@given(num_bytes=SIZES, link=LINKS)
+def test_one_rank_costs_nothing(collective: Collective, num_bytes: int, link: Link) -> None:
+    """A rank that is alone sends nothing."""
+    assert collective(num_bytes, 1, link) == 0.0
+
+
+@sees(
+    "the way back is forgotten",
+    "src/anybatch/core/collective_times.py",
+    "2 * depth * link.latency_seconds + 2 * num_bytes",
+    "2 * depth * link.latency_seconds + num_bytes",
+)
+@pytest.mark.parametrize("collective", ALL_REDUCES)
+@given(num_bytes=SIZES, num_ranks=st.integers(2, 10_000), link=LINKS)
+def test_no_all_reduce_is_faster_than_its_bytes(
+    collective: Collective, num_bytes: int, num_ranks: int, link: Link
+) -> None:
+    """Each rank sends at least 2 (N - 1) / N of the bytes, and hears from the farthest one (Patarasuk, Yuan 2009)."""
+    least = 2 * (num_ranks - 1) / num_ranks * num_bytes / link.bytes_per_second
+    depth = math.ceil(math.log2(num_ranks))
+    assert collective(num_bytes, num_ranks, link) >= 0.999_999 * max(least, depth * link.latency_seconds)
+
+
+@given(num_bytes=SIZES, num_ranks=RANKS, bandwidth=st.floats(1e5, 1e12))
+def test_a_ring_without_latency_is_at_the_bound(num_bytes: int, num_ranks: int, bandwidth: float) -> None:
+    """Without latency a ring takes 2 (N - 1) / N of the bytes' time, and its two halves as long as each other."""
+    link = Link(0.0, bandwidth)
+    bound = 2 * (num_ranks - 1) / num_ranks * num_bytes / bandwidth
+
+    assert ring_all_reduce(num_bytes, num_ranks, link) == pytest.approx(bound, rel=1e-12)
+    assert ring_reduce_scatter(num_bytes, num_ranks, link) == ring_all_gather(num_bytes, num_ranks, link)
+
+
+@sees(
+    "a longer message is faster",
+    "src/anybatch/core/collective_times.py",
+    "return self.latency_seconds + num_bytes / self.bytes_per_second",
+    "return self.latency_seconds - num_bytes / self.bytes_per_second",
+)
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@given(num_bytes=SIZES, more=SIZES, num_ranks=RANKS, link=LINKS, later=st.floats(0.0, 0.1))
+def test_monotone(
+    *, collective: Collective, num_bytes: int, more: int, num_ranks: int, link: Link, later: float
+) -> None:
+    """More bytes, more latency and more ranks never make a collective faster."""
+    rounding = 1e-9
+    if collective is gloo_all_reduce:
+        # Numbers and segments are whole: a small message may fill more segments than one of a few numbers more.
+        num_bytes, rounding = num_bytes + 512 * num_ranks, 0.06
+    seconds = collective(num_bytes, num_ranks, link)
+    slower = Link(link.latency_seconds + later, link.bytes_per_second)
+
+    assert collective(num_bytes, num_ranks, slower) >= seconds
+    assert collective(num_bytes + more, num_ranks, link) >= (1 - rounding) * seconds
+    assert collective(num_bytes, 2 * num_ranks, link) >= (1 - rounding) * seconds
+
+
+@given(num_bytes=SIZES, num_ranks=RANKS, link=LINKS)
+def test_large_messages_prefer_rings_and_many_ranks_trees(num_bytes: int, num_ranks: int, link: Link) -> None:
+    """Limits: a ring sends the fewest bytes; a tree's latency grows with the logarithm of the ranks."""
+    no_latency, no_bytes = Link(0.0, link.bytes_per_second), Link(1.0, math.inf)
+
+    assert ring_all_reduce(num_bytes, num_ranks, no_latency) <= tree_all_reduce(num_bytes, num_ranks, no_latency)
+    assert tree_all_reduce(num_bytes, num_ranks, no_bytes) <= 2 * math.ceil(math.log2(num_ranks)) + 1e-9
+    assert ring_all_reduce(num_bytes, num_ranks, no_bytes) == 2 * (num_ranks - 1)
+
+
+@sees(
+    "a host's devices have a link each",
+    "src/anybatch/core/collective_times.py",
+    "over_hosts(num_bytes, hosts, outer)",
+    "over_hosts(num_bytes / inside, hosts, outer)",
+)
+@given(num_bytes=SIZES, hosts=st.integers(1, 1000), devices=st.integers(1, 8), outer=LINKS, inner=LINKS)
+def test_hierarchical(num_bytes: int, hosts: int, devices: int, outer: Link, inner: Link) -> None:
+    """Inside of hosts it is what one host would do, over them what hosts with one device would."""
+    ranks = hosts * devices
+    seconds = hierarchical_all_reduce(num_bytes, ranks, devices, inner=inner, outer=outer)
+    gather = hierarchical_all_gather(num_bytes, ranks, devices, inner=inner, outer=outer)
+
+    inside, between = ring_all_reduce(num_bytes, devices, inner), ring_all_reduce(num_bytes, hosts, outer)
+    assert seconds == pytest.approx(inside + between, rel=1e-12)
+    assert gather == pytest.approx(seconds / 2, rel=1e-12)
+
+
+def gloo_by_events(num_items: int, num_ranks: int, link: Link, *, item_bytes: int = 8) -> float:
+    """Return when the last rank is done, by gloo's own loops (gloo/allreduce.cc), one iteration after the other.
+
+    A receive is posted, and tells the sender; the segment leaves when it has heard and has the data, behind those that
+    left before; two iterations later both wait for it.
+    """
+    total = num_items * item_bytes
+    most = math.ceil(total / GLOO_SEGMENT_BYTES)
+    num_segments = math.ceil(max(most, 2 * num_ranks) / num_ranks) * num_ranks
+    per_rank = num_segments // num_ranks
+    segment = math.ceil(math.ceil(total / num_segments) / item_bytes) * item_bytes
+    now = [0.0] * num_ranks
+    for shift in (1, 0):  # reduce-scatter, then all-gather
+        arrived: list[list[float]] = [[] for _ in range(num_ranks)]
+        free = [0.0] * num_ranks  # when a rank's link is free to send
+        for iteration in range(num_segments - per_rank + 2):
+            for rank in range(num_ranks):
+                if iteration >= 2:
+                    place = ((rank + shift + 1) * per_rank + iteration - 2) % num_segments
+                    if place * segment < total:
+                        now[rank] = max(now[rank], arrived[rank][iteration - 2])
+            if iteration >= num_segments - per_rank:
+                continue
+            for rank in range(num_ranks):
+                sender = (rank + 1) % num_ranks
+                place = ((rank + shift + 1) * per_rank + iteration) % num_segments
+                size = max(0, min(segment, total - place * segment))
+                leaves = max(now[rank] + link.latency_seconds, now[sender], free[sender] if size else 0.0)
+                if size:
+                    free[sender] = leaves + size / link.bytes_per_second
+                arrived[rank].append(leaves + link.latency_seconds + size / link.bytes_per_second)
+    return max(now)
+
+
+@sees(
+    "gloo sends without a word of the receiver",
+    "src/anybatch/core/collective_times.py",
+    "one = 2 * link.latency_seconds + on_the_wire",
+    "one = link.latency_seconds + on_the_wire",
+)
+@given(
+    num_ranks=st.integers(2, 12),
+    mebibytes=st.floats(0.1, 60.0),
+    latency=st.floats(0.0, 0.05),
+    rate=st.floats(1e6, 1e10),
+)
+def test_gloo_ring_event_by_event(num_ranks: int, mebibytes: float, latency: float, rate: float) -> None:
+    """The formula of a full ring is what gloo's loops come to, within 3% and what one segment takes."""
+    link, items = Link(latency, rate), int(mebibytes * 2**20 / 8)
+    seconds = gloo_all_reduce(8 * items, num_ranks, link)
+    one = min(GLOO_SEGMENT_BYTES, 8 * items / (2 * num_ranks)) / rate + 2 * latency
+
+    assert seconds == pytest.approx(gloo_by_events(items, num_ranks, link), rel=0.03, abs=2 * one)
+
+
+@sees(
+    "empty segments are waited for", "src/anybatch/core/collective_times.py", "extra = filled / 2\n", "extra = filled\n"
+)
+@given(num_ranks=st.integers(3, 24), num_items=st.integers(1, 60))
+def test_small_messages_of_gloo(num_ranks: int, num_items: int) -> None:
+    """Of a message of few numbers most segments are empty: latencies as gloo's loops have them, within 3 and 10%."""
+    link = Link(1.0, math.inf)
+    seconds = gloo_all_reduce(8 * num_items, num_ranks, link, item_bytes=8)
+
+    assert seconds == pytest.approx(gloo_by_events(num_items, num_ranks, link), rel=0.1, abs=3.0)
+
+
+@sees("bytes are taken for bits", "src/anybatch/core/collective_times.py", '(8 if rate[3] == "B" else 1)', "1")
+@pytest.mark.parametrize(
+    ("text", "link"),
+    [
+        ("400Gbit,5us", Link(5e-6, 50e9)),
+        ("1Gbit, 1ms", Link(1e-3, 125e6)),
+        ("25GB/s,2us", Link(2e-6, 25e9)),
+        ("100 Mbit/s,0s", Link(0.0, 12.5e6)),
+        ("10Gbps,1.5ms", Link(1.5e-3, 1.25e9)),
+        ("1.5Tbit,800ns", Link(8e-7, 187.5e9)),
+    ],
+)
+def test_links_as_they_are_written(text: str, link: Link) -> None:
+    """Bits and bytes, with the usual prefixes, and a latency; what a link prints is read again."""
+    found = parse_link(text)
+
+    assert found.latency_seconds == pytest.approx(link.latency_seconds)
+    assert found.bytes_per_second == pytest.approx(link.bytes_per_second)
+    again = parse_link(str(found))
+    assert again.latency_seconds == pytest.approx(found.latency_seconds)
+    assert again.bytes_per_second == pytest.approx(found.bytes_per_second)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "400Gbit", "5us,400Gbit", "0Gbit,5us", "-1Gbit,5us", "400,5us", "400Gbit,5", "1GiB,1us"]
+)
+def test_no_link(text: str) -> None:
+    """What is no link is refused with the text, and how one is written."""
+    with pytest.raises(UserError, match="400Gbit,5us") as caught:
+        parse_link(text)
+    assert repr(text) in str(caught.value)

@@ -1,0 +1,345 @@
+"""A forecast against plain computations: what overlaps, who is waited for, where more ranks stop being of use."""
+
+import dataclasses
+import json
+import math
+import random
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+import anybatch as ab
+from anybatch.core.collective_times import Link, ring_all_gather, ring_all_reduce
+from anybatch.core.size_choice import SecondsFit
+from anybatch.errors import UserError
+from anybatch.parallel.process_groups import ControlGroup, PendingMessage
+from anybatch.planner.forecast.control_plane import ControlMessages
+from anybatch.planner.forecast.forecast import all_reduce_seconds, forecast
+from anybatch.planner.forecast.forecast_figure import draw_forecast
+from anybatch.planner.forecast.forecast_report import USEFUL_GAIN
+from anybatch.planner.forecast.overlap import bucket_times, reductions_end, sharded_micro_batch
+from anybatch.planner.forecast.stragglers import expected_maximum
+from anybatch.planner.forecast.workload import Cluster, StrategyName, Workload
+from tests.faults import sees
+from tests.ranks_fixture import Ranks
+
+FREE = Link(0.0, math.inf)
+WORKLOAD = Workload(
+    micro_batch=SecondsFit(0.01, 0.001), micro_batch_size=32, gradient_bytes=100_000_000, accumulation_steps=1
+)
+FAST = Cluster(link=Link(5e-6, 50e9), control_link=FREE)
+SLOW = Cluster(link=Link(1e-3, 125e6), control_link=FREE, algorithm="ring")
+SECONDS = st.floats(0.0, 10.0)
+
+
+@sees(
+    "reductions wait for the end of the backward",
+    "src/anybatch/planner/forecast/forecast.py",
+    "bucket_times(workload.buckets, computed - backward, backward)",
+    "[computed] * len(workload.buckets)",
+)
+def test_a_step_by_hand() -> None:
+    """Two buckets, two ranks: the first is on its way while the second half of the backward runs.
+
+    Forward 14 ms, backward 28 ms; a bucket of 50 MB takes 402 ms around a ring of two over 1 Gbit/s and 1 ms.
+    """
+    workload = dataclasses.replace(WORKLOAD, bucket_bytes=50_000_000, update_seconds=0.005)
+    row = forecast(workload, SLOW, world_size=2).rows[-1]
+
+    assert row.compute_seconds == pytest.approx(0.042)
+    assert row.step_seconds == pytest.approx(0.014 + 0.014 + 2 * 0.402 + 0.005)
+    assert row.exposed_seconds == pytest.approx(2 * 0.402 - 0.014)
+    assert row.num_samples == 64
+    assert row.efficiency == pytest.approx((64 / row.step_seconds) / (2 * 32 / 0.047))
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "ddp", "zero1", "fsdp"])
+@given(
+    latency=st.floats(0.0, 0.01),
+    rate=st.floats(1e6, 1e12),
+    steps=st.integers(1, 8),
+    strong=st.booleans(),
+    variation=st.floats(0.0, 0.1),
+)
+def test_parts_add_up(
+    *, strategy: StrategyName, latency: float, rate: float, steps: int, strong: bool, variation: float
+) -> None:
+    """The parts of each row add up to its step, none is negative, and no step is faster than its computing."""
+    workload = dataclasses.replace(
+        WORKLOAD,
+        accumulation_steps=steps,
+        effective_batch_size=500 if strong else None,
+        variation=variation,
+        update_seconds=0.002,
+        counts_need_data=True,
+    )
+    for row in forecast(workload, Cluster(link=Link(latency, rate)), world_size=600, strategy=strategy).rows:
+        parts = (
+            row.compute_seconds,
+            row.straggler_seconds,
+            row.exposed_seconds,
+            row.control_seconds,
+            row.update_seconds,
+        )
+        assert sum(parts) == pytest.approx(row.step_seconds)
+        assert min(parts) >= -1e-9 * row.step_seconds
+        assert row.samples_per_second == pytest.approx(row.num_samples / row.step_seconds)
+        assert row.num_samples == (500 if strong else row.world_size * steps * 32)
+        # fsdp on many ranks shares the update; nothing else beats one rank per rank.
+        assert row.efficiency <= 1.0 + 0.002 / row.compute_seconds + 1e-9 or strong
+
+
+@pytest.mark.parametrize("strategy", ["all_reduce", "zero1", "fsdp"])
+def test_a_free_network_scales_perfectly(strategy: StrategyName) -> None:
+    """Without latency and with endless bandwidth, and ranks that are all alike, efficiency is 1."""
+    free = Cluster(link=FREE, control_link=FREE)
+    report = forecast(WORKLOAD, free, world_size=1000, strategy=strategy)
+
+    assert [row.world_size for row in report.rows] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000]
+    assert all(row.efficiency == pytest.approx(1.0) for row in report.rows)
+    assert report.largest_useful is None
+
+
+@sees(
+    "one bucket at a time at gloo",
+    "src/anybatch/planner/forecast/overlap.py",
+    "thread = min(range(at_once), key=free.__getitem__)",
+    "thread = 0",
+)
+@given(
+    buckets=st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=8),
+    begin=SECONDS,
+    backward=SECONDS,
+    at_once=st.integers(1, 3),
+)
+def test_overlap(buckets: list[tuple[float, float]], begin: float, backward: float, at_once: int) -> None:
+    """Reductions end no earlier than the last one by itself and than all bytes, and no later than one after another."""
+    wire = [seconds for seconds, _ in buckets]
+    alone = [seconds + latency for seconds, latency in buckets]
+    ready = bucket_times([10] * len(buckets), begin, backward)
+    end = reductions_end(ready, alone, wire, at_once=at_once)
+
+    assert end >= max(when + seconds for when, seconds in zip(ready, alone, strict=True)) - 1e-9
+    assert end >= ready[0] + sum(wire) - 1e-9
+    assert end <= begin + backward + sum(alone) + 1e-9
+    assert end <= reductions_end(ready, alone, wire, at_once=1) + 1e-9
+    if at_once == 3:
+        # Pure latency passes for three at once.
+        latency = reductions_end([0.0] * 3, [1.0] * 3, [0.0] * 3, at_once=3)
+        assert latency == 1.0
+
+
+@sees(
+    "weights are gathered once",
+    "src/anybatch/planner/forecast/overlap.py",
+    "(backward, gathers[::-1], scatters)",
+    "(backward, [0.0] * num_blocks, scatters)",
+)
+def test_sharded_blocks_by_hand() -> None:
+    """Short gathers are hidden, but for the first of each pass; long ones set the pace, and so do scatters.
+
+    In the last case scatters of 3 s leave one link from 6 s on, and a gather waits behind each, even one of no bytes.
+    """
+    hidden, end = sharded_micro_batch(4.0, 8.0, [0.5] * 4, [])
+    assert (hidden, end) == (0.5 + 4.0 + 0.5 + 8.0, 13.0)
+    paced, end = sharded_micro_batch(4.0, 8.0, [10.0] * 4, [])
+    assert (paced, end) == (4 * 10.0 + 1.0 + 4 * 10.0 + 2.0, 83.0)
+    computed, end = sharded_micro_batch(4.0, 8.0, [0.0] * 4, [3.0] * 4)
+    assert (computed, end) == (14.0, 6.0 + 4 * 3.0)
+
+
+@sees(
+    "stragglers by the square root",
+    "src/anybatch/planner/forecast/stragglers.py",
+    "NormalDist().inv_cdf((num_ranks - 0.375) / (num_ranks + 0.25))",
+    "(num_ranks - 1) ** 0.5",
+)
+@pytest.mark.parametrize("num_ranks", [1, 2, 8, 64, 512])
+def test_the_slowest_of_many(num_ranks: int) -> None:
+    """Blom's approximation is the mean of the maxima of drawn numbers, within what drawing leaves open."""
+    draw = random.Random(0)
+    maxima = [max(draw.gauss() for _ in range(num_ranks)) for _ in range(30_000 // num_ranks)]
+    error = 4 * statistics.stdev(maxima) / len(maxima) ** 0.5 if num_ranks > 1 else 0.01
+
+    assert expected_maximum(num_ranks) == pytest.approx(statistics.fmean(maxima), abs=error + 0.03)
+
+
+@sees(
+    "any doubling is useful", "src/anybatch/planner/forecast/forecast.py", "if gain >= USEFUL_GAIN:", "if gain >= 1.0:"
+)
+def test_the_largest_useful_world() -> None:
+    """Of 64 samples no more than 64 ranks are of use; a slow network ends it before; both say why."""
+    few = dataclasses.replace(
+        WORKLOAD, effective_batch_size=64, accumulation_steps=None, micro_batch=SecondsFit(0.0, 1.0)
+    )
+    report = forecast(few, FAST, world_size=128)
+    slow = forecast(dataclasses.replace(WORKLOAD, effective_batch_size=4096), SLOW, world_size=128)
+
+    assert report.largest_useful == 64
+    assert "64 samples, fewer than ranks" in report.why
+    assert slow.largest_useful is not None
+    assert "wait for the network" in slow.why
+    rates = {row.world_size: row.samples_per_second for row in slow.rows}
+    assert rates[2 * slow.largest_useful] < USEFUL_GAIN * rates[slow.largest_useful]
+
+
+def test_accumulating_and_buckets() -> None:
+    """Accumulation hides a slow network ever better; one bucket overlaps with nothing, many small ones pay latency."""
+    cluster = Cluster(link=Link(2e-5, 1.25e9), control_link=FREE, algorithm="ring")
+    report = forecast(WORKLOAD, cluster, world_size=64)
+    efficiencies = [one.efficiency for one in report.accumulation]
+    by_bucket = {one.value: one.step_seconds for one in report.bucket}
+
+    assert efficiencies == sorted(efficiencies)
+    assert by_bucket[25] < by_bucket[400]
+    assert by_bucket[25] < by_bucket[1]
+
+
+@sees(
+    "the control plane is free",
+    "src/anybatch/planner/forecast/forecast.py",
+    "agreed = found.computed + control.agreement_seconds(num_ranks, cluster.control)",
+    "agreed = found.computed",
+)
+def test_the_control_plane_grows_with_the_ranks() -> None:
+    """Its ring takes about two latencies for each rank: 62 ms of 1,024 ranks with 30 us each, and it is in the step."""
+    cluster = dataclasses.replace(FAST, control_link=Link(30e-6, 1e12))
+    control = ControlMessages.of(100, counts_need_data=False)
+    row = forecast(WORKLOAD, cluster, world_size=1024).rows[-1]
+
+    assert control.agreement_bytes == 8 * (1 + 100 + 2 + 8)
+    assert control.agreement_seconds(1024, cluster.control) == pytest.approx(2 * 1023 * 30e-6, rel=0.05)
+    assert row.control_seconds == pytest.approx(2 * 1023 * 30e-6, rel=0.2)
+    assert ControlMessages.of(100, counts_need_data=True).count_seconds(1024, cluster.control) > 0.06
+
+
+def control_bytes_of_a_step(counts_need_data: bool) -> tuple[dict[str, int], int]:
+    """Run on every rank: return the bytes of each collective of the control group in a third step, and parameters."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+    def loss(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return F.cross_entropy(module(batch["x"]), batch["y"])
+
+    declared = ab.mean_over(loss, lambda batch: len(batch["x"])) if counts_need_data else ab.mean_over_samples(loss)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = [{"x": torch.randn(3), "y": torch.tensor(number % 2)} for number in range(12)]
+    sent: dict[str, int] = {}
+    last: dict[str, int] = {}
+    plain = ControlGroup.start_sum, ControlGroup.gather
+
+    def start_sum(group: ControlGroup, numbers: torch.Tensor) -> PendingMessage:
+        sent["sum"] = sent.get("sum", 0) + numbers.nbytes
+        return plain[0](group, numbers)
+
+    def gather(group: ControlGroup, rows: list[torch.Tensor], mine: torch.Tensor) -> None:
+        sent["gather"] = sent.get("gather", 0) + mine.nbytes
+        plain[1](group, rows, mine)
+
+    ControlGroup.start_sum, ControlGroup.gather = start_sum, gather  # type: ignore[method-assign, assignment]
+    try:
+        with ab.Engine(
+            model, optimizer, declared, micro_batch_size=2, strategy="all_reduce", check_loss=False
+        ) as engine:
+            for batch in ab.batches(data, effective_batch_size=4, steps=3):
+                sent.clear()
+                engine.step(batch)
+                last = dict(sent)
+    finally:
+        ControlGroup.start_sum, ControlGroup.gather = plain  # type: ignore[method-assign]
+    return last, len(list(model.parameters()))
+
+
+@sees(
+    "control plane: a flag for each parameter is forgotten",
+    "src/anybatch/planner/forecast/control_plane.py",
+    "_NUM_REPORTED + num_parameters + _NUM_FLAGS",
+    "_NUM_REPORTED + _NUM_FLAGS",
+)
+@pytest.mark.parametrize("counts_need_data", [False, True])
+def test_the_engine_sends_what_is_forecast(counts_need_data: bool, two_ranks: Ranks) -> None:
+    """Collectives of the control group in a step, and their bytes, are those of the forecast."""
+    for sent, num_parameters in two_ranks.run(control_bytes_of_a_step, counts_need_data):
+        said = ControlMessages.of(num_parameters, counts_need_data=counts_need_data)
+        expected = {"sum": said.agreement_bytes, "gather": said.count_bytes}
+        assert sent == {name: size for name, size in expected.items() if size}
+
+
+def test_strategies_send_what_they_do() -> None:
+    """zero1 gathers weights after its update, a rank's part of it; fsdp gathers in every micro-batch."""
+    workload = dataclasses.replace(WORKLOAD, update_seconds=0.064, accumulation_steps=4)
+    rows = {
+        name: forecast(workload, SLOW, world_size=64, strategy=name).rows[-1]
+        for name in ("all_reduce", "zero1", "fsdp")
+    }
+    gather = ring_all_gather(100_000_000, 64, SLOW.link)
+    each = forecast(workload, SLOW, world_size=64, strategy="fsdp", reduction="every_micro_batch").rows[-1]
+
+    assert rows["zero1"].exposed_seconds == pytest.approx(rows["all_reduce"].exposed_seconds + gather)
+    assert rows["zero1"].update_seconds == pytest.approx(0.001)
+    assert rows["fsdp"].step_seconds > 8 * gather
+    assert each.step_seconds > rows["fsdp"].step_seconds + 3 * gather
+
+
+def test_hosts_share_their_link() -> None:
+    """Eight devices of one host reduce within it; two such hosts go through the link between them."""
+    cluster = Cluster(link=SLOW.link, inner_link=Link(0.0, 1e12), devices_per_host=8, algorithm="ring")
+    assert all_reduce_seconds(cluster, 1e8, 8) == pytest.approx(ring_all_reduce(1e8, 8, Link(0.0, 1e12)))
+    assert all_reduce_seconds(cluster, 1e8, 16) > ring_all_reduce(1e8, 2, SLOW.link)
+
+
+def test_what_was_not_measured_is_said() -> None:
+    """Of gloo's ring with replicas nothing is left open; of everything else it is said."""
+    gloo = Cluster(link=SLOW.link, algorithm="gloo")
+    assert forecast(WORKLOAD, gloo, world_size=8).unvalidated == ()
+    assert "not validated" not in str(forecast(WORKLOAD, gloo, world_size=8))
+    text = str(forecast(WORKLOAD, FAST, world_size=8, strategy="fsdp"))
+    assert "not validated against measurements: a ring or a double binary tree, whichever is faster; fsdp" in text
+
+
+def test_report(tmp_path: Path) -> None:
+    """The text has a row for each size and says what was assumed; it is JSON, and a picture."""
+    report = forecast(dataclasses.replace(WORKLOAD, effective_batch_size=4096, variation=0.02), FAST, world_size=1024)
+    text = str(report)
+    picture = tmp_path / "forecast.svg"
+    draw_forecast(report, picture)
+
+    assert "1,024" in text
+    assert f"largest useful world: {report.largest_useful:,} ranks" in text
+    assert "2.0% of variation" in text
+    assert json.loads(json.dumps(report.to_dict()))["rows"][-1]["world_size"] == 1024
+    assert "samples per second" in picture.read_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"micro_batch_size": 0}, "micro_batch_size=0"),
+        ({"variation": -1.0}, "variation=-1.0"),
+        ({"backward_share": 1.5}, "backward_share=1.5"),
+        ({"micro_batch": SecondsFit(0.0, 0.0)}, "must take some time"),
+    ],
+)
+def test_refused_workloads(change: dict[str, Any], said: str) -> None:
+    """Numbers that are out of their range are refused with their name and value."""
+    with pytest.raises(UserError, match=said):
+        dataclasses.replace(WORKLOAD, **change)
+
+
+def test_refused_clusters() -> None:
+    """Devices of a host need a link between them; gloo knows of no hosts; strategies are those that are known."""
+    with pytest.raises(UserError, match="8 devices of a host"):
+        Cluster(link=FREE, devices_per_host=8)
+    with pytest.raises(UserError, match="gloo's ring knows of no hosts"):
+        Cluster(link=FREE, inner_link=FREE, devices_per_host=8, algorithm="gloo")
+    with pytest.raises(UserError, match="strategy='horovod'"):
+        forecast(WORKLOAD, FAST, strategy="horovod")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="world_size=1"):
+        forecast(WORKLOAD, FAST, world_size=1)
