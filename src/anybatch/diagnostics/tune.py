@@ -3,17 +3,17 @@
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from anybatch.core.batch import EffectiveBatch, Foresight, Placement, Position, Positions
+from anybatch.core.batch import EffectiveBatch, Placement
 from anybatch.core.geometry import ceil_div
 from anybatch.core.size_choice import NEAR_BEST, smallest_of_the_fastest
 from anybatch.core.splitting import Cut
-from anybatch.core.tree import Batch
+from anybatch.diagnostics.held_batch import HeldBatch
 from anybatch.engine.engine import Engine
 from anybatch.engine.inputs import Model
 from anybatch.engine.spec import Hardware, TrainSpec
@@ -228,24 +228,6 @@ def default_sizes(num_samples: int) -> Sequence[int]:
     return sorted(sizes)
 
 
-class _Held:
-    """An effective batch whose micro-batches are kept on the host once they were loaded."""
-
-    def __init__(self, batch: EffectiveBatch) -> None:
-        self._batch = batch
-        self._loaded: tuple[Sequence[Positions], list[Batch]] | None = None
-        self.sample_ids: Sequence[int] = batch.sample_ids
-        self.seed: int = batch.seed
-        self.end: Position = batch.end
-
-    def feed(self, units: Sequence[Positions], foresight: Foresight | None = None) -> Iterator[Batch]:
-        """Yield the micro-batches of a cut, loaded once as long as the cut stays."""
-        # Another micro-batch size cuts the batch elsewhere.
-        if self._loaded is None or self._loaded[0] != units:
-            self._loaded = units, list(self._batch.feed(units, foresight))
-        yield from self._loaded[1]
-
-
 class _Steps:
     """Makes steps at one size after the other, and takes the time."""
 
@@ -257,7 +239,7 @@ class _Steps:
         clock: Callable[[], float],
     ) -> None:
         self._engine = engine
-        self._batch = _Held(batch)
+        self._batch = HeldBatch(batch)
         self._device = device
         self._clock = clock
         self.peaks: dict[int, int] = {}
@@ -309,7 +291,7 @@ class _Steps:
 def _peak_bytes(trained: Model, engine: Callable[[int], Engine], batch: EffectiveBatch, size: int) -> int:
     """Return the most that tensors take in the second step, as a ledger counts it."""
     modules = [trained] if isinstance(trained, torch.nn.Module) else list(trained.values())
-    held = _Held(batch)
+    held = HeldBatch(batch)
     # Loaded before the ledger is entered, so that loading is not counted.
     list(Placement(Cut(micro_batch_size=size), 1, 0).micro_batches(held))
     with MemoryLedger() as ledger:

@@ -46,9 +46,10 @@ class RankPool:
     Args:
         world_size: number of ranks.
         timeout_seconds: how long a rank waits for another, and the caller for all.
+        start_processes: ranks may start processes of their own, such as those that load.
     """
 
-    def __init__(self, world_size: int, *, timeout_seconds: float = 120.0) -> None:
+    def __init__(self, world_size: int, *, timeout_seconds: float = 120.0, start_processes: bool = False) -> None:
         self._timeout_seconds = timeout_seconds
         self._folder = tempfile.TemporaryDirectory(prefix="anybatch-ranks-")
         # A file instead of a port, which another process could take first.
@@ -59,7 +60,7 @@ class RankPool:
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(theirs, rank, world_size, rendezvous, timeout_seconds), daemon=True
+                target=_serve, args=(theirs, rank, world_size, rendezvous, timeout_seconds), daemon=not start_processes
             )
             process.start()
             # Only the rank keeps its end: otherwise the pipe would not report the end of a rank that has died.
