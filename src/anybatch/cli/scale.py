@@ -53,8 +53,8 @@ def make_parser() -> Parser:
         type=memory_size,
         action="append",
         metavar="SIZE",
-        help="a bucket size to try, such as 5MiB; may be given several times (default: 1, 5, 25, 50 and 100 MiB, and the "
-        "model's gradients in 1, 2, 4 and 8 parts)",
+        help="a bucket size to try, such as 5MiB; may be given several times (default: 1, 5, 25, 50 and 100 MiB, and "
+        "the model's gradients in 1, 2, 4 and 8 parts)",
     )
     add("--apply", action="store_true", help="try the change that is named first, and say whether the gain came")
     add("--seconds", type=count, default=20, metavar="N", help="about as long for steps in turns (default: 20)")

@@ -1,1 +1,1 @@
-"""Why is it not linear? The seconds of a step on 1 to N ranks by part, the bottleneck, the bucket size, a change tried."""
+"""Why is it not linear? The parts of a step on 1 to N ranks, the bottleneck, the bucket size, a change tried."""

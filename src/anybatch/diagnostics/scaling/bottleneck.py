@@ -24,6 +24,7 @@ WORTH = 0.1
 """The part of a step from which on a cause is named."""
 _NEGLIGIBLE = 0.05
 _MOST_WORKERS = 8
+_BESIDE_COMPUTE = 2.0
 _OWN_MESSAGES = 2
 """Messages of a step beside the gradients: its agreement, and what the control plane says."""
 
@@ -144,7 +145,8 @@ def _buckets(evidence: Evidence, settings: RunSettings) -> Cause | None:
     current, best = evidence.current_bucket, evidence.best_bucket
     if current is None or best is None or best is current:
         return None
-    gain = min(current.longer.seconds - best.longer.seconds, evidence.parts.communication)
+    # No more than these messages take by themselves: what is beyond that is chance.
+    gain = min(current.longer.seconds - best.longer.seconds, _most_by_messages(evidence, current.cut.num_buckets))
     size = best.cut.sizes[0]
     return Cause(
         code="tiny_buckets" if current.cut.num_buckets > best.cut.num_buckets else "giant_buckets",
@@ -166,8 +168,10 @@ def _link_causes(evidence: Evidence, settings: RunSettings) -> list[Cause]:
         return []
     parts = evidence.parts
     by_buckets = 0.0 if best is current else max(0.0, current.longer.seconds - best.longer.seconds)
-    left = max(0.0, parts.communication - by_buckets)
     num_messages = best.cut.num_buckets + _OWN_MESSAGES
+    left = max(0.0, min(parts.communication - by_buckets, _most_by_messages(evidence, best.cut.num_buckets)))
+    if not evidence.reduction.is_sure:
+        return []
     latency, rate = num_messages * link.latency, evidence.gradient_bytes / link.bytes_per_second
     of_latency = left * latency / (latency + rate)
     larger = f"a larger effective batch, if training allows: twice the samples per message save {_ms(left / 2)}"
@@ -191,6 +195,16 @@ def _link_causes(evidence: Evidence, settings: RunSettings) -> list[Cause]:
             settings=replace(settings, compression="bf16") if tries else None,
         ),
     ]
+
+
+def _most_by_messages(evidence: Evidence, num_buckets: int) -> float:
+    """Return the most seconds by which messages can make a step longer: what goes beyond is ranks that wait for ranks.
+
+    Messages that are under way beside a backward may take twice what they take by themselves.
+    """
+    if evidence.link is None:
+        return 0.0
+    return _BESIDE_COMPUTE * evidence.link.seconds(num_buckets + _OWN_MESSAGES, evidence.gradient_bytes)
 
 
 def _micro_batches(evidence: Evidence, settings: RunSettings) -> Cause | None:
@@ -220,18 +234,15 @@ def _update(evidence: Evidence) -> Cause:
     )
 
 
-def _cores(evidence: Evidence, num_cores: int) -> Cause | None:
+def _cores(evidence: Evidence, num_cores: int) -> Cause:
     parts = evidence.parts
-    if evidence.device != "cpu" or evidence.alone is None or parts.world_size <= num_cores:
-        return None
-    longer = parts.compute - evidence.alone.compute / parts.world_size
+    others = "" if parts.world_size > num_cores else ", or no other programs beside them"
     return Cause(
         code="shared_cores",
-        cost=longer,
-        what=f"{parts.world_size} ranks share {num_cores} cores: compute takes {_ms(longer)} longer than one rank's by "
-        f"{parts.world_size}",
-        change=f"at most {num_cores} ranks on this machine",
-        predicted_step=None,
+        cost=parts.queued,
+        what=f"ranks wait {_ms(parts.queued)} of a step for a core: {parts.world_size} ranks on {num_cores} cores",
+        change=f"as many cores as ranks{others}",
+        predicted_step=parts.step - parts.queued,
     )
 
 

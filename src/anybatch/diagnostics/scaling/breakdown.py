@@ -9,6 +9,9 @@ from anybatch.diagnostics.scaling.bucket_sizes import BucketCut
 from anybatch.diagnostics.scaling.measure import ALONE, COMPRESSED, CURRENT, LARGER, UNREDUCED, RankTimes
 from anybatch.diagnostics.scaling.phase_clock import StepSeconds
 
+_SURE = 3.0
+"""So many uncertainties are more than chance, also where the best of several is looked for."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
@@ -16,10 +19,11 @@ class Parts:
 
     Attributes:
         world_size: number of ranks.
-        step: from the beginning to the end of a step that loads its samples, on the slowest rank.
+        step: on the slowest rank: a step whose samples are there already, and what one that loads waits longer.
         waiting: for data, on the rank that waits longest.
         copies: to the device; on a CPU what it takes to hand a micro-batch on.
         compute: forwards and backwards, the mean of the ranks.
+        queued: waiting for a core, the mean of the ranks; it is taken out of compute.
         communication: exposed: a step with reduction minus the same step without, the slowest rank of each.
         stragglers: what the slowest rank takes longer than the mean rank, without reduction.
         update: clipping and the optimizer, the mean of the ranks.
@@ -30,13 +34,14 @@ class Parts:
     waiting: float
     copies: float
     compute: float
+    queued: float
     communication: float
     stragglers: float
     update: float
 
     @property
     def other(self) -> float:
-        """What is in none of the parts: the engine itself, jitter, loaders on the same cores."""
+        """What is in none of the parts: the engine itself, and jitter."""
         return self.step - sum(self.named.values())
 
     @property
@@ -46,6 +51,7 @@ class Parts:
             "waiting for data": self.waiting,
             "copies": self.copies,
             "compute": self.compute,
+            "waiting for a core": self.queued,
             "exposed communication": self.communication,
             "stragglers": self.stragglers,
             "update": self.update,
@@ -62,7 +68,7 @@ class Difference:
     @property
     def is_sure(self) -> bool:
         """Whether it is more than what would be found by chance."""
-        return self.seconds > 2.0 * self.uncertainty
+        return self.seconds > _SURE * self.uncertainty
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +93,9 @@ class Link:
     latency: float
     bytes_per_second: float
 
-    def seconds(self, num_bytes: float) -> float:
-        """Return the seconds of one all-reduce of so many bytes."""
-        return self.latency + num_bytes / self.bytes_per_second
+    def seconds(self, num_messages: int, num_bytes: float) -> float:
+        """Return the seconds of so many messages, one after the other, that carry so many bytes together."""
+        return num_messages * self.latency + num_bytes / self.bytes_per_second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +105,7 @@ class Evidence:
     Attributes:
         parts: the step by part.
         alone: the same of one rank that runs the whole effective batch; None where it is the same measurement.
+        reduction: what it takes longer with reduction than without; on one rank 0.
         held_step: a step of samples that are there already, on the slowest rank.
         unreduced_step: the same without reduction.
         buckets: what other bucket sizes take, from the smallest to the largest; empty on one rank.
@@ -118,6 +125,7 @@ class Evidence:
 
     parts: Parts
     alone: Parts | None
+    reduction: Difference
     held_step: float
     unreduced_step: float
     buckets: tuple[BucketTrial, ...]
@@ -160,17 +168,20 @@ def evidence_of(ranks: Sequence[RankTimes]) -> Evidence:
     busy = [_median(one.steps[key], lambda step: step.busy) for one in ranks]
     slow = max(range(size), key=lambda rank: busy[rank])
     held, bare = _slowest([one.steps[CURRENT] for one in ranks]), _slowest([one.steps[key] for one in ranks])
+    reduction = difference(held, bare)
     waits = [
         max(0.0, _median(one.live, lambda step: step.load) - _median(one.steps[key], lambda step: step.load))
         for one in ranks
     ]
     parts = Parts(
         world_size=size,
-        step=statistics.median(_slowest([one.live for one in ranks])),
+        # Not the live steps: those were run at other times, when the machine may have been slower or faster.
+        step=statistics.median(held) + max(waits),
         waiting=max(waits),
         copies=_mean(_median(one.steps[key], lambda step: step.load) for one in ranks),
-        compute=_mean(_median(one.steps[key], lambda step: step.compute) for one in ranks),
-        communication=max(0.0, difference(held, bare).seconds),
+        compute=_mean(_median(one.steps[key], lambda step: step.compute - step.queued) for one in ranks),
+        queued=_mean(_median(one.steps[key], lambda step: step.queued) for one in ranks),
+        communication=max(0.0, reduction.seconds),
         stragglers=busy[slow] - statistics.fmean(busy),
         update=_mean(_median(one.steps[key], lambda step: step.update) for one in ranks),
     )
@@ -179,6 +190,7 @@ def evidence_of(ranks: Sequence[RankTimes]) -> Evidence:
     return Evidence(
         parts=parts,
         alone=_alone(first) if ALONE in first.steps else None,
+        reduction=reduction,
         held_step=statistics.median(held),
         unreduced_step=statistics.median(bare),
         buckets=tuple(one[1] for one in buckets),
@@ -214,12 +226,14 @@ def difference(longer: Sequence[float], shorter: Sequence[float]) -> Difference:
 def _alone(rank: RankTimes) -> Parts:
     steps = rank.steps[ALONE]
     loaded = _median(steps, lambda step: step.load)
+    waiting = max(0.0, _median(rank.live_alone, lambda step: step.load) - loaded)
     return Parts(
         world_size=1,
-        step=_median(rank.live_alone, lambda step: step.whole),
-        waiting=max(0.0, _median(rank.live_alone, lambda step: step.load) - loaded),
+        step=_median(steps, lambda step: step.whole) + waiting,
+        waiting=waiting,
         copies=loaded,
-        compute=_median(steps, lambda step: step.compute),
+        compute=_median(steps, lambda step: step.compute - step.queued),
+        queued=_median(steps, lambda step: step.queued),
         communication=0.0,
         stragglers=0.0,
         update=_median(steps, lambda step: step.update),

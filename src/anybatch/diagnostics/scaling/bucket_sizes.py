@@ -29,7 +29,7 @@ def bucket_cuts(gradient_sizes: Sequence[int], asked: Sequence[int] | None, curr
 
     Args:
         gradient_sizes: bytes of the gradient of each parameter, in the order of the parameters.
-        asked: bucket sizes to try, in bytes; None for 1, 5, 25, 50 and 100 MiB and the gradients in 1, 2, 4 and 8 parts.
+        asked: bucket sizes to try, in bytes; None for 1, 5, 25, 50 and 100 MiB, and the gradients in 1, 2, 4, 8 parts.
         current: the size that is used now, which is always among them.
     """
     total = sum(gradient_sizes)

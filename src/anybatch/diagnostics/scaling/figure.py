@@ -7,7 +7,7 @@ from anybatch.diagnostics.figure import COLOURS
 from anybatch.diagnostics.scaling.report import ScaleReport
 from anybatch.events.matplotlib_files import import_drawing
 
-_PARTS = 7
+_PARTS = 8
 
 
 def draw_scaling(report: ScaleReport, path: Path) -> None:
@@ -27,7 +27,7 @@ def draw_scaling(report: ScaleReport, path: Path) -> None:
     columns = [*((last.alone,) if last.alone is not None else ()), *(one.parts for one in report.evidence.values())]
     names = [f"{parts.world_size} rank{'s' * (parts.world_size != 1)}" for parts in columns]
     begins = [0.0] * len(columns)
-    colours = dict(zip(last.parts.named, COLOURS, strict=True)) | {"other": "#BFBFBF"}
+    colours = dict(zip((*last.parts.named, "other"), (*COLOURS, "#F0E442", "#BFBFBF"), strict=True))
     for part, colour in colours.items():
         widths = [1e3 * max(0.0, parts.other if part == "other" else parts.named[part]) for parts in columns]
         bars.barh(names, widths, left=begins, color=colour, label=part, height=0.55)

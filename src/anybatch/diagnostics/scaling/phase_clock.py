@@ -1,14 +1,17 @@
 """The seconds of one step by part, from the records of its phases."""
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from anybatch.core.records import MicroBatchRecord, PhaseRecord, Record, ReductionRecord
 
 Clock = Callable[[], float]
+_SCHEDULER = Path("/proc/thread-self/schedstat")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +24,7 @@ class StepSeconds:
         reduce: from the end of the last backward until all sums are there.
         update: of clipping and the optimizer.
         whole: of the step.
+        queued: in which the rank could have run and had no core, because others had them; 0 where that is not told.
         num_messages: collectives that carried gradients.
         message_bytes: that they carried.
     """
@@ -30,13 +34,14 @@ class StepSeconds:
     reduce: float = 0.0
     update: float = 0.0
     whole: float = 0.0
+    queued: float = 0.0
     num_messages: int = 0
     message_bytes: int = 0
 
     @property
     def busy(self) -> float:
         """Seconds in which the rank did work of its own."""
-        return self.load + self.compute + self.update
+        return self.load + self.compute + self.update - self.queued
 
 
 class PhaseClock:
@@ -78,12 +83,15 @@ class PhaseClock:
         """Run a step and return its seconds."""
         self._seconds.clear()
         self._messages.clear()
+        queued = queued_seconds()
         begun = self._now()
         step()
         whole = self._now() - begun
+        queued = queued_seconds() - queued
         return StepSeconds(
             **self._seconds,
             whole=whole,
+            queued=queued,
             num_messages=len(self._messages),
             message_bytes=sum(self._messages),
         )
@@ -92,3 +100,11 @@ class PhaseClock:
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
         return self._clock()
+
+
+def queued_seconds() -> float:
+    """Return the seconds that this thread has waited for a core since it began; 0 where the system does not say."""
+    # Three numbers: nanoseconds on a core, nanoseconds in the queue for one, turns.
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(_SCHEDULER.read_text().split()[1]) / 1e9
+    return 0.0

@@ -115,4 +115,6 @@ def _try(pool: RankPool, request: ScaleRequest, evidence: Evidence, num_cores: i
 
 
 def _step(ranks: Sequence[Sequence[StepSeconds]]) -> float:
-    return statistics.median(max(step.whole for step in steps) for steps in zip(*ranks, strict=True))
+    slowest = [max(step.whole for step in steps) for steps in zip(*ranks, strict=True)]
+    found: float = statistics.median(slowest)
+    return found
