@@ -30,7 +30,7 @@ LIVE_STEPS = 6
 """Steps with loading that are timed in each stretch."""
 WARM_UP_STEPS = 2
 NUM_STRETCHES = 2
-LEAST_ROUNDS, MOST_ROUNDS = 4, 15
+LEAST_ROUNDS, MOST_ROUNDS = 6, 15
 _PROBES = 7
 CURRENT, UNREDUCED, LARGER, COMPRESSED, ALONE = "current", "unreduced", "larger", "compressed", "alone"
 ReplicaStrategy = Literal["all_reduce", "ddp"]
@@ -136,7 +136,7 @@ def compare_settings(
 ) -> list[tuple[tuple[StepSeconds, ...], tuple[StepSeconds, ...]]]:
     """Run steps that load under two settings in turns; return both times of every rank."""
     with World.from_environment(device=request.device) as world:
-        bench = _RankBench(request, world)
+        bench = _RankBench(dataclasses.replace(request, settings=before), world)
         found: tuple[list[StepSeconds], list[StepSeconds]] = ([], [])
         for stretch in range(2 * NUM_STRETCHES):
             # Each goes first as often as last.

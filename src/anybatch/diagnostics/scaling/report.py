@@ -1,6 +1,6 @@
 """What a measurement of scaling says, as a person reads it and as JSON."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -137,14 +137,14 @@ class ScaleReport:
         assert best is not None
         assert last.current_bucket is not None
         if len(last.buckets) == 1:
-            sizes = ", ".join(map(in_bytes, best.cut.sizes))
+            sizes = _sizes(best.cut.sizes)
             return [f"bucket size: nothing to choose: {sizes} are the same {_buckets(best.cut.num_buckets)}."]
         lines = ["  buckets  ms of a step  longer than best  bucket_bytes"]
         for one in last.buckets:
             marks = [word for word, trial in (("in use", last.current_bucket), ("recommended", best)) if trial is one]
             note = f"  <- {', '.join(marks)}" if marks else ""
             longer = f"{one.longer.seconds * 1e3:.1f} ± {one.longer.uncertainty * 1e3:.1f}"
-            sizes = ", ".join(map(in_bytes, one.cut.sizes))
+            sizes = _sizes(one.cut.sizes)
             lines.append(f"  {one.cut.num_buckets:>7}  {one.step_seconds * 1e3:>12.1f}  {longer:>16}  {sizes}{note}")
         return [*lines, "", self._advice()]
 
@@ -166,3 +166,8 @@ class ScaleReport:
 
 def _buckets(number: int) -> str:
     return f"{number} bucket{'s' * (number != 1)}"
+
+
+def _sizes(sizes: Sequence[int]) -> str:
+    # Two that differ by a few bytes are written alike.
+    return ", ".join(dict.fromkeys(map(in_bytes, sizes)))

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from anybatch.diagnostics.scaling.bottleneck import causes_of
-from anybatch.diagnostics.scaling.breakdown import Evidence, evidence_of
+from anybatch.diagnostics.scaling.breakdown import evidence_of
 from anybatch.diagnostics.scaling.measure import (
     DataFunction,
     RunSettings,
@@ -73,45 +73,51 @@ def measure_scaling(
     )
     # One rank alone is measured beside the others, at the same time of day.
     sizes = sizes if len(sizes) == 1 else [size for size in sizes if size > 1]
-    evidence: dict[int, Evidence] = {}
-    tried = None
-    for size in reversed(sizes):  # the largest first: it takes the most, and the others its micro-batch size
+    reports: list[ScaleReport] = []
+    for size in reversed(sizes):  # the most first: the others take the micro-batch size that is the fastest there
         with RankPool(size, timeout_seconds=_MOST_WAITED, start_processes=True) as pool:
-            evidence[size] = evidence_of(pool.run(measure_ranks, request)[0])
-            request = dataclasses.replace(
-                request, settings=dataclasses.replace(settings, micro_batch_size=evidence[size].micro_batch_size)
-            )
-            if apply and size == sizes[-1]:
-                tried = _try(pool, request, evidence[size], cores)
-    evidence = dict(sorted(evidence.items()))
-    return ScaleReport(
-        evidence=evidence,
-        causes=causes_of(evidence[sizes[-1]], request.settings, cores),
-        settings=request.settings,
-        num_cores=cores,
-        tried=tried,
+            reports.insert(0, pool.run(scale_on_ranks, request, cores, apply and not reports)[0])
+        request = dataclasses.replace(request, settings=reports[0].settings)
+    return dataclasses.replace(
+        reports[-1], evidence={size: report.largest for size, report in zip(sizes, reports, strict=True)}
     )
+
+
+def scale_on_ranks(request: ScaleRequest, num_cores: int, apply: bool = False) -> ScaleReport:  # noqa: FBT001, FBT002 (handed on by a pool)
+    """Do what `measure_scaling` does on ranks that are there: call it on every rank that a launcher has started.
+
+    Args:
+        request: what to measure.
+        num_cores: that the ranks of one host share.
+        apply: try the change that belongs to the first cause.
+
+    Returns:
+        The report, on every rank.
+    """
+    evidence = evidence_of(measure_ranks(request))
+    settings = dataclasses.replace(request.settings, micro_batch_size=evidence.micro_batch_size)
+    causes = causes_of(evidence, settings, num_cores)
+    report = ScaleReport(
+        evidence={evidence.parts.world_size: evidence}, causes=causes, settings=settings, num_cores=num_cores
+    )
+    first = causes[0] if causes else None
+    if not apply or first is None or first.settings is None or first.predicted_step is None:
+        return report
+    # All ranks have the same times, and so find the same cause.
+    both = compare_settings(request, settings, first.settings)
+    tried = TriedChange(
+        before=_step([one[0] for one in both]),
+        after=_step([one[1] for one in both]),
+        predicted=first.predicted_step,
+        measured=evidence.parts.step,
+    )
+    return dataclasses.replace(report, tried=tried)
 
 
 def usable_cores() -> int:
     """Return the number of cores that this process may use."""
     # In a container fewer cores may be usable than the machine has.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _try(pool: RankPool, request: ScaleRequest, evidence: Evidence, num_cores: int) -> TriedChange | None:
-    """Try the change of the first cause that has one to try."""
-    causes = causes_of(evidence, request.settings, num_cores)
-    first = next(iter(causes), None)
-    if first is None or first.settings is None or first.predicted_step is None:
-        return None
-    both = pool.run(compare_settings, request, request.settings, first.settings)[0]
-    return TriedChange(
-        before=_step([one[0] for one in both]),
-        after=_step([one[1] for one in both]),
-        predicted=first.predicted_step,
-        measured=evidence.parts.step,
-    )
 
 
 def _step(ranks: Sequence[Sequence[StepSeconds]]) -> float:
