@@ -6,7 +6,8 @@ depend on what else this machine does, and reductions have something to hide beh
 Planted are samples that take long to load, too few workers for them, a slow cable, a cable with latency, a rank that
 computes more, a bucket for every parameter, and one bucket for all. A pair is right if one of the two is named first.
 Healthy jobs have none of these. That ranks wait for a core (`shared_cores`) is left out: it is what other programs of
-this machine do, and no job is planted with it; how often it was named is said. Where the first cause has a change that can be tried, it is, and both gains are shown.
+this machine do, and no job is planted with it; how often it was named is said. Where the first cause has a change that
+can be tried, it is, and both gains are shown.
 
     python benchmarks/planted_causes.py [--rounds N] [--only WORD] [--out benchmarks/results/NAME.md]
 """
@@ -19,8 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,8 @@ from tests.hosts import NoHostsError, hosts
 ROOT = Path(__file__).parents[1]
 EFFECTIVE_BATCH_SIZE, MICRO_BATCH_SIZE, NUM_RANKS = 32, 8, 2
 NUM_CORES = 64  # sleeping takes none
-TIMEOUT_SECONDS = 300
+TIMEOUT_SECONDS = 900
+BUCKET_SIZES = (2**16, 2**20, 2**21, 2**30)
 MACHINE = "shared_cores"
 
 
@@ -62,7 +64,7 @@ class Case:
     planted: tuple[str, ...] = ()
     layers: int = 8
     width: int = 512
-    sample_seconds: float = 0.006
+    sample_seconds: float = 0.005
     load_seconds: float = 0.0
     workers: int = 0
     bucket_bytes: int = 2 * 2**20
@@ -189,39 +191,51 @@ class PlantedJob:
         )
 
 
-def run_rank(case: Case, out: Path) -> None:
-    """Be one rank: measure, try the change, and write what was found."""
+def run_rank(cases_of_network: Sequence[Case], out: Path) -> None:
+    """Be one rank: measure each job, try the change, and write what was found."""
     torch.set_num_threads(1)
-    job = PlantedJob(case)
-    settings = RunSettings(micro_batch_size=MICRO_BATCH_SIZE, bucket_bytes=case.bucket_bytes, num_workers=case.workers)
-    request = ScaleRequest(train=job.train_spec, data=job.data, settings=settings, most_seconds=5.0, device="cpu")
-    found = scale_on_ranks(request, NUM_CORES, apply=True)
-    if os.environ["RANK"] == "0":
-        tried = found.tried and {"predicted": found.tried.predicted_gain, "gain": found.tried.gain}
-        step = found.largest.parts.step
-        causes = [[cause.code, cause.cost / step] for cause in found.causes]
-        out.write_text(json.dumps({"causes": causes, "tried": tried, "text": str(found)}))
+    for number, case in enumerate(cases_of_network):
+        job = PlantedJob(case)
+        settings = RunSettings(
+            micro_batch_size=MICRO_BATCH_SIZE, bucket_bytes=case.bucket_bytes, num_workers=case.workers
+        )
+        request = ScaleRequest(
+            train=job.train_spec,
+            data=job.data,
+            settings=settings,
+            bucket_sizes=BUCKET_SIZES,
+            most_seconds=6.0,
+            device="cpu",
+        )
+        found = scale_on_ranks(request, NUM_CORES, apply=True)
+        if os.environ["RANK"] == "0":
+            tried = found.tried and {"predicted": found.tried.predicted_gain, "gain": found.tried.gain}
+            step = found.largest.parts.step
+            causes = [[cause.code, cause.cost / step] for cause in found.causes]
+            Path(out, f"{number}.json").write_text(json.dumps({"causes": causes, "tried": tried, "text": str(found)}))
 
 
-def run_case(case: Case) -> dict[str, Any]:
-    """Run a job on hosts, and return what rank 0 has found."""
+def run_cases(cases_of_network: Sequence[Case]) -> list[dict[str, Any]]:
+    """Run jobs of the same network on hosts, and return what rank 0 has found of each."""
+    first = cases_of_network[0]
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "found.json")
-        with hosts(NUM_RANKS, rate=case.rate, latency=case.latency) as made:
+        with hosts(NUM_RANKS, rate=first.rate, latency=first.latency) as made:
             ranks = []
             for rank, host in enumerate(made):
                 env = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS), "LOCAL_RANK": "0"}
                 env |= {"MASTER_ADDR": made[0].address, "MASTER_PORT": "23456", "OMP_NUM_THREADS": "1"}
                 env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-                command = [sys.executable, __file__, "--case", json.dumps(asdict(case)), "--out", str(out)]
+                given = json.dumps([asdict(case) for case in cases_of_network])
+                command = [sys.executable, __file__, "--cases", given, "--out", folder]
                 ranks.append(host.start(command, env=env, out=subprocess.PIPE))
             said = [rank.communicate(timeout=TIMEOUT_SECONDS)[0] for rank in ranks]
         if any(rank.returncode for rank in ranks):
             raise RuntimeError("\n".join(said))
-        found: dict[str, Any] = json.loads(out.read_text())
+        results = [json.loads(Path(folder, f"{number}.json").read_text()) for number in range(len(cases_of_network))]
+    for found in results:
         found["busy"] = any(code == MACHINE for code, _ in found["causes"])
         found["causes"] = [cause for cause in found["causes"] if cause[0] != MACHINE]
-        return found
+    return results
 
 
 def row_of(case: Case, found: dict[str, Any]) -> str:
@@ -271,25 +285,27 @@ def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=1, help="times that every case is run")
     parser.add_argument("--only", help="cases with this planted cause; healthy for those without")
-    parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--cases", help=argparse.SUPPRESS)
     parser.add_argument("--verbose", action="store_true", help="print the whole report of each case")
     given = parser.parse_args()
-    if given.case is not None:
-        values = json.loads(given.case)
-        run_rank(replace(Case(**values), planted=tuple(values["planted"])), given.out)
+    if given.cases is not None:
+        values = json.loads(given.cases)
+        run_rank([Case(**one | {"planted": tuple(one["planted"])}) for one in values], given.out)
         return
     chosen = [case for case in cases() if given.only in (None, *(case.planted or ("healthy",)))]
+    networks = sorted({(case.rate or "", case.latency) for case in chosen})
     results = []
     lines = ["| planted | named, with their share of a step | right | predicted gain | gain obtained |"]
     lines.append("|---|---|---|--:|--:|")
     for _ in range(given.rounds):
-        for case in chosen:
-            found = run_case(case)
-            results.append((case, found))
-            lines.append(row_of(case, found))
-            print(lines[-1], flush=True)
-            if given.verbose:
-                print(found["text"], flush=True)
+        for network in networks:
+            same = [case for case in chosen if (case.rate or "", case.latency) == network]
+            for case, found in zip(same, run_cases(same), strict=True):
+                results.append((case, found))
+                lines.append(row_of(case, found))
+                print(lines[-1], flush=True)
+                if given.verbose:
+                    print(found["text"], flush=True)
     report.publish(
         [*summary(results), "", *lines],
         title="Planted causes of bad scaling: named, and gained",

@@ -167,9 +167,13 @@ class _RankBench:
         load_seconds, load_processor_seconds = self._load()
         spec = self._request.train()
         modules = spec.model if isinstance(spec.model, torch.nn.Module) else torch.nn.ModuleDict(spec.model)
-        sizes = [gradient_bytes([one]) for one in trainable(modules).values()]
+        parameters = list(trainable(modules).values())
+        # Float64 gradients are not compressed.
+        narrow = all(one.dtype != torch.float64 for one in parameters)
+        sizes = [gradient_bytes([one]) for one in parameters]
         cuts = bucket_cuts(sizes, self._request.bucket_sizes, self._settings.bucket_bytes)
-        steps = self._in_turns(self._kinds(cuts, max(unit.num_samples for unit in share) if share else 0))
+        largest = max((unit.num_samples for unit in share), default=0)
+        steps = self._in_turns(self._kinds(cuts, largest, compresses=narrow and self._settings.compression is None))
         live: list[StepSeconds] = []
         live_alone: list[StepSeconds] = []
         for _ in range(NUM_STRETCHES):
@@ -203,7 +207,7 @@ class _RankBench:
     def _placement(self) -> Placement:
         return Placement(Cut(micro_batch_size=self._settings.micro_batch_size), self._world.size, self._world.rank)
 
-    def _kinds(self, cuts: Sequence[BucketCut], largest_unit: int) -> dict[str, RunSettings]:
+    def _kinds(self, cuts: Sequence[BucketCut], largest_unit: int, *, compresses: bool) -> dict[str, RunSettings]:
         """Return the kinds of step that take turns."""
         settings = self._settings
         kinds = {CURRENT: settings}
@@ -213,7 +217,7 @@ class _RankBench:
         share = ceil_div(len(self._batches[0].sample_ids), self._world.size)
         if share > largest_unit:
             kinds[LARGER] = dataclasses.replace(settings, micro_batch_size=share)
-        if settings.compression is None:
+        if compresses:
             kinds[COMPRESSED] = dataclasses.replace(settings, compression="bf16")
         for number, cut in enumerate(cuts):
             if settings.bucket_bytes not in cut.sizes:
@@ -268,7 +272,6 @@ class _RankBench:
         """Run consecutive steps that load; without other ranks if `alone`."""
         clock = PhaseClock(self._world.device, waits=False)
         num_steps = WARM_UP_STEPS + LIVE_STEPS
-        settings = dataclasses.replace(settings, micro_batch_size=settings.micro_batch_size)
         run: Any = iter(self._request.data(steps=num_steps)(settings.num_workers))
         found = []
         try:
