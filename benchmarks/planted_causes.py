@@ -59,6 +59,7 @@ class Case:
         straggles: how much longer rank 1 computes.
         rate: of the cable.
         latency: seconds from host to host.
+        bucket_sizes: bytes of the buckets that are tried; none for those of `anybatch scale`.
     """
 
     planted: tuple[str, ...] = ()
@@ -71,6 +72,7 @@ class Case:
     straggles: float = 0.0
     rate: str | None = None
     latency: float = 0.0
+    bucket_sizes: tuple[int, ...] | None = BUCKET_SIZES
 
 
 PLANT: dict[str, dict[str, Any]] = {
@@ -203,7 +205,7 @@ def run_rank(cases_of_network: Sequence[Case], out: Path) -> None:
             train=job.train_spec,
             data=job.data,
             settings=settings,
-            bucket_sizes=BUCKET_SIZES,
+            bucket_sizes=case.bucket_sizes,
             most_seconds=6.0,
             device="cpu",
         )
@@ -212,7 +214,8 @@ def run_rank(cases_of_network: Sequence[Case], out: Path) -> None:
             tried = found.tried and {"predicted": found.tried.predicted_gain, "gain": found.tried.gain}
             step = found.largest.parts.step
             causes = [[cause.code, cause.cost / step] for cause in found.causes]
-            Path(out, f"{number}.json").write_text(json.dumps({"causes": causes, "tried": tried, "text": str(found)}))
+            values = {"causes": causes, "tried": tried, "text": str(found), "report": found.as_json()}
+            Path(out, f"{number}.json").write_text(json.dumps(values))
 
 
 def run_cases(cases_of_network: Sequence[Case]) -> list[dict[str, Any]]:
@@ -236,6 +239,18 @@ def run_cases(cases_of_network: Sequence[Case]) -> list[dict[str, Any]]:
         found["busy"] = any(code == MACHINE for code, _ in found["causes"])
         found["causes"] = [cause for cause in found["causes"] if cause[0] != MACHINE]
     return results
+
+
+def case_of(values: dict[str, Any]) -> Case:
+    """Return a job as JSON has brought it."""
+    sizes = values["bucket_sizes"]
+    tuples = {"planted": tuple(values["planted"]), "bucket_sizes": sizes and tuple(sizes)}
+    return Case(**values | tuples)
+
+
+def network_of(case: Case) -> tuple[bool, str, float]:
+    """Return what jobs have in common that run on the same hosts: whether they are pairs, rate and latency."""
+    return len(case.planted) > 1, case.rate or "", case.latency
 
 
 def row_of(case: Case, found: dict[str, Any]) -> str:
@@ -290,16 +305,17 @@ def main() -> None:
     given = parser.parse_args()
     if given.cases is not None:
         values = json.loads(given.cases)
-        run_rank([Case(**one | {"planted": tuple(one["planted"])}) for one in values], given.out)
+        run_rank([case_of(one) for one in values], given.out)
         return
     chosen = [case for case in cases() if given.only in (None, *(case.planted or ("healthy",)))]
-    networks = sorted({(case.rate or "", case.latency) for case in chosen})
+    # Single causes first.
+    networks = sorted({network_of(case) for case in chosen})
     results = []
     lines = ["| planted | named, with their share of a step | right | predicted gain | gain obtained |"]
     lines.append("|---|---|---|--:|--:|")
     for _ in range(given.rounds):
         for network in networks:
-            same = [case for case in chosen if (case.rate or "", case.latency) == network]
+            same = [case for case in chosen if network_of(case) == network]
             for case, found in zip(same, run_cases(same), strict=True):
                 results.append((case, found))
                 lines.append(row_of(case, found))

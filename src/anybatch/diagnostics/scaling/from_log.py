@@ -82,7 +82,8 @@ class LogReport:
 
     def __str__(self) -> str:
         """Return the table and the verdict."""
-        lines = [f"{self.num_steps} steps, {self.num_ranks} ranks, the logs of {self.num_logs}", ""]
+        ranks = f"{self.num_ranks} rank{'s' * (self.num_ranks != 1)}"
+        lines = [f"{self.num_steps} steps, {ranks}, the logs of {self.num_logs}", ""]
         lines += [f"  {name:<38}{share * self.step * 1e3:>9.1f} ms{share:>7.0%}" for name, share in self.shares.items()]
         lines.append(f"  {'whole step':<38}{self.step * 1e3:>9.1f} ms")
         lines += ["", f"bottleneck: {self.bottleneck}. {self._change()}" if self.bottleneck else "no bottleneck in it."]
