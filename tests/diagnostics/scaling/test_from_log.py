@@ -24,7 +24,7 @@ class Writer:
     def phase(self, step: int, name: PhaseName, seconds: float) -> None:
         """Write a phase that takes so long."""
         for event in ("begin", "end"):
-            self.log.observe(PhaseRecord(rank=self.rank, event=event, step=step, name=name, position=None))  # type: ignore[arg-type]
+            self.log.observe(PhaseRecord(rank=self.rank, event=event, step=step, name=name, position=None))
             self.now += seconds if event == "begin" else 0.0
 
     def micro_batch(self, step: int, event: SpanEvent) -> None:

@@ -147,7 +147,7 @@ def test_parts_of_a_step_by_a_clock() -> None:
     def step() -> None:
         for name in ("load", "clip", "update"):
             for event in ("begin", "end"):
-                clock.observe(PhaseRecord(rank=0, event=event, step=0, name=name, position=None))  # type: ignore[arg-type]
+                clock.observe(PhaseRecord(rank=0, event=event, step=0, name=name, position=None))
                 now[0] += 3.0 if event == "begin" else 0.0
 
     found = clock.timed(step)
