@@ -47,9 +47,17 @@ class RankPool:
         world_size: number of ranks.
         timeout_seconds: how long a rank waits for another, and the caller for all.
         backend: of torch's process group: "cpu:gloo,cuda:nccl" for ranks with a GPU each.
+        start_processes: ranks may start processes of their own, such as those that load.
     """
 
-    def __init__(self, world_size: int, *, timeout_seconds: float = 120.0, backend: str = "gloo") -> None:
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        timeout_seconds: float = 120.0,
+        backend: str = "gloo",
+        start_processes: bool = False,
+    ) -> None:
         self._timeout_seconds = timeout_seconds
         self._folder = tempfile.TemporaryDirectory(prefix="anybatch-ranks-")
         # A file instead of a port, which another process could take first.
@@ -60,7 +68,9 @@ class RankPool:
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(theirs, rank, world_size, rendezvous, timeout_seconds, backend), daemon=True
+                target=_serve,
+                args=(theirs, rank, world_size, rendezvous, timeout_seconds, backend),
+                daemon=not start_processes,
             )
             process.start()
             # Only the rank keeps its end: otherwise the pipe would not report the end of a rank that has died.

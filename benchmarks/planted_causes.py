@@ -1,0 +1,338 @@
+"""Causes of bad scaling, planted one by one and in pairs: is the right one named first, and does the gain come?
+
+A small job runs on two hosts (network namespaces of this machine, `tests/hosts.py`; root and iproute2). Its layers
+sleep for a time per sample, in forward and backward, as a device that works beside its host: so compute does not
+depend on what else this machine does, and reductions have something to hide behind. Gradients travel over real sockets.
+Planted are samples that take long to load, too few workers for them, a slow cable, a cable with latency, a rank that
+computes more, a bucket for every parameter, and one bucket for all. A pair is right if one of the two is named first.
+Healthy jobs have none of these. That ranks wait for a core (`shared_cores`) is left out: it is what other programs of
+this machine do, and no job is planted with it; how often it was named is said. Where the first cause has a change that
+can be tried, it is, and both gains are shown.
+
+    python benchmarks/planted_causes.py [--rounds N] [--only WORD] [--out benchmarks/results/NAME.md]
+"""
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import report
+import torch
+from torch import nn
+
+import anybatch as ab
+from anybatch.data.batches import Batches
+from anybatch.diagnostics.scaling.measure import RunSettings, ScaleRequest
+from anybatch.diagnostics.scaling.scale import scale_on_ranks
+from anybatch.engine.spec import TrainSpec
+from tests.hosts import NoHostsError, hosts
+
+ROOT = Path(__file__).parents[1]
+EFFECTIVE_BATCH_SIZE, MICRO_BATCH_SIZE, NUM_RANKS = 32, 8, 2
+NUM_CORES = 64  # sleeping takes none
+TIMEOUT_SECONDS = 900
+BUCKET_SIZES = (2**16, 2**20, 2**21, 2**30)
+MACHINE = "shared_cores"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A job, and the network that it runs on.
+
+    Attributes:
+        planted: the causes that it has.
+        layers: of the model.
+        width: of each layer.
+        sample_seconds: that a sample takes in all forwards and backwards.
+        load_seconds: that a sample takes to load.
+        workers: loading processes per rank.
+        bucket_bytes: of the run.
+        straggles: how much longer rank 1 computes.
+        rate: of the cable.
+        latency: seconds from host to host.
+        bucket_sizes: bytes of the buckets that are tried; none for those of `anybatch scale`.
+    """
+
+    planted: tuple[str, ...] = ()
+    layers: int = 8
+    width: int = 512
+    sample_seconds: float = 0.005
+    load_seconds: float = 0.0
+    workers: int = 0
+    bucket_bytes: int = 2 * 2**20
+    straggles: float = 0.0
+    rate: str | None = None
+    latency: float = 0.0
+    bucket_sizes: tuple[int, ...] | None = BUCKET_SIZES
+
+
+PLANT: dict[str, dict[str, Any]] = {
+    "slow_loader": {"load_seconds": 0.003},
+    "too_few_workers": {"load_seconds": 0.012, "workers": 1},
+    "slow_link": {"rate": "400mbit"},
+    "high_latency": {"latency": 0.008, "width": 32},
+    "straggler": {"straggles": 0.5},
+    "tiny_buckets": {"bucket_bytes": 1, "layers": 100, "width": 32},
+    "giant_buckets": {"bucket_bytes": 2**30, "rate": "1500mbit", "width": 512},
+}
+EXCLUSIVE = ({"slow_loader", "too_few_workers"}, {"tiny_buckets", "giant_buckets"})
+HEALTHY = (
+    Case(),
+    Case(width=128),
+    Case(layers=16, width=256),
+    Case(workers=2, load_seconds=0.003),
+    Case(rate="10gbit", bucket_bytes=4 * 2**20),
+    Case(sample_seconds=0.012, width=256),
+)
+
+
+def planted(*names: str) -> Case:
+    """Return the job with these causes; where two say otherwise, what makes the other one harder to see stays out."""
+    values: dict[str, Any] = {}
+    for name in names:
+        values |= PLANT[name]
+    if {"slow_link", "giant_buckets"} <= set(names):
+        values["rate"] = PLANT["slow_link"]["rate"]
+    if "high_latency" in names and {"slow_link", "giant_buckets"} & set(names):
+        values["width"] = 512
+    if {"tiny_buckets", "slow_link"} <= set(names):
+        values |= {"layers": 100, "width": 144}
+    return Case(planted=names, **values)
+
+
+def cases() -> list[Case]:
+    """Return all jobs: healthy ones, each cause, and each pair that can be."""
+    pairs = [pair for pair in itertools.combinations(PLANT, 2) if set(pair) not in EXCLUSIVE]
+    return [*HEALTHY, *(planted(name) for name in PLANT), *(planted(*pair) for pair in pairs)]
+
+
+class Device(torch.autograd.Function):
+    """Passes its input on, after the time that a device would take."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:  # noqa: ANN401 (torch's)
+        """Sleep, a third of the time."""
+        context.seconds = seconds
+        time.sleep(seconds / 3 * len(x))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> Any:  # noqa: ANN401 (torch's)
+        """Sleep, the rest of it."""
+        time.sleep(2 * context.seconds / 3 * len(gradients[0]))
+        return gradients[0], None
+
+
+class Layers(nn.Module):
+    """Layers that take their time."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(case.width, case.width) for _ in range(case.layers))
+        slower = 1.0 + case.straggles if os.environ.get("RANK") == "1" else 1.0
+        self.seconds = case.sample_seconds * slower / case.layers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the layers."""
+        for layer in self.layers:
+            x = Device.apply(layer(x).tanh(), self.seconds)  # type: ignore[no-untyped-call]
+        return x
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Samples that take their time."""
+
+    case: Case
+
+    def __len__(self) -> int:
+        """Return their number."""
+        return 4096
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        """Return one."""
+        time.sleep(self.case.load_seconds)
+        return torch.full((self.case.width,), index / 4096)
+
+
+def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """Return the mean square of the outputs."""
+    found: torch.Tensor = model(batch).square().mean()
+    return found
+
+
+@dataclass(frozen=True)
+class PlantedJob:
+    """The job of a case."""
+
+    case: Case
+
+    def train_spec(self) -> TrainSpec:
+        """Return what is trained."""
+        return TrainSpec(
+            model=Layers(self.case),
+            optimizer=lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=1e-6),
+            loss=ab.mean_over_samples(loss),
+            measure_gradient_norm=False,
+        )
+
+    def data(self, *, steps: int) -> Callable[[int], Batches]:
+        """Return the batches by number of workers."""
+        return lambda workers: ab.batches(
+            Samples(self.case), effective_batch_size=EFFECTIVE_BATCH_SIZE, steps=steps, num_workers=workers
+        )
+
+
+def run_rank(cases_of_network: Sequence[Case], out: Path) -> None:
+    """Be one rank: measure each job, try the change, and write what was found."""
+    torch.set_num_threads(1)
+    for number, case in enumerate(cases_of_network):
+        job = PlantedJob(case)
+        settings = RunSettings(
+            micro_batch_size=MICRO_BATCH_SIZE, bucket_bytes=case.bucket_bytes, num_workers=case.workers
+        )
+        request = ScaleRequest(
+            train=job.train_spec,
+            data=job.data,
+            settings=settings,
+            bucket_sizes=case.bucket_sizes,
+            most_seconds=6.0,
+            device="cpu",
+        )
+        found = scale_on_ranks(request, NUM_CORES, apply=True)
+        if os.environ["RANK"] == "0":
+            tried = found.tried and {"predicted": found.tried.predicted_gain, "gain": found.tried.gain}
+            step = found.largest.parts.step
+            causes = [[cause.code, cause.cost / step] for cause in found.causes]
+            values = {"causes": causes, "tried": tried, "text": str(found), "report": found.as_json()}
+            Path(out, f"{number}.json").write_text(json.dumps(values))
+
+
+def run_cases(cases_of_network: Sequence[Case]) -> list[dict[str, Any]]:
+    """Run jobs of the same network on hosts, and return what rank 0 has found of each."""
+    first = cases_of_network[0]
+    with tempfile.TemporaryDirectory() as folder:
+        with hosts(NUM_RANKS, rate=first.rate, latency=first.latency) as made:
+            ranks = []
+            for rank, host in enumerate(made):
+                env = os.environ | {"RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS), "LOCAL_RANK": "0"}
+                env |= {"MASTER_ADDR": made[0].address, "MASTER_PORT": "23456", "OMP_NUM_THREADS": "1"}
+                env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+                given = json.dumps([asdict(case) for case in cases_of_network])
+                command = [sys.executable, __file__, "--cases", given, "--out", folder]
+                ranks.append(host.start(command, env=env, out=subprocess.PIPE))
+            said = [rank.communicate(timeout=TIMEOUT_SECONDS)[0] for rank in ranks]
+        if any(rank.returncode for rank in ranks):
+            raise RuntimeError("\n".join(said))
+        results = [json.loads(Path(folder, f"{number}.json").read_text()) for number in range(len(cases_of_network))]
+    for found in results:
+        found["busy"] = any(code == MACHINE for code, _ in found["causes"])
+        found["causes"] = [cause for cause in found["causes"] if cause[0] != MACHINE]
+    return results
+
+
+def case_of(values: dict[str, Any]) -> Case:
+    """Return a job as JSON has brought it."""
+    sizes = values["bucket_sizes"]
+    tuples = {"planted": tuple(values["planted"]), "bucket_sizes": sizes and tuple(sizes)}
+    return Case(**values | tuples)
+
+
+def network_of(case: Case) -> tuple[bool, str, float]:
+    """Return what jobs have in common that run on the same hosts: whether they are pairs, rate and latency."""
+    return len(case.planted) > 1, case.rate or "", case.latency
+
+
+def row_of(case: Case, found: dict[str, Any]) -> str:
+    """Return the line of a case in the table."""
+    named = ", ".join(f"{code} {share:.0%}" for code, share in found["causes"]) or "none"
+    tried = found["tried"]
+    gains = f"{tried['predicted']:.0%} | {tried['gain']:.0%}" if tried else " | "
+    right = "yes" if is_right(case, found) else "**no**"
+    return f"| {' + '.join(case.planted) or 'healthy'} | {named} | {right} | {gains} |"
+
+
+def is_right(case: Case, found: dict[str, Any]) -> bool:
+    """Whether one of the planted causes is named first; of a healthy job, whether none is named."""
+    first = found["causes"][0][0] if found["causes"] else None
+    return first in case.planted if case.planted else first is None
+
+
+def summary(results: Iterable[tuple[Case, dict[str, Any]]]) -> list[str]:
+    """Return the hit rates, and how the gains compare."""
+    results = list(results)
+    busy = sum(found["busy"] for _, found in results)
+    lines = [f"- ranks wait for a core, a tenth of a step or more, which is left out: {busy} of {len(results)} runs"]
+    for name, number in (
+        ("healthy: none named", 0),
+        ("one cause: named first", 1),
+        ("two: one of them named first", 2),
+    ):
+        rights = [is_right(case, found) for case, found in results if len(case.planted) == number]
+        if rights:
+            lines.append(f"- {name}: {sum(rights)} of {len(rights)} ({sum(rights) / len(rights):.0%})")
+    pairs = [(case, found) for case, found in results if len(case.planted) == 2]
+    both = sum(set(case.planted) <= {code for code, _ in found["causes"]} for case, found in pairs)
+    if pairs:
+        lines.append(f"- two: both named: {both} of {len(pairs)}")
+    tried = [found["tried"] for case, found in results if found["tried"]]
+    if tried:
+        errors = sorted(one["gain"] - one["predicted"] for one in tried)
+        lines.append(
+            f"- gain minus prediction, in parts of a step, of {len(tried)} changes tried: median "
+            f"{errors[len(errors) // 2]:+.0%}, from {errors[0]:+.0%} to {errors[-1]:+.0%}"
+        )
+    return lines
+
+
+def main() -> None:
+    """Run all cases, and print the table."""
+    parser = report.parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=1, help="times that every case is run")
+    parser.add_argument("--only", help="cases with this planted cause; healthy for those without")
+    parser.add_argument("--cases", help=argparse.SUPPRESS)
+    parser.add_argument("--verbose", action="store_true", help="print the whole report of each case")
+    given = parser.parse_args()
+    if given.cases is not None:
+        values = json.loads(given.cases)
+        run_rank([case_of(one) for one in values], given.out)
+        return
+    chosen = [case for case in cases() if given.only in (None, *(case.planted or ("healthy",)))]
+    # Single causes first.
+    networks = sorted({network_of(case) for case in chosen})
+    results = []
+    lines = ["| planted | named, with their share of a step | right | predicted gain | gain obtained |"]
+    lines.append("|---|---|---|--:|--:|")
+    for _ in range(given.rounds):
+        for network in networks:
+            same = [case for case in chosen if network_of(case) == network]
+            for case, found in zip(same, run_cases(same), strict=True):
+                results.append((case, found))
+                lines.append(row_of(case, found))
+                print(lines[-1], flush=True)
+                if given.verbose:
+                    print(found["text"], flush=True)
+    report.publish(
+        [*summary(results), "", *lines],
+        title="Planted causes of bad scaling: named, and gained",
+        command=f"python benchmarks/planted_causes.py --rounds {given.rounds}",
+        setting=f"{NUM_RANKS} ranks over gloo, one in each network namespace, compute that sleeps",
+        out=given.out,
+    )
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except NoHostsError as error:
+        sys.exit(str(error))

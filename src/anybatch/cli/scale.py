@@ -1,0 +1,115 @@
+"""`anybatch scale RECIPE`: why several ranks are not that many times as fast, and what to change."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from anybatch.cli.parser import Parser, add_recipe, count, integer, memory_size
+from anybatch.cli.status import Status
+from anybatch.cli.threads import let_threads_sleep
+from anybatch.cli.train_request import DEFAULT_RECIPE
+
+_DESCRIPTION = (
+    "Run steps of a recipe on several ranks of this machine's CPUs, with and without reduction, in several bucket "
+    "sizes, with and without loading; say what keeps N ranks from being N times as fast, what to change, and how much "
+    "that will gain. What is trained is not kept."
+)
+_EPILOG = "docs/scaling.md says how each part is measured."
+
+
+def run(words: Sequence[str]) -> int:
+    """Measure the recipe that a command line names, or read a log; return the exit status."""
+    given = make_parser().parse(words)
+    let_threads_sleep()
+    return read_a_log(given.log) if given.log is not None else scale_recipe(given)
+
+
+def make_parser() -> Parser:
+    """Return the parser of this verb."""
+    parser = Parser("scale", _DESCRIPTION, epilog=_EPILOG)
+    add = parser.add_argument
+    add_recipe(parser, DEFAULT_RECIPE, DEFAULT_RECIPE)
+    add(
+        "--ranks",
+        type=count,
+        action="append",
+        metavar="N",
+        help="a number of ranks; may be given several times (default: 2); one rank is always measured beside it",
+    )
+    add("--effective-batch-size", type=count, metavar="N", help="samples of one optimizer step (default: the recipe's)")
+    add(
+        "--micro-batch-size",
+        type=count,
+        metavar="N",
+        help="of one forward and backward (default: the fastest of a few)",
+    )
+    add("--strategy", choices=("all_reduce", "ddp"), default="all_reduce", help="how ranks sum (default: all_reduce)")
+    add("--workers", type=integer, default=0, metavar="N", help="loading processes per rank (default: 0)")
+    add("--bucket", type=memory_size, default=25 * 2**20, metavar="SIZE", help="of the run (default: 25MiB)")
+    add(
+        "--buckets",
+        type=memory_size,
+        action="append",
+        metavar="SIZE",
+        help="a bucket size to try, such as 5MiB; may be given several times (default: 1, 5, 25, 50 and 100 MiB, and "
+        "the model's gradients in 1, 2, 4 and 8 parts)",
+    )
+    add("--apply", action="store_true", help="try the change that is named first, and say whether the gain came")
+    add("--seconds", type=count, default=20, metavar="N", help="about as long for steps in turns (default: 20)")
+    add("--seed", type=integer, default=0, metavar="N", help="of the parameters and the order (default: 0)")
+    add("--log", type=Path, metavar="FILE", help="read the log of a finished run (events.jsonl) instead of measuring")
+    add("--figure", type=Path, metavar="FILE", help="draw the parts of a step, and bucket sizes: .png, .svg or .pdf")
+    add("--json", type=Path, metavar="FILE", help="write everything that was found")
+    return parser
+
+
+def scale_recipe(given: argparse.Namespace) -> int:
+    """Measure a recipe, print the report, and return the exit status.
+
+    Raises:
+        UserError: the recipe or a number cannot be used.
+    """
+    # torch takes seconds to import, and is not needed to say that an option is wrong.
+    from anybatch.diagnostics.scaling.figure import draw_scaling  # noqa: PLC0415 (brings torch)
+    from anybatch.diagnostics.scaling.measure import RunSettings  # noqa: PLC0415 (brings torch)
+    from anybatch.diagnostics.scaling.scale import measure_scaling  # noqa: PLC0415 (brings torch)
+    from anybatch.recipes.measured_job import MeasuredJob  # noqa: PLC0415 (brings torch)
+
+    job = MeasuredJob(recipe=given.recipe, effective_batch_size=given.effective_batch_size, seed=given.seed)
+    report = measure_scaling(
+        job.train_spec,
+        job.data,
+        ranks=given.ranks or (2,),
+        settings=RunSettings(
+            strategy=given.strategy,
+            micro_batch_size=given.micro_batch_size,
+            bucket_bytes=given.bucket,
+            num_workers=given.workers,
+        ),
+        bucket_sizes=given.buckets,
+        most_seconds=given.seconds,
+        apply=given.apply,
+    )
+    sys.stdout.write(f"{given.recipe}: why is it not linear?\n{report}\n")
+    if given.figure is not None:
+        draw_scaling(report, given.figure)
+        sys.stdout.write(f"wrote {given.figure}\n")
+    if given.json is not None:
+        given.json.write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
+        sys.stdout.write(f"wrote {given.json}\n")
+    return Status.DONE
+
+
+def read_a_log(path: Path) -> int:
+    """Print what the log of a run says about its steps, and return the exit status.
+
+    Raises:
+        UserError: the log holds no steps.
+        OSError: it cannot be opened.
+    """
+    from anybatch.diagnostics.scaling.from_log import read_steps  # noqa: PLC0415 (brings torch)
+
+    sys.stdout.write(f"{path}: where do the steps of this run go?\n{read_steps(path)}\n")
+    return Status.DONE

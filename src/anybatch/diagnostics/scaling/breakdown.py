@@ -1,0 +1,308 @@
+"""The seconds of a step by part, from what every rank has measured. Pure."""
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from anybatch.diagnostics.scaling.bucket_sizes import BucketCut
+from anybatch.diagnostics.scaling.measure import ALONE, COMPRESSED, CURRENT, LARGER, UNREDUCED, RankTimes
+from anybatch.diagnostics.scaling.phase_clock import StepSeconds
+
+_MANY_ROUNDS = 6
+_SURE = 3.0
+"""So many uncertainties are more than chance, also where the best of several is looked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The seconds of a step, part by part; they add up to `step`.
+
+    Attributes:
+        world_size: number of ranks.
+        step: on the slowest rank: a step whose samples are there already, and what one that loads waits longer.
+        waiting: for data, on the rank that waits longest.
+        copies: to the device; on a CPU what it takes to hand a micro-batch on.
+        compute: forwards and backwards, the mean of the ranks.
+        queued: waiting for a core, the mean of the ranks; it is taken out of compute.
+        communication: exposed: a step with reduction minus the same step without, the slowest rank of each.
+        stragglers: what the slowest rank takes longer than the mean rank, without reduction.
+        update: clipping and the optimizer, the mean of the ranks.
+    """
+
+    world_size: int
+    step: float
+    waiting: float
+    copies: float
+    compute: float
+    queued: float
+    communication: float
+    stragglers: float
+    update: float
+
+    @property
+    def other(self) -> float:
+        """What is in none of the parts: the engine itself, and jitter."""
+        return self.step - sum(self.named.values())
+
+    @property
+    def named(self) -> dict[str, float]:
+        """Return part to seconds, without the rest."""
+        return {
+            "waiting for data": self.waiting,
+            "copies": self.copies,
+            "compute": self.compute,
+            "waiting for a core": self.queued,
+            "exposed communication": self.communication,
+            "stragglers": self.stragglers,
+            "update": self.update,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How much longer one kind of step takes than another.
+
+    Attributes:
+        seconds: the median over rounds.
+        uncertainty: the quartile range over rounds, by the root of their number.
+        always: whether it took longer in all of many rounds.
+    """
+
+    seconds: float
+    uncertainty: float
+    always: bool = False
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether it is more than what would be found by chance: on a busy machine a few rounds are far off."""
+        return self.seconds > (1.0 if self.always else _SURE) * self.uncertainty
+
+
+@dataclass(frozen=True, slots=True)
+class BucketTrial:
+    """One way to cut gradients into buckets.
+
+    Attributes:
+        cut: its sizes, and the number of buckets.
+        step_seconds: median of the slowest rank, with samples that are there already.
+        longer: than the fastest of all.
+    """
+
+    cut: BucketCut
+    step_seconds: float
+    longer: Difference
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What a message between ranks takes by itself: `latency + bytes / bytes_per_second`."""
+
+    latency: float
+    bytes_per_second: float
+
+    def seconds(self, num_messages: int, num_bytes: float) -> float:
+        """Return the seconds of so many messages, one after the other, that carry so many bytes together."""
+        return num_messages * self.latency + num_bytes / self.bytes_per_second
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """All that a step on some ranks was found to take, and what changes of it took.
+
+    Attributes:
+        parts: the step by part.
+        alone: the same of one rank that runs the whole effective batch; None where it is the same measurement.
+        reduction: what it takes longer with reduction than without; on one rank 0.
+        held_step: a step of samples that are there already, on the slowest rank.
+        unreduced_step: the same without reduction.
+        buckets: what other bucket sizes take, from the smallest to the largest; empty on one rank.
+        current_bucket: the trial of the size in use; None on one rank.
+        compressed: how much a step gains by gradients in bf16; None if that was not tried.
+        larger_micro_batch: how much compute gains by a rank's share in one micro-batch; None if it is that already.
+        link: of the ranks; None on one rank.
+        num_messages: collectives that carry gradients, in a step.
+        gradient_bytes: of one copy.
+        slowest_rank: the straggler.
+        loads: seconds to load each rank's share in its own process, and the part of that on a processor.
+        micro_batch_size: that was used.
+        share: samples of the largest share.
+        num_samples: of a step.
+        device: where.
+    """
+
+    parts: Parts
+    alone: Parts | None
+    reduction: Difference
+    held_step: float
+    unreduced_step: float
+    buckets: tuple[BucketTrial, ...]
+    current_bucket: BucketTrial | None
+    compressed: Difference | None
+    larger_micro_batch: Difference | None
+    link: Link | None
+    num_messages: int
+    gradient_bytes: int
+    slowest_rank: int
+    loads: tuple[float, float]
+    micro_batch_size: int
+    share: int
+    num_samples: int
+    device: str
+
+    @property
+    def ideal(self) -> float:
+        """Seconds of a step if N ranks were N times as fast as one."""
+        return (self.alone or self.parts).step / self.parts.world_size
+
+    @property
+    def efficiency(self) -> float:
+        """The part of the ideal speed that is reached."""
+        return self.ideal / self.parts.step
+
+    @property
+    def best_bucket(self) -> BucketTrial | None:
+        """The bucket size to take: the one in use unless another is surely faster, else the smallest of the fastest."""
+        if self.current_bucket is None or not self.current_bucket.longer.is_sure:
+            return self.current_bucket
+        return next((one for one in self.buckets if not one.longer.is_sure), self.current_bucket)
+
+
+def evidence_of(ranks: Sequence[RankTimes]) -> Evidence:
+    """Return what the times of all ranks of one measurement say."""
+    first = ranks[0]
+    size = len(ranks)
+    key = UNREDUCED if size > 1 else CURRENT
+    busy = [_median(one.steps[key], lambda step: step.busy) for one in ranks]
+    slow = max(range(size), key=lambda rank: busy[rank])
+    held, bare = _slowest([one.steps[CURRENT] for one in ranks]), _slowest([one.steps[key] for one in ranks])
+    reduction = difference(held, bare)
+    waits = [
+        max(0.0, _median(one.live, lambda step: step.load) - _median(one.steps[key], lambda step: step.load))
+        for one in ranks
+    ]
+    parts = Parts(
+        world_size=size,
+        # Not the live steps: those were run at other times, when the machine may have been slower or faster.
+        step=statistics.median(held) + max(waits),
+        waiting=max(waits),
+        copies=_mean(_median(one.steps[key], lambda step: step.load) for one in ranks),
+        compute=_mean(_median(one.steps[key], _on_core) for one in ranks),
+        queued=_mean(_median(one.steps[key], lambda step: step.queued) for one in ranks),
+        communication=max(0.0, reduction.seconds),
+        stragglers=busy[slow] - statistics.fmean(busy),
+        update=_mean(_median(one.steps[key], lambda step: step.update) for one in ranks),
+    )
+    buckets = _bucket_trials(ranks)
+    own = next((one for one in buckets if one[0]), (True, None))[1]
+    return Evidence(
+        parts=parts,
+        alone=_alone(first) if ALONE in first.steps else None,
+        reduction=reduction,
+        held_step=statistics.median(held),
+        unreduced_step=statistics.median(bare),
+        buckets=tuple(one[1] for one in buckets),
+        current_bucket=own,
+        compressed=_gain(ranks, COMPRESSED),
+        larger_micro_batch=_compute_gain(ranks),
+        link=_link(ranks),
+        num_messages=first.steps[CURRENT][0].num_messages,
+        gradient_bytes=first.gradient_bytes,
+        slowest_rank=slow,
+        loads=(max(one.load_seconds for one in ranks), max(one.load_processor_seconds for one in ranks)),
+        micro_batch_size=first.micro_batch_size,
+        share=max(one.share for one in ranks),
+        num_samples=first.num_samples,
+        device=first.device,
+    )
+
+
+def difference(longer: Sequence[float], shorter: Sequence[float]) -> Difference:
+    """Return the median of the differences of rounds, and an uncertainty: quartile range by the root of their number.
+
+    Args:
+        longer: seconds, one for each round.
+        shorter: seconds of another kind of step in the same rounds.
+    """
+    found = sorted(one - other for one, other in zip(longer, shorter, strict=True))
+    if len(found) < 2:  # noqa: PLR2004 (one number has no range)
+        return Difference(found[0], math.inf)
+    low, _, high = statistics.quantiles(found, n=4, method="inclusive")
+    always = found[0] > 0.0 and len(found) >= _MANY_ROUNDS
+    return Difference(statistics.median(found), (high - low) / math.sqrt(len(found)), always)
+
+
+def _alone(rank: RankTimes) -> Parts:
+    steps = rank.steps[ALONE]
+    loaded = _median(steps, lambda step: step.load)
+    waiting = max(0.0, _median(rank.live_alone, lambda step: step.load) - loaded)
+    return Parts(
+        world_size=1,
+        step=_median(steps, lambda step: step.whole) + waiting,
+        waiting=waiting,
+        copies=loaded,
+        compute=_median(steps, _on_core),
+        queued=_median(steps, lambda step: step.queued),
+        communication=0.0,
+        stragglers=0.0,
+        update=_median(steps, lambda step: step.update),
+    )
+
+
+def _bucket_trials(ranks: Sequence[RankTimes]) -> list[tuple[bool, BucketTrial]]:
+    """Return whether it is the one in use, and the trial, for each way to cut gradients."""
+    if len(ranks) == 1:
+        return []
+    seconds: list[tuple[bool, BucketCut, list[float]]] = []
+    for number, cut in enumerate(ranks[0].cuts):
+        kind = f"buckets {number}"
+        own = kind not in ranks[0].steps
+        seconds.append((own, cut, _slowest([one.steps[CURRENT if own else kind] for one in ranks])))
+    best = min(seconds, key=lambda one: statistics.median(one[2]))[2]
+    return [(own, BucketTrial(cut, statistics.median(taken), difference(taken, best))) for own, cut, taken in seconds]
+
+
+def _gain(ranks: Sequence[RankTimes], kind: str) -> Difference | None:
+    if kind not in ranks[0].steps:
+        return None
+    return difference(_slowest([one.steps[CURRENT] for one in ranks]), _slowest([one.steps[kind] for one in ranks]))
+
+
+def _compute_gain(ranks: Sequence[RankTimes]) -> Difference | None:
+    """Return the gain by larger micro-batches, in compute: whole steps differ by what else disturbs ranks, too."""
+    if LARGER not in ranks[0].steps:
+        return None
+    per_round = [
+        [statistics.fmean(_on_core(one.steps[kind][number]) for one in ranks) for number in range(len(first))]
+        for kind in (CURRENT, LARGER)
+        for first in (ranks[0].steps[kind],)
+    ]
+    return difference(*per_round)
+
+
+def _link(ranks: Sequence[RankTimes]) -> Link | None:
+    """Return latency and rate of messages: of the smallest, and of what the largest takes longer."""
+    if not ranks[0].messages:
+        return None
+    seconds = {num_bytes: max(dict(one.messages)[num_bytes] for one in ranks) for num_bytes, _ in ranks[0].messages}
+    small, large = min(seconds), max(seconds)
+    longer = max(seconds[large] - seconds[small], 1e-9)
+    return Link(seconds[small], max(1, large - small) / longer)
+
+
+def _slowest(ranks: Sequence[Sequence[StepSeconds]]) -> list[float]:
+    """Return the seconds of the slowest rank, for each round."""
+    return [max(step.whole for step in steps) for steps in zip(*ranks, strict=True)]
+
+
+def _median(steps: Sequence[StepSeconds], part: Callable[[StepSeconds], float]) -> float:
+    return statistics.median(part(step) for step in steps)
+
+
+def _on_core(step: StepSeconds) -> float:
+    """Return the seconds of compute without those in which other programs had the core."""
+    return step.compute - step.queued
+
+
+def _mean(values: "Sequence[float] | object") -> float:
+    return statistics.fmean(values)  # type: ignore[arg-type]

@@ -1,0 +1,52 @@
+"""Which bucket sizes are worth a trial for a model, and which of them are the same buckets."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from anybatch.core.geometry import ceil_div
+
+MEBIBYTE = 2**20
+USUAL_SIZES = tuple(size * MEBIBYTE for size in (1, 5, 25, 50, 100))
+_SHARES = (1, 2, 4, 8)
+"""A model's own candidates: its gradients in so many nearly equal parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class BucketCut:
+    """Bucket sizes that cut the gradients of a model into the same buckets.
+
+    Attributes:
+        num_buckets: of a step.
+        sizes: in bytes, rising; all of them make these buckets.
+    """
+
+    num_buckets: int
+    sizes: tuple[int, ...]
+
+
+def bucket_cuts(gradient_sizes: Sequence[int], asked: Sequence[int] | None, current: int) -> tuple[BucketCut, ...]:
+    """Return what there is to choose from, from the smallest bucket to the largest.
+
+    Args:
+        gradient_sizes: bytes of the gradient of each parameter, in the order of the parameters.
+        asked: bucket sizes to try, in bytes; None for 1, 5, 25, 50 and 100 MiB, and the gradients in 1, 2, 4, 8 parts.
+        current: the size that is used now, which is always among them.
+    """
+    total = sum(gradient_sizes)
+    own = [max(1, ceil_div(total, parts)) for parts in _SHARES]
+    sizes = sorted({current, *(asked if asked is not None else (*USUAL_SIZES, *own))})
+    cuts: dict[tuple[int, ...], list[int]] = {}
+    for size in sizes:
+        cuts.setdefault(buckets_of(gradient_sizes, size), []).append(size)
+    return tuple(BucketCut(len(buckets), tuple(same)) for buckets, same in cuts.items())
+
+
+def buckets_of(gradient_sizes: Sequence[int], bucket_bytes: int) -> tuple[int, ...]:
+    """Return the bytes of each bucket: parameters from the last to the first, closed once it holds `bucket_bytes`."""
+    closed, held = [], 0
+    for size in reversed(gradient_sizes):
+        held += size
+        if held >= bucket_bytes:
+            closed.append(held)
+            held = 0
+    return (*closed, held) if held else tuple(closed)

@@ -1,0 +1,327 @@
+"""What every rank measures: whole steps of several kinds in turns, steps that load, and messages by themselves."""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+
+from anybatch.core.batch import EffectiveBatch, Placement
+from anybatch.core.geometry import ceil_div
+from anybatch.core.splitting import Cut
+from anybatch.diagnostics.held_batch import HeldBatch
+from anybatch.diagnostics.scaling.bucket_sizes import MEBIBYTE, BucketCut, bucket_cuts
+from anybatch.diagnostics.scaling.phase_clock import PhaseClock, StepSeconds
+from anybatch.diagnostics.scaling.unreduced import Unreduced
+from anybatch.engine.engine import Engine
+from anybatch.engine.spec import Hardware, TrainSpec
+from anybatch.parallel.all_reduce import AllReduce
+from anybatch.parallel.compressed_sum import Compression
+from anybatch.parallel.ddp import DDP
+from anybatch.parallel.gradient_buckets import gradient_bytes
+from anybatch.parallel.strategy import Strategy, trainable
+from anybatch.parallel.world import World
+
+LIVE_STEPS = 6
+"""Steps with loading that are timed in each stretch."""
+WARM_UP_STEPS = 2
+NUM_STRETCHES = 2
+LEAST_ROUNDS, MOST_ROUNDS = 6, 15
+_PROBES = 7
+CURRENT, UNREDUCED, LARGER, COMPRESSED, ALONE = "current", "unreduced", "larger", "compressed", "alone"
+ReplicaStrategy = Literal["all_reduce", "ddp"]
+
+
+class DataFunction(Protocol):
+    """Makes the first effective batches of a job, such as `MeasuredJob.data`; can be pickled."""
+
+    def __call__(self, *, steps: int) -> Callable[[int], Iterable[EffectiveBatch]]:
+        """Return a function num_workers -> effective batches."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings:
+    """What of a run is only hardware and can be changed without changing what is learned.
+
+    Attributes:
+        strategy: how gradients are summed.
+        micro_batch_size: most samples of one forward and backward; None takes the fastest of a few.
+        bucket_bytes: gradient bytes per all-reduce.
+        compression: of gradients on the wire.
+        num_workers: processes that load, per rank; 0 loads in the process that trains.
+    """
+
+    strategy: ReplicaStrategy = "all_reduce"
+    micro_batch_size: int | None = None
+    bucket_bytes: int = 25 * MEBIBYTE
+    compression: Compression = None
+    num_workers: int = 0
+
+    def make_strategy(self) -> Strategy:
+        """Return a new strategy with these settings."""
+        kind = DDP if self.strategy == "ddp" else AllReduce
+        return kind(bucket_bytes=self.bucket_bytes, compression=self.compression)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleRequest:
+    """What ranks are to measure; can be pickled.
+
+    Attributes:
+        train: returns what is trained, made anew each time.
+        data: makes effective batches.
+        settings: of the run that is looked at.
+        bucket_sizes: bytes of the buckets to try; None for the usual ones and some of the model's own.
+        most_seconds: about the seconds that steps in turns may take.
+        device: where to compute; None for the rank's own accelerator, or the CPU.
+    """
+
+    train: Callable[[], TrainSpec]
+    data: DataFunction
+    settings: RunSettings
+    bucket_sizes: tuple[int, ...] | None = None
+    most_seconds: float = 20.0
+    device: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTimes:
+    """What one rank has measured.
+
+    Attributes:
+        rank: its number.
+        steps: kind of step to its times, one for each round; the same round of every rank ran at the same time.
+        live: steps that load their samples, as the run does.
+        live_alone: the same on one rank, which runs the whole effective batch while the others wait; only of rank 0.
+        load_seconds: to load this rank's share in its own process.
+        load_processor_seconds: the processor's part of that.
+        messages: bytes and seconds of an all-reduce by itself.
+        cuts: what `steps["buckets N"]` are, N counting from 0.
+        micro_batch_size: that was used.
+        num_samples: of the effective batch.
+        share: samples of this rank.
+        gradient_bytes: of one copy of the gradients.
+        device: where it was measured.
+    """
+
+    rank: int
+    steps: Mapping[str, tuple[StepSeconds, ...]]
+    live: tuple[StepSeconds, ...]
+    live_alone: tuple[StepSeconds, ...]
+    load_seconds: float
+    load_processor_seconds: float
+    messages: tuple[tuple[int, float], ...]
+    cuts: tuple[BucketCut, ...]
+    micro_batch_size: int
+    num_samples: int
+    share: int
+    gradient_bytes: int
+    device: str
+
+
+def measure_ranks(request: ScaleRequest) -> list[RankTimes]:
+    """Measure on every rank of the default group, or on one; return what each has found, the same on all ranks."""
+    with World.from_environment(device=request.device) as world:
+        found: list[RankTimes] = world.gather_objects(_RankBench(request, world).times())
+    return found
+
+
+def compare_settings(
+    request: ScaleRequest, before: RunSettings, after: RunSettings
+) -> list[tuple[tuple[StepSeconds, ...], tuple[StepSeconds, ...]]]:
+    """Run steps that load under two settings in turns; return both times of every rank."""
+    with World.from_environment(device=request.device) as world:
+        bench = _RankBench(dataclasses.replace(request, settings=before), world)
+        found: tuple[list[StepSeconds], list[StepSeconds]] = ([], [])
+        for stretch in range(2 * NUM_STRETCHES):
+            # Each goes first as often as last.
+            for which in (0, 1) if stretch % 2 else (1, 0):
+                found[which].extend(bench.live((before, after)[which]))
+        gathered: list[tuple[tuple[StepSeconds, ...], tuple[StepSeconds, ...]]] = world.gather_objects(
+            (tuple(found[0]), tuple(found[1]))
+        )
+    return gathered
+
+
+class _RankBench:
+    """One rank's part in a measurement."""
+
+    def __init__(self, request: ScaleRequest, world: World) -> None:
+        self._request = request
+        self._world = world
+        batches = iter(request.data(steps=WARM_UP_STEPS)(0))
+        self._batches = [next(batches) for _ in range(WARM_UP_STEPS)]
+        self._settings = request.settings
+        if self._settings.micro_batch_size is None:
+            self._settings = dataclasses.replace(self._settings, micro_batch_size=self._fastest_size())
+        self._held: dict[int | None, HeldBatch] = {}
+
+    def times(self) -> RankTimes:
+        """Measure everything, at the same time as the other ranks."""
+        share = self._placement.plan(self._batches[0].sample_ids).shares[self._world.rank]
+        load_seconds, load_processor_seconds = self._load()
+        spec = self._request.train()
+        modules = spec.model if isinstance(spec.model, torch.nn.Module) else torch.nn.ModuleDict(spec.model)
+        parameters = list(trainable(modules).values())
+        # Float64 gradients are not compressed.
+        narrow = all(one.dtype != torch.float64 for one in parameters)
+        sizes = [gradient_bytes([one]) for one in parameters]
+        cuts = bucket_cuts(sizes, self._request.bucket_sizes, self._settings.bucket_bytes)
+        largest = max((unit.num_samples for unit in share), default=0)
+        steps = self._in_turns(self._kinds(cuts, largest, compresses=narrow and self._settings.compression is None))
+        live: list[StepSeconds] = []
+        live_alone: list[StepSeconds] = []
+        for _ in range(NUM_STRETCHES):
+            live += self.live(self._settings)
+            if self._world.rank == 0 and self._world.size > 1:
+                live_alone += self._stretch(self._settings, alone=True)
+            self._meet()
+        assert self._settings.micro_batch_size is not None
+        return RankTimes(
+            rank=self._world.rank,
+            steps=steps,
+            live=tuple(live),
+            live_alone=tuple(live_alone),
+            load_seconds=load_seconds,
+            load_processor_seconds=load_processor_seconds,
+            messages=self._messages(sum(sizes)),
+            cuts=cuts,
+            micro_batch_size=self._settings.micro_batch_size,
+            num_samples=len(self._batches[0].sample_ids),
+            share=sum(unit.num_samples for unit in share),
+            gradient_bytes=sum(sizes),
+            device=str(self._world.device),
+        )
+
+    def live(self, settings: RunSettings) -> list[StepSeconds]:
+        """Return the times of steps that load, after some to warm up."""
+        self._meet()
+        return self._stretch(settings)
+
+    @property
+    def _placement(self) -> Placement:
+        return Placement(Cut(micro_batch_size=self._settings.micro_batch_size), self._world.size, self._world.rank)
+
+    def _kinds(self, cuts: Sequence[BucketCut], largest_unit: int, *, compresses: bool) -> dict[str, RunSettings]:
+        """Return the kinds of step that take turns."""
+        settings = self._settings
+        kinds = {CURRENT: settings}
+        if self._world.size == 1:
+            return kinds
+        kinds |= {UNREDUCED: settings, ALONE: settings}
+        share = ceil_div(len(self._batches[0].sample_ids), self._world.size)
+        if share > largest_unit:
+            kinds[LARGER] = dataclasses.replace(settings, micro_batch_size=share)
+        if compresses:
+            kinds[COMPRESSED] = dataclasses.replace(settings, compression="bf16")
+        for number, cut in enumerate(cuts):
+            if settings.bucket_bytes not in cut.sizes:
+                kinds[f"buckets {number}"] = dataclasses.replace(settings, bucket_bytes=cut.sizes[0])
+        return kinds
+
+    def _engine(self, settings: RunSettings, observer: PhaseClock, *, reduces: bool, alone: bool = False) -> Engine:
+        train = self._request.train()
+        train = dataclasses.replace(train, scheduler=None, check_loss=False, norms=train.norms or "keep")
+        world, strategy = self._world, settings.make_strategy()
+        if alone or world.size == 1:
+            world, strategy = World(device=world.device), "single"  # type: ignore[assignment]
+        elif not reduces:
+            # Without a control plane: ranks do not talk, and each still runs the share it has among the others.
+            world, strategy = World(world.rank, world.size, world.device), Unreduced()
+        hardware = Hardware(micro_batch_size=settings.micro_batch_size or "auto", strategy=strategy, world=world)
+        return Engine.from_spec(train, hardware, observer=observer)
+
+    def _in_turns(self, kinds: Mapping[str, RunSettings]) -> dict[str, tuple[StepSeconds, ...]]:
+        """Run every kind of step once in each round, on samples that are there already."""
+        device = self._world.device
+        waits = {kind: kind in (UNREDUCED, ALONE) for kind in kinds}
+        clocks = {kind: PhaseClock(device, waits=waits[kind]) for kind in kinds}
+        own = {kind: settings for kind, settings in kinds.items() if kind != ALONE or self._world.rank == 0}
+        engines = {
+            kind: self._engine(settings, clocks[kind], reduces=not waits[kind], alone=kind == ALONE)
+            for kind, settings in own.items()
+        }
+        found: dict[str, list[StepSeconds]] = {kind: [] for kind in kinds}
+        rounds, number = WARM_UP_STEPS + LEAST_ROUNDS, 0
+        while number < rounds:
+            begun = time.perf_counter()
+            # Each goes first as often as last: a step that follows a longer one finds other caches and clock rates.
+            for kind in list(kinds)[:: -1 if number % 2 else 1]:
+                self._meet()
+                if kind in engines:
+                    taken = clocks[kind].timed(lambda kind=kind: engines[kind].step(self._batch(kinds[kind], kind)))  # type: ignore[misc]
+                    found[kind].append(taken)
+            number += 1
+            if number == WARM_UP_STEPS:
+                longest = max(row[0] for row in self._world.gather_numbers([time.perf_counter() - begun]))
+                rounds += max(0, min(MOST_ROUNDS, int(self._request.most_seconds / longest)) - LEAST_ROUNDS)
+        for engine in engines.values():
+            engine.close()
+        return {kind: tuple(times[WARM_UP_STEPS:]) for kind, times in found.items() if times}
+
+    def _batch(self, settings: RunSettings, kind: str) -> HeldBatch:
+        size = -1 if kind == ALONE else settings.micro_batch_size
+        return self._held.setdefault(size, HeldBatch(self._batches[0]))
+
+    def _stretch(self, settings: RunSettings, *, alone: bool = False) -> list[StepSeconds]:
+        """Run consecutive steps that load; without other ranks if `alone`."""
+        clock = PhaseClock(self._world.device, waits=False)
+        num_steps = WARM_UP_STEPS + LIVE_STEPS
+        run: Any = iter(self._request.data(steps=num_steps)(settings.num_workers))
+        found = []
+        try:
+            with self._engine(settings, clock, reduces=True, alone=alone) as engine:
+                for _ in range(num_steps):
+                    begun = time.perf_counter()
+                    batch = next(run)
+                    # A stream reads a batch when it is reached.
+                    reached = time.perf_counter() - begun
+                    taken = clock.timed(lambda batch=batch: engine.step(batch))  # type: ignore[misc]
+                    found.append(dataclasses.replace(taken, load=taken.load + reached, whole=taken.whole + reached))
+        finally:
+            run.close()
+        return found[WARM_UP_STEPS:]
+
+    def _load(self) -> tuple[float, float]:
+        """Return the seconds, and those of the processor, in which this rank's share is loaded."""
+        taken = (0.0, 0.0)
+        for batch in self._batches:
+            begun, processor = time.perf_counter(), time.process_time()
+            for _ in self._placement.micro_batches(batch):
+                pass
+            # The last one counts: the first one opens files and fills caches.
+            taken = (time.perf_counter() - begun, time.process_time() - processor)
+        return taken
+
+    def _messages(self, total: int) -> tuple[tuple[int, float], ...]:
+        """Return bytes and seconds of all-reduces with nothing else to do."""
+        if self._world.size == 1:
+            return ()
+        found = []
+        for num_bytes in sorted({4, max(4, total // 4), max(4, total)}):
+            numbers = torch.zeros(num_bytes // 4, device=self._world.device)
+            seconds = []
+            for _ in range(_PROBES):
+                self._meet()
+                begun = time.perf_counter()
+                dist.all_reduce(numbers, group=self._world.group)
+                if self._world.device.type != "cpu":
+                    torch.accelerator.synchronize(self._world.device)
+                seconds.append(time.perf_counter() - begun)
+            found.append((num_bytes // 4 * 4, statistics.median(seconds[1:])))
+        return tuple(found)
+
+    def _fastest_size(self) -> int:
+        """Return the micro-batch size that "auto" takes on these ranks."""
+        clock = PhaseClock(self._world.device, waits=False)
+        with self._engine(self._settings, clock, reduces=True) as engine:
+            size = engine.step(self._batches[0]).plan.cut.micro_batch_size
+        return size or len(self._batches[0].sample_ids)
+
+    def _meet(self) -> None:
+        self._world.gather_numbers([0.0])

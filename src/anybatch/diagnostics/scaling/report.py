@@ -1,0 +1,173 @@
+"""What a measurement of scaling says, as a person reads it and as JSON."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from anybatch.core.units import in_bytes, per_second
+from anybatch.diagnostics.scaling.bottleneck import Cause
+from anybatch.diagnostics.scaling.breakdown import Evidence
+from anybatch.diagnostics.scaling.measure import RunSettings
+
+_CAME, _CAME_IN_PART = 0.7, 0.3
+_USUAL_LOW, _USUAL_HIGH = 25 * 2**20, 50 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TriedChange:
+    """A change that was tried, against the run as it is, in turns.
+
+    Attributes:
+        before: seconds of a step as it is.
+        after: seconds of a step with the change.
+        predicted: seconds of a step that were predicted.
+        measured: seconds of a step as it is when the prediction was made.
+    """
+
+    before: float
+    after: float
+    predicted: float
+    measured: float
+
+    @property
+    def predicted_gain(self) -> float:
+        """The part of a step that was to be saved."""
+        return 1.0 - self.predicted / self.measured
+
+    @property
+    def gain(self) -> float:
+        """The part of a step that is saved."""
+        return 1.0 - self.after / self.before
+
+    def __str__(self) -> str:
+        """Return both gains, and whether it came."""
+        ratio = self.gain / self.predicted_gain if self.predicted_gain > 0 else 0.0
+        verdict = "it came" if ratio >= _CAME else "it came in part" if ratio >= _CAME_IN_PART else "it did not come"
+        return (
+            f"tried: {self.before * 1e3:.1f} ms -> {self.after * 1e3:.1f} ms a step, {self.gain:.0%} less; "
+            f"predicted were {self.predicted_gain:.0%}: {verdict}."
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleReport:
+    """Why it is not linear. `print(report)` shows it.
+
+    Attributes:
+        evidence: number of ranks to what was found, rising.
+        causes: what makes a step on the most ranks longer, the largest first; empty for a healthy run.
+        settings: of the run.
+        num_cores: that the ranks of this machine share.
+        tried: the first change, if it was tried.
+    """
+
+    evidence: Mapping[int, Evidence]
+    causes: tuple[Cause, ...]
+    settings: RunSettings
+    num_cores: int
+    tried: TriedChange | None = None
+
+    @property
+    def largest(self) -> Evidence:
+        """What was found on the most ranks."""
+        return self.evidence[max(self.evidence)]
+
+    def __str__(self) -> str:
+        """Return the tables and the verdict."""
+        last = self.largest
+        head = (
+            f"{last.num_samples} samples per step in micro-batches of {last.micro_batch_size}, {last.device}, "
+            f"{self.settings.strategy}, {in_bytes(last.gradient_bytes)} of gradients, "
+            f"num_workers={self.settings.num_workers}"
+        )
+        lines = [head, "", *self._steps(), "", *self._verdict()]
+        if self.tried is not None:
+            lines += ["", str(self.tried)]
+        if last.buckets:
+            lines += ["", *self._buckets()]
+        return "\n".join(lines)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything as values of JSON."""
+        return {
+            "settings": asdict(self.settings),
+            "num_cores": self.num_cores,
+            "evidence": {str(size): asdict(one) for size, one in self.evidence.items()},
+            "causes": [asdict(cause) for cause in self.causes],
+            "tried": None if self.tried is None else asdict(self.tried),
+        }
+
+    def _steps(self) -> list[str]:
+        """Return the table of parts, with a column for each number of ranks."""
+        last = self.largest
+        columns = [*((last.alone,) if last.alone is not None and 1 not in self.evidence else ())]
+        columns += [one.parts for one in self.evidence.values()]
+        ranks = [f"{parts.world_size} rank{'s' * (parts.world_size != 1)}" for parts in columns]
+        rows = {part: [parts.named[part] for parts in columns] for part in last.parts.named}
+        rows |= {"other": [parts.other for parts in columns], "whole step": [parts.step for parts in columns]}
+        lines = [f"  {'ms of a step':<22}" + "".join(f"{name:>10}" for name in ranks)]
+        lines += [f"  {part:<22}" + "".join(f"{one * 1e3:>10.1f}" for one in row) for part, row in rows.items()]
+        rates = [per_second(float(f"{last.num_samples / parts.step:.3g}")) for parts in columns]
+        lines.append(f"  {'samples/s':<22}" + "".join(f"{rate:>10}" for rate in rates))
+        found = [self.evidence.get(parts.world_size) for parts in columns]
+        share = ["100%" if one is None else f"{one.efficiency:.0%}" for one in found]
+        lines.append(f"  {'of linear':<22}" + "".join(f"{one:>10}" for one in share))
+        if last.device == "cpu" and last.parts.world_size > self.num_cores:
+            shared = f"{last.parts.world_size} ranks share {self.num_cores} cores: no strategy makes this linear."
+            lines += ["", f"{shared} Measure where each rank has a core, or a device, of its own."]
+        return lines
+
+    def _verdict(self) -> list[str]:
+        step = self.largest.parts.step
+        if not self.causes:
+            return ["no bottleneck: nothing but compute takes a tenth of a step."]
+        lines = []
+        for number, cause in enumerate(self.causes):
+            word = "bottleneck" if number == 0 else "then"
+            lines.append(f"{word}: {cause.code}, {cause.cost / step:.0%} of a step: {cause.what}.")
+            gain = ""
+            if cause.predicted_step is not None:
+                less = 1.0 - cause.predicted_step / step
+                gain = f" Predicted: {cause.predicted_step * 1e3:.1f} ms a step, {less:.0%} less."
+            lines.append(f"  change: {cause.change}.{gain}")
+        return lines
+
+    def _buckets(self) -> list[str]:
+        last, best = self.largest, self.largest.best_bucket
+        assert best is not None
+        assert last.current_bucket is not None
+        if len(last.buckets) == 1:
+            sizes = _sizes(best.cut.sizes)
+            return [f"bucket size: nothing to choose: {sizes} are the same {_buckets(best.cut.num_buckets)}."]
+        lines = ["  buckets  ms of a step  longer than best  bucket_bytes"]
+        for one in last.buckets:
+            marks = [word for word, trial in (("in use", last.current_bucket), ("recommended", best)) if trial is one]
+            note = f"  <- {', '.join(marks)}" if marks else ""
+            longer = f"{one.longer.seconds * 1e3:.1f} ± {one.longer.uncertainty * 1e3:.1f}"
+            sizes = _sizes(one.cut.sizes)
+            lines.append(f"  {one.cut.num_buckets:>7}  {one.step_seconds * 1e3:>12.1f}  {longer:>16}  {sizes}{note}")
+        return [*lines, "", self._advice()]
+
+    def _advice(self) -> str:
+        """Return the recommendation, and whether the usual advice holds."""
+        last, best = self.largest, self.largest.best_bucket
+        assert best is not None
+        usual = [one for one in last.buckets if any(_USUAL_LOW <= size <= _USUAL_HIGH for size in one.cut.sizes)]
+        said = "the usual 25 to 50 MiB were not among the sizes."
+        if usual:
+            nearest = min(usual, key=lambda one: one.step_seconds)
+            extra = nearest.step_seconds / best.step_seconds - 1.0
+            one_bucket = " (one bucket: the model has less)" if nearest.cut.num_buckets == 1 else ""
+            holds = f"cost {extra:.0%}" if nearest.longer.is_sure and nearest is not best else "are as good"
+            said = f"the usual 25 to 50 MiB{one_bucket} {holds} here."
+        size = self.settings.bucket_bytes if best is last.current_bucket else best.cut.sizes[0]
+        return f"recommended: bucket_bytes={size} ({in_bytes(size)}, {_buckets(best.cut.num_buckets)}); {said}"
+
+
+def _buckets(number: int) -> str:
+    return f"{number} bucket{'s' * (number != 1)}"
+
+
+def _sizes(sizes: Sequence[int]) -> str:
+    # Two that differ by a few bytes are written alike.
+    return ", ".join(dict.fromkeys(map(in_bytes, sizes)))

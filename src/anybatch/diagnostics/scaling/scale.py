@@ -1,0 +1,126 @@
+"""Measure a job on 1 to N ranks, say why it is not linear, and try the change."""
+
+import dataclasses
+import os
+import statistics
+from collections.abc import Callable, Sequence
+
+from anybatch.diagnostics.scaling.bottleneck import causes_of
+from anybatch.diagnostics.scaling.breakdown import evidence_of
+from anybatch.diagnostics.scaling.measure import (
+    DataFunction,
+    RunSettings,
+    ScaleRequest,
+    compare_settings,
+    measure_ranks,
+)
+from anybatch.diagnostics.scaling.phase_clock import StepSeconds
+from anybatch.diagnostics.scaling.report import ScaleReport, TriedChange
+from anybatch.engine.spec import TrainSpec
+from anybatch.errors import UserError
+from anybatch.testing import RankPool
+
+_MOST_WAITED = 900.0
+
+
+def measure_scaling(
+    train: Callable[[], TrainSpec],
+    data: DataFunction,
+    *,
+    ranks: Sequence[int] = (2,),
+    settings: RunSettings | None = None,
+    bucket_sizes: Sequence[int] | None = None,
+    most_seconds: float = 20.0,
+    apply: bool = False,
+    num_cores: int | None = None,
+) -> ScaleReport:
+    """Start ranks on the CPUs of this machine, measure the steps of a job, and say what keeps them from being faster.
+
+    On each number of ranks whole steps are run in turns: with reduction, without it (each rank its own share, at the
+    same time), on one rank alone, in other bucket sizes, with compressed gradients, in larger micro-batches. Steps that
+    load their samples are run by themselves. All is measured at one effective batch size, so that N ranks have an Nth
+    of it each.
+
+    Exposed communication is the time of a step with reduction minus that of the same step without; waiting for data is
+    what a step that loads waits longer than one whose samples are there.
+
+    Args:
+        train: function () -> what is trained, made anew; it can be pickled, as `MeasuredJob.train_spec` can.
+        data: function (steps=) -> function num_workers -> effective batches; it can be pickled, too.
+        ranks: numbers of ranks; 1 is measured beside every other.
+        settings: of the run; None for those of `anybatch train`.
+        bucket_sizes: bytes of the buckets to try; None for 1, 5, 25, 50 and 100 MiB and some of the model's own.
+        most_seconds: about the seconds that steps in turns may take, for each number of ranks.
+        apply: try the change that belongs to the first cause.
+        num_cores: that ranks share; None asks the system.
+
+    Raises:
+        UserError: no number of ranks, or one below 1.
+    """
+    sizes = sorted(set(ranks))
+    if not sizes or sizes[0] < 1:
+        message = f"ranks={list(ranks)} must be numbers of at least 1, such as (1, 2)."
+        raise UserError(message)
+    cores = usable_cores() if num_cores is None else num_cores
+    settings = RunSettings() if settings is None else settings
+    request = ScaleRequest(
+        train=train,
+        data=data,
+        settings=settings,
+        bucket_sizes=None if bucket_sizes is None else tuple(bucket_sizes),
+        most_seconds=most_seconds,
+        device="cpu",
+    )
+    # One rank alone is measured beside the others, at the same time of day.
+    sizes = sizes if len(sizes) == 1 else [size for size in sizes if size > 1]
+    reports: list[ScaleReport] = []
+    for size in reversed(sizes):  # the most first: the others take the micro-batch size that is the fastest there
+        with RankPool(size, timeout_seconds=_MOST_WAITED, start_processes=True) as pool:
+            reports.insert(0, pool.run(scale_on_ranks, request, cores, apply and not reports)[0])
+        request = dataclasses.replace(request, settings=reports[0].settings)
+    return dataclasses.replace(
+        reports[-1], evidence={size: report.largest for size, report in zip(sizes, reports, strict=True)}
+    )
+
+
+def scale_on_ranks(request: ScaleRequest, num_cores: int, apply: bool = False) -> ScaleReport:  # noqa: FBT001, FBT002 (handed on by a pool)
+    """Do what `measure_scaling` does on ranks that are there: call it on every rank that a launcher has started.
+
+    Args:
+        request: what to measure.
+        num_cores: that the ranks of one host share.
+        apply: try the change that belongs to the first cause.
+
+    Returns:
+        The report, on every rank.
+    """
+    evidence = evidence_of(measure_ranks(request))
+    settings = dataclasses.replace(request.settings, micro_batch_size=evidence.micro_batch_size)
+    causes = causes_of(evidence, settings, num_cores)
+    report = ScaleReport(
+        evidence={evidence.parts.world_size: evidence}, causes=causes, settings=settings, num_cores=num_cores
+    )
+    first = causes[0] if causes else None
+    if not apply or first is None or first.settings is None or first.predicted_step is None:
+        return report
+    # All ranks have the same times, and so find the same cause.
+    both = compare_settings(request, settings, first.settings)
+    tried = TriedChange(
+        before=_step([one[0] for one in both]),
+        after=_step([one[1] for one in both]),
+        predicted=first.predicted_step,
+        measured=evidence.parts.step,
+    )
+    return dataclasses.replace(report, tried=tried)
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    # In a container fewer cores may be usable than the machine has.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _step(ranks: Sequence[Sequence[StepSeconds]]) -> float:
+    slowest = [max(step.whole for step in steps) for steps in zip(*ranks, strict=True)]
+    found: float = statistics.median(slowest)
+    return found

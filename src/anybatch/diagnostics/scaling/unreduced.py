@@ -1,0 +1,56 @@
+"""The step of one rank of several, without what ranks say to each other."""
+
+from contextlib import AbstractContextManager
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from anybatch.core.compatibility import Feature
+from anybatch.parallel.single import Single
+from anybatch.parallel.strategy import Capabilities, Prepared, ReductionObserver, Turn
+from anybatch.parallel.world import World
+
+
+class Unreduced:
+    """Runs a rank's share and sums nothing. For the time that a reduction adds to the same step; it trains wrongly.
+
+    Give it a world without other ranks to talk to, `World(rank, size)`: the batch is cut and dealt as it is with them.
+    """
+
+    capabilities = Capabilities(name="unreduced", feature=Feature.ALL_REDUCE, replicas=True)
+
+    def __init__(self) -> None:
+        self._own = Single()
+
+    def prepare(
+        self, modules: nn.Module, model: object, world: World, on_reduction: ReductionObserver | None
+    ) -> Prepared:
+        """Take the parameters; nothing is wrapped."""
+        return self._own.prepare(modules, model, world, on_reduction)
+
+    def micro_batch(self, turn: Turn) -> AbstractContextManager[object]:
+        """Return an empty context."""
+        return self._own.micro_batch(turn)
+
+    def finish_gradients(
+        self, numbers: Float[Tensor, " numbers"]
+    ) -> tuple[list[torch.Tensor | None], Float[Tensor, " numbers"]]:
+        """Return what has added up in this process."""
+        return self._own.finish_gradients(numbers)
+
+    def place_gradients(self) -> None:
+        """Begin with every `.grad` at None."""
+        self._own.place_gradients()
+
+    def clear_gradients(self) -> None:
+        """Set every `.grad` to None."""
+        self._own.clear_gradients()
+
+    def sum(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Leave the numbers as they are."""
+        return numbers
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self._own.close()

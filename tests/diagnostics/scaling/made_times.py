@@ -1,0 +1,62 @@
+"""Times of ranks made by hand."""
+
+from typing import Any
+
+from anybatch.diagnostics.scaling.bucket_sizes import BucketCut
+from anybatch.diagnostics.scaling.measure import ALONE, CURRENT, UNREDUCED, RankTimes
+from anybatch.diagnostics.scaling.phase_clock import StepSeconds
+
+ROUNDS = 8
+CUTS = (BucketCut(4, (100,)), BucketCut(1, (1000, 5000)))
+COMPUTE, UPDATE, MESSAGES = 0.1, 0.004, 0.01
+
+
+def steps(whole: float, **parts: float) -> tuple[StepSeconds, ...]:
+    """Return as many steps as there are rounds, which differ by a microsecond or so."""
+    return tuple(
+        StepSeconds(whole=whole + number * 1e-6, num_messages=1, message_bytes=1000, **parts)
+        for number in range(ROUNDS)
+    )
+
+
+def rank_times(rank: int, **changed: Any) -> RankTimes:
+    """Return a healthy rank of two, whose reduction is hidden but for a hundredth of a second; one bucket is in use.
+
+    Args:
+        rank: its number.
+        changed: `compute`, `waiting`, `reduction`, `four_buckets` in seconds; other fields of `RankTimes`.
+    """
+    compute, waiting = changed.pop("compute", COMPUTE), changed.pop("waiting", 0.0)
+    slowest = changed.pop("slowest", compute)
+    reduction, four = changed.pop("reduction", MESSAGES), changed.pop("four_buckets", MESSAGES)
+    larger, compressed = changed.pop("larger", None), changed.pop("compressed", None)
+    own = {"compute": compute, "update": UPDATE}
+    kinds = {
+        CURRENT: steps(slowest + UPDATE + reduction, **own),
+        UNREDUCED: steps(compute + UPDATE, **own),
+        "buckets 0": steps(slowest + UPDATE + four, **own),
+    }
+    if larger is not None:
+        kinds["larger"] = steps(larger + UPDATE + reduction, compute=larger, update=UPDATE)
+    if compressed is not None:
+        kinds["compressed"] = steps(slowest + UPDATE + compressed, **own)
+    alone: tuple[StepSeconds, ...] = ()
+    if rank == 0:
+        kinds[ALONE] = steps(2 * COMPUTE + UPDATE, compute=2 * COMPUTE, update=UPDATE)
+        alone = steps(2 * COMPUTE + UPDATE + 2 * waiting, load=2 * waiting)
+    values: dict[str, Any] = {
+        "rank": rank,
+        "steps": kinds,
+        "live": steps(slowest + UPDATE + reduction + waiting, load=waiting),
+        "live_alone": alone,
+        "load_seconds": waiting,
+        "load_processor_seconds": 0.0,
+        "messages": ((4, 0.001), (1000, 0.008)),
+        "cuts": CUTS,
+        "micro_batch_size": 4,
+        "num_samples": 32,
+        "share": 16,
+        "gradient_bytes": 1000,
+        "device": "cpu",
+    }
+    return RankTimes(**values | changed)

@@ -1,0 +1,140 @@
+"""A finished log: the parts of its steps, with one rank's file and with those of all."""
+
+from pathlib import Path
+
+import pytest
+
+from anybatch.core.records import MicroBatchRecord, PhaseName, PhaseRecord, ReductionRecord, SpanEvent, StepRecord
+from anybatch.diagnostics.scaling.from_log import read_steps
+from anybatch.errors import UserError
+from anybatch.events.jsonl import JsonlLog
+from tests.faults import sees
+
+NUM_STEPS = 4
+
+
+class Writer:
+    """Writes the log of a rank by a clock of its own."""
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self.now = 0.0
+        self.rank = rank
+        self.log = JsonlLog(path, clock=lambda: self.now)
+
+    def phase(self, step: int, name: PhaseName, seconds: float) -> None:
+        """Write a phase that takes so long."""
+        for event in ("begin", "end"):
+            self.log.observe(PhaseRecord(rank=self.rank, event=event, step=step, name=name, position=None))
+            self.now += seconds if event == "begin" else 0.0
+
+    def micro_batch(self, step: int, event: SpanEvent) -> None:
+        """Write one end of a micro-batch."""
+        self.log.observe(
+            MicroBatchRecord(
+                rank=self.rank,
+                event=event,
+                step=step,
+                unit_number=0,
+                position=0,
+                num_micro_batches=1,
+                num_samples=4,
+                first_sample_id=0,
+                weight=1.0,
+                counts={},
+                loss_sums={},
+            )
+        )
+
+    def step(self, step: int, *, load: float, compute: float, reduce: float) -> None:
+        """Write a step."""
+        self.phase(step, "load", load)
+        self.micro_batch(step, "begin")
+        self.now += compute
+        self.micro_batch(step, "end")
+        for bucket in range(5):
+            self.log.observe(
+                ReductionRecord(
+                    rank=self.rank,
+                    event="begin",
+                    step=step,
+                    bucket=bucket,
+                    collective="all_reduce",
+                    payload="gradients",
+                    num_bytes=1000,
+                    dtype="float32",
+                )
+            )
+        self.phase(step, "reduce", reduce)
+        self.phase(step, "update", 0.001)
+        self.log.observe(
+            StepRecord(
+                rank=self.rank,
+                step=step,
+                epoch=0,
+                sample_offset=0,
+                num_samples=4,
+                num_micro_batches=1,
+                loss=1.0,
+                losses={},
+                counts={},
+                gradient_norm=None,
+                clipped=None,
+                learning_rates=(0.1,),
+                skipped=False,
+            )
+        )
+
+
+def write(folder: Path, rank: int, **parts: float) -> Path:
+    """Write the log of a rank, whose first step is ten times as long as the others."""
+    path = folder / ("events.jsonl" if rank == 0 else f"events-rank-{rank}.jsonl")
+    writer = Writer(path, rank)
+    with writer.log:
+        for step in range(NUM_STEPS):
+            writer.step(step, **{name: value * (10 if step == 0 else 1) for name, value in parts.items()})
+    return path
+
+
+@sees(
+    "a straggler in a log is communication",
+    "src/anybatch/diagnostics/scaling/from_log.py",
+    "last = statistics.median(map(min, reduces))",
+    "last = statistics.median(map(max, reduces))",
+)
+def test_a_straggler_in_two_logs(tmp_path: Path) -> None:
+    """The rank that comes last waits for sums only; what the others wait longer is for it."""
+    write(tmp_path, 0, load=0.01, compute=0.1, reduce=0.085)
+    write(tmp_path, 1, load=0.01, compute=0.18, reduce=0.005)
+    found = read_steps(tmp_path)
+
+    assert (found.num_logs, found.num_steps) == (2, NUM_STEPS - 1)
+    assert found.step == pytest.approx(0.196)
+    assert found.waiting == pytest.approx(0.01)
+    assert found.compute == pytest.approx(0.14)
+    assert found.communication == pytest.approx(0.005)
+    assert found.stragglers == pytest.approx(0.04)
+    assert found.bottleneck == "stragglers"
+
+
+def test_one_log(tmp_path: Path) -> None:
+    """With one log waiting for others counts as communication; small messages are said to be."""
+    found = read_steps(write(tmp_path, 0, load=0.01, compute=0.1, reduce=0.085))
+
+    assert found.stragglers is None
+    assert found.communication == pytest.approx(0.085)
+    assert "5 messages of" in str(found)
+    assert "larger buckets" in str(found)
+
+
+def test_loading_and_health(tmp_path: Path) -> None:
+    """Waiting for data is named where it takes a tenth of a step, and nothing where nothing does."""
+    (tmp_path / "slow").mkdir()
+    assert read_steps(write(tmp_path / "slow", 0, load=0.05, compute=0.1, reduce=0.0)).bottleneck == "waiting for data"
+    assert "no bottleneck" in str(read_steps(write(tmp_path, 0, load=0.001, compute=0.1, reduce=0.001)))
+
+
+def test_a_log_without_steps(tmp_path: Path) -> None:
+    """A log that holds no whole step beside the first is refused."""
+    (tmp_path / "events.jsonl").touch()
+    with pytest.raises(UserError, match="fewer than two whole steps"):
+        read_steps(tmp_path)

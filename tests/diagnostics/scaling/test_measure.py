@@ -1,0 +1,170 @@
+"""What ranks measure: their own share without reduction, the buckets that were asked for, and every kind of step."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import anybatch as ab
+from anybatch.data.batches import Batches
+from anybatch.diagnostics.scaling.measure import RankTimes, RunSettings, ScaleRequest, measure_ranks
+from anybatch.diagnostics.scaling.phase_clock import PhaseClock
+from anybatch.diagnostics.scaling.scale import measure_scaling, scale_on_ranks
+from anybatch.diagnostics.scaling.unreduced import Unreduced
+from anybatch.engine.engine import Engine
+from anybatch.engine.spec import Hardware, TrainSpec
+from anybatch.errors import UserError
+from anybatch.parallel.world import World
+from anybatch.records import PhaseRecord
+from tests.faults import sees
+from tests.ranks_fixture import Ranks
+
+NUM_SAMPLES, MICRO_BATCH_SIZE = 14, 3
+RATE = 0.1
+
+
+class Model(torch.nn.Module):
+    """Two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.Sequential(torch.nn.Linear(5, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return one number for each row."""
+        found: torch.Tensor = self.layers(x)
+        return found
+
+
+def loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """Return the mean square."""
+    found: torch.Tensor = model(batch).square().mean()
+    return found
+
+
+def samples() -> torch.Tensor:
+    """Return all samples."""
+    return torch.randn(NUM_SAMPLES, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def train() -> TrainSpec:
+    """Return what is trained."""
+    return TrainSpec(
+        model=Model(),
+        optimizer=lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=RATE),
+        loss=ab.mean_over_samples(loss),
+        measure_gradient_norm=False,
+    )
+
+
+def batches(num_workers: int, *, steps: int) -> Batches:
+    """Return batches of all samples, in their own order."""
+    data: Any = list(samples())
+    return ab.batches(data, effective_batch_size=NUM_SAMPLES, steps=steps, shuffle=False, num_workers=num_workers)
+
+
+def data(*, steps: int) -> Any:
+    """Return batches by number of workers."""
+    return partial(batches, steps=steps)
+
+
+def request(**changed: Any) -> ScaleRequest:
+    """Return a request for little."""
+    settings = RunSettings(micro_batch_size=MICRO_BATCH_SIZE, bucket_bytes=1)
+    values: dict[str, Any] = {"train": train, "data": data, "settings": settings, "most_seconds": 0.01, "device": "cpu"}
+    return ScaleRequest(**values | changed)
+
+
+@sees(
+    "a step without reduction runs the whole batch",
+    "src/anybatch/diagnostics/scaling/measure.py",
+    "world, strategy = World(world.rank, world.size, world.device), Unreduced()",
+    'world, strategy = World(device=world.device), "single"',
+    also=("tests/diagnostics/scaling/test_measure.py::test_kinds_of_step",),
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_step_without_reduction_is_a_ranks_own_share(rank: int) -> None:
+    """The update is that of the gradient of this rank's samples, divided by the count of the whole batch."""
+    spec = train()
+    hardware = Hardware(micro_batch_size=MICRO_BATCH_SIZE, strategy=Unreduced(), world=World(rank, 2))
+    with Engine.from_spec(spec, hardware) as engine:
+        engine.step(next(iter(batches(0, steps=1))))
+
+    plain = Model()
+    own = samples()[: NUM_SAMPLES // 2] if rank == 0 else samples()[NUM_SAMPLES // 2 :]
+    (plain(own).square().sum() / NUM_SAMPLES).backward()
+    assert isinstance(spec.model, torch.nn.Module)
+    for trained, parameter in zip(spec.model.parameters(), plain.parameters(), strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(trained, parameter - RATE * parameter.grad, rtol=1e-12, atol=1e-15)
+
+
+def test_kinds_of_step(two_ranks: Ranks) -> None:
+    """Both ranks return the same: each kind as often as the others, the messages of its buckets, the share of each."""
+    found: list[RankTimes] = two_ranks.run(measure_ranks, request(bucket_sizes=(1, 100, 10**6)))[0]
+
+    assert [one.rank for one in found] == [0, 1]
+    assert [one.share for one in found] == [7, 7]
+    first, second = found
+    kinds = {"current": 4, "unreduced": 0, "larger": 4, "buckets 1": 3, "buckets 2": 1}
+    assert {kind: first.steps[kind][0].num_messages for kind in kinds} == kinds
+    assert [cut.num_buckets for cut in first.cuts] == [4, 3, 1]
+    assert set(first.steps) - set(second.steps) == {"alone"}
+    assert len({len(steps) for steps in first.steps.values()}) == 1
+    assert first.gradient_bytes == 8 * (5 * 16 + 16 + 16 + 1) == first.steps["current"][0].message_bytes
+    assert [num_bytes for num_bytes, _ in first.messages] == [4, 224, 904]
+    assert first.live
+    assert first.live_alone
+    assert not second.live_alone
+
+
+def test_a_change_is_tried(two_ranks: Ranks) -> None:
+    """A report of ranks that are there is the same on all of them."""
+    reports = two_ranks.run(scale_on_ranks, request(), 8, True)
+
+    assert str(reports[0]) == str(reports[1])
+    assert reports[0].largest.num_samples == NUM_SAMPLES
+
+
+@sees(
+    "micro-batches are not in compute",
+    "src/anybatch/diagnostics/scaling/phase_clock.py",
+    'part = "compute" if isinstance(record, MicroBatchRecord) else None',
+    "part = None",
+)
+def test_parts_of_a_step_by_a_clock() -> None:
+    """What passes in a phase is in its part, and clipping is in the update."""
+    now = [0.0]
+    clock = PhaseClock(torch.device("cpu"), waits=False, clock=lambda: now[0])
+
+    class Slow(Model):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            now[0] += 1.0
+            return super().forward(x)
+
+    def step() -> None:
+        for name in ("load", "clip", "update"):
+            for event in ("begin", "end"):
+                clock.observe(PhaseRecord(rank=0, event=event, step=0, name=name, position=None))
+                now[0] += 3.0 if event == "begin" else 0.0
+
+    found = clock.timed(step)
+    assert (found.load, found.update, found.whole) == (3.0, 6.0, 9.0)
+
+    model = Slow()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    world = World()
+    with ab.Engine(
+        model, optimizer, ab.mean_over_samples(loss), micro_batch_size=7, observer=clock, world=world, check_loss=False
+    ) as engine:
+        batch = next(iter(batches(0, steps=1)))
+        found = clock.timed(lambda: engine.step(batch))
+    assert (found.compute, found.whole, found.load) == (2.0, 2.0, 0.0)
+
+
+def test_ranks_that_cannot_be() -> None:
+    """Numbers of ranks below 1 are refused."""
+    with pytest.raises(UserError, match=r"ranks=\[0\] must be numbers of at least 1"):
+        measure_scaling(train, data, ranks=[0])

@@ -1,0 +1,64 @@
+"""The report of a measurement: the table, the verdict, whether a gain came, JSON, and the picture."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from anybatch.diagnostics.scaling.bottleneck import causes_of
+from anybatch.diagnostics.scaling.breakdown import evidence_of
+from anybatch.diagnostics.scaling.figure import draw_scaling
+from anybatch.diagnostics.scaling.measure import RunSettings
+from anybatch.diagnostics.scaling.report import ScaleReport, TriedChange
+from tests.diagnostics.scaling.made_times import rank_times
+
+SETTINGS = RunSettings(bucket_bytes=1000)
+
+
+def made(num_cores: int = 8, **changed: float) -> ScaleReport:
+    """Return the report of two ranks that differ from healthy ones."""
+    evidence = evidence_of([rank_times(rank, **changed) for rank in range(2)])
+    causes = causes_of(evidence, SETTINGS, num_cores)
+    return ScaleReport(evidence={2: evidence}, causes=causes, settings=SETTINGS, num_cores=num_cores)
+
+
+def test_a_healthy_run() -> None:
+    """Both numbers of ranks are in the table, no bottleneck is named, and the bucket size stays."""
+    text = str(made())
+
+    assert [line.split() for line in text.splitlines() if "whole step" in line] == [["whole", "step", "204.0", "114.0"]]
+    assert "no bottleneck" in text
+    assert "<- in use, recommended" in text
+
+
+def test_a_bottleneck() -> None:
+    """The first cause is the bottleneck, with its change and the step that is predicted."""
+    lines = str(made(waiting=0.15)).splitlines()
+
+    named = next(number for number, line in enumerate(lines) if line.startswith("bottleneck: slow_loader, 57%"))
+    assert "num_workers=2 instead of 0. Predicted: 114.0 ms a step, 57% less." in lines[named + 1]
+
+
+def test_more_ranks_than_cores() -> None:
+    """It is said that ranks share cores."""
+    assert "2 ranks share 1 cores: no strategy makes this linear." in str(made(num_cores=1))
+
+
+@pytest.mark.parametrize(
+    ("after", "verdict"), [(0.6, "it came."), (0.8, "it came in part."), (0.97, "it did not come."), (1.1, "not come.")]
+)
+def test_whether_the_gain_came(after: float, verdict: str) -> None:
+    """A gain came if at least seven tenths of the predicted one did, and in part from three tenths on."""
+    assert str(TriedChange(before=1.0, after=after, predicted=0.6, measured=1.0)).endswith(verdict)
+
+
+def test_json_and_picture(tmp_path: Path) -> None:
+    """Everything is a value of JSON, and can be drawn."""
+    report = dataclasses.replace(made(waiting=0.1), tried=TriedChange(before=1, after=0.5, predicted=0.5, measured=1))
+    read = json.loads(json.dumps(report.as_json()))
+
+    assert read["causes"][0]["code"] == "slow_loader"
+    assert read["evidence"]["2"]["parts"]["world_size"] == 2
+    draw_scaling(report, tmp_path / "scale.svg")
+    assert "exposed communication" in (tmp_path / "scale.svg").read_text()
