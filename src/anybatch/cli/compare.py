@@ -3,10 +3,12 @@
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from anybatch.cli.forecast_options import link
 from anybatch.cli.parser import Parser, add_recipe, count, integer, number
 from anybatch.cli.status import Status
 from anybatch.cli.threads import hide_logs_of_torch, let_threads_sleep
@@ -56,6 +58,11 @@ def run(words: Sequence[str]) -> int:
         most_seconds=given.seconds,
         title=f"{given.recipe}: which way of using devices?",
     )
+    if given.link is not None:
+        from anybatch.planner.forecast.from_comparison import largest_worlds  # noqa: PLC0415 (brings torch)
+        from anybatch.planner.forecast.workload import Cluster  # noqa: PLC0415 (brings torch)
+
+        report = replace(report, largest_worlds=largest_worlds(report, Cluster(link=given.link)))
     sys.stdout.write(f"{report}\n")
     if given.json is not None:
         given.json.write_text(json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8")
@@ -83,6 +90,7 @@ def make_parser() -> Parser:
     add("--precision", choices=("fp32", "bf16"), default="fp32", help="number format (default: fp32)")
     add("--samples", type=count, default=1_000_000, metavar="N", help="that device-hours are for (default: 1,000,000)")
     add("--price", type=number, metavar="X", help="of a device for an hour: adds a column")
+    add("--link", type=link, metavar="RATE,LATENCY", help="of a network, such as 25Gbit,20us: adds the useful ranks")
     add("--seconds", type=number, default=60.0, metavar="X", help="begin no further round after so long (default: 60)")
     add("--seed", type=integer, default=0, metavar="N", help="of the parameters and the order (default: 0)")
     add("--json", type=Path, metavar="FILE", help="write all figures")

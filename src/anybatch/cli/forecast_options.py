@@ -7,7 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anybatch.cli.parser import count, number
+from anybatch.cli.parser import count, memory_size, number
 from anybatch.cli.status import Status
 from anybatch.core.collective_times import Link, parse_link
 from anybatch.core.units import parse_bytes
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from anybatch.planner.forecast.workload import Workload
 
 _SIZE = 32
-_MEBIBYTE = 2**20
+_BUCKET_BYTES = 25 * 2**20
 
 
 def add_forecast_options(parser: argparse.ArgumentParser, *, without: Collection[str] = ()) -> None:
@@ -64,7 +64,7 @@ def add_forecast_options(parser: argparse.ArgumentParser, *, without: Collection
         "--accumulation-steps", type=count, metavar="N", help="micro-batches of a rank's share (default: as few as fit)"
     )
     add("--micro-batch-size", type=count, metavar="N", help=f"most samples of a micro-batch (default: {_SIZE})")
-    add("--bucket-mib", type=number, default=25.0, metavar="X", help="gradients reduced together (default: 25)")
+    add("--bucket", type=memory_size, default=_BUCKET_BYTES, metavar="SIZE", help="of gradients (default: 25MiB)")
     add(
         "--variation",
         type=number,
@@ -192,6 +192,6 @@ def _common(given: argparse.Namespace, effective_batch_size: int | None) -> dict
     return {
         "effective_batch_size": None if given.weak_scaling else effective_batch_size,
         "accumulation_steps": given.accumulation_steps,
-        "bucket_bytes": max(1, int(given.bucket_mib * _MEBIBYTE)),
+        "bucket_bytes": given.bucket,
         "variation": given.variation,
     }

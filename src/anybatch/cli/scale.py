@@ -6,24 +6,31 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from anybatch.cli.forecast_options import add_forecast_options, run_forecast
 from anybatch.cli.parser import Parser, add_recipe, count, integer, memory_size
 from anybatch.cli.status import Status
 from anybatch.cli.threads import let_threads_sleep
 from anybatch.cli.train_request import DEFAULT_RECIPE
+from anybatch.errors import UserError
 
 _DESCRIPTION = (
     "Run steps of a recipe on several ranks of this machine's CPUs, with and without reduction, in several bucket "
     "sizes, with and without loading; say what keeps N ranks from being N times as fast, what to change, and how much "
     "that will gain. What is trained is not kept."
 )
-_EPILOG = "docs/scaling.md says how each part is measured."
+_EPILOG = "docs/scaling.md says how each part is measured, docs/forecast.md what a forecast assumes."
+MEASURED = ("all_reduce", "ddp")
+_SHARED = ("--strategy", "--effective-batch-size", "--micro-batch-size", "--bucket", "--figure", "--json")
+"""Options that both a measurement and a forecast have."""
 
 
 def run(words: Sequence[str]) -> int:
     """Measure the recipe that a command line names, or read a log; return the exit status."""
     given = make_parser().parse(words)
     let_threads_sleep()
-    return read_a_log(given.log) if given.log is not None else scale_recipe(given)
+    if given.log is not None:
+        return read_a_log(given.log)
+    return scale_recipe(given) if given.forecast is None else run_forecast(given)
 
 
 def make_parser() -> Parser:
@@ -45,7 +52,12 @@ def make_parser() -> Parser:
         metavar="N",
         help="of one forward and backward (default: the fastest of a few)",
     )
-    add("--strategy", choices=("all_reduce", "ddp"), default="all_reduce", help="how ranks sum (default: all_reduce)")
+    add(
+        "--strategy",
+        choices=("all_reduce", "ddp", "zero1", "fsdp"),
+        default="all_reduce",
+        help="how ranks sum; zero1 and fsdp are forecast only (default: all_reduce)",
+    )
     add("--workers", type=integer, default=0, metavar="N", help="loading processes per rank (default: 0)")
     add("--bucket", type=memory_size, default=25 * 2**20, metavar="SIZE", help="of the run (default: 25MiB)")
     add(
@@ -62,6 +74,7 @@ def make_parser() -> Parser:
     add("--log", type=Path, metavar="FILE", help="read the log of a finished run (events.jsonl) instead of measuring")
     add("--figure", type=Path, metavar="FILE", help="draw the parts of a step, and bucket sizes: .png, .svg or .pdf")
     add("--json", type=Path, metavar="FILE", help="write everything that was found")
+    add_forecast_options(parser, without=_SHARED)
     return parser
 
 
@@ -71,6 +84,9 @@ def scale_recipe(given: argparse.Namespace) -> int:
     Raises:
         UserError: the recipe or a number cannot be used.
     """
+    if given.strategy not in MEASURED:
+        message = f"--strategy {given.strategy} is forecast only: add --forecast N --link RATE,LATENCY, or use ddp."
+        raise UserError(message)
     # torch takes seconds to import, and is not needed to say that an option is wrong.
     from anybatch.diagnostics.scaling.figure import draw_scaling  # noqa: PLC0415 (brings torch)
     from anybatch.diagnostics.scaling.measure import RunSettings  # noqa: PLC0415 (brings torch)

@@ -1,5 +1,6 @@
 """Ways of using devices, side by side: what is run, what is measured, what is said."""
 
+import dataclasses
 import json
 import math
 from functools import partial
@@ -11,12 +12,15 @@ import torch
 from anybatch.cli.compare import first_batches
 from anybatch.cli.main import main
 from anybatch.cli.status import Status
+from anybatch.core.collective_times import Link
 from anybatch.diagnostics.comparison.compare import compare
 from anybatch.diagnostics.comparison.figure import draw_comparison
 from anybatch.diagnostics.comparison.measure import variance_of
 from anybatch.diagnostics.comparison.report import ComparisonReport, WayResult, slowest
 from anybatch.diagnostics.comparison.ways import Way, ways_of
 from anybatch.errors import BatchSizeError, UserError
+from anybatch.planner.forecast.from_comparison import largest_worlds
+from anybatch.planner.forecast.workload import Cluster
 from anybatch.recipes.measured_job import MeasuredJob
 from tests.cli.small import SPEC
 from tests.faults import sees
@@ -228,3 +232,19 @@ def test_gpus_that_are_not_there(capsys: pytest.CaptureFixture[str]) -> None:
         )
     assert main(["compare", SPEC, "--effective-batch-size", "2", "--devices", "3"]) == Status.USAGE
     assert "3 devices" in capsys.readouterr().err
+
+
+def test_useful_ranks_follow_the_network() -> None:
+    """A free network is useful up to a sample per rank; the slower it is, the fewer ranks; each way has its number."""
+    made = report(
+        *(result("small batch", 0.2, error=None), result("native", 1.6)),
+        *(result("DDP accumulated", 1.0), result("DDP without no_sync", 1.0)),
+    )
+    free, slow = (
+        largest_worlds(made, Cluster(link=Link(0.0, rate), control_link=Link(0.0, 1e15))) for rate in (1e15, 1e4)
+    )
+    assert free == {"DDP accumulated": 16}
+    assert slow["DDP accumulated"] < 16
+    text = str(dataclasses.replace(made, largest_worlds=free))
+    assert [line.split()[-1] for line in text.splitlines() if line.startswith("DDP ")][2:] == ["16", "-"]
+    assert largest_worlds(report(result("native", 1.0)), Cluster(link=Link(0.0, 1.0))) == {}

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from anybatch.core.units import in_bytes, three_digits
@@ -83,6 +83,7 @@ class ComparisonReport:
         unmeasured: name of a way to the reason why it was not.
         num_samples: samples that device-hours are for.
         price_per_hour: of a device; None if not known.
+        largest_worlds: name of a way to the most ranks that are useful, as forecast for a network; empty for no column.
     """
 
     title: str
@@ -93,6 +94,7 @@ class ComparisonReport:
     unmeasured: Mapping[str, str]
     num_samples: float
     price_per_hour: float | None = None
+    largest_worlds: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def fastest(self) -> WayResult:
@@ -183,13 +185,16 @@ class ComparisonReport:
         reserves = any(one.reserved_bytes is not None for one in self.results)
         head = ["", "peak/device", "peak in all", *["reserved", "nvidia-smi"] * reserves]
         head += ["lines by hand", "with anybatch", f"device-hours/{self.num_samples:,.0f}", *["price"] * priced]
+        head += ["useful ranks"] * bool(self.largest_worlds)
         rows = [head]
         for one in self.results:
             hours = one.device_hours(self.num_samples)
             row = [one.way.name, in_bytes(one.peak_bytes), in_bytes(one.total_peak_bytes)]
             row += [in_bytes(one.reserved_bytes or 0), in_bytes(one.driver_bytes or 0)] * reserves
             row += [str(one.way.lines_by_hand), str(one.way.lines_with_anybatch), three_digits(hours)]
-            rows.append(row + ([three_digits(hours * (self.price_per_hour or 0.0))] if priced else []))
+            row += [three_digits(hours * (self.price_per_hour or 0.0))] * priced
+            row += [f"{self.largest_worlds.get(one.way.name, '-')}"] * bool(self.largest_worlds)
+            rows.append(row)
         return rows
 
 
