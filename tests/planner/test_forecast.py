@@ -340,10 +340,8 @@ def test_what_was_not_measured_is_said() -> None:
     assert "not validated" not in str(forecast(WORKLOAD, gloo, world_size=3))
     assert forecast(WORKLOAD, gloo, world_size=4).unvalidated == ("more than 3 ranks",)
     text = str(forecast(WORKLOAD, FAST, world_size=8, strategy="fsdp"))
-    assert (
-        "not validated against measurements: a ring or a double binary tree, whichever is faster; more than 3 ranks; fsdp"
-        in text
-    )
+    assert "not validated against measurements: a ring or a double binary tree, whichever is faster; " in text
+    assert "; more than 3 ranks; fsdp: " in text
 
 
 @pytest.mark.slow
