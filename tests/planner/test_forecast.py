@@ -6,11 +6,12 @@ import math
 import random
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
@@ -18,8 +19,10 @@ from torch.nn import functional as F
 import anybatch as ab
 from anybatch.core.collective_times import Link, ring_all_gather, ring_all_reduce
 from anybatch.core.size_choice import SecondsFit
-from anybatch.errors import UserError
+from anybatch.diagnostics.tune import SizeResult, TuneReport
+from anybatch.errors import PlanError, UserError
 from anybatch.parallel.process_groups import ControlGroup, PendingMessage
+from anybatch.planner.forecast import one_rank
 from anybatch.planner.forecast.control_plane import ControlMessages
 from anybatch.planner.forecast.forecast import all_reduce_seconds, forecast
 from anybatch.planner.forecast.forecast_figure import draw_forecast
@@ -61,6 +64,7 @@ def test_a_step_by_hand() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["all_reduce", "ddp", "zero1", "fsdp"])
+@settings(max_examples=30)
 @given(
     latency=st.floats(0.0, 0.01),
     rate=st.floats(1e6, 1e12),
@@ -187,7 +191,8 @@ def test_the_largest_useful_world() -> None:
     assert slow.largest_useful is not None
     assert "wait for the network" in slow.why
     rates = {row.world_size: row.samples_per_second for row in slow.rows}
-    assert rates[2 * slow.largest_useful] < USEFUL_GAIN * rates[slow.largest_useful]
+    gains = {size: rates[2 * size] / rates[size] for size in rates if 2 * size in rates}
+    assert slow.largest_useful == min(size for size, gain in gains.items() if gain < USEFUL_GAIN)
 
 
 def test_accumulating_and_buckets() -> None:
@@ -218,6 +223,39 @@ def test_the_control_plane_grows_with_the_ranks() -> None:
     assert control.agreement_seconds(1024, cluster.control) == pytest.approx(2 * 1023 * 30e-6, rel=0.05)
     assert row.control_seconds == pytest.approx(2 * 1023 * 30e-6, rel=0.2)
     assert ControlMessages.of(100, counts_need_data=True).count_seconds(1024, cluster.control) > 0.06
+
+
+@sees(
+    "one rank: the update is counted twice",
+    "src/anybatch/planner/forecast/one_rank.py",
+    "update_seconds=max(0.0, one - whole)",
+    "update_seconds=one",
+)
+@pytest.mark.parametrize("size", [1, 2, 32])
+def test_the_parts_of_one_rank(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From three whole steps come the fixed seconds, those of a sample, and those of the update.
+
+    One sample cannot be halved: then all of a micro-batch's time is fixed.
+    """
+    model = nn.Linear(3, 2)
+    fixed, each, update = 0.01, 0.002, 0.03
+
+    def tune(_train: Any, data: Any, *, micro_batch_sizes: list[int], **_: Any) -> TuneReport:
+        [part], seconds = micro_batch_sizes, update + data / micro_batch_sizes[0] * fixed + each * data
+        found = SizeResult(size=part, num_micro_batches=1, samples_per_second=data / seconds, peak_bytes=None)
+        return TuneReport(num_samples=data, device="none", sizes=(found,))
+
+    monkeypatch.setattr(one_rank, "tune", tune)
+    job: Any = lambda num_samples: (SimpleNamespace(model=model), num_samples)  # noqa: E731 (of any type)
+    found = one_rank.time_one_rank(job, size)
+
+    assert found.update_seconds == pytest.approx(update)
+    assert found.micro_batch.seconds(size) == pytest.approx(fixed + each * size)
+    assert found.micro_batch.sample_seconds == pytest.approx(each if size > 1 else 0.0)
+    assert (found.gradient_bytes, found.num_parameters) == (4 * (3 * 2 + 2), 2)
+    each = -0.1
+    with pytest.raises(PlanError, match="do not rise"):
+        one_rank.time_one_rank(job, size)
 
 
 def control_bytes_of_a_step(counts_need_data: bool) -> tuple[dict[str, int], int]:
@@ -296,14 +334,17 @@ def test_hosts_share_their_link() -> None:
 
 
 def test_what_was_not_measured_is_said() -> None:
-    """Of gloo's ring with replicas nothing is left open; of everything else it is said."""
+    """Of gloo's ring on three ranks with replicas nothing is left open; of everything else it is said."""
     gloo = Cluster(link=SLOW.link, algorithm="gloo")
-    assert forecast(WORKLOAD, gloo, world_size=8).unvalidated == ()
-    assert "not validated" not in str(forecast(WORKLOAD, gloo, world_size=8))
+    assert forecast(WORKLOAD, gloo, world_size=3).unvalidated == ()
+    assert "not validated" not in str(forecast(WORKLOAD, gloo, world_size=3))
+    assert forecast(WORKLOAD, gloo, world_size=4).unvalidated == ("more than 3 ranks",)
     text = str(forecast(WORKLOAD, FAST, world_size=8, strategy="fsdp"))
-    assert "not validated against measurements: a ring or a double binary tree, whichever is faster; fsdp" in text
+    assert "not validated against measurements: a ring or a double binary tree, whichever is faster; " in text
+    assert "; more than 3 ranks; fsdp: " in text
 
 
+@pytest.mark.slow
 def test_report(tmp_path: Path) -> None:
     """The text has a row for each size and says what was assumed; it is JSON, and a picture."""
     report = forecast(dataclasses.replace(WORKLOAD, effective_batch_size=4096, variation=0.02), FAST, world_size=1024)

@@ -25,6 +25,8 @@ LARGEST_WORLD = 16_384
 """How far the largest useful number of ranks is looked for."""
 GLOO_THREADS = 2
 """Collectives that torch's gloo backend runs at once (`options.threads` of ProcessGroupGloo)."""
+MEASURED_RANKS = 3
+"""The most ranks whose steps forecasts were compared with (benchmarks/forecast_error.py)."""
 _MEBIBYTE = 2**20
 _STEPS, _BUCKETS = (1, 2, 4, 8, 16, 32), tuple(size * _MEBIBYTE for size in (1, 5, 25, 100, 400))
 _OVER_HOSTS = {
@@ -100,7 +102,7 @@ def forecast(
             for size in _BUCKETS
             for found in [row(world_size, dataclasses.replace(workload, bucket_bytes=size))]
         ),
-        unvalidated=_unvalidated(cluster, strategy),
+        unvalidated=_unvalidated(cluster, strategy, world_size),
     )
 
 
@@ -246,7 +248,7 @@ def _doublings(largest: int) -> list[int]:
     return [2**power for power in range(largest.bit_length())]
 
 
-def _unvalidated(cluster: Cluster, strategy: StrategyName) -> tuple[str, ...]:
+def _unvalidated(cluster: Cluster, strategy: StrategyName, world_size: int) -> tuple[str, ...]:
     """Return what of a forecast has not been compared with measurements of anybatch."""
     algorithms: dict[Algorithm, str] = {
         "best": "a ring or a double binary tree, whichever is faster",
@@ -256,6 +258,10 @@ def _unvalidated(cluster: Cluster, strategy: StrategyName) -> tuple[str, ...]:
     found = [algorithms[cluster.algorithm]] if cluster.algorithm in algorithms else []
     if cluster.inner_link is not None:
         found.append("hosts with several devices")
+    if world_size > MEASURED_RANKS:
+        found.append(f"more than {MEASURED_RANKS} ranks")
+    if strategy == "ddp":
+        found.append("ddp, taken to send what all_reduce does")
     if strategy == "zero1":
         found.append("zero1's broadcasts, counted as one all-gather")
     if strategy == "fsdp":

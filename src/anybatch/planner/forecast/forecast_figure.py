@@ -57,7 +57,9 @@ def draw_forecast(report: ForecastReport, path: Path) -> None:
     for axes in (speed, parts):
         axes.grid(visible=True, color="#E6E6E6", linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize=8, loc="upper left" if axes is speed else "lower left")
+    speed.legend(frameon=False, fontsize=8, loc="upper left")
+    # On a white ground, since areas are behind it.
+    parts.legend(framealpha=0.9, edgecolor="none", fontsize=8, loc="lower left")
     note = f"not validated: {'; '.join(report.unvalidated)}" if report.unvalidated else "gloo's ring, validated"
     speed.set_title(f"{report.strategy} over {report.cluster.link}\n{note}", loc="left", fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -96,7 +96,8 @@ class ForecastReport:
     def __str__(self) -> str:
         """Return tables, the largest useful number of ranks, and what was assumed."""
         most = self.rows[-1].world_size
-        useful = "no end found" if self.largest_useful is None else f"{self.largest_useful:,} ranks"
+        last = self.largest_useful
+        useful = "no end found" if last is None else f"{last:,} rank{'s' * (last != 1)}"
         lines = [
             *self._heading(),
             "",
