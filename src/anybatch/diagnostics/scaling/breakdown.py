@@ -228,8 +228,8 @@ def difference(longer: Sequence[float], shorter: Sequence[float]) -> Difference:
     if len(found) < 2:  # noqa: PLR2004 (one number has no range)
         return Difference(found[0], math.inf)
     low, _, high = statistics.quantiles(found, n=4, method="inclusive")
-    longer = sum(one > 0.0 for one in found)
-    always = len(found) >= _MANY_ROUNDS and longer >= _NEARLY_ALL * len(found)
+    num_longer = sum(one > 0.0 for one in found)
+    always = len(found) >= _MANY_ROUNDS and num_longer >= _NEARLY_ALL * len(found)
     return Difference(statistics.median(found), (high - low) / math.sqrt(len(found)), always)
 
 
