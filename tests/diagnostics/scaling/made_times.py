@@ -11,7 +11,7 @@ CUTS = (BucketCut(4, (100,)), BucketCut(1, (1000, 5000)))
 COMPUTE, UPDATE, MESSAGES = 0.1, 0.004, 0.01
 
 
-def steps(whole: float, **parts: float) -> tuple[StepSeconds, ...]:
+def steps(whole: float, **parts: Any) -> tuple[StepSeconds, ...]:
     """Return as many steps as there are rounds, which differ by a microsecond or so."""
     return tuple(
         StepSeconds(whole=whole + number * 1e-6, num_messages=1, message_bytes=1000, **parts)

@@ -40,5 +40,6 @@ def test_sizes_that_make_the_same_buckets_are_one_trial() -> None:
 
 
 def test_sizes_that_were_asked_for() -> None:
-    """No other sizes are tried than those, and the one in use."""
+    """No other sizes are tried than those, and the one in use; none that the strategy would take another one for."""
     assert {size for cut in bucket_cuts(SIZES, [50, 200], current=7) for size in cut.sizes} == {7, 50, 200}
+    assert {size for cut in bucket_cuts(SIZES, [50, 200], current=7, least=60) for size in cut.sizes} == {7, 200}

@@ -77,13 +77,6 @@ def request(**changed: Any) -> ScaleRequest:
     return ScaleRequest(**values | changed)
 
 
-@sees(
-    "a step without reduction runs the whole batch",
-    "src/anybatch/diagnostics/scaling/measure.py",
-    "world, strategy = World(world.rank, world.size, world.device), Unreduced()",
-    'world, strategy = World(device=world.device), "single"',
-    also=("tests/diagnostics/scaling/test_measure.py::test_kinds_of_step",),
-)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_step_without_reduction_is_a_ranks_own_share(rank: int) -> None:
     """The update is that of the gradient of this rank's samples, divided by the count of the whole batch."""
@@ -101,6 +94,12 @@ def test_a_step_without_reduction_is_a_ranks_own_share(rank: int) -> None:
         torch.testing.assert_close(trained, parameter - RATE * parameter.grad, rtol=1e-12, atol=1e-15)
 
 
+@sees(
+    "a step without reduction runs the whole batch",
+    "src/anybatch/diagnostics/scaling/measure.py",
+    "world, strategy = World(world.rank, world.size, world.device), Unreduced()",
+    'world, strategy = World(device=world.device), "single"',
+)
 def test_kinds_of_step(two_ranks: Ranks) -> None:
     """Both ranks return the same: each kind as often as the others, the messages of its buckets, the share of each."""
     found: list[RankTimes] = two_ranks.run(measure_ranks, request(bucket_sizes=(1, 100, 10**6)))[0]
@@ -110,6 +109,8 @@ def test_kinds_of_step(two_ranks: Ranks) -> None:
     first, second = found
     kinds = {"current": 4, "unreduced": 0, "larger": 4, "buckets 1": 3, "buckets 2": 1}
     assert {kind: first.steps[kind][0].num_messages for kind in kinds} == kinds
+    shares = {kind: first.steps[kind][0].num_samples for kind in ("current", "unreduced", "larger", "alone")}
+    assert shares == {"current": 7, "unreduced": 7, "larger": 7, "alone": NUM_SAMPLES}
     assert [cut.num_buckets for cut in first.cuts] == [4, 3, 1]
     assert set(first.steps) - set(second.steps) == {"alone"}
     assert len({len(steps) for steps in first.steps.values()}) == 1

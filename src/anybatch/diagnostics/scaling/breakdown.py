@@ -9,7 +9,7 @@ from anybatch.diagnostics.scaling.bucket_sizes import BucketCut
 from anybatch.diagnostics.scaling.measure import ALONE, COMPRESSED, CURRENT, LARGER, UNREDUCED, RankTimes
 from anybatch.diagnostics.scaling.phase_clock import StepSeconds
 
-_MANY_ROUNDS = 6
+_MANY_ROUNDS, _NEARLY_ALL = 6, 0.9
 _SURE = 3.0
 """So many uncertainties are more than chance, also where the best of several is looked for."""
 
@@ -66,7 +66,7 @@ class Difference:
     Attributes:
         seconds: the median over rounds.
         uncertainty: the quartile range over rounds, by the root of their number.
-        always: whether it took longer in all of many rounds.
+        always: whether it took longer in nine tenths of many rounds.
     """
 
     seconds: float
@@ -228,7 +228,8 @@ def difference(longer: Sequence[float], shorter: Sequence[float]) -> Difference:
     if len(found) < 2:  # noqa: PLR2004 (one number has no range)
         return Difference(found[0], math.inf)
     low, _, high = statistics.quantiles(found, n=4, method="inclusive")
-    always = found[0] > 0.0 and len(found) >= _MANY_ROUNDS
+    num_longer = sum(one > 0.0 for one in found)
+    always = len(found) >= _MANY_ROUNDS and num_longer >= _NEARLY_ALL * len(found)
     return Difference(statistics.median(found), (high - low) / math.sqrt(len(found)), always)
 
 

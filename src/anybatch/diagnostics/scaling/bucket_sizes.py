@@ -24,17 +24,21 @@ class BucketCut:
     sizes: tuple[int, ...]
 
 
-def bucket_cuts(gradient_sizes: Sequence[int], asked: Sequence[int] | None, current: int) -> tuple[BucketCut, ...]:
+def bucket_cuts(
+    gradient_sizes: Sequence[int], asked: Sequence[int] | None, current: int, *, least: int = 1
+) -> tuple[BucketCut, ...]:
     """Return what there is to choose from, from the smallest bucket to the largest.
 
     Args:
         gradient_sizes: bytes of the gradient of each parameter, in the order of the parameters.
         asked: bucket sizes to try, in bytes; None for 1, 5, 25, 50 and 100 MiB, and the gradients in 1, 2, 4, 8 parts.
         current: the size that is used now, which is always among them.
+        least: smaller sizes are not tried, since the strategy would take this one for them.
     """
     total = sum(gradient_sizes)
     own = [max(1, ceil_div(total, parts)) for parts in _SHARES]
-    sizes = sorted({current, *(asked if asked is not None else (*USUAL_SIZES, *own))})
+    tried = asked if asked is not None else (*USUAL_SIZES, *own)
+    sizes = sorted({current, *(size for size in tried if size >= least)})
     cuts: dict[tuple[int, ...], list[int]] = {}
     for size in sizes:
         cuts.setdefault(buckets_of(gradient_sizes, size), []).append(size)

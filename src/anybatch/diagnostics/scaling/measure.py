@@ -171,7 +171,9 @@ class _RankBench:
         # Float64 gradients are not compressed.
         narrow = all(one.dtype != torch.float64 for one in parameters)
         sizes = [gradient_bytes([one]) for one in parameters]
-        cuts = bucket_cuts(sizes, self._request.bucket_sizes, self._settings.bucket_bytes)
+        # torch takes buckets of DDP in MiB.
+        least = MEBIBYTE if self._settings.strategy == "ddp" else 1
+        cuts = bucket_cuts(sizes, self._request.bucket_sizes, self._settings.bucket_bytes, least=least)
         largest = max((unit.num_samples for unit in share), default=0)
         steps = self._in_turns(self._kinds(cuts, largest, compresses=narrow and self._settings.compression is None))
         live: list[StepSeconds] = []

@@ -25,6 +25,7 @@ class StepSeconds:
         update: of clipping and the optimizer.
         whole: of the step.
         queued: in which the rank could have run and had no core, because others had them; 0 where that is not told.
+        num_samples: that the rank has run.
         num_messages: collectives that carried gradients.
         message_bytes: that they carried.
     """
@@ -35,6 +36,7 @@ class StepSeconds:
     update: float = 0.0
     whole: float = 0.0
     queued: float = 0.0
+    num_samples: int = 0
     num_messages: int = 0
     message_bytes: int = 0
 
@@ -60,6 +62,7 @@ class PhaseClock:
         self._begun: dict[str, float] = {}
         self._seconds: dict[str, float] = {}
         self._messages: list[int] = []
+        self._num_samples = 0
 
     def observe(self, record: Record, /) -> None:
         """Take the time of a record that begins or ends a part."""
@@ -69,6 +72,8 @@ class PhaseClock:
             part = {"load": "load", "reduce": "reduce", "clip": "update", "update": "update"}.get(record.name)
         else:
             part = "compute" if isinstance(record, MicroBatchRecord) else None
+        if isinstance(record, MicroBatchRecord) and record.event == "begin":
+            self._num_samples += record.num_samples
         if part is None or not isinstance(record, PhaseRecord | MicroBatchRecord):
             return
         if self._waits:
@@ -83,6 +88,7 @@ class PhaseClock:
         """Run a step and return its seconds."""
         self._seconds.clear()
         self._messages.clear()
+        self._num_samples = 0
         queued = queued_seconds()
         begun = self._now()
         step()
@@ -92,6 +98,7 @@ class PhaseClock:
             **self._seconds,
             whole=whole,
             queued=queued,
+            num_samples=self._num_samples,
             num_messages=len(self._messages),
             message_bytes=sum(self._messages),
         )
