@@ -20,7 +20,7 @@ pytest.importorskip("sklearn.datasets", reason="needs the extra anybatch[guide]"
 RECORDINGS = Path(__file__).parents[1] / "web" / "recordings"
 QUICK = (
     *("divide_by_n", "equivalent", "less_memory", "not_free", "on_cpus", "stale_gradients"),
-    *("sampler_overlap", "sync_batch_norm", "three_lines"),
+    *("linear_to_eight", "sampler_overlap", "sync_batch_norm", "three_lines", "usual_buckets"),
 )
 MADE_UP: list[tuple[str, Verdict, dict[str, float]]] = [
     ("less_memory", "true", {"ratio_in_four": 0.5}),
@@ -73,6 +73,12 @@ MADE_UP: list[tuple[str, Verdict, dict[str, float]]] = [
     ("data_parallel", "only_if", {"lines": 2, "lines_ddp": 2, "time_ratio": 1.0, "memory_ratio": 2.0}),
     ("data_parallel", "false", {"lines": 3, "lines_ddp": 2, "time_ratio": 1.0, "memory_ratio": 1.0}),
     ("ddp_memory", "true", {"ddp_ratio": 0.25}),
+    ("linear_to_eight", "true", dict.fromkeys(CLAIMS["linear_to_eight"].numbers, 95.0)),
+    ("linear_to_eight", "only_if", dict.fromkeys(CLAIMS["linear_to_eight"].numbers, 95.0) | {"at_1_gbit": 20.0}),
+    ("linear_to_eight", "false", dict.fromkeys(CLAIMS["linear_to_eight"].numbers, 80.0)),
+    ("usual_buckets", "true", {"most_lost_at_25": 1.0, "most_lost_at_50": 5.0}),
+    ("usual_buckets", "only_if", {"most_lost_at_25": 6.0, "most_lost_at_50": 5.0}),
+    ("usual_buckets", "false", {"most_lost_at_25": 12.0, "most_lost_at_50": 15.0}),
     ("ddp_memory", "false", {"ddp_ratio": 1.0}),
 ]
 

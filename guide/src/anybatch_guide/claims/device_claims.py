@@ -154,4 +154,71 @@ DEVICE_CLAIMS = (
         seconds=20,
         runs_here=False,
     ),
+    Claim(
+        name="linear_to_eight",
+        side="devices",
+        title="Linear up to eight",
+        said="Data parallelism is linear up to eight devices.",
+        sources=(_TUTORIAL,),
+        how=(
+            "Forecast, not measured: a residual network of 50 layers, 32 images on each device at a time, one or eight "
+            "micro-batches, eight devices in one host or on eight hosts."
+        ),
+        measure=devices.linear_to_eight,
+        numbers={
+            "in_one_host": Number("efficiency of eight devices in one host", "%"),
+            "in_one_host_accumulated": Number("the same with eight micro-batches", "%"),
+            "at_10_gbit": Number("on eight hosts, 10 Gbit/s", "%"),
+            "at_10_gbit_accumulated": Number("the same with eight micro-batches", "%"),
+            "at_1_gbit": Number("on eight hosts, 1 Gbit/s", "%"),
+            "at_1_gbit_accumulated": Number("the same with eight micro-batches", "%"),
+        },
+        rule=rules.linear_to_eight,
+        rule_in_words="True if every efficiency is at least 90%; true only if some are; else false.",
+        texts={
+            "true": "In one host it is {in_one_host}, and at 1 Gbit/s still {at_1_gbit}.",
+            "only_if": (
+                "The number is no property of eight, but of the link: {in_one_host} in one host, {at_10_gbit} on hosts "
+                "at 10 Gbit/s and {at_1_gbit} at 1 Gbit/s. Eight micro-batches between reductions make that "
+                "{at_10_gbit_accumulated} and {at_1_gbit_accumulated}."
+            ),
+            "false": "Not even in one host, where it is {in_one_host}.",
+        },
+        seconds=2,
+    ),
+    Claim(
+        name="usual_buckets",
+        side="devices",
+        title="Buckets",
+        said="Gradient buckets of 25 to 50 MB are best.",
+        sources=(_TUTORIAL, _LESSON),
+        how=(
+            "Forecast, not measured: steps on eight hosts with 102 MB and 1 GB of gradients, at 1, 10 and 100 Gbit/s, "
+            "with buckets of 1 to 400 MiB."
+        ),
+        measure=devices.usual_buckets,
+        numbers={
+            "most_lost_at_25": Number("most that 25 MiB lose to the best size", "%"),
+            "most_lost_at_50": Number("most that 50 MiB lose to the best size", "%"),
+            "least": Number("smallest of the best sizes, MiB"),
+            "most": Number("largest of the best sizes, MiB"),
+        },
+        rule=rules.usual_buckets,
+        rule_in_words=("True if 25 or 50 MiB lose less than 2% everywhere; true only if less than 10%; else false."),
+        texts={
+            "true": (
+                "They lose {most_lost_at_25} and {most_lost_at_50} at most. But the best sizes lie between {least} and "
+                "{most} MiB, by link and model, so it is a good default and no law."
+            ),
+            "only_if": (
+                "They lose {most_lost_at_25} and {most_lost_at_50} at most, and the best sizes lie between {least} and "
+                "{most} MiB, by link and model: measure it with `anybatch scale`."
+            ),
+            "false": (
+                "They lose up to {most_lost_at_25} and {most_lost_at_50}: the best sizes lie between {least} and "
+                "{most} MiB, by link and model. `anybatch scale` measures it."
+            ),
+        },
+        seconds=2,
+    ),
 )

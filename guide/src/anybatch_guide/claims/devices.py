@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -15,11 +16,13 @@ import anybatch as ab
 from anybatch.cli.compare import first_batches
 from anybatch.diagnostics import compare
 from anybatch.diagnostics.comparison.report import ComparisonReport
+from anybatch.planner.forecast.forecast import forecast
 from anybatch.recipes.measured_job import MeasuredJob
 from anybatch.testing import RankPool
 from anybatch_guide.claims.claim import Numbers
 from anybatch_guide.claims.measuring import emit_progress, first_batch, flat_gradients, new_model, relative
 from anybatch_guide.experiment import Emit
+from anybatch_guide.experiments.forecasts import GRADIENT_BYTES, LINKS, cluster, workload
 from anybatch_guide.experiments.rank_memory import held
 from anybatch_guide.tasks.task import cross_entropy, load
 
@@ -179,3 +182,42 @@ def compared(effective_batch_size: int) -> ComparisonReport:
         num_devices=2,
         most_seconds=20.0,
     )
+
+
+def linear_to_eight(emit: Emit) -> Numbers:
+    """Forecast the efficiency of eight devices: in one host, and on eight hosts of several networks."""
+    emit_progress(emit, 0, 1, "forecasts")
+    places = {"in_one_host": (LINKS[-1], 8), "at_10_gbit": (LINKS[1], 1), "at_1_gbit": (LINKS[0], 1)}
+    found = {}
+    for name, (link, per_host) in places.items():
+        for kind, work in (
+            ("", workload(steps=1, effective=None)),
+            ("_accumulated", workload(steps=8, effective=None)),
+        ):
+            report = forecast(work, cluster(link, per_host), world_size=8)
+            found[f"{name}{kind}"] = 100 * report.rows[-1].efficiency
+    return found
+
+
+def usual_buckets(emit: Emit) -> Numbers:
+    """Forecast steps by bucket size: how far the usual sizes are from the best, on three networks and two models."""
+    emit_progress(emit, 0, 1, "forecasts")
+    losses: dict[int, list[float]] = {25: [], 50: []}
+    best = []
+    for link in LINKS[:3]:
+        for gradient in (GRADIENT_BYTES, 10 * GRADIENT_BYTES):
+            seconds = {size: _step_seconds(link, gradient, size) for size in (1, 5, 10, 25, 50, 100, 400)}
+            best.append(min(seconds, key=lambda size: seconds[size]))
+            for size, found in losses.items():
+                found.append(100 * (seconds[size] / min(seconds.values()) - 1))
+    return {
+        "most_lost_at_25": max(losses[25]),
+        "most_lost_at_50": max(losses[50]),
+        "least": min(best),
+        "most": max(best),
+    }
+
+
+def _step_seconds(link: str, gradient_bytes: int, bucket_mebibytes: int) -> float:
+    work = replace(workload(steps=1, effective=None, gradient=gradient_bytes), bucket_bytes=bucket_mebibytes * 2**20)
+    return forecast(work, cluster(link, 1), world_size=8).rows[-1].step_seconds

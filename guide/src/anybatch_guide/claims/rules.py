@@ -119,3 +119,15 @@ def all_reduce_saves(found: Numbers) -> Verdict:
     if found["through_one_ratio"] < 1.2:
         return "false"
     return "true" if found["exposed"] < 5 else "only_if"
+
+
+def linear_to_eight(found: Numbers) -> Verdict:
+    """Judge: nine tenths of eight times everywhere, or somewhere."""
+    linear = [value >= 90 for value in found.values()]
+    return "true" if all(linear) else "only_if" if any(linear) else "false"
+
+
+def usual_buckets(found: Numbers) -> Verdict:
+    """Judge: within 2% of the best everywhere, or within 10%."""
+    worst = min(found["most_lost_at_25"], found["most_lost_at_50"])
+    return "true" if worst < 2 else "only_if" if worst < 10 else "false"

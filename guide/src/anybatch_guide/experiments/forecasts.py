@@ -1,0 +1,63 @@
+"""What more ranks would bring: steps forecast for some networks, strategies and numbers of micro-batches."""
+
+from typing import Any
+
+from anybatch.core.collective_times import parse_link
+from anybatch.core.size_choice import SecondsFit
+from anybatch.planner.forecast.forecast import forecast
+from anybatch.planner.forecast.workload import Cluster, StrategyName, Workload
+from anybatch_guide.experiment import Data, Emit, Experiment
+
+LINKS = ("1Gbit,1ms", "10Gbit,50us", "100Gbit,10us", "400Gbit,5us")
+INNER, PER_HOST = "150GB/s,2us", 8
+STRATEGIES: tuple[StrategyName, ...] = ("all_reduce", "zero1", "fsdp")
+STEPS, MOST = (1, 4, 16), 1024
+SAMPLE_SECONDS, FIXED_SECONDS, UPDATE_SECONDS = 0.0028, 0.004, 0.003
+"""Of a residual network of 50 layers at 224 x 224 in mixed precision on a GPU of 2017, about 360 images a second."""
+GRADIENT_BYTES, MICRO, EFFECTIVE = 102_000_000, 32, 8192
+
+
+def workload(
+    *, steps: int | None = None, effective: int | None = EFFECTIVE, gradient: int = GRADIENT_BYTES
+) -> Workload:
+    """Return what is trained: an effective batch, or so many micro-batches on every rank."""
+    return Workload(
+        micro_batch=SecondsFit(FIXED_SECONDS, SAMPLE_SECONDS),
+        micro_batch_size=MICRO,
+        gradient_bytes=gradient,
+        effective_batch_size=effective,
+        accumulation_steps=steps,
+        update_seconds=UPDATE_SECONDS,
+        num_parameters=161,
+    )
+
+
+def cluster(link: str, devices_per_host: int = PER_HOST) -> Cluster:
+    """Return hosts of devices behind a link each."""
+    inner = parse_link(INNER) if devices_per_host > 1 else None
+    return Cluster(link=parse_link(link), inner_link=inner, devices_per_host=devices_per_host)
+
+
+def run(emit: Emit) -> Data:
+    """Forecast every network with every strategy, at one effective batch; and weak scaling by micro-batches."""
+    found: list[dict[str, Any]] = []
+    for done, link in enumerate(LINKS):
+        emit({"kind": "guide.progress", "done": done, "of": len(LINKS), "what": link})
+        for strategy in STRATEGIES:
+            report = forecast(workload(), cluster(link), world_size=MOST, strategy=strategy)
+            found.append({"link": link, "strategy": strategy, "scaling": "strong", **report.to_dict()})
+        for steps in STEPS:
+            report = forecast(workload(steps=steps, effective=None), cluster(link), world_size=MOST)
+            found.append(
+                {"link": link, "strategy": "all_reduce", "scaling": "weak", "steps": steps, **report.to_dict()}
+            )
+    return {"inner_link": INNER, "devices_per_host": PER_HOST, "forecasts": found}
+
+
+EXPERIMENT = Experiment(
+    name="forecasts",
+    question="What would 1,024 ranks bring, by network, strategy and number of micro-batches?",
+    run=run,
+    seconds=4,
+    tolerance=1e-9,
+)
