@@ -58,7 +58,7 @@ def draw_comparison(report: ComparisonReport, path: Path) -> None:
     devices = [f"{one.way.name} ({one.way.num_devices})" for one in results]
     time.set_yticks(rows, devices, fontsize=9)
     time.invert_yaxis()
-    time.legend(loc="lower right", frameon=False, fontsize=8)
+    figure.legend(*time.get_legend_handles_labels(), loc="outside lower left", ncols=2, frameon=False, fontsize=8)
     below = f"{report.device}; effective batch {report.effective_batch_size}; in brackets the number of devices"
     figure.suptitle(f"{report.title}\n{below}", fontsize=10, x=0.01, ha="left")
     path.parent.mkdir(parents=True, exist_ok=True)
