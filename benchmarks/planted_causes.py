@@ -13,6 +13,7 @@ can be tried, it is, and both gains are shown.
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -104,6 +105,8 @@ def planted(*names: str) -> Case:
         values["rate"] = PLANT["slow_link"]["rate"]
     if "high_latency" in names and {"slow_link", "giant_buckets"} & set(names):
         values["width"] = 512
+    if {"tiny_buckets", "high_latency"} <= set(names):
+        values["layers"] = 12  # every layer is two messages of 17 ms
     if {"tiny_buckets", "slow_link"} <= set(names):
         values |= {"layers": 100, "width": 144}
     return Case(planted=names, **values)
@@ -313,8 +316,8 @@ def main() -> None:
     results = []
     lines = ["| planted | named, with their share of a step | right | predicted gain | gain obtained |"]
     lines.append("|---|---|---|--:|--:|")
-    for _ in range(given.rounds):
-        for network in networks:
+    with contextlib.suppress(KeyboardInterrupt):  # what was run until then is shown
+        for network in networks * given.rounds:
             same = [case for case in chosen if network_of(case) == network]
             for case, found in zip(same, run_cases(same), strict=True):
                 results.append((case, found))
@@ -322,8 +325,10 @@ def main() -> None:
                 print(lines[-1], flush=True)
                 if given.verbose:
                     print(found["text"], flush=True)
+    num_asked = len(chosen) * given.rounds
+    stopped = [f"Stopped after {len(results)} of {num_asked} runs.", ""] if len(results) < num_asked else []
     report.publish(
-        [*summary(results), "", *lines],
+        [*stopped, *summary(results), "", *lines],
         title="Planted causes of bad scaling: named, and gained",
         command=f"python benchmarks/planted_causes.py --rounds {given.rounds}",
         setting=f"{NUM_RANKS} ranks over gloo, one in each network namespace, compute that sleeps",
