@@ -119,10 +119,10 @@ DEVICE_CLAIMS = (
         texts={
             "true": "{lines} lines instead of {lines_ddp}, at {time_ratio} the time and {memory_ratio} the memory.",
             "only_if": (
-                "It takes {lines} lines, as DDP takes {lines_ddp} besides launching. A step takes {time_ratio} the time "
-                "of DDP's here, on CPU threads, and its one process holds {memory_ratio} what a rank of DDP holds: it "
-                "copies the model in every step, and outputs and loss meet on one device. It is good enough only if "
-                "these do not matter."
+                "It takes {lines} lines, as DDP takes {lines_ddp} besides launching. A step takes {time_ratio} the "
+                "time of DDP's here, on CPU threads, and its one process holds {memory_ratio} what a rank of DDP "
+                "holds: it copies the model in every step, and outputs and loss meet on one device. It is good enough "
+                "only if these do not matter."
             ),
             "false": "It takes {lines} lines, and DDP {lines_ddp}.",
         },
