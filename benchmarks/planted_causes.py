@@ -35,6 +35,7 @@ from anybatch.data.batches import Batches
 from anybatch.diagnostics.scaling.measure import RunSettings, ScaleRequest
 from anybatch.diagnostics.scaling.scale import scale_on_ranks
 from anybatch.engine.spec import TrainSpec
+from anybatch.parallel.world import World
 from tests.hosts import NoHostsError, hosts
 
 ROOT = Path(__file__).parents[1]
@@ -199,6 +200,8 @@ class PlantedJob:
 def run_rank(cases_of_network: Sequence[Case], out: Path) -> None:
     """Be one rank: measure each job, try the change, and write what was found."""
     torch.set_num_threads(1)
+    # Open until the end, so that ranks join once.
+    world = World.from_environment(device="cpu")
     for number, case in enumerate(cases_of_network):
         job = PlantedJob(case)
         settings = RunSettings(
@@ -219,6 +222,8 @@ def run_rank(cases_of_network: Sequence[Case], out: Path) -> None:
             causes = [[cause.code, cause.cost / step] for cause in found.causes]
             values = {"causes": causes, "tried": tried, "text": str(found), "report": found.as_json()}
             Path(out, f"{number}.json").write_text(json.dumps(values))
+    world.gather_numbers([0.0])  # rank 0 keeps the store: it ends when all are done
+    world.close()
 
 
 def run_cases(cases_of_network: Sequence[Case]) -> list[dict[str, Any]]:

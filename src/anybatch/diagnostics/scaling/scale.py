@@ -18,6 +18,7 @@ from anybatch.diagnostics.scaling.phase_clock import StepSeconds
 from anybatch.diagnostics.scaling.report import ScaleReport, TriedChange
 from anybatch.engine.spec import TrainSpec
 from anybatch.errors import UserError
+from anybatch.parallel.world import World
 from anybatch.testing import RankPool
 
 _MOST_WAITED = 900.0
@@ -94,6 +95,12 @@ def scale_on_ranks(request: ScaleRequest, num_cores: int, apply: bool = False) -
     Returns:
         The report, on every rank.
     """
+    # Open all the time, so that ranks join once for both measurements.
+    with World.from_environment(device=request.device):
+        return _report_of_ranks(request, num_cores, apply=apply)
+
+
+def _report_of_ranks(request: ScaleRequest, num_cores: int, *, apply: bool) -> ScaleReport:
     evidence = evidence_of(measure_ranks(request))
     settings = dataclasses.replace(request.settings, micro_batch_size=evidence.micro_batch_size)
     causes = causes_of(evidence, settings, num_cores)
