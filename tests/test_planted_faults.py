@@ -38,6 +38,7 @@ def test_the_tests_of_faults_are_there(faults: tuple[Fault, ...]) -> None:
     assert sorted(names - there) == []
 
 
+@pytest.mark.slow
 def test_faults_have_names_of_their_own(faults: tuple[Fault, ...]) -> None:
     """No two faults are called alike: what is printed of them would not say which is which."""
     assert len({fault.name for fault in faults}) == len(faults)

@@ -34,6 +34,7 @@ def only_function(source: str) -> FunctionNode:
     return function
 
 
+@pytest.mark.slow
 def test_functions_are_short() -> None:
     """95% of the functions have at most 45 lines."""
     lengths = [

@@ -45,6 +45,7 @@ def reaches_into(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
                 yield node, f"vars()[{key!r}]"
 
 
+@pytest.mark.slow
 def test_private_names_have_one_home_per_folder() -> None:
     """No file of the library or the guide but `torch_internals.py` uses private names, but those of its own objects.
 

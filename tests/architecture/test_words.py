@@ -33,6 +33,7 @@ def test_drawers_are_seen(path: str) -> None:
     assert drawers([Path(path), Path("src/communication.py"), Path("src/manage.py")]) == [path]
 
 
+@pytest.mark.slow
 def test_every_test_says_its_claim() -> None:
     """Every test function has a docstring."""
     found = [

@@ -118,6 +118,7 @@ def test_torch_reads_the_parts(tmp_path: Path) -> None:
     "            write_file(self._target / DIGESTS, [last], disk=self._disk)\n"
     "            self._disk.rename(self._target, self._partial)\n",
 )
+@pytest.mark.slow
 def test_whatever_is_cut_short_the_old_or_the_new_one_is_whole(tmp_path: Path) -> None:
     """Cut short at any operation of any process, or without power, what loads is the former checkpoint or the new."""
     counting = FaultyDisk()

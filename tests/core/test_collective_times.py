@@ -53,6 +53,7 @@ def test_one_rank_costs_nothing(collective: Collective, num_bytes: int, link: Li
 )
 @pytest.mark.parametrize("collective", ALL_REDUCES)
 @given(num_bytes=SIZES, num_ranks=st.integers(2, 10_000), link=LINKS)
+@pytest.mark.slow
 def test_no_all_reduce_is_faster_than_its_bytes(
     collective: Collective, num_bytes: int, num_ranks: int, link: Link
 ) -> None:

@@ -1,5 +1,6 @@
 """Batches that are run over and over: loaded once, and in part the samples that were asked for."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,6 +35,7 @@ def samples(number: int) -> Counted:
     "return self._batch.feed(units, foresight)",
 )
 @given(number=st.integers(2, 30), data=st.data())
+@pytest.mark.slow
 def test_a_part_is_the_samples_at_its_positions(number: int, data: st.DataObject) -> None:
     """Whatever positions are taken and however they are cut: these samples, in this order, each once."""
     positions = data.draw(st.lists(st.integers(0, number - 1), min_size=1, max_size=number, unique=True))

@@ -167,6 +167,7 @@ def test_right_declarations_hold(name: str, precision: str) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", WRONG)
+@pytest.mark.slow
 def test_wrong_declarations_are_caught(name: str, precision: str) -> None:
     """Each head's own loss, declared as something else, is refused with its right declaration."""
     case, declaration = WRONG[name]

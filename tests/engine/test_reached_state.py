@@ -286,6 +286,7 @@ def test_a_large_tensor_is_taken_to_be_only_read() -> None:
     assert large[0] == 1
 
 
+@pytest.mark.slow
 def test_a_long_chain_of_objects_is_no_recursion() -> None:
     """100,000 objects that refer to each other are looked at up to a bound, one after the other."""
     first = chain(100_000)

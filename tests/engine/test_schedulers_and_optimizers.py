@@ -183,6 +183,7 @@ def test_a_kind_with_the_same_settings_goes_on_and_is_said(tmp_path: Path) -> No
     """    return name""",
 )
 @pytest.mark.parametrize("compiled", ["model", "part"])
+@pytest.mark.slow
 def test_a_compiled_model_and_a_plain_one_read_each_others_checkpoints(compiled: str, tmp_path: Path) -> None:
     """What torch.compile wraps, the whole or a part, goes on bit for bit without it and the other way round."""
     ends = []

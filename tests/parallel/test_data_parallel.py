@@ -438,6 +438,7 @@ class RunsOut(Threads):
         return super().forward(x)
 
 
+@pytest.mark.slow
 def test_a_replica_that_runs_out_of_memory() -> None:
     """The step is repeated in smaller micro-batches, and its update is that of one device."""
     model, plain = RunsOut(2), Threads(2)

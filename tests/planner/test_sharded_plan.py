@@ -249,6 +249,7 @@ def test_blocks_are_found() -> None:
     assert blocks_of(mixtures) == list(mixtures)
 
 
+@pytest.mark.slow
 def test_blocks_of_a_library_are_found() -> None:
     """The layers of a Llama of transformers are its blocks."""
     transformers = pytest.importorskip("transformers")
