@@ -4,9 +4,8 @@ from pathlib import Path
 
 from anybatch.core.units import in_bytes, three_digits
 from anybatch.diagnostics.comparison.report import ComparisonReport
+from anybatch.diagnostics.figure import COLOURS
 from anybatch.events.matplotlib_files import import_drawing
-
-_COLOURS = ("#00507F", "#009E73", "#D55E00")
 
 
 def draw_comparison(report: ComparisonReport, path: Path) -> None:
@@ -27,17 +26,18 @@ def draw_comparison(report: ComparisonReport, path: Path) -> None:
     rows = range(len(results))
     whole = [1e3 * one.seconds_per_sample for one in results]
     exposed = [value * (one.exposed_share or 0.0) for value, one in zip(whole, results, strict=True)]
-    time.barh(rows, [a - b for a, b in zip(whole, exposed, strict=True)], color=_COLOURS[0], label="work")
+    work = [value - beside for value, beside in zip(whole, exposed, strict=True)]
+    time.barh(rows, work, color=COLOURS[0], label="work")
     time.barh(
         rows,
         exposed,
-        left=[a - b for a, b in zip(whole, exposed, strict=True)],
-        color=_COLOURS[2],
+        left=work,
+        color=COLOURS[1],
         label="exposed communication",
     )
-    memory.barh(rows, [one.peak_bytes for one in results], color=_COLOURS[1])
+    memory.barh(rows, [one.peak_bytes for one in results], color=COLOURS[2])
     sent = [one.gradient_bytes for one in results]
-    traffic.barh(rows, sent, color=_COLOURS[2])
+    traffic.barh(rows, sent, color=COLOURS[1])
     written = (
         (time, "ms per sample", [three_digits(value) for value in whole], whole),
         (
