@@ -479,18 +479,6 @@ def after_steps(model: Model, engine: ab.Engine) -> After:
         "tests/engine/test_micro_batch_size.py::test_an_interrupt_leaves_nothing_behind",
     ],
 )
-@sees(
-    "trying sizes leaves gradients",
-    "src/anybatch/engine/micro_batch_size/sizes.py",
-    """
-            finally:
-                trial.clear()
-""",
-    """
-            finally:
-                pass
-""",
-)
 @pytest.mark.parametrize("rng", ["micro_batch", "per_sample", None])
 def test_as_if_the_size_had_been_given(rng: Any) -> None:
     """Parameters, buffers, optimizer state, attributes and all random numbers end bit for bit as with that size."""
@@ -503,6 +491,36 @@ def test_as_if_the_size_had_been_given(rng: Any) -> None:
     assert all(torch.equal(*pair) for pair in zip(found.tensors, wanted.tensors, strict=True))
     assert found.draws == wanted.draws
     assert found.num_attributes == wanted.num_attributes
+
+
+@sees(
+    "trying sizes leaves gradients",
+    "src/anybatch/engine/micro_batch_size/sizes.py",
+    """
+            finally:
+                trial.clear()
+""",
+    """
+            finally:
+                pass
+""",
+)
+def test_trials_leave_no_gradient() -> None:
+    """When the size is told, the gradients of trial runs are gone, and their memory is free for the first step."""
+    model = Model()
+    present: list[bool] = []
+
+    class Looks:
+        """Looks for gradients when the size is told."""
+
+        def observe(self, record: Record, /) -> None:
+            """Note whether there are any."""
+            if isinstance(record, DiagnosisRecord) and record.code == "micro_batch_size":
+                present.append(any(parameter.grad is not None for parameter in model.parameters()))
+
+    with engine_of(model, observer=Looks()) as engine:
+        engine.step(InMemory(vectors(NUM_SAMPLES)))
+    assert present == [False]
 
 
 def test_running_out_of_memory_leaves_nothing_behind() -> None:

@@ -234,6 +234,13 @@ def test_gpus_that_are_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert "3 devices" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("option", "name"), [("--price", "price_per_hour"), ("--seconds", "most_seconds")])
+def test_numbers_below_zero_are_refused(option: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A price or a time that is not above 0 is refused by name, before any rank is started."""
+    assert main(["compare", SPEC, "--effective-batch-size", "8", option, "-1"]) == Status.USAGE
+    assert f"{name}=-1.0 must be a finite number above 0" in capsys.readouterr().err
+
+
 def test_useful_ranks_follow_the_network() -> None:
     """A free network is useful up to a sample per rank; the slower it is, the fewer ranks; each way has its number."""
     made = report(

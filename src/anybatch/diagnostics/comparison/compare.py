@@ -1,5 +1,6 @@
 """Which way of using devices is best for a job? Runs it in all of them, in turns, and compares what they take."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median, quantiles
 from typing import cast
@@ -58,8 +59,15 @@ def compare(
 
     Raises:
         BatchSizeError: sizes that do not fit together.
-        UserError: there are fewer devices than were asked for, or ranks could not be started.
+        UserError: there are fewer devices than were asked for, a number is not above 0, or ranks could not be started.
     """
+    for name, value in (
+        *(("num_samples", num_samples), ("price_per_hour", price_per_hour)),
+        *(("num_rounds", num_rounds), ("most_seconds", most_seconds)),
+    ):
+        if value is not None and not 0.0 < value < math.inf:
+            message = f"{name}={value} must be a finite number above 0."
+            raise UserError(message)
     found_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if num_devices is None:
         num_devices = found_devices if found_devices and device_type != "cpu" else min(_ON_CPU, effective_batch_size)
