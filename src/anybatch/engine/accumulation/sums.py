@@ -38,13 +38,16 @@ class Sums:
                     column.append(next(value))
         if loss.kind.brings_count:
             columns.append([torch.as_tensor(count, device=device, dtype=dtype) for count in self.late_counts])
-        return torch.stack([_summed(column, dtype, device) for column in columns])
+        sums = [_summed(column, dtype, device) for column in columns]
+        return sums[0] if len(sums) == 1 else torch.cat(sums)
 
 
-def _summed(values: Sequence[Float[Tensor, ""]], dtype: torch.dtype, device: torch.device) -> Float[Tensor, ""]:
-    if len(values) == 1:  # of a step of one micro-batch
-        return values[0].to(dtype)
-    return torch.stack(list(values)).sum(dtype=dtype) if values else torch.zeros((), dtype=dtype, device=device)
+def _summed(values: list[torch.Tensor], dtype: torch.dtype, device: torch.device) -> Float[Tensor, "1"]:
+    if len(values) == 1:  # of a step of one micro-batch; a copy, since ranks sum in place what observers see singly
+        return values[0].to(dtype, copy=True).reshape(1)
+    return (
+        torch.stack(values).sum(0, keepdim=True, dtype=dtype) if values else torch.zeros(1, dtype=dtype, device=device)
+    )
 
 
 @torch.no_grad()
