@@ -141,7 +141,9 @@ class NonFiniteError(AnyBatchError, ArithmeticError):
 
 
 class MemoryExhaustedError(AnyBatchError, RuntimeError):
-    """Memory has run out, and smaller micro-batches cannot help. Carries torch's own error as its cause.
+    """Memory has run out, and smaller micro-batches cannot help. Quotes torch's own error and the line it came from.
+
+    That error is not its cause: its traceback would keep the memory that has run out.
 
     Attributes:
         rank: the rank that ran out.

@@ -155,7 +155,7 @@ ON_ONE_RANK: Mapping[str, Refusal] = {
     ),
     "a bare scalar loss that is no mean over samples": Refusal(
         LossError,
-        ("one number", "taken as a mean over samples", "where rounding is below", "ab.mean_over(loss, count"),
+        ("one number", "taken as a mean over samples", "rounding would be below", "ab.mean_over(loss, count"),
         lambda: step(classify_weighted),
     ),
     "an undeclared dict": Refusal(
@@ -271,7 +271,7 @@ ON_ONE_RANK: Mapping[str, Refusal] = {
     "an unknown strategy": Refusal(UserError, ("'zero9'", "'all_reduce'"), lambda: engine(strategy="zero9")),
     "an unknown precision": Refusal(UserError, ("'fp8'", "'bf16'"), lambda: engine(precision="fp8")),
     "an unknown rng": Refusal(UserError, ("'sample'", "'micro_batch'"), lambda: engine(rng="sample")),
-    "no room below the norm": Refusal(UserError, ("max_norm=0.0", "above 0"), lambda: engine(clip=0)),
+    "no room below the norm": Refusal(UserError, ("clip=0", "above 0"), lambda: engine(clip=0)),
     "no room below the value": Refusal(UserError, ("max_value=-1", "above 0"), lambda: engine(clip=ClipByValue(-1))),
     "a reduction without ranks": Refusal(
         CompositionError, ("all_reduce", "has not been started", "torchrun"), lambda: engine(strategy="all_reduce")

@@ -39,7 +39,7 @@ def test_an_error_in_the_loss_names_step_rank_and_samples() -> None:
             engine.step(batch_of(10))
         notes = " ".join(caught.value.__notes__)
 
-    assert "micro-batch 1, samples 3 to 5 of the effective batch" in notes
+    assert "samples 3 to 5 of the effective batch (its micro-batch 1, from 0 on)" in notes
     assert "in step 1 (counted from 0), on rank 0 of 1" in notes
 
 

@@ -64,7 +64,7 @@ def test_wrong_declarations_are_caught(name: str, dtype: str) -> None:
 
     assert [word for word in case.words if word not in message] == [], message
     assert ("weighted by its share" in message) == (name != "a mean as a sum")
-    assert "The relative difference is" in message
+    assert "as the norm of their difference" in message
     assert "check_loss=False" in message
     assert all(torch.equal(value, after[key]) for key, value in before.items())
     assert engine.num_steps == 0
@@ -158,10 +158,10 @@ def said_on_ranks(name: str, strategy: str, idle: bool) -> tuple[str, str]:
     "declaration: a rank goes by its own verdict",
     "src/anybatch/engine/loss_check/check.py",
     """
-        self._combine(verdicts, is_cut=is_cut)
+        self._raise_if_any_rank_refuses(verdicts, is_cut=is_cut)
 """,
     """
-        self._combine(verdicts[self._world.rank :][:1], is_cut=is_cut)
+        self._raise_if_any_rank_refuses(verdicts[self._world.rank :][:1], is_cut=is_cut)
 """,
 )
 @pytest.mark.parametrize("idle", [False, True], ids=["uneven", "one-idle"])

@@ -102,7 +102,7 @@ def test_data_that_one_rank_cannot_load(strategy: str, two_ranks: Ranks) -> None
     "src/anybatch/parallel/world.py",
     """
         if failed:
-            raise self.left_by_failure()
+            raise self.error_of_failed_rank()
 """,
     "",
 )

@@ -100,7 +100,7 @@ def changed_by_poison(strategy: str, kind: str) -> tuple[bool, bool, bool]:
 
 @sees(
     "a gradient that is not finite is not looked at",
-    "src/anybatch/engine/update/updater.py",
+    "src/anybatch/engine/update/finite_check.py",
     "loss if norm is None else loss + norm",
     "loss",
     cases=["single-gradient"],
@@ -110,7 +110,7 @@ def changed_by_poison(strategy: str, kind: str) -> tuple[bool, bool, bool]:
     "a loss that is not finite is updated with",
     "src/anybatch/engine/update/finite_check.py",
     """
-                raise _error(step, late=False)
+                raise _error(step, (loss, norm), late=False)
 """,
     """
                 pass

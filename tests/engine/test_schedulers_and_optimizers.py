@@ -160,7 +160,9 @@ def test_another_kind_of_optimizer_is_refused(tmp_path: Path) -> None:
     model = perceptron()
     before = [parameter.detach().clone() for parameter in model.parameters()]
     with engine_of(model, torch.optim.AdamW(model.parameters())) as engine:
-        with pytest.raises(CheckpointError, match=r"another kind of optimizer: torch\.optim\.sgd\.SGD with dampening"):
+        with pytest.raises(
+            CheckpointError, match=r"another kind of optimizer: it was saved with torch\.optim\.sgd\.SGD"
+        ):
             engine.load(path)
         assert engine.num_steps == 0
     assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))

@@ -25,6 +25,11 @@ from anybatch.parallel.local_parts import is_dtensor
 from anybatch.parallel.strategy import ParameterLayout, UpdateSharding
 from anybatch.parallel.world import World
 
+_WEIGHTS_ALONE = (
+    " For another optimizer on the same weights, anybatch.checkpoints.export(checkpoint, file) writes these for "
+    "model.load_state_dict."
+)
+
 
 class Scheduler(Protocol):
     """Anything with the `step` of a torch learning-rate scheduler; stepped once per optimizer step."""
@@ -366,7 +371,7 @@ def _check_optimizer(target: Target, saved: Mapping[str, Any], saved_class: str 
     if own != theirs:
         message = (
             f"the checkpoint's optimizer has parameter groups of {theirs} parameters, this one of {own}. Build the "
-            "optimizer as it was when the checkpoint was saved."
+            f"optimizer as it was when the checkpoint was saved.{_WEIGHTS_ALONE}"
         )
         raise CheckpointError(message)
     own_class = _class_name(target.optimizer)
@@ -376,9 +381,9 @@ def _check_optimizer(target: Target, saved: Mapping[str, Any], saved_class: str 
     # Versions of torch add settings to a class, and never give it others: both ways is another kind of optimizer.
     if here - there and there - here:
         message = (
-            f"the checkpoint is of another kind of optimizer: {saved_class or 'one'} with "
-            f"{', '.join(sorted(there - here))}, here {own_class} with {', '.join(sorted(here - there))}. Build the "
-            "optimizer as it was when the checkpoint was saved."
+            f"the checkpoint is of another kind of optimizer: it was saved with {saved_class or 'one'} (settings "
+            f"{', '.join(sorted(there - here))}), and this engine has {own_class} ({', '.join(sorted(here - there))}). "
+            f"Build the optimizer as it was when the checkpoint was saved.{_WEIGHTS_ALONE}"
         )
         raise CheckpointError(message)
     if saved_class is None:

@@ -60,11 +60,11 @@ class Engine:
             float32 master weights in the place of bf16 and fp16 parameters.
         loss: a declared loss (`ab.mean_over_samples(fn)` and its like), or a function of (model, batch) that returns a
             mean over samples, one loss per item or `ab.LossSum`. A module trains its parameters too.
-        effective_batch_size: samples of one step over all ranks; checked against the batches. None: as they come.
+        effective_batch_size: samples of one step over all ranks; larger batches are refused, smaller ones warned of.
         micro_batch_size: most samples of one forward and backward. "auto" tries a few sizes on the first batch and
             takes the fastest; an `Auto` of `anybatch.engine.micro_batch_size.search` knows more beforehand.
             See docs/auto_size.md.
-        accumulation_steps: micro-batches per rank and step, of nearly equal size, instead of a micro-batch size.
+        accumulation_steps: micro-batches per rank and step, of nearly equal size, or of the micro-batch size if named.
         deal: "balanced" gives ranks the same number of samples up to one; "fixed" keeps micro-batches whole, so that
             the cut does not depend on the number of ranks.
         strategy: a name such as "ddp", a strategy object, or "auto": see docs/ranks.md.

@@ -111,23 +111,23 @@ class StepPlanner:
         Raises:
             DataError, BatchSizeError, LossError: the batch cannot be run; nothing has changed.
         """
-        planned = self._planned(batch, step, position, check_loss=check_loss)
+        planned = self._plan_or_leave(batch, step, position, check_loss=check_loss)
         return count_batch(
             planned, self._loss, self._world, step=step, constraints=self._sizes.constraints, sums=self._sums
         )
 
-    def _planned(self, batch: Any, step: int, position: Position, *, check_loss: bool) -> PlannedBatch:  # noqa: ANN401
+    def _plan_or_leave(self, batch: Any, step: int, position: Position, *, check_loss: bool) -> PlannedBatch:  # noqa: ANN401
         roll_call = self._world.roll_call
         num_told, is_steady = 0 if roll_call is None else roll_call.num_told, self.is_steady(step)
         try:
-            return self._planned_alone(batch, step, position, check_loss=check_loss)
+            return self._plan_and_check(batch, step, position, check_loss=check_loss)
         except BaseException as error:
             is_known = isinstance(error, WorldError) or roll_call is None or roll_call.num_told != num_told
             if is_steady and not is_known and self._loss.needs_data_to_count:
                 leave_count(error, self._loss, self._world)
             raise
 
-    def _planned_alone(self, batch: Any, step: int, position: Position, *, check_loss: bool) -> PlannedBatch:  # noqa: ANN401
+    def _plan_and_check(self, batch: Any, step: int, position: Position, *, check_loss: bool) -> PlannedBatch:  # noqa: ANN401
         planned = plan_effective_batch(batch, self._sizes.placement, self._world, position)
         # A seed of the engine's takes precedence over the data's, also on resume.
         if self.seed is not None:

@@ -118,7 +118,7 @@ class StepRunner:
             with self._guard.step():
                 return self._run(batch, step, position)
         except StepFailedError:
-            raise self._world.left_by_failure() from None
+            raise self._world.error_of_failed_rank() from None
         except StepsDifferError as error:
             self._meaning.refuse(error.differing)
         except BaseException as error:
@@ -147,7 +147,7 @@ class StepRunner:
                 return outcome
             plan = counted.planned.plan
             del counted  # with all that it has loaded
-            too_large += (self._retry.undo_and_shrink(outcome, plan, step, too_large),)
+            too_large += (self._retry.retry_smaller_or_raise(outcome, plan, step, too_large),)
             # Behind the abort: only now does no rank wait for another one any more.
             inputs.refuse_changed(step, self._world)
 

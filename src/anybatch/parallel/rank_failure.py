@@ -15,7 +15,7 @@ class RankFailure:
         rank: the rank that failed.
         step: number of the step it failed in, from 0 on; None between steps.
         error_type: name of the class of its error.
-        reason: the text of its error.
+        reason: the text of its error, and what the engine has noted beside it.
         smaller_micro_batch_size: the size to go on with from a checkpoint, as in `CannotRedoError`; None for others.
     """
 
@@ -32,7 +32,7 @@ class RankFailure:
             rank=rank,
             step=step,
             error_type=type(error).__name__,
-            reason=str(error),
+            reason=" ".join([str(error), *_own_notes(error)]),
             smaller_micro_batch_size=error.smaller_micro_batch_size if isinstance(error, CannotRedoError) else None,
         )
 
@@ -53,3 +53,8 @@ class RankFailure:
         """Return it as the beginning of a sentence, without a full stop."""
         place = "between steps" if self.step is None else f"in step {self.step}"
         return f"rank {self.rank} failed {place}: {self.error_type}: {self.reason}"
+
+
+def _own_notes(error: BaseException) -> list[str]:
+    """Return what the engine has added to an error of the user's code, such as the samples that it ran on."""
+    return [f"({note})" for note in getattr(error, "__notes__", ()) if note.startswith("anybatch: ")]

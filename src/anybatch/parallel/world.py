@@ -32,6 +32,7 @@ from anybatch.parallel.rank_grid import RankGrid, data_dimension, make_grid
 from anybatch.parallel.roll_call import RollCall
 
 _T = TypeVar("_T")
+_LEAVES_STEP = "leaves the step too: no rank has updated its parameters, and all may go on with the next batch."
 _SIZE_BYTES, _FIRST_BYTES = 8, 1016
 """The first message of a value: how many bytes it has, and as many of them as most values have."""
 
@@ -307,7 +308,7 @@ class World:
         if error is not None:
             raise error
         if failed:
-            raise self.left_by_failure()
+            raise self.error_of_failed_rank()
         self._refuse_differing(rows)
         return [row[1:] for row in self.of_ranks(rows)]
 
@@ -431,14 +432,13 @@ class World:
             self._control.gather([_plain(row, torch.uint8) for row in rows], mine)
         return rows
 
-    def left_by_failure(self) -> RankFailedError:
+    def error_of_failed_rank(self) -> RankFailedError:
         """Return the error to raise on a rank that another one has told, in time, that it has failed."""
         failure = self.published_failure()
-        message = (
-            f"{failure or 'another rank failed'}. Rank {self.process} stops too: nothing has been updated, and all "
-            "ranks are in the same place."
-        )
-        return RankFailedError(message) if failure is None else failure.error(message)
+        if failure is None:
+            return RankFailedError(f"another rank failed. Rank {self.process} {_LEAVES_STEP}")
+        where = f"The cause is in the traceback of rank {failure.rank}, whichever rank a launcher names first."
+        return failure.error(f"{failure}. Rank {self.process} {_LEAVES_STEP} {where}")
 
     def enter(self, name: str, step: int | None, *, meets: bool = False) -> None:
         """Begin what every rank has to call; see `RollCall.enter` and `RollCall.meet`, which comes next.

@@ -138,7 +138,7 @@ def forward_of(loss: Loss, micro_batch: MicroBatch, sums: Sums) -> Callable[[obj
             output = loss.function(model, batch)
         except Exception as error:
             samples = f"samples {unit.start} to {unit.stop - 1} of the effective batch"
-            error.add_note(f"anybatch: in the loss function, on micro-batch {unit.number}, {samples}.")
+            error.add_note(f"anybatch: in the loss function, on {samples} (its micro-batch {unit.number}, from 0 on).")
             raise
         terms = scaled(loss, output, factors)
         if loss.kind.brings_count and factors[0].of_sum:  # 0 for a unit that only keeps ranks in lockstep

@@ -193,7 +193,7 @@ class LossCheck:
         if is_cut and _is_open(verdicts):
             verdicts = self._by_cuts(planned, loaded, autocast, verdicts)
         self._num_looks, self._newest, self._untold = self._num_looks + 1, step, ""
-        self._combine(verdicts, is_cut=is_cut)
+        self._raise_if_any_rank_refuses(verdicts, is_cut=is_cut)
         return dataclasses.replace(planned, micro_batches=itertools.chain(loaded, planned.micro_batches))
 
     def _by_cuts(
@@ -218,7 +218,7 @@ class LossCheck:
         of_one_rank = next((one for one in found if one is not None), None)
         return self._world.run_on_all_ranks(lambda: self._cut_verdict(of_one_rank, autocast, own))
 
-    def _combine(self, verdicts: Sequence[CheckVerdict], *, is_cut: bool) -> None:
+    def _raise_if_any_rank_refuses(self, verdicts: Sequence[CheckVerdict], *, is_cut: bool) -> None:
         """Come to one verdict from those of all ranks, the same on each."""
         bare = self._bare is not None and any(one.is_scalar for one in verdicts)
         broken = next((one for one in verdicts if one.kind == "broken"), None)

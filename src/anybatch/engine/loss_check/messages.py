@@ -21,10 +21,10 @@ def broken(loss: Loss, name: str, found: TermFinding) -> str:
     weighted = "" if loss.kind.terms[name].is_sum else "each weighted by its share of the count and "
     sizes = " + ".join(map(str, found.sizes))
     return (
-        f"{what} was {verb} as {kind}, but it is not: on pieces of {sizes} samples, {weighted}added, the gradient "
-        f"with respect to what the model returned has a norm of {found.pieces:.4g}; on "
-        f"all {sum(found.sizes)} in one call it has {found.whole:.4g}. The relative difference is {found.error:.2g}, "
-        f"where rounding is below {found.rounding:g}."
+        f"{what} was {verb} as {kind}, but it is not. It was computed of {sum(found.sizes)} samples of the batch, in "
+        f"one call and in calls of {sizes}, {weighted}added: the two gradients with respect to what the model "
+        f"returned differ by {found.error:.2g}, as the norm of their difference over the norm of the first (their "
+        f"norms are {found.whole:.4g} and {found.pieces:.4g}; rounding would be below {found.rounding:g})."
     )
 
 

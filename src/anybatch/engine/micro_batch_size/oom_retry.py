@@ -92,7 +92,7 @@ class OomRetry:
         self._buffers.keep()
         self._backoff.begin_step(step)
 
-    def undo_and_shrink(self, failed: OutOfMemory, plan: BatchPlan, step: int, tried: tuple[int, ...]) -> int:
+    def retry_smaller_or_raise(self, failed: OutOfMemory, plan: BatchPlan, step: int, tried: tuple[int, ...]) -> int:
         """Undo what the failed try has done, on all ranks, and take smaller micro-batches from now on.
 
         Args:

@@ -136,9 +136,16 @@ class RunSizes:
         """
         limit = self.sizes.effective_batch_size
         if limit is not None and num_samples > limit:
+            sizes = self.sizes
+            # Where it was not named, it follows from what was.
+            change = (
+                f"leave accumulation_steps={sizes.accumulation_steps} out, since it follows from the batch"
+                if sizes.product
+                else f"name the same number in Engine(effective_batch_size={num_samples}), or leave it out there"
+            )
             message = (
                 f"the batch holds {num_samples} samples over all ranks, but effective_batch_size={limit}"
-                f"{self.sizes.product}. Name the same number in both places."
+                f"{sizes.product}. Give batches of {limit}, or {change}."
             )
             raise BatchSizeError(message, effective_batch_size=limit, world_size=self._world.size)
 

@@ -113,10 +113,13 @@ def _clip(
 
 
 def _policy_of_group(clip: Clip | float | None) -> Clip | None:
-    return ClipByNorm(float(clip)) if isinstance(clip, (int, float)) else clip
+    if not isinstance(clip, (int, float)):
+        return clip
+    _check_positive("clip", clip)
+    return ClipByNorm(float(clip))
 
 
 def _check_positive(name: str, value: float) -> None:
     if not value > 0:
-        message = f"{name}={value} must be above 0. Leave clip out to clip nothing."
+        message = f"{name}={value} must be above 0. Leave it out to clip nothing."
         raise UserError(message)

@@ -8,9 +8,11 @@ from torch import Tensor
 
 from anybatch.errors import NonFiniteError
 
+_Seen = tuple[Float[Tensor, ""], Float[Tensor, ""] | None]
+
 
 class FiniteCheck:
-    """Looks at one number per step. On the CPU at once, before the update; on an accelerator one step later.
+    """Looks at loss and gradient norm of each step: on the CPU at once, before the update; else one step later.
 
     On an accelerator reading the number would make the loop wait for the device, so it is copied to the host in the
     background and read before the *next* update, when it has long arrived: the update in between has been made.
@@ -18,46 +20,54 @@ class FiniteCheck:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pending: tuple[int, torch.Tensor, torch.Event] | None = None
+        self._pending: tuple[int, torch.Tensor, torch.Event, _Seen] | None = None
 
-    def check(self, number: Float[Tensor, ""], step: int) -> None:
-        """Raise if `number`, zero-axis, or the one of the step before, is not finite.
+    def check(self, loss: Float[Tensor, ""], norm: Float[Tensor, ""] | None, step: int) -> None:
+        """Raise if a step, or on an accelerator the one before it, is not finite.
+
+        Args:
+            loss: its loss.
+            norm: its gradient norm, where that is measured.
+            step: its number.
 
         Raises:
-            NonFiniteError: with the step.
+            NonFiniteError: with the step, and both numbers.
         """
+        number = loss if norm is None else loss + norm
         if self._device.type == "cpu":
             if not math.isfinite(number.item()):  # on a CPU reading waits for nothing, and asks faster than torch does
-                raise _error(step, late=False)
+                raise _error(step, (loss, norm), late=False)
             return
         self.settle()
         copy = number.detach().to("cpu", non_blocking=True)
         event = torch.Event(self._device)
         # Once the device has come to this event, the copy has arrived.
         event.record()
-        self._pending = (step, copy, event)
+        self._pending = (step, copy, event, (loss.detach(), norm))
 
     def settle(self) -> None:
         """Look at what has been copied but not been looked at: before the next update, a checkpoint, the end."""
         if self._pending is None:
             return
-        step, copy, event = self._pending
+        step, copy, event, seen = self._pending
         # Dropped before it is looked at, so that one number raises once.
         self._pending = None
         event.synchronize()
         if not torch.isfinite(copy):
-            raise _error(step, late=True)
+            raise _error(step, seen, late=True)
 
 
-def _error(step: int, *, late: bool) -> NonFiniteError:
+def _error(step: int, seen: _Seen, *, late: bool) -> NonFiniteError:
+    loss, norm = (None if number is None else number.item() for number in seen)
+    measured = "" if norm is None else f" and the gradient norm is {norm:.4g}"
     happened = (
         "Found while the next step was computing: the update of that step has been made, so go back to a checkpoint"
         if late
         else "The update was not made: parameters and optimizer are as before"
     )
     message = (
-        f"the loss or gradient of step {step} (counted from 0) is not finite. {happened}. Look for a learning rate "
-        "that is too high, samples that are not finite themselves, or a loss that divides by zero; clip=1.0 helps "
-        "against spikes."
+        f"step {step} (counted from 0) is not finite: the loss is {loss:.4g}{measured}. {happened}. Look for a "
+        "learning rate that is too high, samples that are not finite themselves, or a loss that divides by zero; "
+        "clip=1.0 helps against spikes."
     )
     return NonFiniteError(message, step=step, updated=late)
