@@ -215,11 +215,13 @@ def test_accumulating_and_buckets() -> None:
 )
 def test_the_control_plane_is_in_the_step() -> None:
     """Its messages take a latency for each round: 11 for the sum of 1,024 ranks, and for the gather of counts."""
-    cluster = dataclasses.replace(FAST, control_link=Link(30e-6, 1e12))
+    cluster = Cluster(link=Link(0.0, 50e9), control_link=Link(30e-6, 1e12))
     control = ControlMessages.of(100, counts_need_data=True)
     rows = [
-        forecast(dataclasses.replace(WORKLOAD, counts_need_data=needs), cluster, world_size=1024).rows[-1]
-        for needs in (False, True)
+        forecast(
+            dataclasses.replace(WORKLOAD, counts_need_data=needs, gradient_bytes=4), cluster, world_size=1024
+        ).rows[-1]
+        for needs in (False, True)  # gradients that hide nothing
     ]
 
     assert control.agreement_bytes == 8 * (1 + 100 + 2 + 8)
@@ -235,7 +237,7 @@ def test_the_control_plane_grows_with_the_logarithm(doublings: int, num_paramete
     control, link = ControlMessages.of(num_parameters, counts_need_data=True), Link(CONTROL_LATENCY_SECONDS, 1e12)
     seconds = control.agreement_seconds(2**doublings, link), control.agreement_seconds(2 ** (doublings + 1), link)
 
-    assert seconds[1] - seconds[0] <= (2 if doublings == 0 else 1.01) * link.latency_seconds
+    assert seconds[1] - seconds[0] <= (2.01 if doublings == 0 else 1.01) * link.latency_seconds
     assert control.agreement_seconds(1000, link) + control.count_seconds(1000, link) < 0.01 * 0.2
 
 
@@ -295,7 +297,7 @@ def control_bytes_of_a_step(counts_need_data: bool) -> tuple[dict[str, int], int
         sent["gather"] = sent.get("gather", 0) + len(mine)
         return plain[1](group, mine)
 
-    ControlGroup.start_sum, ControlGroup.gather = start_sum, gather  # type: ignore[method-assign]
+    ControlGroup.start_sum, ControlGroup.gather = start_sum, gather  # type: ignore[method-assign, assignment]
     try:
         with ab.Engine(
             model, optimizer, declared, micro_batch_size=2, strategy="all_reduce", check_loss=False

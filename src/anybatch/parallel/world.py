@@ -403,7 +403,7 @@ class World:
         if self._silent:
             return [list(numbers) for _ in range(self.size)]
         row = array("d", numbers).tobytes()
-        return [memoryview(gathered).cast("d").tolist() for gathered in self._gather_bytes(row, len(row))]
+        return [list(memoryview(gathered).cast("d")) for gathered in self._gather_bytes(row, len(row))]
 
     def _refuse_differing(self, rows: Sequence[Sequence[float]]) -> None:
         """Refuse numbers that follow from samples, and differ between processes that are one rank."""
