@@ -165,7 +165,9 @@ def test_parts_of_a_step_by_a_clock() -> None:
     assert (found.compute, found.whole, found.load) == (2.0, 2.0, 0.0)
 
 
-def test_ranks_that_cannot_be() -> None:
-    """Numbers of ranks below 1 are refused."""
+def test_numbers_that_cannot_be() -> None:
+    """Numbers of ranks below 1 are refused, and of workers below 0."""
+    with pytest.raises(UserError, match="num_workers=-1 must be"):
+        RunSettings(num_workers=-1)
     with pytest.raises(UserError, match=r"ranks=\[0\] must be numbers of at least 1"):
         measure_scaling(train, data, ranks=[0])

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from anybatch.core.batch import EffectiveBatch, Placement
 from anybatch.core.geometry import ceil_div
 from anybatch.core.splitting import Cut
+from anybatch.core.whole_numbers import checked_int
 from anybatch.diagnostics.held_batch import HeldBatch
 from anybatch.diagnostics.scaling.bucket_sizes import MEBIBYTE, BucketCut, bucket_cuts
 from anybatch.diagnostics.scaling.phase_clock import PhaseClock, StepSeconds
@@ -54,6 +55,9 @@ class RunSettings:
         bucket_bytes: gradient bytes per all-reduce.
         compression: of gradients on the wire.
         num_workers: processes that load, per rank; 0 loads in the process that trains.
+
+    Raises:
+        UserError: a number is out of its range.
     """
 
     strategy: ReplicaStrategy = "all_reduce"
@@ -61,6 +65,12 @@ class RunSettings:
     bucket_bytes: int = 25 * MEBIBYTE
     compression: Compression = None
     num_workers: int = 0
+
+    def __post_init__(self) -> None:
+        checked_int("bucket_bytes", self.bucket_bytes)
+        checked_int("num_workers", self.num_workers, least=0)
+        if self.micro_batch_size is not None:
+            checked_int("micro_batch_size", self.micro_batch_size)
 
     def make_strategy(self) -> Strategy:
         """Return a new strategy with these settings."""
