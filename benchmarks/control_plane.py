@@ -30,6 +30,8 @@ from torch import nn
 
 import anybatch as ab
 from anybatch.core.collective_times import Link, bruck_all_gather, doubling_all_reduce, gloo_all_reduce
+from anybatch.core.message_rounds import sum_rounds
+from anybatch.parallel.messenger import _sum
 from anybatch.parallel.process_groups import ControlGroup, PendingMessage
 from anybatch.parallel.world import World
 from anybatch.planner.forecast.control_plane import ControlMessages
@@ -40,6 +42,7 @@ from tests.hosts import NoHostsError, hosts
 NUM_STEPS, NUM_TIMES = 16, 40
 WARM_UP = 3
 NUM_COUNTS = 4
+NUM_ROUNDS, FREE_TAG = 32, 2**30
 SIZES = (20, 114, 1000)
 FAST = 1e12
 NUM_RANKS = 1000
@@ -186,10 +189,46 @@ def on_a_host(out: Path) -> None:
     """Run on every host: write the slowest rank's seconds of messages of several sizes."""
     torch.set_num_threads(1)
     with World.from_environment(device="cpu") as world:
-        found = {size: messages(world, size, NUM_STEPS) for size in SIZES}
+        found: dict[Any, Any] = {size: messages(world, size, NUM_STEPS) for size in SIZES}
+        if world.size == 2:
+            found["round"] = a_round(world)
         if world.rank == 0:
             out.write_text(json.dumps(found))
         world.gather_numbers([0.0])
+
+
+def a_round(world: World) -> list[float]:
+    """Return seconds of one round of many, one after the other: what a round takes of processors and of the network."""
+    group, rounds, numbers = world._control.group, sum_rounds(world.rank, 2) * NUM_ROUNDS, torch.zeros(SIZES[1])  # type: ignore[union-attr]  # noqa: SLF001
+    found = []
+    for number in range(NUM_TIMES):
+        dist.barrier()
+        found.append(timed(lambda tag=number: _sum(group, rounds, numbers, FREE_TAG + tag)) / NUM_ROUNDS)  # type: ignore[misc]
+    return found[WARM_UP:]
+
+
+def of_a_round() -> list[str]:
+    """Return what a round takes between two hosts that are as near as can be."""
+    seconds = from_hosts(2, 0.0)["round"]
+    lower, median, upper = (1e6 * one for one in statistics.quantiles(seconds))
+    said = "A round between two hosts without latency, in a row of many, on two cores"
+    return [f"{said}: {median:.0f} us ({lower:.0f} to {upper:.0f})."]
+
+
+def from_hosts(num_hosts: int, latency: float) -> dict[str, Any]:
+    """Run on so many hosts, and return what the first has written."""
+    with tempfile.TemporaryDirectory() as folder, hosts(num_hosts, latency=latency) as made:
+        out = Path(folder, "found.json")
+        common = {"MASTER_ADDR": "host0", "MASTER_PORT": "29500", "WORLD_SIZE": str(num_hosts), "LOCAL_RANK": "0"}
+        command = [sys.executable, __file__, "--rank-writes", str(out)]
+        ranks = [
+            host.start(command, env=environment(**common, RANK=str(rank)), out=subprocess.DEVNULL)
+            for rank, host in enumerate(made)
+        ]
+        for one in ranks:
+            one.wait(TIMEOUT_SECONDS)
+        found: dict[str, Any] = json.loads(out.read_text())
+    return found
 
 
 def on_hosts(numbers: list[int], latency: float) -> list[str]:
@@ -200,17 +239,8 @@ def on_hosts(numbers: list[int], latency: float) -> list[str]:
     ]
     link = Link(latency, FAST)
     for num_hosts in numbers:
-        with tempfile.TemporaryDirectory() as folder, hosts(num_hosts, latency=latency) as made:
-            out = Path(folder, "found.json")
-            common = {"MASTER_ADDR": "host0", "MASTER_PORT": "29500", "WORLD_SIZE": str(num_hosts), "LOCAL_RANK": "0"}
-            command = [sys.executable, __file__, "--rank-writes", str(out)]
-            ranks = [
-                host.start(command, env=environment(**common, RANK=str(rank)), out=subprocess.DEVNULL)
-                for rank, host in enumerate(made)
-            ]
-            for one in ranks:
-                one.wait(TIMEOUT_SECONDS)
-            found = json.loads(out.read_text())
+        found = from_hosts(num_hosts, latency)
+        found.pop("round", None)
         for size, by_kind in found.items():
             rows = {f"sum of {size}": by_kind["sum"]}
             said = {f"sum of {size}": (gloo_all_reduce(8 * int(size), num_hosts, link, item_bytes=8),)}
@@ -271,6 +301,8 @@ def main() -> None:
         f"Hosts with {1000 * given.latency:g} ms between them, forecast with the latency as configured:",
         "",
         *on_hosts(given.hosts, given.latency),
+        "",
+        *of_a_round(),
         "",
         f"The model, {1e6 * CONTROL_LATENCY_SECONDS:g} us from rank to rank:",
         "",

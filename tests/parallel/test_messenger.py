@@ -1,5 +1,8 @@
 """Sums and gathers of the control plane: of many ranks in threads with a network in memory, and of real processes."""
 
+import os
+import subprocess
+import sys
 import threading
 from collections import defaultdict
 from datetime import timedelta
@@ -13,6 +16,7 @@ from anybatch.parallel.messenger import Messenger
 from anybatch.parallel.world import World
 from anybatch.testing import RankPool
 from tests.faults import sees
+from tests.parallel.worlds_in_processes import free_port
 from tests.ranks_fixture import Ranks
 
 LONG = timedelta(seconds=20)
@@ -149,3 +153,39 @@ def test_an_error_is_raised_where_it_is_waited_for() -> None:
             message.wait(LONG)
         assert message.is_completed()
     messenger.end(LONG.total_seconds())
+
+
+AT_EXIT = """
+import atexit, os, threading
+atexit.register(lambda: print("threads:", [one.name for one in threading.enumerate()]))
+import torch
+import anybatch as ab
+world = ab.World.from_environment(device="cpu")
+if world.rank == 0:
+    started = world.start_sum(torch.ones(3))  # in which the other rank takes no part
+"""
+
+
+@sees(
+    "messenger: a thread waits on while the interpreter ends",
+    "src/anybatch/parallel/messenger.py",
+    "self._end_at_exit = weakref.finalize(self, self._end, _AT_EXIT_SECONDS)",
+    "self._end_at_exit = weakref.finalize(threading, self._end, _AT_EXIT_SECONDS)\n"
+    "        self._end_at_exit.atexit = False",
+)
+@pytest.mark.slow
+def test_a_program_that_ends_takes_the_thread_along() -> None:
+    """A message that is under way when a program ends is given up before the interpreter goes; its exit status is 0."""
+    variables = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(  # noqa: S603 (our own program)
+            [sys.executable, "-c", AT_EXIT],
+            env=variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        said, _ = rank.communicate(timeout=60)
+        assert (said.strip(), rank.returncode) == ("threads: ['MainThread']", 0)

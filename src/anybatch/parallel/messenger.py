@@ -6,9 +6,11 @@ while this rank computes; and whoever waits for the result waits for the thread.
 """
 
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 _AT_ONCE = timedelta(milliseconds=1)
+_AT_EXIT_SECONDS, _PATIENCE_SECONDS = 0.1, 2.0
 _NOBODY_SENDS = 0  # a tag; messages are numbered from 1 on
 _TAGS = 2**31
 
@@ -87,7 +90,6 @@ class Messenger:
 
     def __init__(self, group: "dist.ProcessGroup", rank: int, num_ranks: int) -> None:
         self._group = group
-        self._rank = rank
         self._num_ranks = num_ranks
         self._sum_rounds = sum_rounds(rank, num_ranks)
         self._gather_rounds = gather_rounds(rank, num_ranks)
@@ -95,6 +97,9 @@ class Messenger:
         self._started: SimpleQueue[Message | None] = SimpleQueue()
         self._thread = threading.Thread(target=_pass_on, args=(self._started,), name="anybatch messages", daemon=True)
         self._thread.start()
+        # A thread that comes out of a wait while the interpreter ends would end the process with an abort.
+        self._end = partial(_end, self._thread, self._started, group, (rank + 1) % num_ranks)
+        self._end_at_exit = weakref.finalize(self, self._end, _AT_EXIT_SECONDS)
 
     def start_sum(self, numbers: torch.Tensor) -> Message:
         """Start replacing `numbers`, a contiguous CPU tensor, by their sum over ranks: the same bits on all of them."""
@@ -117,16 +122,8 @@ class Messenger:
         Args:
             patience_seconds: after which the connections of the group are broken, so that nothing is waited for.
         """
-        self._started.put(None)
-        if self._thread is threading.current_thread():  # it has collected what referred to it, and ends by itself
-            return
-        self._thread.join(patience_seconds)
-        if self._thread.is_alive():
-            with suppress(RuntimeError):
-                other = (self._rank + 1) % self._num_ranks
-                # Gloo frees waiting receives in no other way: `abort` and `shutdown` of a group leave them alone.
-                self._group.recv([torch.zeros(1)], other, _NOBODY_SENDS).wait(_AT_ONCE)
-            self._thread.join()
+        self._end_at_exit.detach()
+        self._end(patience_seconds)
 
     def _start(self, pass_on: Callable[[], object]) -> Message:
         message = Message(pass_on)
@@ -136,6 +133,24 @@ class Messenger:
     def _next_tag(self) -> int:
         self._num_started += 1
         return self._num_started % _TAGS or self._next_tag()
+
+
+def _end(
+    thread: threading.Thread,
+    started: "SimpleQueue[Message | None]",
+    group: "dist.ProcessGroup",
+    other: int,
+    patience_seconds: float,
+) -> None:
+    started.put(None)
+    if thread is threading.current_thread():  # it has collected what referred to it, and ends by itself
+        return
+    thread.join(patience_seconds)
+    if thread.is_alive():
+        with suppress(RuntimeError):
+            # Gloo frees waiting receives in no other way: `abort` and `shutdown` of a group leave them alone.
+            group.recv([torch.zeros(1)], other, _NOBODY_SENDS).wait(_AT_ONCE)
+        thread.join(_PATIENCE_SECONDS)
 
 
 def _pass_on(started: "SimpleQueue[Message | None]") -> None:
