@@ -41,7 +41,8 @@ from tests.hosts import NoHostsError, hosts
 
 NUM_STEPS, NUM_TIMES = 16, 40
 WARM_UP = 3
-NUM_COUNTS = 4
+NUM_COUNTS, NUM_PARAMETERS = 4, 4
+LEAD_SECONDS = 0.06  # longer than it takes to tell all ranks
 NUM_ROUNDS, FREE_TAG = 32, 2**30
 SIZES = (20, 114, 1000)
 FAST = 1e12
@@ -76,13 +77,20 @@ WAYS: dict[str, tuple[Any, Any]] = {
 }
 
 
+def together() -> None:
+    """Return at the same moment on all ranks, whose clock is that of one machine."""
+    moment = torch.tensor([time.monotonic() + LEAD_SECONDS], dtype=torch.float64)
+    dist.broadcast(moment, 0)
+    time.sleep(max(0.0, moment.item() - time.monotonic()))
+
+
 def in_turns(act: Callable[[], object], num_times: int) -> dict[str, list[float]]:
     """Time something by either way in turns, each first as often as last; all ranks begin together."""
     found: dict[str, list[float]] = {way: [] for way in WAYS}
     for number in range(num_times + WARM_UP):
         for way in list(WAYS)[:: -1 if number % 2 else 1]:
             ControlGroup.start_sum, ControlGroup.gather = WAYS[way]  # type: ignore[method-assign]
-            dist.barrier()
+            together()
             found[way].append(timed(act))
     ControlGroup.start_sum, ControlGroup.gather = WAYS["rounds"]  # type: ignore[method-assign]
     return {way: seconds[WARM_UP:] for way, seconds in found.items()}
@@ -107,34 +115,33 @@ def messages(world: World, num_numbers: int, num_times: int) -> dict[str, dict[s
     }
 
 
+def tiny_step(world: World, *, counts_need_data: bool) -> Callable[[], object]:
+    """Return a function that makes a step of a tiny model, of one sample on each rank."""
+    made = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 10))
+    declared = ab.mean_over(loss, rows_of) if counts_need_data else ab.mean_over_samples(loss)
+    optimizer = torch.optim.SGD(made.parameters(), lr=1e-3)
+    engine = ab.Engine(made, optimizer, declared, micro_batch_size=1, strategy="all_reduce", world=world)
+    batch = InMemory({"x": torch.randn(world.size, 16), "y": torch.randint(0, 10, (world.size,))})
+    return lambda: engine.step(batch)
+
+
 def of_a_rank(*, counts_need_data: bool) -> dict[str, Any]:
     """Run on every rank: return messages of a step, and seconds of a sum, a gather and a step, of both ways."""
     torch.set_num_threads(1)
-    made = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 10))
-    declared = ab.mean_over(loss, rows_of) if counts_need_data else ab.mean_over_samples(loss)
     with World.from_environment() as world:
-        engine = ab.Engine(
-            made,
-            torch.optim.SGD(made.parameters(), lr=1e-3),
-            declared,
-            micro_batch_size=1,
-            strategy="all_reduce",
-            world=world,
-        )
-        batch = InMemory({"x": torch.randn(world.size, 16), "y": torch.randint(0, 10, (world.size,))})
-        steps = of_slowest(world, in_turns(lambda: engine.step(batch), NUM_STEPS))
+        step = tiny_step(world, counts_need_data=counts_need_data)
+        steps = of_slowest(world, in_turns(step, NUM_STEPS))
         seen: list[tuple[str, int]] = []
         start_sum, gather = WAYS["rounds"]
         ControlGroup.start_sum = lambda group, numbers: (
             seen.append(("sum", numbers.nbytes)) or start_sum(group, numbers)
         )  # type: ignore[method-assign, func-returns-value]
         ControlGroup.gather = lambda group, mine: seen.append(("gather", len(mine))) or gather(group, mine)  # type: ignore[method-assign, func-returns-value]
-        engine.step(batch)
+        step()
         ControlGroup.start_sum, ControlGroup.gather = WAYS["rounds"]  # type: ignore[method-assign]
         size = next(num_bytes for kind, num_bytes in seen if kind == "sum")
         return {
             "seen": seen,
-            "parameters": len(list(made.parameters())),
             "step": steps,
             **messages(world, size // 8, NUM_TIMES),
         }
@@ -167,7 +174,7 @@ def on_this_machine(sizes: list[int]) -> list[str]:
         for needs in (False, True):
             with RankPool(num_ranks, timeout_seconds=TIMEOUT_SECONDS) as pool:
                 found = pool.run(_with_counts if needs else _without_counts)[0]
-            control = ControlMessages.of(found["parameters"], counts_need_data=needs)
+            control = ControlMessages.of(NUM_PARAMETERS, counts_need_data=needs)
             lines.append(
                 f"| {num_ranks} | {'yes' if needs else 'no'} | {', '.join(kind for kind, _ in found['seen'])} | "
                 f"{sum(size for _, size in found['seen'])} | {control.messages(num_ranks)} | {both(found['sum'])} | "
@@ -190,6 +197,9 @@ def on_a_host(out: Path) -> None:
     torch.set_num_threads(1)
     with World.from_environment(device="cpu") as world:
         found: dict[Any, Any] = {size: messages(world, size, NUM_STEPS) for size in SIZES}
+        for needs in (False, True):
+            name = "step, counts need data" if needs else "step"
+            found[name] = of_slowest(world, in_turns(tiny_step(world, counts_need_data=needs), NUM_STEPS))
         if world.size == 2:
             found["round"] = a_round(world)
         if world.rank == 0:
@@ -202,7 +212,7 @@ def a_round(world: World) -> list[float]:
     group, rounds, numbers = world._control.group, sum_rounds(world.rank, 2) * NUM_ROUNDS, torch.zeros(SIZES[1])  # type: ignore[union-attr]  # noqa: SLF001
     found = []
     for number in range(NUM_TIMES):
-        dist.barrier()
+        together()
         found.append(timed(lambda tag=number: _sum(group, rounds, numbers, FREE_TAG + tag)) / NUM_ROUNDS)  # type: ignore[misc]
     return found[WARM_UP:]
 
@@ -240,8 +250,8 @@ def on_hosts(numbers: list[int], latency: float) -> list[str]:
     link = Link(latency, FAST)
     for num_hosts in numbers:
         found = from_hosts(num_hosts, latency)
-        found.pop("round", None)
-        for size, by_kind in found.items():
+        for size in map(str, SIZES):
+            by_kind = found[size]
             rows = {f"sum of {size}": by_kind["sum"]}
             said = {f"sum of {size}": (gloo_all_reduce(8 * int(size), num_hosts, link, item_bytes=8),)}
             said[f"sum of {size}"] += (doubling_all_reduce(8 * int(size), num_hosts, link),)
@@ -259,6 +269,9 @@ def on_hosts(numbers: list[int], latency: float) -> list[str]:
                     f"{rounds / median - 1:+.0%} | {median / max(latency, 1e-6):.1f} |"
                 )
                 print(lines[-1], flush=True)
+        for name in ("step", "step, counts need data"):
+            lines.append(f"| {num_hosts} | {name} | {both(found[name])} | | | | |")
+            print(lines[-1], flush=True)
     return lines
 
 
