@@ -9,7 +9,8 @@ Healthy jobs have none of these. That ranks wait for a core (`shared_cores`) is 
 this machine do, and no job is planted with it; how often it was named is said. Where the first cause has a change that
 can be tried, it is, and both gains are shown.
 
-    python benchmarks/planted_causes.py [--rounds N] [--only WORD] [--out benchmarks/results/NAME.md]
+    python benchmarks/planted_causes.py [--only WORD] [--out benchmarks/results/NAME.md]
+    python benchmarks/planted_causes.py --kept FILE --seconds 240    # a part of it; again until all have been run
 """
 
 import argparse
@@ -44,6 +45,7 @@ NUM_CORES = 64  # sleeping takes none
 TIMEOUT_SECONDS = 900
 BUCKET_SIZES = (2**16, 2**20, 2**21, 2**30)
 MACHINE = "shared_cores"
+MOST_TOGETHER = 4  # jobs of one network that ranks join once for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,8 +308,9 @@ def summary(results: Iterable[tuple[Case, dict[str, Any]]]) -> list[str]:
 def main() -> None:
     """Run all cases, and print the table."""
     parser = report.parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=1, help="times that every case is run")
     parser.add_argument("--only", help="cases with this planted cause; healthy for those without")
+    parser.add_argument("--kept", type=Path, help="file with results of earlier runs, to go on with and add to")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further jobs after so long")
     parser.add_argument("--cases", help=argparse.SUPPRESS)
     parser.add_argument("--verbose", action="store_true", help="print the whole report of each case")
     given = parser.parse_args()
@@ -316,26 +319,30 @@ def main() -> None:
         run_rank([case_of(one) for one in values], given.out)
         return
     chosen = [case for case in cases() if given.only in (None, *(case.planted or ("healthy",)))]
-    # Single causes first.
-    networks = sorted({network_of(case) for case in chosen})
-    results = []
-    lines = ["| planted | named, with their share of a step | right | predicted gain | gain obtained |"]
-    lines.append("|---|---|---|--:|--:|")
+    kept = json.loads(given.kept.read_text()) if given.kept and given.kept.exists() else []
+    known = {case_of(values): found for values, found in kept}
+    begun = time.perf_counter()
     with contextlib.suppress(KeyboardInterrupt):  # what was run until then is shown
-        for network in networks * given.rounds:
-            same = [case for case in chosen if network_of(case) == network]
-            for case, found in zip(same, run_cases(same), strict=True):
-                results.append((case, found))
-                lines.append(row_of(case, found))
-                print(lines[-1], flush=True)
-                if given.verbose:
-                    print(found["text"], flush=True)
-    num_asked = len(chosen) * given.rounds
-    stopped = [f"Stopped after {len(results)} of {num_asked} runs.", ""] if len(results) < num_asked else []
+        # Single causes first.
+        for network in sorted({network_of(case) for case in chosen}):
+            same = [case for case in chosen if network_of(case) == network and case not in known]
+            while same and time.perf_counter() - begun < given.seconds:
+                some, same = same[:MOST_TOGETHER], same[MOST_TOGETHER:]
+                for case, found in zip(some, run_cases(some), strict=True):
+                    known[case] = found
+                    print(row_of(case, found), flush=True)
+                    if given.verbose:
+                        print(found["text"], flush=True)
+                if given.kept:
+                    given.kept.write_text(json.dumps([[asdict(case), found] for case, found in known.items()]))
+    results = [(case, known[case]) for case in chosen if case in known]
+    stopped = [f"{len(results)} of {len(chosen)} runs.", ""] if len(results) < len(chosen) else []
+    lines = ["| planted | named, with their share of a step | right | predicted gain | gain obtained |"]
+    lines += ["|---|---|---|--:|--:|", *(row_of(case, found) for case, found in results)]
     report.publish(
         [*stopped, *summary(results), "", *lines],
         title="Planted causes of bad scaling: named, and gained",
-        command=f"python benchmarks/planted_causes.py --rounds {given.rounds}",
+        command="python benchmarks/planted_causes.py",
         setting=f"{NUM_RANKS} ranks over gloo, one in each network namespace, compute that sleeps",
         out=given.out,
     )

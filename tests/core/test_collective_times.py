@@ -11,7 +11,8 @@ from anybatch.core.collective_times import (
     GLOO_SEGMENT_BYTES,
     Link,
     best_all_reduce,
-    gloo_all_gather,
+    bruck_all_gather,
+    doubling_all_reduce,
     gloo_all_reduce,
     hierarchical_all_gather,
     hierarchical_all_reduce,
@@ -25,8 +26,14 @@ from anybatch.errors import UserError
 from tests.faults import sees
 
 Collective = Callable[[float, int, Link], float]
-ALL_REDUCES: tuple[Collective, ...] = (ring_all_reduce, tree_all_reduce, best_all_reduce, gloo_all_reduce)
-COLLECTIVES: tuple[Collective, ...] = (*ALL_REDUCES, ring_reduce_scatter, ring_all_gather, gloo_all_gather)
+ALL_REDUCES: tuple[Collective, ...] = (
+    ring_all_reduce,
+    tree_all_reduce,
+    best_all_reduce,
+    gloo_all_reduce,
+    doubling_all_reduce,
+)
+COLLECTIVES: tuple[Collective, ...] = (*ALL_REDUCES, ring_reduce_scatter, ring_all_gather, bruck_all_gather)
 LINKS = st.builds(Link, st.floats(0.0, 0.1), st.floats(1e5, 1e12))
 SIZES = st.integers(1, 10**10)
 RANKS = st.integers(1, 10_000)

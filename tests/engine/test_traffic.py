@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import anybatch as ab
+from anybatch.parallel.process_groups import ControlGroup, PendingMessage
 from anybatch.parallel.roll_call import NUM_DIGESTS
 from tests.engine.cases import STRATEGIES, Batch, InMemory, vectors
 from tests.faults import sees
@@ -37,9 +38,18 @@ class Call(NamedTuple):
 
 @contextmanager
 def recorded() -> Iterator[list[Call]]:
-    """Record every call of a collective through torch.distributed."""
+    """Record every call of a collective through torch.distributed, and every message of a control group."""
     calls: list[Call] = []
     plain = {name: getattr(dist, name) for name in COLLECTIVES}
+    start_sum, gather = ControlGroup.start_sum, ControlGroup.gather
+
+    def summing(group: ControlGroup, numbers: torch.Tensor) -> PendingMessage:
+        calls.append(Call("start_sum", in_data_group=False, num_bytes=numbers.nbytes, dtype=numbers.dtype))
+        return start_sum(group, numbers)
+
+    def gathering(group: ControlGroup, mine: bytes) -> list[bytearray]:
+        calls.append(Call("gather", in_data_group=False, num_bytes=len(mine), dtype=None))
+        return gather(group, mine)
 
     def recording(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -52,21 +62,24 @@ def recorded() -> Iterator[list[Call]]:
 
         return call
 
-    with replaced({name: recording(name) for name in COLLECTIVES}):
+    with (
+        replaced(dist, {name: recording(name) for name in COLLECTIVES}),
+        replaced(ControlGroup, {"start_sum": summing, "gather": gathering}),
+    ):
         yield calls
 
 
 @contextmanager
-def replaced(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Put functions in the place of those of torch.distributed."""
-    plain = {name: getattr(dist, name) for name in functions}
+def replaced(owner: object, functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Put functions in the place of those of torch.distributed, or of a class."""
+    plain = {name: getattr(owner, name) for name in functions}
     for name, function in functions.items():
-        setattr(dist, name, function)
+        setattr(owner, name, function)
     try:
         yield
     finally:
         for name, function in plain.items():
-            setattr(dist, name, function)
+            setattr(owner, name, function)
 
 
 def make_engine(strategy: str, world: ab.World) -> ab.Engine:
@@ -139,7 +152,7 @@ def test_one_reduction_per_step(strategy: str, two_ranks: Ranks) -> None:
             others = [call for call in calls if call.dtype != torch.float32]
             assert all(call.name == "all_reduce" and call.in_data_group for call in gradients)
             assert sum(call.num_bytes for call in gradients) == 4 * NUM_PARAMETERS
-            assert [(call.name, call.in_data_group) for call in others] == [("all_reduce", False)]
+            assert [(call.name, call.in_data_group) for call in others] == [("start_sum", False)]
             assert sum(call.num_bytes for call in others) <= 8 * (1 + 4 + 2 + 2 * NUM_DIGESTS)
     assert found[1] == found[4] == found[16]
 
@@ -154,11 +167,11 @@ def test_several_buckets_are_reduced_one_by_one(two_ranks: Ranks) -> None:
 class Waited:
     """A reduction that was started, and how often it was waited for."""
 
-    def __init__(self, work: dist.Work) -> None:
+    def __init__(self, work: Any) -> None:
         self.work = work
         self.times = 0
 
-    def wait(self, *timeout: timedelta) -> bool:
+    def wait(self, *timeout: timedelta) -> object:
         """Wait as usual."""
         done = self.work.wait(*timeout)
         self.times += 1  # not where it has been waited for in vain for a while
@@ -166,23 +179,29 @@ class Waited:
 
     def is_completed(self) -> bool:
         """Whether it has come."""
-        return self.work.is_completed()
+        return bool(self.work.is_completed())
 
 
 def waits_of_a_step(strategy: str) -> list[int]:
-    """Run on every rank: return how often each reduction that a step starts is waited for."""
+    """Run on every rank: return how often each reduction that a step starts is waited for, and its last message."""
     started: list[Waited] = []
-    plain = dist.all_reduce
 
-    def recording(*args: Any, **kwargs: Any) -> Any:
-        work = plain(*args, **kwargs)
-        if work is None:
-            return None
-        started.append(Waited(work))
-        return started[-1]
+    def recording(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def start(*args: Any, **kwargs: Any) -> Any:
+            work = plain(*args, **kwargs)
+            if work is None:
+                return None
+            started.append(Waited(work))
+            return started[-1]
+
+        return start
 
     world = ab.World.from_environment()
-    with make_engine(strategy, world) as engine, replaced({"all_reduce": recording}):
+    with (
+        make_engine(strategy, world) as engine,
+        replaced(dist, {"all_reduce": recording(dist.all_reduce)}),
+        replaced(ControlGroup, {"start_sum": recording(ControlGroup.start_sum)}),
+    ):
         engine.step(InMemory(vectors(8 * world.size)))
     return [work.times for work in started]
 

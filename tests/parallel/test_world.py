@@ -64,8 +64,8 @@ def gathered() -> tuple[int, int, list[list[float]], list[object], list[float]]:
 @sees(
     "numbers that all ranks sum are not summed",
     "src/anybatch/parallel/process_groups.py",
-    "dist.all_reduce(numbers, group=self.group, async_op=True)",
-    "dist.all_reduce(numbers.clone(), group=self.group, async_op=True)",
+    "self._messenger.start_sum(numbers)",
+    "self._messenger.start_sum(numbers.clone())",
     cases=["2-ranks"],
 )
 def test_everybody_learns_what_everybody_said(ranks: Ranks) -> None:

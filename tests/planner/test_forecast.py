@@ -29,7 +29,7 @@ from anybatch.planner.forecast.forecast_figure import draw_forecast
 from anybatch.planner.forecast.forecast_report import USEFUL_GAIN
 from anybatch.planner.forecast.overlap import bucket_times, reductions_end, sharded_micro_batch
 from anybatch.planner.forecast.stragglers import expected_maximum
-from anybatch.planner.forecast.workload import Cluster, StrategyName, Workload
+from anybatch.planner.forecast.workload import CONTROL_LATENCY_SECONDS, Cluster, StrategyName, Workload
 from tests.faults import sees
 from tests.ranks_fixture import Ranks
 
@@ -213,16 +213,32 @@ def test_accumulating_and_buckets() -> None:
     "agreed = found.computed + control.agreement_seconds(num_ranks, cluster.control)",
     "agreed = found.computed",
 )
-def test_the_control_plane_grows_with_the_ranks() -> None:
-    """Its ring takes about two latencies for each rank: 62 ms of 1,024 ranks with 30 us each, and it is in the step."""
-    cluster = dataclasses.replace(FAST, control_link=Link(30e-6, 1e12))
-    control = ControlMessages.of(100, counts_need_data=False)
-    row = forecast(WORKLOAD, cluster, world_size=1024).rows[-1]
+def test_the_control_plane_is_in_the_step() -> None:
+    """Its messages take a latency for each round: 11 for the sum of 1,024 ranks, and for the gather of counts."""
+    cluster = Cluster(link=Link(0.0, 50e9), control_link=Link(30e-6, 1e12))
+    control = ControlMessages.of(100, counts_need_data=True)
+    rows = [
+        forecast(
+            dataclasses.replace(WORKLOAD, counts_need_data=needs, gradient_bytes=4), cluster, world_size=1024
+        ).rows[-1]
+        for needs in (False, True)  # gradients that hide nothing
+    ]
 
     assert control.agreement_bytes == 8 * (1 + 100 + 2 + 8)
-    assert control.agreement_seconds(1024, cluster.control) == pytest.approx(2 * 1023 * 30e-6, rel=0.05)
-    assert row.control_seconds == pytest.approx(2 * 1023 * 30e-6, rel=0.2)
-    assert ControlMessages.of(100, counts_need_data=True).count_seconds(1024, cluster.control) > 0.06
+    assert control.agreement_seconds(1024, cluster.control) == pytest.approx(11 * 30e-6, rel=0.01)
+    assert control.count_seconds(1024, cluster.control) == pytest.approx(11 * 30e-6, rel=0.01)
+    assert rows[0].control_seconds == pytest.approx(11 * 30e-6, rel=0.02)
+    assert rows[1].control_seconds == pytest.approx(22 * 30e-6, rel=0.02)
+
+
+@given(doublings=st.integers(0, 13), num_parameters=st.integers(1, 1000))
+def test_the_control_plane_grows_with_the_logarithm(doublings: int, num_parameters: int) -> None:
+    """Twice the ranks take a latency more, and a thousand ranks less than a hundredth of a step of 200 ms."""
+    control, link = ControlMessages.of(num_parameters, counts_need_data=True), Link(CONTROL_LATENCY_SECONDS, 1e12)
+    seconds = control.agreement_seconds(2**doublings, link), control.agreement_seconds(2 ** (doublings + 1), link)
+
+    assert seconds[1] - seconds[0] <= (2.01 if doublings == 0 else 1.01) * link.latency_seconds
+    assert control.agreement_seconds(1000, link) + control.count_seconds(1000, link) < 0.01 * 0.2
 
 
 @sees(
@@ -277,9 +293,9 @@ def control_bytes_of_a_step(counts_need_data: bool) -> tuple[dict[str, int], int
         sent["sum"] = sent.get("sum", 0) + numbers.nbytes
         return plain[0](group, numbers)
 
-    def gather(group: ControlGroup, rows: list[torch.Tensor], mine: torch.Tensor) -> None:
-        sent["gather"] = sent.get("gather", 0) + mine.nbytes
-        plain[1](group, rows, mine)
+    def gather(group: ControlGroup, mine: bytes) -> list[bytearray]:
+        sent["gather"] = sent.get("gather", 0) + len(mine)
+        return plain[1](group, mine)
 
     ControlGroup.start_sum, ControlGroup.gather = start_sum, gather  # type: ignore[method-assign, assignment]
     try:

@@ -68,7 +68,7 @@ def make_parser() -> Parser:
         help="a bucket size to try, such as 5MiB; may be given several times (default: 1, 5, 25, 50 and 100 MiB, and "
         "the model's gradients in 1, 2, 4 and 8 parts)",
     )
-    add("--apply", action="store_true", help="try the change that is named first, and say whether the gain came")
+    add("--apply", action="store_true", help="try the first change that can be tried, and say whether the gain came")
     add("--seconds", type=count, default=20, metavar="N", help="about as long for steps in turns (default: 20)")
     add("--seed", type=integer, default=0, metavar="N", help="of the parameters and the order (default: 0)")
     add("--log", type=Path, metavar="FILE", help="read the log of a finished run (events.jsonl) instead of measuring")

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from anybatch.core.geometry import ceil_div
+from anybatch.core.message_rounds import most_sum_rounds
 from anybatch.errors import UserError
 
 GLOO_SEGMENT_BYTES = 2**20
@@ -135,7 +136,8 @@ def gloo_all_reduce(num_bytes: float, num_ranks: int, link: Link, *, item_bytes:
         return 0.0
     most = 2 * num_ranks
     per_rank = max(2, ceil_div(ceil_div(int(num_bytes), GLOO_SEGMENT_BYTES), num_ranks))
-    filled = gloo_segments(num_bytes, num_ranks, item_bytes=item_bytes)
+    items = ceil_div(int(num_bytes), item_bytes)
+    filled = ceil_div(items, ceil_div(items, most))  # segments share whole numbers
     if filled < most and per_rank == 2:  # noqa: PLR2004 (the fewest there are)
         extra = filled / 2
         if filled > num_ranks:
@@ -146,25 +148,32 @@ def gloo_all_reduce(num_bytes: float, num_ranks: int, link: Link, *, item_bytes:
     return 2 * _gloo_phase((num_ranks - 1) * per_rank, num_bytes / (num_ranks * per_rank), link)
 
 
-def gloo_segments(num_bytes: float, num_ranks: int, *, item_bytes: int = 4) -> int:
-    """Return how many of gloo's 2 N segments of a small message are not empty: whole numbers share each."""
-    items = ceil_div(int(num_bytes), item_bytes)
-    return ceil_div(items, ceil_div(items, 2 * num_ranks))
-
-
-def gloo_all_gather(num_bytes: float, num_ranks: int, link: Link) -> float:
-    """Return the seconds of gloo's all-gather: each part goes round in two halves (gloo/allgather.cc).
-
-    One phase of `gloo_all_reduce` with S = 2 (N - 1) and s = n / (2 N).
-    """
-    return 0.0 if num_ranks == 1 else _gloo_phase(2 * (num_ranks - 1), num_bytes / (2 * num_ranks), link)
-
-
 def _gloo_phase(num_segments: int, segment_bytes: float, link: Link) -> float:
     on_the_wire = segment_bytes / link.bytes_per_second
     one = 2 * link.latency_seconds + on_the_wire
     waiting = ceil_div(num_segments, 2) * one + (0.0 if num_segments % 2 else on_the_wire)
     return max(2 * link.latency_seconds + num_segments * on_the_wire, waiting)
+
+
+def doubling_all_reduce(num_bytes: float, num_ranks: int, link: Link) -> float:
+    """Return the seconds of a sum by recursive doubling (`message_rounds.sum_rounds`; Thakur et al. 2005).
+
+    `(r + 1) a + r n / B` with r rounds, `floor(log2 N)`, and two more where N is no power of two, of which one may be
+    saved. Gloo's receivers say that they are ready (see `gloo_all_reduce`): all at first, which is the 1.
+    """
+    rounds = most_sum_rounds(num_ranks)
+    return link.latency_seconds + rounds * link.seconds(num_bytes) if rounds else 0.0
+
+
+def bruck_all_gather(num_bytes: float, num_ranks: int, link: Link) -> float:
+    """Return the seconds of a gather whose rows double with each round (`message_rounds.gather_rounds`; Bruck 1997).
+
+    `(ceil(log2 N) + 1) a + (N - 1) / N n / B`, the 1 as in `doubling_all_reduce`.
+    """
+    if num_ranks == 1:
+        return 0.0
+    rounds = (num_ranks - 1).bit_length()
+    return (rounds + 1) * link.latency_seconds + (num_ranks - 1) / num_ranks * num_bytes / link.bytes_per_second
 
 
 def hierarchical_all_reduce(

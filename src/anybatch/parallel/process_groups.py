@@ -18,6 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 from anybatch.errors import WorldError
 from anybatch.parallel.launchers import Launch
 from anybatch.parallel.lifeline import Lifeline
+from anybatch.parallel.messenger import Message, Messenger
 from anybatch.parallel.roll_call import RollCall
 from anybatch.parallel.torch_internals import PrefixStore, Store, default_store
 
@@ -32,6 +33,7 @@ class _Held:
 
     groups: list["dist.ProcessGroup"]
     lifeline: Lifeline
+    messengers: list[Messenger]
     num_pending: int = 0
     process_id: int = field(default_factory=os.getpid)
 
@@ -39,7 +41,7 @@ class _Held:
 class PendingMessage:
     """A message between all ranks that has been started and has to be waited for."""
 
-    def __init__(self, work: "dist.Work", held: _Held, roll_call: RollCall) -> None:
+    def __init__(self, work: Message, held: _Held, roll_call: RollCall) -> None:
         self._work = work
         self._held = held
         self._roll_call = roll_call
@@ -82,7 +84,8 @@ class ControlGroup:
         rank, size = dist.get_rank(), dist.get_world_size()
         lifeline = Lifeline(self.name, rank, size, default_store(), timeout)
         self.roll_call = RollCall(self.name, rank, size, timeout, lifeline)
-        self._held = _Held([group], lifeline)
+        self._rank, self._size = rank, size
+        self._held = _Held([group], lifeline, [Messenger(group, rank, size)] if size > 1 else [])
         self._end = weakref.finalize(self, _end, self._held)
         self._end.atexit = False  # the process that ends takes everything along, and must not wait for other ranks
 
@@ -99,16 +102,21 @@ class ControlGroup:
         return self._held.groups[0]
 
     def start_sum(self, numbers: torch.Tensor) -> PendingMessage:
-        """Start replacing `numbers` by their sum over ranks."""
-        work = dist.all_reduce(numbers, group=self.group, async_op=True)
-        assert work is not None
-        return PendingMessage(work, self._held, self.roll_call)
+        """Start replacing `numbers`, a contiguous CPU tensor, by their sum over ranks: the same bits on all of them."""
+        return PendingMessage(self._messenger.start_sum(numbers), self._held, self.roll_call)
 
-    def gather(self, rows: list[torch.Tensor], mine: torch.Tensor) -> None:
-        """Fill `rows` with what every rank passed as `mine`."""
-        work = dist.all_gather(rows, mine, group=self.group, async_op=True)
-        assert work is not None
-        PendingMessage(work, self._held, self.roll_call).wait()
+    def gather(self, mine: bytes) -> list[bytearray]:
+        """Return what every rank passed as `mine`, equally many bytes."""
+        rows = bytearray(mine) + bytes(len(mine) * (self._size - 1))
+        PendingMessage(self._messenger.start_gather(rows), self._held, self.roll_call).wait()
+        # They come in the order of ranks from this one on.
+        places = [(rank - self._rank) % self._size * len(mine) for rank in range(self._size)]
+        return [rows[place : place + len(mine)] for place in places]
+
+    @property
+    def _messenger(self) -> Messenger:
+        _ = self.group  # raises where it has ended
+        return self._held.messengers[0]
 
     def close(self) -> bool:
         """End the group, and return whether it was still there."""
@@ -184,7 +192,14 @@ def _end(held: _Held) -> None:
     with suppress(ValueError):  # it went with the default group
         dist.destroy_process_group(held.groups[0])
     if held.num_pending:
-        # A rank that has failed between the two halves of a sum: gloo's destructor waits for the other ranks.
-        Thread(target=held.groups.clear, daemon=True).start()
+        # A rank that has failed between the two halves of a message: the others may bring their parts yet.
+        Thread(target=_let_go, args=(held,), daemon=True).start()
     else:
-        held.groups.clear()
+        _let_go(held)
+
+
+def _let_go(held: _Held) -> None:
+    for messenger in held.messengers:
+        messenger.end(_PATIENCE_SECONDS)
+    held.messengers.clear()
+    held.groups.clear()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from anybatch.errors import RankFailedError, RanksDifferError, WorldError
 from anybatch.parallel.lifeline import Lifeline
+from anybatch.parallel.messenger import Work
 from anybatch.parallel.rank_failure import RankFailure
 from anybatch.parallel.torch_internals import Store, default_store, leave_groups_alone
 from anybatch.parallel.waits_elsewhere import WaitsElsewhere
@@ -173,7 +174,7 @@ class RollCall:
         self._has_failed = True
         self._try(lambda store: store.set(self._key("left", self.number), str(self._rank)))
 
-    def wait(self, work: "dist.Work", *, in_control_group: bool = False) -> None:
+    def wait(self, work: Work, *, in_control_group: bool = False) -> None:
         """Wait for a collective on the CPU; look around from time to time.
 
         Args:

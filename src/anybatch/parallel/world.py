@@ -404,7 +404,7 @@ class World:
         if self._silent:
             return [list(numbers) for _ in range(self.size)]
         row = array("d", numbers).tobytes()
-        return [_plain(gathered, torch.float64).tolist() for gathered in self._gather_bytes(row, len(row))]
+        return [list(memoryview(gathered).cast("d")) for gathered in self._gather_bytes(row, len(row))]
 
     def _refuse_differing(self, rows: Sequence[Sequence[float]]) -> None:
         """Refuse numbers that follow from samples, and differ between processes that are one rank."""
@@ -420,17 +420,10 @@ class World:
                     raise RanksDifferError(message)
 
     def _gather_bytes(self, written: bytes, size: int) -> list[bytearray]:
-        """Return what every rank has written, each filled up to `size` bytes.
-
-        Tensors are made around plain bytes: what watches, or limits, the memory of tensors is for training, and must
-        not come between two ranks that talk to each other.
-        """
+        """Return what every process has written, each filled up to `size` bytes."""
         assert self._control is not None
-        rows = [bytearray(size) for _ in range(self.num_processes)]
         with self.collective():
-            mine = _plain(bytearray(written.ljust(size, b"\0")), torch.uint8)
-            self._control.gather([_plain(row, torch.uint8) for row in rows], mine)
-        return rows
+            return self._control.gather(written.ljust(size, b"\0"))
 
     def error_of_failed_rank(self) -> RankFailedError:
         """Return the error to raise on a rank that another one has told, in time, that it has failed."""
@@ -464,11 +457,6 @@ class World:
         )
         message = f"{reason}. Rank {self.process} stops too: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
         return RankFailedError(message) if failure is None else failure.error(message)
-
-
-def _plain(memory: bytearray, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor that shows these bytes."""
-    return torch.frombuffer(memory, dtype=dtype)
 
 
 def _own_accelerator(launch: Launch | None) -> torch.device:

@@ -11,9 +11,9 @@ from anybatch.data.batches import Batches
 from anybatch.diagnostics.scaling.measure import RankTimes, RunSettings, ScaleRequest, measure_ranks
 from anybatch.diagnostics.scaling.phase_clock import PhaseClock
 from anybatch.diagnostics.scaling.scale import measure_scaling, scale_on_ranks
-from anybatch.diagnostics.scaling.unreduced import Unreduced
+from anybatch.diagnostics.unreduced import without_reduction
 from anybatch.engine.engine import Engine
-from anybatch.engine.spec import Hardware, TrainSpec
+from anybatch.engine.spec import TrainSpec
 from anybatch.errors import UserError
 from anybatch.parallel.world import World
 from anybatch.records import PhaseRecord
@@ -81,7 +81,7 @@ def request(**changed: Any) -> ScaleRequest:
 def test_a_step_without_reduction_is_a_ranks_own_share(rank: int) -> None:
     """The update is that of the gradient of this rank's samples, divided by the count of the whole batch."""
     spec = train()
-    hardware = Hardware(micro_batch_size=MICRO_BATCH_SIZE, strategy=Unreduced(), world=World(rank, 2))
+    hardware = without_reduction(MICRO_BATCH_SIZE, World(rank, 2))
     with Engine.from_spec(spec, hardware) as engine:
         engine.step(next(iter(batches(0, steps=1))))
 
@@ -96,9 +96,9 @@ def test_a_step_without_reduction_is_a_ranks_own_share(rank: int) -> None:
 
 @sees(
     "a step without reduction runs the whole batch",
-    "src/anybatch/diagnostics/scaling/measure.py",
-    "world, strategy = World(world.rank, world.size, world.device), Unreduced()",
-    'world, strategy = World(device=world.device), "single"',
+    "src/anybatch/diagnostics/unreduced.py",
+    "imagined = World(world.rank, world.size, world.device)",
+    "imagined = World(device=world.device)",
 )
 def test_kinds_of_step(two_ranks: Ranks) -> None:
     """Both ranks return the same: each kind as often as the others, the messages of its buckets, the share of each."""
@@ -165,7 +165,9 @@ def test_parts_of_a_step_by_a_clock() -> None:
     assert (found.compute, found.whole, found.load) == (2.0, 2.0, 0.0)
 
 
-def test_ranks_that_cannot_be() -> None:
-    """Numbers of ranks below 1 are refused."""
+def test_numbers_that_cannot_be() -> None:
+    """Numbers of ranks below 1 are refused, and of workers below 0."""
+    with pytest.raises(UserError, match="num_workers=-1 must be"):
+        RunSettings(num_workers=-1)
     with pytest.raises(UserError, match=r"ranks=\[0\] must be numbers of at least 1"):
         measure_scaling(train, data, ranks=[0])

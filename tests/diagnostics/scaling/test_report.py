@@ -12,6 +12,7 @@ from anybatch.diagnostics.scaling.figure import draw_scaling
 from anybatch.diagnostics.scaling.measure import RunSettings
 from anybatch.diagnostics.scaling.report import ScaleReport, TriedChange
 from tests.diagnostics.scaling.made_times import rank_times
+from tests.faults import sees
 
 SETTINGS = RunSettings(bucket_bytes=1000)
 
@@ -50,12 +51,32 @@ def test_more_ranks_than_cores() -> None:
 )
 def test_whether_the_gain_came(after: float, verdict: str) -> None:
     """A gain came if at least seven tenths of the predicted one did, and in part from three tenths on."""
-    assert str(TriedChange(before=1.0, after=after, predicted=0.6, measured=1.0)).endswith(verdict)
+    assert str(TriedChange(cause="slow_loader", before=1.0, after=after, predicted=0.6, measured=1.0)).endswith(verdict)
+
+
+@sees(
+    "scale: the first cause alone is tried",
+    "src/anybatch/diagnostics/scaling/report.py",
+    "for cause in self.causes if",
+    "for cause in self.causes[:1] if",
+)
+def test_what_is_tried() -> None:
+    """The first cause that a setting of the run can change; where there is none, that is said."""
+    found = made(waiting=0.1)
+    rank = dataclasses.replace(found.causes[0], code="straggler", settings=None)
+    both = dataclasses.replace(found, causes=(rank, *found.causes), applies=True)
+    assert both.to_try is found.causes[0]
+    assert "tried" not in str(dataclasses.replace(both, applies=False))
+    alone = dataclasses.replace(both, causes=(rank,))
+    assert alone.to_try is None
+    assert "tried: nothing;" in str(alone)
 
 
 def test_json_and_picture(tmp_path: Path) -> None:
     """Everything is a value of JSON, and can be drawn."""
-    report = dataclasses.replace(made(waiting=0.1), tried=TriedChange(before=1, after=0.5, predicted=0.5, measured=1))
+    report = dataclasses.replace(
+        made(waiting=0.1), tried=TriedChange(cause="slow_loader", before=1, after=0.5, predicted=0.5, measured=1)
+    )
     read = json.loads(json.dumps(report.as_json()))
 
     assert read["causes"][0]["code"] == "slow_loader"

@@ -24,6 +24,7 @@ from anybatch.diagnostics.comparison.ways import Way
 from anybatch.diagnostics.gradient_runs import copied_runs
 from anybatch.diagnostics.held_batch import HeldBatch, PartOfBatch
 from anybatch.diagnostics.memory.memory_report import record_memory
+from anybatch.diagnostics.unreduced import without_reduction
 from anybatch.engine.engine import Engine
 from anybatch.engine.inputs import collect_modules
 from anybatch.engine.spec import Hardware, TrainSpec
@@ -67,7 +68,7 @@ class RankFigures:
 
     Attributes:
         step_seconds: of each timed step.
-        alone_seconds: of each step on this rank's share alone, without other ranks: the same schedule unreduced.
+        alone_seconds: of each step on this rank's share alone, on all ranks at once: the same schedule unreduced.
         peak_bytes: most memory at once on a device: of the allocator on CUDA, else of this rank's tensors.
         total_peak_bytes: the same over all devices of this rank.
         reserved_bytes: most that the allocator had reserved; None on a CPU.
@@ -185,7 +186,7 @@ class _Runs:
             figures.gradient_error = relative_error(found, self._native)
 
     def _timed(self, way: Way, figures: RankFigures) -> None:
-        """Make some steps, each after all ranks are there; and as many on this rank's share alone."""
+        """Make some steps, each after all ranks are there; and as many without reduction."""
         if way.strategy is None:
             seconds: list[float] = []
             self._by_hand(way, _WARM_STEPS + _TIMED_STEPS, seconds)
@@ -195,9 +196,10 @@ class _Runs:
                 batch = self._batch(way)
                 figures.step_seconds += self._seconds(way, lambda: engine.step(batch))
         if way.num_ranks > 1:
-            share = self._share(way)
-            with self._engine(dataclasses.replace(way, strategy="single"), world=self._alone) as engine:
-                figures.alone_seconds += self._seconds(way, lambda: engine.step(share))
+            hardware = without_reduction(way.micro_batch_size, self._world)
+            with Engine.from_spec(self._trained(), hardware) as engine:
+                batch = self._batch(way)
+                figures.alone_seconds += self._seconds(way, lambda: engine.step(batch))
 
     def _seconds(self, way: Way, step: Callable[[], object]) -> list[float]:
         """Return the seconds of some steps, after one that warms up."""
@@ -220,12 +222,12 @@ class _Runs:
             torch.accelerator.synchronize(self._world.device)
         return time.perf_counter()
 
-    def _engine(self, way: Way, *, rests: bool = False, world: World | None = None, observer: Any = None) -> Engine:  # noqa: ANN401 (an observer, or None)
+    def _engine(self, way: Way, *, rests: bool = False, observer: Any = None) -> Engine:  # noqa: ANN401 (an observer, or None)
         """Return a new engine for a way; with `rests`, modules that draw random numbers are in evaluation mode."""
         train = self._trained(rests=rests)
         assert way.strategy is not None
         where = self._world if way.num_ranks > 1 else self._alone
-        hardware = Hardware(micro_batch_size=way.micro_batch_size, strategy=way.strategy, world=world or where)
+        hardware = Hardware(micro_batch_size=way.micro_batch_size, strategy=way.strategy, world=where)
         return Engine.from_spec(train, hardware, observer=observer)
 
     def _trained(self, *, rests: bool = False) -> TrainSpec:

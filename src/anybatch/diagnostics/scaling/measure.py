@@ -13,10 +13,11 @@ import torch.distributed as dist
 from anybatch.core.batch import EffectiveBatch, Placement
 from anybatch.core.geometry import ceil_div
 from anybatch.core.splitting import Cut
+from anybatch.core.whole_numbers import checked_int
 from anybatch.diagnostics.held_batch import HeldBatch
 from anybatch.diagnostics.scaling.bucket_sizes import MEBIBYTE, BucketCut, bucket_cuts
 from anybatch.diagnostics.scaling.phase_clock import PhaseClock, StepSeconds
-from anybatch.diagnostics.scaling.unreduced import Unreduced
+from anybatch.diagnostics.unreduced import without_reduction
 from anybatch.engine.engine import Engine
 from anybatch.engine.spec import Hardware, TrainSpec
 from anybatch.parallel.all_reduce import AllReduce
@@ -54,6 +55,9 @@ class RunSettings:
         bucket_bytes: gradient bytes per all-reduce.
         compression: of gradients on the wire.
         num_workers: processes that load, per rank; 0 loads in the process that trains.
+
+    Raises:
+        UserError: a number is out of its range.
     """
 
     strategy: ReplicaStrategy = "all_reduce"
@@ -61,6 +65,12 @@ class RunSettings:
     bucket_bytes: int = 25 * MEBIBYTE
     compression: Compression = None
     num_workers: int = 0
+
+    def __post_init__(self) -> None:
+        checked_int("bucket_bytes", self.bucket_bytes)
+        checked_int("num_workers", self.num_workers, least=0)
+        if self.micro_batch_size is not None:
+            checked_int("micro_batch_size", self.micro_batch_size)
 
     def make_strategy(self) -> Strategy:
         """Return a new strategy with these settings."""
@@ -229,13 +239,13 @@ class _RankBench:
     def _engine(self, settings: RunSettings, observer: PhaseClock, *, reduces: bool, alone: bool = False) -> Engine:
         train = self._request.train()
         train = dataclasses.replace(train, scheduler=None, check_loss=False, norms=train.norms or "keep")
-        world, strategy = self._world, settings.make_strategy()
-        if alone or world.size == 1:
-            world, strategy = World(device=world.device), "single"  # type: ignore[assignment]
-        elif not reduces:
-            # Without a control plane: ranks do not talk, and each still runs the share it has among the others.
-            world, strategy = World(world.rank, world.size, world.device), Unreduced()
-        hardware = Hardware(micro_batch_size=settings.micro_batch_size or "auto", strategy=strategy, world=world)
+        size: int | Literal["auto"] = settings.micro_batch_size or "auto"
+        if alone or self._world.size == 1:
+            hardware = Hardware(micro_batch_size=size, strategy="single", world=World(device=self._world.device))
+        elif reduces:
+            hardware = Hardware(micro_batch_size=size, strategy=settings.make_strategy(), world=self._world)
+        else:
+            hardware = without_reduction(size, self._world)
         return Engine.from_spec(train, hardware, observer=observer)
 
     def _in_turns(self, kinds: Mapping[str, RunSettings]) -> dict[str, tuple[StepSeconds, ...]]:

@@ -18,12 +18,14 @@ class TriedChange:
     """A change that was tried, against the run as it is, in turns.
 
     Attributes:
+        cause: that it is for; the first one that has a change to try.
         before: seconds of a step as it is.
         after: seconds of a step with the change.
         predicted: seconds of a step that were predicted.
         measured: seconds of a step as it is when the prediction was made.
     """
 
+    cause: str
     before: float
     after: float
     predicted: float
@@ -44,8 +46,8 @@ class TriedChange:
         ratio = self.gain / self.predicted_gain if self.predicted_gain > 0 else 0.0
         verdict = "it came" if ratio >= _CAME else "it came in part" if ratio >= _CAME_IN_PART else "it did not come"
         return (
-            f"tried: {self.before * 1e3:.1f} ms -> {self.after * 1e3:.1f} ms a step, {self.gain:.0%} less; "
-            f"predicted were {self.predicted_gain:.0%}: {verdict}."
+            f"tried, for {self.cause}: {self.before * 1e3:.1f} ms -> {self.after * 1e3:.1f} ms a step, "
+            f"{self.gain:.0%} less; predicted were {self.predicted_gain:.0%}: {verdict}."
         )
 
 
@@ -58,7 +60,8 @@ class ScaleReport:
         causes: what makes a step on the most ranks longer, the largest first; empty for a healthy run.
         settings: of the run.
         num_cores: that the ranks of this machine share.
-        tried: the first change, if it was tried.
+        tried: a change, if one was to be tried and there was one.
+        applies: a change was to be tried.
     """
 
     evidence: Mapping[int, Evidence]
@@ -66,11 +69,18 @@ class ScaleReport:
     settings: RunSettings
     num_cores: int
     tried: TriedChange | None = None
+    applies: bool = False
 
     @property
     def largest(self) -> Evidence:
         """What was found on the most ranks."""
         return self.evidence[max(self.evidence)]
+
+    @property
+    def to_try(self) -> Cause | None:
+        """The first cause whose change is one of the settings of a run; None if there is none."""
+        triable = (cause for cause in self.causes if cause.settings is not None and cause.predicted_step is not None)
+        return next(triable, None)
 
     def __str__(self) -> str:
         """Return the tables and the verdict."""
@@ -83,6 +93,8 @@ class ScaleReport:
         lines = [head, "", *self._steps(), "", *self._verdict()]
         if self.tried is not None:
             lines += ["", str(self.tried)]
+        elif self.applies and self.causes:
+            lines += ["", "tried: nothing; none of these changes is one of the settings of this run."]
         if last.buckets:
             lines += ["", *self._buckets()]
         return "\n".join(lines)

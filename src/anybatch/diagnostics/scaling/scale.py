@@ -5,7 +5,7 @@ import os
 import statistics
 from collections.abc import Callable, Sequence
 
-from anybatch.diagnostics.scaling.bottleneck import causes_of
+from anybatch.diagnostics.scaling.bottleneck import Cause, causes_of
 from anybatch.diagnostics.scaling.breakdown import evidence_of
 from anybatch.diagnostics.scaling.measure import (
     DataFunction,
@@ -52,7 +52,7 @@ def measure_scaling(
         settings: of the run; None for those of `anybatch train`.
         bucket_sizes: bytes of the buckets to try; None for 1, 5, 25, 50 and 100 MiB and some of the model's own.
         most_seconds: about the seconds that steps in turns may take, for each number of ranks.
-        apply: try the change that belongs to the first cause.
+        apply: try the change that belongs to the first cause that has one to try.
         num_cores: that ranks share; None asks the system.
 
     Raises:
@@ -90,7 +90,7 @@ def scale_on_ranks(request: ScaleRequest, num_cores: int, apply: bool = False) -
     Args:
         request: what to measure.
         num_cores: that the ranks of one host share.
-        apply: try the change that belongs to the first cause.
+        apply: try the change that belongs to the first cause that has one to try.
 
     Returns:
         The report, on every rank.
@@ -105,20 +105,29 @@ def _report_of_ranks(request: ScaleRequest, num_cores: int, *, apply: bool) -> S
     settings = dataclasses.replace(request.settings, micro_batch_size=evidence.micro_batch_size)
     causes = causes_of(evidence, settings, num_cores)
     report = ScaleReport(
-        evidence={evidence.parts.world_size: evidence}, causes=causes, settings=settings, num_cores=num_cores
+        evidence={evidence.parts.world_size: evidence},
+        causes=causes,
+        settings=settings,
+        num_cores=num_cores,
+        applies=apply,
     )
-    first = causes[0] if causes else None
-    if not apply or first is None or first.settings is None or first.predicted_step is None:
-        return report
     # All ranks have the same times, and so find the same cause.
-    both = compare_settings(request, settings, first.settings)
-    tried = TriedChange(
+    cause = report.to_try if apply else None
+    return report if cause is None else dataclasses.replace(report, tried=_tried(request, report, cause))
+
+
+def _tried(request: ScaleRequest, report: ScaleReport, cause: Cause) -> TriedChange:
+    """Run steps as they are and with the change of a cause, in turns."""
+    assert cause.settings is not None
+    assert cause.predicted_step is not None
+    both = compare_settings(request, report.settings, cause.settings)
+    return TriedChange(
+        cause=cause.code,
         before=_step([one[0] for one in both]),
         after=_step([one[1] for one in both]),
-        predicted=first.predicted_step,
-        measured=evidence.parts.step,
+        predicted=cause.predicted_step,
+        measured=report.largest.parts.step,
     )
-    return dataclasses.replace(report, tried=tried)
 
 
 def usable_cores() -> int:

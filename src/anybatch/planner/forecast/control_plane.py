@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from anybatch.core.collective_times import Link, gloo_all_gather, gloo_all_reduce, gloo_segments
+from anybatch.core.collective_times import Link, bruck_all_gather, doubling_all_reduce
+from anybatch.core.message_rounds import gather_messages, sum_messages
 from anybatch.parallel.roll_call import NUM_DIGESTS
 
 _NUMBER_BYTES = 8
@@ -34,17 +35,13 @@ class ControlMessages:
         return cls(_NUMBER_BYTES * numbers, _NUMBER_BYTES * _COUNT_NUMBERS if counts_need_data else 0)
 
     def agreement_seconds(self, num_ranks: int, link: Link) -> float:
-        """Return the seconds of the sum at the end of a step: gloo's ring, whose latency grows with the ranks."""
-        return gloo_all_reduce(self.agreement_bytes, num_ranks, link, item_bytes=_NUMBER_BYTES)
+        """Return the seconds of the sum at the end of a step, whose latency grows with the ranks' logarithm."""
+        return doubling_all_reduce(self.agreement_bytes, num_ranks, link)
 
     def count_seconds(self, num_ranks: int, link: Link) -> float:
-        """Return the seconds of the gather before a step; as the sum, it goes around a ring."""
-        return gloo_all_gather(self.count_bytes * num_ranks, num_ranks, link) if self.count_bytes else 0.0
+        """Return the seconds of the gather before a step: its latency grows as the sum's, its bytes with the ranks."""
+        return bruck_all_gather(self.count_bytes * num_ranks, num_ranks, link) if self.count_bytes else 0.0
 
     def messages(self, num_ranks: int) -> int:
-        """Return how many messages all ranks together send in a step, receivers' words not counted.
-
-        Each segment of a sum that is not empty goes round twice, and each half of a rank's part in a gather once.
-        """
-        segments = gloo_segments(self.agreement_bytes, num_ranks, item_bytes=_NUMBER_BYTES)
-        return (num_ranks - 1) * (2 * segments + (2 * num_ranks if self.count_bytes else 0))
+        """Return how many messages all ranks together send in a step, receivers' words not counted."""
+        return sum_messages(num_ranks) + (gather_messages(num_ranks) if self.count_bytes else 0)

@@ -1,22 +1,21 @@
-"""The step of one rank of several, without what ranks say to each other."""
+"""The step of one rank of several, without what ranks say to each other: what is left of a step is communication."""
 
 from contextlib import AbstractContextManager
+from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from anybatch.core.compatibility import Feature
+from anybatch.engine.spec import Hardware
 from anybatch.parallel.single import Single
 from anybatch.parallel.strategy import Capabilities, Prepared, ReductionObserver, Turn
 from anybatch.parallel.world import World
 
 
 class Unreduced:
-    """Runs a rank's share and sums nothing. For the time that a reduction adds to the same step; it trains wrongly.
-
-    Give it a world without other ranks to talk to, `World(rank, size)`: the batch is cut and dealt as it is with them.
-    """
+    """Runs a rank's share and sums nothing. For the time that a reduction adds to the same step; it trains wrongly."""
 
     capabilities = Capabilities(name="unreduced", feature=Feature.ALL_REDUCE, replicas=True)
 
@@ -54,3 +53,15 @@ class Unreduced:
     def close(self) -> None:
         """Remove the hooks."""
         self._own.close()
+
+
+def without_reduction(micro_batch_size: int | Literal["auto"] | None, world: World) -> Hardware:
+    """Return what a rank runs on that does its share of a step among the ranks of `world` without a word to them.
+
+    The batch is cut and dealt as it is with them, and divided by the count of all. Whatever strategy the step with
+    reduction has, weights and gradients are whole here. Outputs that a loss across samples needs of other ranks are
+    gathered all the same.
+    """
+    # Made by hand, it has no control plane: its other ranks are imagined.
+    imagined = World(world.rank, world.size, world.device)
+    return Hardware(micro_batch_size=micro_batch_size, strategy=Unreduced(), world=imagined)
