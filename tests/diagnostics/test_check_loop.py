@@ -31,7 +31,6 @@ from tests.architecture.leak_police import Holdings, has_no_more_groups, holding
 from tests.architecture.source_tree import ROOT
 from tests.diagnostics import loops
 from tests.faults import sees
-from tests.ranks_fixture import Ranks
 
 Loop = Callable[..., Any]
 NOT_IN_GRADIENT = {
@@ -112,18 +111,18 @@ def test_wrong_loops_are_named(loop: Loop, codes: set[str]) -> None:
 
 
 @pytest.mark.parametrize("loop", loops.RIGHT_ON_RANKS)
-def test_right_loops_on_ranks_are_exact(loop: Loop, two_ranks: Ranks) -> None:
+def test_right_loops_on_ranks_are_exact(loop: Loop) -> None:
     """On two ranks with uneven shares a right loop has no finding, by DDP and by its own reduction."""
-    report = check_loop(loop, pool=two_ranks)
+    report = check_loop(loop)
 
     assert (report.num_ranks, report.verdict, report.codes) == (2, LoopVerdict.EXACT, frozenset()), str(report)
     assert {sample for window in report.windows for sample in window.found} == set(range(31))
 
 
 @pytest.mark.parametrize(("loop", "codes"), loops.WRONG_ON_RANKS.items())
-def test_wrong_loops_on_ranks_are_named(loop: Loop, codes: set[str], two_ranks: Ranks) -> None:
+def test_wrong_loops_on_ranks_are_named(loop: Loop, codes: set[str]) -> None:
     """What goes wrong between ranks is found by its name, and nothing else is."""
-    report = check_loop(loop, pool=two_ranks)
+    report = check_loop(loop)
 
     assert report.codes == codes, str(report)
     assert report.verdict == expected_verdict(codes)
