@@ -7,7 +7,7 @@ import pickle
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -142,7 +142,7 @@ def _judge(
             except LoopFailedError as error:
                 failures[runner.kind] = str(error)
     if not reports:
-        raise UserError(_failed(function, needs, failures, num_ranks))
+        raise UserError(_failed(function, needs, {kind: failures[kind] for kind in kinds if kind in failures}, num_ranks))
     return dataclasses.replace(_joined(reports), written=tuple(enclosure.written()))
 
 
@@ -237,12 +237,14 @@ class _Runner:
         The expected gradients are measured on one rank in any case.
         """
         with self._group():
-            loud = scaled = None
+            loud, scaled = None, []
             if len(traces) == 1:
                 # Clipping shows as a difference between small and large gradients.
                 loud = self.run(gain=LOUD_GAIN)
-                has_scaler = "scaler" in self.needs or any("scaler" in word.lower() for word in self.needs.words)
-                scaled = self.run(gain=LOUD_GAIN, loss_scale=LOSS_SCALE) if has_scaler else None
+                # Small ones are not clipped, so they show steps with scaled gradients; large ones show what is clipped.
+                if "scaler" in self.needs or any("scaler" in word.lower() for word in self.needs.words):
+                    scaled = [(traces[0], self.run(loss_scale=LOSS_SCALE))]
+                    scaled.append((loud, self.run(gain=LOUD_GAIN, loss_scale=LOSS_SCALE)))
             evidence = self._evidence(traces, loud, scaled, self._units(traces[0]))
             windows, findings = judge(evidence)
             has_loss = len(traces) == 1 and {"accumulation_steps", "loader"} <= set(self.needs.roles.values())
@@ -250,9 +252,12 @@ class _Runner:
                 findings += self._about_loss()
         return self._report(evidence, windows, findings)
 
-    def _group(self) -> Any:  # noqa: ANN401 (a context)
+    def _group(self) -> AbstractContextManager[None]:
         # A loop for several ranks is also run alone, to measure unit gradients, and may ask for its rank then.
-        return group_of_one() if self.needs.ranks and not dist.is_initialized() else nullcontext()
+        if not self.needs.ranks:
+            return nullcontext()
+        say_launched(0, 1)
+        return group_of_one()
 
     def _draws(self, trace: LoopTrace) -> bool:
         """Return whether the loop does something else from another seed."""
@@ -267,25 +272,34 @@ class _Runner:
         instead, with accumulation steps of one, as if the loss were a mean over samples.
         """
         has_steps, shape = "accumulation_steps" in self.needs, self.data.outputs.shape
-        # Only a loader can be given one batch of everything; what becomes of a data set is up to the loop.
-        whole = "loader" in self.needs or "batch_function" in self.needs
-        rows = rows_by_size(trace if whole else self.run(range(NUM_ROWS), steps=1, epochs=1), shape)
+        # A loader can be given one batch of everything; what becomes of a data set is up to the loop, and is looked at.
+        whole = bool({"loader", "batch_function", "micro_batch_size"} & self.needs.all_roles)
+        has_loader = "loader" in self.needs or "batch_function" in self.needs
+        rows = rows_by_size(trace if has_loader else self.run(range(NUM_ROWS), steps=1, epochs=1), shape)
 
         def unsplit(ids: tuple[int, ...]) -> tuple[TableGradient, bool] | None:
-            gradient = gradient_of(self.run(ids, size=len(ids), steps=1, epochs=1), ids, shape) if whole else None
+            trace = self.run(ids, size=len(ids), steps=1, epochs=1) if whole else None
+            is_one = trace is not None and bool(trace.forwards) and len(trace.forwards[0].ids) == len(ids)
+            gradient = gradient_of(trace, ids, shape) if trace is not None and (is_one or has_loader) else None
             if gradient is not None:
                 return gradient, has_steps
-            return _only(rows, ids) / len(ids), has_steps and not whole
+            return _only(rows, ids) / len(ids), has_steps and not has_loader
 
         return UnitGradients(self.data, unsplit)
 
     def _evidence(
-        self, traces: Sequence[LoopTrace], loud: LoopTrace | None, scaled: LoopTrace | None, units: UnitGradients
+        self,
+        traces: Sequence[LoopTrace],
+        loud: LoopTrace | None,
+        scaled: Sequence[tuple[LoopTrace, LoopTrace]],
+        units: UnitGradients,
     ) -> Evidence:
         # Ranks differ by one sample at most, and the last one's epoch ends with a smaller micro-batch.
         share = -(-len(self.ids) // len(traces))
         num_batches = -(-share // MICRO_BATCH_SIZE)
-        parts = [parts_of(trace, rank, NUM_EPOCHS, num_batches) for rank, trace in enumerate(traces)]
+        # A loop that counts steps may end anywhere.
+        num_epochs = 0 if "max_steps" in self.needs and "epochs" not in self.needs else NUM_EPOCHS
+        parts = [parts_of(trace, rank, num_epochs, num_batches) for rank, trace in enumerate(traces)]
         steps = steps_of(traces, parts)
         sizes = Counter(step.num_micro_batches for step in steps)
         knows_steps = "accumulation_steps" in self.needs

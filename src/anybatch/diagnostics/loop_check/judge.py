@@ -30,7 +30,7 @@ class Evidence:
         parts: the forwards of each rank, with their epochs.
         steps: the optimizer steps.
         loud: a trace with gradients that every clipping touches; None on several ranks.
-        scaled: the same with a GradScaler that scales; None on several ranks and without one.
+        scaled: pairs of traces, with a GradScaler that scales by 1 and by more; none on several ranks or without one.
         draws: whether another seed gives another gradient.
         units: the samples' unit gradients.
         ids: all samples of an epoch.
@@ -44,7 +44,7 @@ class Evidence:
     parts: Sequence[Sequence[Part]]
     steps: Sequence[StepParts]
     loud: LoopTrace | None
-    scaled: LoopTrace | None
+    scaled: Sequence[tuple[LoopTrace, LoopTrace]]
     draws: bool
     units: UnitGradients
     ids: Sequence[int]
@@ -308,7 +308,7 @@ def _about_evenness(evidence: Evidence, judged: Sequence[WeighedWindow]) -> Iter
             is_own = each.has_equal_shares or by_targets
             code = "mean_of_means" if by_size else by_own if is_own else "uneven_weights"
         else:
-            code = "uneven_ranks"
+            code = "uneven_ranks" if len(by_rank) > 1 else "uneven_weights"
         # Each cause is reported once, for the first step that shows it.
         if code in codes:
             continue
@@ -373,12 +373,15 @@ def _about_clipping(evidence: Evidence) -> Iterator[LoopFinding]:
     # Clipping acts on large gradients and not on small ones; other rescaling acts on both.
     if lines and not rescaled_lines(evidence.traces[0]):
         yield sentences.clips_every_micro_batch(evidence.where(*lines))
-    if evidence.scaled is None:
-        return
-    for number, (scaled, plain) in enumerate(zip(evidence.scaled.steps, evidence.loud.steps, strict=False), start=1):
-        if not is_close(scaled.gradient, plain.gradient):
-            sizes = float(scaled.gradient.norm()), float(plain.gradient.norm())
-            yield sentences.not_unscaled(number, *sizes, evidence.where(scaled.line))
+    steps = [
+        (number, one, other)
+        for plain, scaled in evidence.scaled
+        for number, (one, other) in enumerate(zip(plain.steps, scaled.steps, strict=False), start=1)
+    ]
+    for number, plain_step, scaled_step in steps:
+        if not is_close(scaled_step.gradient, plain_step.gradient):
+            ratio = float(scaled_step.gradient.norm() / plain_step.gradient.norm())
+            yield sentences.not_unscaled(number, ratio, evidence.where(scaled_step.line))
             return
 
 

@@ -159,7 +159,13 @@ class ModelOutput:
         return self._order[key] if isinstance(key, int | slice) else self.logits[key]
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 (an attribute of a tensor)
-        return getattr(self.logits, name)
+        return getattr(self.loss if name in {"backward", "item"} else self.logits, name)
+
+    def __truediv__(self, divisor: Any) -> Tensor:  # noqa: ANN401 (a number or tensor)
+        return self.loss / divisor
+
+    def __mul__(self, factor: Any) -> Tensor:  # noqa: ANN401 (a number or tensor)
+        return self.loss * factor
 
     def values(self) -> tuple[Tensor, ...]:
         """Return the losses of a model that returns nothing else in training."""

@@ -76,6 +76,11 @@ class LoopParameters:
         return role in self.roles.values() or (asked and role in _SETTINGS)
 
     @property
+    def all_roles(self) -> frozenset[str]:
+        """The roles that it needs, as parameters or as settings."""
+        return frozenset(role for role in ROLES if role in self)
+
+    @property
     def is_stream(self) -> bool:
         """Whether it asks for one batch after the other, so that there is no last one."""
         return "batch_function" in self.roles.values() or bool(self.words & set(ROLES["batch_function"]))
@@ -173,12 +178,13 @@ def _guess(name: str, settings: Settings) -> Any:  # noqa: ANN401 (any setting)
 
 _SECTIONS = frozenset({"train", "training", "optim", "solver", "data", "model", "trainer", "optimization"})
 _GUESSES: tuple[tuple[tuple[str, ...], Any], ...] = (
-    (("interval", "freq", "every", "_steps", "_iters", "patience"), 1_000_000),
+    (("interval", "freq", "every", "_steps", "iters", "patience"), 1_000_000),
+    (("gpu", "resume", "ema"), None),
     (("dir", "path", "file", "folder", "output", "name"), "judged"),
     (("lr", "learning_rate"), 0.1),
     (("smoothing", "decay", "alpha", "beta", "eps", "dropout", "warmup", "start"), 0.0),
     (("seed", "rank", "workers"), 0),
-    (("world_size", "gpus", "num_"), 1),
+    (("world_size", "num_"), 1),
 )
 """Words in the name of a setting, and its value."""
 

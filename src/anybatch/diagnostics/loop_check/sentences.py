@@ -233,14 +233,14 @@ def draws_random_numbers(step: int, where: str) -> LoopFinding:
     )
 
 
-def not_unscaled(step: int, scaled: float, plain: float, where: str) -> LoopFinding:
+def not_unscaled(step: int, ratio: float, where: str) -> LoopFinding:
     """What the optimizer meets depends on the scale of a GradScaler."""
     return LoopFinding(
         code="not_unscaled",
         what=f"What the optimizer meets in step {step} depends on the scale of GradScaler: gradients are clipped, or "
         "stepped with, while they are scaled.",
-        found=f"a gradient norm of {scaled:.4g} where the scale is 1024",
-        expected=f"{plain:.4g}, as where it is 1",
+        found=f"a gradient {ratio:.4g} times as large where the scale is 1024 as where it is 1",
+        expected="the same",
         where=where,
         change="Call scaler.unscale_(optimizer) before clipping, and step by scaler.step(optimizer).",
     )

@@ -81,13 +81,14 @@ def parts_of(trace: LoopTrace, rank: int, num_epochs: int, num_batches: int) -> 
     Args:
         trace: of the rank.
         rank: which.
-        num_epochs: how many there were.
+        num_epochs: how many there were; 0 where the loop may have ended anywhere.
         num_batches: micro-batches of an epoch, where neither calls nor an even division tell.
     """
     total = len(trace.forwards)
     # Epochs are not visible to hooks, so they are counted in forwards.
-    per_epoch = total // num_epochs if total and total % num_epochs == 0 and trace.ended else num_batches
-    ends = trace.calls if len(trace.calls) == num_epochs else [per_epoch * (1 + epoch) for epoch in range(total)]
+    divides = num_epochs and total and total % num_epochs == 0 and trace.ended
+    per_epoch = total // num_epochs if divides else num_batches
+    ends = trace.calls if num_epochs and len(trace.calls) == num_epochs else [per_epoch * (1 + epoch) for epoch in range(total)]
     epochs = [next(epoch for epoch, end in enumerate(ends) if number < end) for number in range(total)]
     return [
         Part(rank, number, epoch, forward.ids)
