@@ -292,8 +292,8 @@ def test_published_loops(name: str) -> None:
 @sees(
     "loops: what Python writes elsewhere goes through",
     "src/anybatch/diagnostics/loop_check/own_process.py",
-    '            if writes and not isinstance(path, int):\n                self._make_own(path, with_end=True)',
-    '            if writes and not isinstance(path, int):\n                pass',
+    "            if writes and not isinstance(path, int):\n                self._make_own(path, with_end=True)",
+    "            if writes and not isinstance(path, int):\n                pass",
 )
 def test_nothing_of_the_users_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A loop reads, overwrites, appends and removes files of its folder as ever, and none of the user's changes."""

@@ -144,7 +144,9 @@ def _set_randomness_aside(runs: GradientRuns, draws: Sequence[str], tolerance: f
             change="nothing has to be changed; with rng='per_sample' every sample keeps its own numbers in any cut.",
             breaks_equality=False,
         )
-    source = f"{repr(where) if where else 'the model'} draws" if draws else "the loss function, or a module's forward, draws"
+    source = (
+        f"{repr(where) if where else 'the model'} draws" if draws else "the loss function, or a module's forward, draws"
+    )
     if runs.loss.kind.encode is None:  # one that is has its own function run twice, for other samples
         runs.resting, runs.held = before, SharedDraws()
         runs.whole()  # draws what is held from here on

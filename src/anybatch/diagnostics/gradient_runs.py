@@ -152,7 +152,9 @@ class GradientRuns:
             self._value(self.loss, copied(self.batch))
             draws.seed(self.seed)
             again = self._backward(self._value(self.loss, copied(self.batch)))
-            if relative_error(again, first) <= tolerance:  # counters change with every forward and matter to no gradient
+            if (
+                relative_error(again, first) <= tolerance
+            ):  # counters change with every forward and matter to no gradient
                 return None
             return [name for name, value in _kept_by_modules(self.modules) if _differs(value, before.get(name))]
 

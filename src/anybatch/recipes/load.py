@@ -210,7 +210,12 @@ def _refuse_undefined(path: Path, name: str, sought: _FunctionKind) -> None:
             return
         named = {getattr(node, "name", ""): node for node in body}
         words = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        words |= {alias.asname or alias.name for node in ast.walk(tree) for alias in getattr(node, "names", ()) if isinstance(alias, ast.alias)}
+        words |= {
+            alias.asname or alias.name
+            for node in ast.walk(tree)
+            for alias in getattr(node, "names", ())
+            if isinstance(alias, ast.alias)
+        }
         if part not in named and part not in words:
             functions = [each for each, node in named.items() if isinstance(node, ast.FunctionDef) and each[:1] != "_"]
             has = f"It has: {', '.join(sorted(functions))}." if functions else "It defines no functions."

@@ -74,9 +74,7 @@ def check_loop(
     Raises:
         UserError: a parameter is not understood, or the loop itself raised; the message has its traceback.
     """
-    return check_named_loop(
-        partial(_itself, function), data=data, ranks=ranks, time_limit_seconds=time_limit_seconds
-    )
+    return check_named_loop(partial(_itself, function), data=data, ranks=ranks, time_limit_seconds=time_limit_seconds)
 
 
 def check_named_loop(
@@ -129,7 +127,9 @@ def _judge(
     # On ranks first, for all kinds: they are forked, which a process that has run a backward cannot do everywhere.
     for runner in runners:
         try:
-            if runner.kind != "values" or not traces:  # a loss of classes takes values for soft labels, which is no news
+            if (
+                runner.kind != "values" or not traces
+            ):  # a loss of classes takes values for soft labels, which is no news
                 traces[runner.kind] = runner.traces(num_ranks)
         # A loop that fails on one kind of targets may have been written for another.
         except LoopFailedError as error:
@@ -142,7 +142,9 @@ def _judge(
             except LoopFailedError as error:
                 failures[runner.kind] = str(error)
     if not reports:
-        raise UserError(_failed(function, needs, {kind: failures[kind] for kind in kinds if kind in failures}, num_ranks))
+        raise UserError(
+            _failed(function, needs, {kind: failures[kind] for kind in kinds if kind in failures}, num_ranks)
+        )
     return dataclasses.replace(_joined(reports), written=tuple(enclosure.written()))
 
 

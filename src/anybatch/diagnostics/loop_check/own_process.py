@@ -86,7 +86,9 @@ class Enclosure:
     def written(self) -> list[str]:
         """Return the files of the own folder that have been written."""
         now = dict(_states(self.folder))
-        return sorted(path.as_posix() for path, state in now.items() if self._before.get(path, state) != state) + sorted(
+        return sorted(
+            path.as_posix() for path, state in now.items() if self._before.get(path, state) != state
+        ) + sorted(
             path.as_posix() for path in now.keys() - self._before.keys() if not (self.folder / path).is_symlink()
         )
 

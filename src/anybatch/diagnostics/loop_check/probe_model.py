@@ -173,7 +173,11 @@ class ModelOutput:
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], _types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None  # noqa: ANN401
+        cls,
+        func: Callable[..., Any],
+        _types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Any = None,  # noqa: ANN401
     ) -> Any:  # noqa: ANN401 (whatever the function returns)
         """Be the logits."""
         as_tensors = [one.logits if isinstance(one, cls) else one for one in args]

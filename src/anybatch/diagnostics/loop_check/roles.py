@@ -27,8 +27,22 @@ ROLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "accumulation_steps": (
             *("accumulation_steps", "grad_accum", "gradient_accumulation_steps", "k", "accum_steps", "accum_iter"),
             *("grad_accum_steps", "grad_accumulation_steps", "num_accumulation_steps", "accumulate_grad_batches"),
-            *("gradient_accumulation", "grad_acc_steps", "grad_acc", "update_freq", "accumulate", "iters_to_accumulate"),
-            *("accum_grad", "accumulate_steps", "grad_accumulate", "accum_grad_iters", "accumulation", "accum_grad_batches"),
+            *(
+                "gradient_accumulation",
+                "grad_acc_steps",
+                "grad_acc",
+                "update_freq",
+                "accumulate",
+                "iters_to_accumulate",
+            ),
+            *(
+                "accum_grad",
+                "accumulate_steps",
+                "grad_accumulate",
+                "accum_grad_iters",
+                "accumulation",
+                "accum_grad_batches",
+            ),
         ),
         "criterion": ("criterion", "loss_fn", "loss_func", "loss_function"),
         "scheduler": ("scheduler", "lr_scheduler", "sched"),
@@ -211,7 +225,9 @@ def method_of(owner: type, name: str) -> Callable[..., Any]:
 
     keyword = inspect.Parameter.KEYWORD_ONLY
     every = {**made, **called}
-    kept = [one.replace(kind=keyword) for one in every.values() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    kept = [
+        one.replace(kind=keyword) for one in every.values() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+    ]
     loop.__signature__ = inspect.Signature(kept)  # type: ignore[attr-defined]
     return loop
 

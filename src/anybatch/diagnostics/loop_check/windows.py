@@ -88,7 +88,11 @@ def parts_of(trace: LoopTrace, rank: int, num_epochs: int, num_batches: int) -> 
     # Epochs are not visible to hooks, so they are counted in forwards.
     divides = num_epochs and total and total % num_epochs == 0 and trace.ended
     per_epoch = total // num_epochs if divides else num_batches
-    ends = trace.calls if num_epochs and len(trace.calls) == num_epochs else [per_epoch * (1 + epoch) for epoch in range(total)]
+    ends = (
+        trace.calls
+        if num_epochs and len(trace.calls) == num_epochs
+        else [per_epoch * (1 + epoch) for epoch in range(total)]
+    )
     epochs = [next(epoch for epoch, end in enumerate(ends) if number < end) for number in range(total)]
     return [
         Part(rank, number, epoch, forward.ids)
