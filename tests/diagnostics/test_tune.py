@@ -126,12 +126,26 @@ def test_sizes_take_turns() -> None:
     tuned(clock, model, micro_batch_sizes=[8, 12, 48], most_seconds=1000.0)
 
     eight, twelve, whole = [8] * (2 + 6), [12] * (2 + 4), [48] * 2
+    estimates = [8] * (2 + 1 + 2 + 2) + [12] * (2 + 1 + 2 + 2) + whole
     assert model.sizes == [
+        *estimates,
         *(*eight, *twelve, *whole),
         *(twelve + eight + eight + twelve) * 2,
         *(twelve + eight),
         *([8] * 4 + [12] * 4 + [48] * 2),
     ]
+
+
+def test_what_is_much_slower_is_estimated() -> None:
+    """A size that takes more than twice as long by its first micro-batches is not run whole, and that is said."""
+    clock = Clock()
+    model = Model(clock)
+    report = tuned(clock, model, micro_batch_sizes=[2, 12])
+
+    assert [one.is_estimated for one in report.sizes] == [True, False]
+    assert report.rates[2] == pytest.approx(48 / (24 * 0.07 + 0.1))  # as long as 24 micro-batches and an update take
+    assert model.sizes.count(2) == 2 + 1 + 2 + 2 + 2 * 2
+    assert "~" in str(report).splitlines()[3]
 
 
 def test_time_is_bounded() -> None:
@@ -140,7 +154,7 @@ def test_time_is_bounded() -> None:
     model = Model(clock)
     tuned(clock, model, micro_batch_sizes=[24, 48], most_seconds=1.0)
 
-    assert len(model.sizes) == 4 + 2 + 4 + 2
+    assert len(model.sizes) == (2 + 2) + (1 + 1) + (2 + 2) + (1 + 1) + (4 + 2)
 
 
 @sees(

@@ -27,6 +27,8 @@ NUM_ROUNDS = 6
 """Of them the first tries all sizes, and the others those that may be the fastest."""
 _MAY_BE_FASTEST = 1.25
 """Times the shortest step of the first round: what takes longer is not measured again."""
+_WORTH_A_STEP = 2.0
+"""Times the shortest step that is estimated: what would take longer is not measured at all."""
 LOADED_STEPS = 4
 """Effective batches that are loaded for each number of workers, after a first one."""
 _NOTED = 0.03
@@ -44,6 +46,7 @@ class SizeResult:
         num_micro_batches: of them in a step.
         samples_per_second: of whole steps, update included; None if memory ran out.
         peak_bytes: the most that tensors took in a step; None if memory ran out, or the device does not report it.
+        is_estimated: it is much slower than others by its first micro-batches, and whole steps were not made.
         of_the_fastest: quartiles of the rate relative to that of the fastest size in the same round; None where it was
             measured once.
     """
@@ -52,6 +55,7 @@ class SizeResult:
     num_micro_batches: int
     samples_per_second: float | None
     peak_bytes: int | None
+    is_estimated: bool = False
     of_the_fastest: tuple[float, float] | None = None
 
 
@@ -160,11 +164,14 @@ class TuneReport:
             else:
                 low, high = one.of_the_fastest or (0.0, 0.0)
                 between = f" ({low:.0%}-{high:.0%})" if round(low, 2) != round(high, 2) else ""
-                speed = f"{rate:>9,.0f}  {f'{rate / rates[best]:.0%}{between}':>13}"
+                about = "~" if one.is_estimated else ""
+                speed = f"{about + format(rate, ',.0f'):>9}  {f'{rate / rates[best]:.0%}{between}':>13}"
             memory = "" if one.peak_bytes is None else f"{one.peak_bytes / _MEBIBYTE:>10,.1f} MiB"
             marks = [word for word, size in (("fastest", best), ("recommended", recommended)) if size == one.size]
             note = f"  <- {', '.join(marks)}" if marks else ""
             lines.append(f"  {one.size:>11}  {one.num_micro_batches:>8}  {speed}{memory:>14}{note}".rstrip())
+        if any(one.is_estimated for one in self.sizes):
+            lines += ["", "~ estimated from one and two micro-batches: too slow for whole steps to be made."]
         return [*lines, "", self._advice()]
 
     def _advice(self) -> str:
@@ -201,6 +208,7 @@ def tune(
             seconds[size].append(timed(engine_with(size).step, batch))
     ```
 
+    Sizes that take more than twice as long as another by a step of one and of two micro-batches are not run whole.
     What counts is the median of a size's times relative to the fastest size's in the same turn, so that a machine that
     is busy now and then does not decide. The batch is loaded beforehand, so a step is forwards, backwards and update.
     Memory is the most that tensors took, weights, gradients and optimizer state included: on CUDA as the allocator
@@ -225,7 +233,13 @@ def tune(
     sizes = _checked(default_sizes(num_samples) if micro_batch_sizes is None else micro_batch_sizes, num_samples)
     # How many layers make a cut batch another training; 0 under a policy that was chosen, also to keep them.
     num_batch_norms = len(_cut_batch_norms(train)) if train.norms is None else 0
-    train = dataclasses.replace(train, scheduler=None, check_loss=False, norms=train.norms or "keep")
+    train = dataclasses.replace(
+        train,
+        scheduler=None,
+        check_loss=False,
+        norms=train.norms or "keep",
+        effective_batch_size=None,  # some steps are shorter ones
+    )
 
     def engine(size: int) -> Engine:
         return Engine.from_spec(train, Hardware(micro_batch_size=size, world=world))
@@ -249,6 +263,7 @@ def tune(
                 num_micro_batches=ceil_div(num_samples, size),
                 samples_per_second=num_samples / (shortest * median(ratios[size])) if size in ratios else None,
                 peak_bytes=peaks.get(size),
+                is_estimated=size in steps.estimated,
                 of_the_fastest=_quartiles_of_rates(ratios.get(size, ())),
             )
             for size in sizes
@@ -283,12 +298,16 @@ class _Steps:
         self._device = device
         self._clock = clock
         self.peaks: dict[int, int] = {}
+        self.estimated: set[int] = set()
 
     def seconds(self, sizes: Sequence[int], most_seconds: float) -> dict[int, list[float]]:
         """Return the times of steps, turn by turn, for each size that fits; sizes take turns."""
-        found: dict[int, list[float]] = {}
         begun = self._clock()
-        turn: Sequence[int] = sizes
+        estimates = self._estimates(sizes)
+        limit = _WORTH_A_STEP * min(estimates.values(), default=0.0)
+        self.estimated = {size for size, seconds in estimates.items() if seconds > limit}
+        found: dict[int, list[float]] = {size: [estimates[size]] for size in self.estimated}
+        turn: Sequence[int] = [size for size in estimates if size not in self.estimated]
         for _ in range(NUM_ROUNDS):
             for size in turn:
                 taken = self._step(size)
@@ -301,22 +320,36 @@ class _Steps:
                 break
             limit = _MAY_BE_FASTEST * min(times[0] for times in found.values())
             # The other way round each time, so that a machine that slows down slows all of them alike.
-            turn = sorted((one for one in found if found[one][0] <= limit), reverse=list(turn) == sorted(turn))
+            near = (one for one in found if found[one][0] <= limit and one not in self.estimated)
+            turn = sorted(near, reverse=list(turn) == sorted(turn))
             if len(turn) == 1:
                 break
         return found
 
-    def _step(self, size: int) -> float | None:
-        """Return the seconds of one step after a shorter one; None if memory ran out."""
+    def _estimates(self, sizes: Sequence[int]) -> dict[int, float]:
+        """Return about how long a step takes, for each size that fits, from steps of one and of two micro-batches."""
+        found = {}
+        for size in sizes:
+            number = ceil_div(len(self._whole.sample_ids), size)
+            if number <= 2:  # noqa: PLR2004 (the step itself is as short)
+                taken = self._step(size)
+            else:
+                one, two = (self._step(size, PartOfBatch(self._whole, range(times * size))) for times in (1, 2))
+                taken = None if one is None or two is None else one + (number - 1) * max(0.0, two - one)
+            if taken is None:
+                break  # larger sizes do not fit either
+            found[size] = taken
+        return found
+
+    def _step(self, size: int, batch: EffectiveBatch | None = None) -> float | None:
+        """Return the seconds of one step, of the whole batch or another, after a short one; None if memory ran out."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         try:
             with self._engine(size) as engine:
                 # The first step makes the optimizer's state and warms the caches; only the second one is timed.
-                too_large = engine.step(
-                    _two_micro_batches(self._whole, size)
-                ).too_large  # it went on with a smaller one
-                held = HeldBatch(self._whole)
+                too_large = engine.step(_two_micro_batches(self._whole, size)).too_large  # it went on with a smaller one
+                held = HeldBatch(self._whole if batch is None else batch)
                 list(Placement(Cut(micro_batch_size=size), 1, 0).micro_batches(held))
                 begun = self._now()
                 too_large += engine.step(held).too_large
@@ -324,7 +357,7 @@ class _Steps:
         except (torch.OutOfMemoryError, MemoryExhaustedError):
             taken = None
         if self._device.type == "cuda":
-            self.peaks[size] = torch.cuda.max_memory_allocated(self._device)
+            self.peaks[size] = max(self.peaks.get(size, 0), torch.cuda.max_memory_allocated(self._device))
             if taken is None:
                 torch.cuda.empty_cache()
         return taken
