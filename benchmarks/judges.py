@@ -76,7 +76,7 @@ def setups_table() -> Iterator[str]:
         equal += found.equal
         rows.append(f"| {name} | none | {found.verdict} | - | {'yes' if found.equal else 'no'} |")
     yield f"{wrong + len(right)} setups, {wrong} of them wrong."
-    yield f"Causes named, with their place and change, {named} of {wrong}; right ones found equal {equal} of {len(right)}."
+    yield f"Causes named, with place and change, {named} of {wrong}; right ones found equal {equal} of {len(right)}."
     yield ""
     yield from rows
 

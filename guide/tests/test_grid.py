@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from anybatch.testing.ranks import RankPool
 from anybatch_guide import grid
 from anybatch_guide.exercises.exercise import EXERCISES, described
 from anybatch_guide.experiments import exercises_eight

@@ -498,7 +498,8 @@ def all_reduce_of_means(model, loader, optimizer, accumulation_steps):
 
 
 def raises_on_ranks(model, loader, optimizer, accumulation_steps):
-    raise ValueError(f"rank {dist.get_rank()} is broken")
+    message = f"rank {dist.get_rank()} is broken"
+    raise ValueError(message)
 
 
 RIGHT = (

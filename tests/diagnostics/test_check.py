@@ -54,7 +54,7 @@ def checked(subject: Subject) -> CheckReport:
     "check: state between forwards goes unseen",
     "src/anybatch/diagnostics/gradient_runs.py",
     """
-            if relative_error(again, first) <= tolerance:  # counters change with every forward and matter to no gradient
+            if relative_error(again, first) <= tolerance:
 """,
     """
             if True:

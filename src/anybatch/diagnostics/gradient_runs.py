@@ -72,9 +72,9 @@ class GradientRuns:
         """
         if self.norms not in (None, "keep"):
             return self.split(self.num_samples, seed=seed)
-        with self._untouched(self.seed if seed is None else seed):
-            with nullcontext() if self.held is None else self.held.of(0, self.num_samples):
-                return self._backward(self._value(self.loss, copied(self.batch)))
+        held = nullcontext() if self.held is None else self.held.of(0, self.num_samples)
+        with self._untouched(self.seed if seed is None else seed), held:
+            return self._backward(self._value(self.loss, copied(self.batch)))
 
     def split(self, micro_batch_size: int, *, seed: int | None = None) -> Gradients:
         """Return the gradient that the engine adds up over micro-batches."""
@@ -152,9 +152,8 @@ class GradientRuns:
             self._value(self.loss, copied(self.batch))
             draws.seed(self.seed)
             again = self._backward(self._value(self.loss, copied(self.batch)))
-            if (
-                relative_error(again, first) <= tolerance
-            ):  # counters change with every forward and matter to no gradient
+            # Counters change with every forward and matter to no gradient.
+            if relative_error(again, first) <= tolerance:
                 return None
             return [name for name, value in _kept_by_modules(self.modules) if _differs(value, before.get(name))]
 

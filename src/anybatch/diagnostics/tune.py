@@ -348,7 +348,9 @@ class _Steps:
         try:
             with self._engine(size) as engine:
                 # The first step makes the optimizer's state and warms the caches; only the second one is timed.
-                too_large = engine.step(_two_micro_batches(self._whole, size)).too_large  # it went on with a smaller one
+                too_large = engine.step(
+                    _two_micro_batches(self._whole, size)
+                ).too_large  # it went on with a smaller one
                 held = HeldBatch(self._whole if batch is None else batch)
                 list(Placement(Cut(micro_batch_size=size), 1, 0).micro_batches(held))
                 begun = self._now()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import BaseContext, ForkServerContext, SpawnContext
+from multiprocessing.context import ForkContext, ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +18,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+RankContext = ForkContext | ForkServerContext | SpawnContext
 PRELOADED = (__name__, "anybatch.engine.engine")
 """Modules that are imported once, by the process that ranks are forked from."""
 
@@ -58,7 +59,7 @@ class RankPool:
         timeout_seconds: float = 120.0,
         backend: str = "gloo",
         start_processes: bool = False,
-        context: BaseContext | None = None,
+        context: RankContext | None = None,
     ) -> None:
         self._timeout_seconds = timeout_seconds
         self._folder = tempfile.TemporaryDirectory(prefix="anybatch-ranks-")

@@ -123,7 +123,8 @@ def _judge(
     num_ranks = NUM_RANKS if (needs.ranks if ranks is None else ranks > 1) else 1
     kinds = TARGET_KINDS if data is None else (data,)
     runners = [_Runner(function, needs, kind, seconds) for kind in kinds]
-    traces, failures = {}, {}
+    traces: dict[TargetKind, tuple[LoopTrace, ...]] = {}
+    failures: dict[TargetKind, str] = {}
     # On ranks first, for all kinds: they are forked, which a process that has run a backward cannot do everywhere.
     for runner in runners:
         try:

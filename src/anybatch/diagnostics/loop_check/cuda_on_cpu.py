@@ -23,7 +23,7 @@ class CudaOnCpu(TorchFunctionMode):
     def __torch_function__(
         self,
         func: Callable[..., Any],
-        types: Sequence[type],  # noqa: ARG002 (torch's signature)
+        types: Sequence[type],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 (whatever the function returns)

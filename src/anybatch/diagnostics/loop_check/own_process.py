@@ -186,13 +186,14 @@ def in_own_process(work: Callable[[Enclosure], ResultT], *, most_seconds: float)
             process.start()
         theirs.close()
         try:
-            return _answer(ours, process, most_seconds)
+            answer: ResultT = _answer(ours, process, most_seconds)
         finally:
             ours.close()
             if process.is_alive():
                 process.kill()
             process.join()
             process.close()
+    return answer
 
 
 def _context_for(work: Callable[[Enclosure], Any]) -> tuple[Any, Any]:
@@ -240,6 +241,7 @@ def _serve(pipe: Connection, task: Any, enclosure: Enclosure) -> None:  # noqa: 
     torch.set_num_threads(1)
     _make_an_optimizer()
     enclosure.enter()
+    answer: tuple[Any, UserError | None]
     try:
         work = pickle.loads(task) if isinstance(task, bytes) else task  # noqa: S301 (made by `in_own_process`)
         answer = work(enclosure), None

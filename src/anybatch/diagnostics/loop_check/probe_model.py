@@ -162,10 +162,12 @@ class ModelOutput:
         return getattr(self.loss if name in {"backward", "item"} else self.logits, name)
 
     def __truediv__(self, divisor: Any) -> Tensor:  # noqa: ANN401 (a number or tensor)
-        return self.loss / divisor
+        found: Tensor = self.loss / divisor
+        return found
 
     def __mul__(self, factor: Any) -> Tensor:  # noqa: ANN401 (a number or tensor)
-        return self.loss * factor
+        found: Tensor = self.loss * factor
+        return found
 
     def values(self) -> tuple[Tensor, ...]:
         """Return the losses of a model that returns nothing else in training."""

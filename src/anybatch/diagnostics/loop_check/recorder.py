@@ -24,7 +24,7 @@ MAX_FORWARDS = 200
 """A loop that makes more forwards than this on 31 samples, and no pass after pass over them, does not end."""
 
 
-class LoopStopped(BaseException):  # noqa: N818 (no error)
+class LoopStopped(BaseException):
     """Ends a loop that does not end by itself; no Exception, so that a loop that catches those ends too."""
 
 
@@ -240,6 +240,7 @@ class TimeLimit:
         self._timer = threading.Timer(seconds, self._interrupt)
 
     def start(self) -> None:
+        """Begin to count."""
         self._end = time.monotonic() + self._seconds
         self._running = True
         # A loop that cannot be ended must not keep the process from ending.
@@ -247,10 +248,12 @@ class TimeLimit:
         self._timer.start()
 
     def check(self) -> None:
+        """Raise `LoopStopped` if the time is over."""
         if time.monotonic() > self._end:
             raise LoopStopped
 
     def cancel(self) -> None:
+        """End it; nothing is raised from here on."""
         self._timer.cancel()
         with self._lock:
             self._running = False

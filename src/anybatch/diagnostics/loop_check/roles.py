@@ -177,7 +177,7 @@ class Settings:
 
     def get(self, name: str, default: Any = None) -> Any:  # noqa: ANN401 (any setting)
         """Return a setting that is known, or the default."""
-        return self[name] if name in self else default
+        return self[name] if name in self else default  # noqa: SIM401 (this is `get`)
 
 
 def _guess(name: str, settings: Settings) -> Any:  # noqa: ANN401 (any setting)

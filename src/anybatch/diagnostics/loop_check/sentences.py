@@ -174,10 +174,14 @@ _UNEVEN = {
         "Add up the losses of all targets and divide by the number of targets in the window.",
     ),
     "mean_of_weighted_means": (
-        "Each micro-batch's loss is a mean over something else than samples (class weights, a mask), and these means "
-        "count the same, so what is in a micro-batch with less of it counts more.",
-        "Take the loss as a sum (reduction='sum') and divide it by what the mean is over, added up over the window: "
-        "for class weights, weight[targets].sum() of all its micro-batches.",
+        (
+            "Each micro-batch's loss is a mean over something else than samples (class weights, a mask), and these "
+            "means count the same, so what is in a micro-batch with less of it counts more."
+        ),
+        (
+            "Take the loss as a sum (reduction='sum') and divide it by what the mean is over, added up over the "
+            "window: for class weights, weight[targets].sum() of all its micro-batches."
+        ),
     ),
     "uneven_ranks": (
         "Ranks with shares of different sizes count the same, so a sample of the smaller one counts more.",

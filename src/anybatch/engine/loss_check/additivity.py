@@ -29,7 +29,7 @@ from anybatch.engine.loss_check.replay import (
     open_replay,
     relative_difference,
 )
-from anybatch.engine.loss_check.sample_choice import candidates, paddings, choose_samples, sample_counts
+from anybatch.engine.loss_check.sample_choice import candidates, choose_samples, paddings, sample_counts
 from anybatch.engine.side_effects import SeededGenerators
 
 
