@@ -317,8 +317,8 @@ def test_figure(tmp_path: Path) -> None:
 @sees(
     "tune does not clip",
     "src/anybatch/diagnostics/tune.py",
-    "scheduler=None, check_loss=False, norms=",
-    "scheduler=None, check_loss=False, clip=None, norms=",
+    "        check_loss=False,\n",
+    "        check_loss=False,\n        clip=None,\n",
 )
 @pytest.mark.slow
 def test_what_is_timed_is_what_is_trained() -> None:

@@ -130,6 +130,7 @@ def _set_randomness_aside(runs: GradientRuns, draws: Sequence[str], tolerance: f
     by_name = dict(runs.modules.named_modules())
     before = set(runs.resting)
     runs.resting |= {by_name[name] for name in draws}
+    rested = set(runs.resting)
     rest = relative_error(runs.whole(seed=runs.seed + 1), runs.whole())
     where = draws[0] if draws else ""
     number = f"{len(draws)} module{'s' * (len(draws) > 1)}"
@@ -161,8 +162,7 @@ def _set_randomness_aside(runs: GradientRuns, draws: Sequence[str], tolerance: f
                 change="",
                 breaks_equality=False,
             )
-        runs.held = None
-        runs.resting |= {by_name[name] for name in draws}
+        runs.resting, runs.held = rested, None
     return CheckFinding(
         code="randomness",
         where=where,
