@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from anybatch.testing.ranks import RankPool
 from anybatch_guide import grid
 from anybatch_guide.exercises.exercise import EXERCISES, described
 from anybatch_guide.experiments import exercises_eight
@@ -77,8 +76,7 @@ def test_programs_of_the_page_are_ours() -> None:
 def test_bugs_are_where_the_answers_say() -> None:
     """The checker finds in each of the six loops what the answer says, and its wrong lines are lines of it."""
     recorded = read_recording(RECORDINGS / "exercises_loops.json").data["loops"]
-    with RankPool(2) as pool:
-        found = [plain(described(exercise, pool)) for exercise in EXERCISES]
+    found = [plain(described(exercise)) for exercise in EXERCISES]
 
     assert found == recorded
     for exercise, one in zip(EXERCISES, found, strict=True):

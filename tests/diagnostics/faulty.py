@@ -173,6 +173,38 @@ class Memory(nn.Module):
         return x * (1 + 0.1 * self.calls)
 
 
+class Counting(nn.Module):
+    """Scales by how often it was called, which it keeps in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.number += 1
+        return x * (1 + 0.1 * self.number)
+
+
+class ByBatchMaximum(nn.Module):
+    """Scales by the largest number of the batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / x.detach().abs().max()
+
+
+class Variational(nn.Module):
+    """A variational autoencoder: draws in its forward, in training and in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encode, self.decode = nn.Linear(NUM_FEATURES, 8), nn.Linear(4, NUM_FEATURES)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mean, log_variance = self.encode(x).chunk(2, dim=1)
+        return self.decode(mean + torch.randn_like(mean) * (0.5 * log_variance).exp()), mean, log_variance
+
+
 def classify(model: nn.Module, batch: Batch) -> Tensor:
     """Return the mean over samples."""
     return F.cross_entropy(model(batch["image"]), batch["label"])
@@ -288,6 +320,52 @@ def decorrelated(model: nn.Module, outputs: Tensor) -> Tensor:  # noqa: ARG001 (
     """Return the covariance loss of a whole batch."""
     loss: Tensor = (outputs.T.cov() - torch.eye(outputs.shape[1], dtype=outputs.dtype)).square().sum()
     return loss
+
+
+def evidence_bound(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the loss of a variational autoencoder."""
+    found, mean, log_variance = model(batch["x"])
+    error = (found - batch["x"]).square().sum(1)
+    divergence = -0.5 * (1 + log_variance - mean.square() - log_variance.exp()).sum(1)
+    loss: Tensor = (error + divergence).mean()
+    return loss
+
+
+def denoise(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the loss of a diffusion model: times and noise are drawn for each sample."""
+    x = batch["x"]
+    time, noise = torch.rand(len(x), 1, dtype=x.dtype), torch.randn_like(x)
+    return F.mse_loss(model((1 - time) * x + time * noise), noise)
+
+
+def scaled_by_maximum(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the cross-entropy of inputs that are scaled by the largest one of the batch."""
+    return F.cross_entropy(model(batch["x"] / batch["x"].abs().max()), batch["label"])
+
+
+def mixed_up(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the loss of pairs that are drawn within the batch."""
+    order = torch.randperm(len(batch["x"]))
+    return F.cross_entropy(model(0.7 * batch["x"] + 0.3 * batch["x"][order]), batch["label"])
+
+
+def padded() -> Batch:
+    """Return sentences whose labels are 0 where nothing follows."""
+    batch = sentences()
+    labels = batch["words"].clamp(min=1).where(batch["labels"] != -100, 0)
+    return {"words": batch["words"], "labels": labels}
+
+
+def predict_padded(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the mean over targets that are not 0."""
+    return F.cross_entropy(model(batch["words"]).mT, batch["labels"], ignore_index=0)
+
+
+def with_gradient_norm(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the cross-entropy and the size of its gradient."""
+    loss = separate(model, batch)
+    gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    return loss + 0.1 * torch.stack([one.square().sum() for one in gradients]).sum()
 
 
 def as_sum(model: nn.Module, batch: Batch) -> ab.LossSum:
@@ -445,13 +523,6 @@ FAULTS: Mapping[str, Fault] = {
         "each sample by itself",
         Subject(Encoder, mean(separate), vectors),
     ),
-    "noise in evaluation mode": Fault(
-        Subject(lambda: Encoder(Noise), mean(separate), vectors),
-        "randomness",
-        "between",
-        "self.training",
-        Subject(lambda: Encoder(lambda: nn.Dropout(0.3)), mean(separate), vectors),
-    ),
     "a module that counts its calls": Fault(
         Subject(lambda: Encoder(Memory), mean(separate), vectors),
         "state",
@@ -459,4 +530,52 @@ FAULTS: Mapping[str, Fault] = {
         "once per optimizer step",
         Subject(Encoder, mean(separate), vectors),
     ),
+    "an attribute that counts calls": Fault(
+        Subject(lambda: Encoder(Counting), mean(separate), vectors),
+        "state",
+        "between.number",
+        "once per optimizer step",
+        Subject(Encoder, mean(separate), vectors),
+    ),
+    "a layer that scales by the batch's maximum": Fault(
+        Subject(lambda: Encoder(ByBatchMaximum), mean(separate), vectors),
+        "couples_samples",
+        "between",
+        "each sample by itself",
+        Subject(Encoder, mean(separate), vectors),
+    ),
+    "inputs scaled by the batch's maximum": Fault(
+        Subject(Encoder, mean(scaled_by_maximum), vectors),
+        "couples_samples",
+        "inputs of the model",
+        "a constant of the data set",
+        Subject(Encoder, mean(separate), vectors),
+    ),
+    "another padding than was declared": Fault(
+        Subject(LanguageModel, lambda: ab.mean_over_tokens(predict_padded, shift=False), padded),
+        "loss_declaration",
+        "loss",
+        "ab.mean_over_tokens(loss, labels='labels', ignore_index=0, shift=False)",
+        Subject(LanguageModel, lambda: ab.mean_over_tokens(predict_padded, ignore_index=0, shift=False), padded),
+    ),
+    "gradients of parameters in the loss": Fault(
+        Subject(Encoder, mean(with_gradient_norm), vectors),
+        "couples_samples",
+        "gradients in the loss",
+        "gradients with respect to inputs",
+        Subject(Encoder, mean(smoothness), vectors),
+    ),
+    "samples mixed with drawn ones": Fault(
+        Subject(Encoder, mean(mixed_up), vectors),
+        "randomness",
+        "",
+        "a part of the batch",
+        Subject(Encoder, mean(separate), vectors),
+    ),
 }
+HELD: Mapping[str, Subject] = {
+    "noise in evaluation mode": Subject(lambda: Encoder(Noise), mean(separate), vectors),
+    "variational autoencoder": Subject(Variational, mean(evidence_bound), vectors),
+    "diffusion": Subject(lambda: Encoder(out=NUM_FEATURES), mean(denoise), vectors),
+}
+"""What draws random numbers wherever it runs, and is right: it is compared with each sample's numbers held."""

@@ -497,18 +497,18 @@ def all_reduce_of_means(model, loader, optimizer, accumulation_steps):
         optimizer.zero_grad()
 
 
-def joins_again(model, loader, optimizer, accumulation_steps):
-    dist.init_process_group("gloo")
-    dist.get_rank()
+def raises_on_ranks(model, loader, optimizer, accumulation_steps):
+    message = f"rank {dist.get_rank()} is broken"
+    raise ValueError(message)
 
 
 RIGHT = (
-    *(right_by_window, right_by_scaling_at_the_end, right_by_cutting, right_with_all_else, right_by_one_backward),
+    *(right_by_window, right_by_scaling_at_the_end, right_by_cutting, right_by_one_backward),
     *(right_with_its_own_loader, right_with_class_weights, right_in_float32),
 )
 WRONG = {
     divided_by_steps: {"constant_divisor", "mean_of_means"},
-    hf_like: {"constant_divisor", "mean_of_means"},
+    hf_like: {"constant_divisor", "mean_of_means", "mean_of_token_means"},
     not_divided: {"not_divided", "mean_of_means"},
     divided_twice: {"constant_factor"},
     tail_dropped: {"tail_dropped"},

@@ -17,6 +17,7 @@ from anybatch.errors import BatchSizeError, UserError
 from anybatch.norms import Ghost, Policy, PolicyName
 from tests.diagnostics.faulty import (
     FAULTS,
+    HELD,
     NUM_CLASSES,
     Alone,
     Batch,
@@ -53,12 +54,37 @@ def checked(subject: Subject) -> CheckReport:
     "check: state between forwards goes unseen",
     "src/anybatch/diagnostics/gradient_runs.py",
     """
-        return changed if relative_error(again, first) > tolerance else []
+            if relative_error(again, first) <= tolerance:
 """,
     """
-        return []
+            if True:
 """,
     cases=["a module that counts its calls"],
+)
+@sees(
+    "check: attributes of modules are no state",
+    "src/anybatch/diagnostics/gradient_runs.py",
+    """
+            if not name.startswith("_") and name != "training":
+""",
+    """
+            if name == "":
+""",
+    cases=["an attribute that counts calls"],
+)
+@sees(
+    "check: inputs of the model go unseen",
+    "src/anybatch/diagnostics/causes.py",
+    "(_inputs(runs), _inner_gradients(runs))",
+    "(_inner_gradients(runs),)",
+    cases=["inputs scaled by the batch's maximum"],
+)
+@sees(
+    "check: paddings are no candidates",
+    "src/anybatch/engine/loss_check/additivity.py",
+    "candidates(chosen, number) | paddings(chosen, number)",
+    "candidates(chosen, number)",
+    cases=["another padding than was declared"],
 )
 @sees(
     "check: masks are no candidates",
@@ -88,6 +114,21 @@ def test_change_mends(name: str) -> None:
     report = checked(FAULTS[name].mended)
     assert report.equal
     assert not any(finding.breaks_equality for finding in report.findings)
+
+
+@sees(
+    "check: cuts draw numbers of their own",
+    "src/anybatch/diagnostics/gradient_runs.py",
+    "with held.of(start, min(start + micro_batch_size, self.num_samples)):",
+    "with nullcontext():",
+)
+@pytest.mark.parametrize("name", HELD)
+def test_noise_is_held(name: str) -> None:
+    """What is drawn for each sample is the same in any cut, so that cuts are exact; that it was held is said."""
+    report = checked(HELD[name])
+    assert report.verdict == "exact", str(report)
+    assert [(finding.code, finding.breaks_equality) for finding in report.findings] == [("randomness", False)]
+    assert "were held" in report.findings[0].says
 
 
 def healthy() -> dict[str, Subject]:

@@ -1,10 +1,14 @@
 """A loop is judged as it is: right ones without a word, wrong ones by name, with both values."""
 
+import ctypes
 import gc
 import importlib
 import multiprocessing
+import os
 import random
 import shutil
+import socket
+import subprocess
 import sys
 import weakref
 from collections.abc import Callable
@@ -22,16 +26,17 @@ from anybatch.cli.main import main
 from anybatch.cli.status import Status
 from anybatch.diagnostics import check_loop
 from anybatch.diagnostics.loop_check import sentences
-from anybatch.diagnostics.loop_check.loop_report import LoopVerdict, fraction, ranges
+from anybatch.diagnostics.loop_check.loop_report import LoopReport, LoopVerdict, fraction, ranges
+from anybatch.diagnostics.loop_check.own_process import Enclosure, in_own_process
 from anybatch.diagnostics.loop_check.probe_model import RowModel, make_data
 from anybatch.diagnostics.loop_check.recorder import Recorder
+from anybatch.diagnostics.loop_check.roles import method_of
 from anybatch.diagnostics.loop_check.run_loop import group_of_one
 from anybatch.errors import UserError
 from tests.architecture.leak_police import Holdings, has_no_more_groups, holdings, settled
 from tests.architecture.source_tree import ROOT
-from tests.diagnostics import loops
+from tests.diagnostics import loops, published_loops
 from tests.faults import sees
-from tests.ranks_fixture import Ranks
 
 Loop = Callable[..., Any]
 NOT_IN_GRADIENT = {
@@ -48,9 +53,16 @@ def expected_verdict(codes: set[str]) -> LoopVerdict:
 
 
 class Ignoring:
-    """Whoever is told of forwards and does not care."""
+    """Whoever is told of forwards and passes and does not care."""
 
     def forward(self, ids: object, outputs: object) -> None:
+        """Do nothing."""
+
+    def begin_pass(self) -> int:
+        """Return a number."""
+        return 0
+
+    def end_pass(self, number: int) -> None:
         """Do nothing."""
 
 
@@ -112,18 +124,18 @@ def test_wrong_loops_are_named(loop: Loop, codes: set[str]) -> None:
 
 
 @pytest.mark.parametrize("loop", loops.RIGHT_ON_RANKS)
-def test_right_loops_on_ranks_are_exact(loop: Loop, two_ranks: Ranks) -> None:
+def test_right_loops_on_ranks_are_exact(loop: Loop) -> None:
     """On two ranks with uneven shares a right loop has no finding, by DDP and by its own reduction."""
-    report = check_loop(loop, pool=two_ranks)
+    report = check_loop(loop)
 
     assert (report.num_ranks, report.verdict, report.codes) == (2, LoopVerdict.EXACT, frozenset()), str(report)
     assert {sample for window in report.windows for sample in window.found} == set(range(31))
 
 
 @pytest.mark.parametrize(("loop", "codes"), loops.WRONG_ON_RANKS.items())
-def test_wrong_loops_on_ranks_are_named(loop: Loop, codes: set[str], two_ranks: Ranks) -> None:
+def test_wrong_loops_on_ranks_are_named(loop: Loop, codes: set[str]) -> None:
     """What goes wrong between ranks is found by its name, and nothing else is."""
-    report = check_loop(loop, pool=two_ranks)
+    report = check_loop(loop)
 
     assert report.codes == codes, str(report)
     assert report.verdict == expected_verdict(codes)
@@ -174,6 +186,20 @@ def test_the_first_wrapper_of_a_process_leaves_no_group() -> None:
     assert after.num_group_threads == before.num_group_threads
 
 
+@sees(
+    "loops: the first kind of data that runs is the only one",
+    "src/anybatch/diagnostics/loop_check/check_loop.py",
+    "kinds = TARGET_KINDS if",
+    "kinds = TARGET_KINDS[:1] if",
+)
+def test_all_kinds_of_data_are_tried() -> None:
+    """A loop that is right with one target per sample, and runs on tokens too, is judged on these; one may be named."""
+    report = check_loop(loops.right_with_all_else)
+    assert (report.verdict, set(report.codes)) == (LoopVerdict.NOT_EQUAL, {"mean_of_token_means"})
+    assert "on classes exact; on tokens not equal" in report.remarks[-1]
+    assert check_loop(loops.right_with_all_else, data="classes").verdict == LoopVerdict.EXACT
+
+
 def test_tokens_are_weighed() -> None:
     """A mean over the targets of a window is exact; a mean of the micro-batches' token means is not."""
     assert check_loop(loops.right_on_tokens).codes == frozenset()
@@ -201,6 +227,161 @@ def test_both_values_are_told() -> None:
     ]
 
 
+def judged(name: str) -> LoopReport:
+    """Return the report on a loop of `published_loops`, or on a method there."""
+    owner, _, method = name.rpartition(".")
+    found = getattr(published_loops, owner or name)
+    return check_loop(method_of(found, method) if owner else found)
+
+
+PUBLISHED = {loop.__name__: codes for loop, (_, codes) in published_loops.PUBLISHED.items()}
+PUBLISHED |= {name: codes for name, (_, codes) in published_loops.METHODS.items()}
+QUICK = ["build_nanogpt", "lbfgs_example", "pinn_by_grad", "sam_example", "clip_before_unscale", "weighted_classes"]
+QUICK += ["imagenet_example", "MinGptTrainer.run", "pyg_gin", "tacotron2"]
+
+
+def looks_right(codes: set[str], report: LoopReport) -> bool:
+    """Whether a loop has the findings in its gradients that it has to have, or none at all."""
+    found = {finding.code for finding in report.findings if finding.in_gradient}
+    return codes <= found if codes else not found
+
+
+@sees(
+    "loops: a closure's gradient is looked for before it is computed",
+    "src/anybatch/diagnostics/loop_check/recorder.py",
+    "        if closure is None:",
+    "        if closure is None or optimizer:",
+    cases=["lbfgs_example"],
+)
+@sees(
+    "loops: gradients that are added to nothing go unseen",
+    "src/anybatch/diagnostics/loop_check/recorder.py",
+    "        if self._incoming is not None:\n            self._append(None)",
+    "        self._incoming = None",
+    cases=["pinn_by_grad"],
+)
+@sees(
+    "loops: a first pass of SAM is a lost one",
+    "src/anybatch/diagnostics/loop_check/windows.py",
+    "elif kept and all(part.ids in coming for part in kept):",
+    "elif kept and not coming:",
+    cases=["sam_example"],
+)
+@sees(
+    "loops: scaled gradients are not compared",
+    "src/anybatch/diagnostics/loop_check/judge.py",
+    "if not is_close(scaled_step.gradient, plain_step.gradient):",
+    "if not is_close(scaled_step.gradient, scaled_step.gradient):",
+    cases=["clip_before_unscale"],
+)
+@pytest.mark.parametrize("name", QUICK)
+def test_forms_of_published_loops(name: str) -> None:
+    """Closures, `autograd.grad`, SAM, scalers, settings, methods, graphs, next_batch() are judged for what they do."""
+    report = judged(name)
+    assert looks_right(PUBLISHED[name], report), str(report)
+
+
+@pytest.mark.published
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if name not in QUICK])
+def test_published_loops(name: str) -> None:
+    """All others are, too: no false alarm, and nothing missed."""
+    report = judged(name)
+    assert looks_right(PUBLISHED[name], report), str(report)
+
+
+@sees(
+    "loops: what Python writes elsewhere goes through",
+    "src/anybatch/diagnostics/loop_check/own_process.py",
+    "            if writes and not isinstance(path, int):\n                self._make_own(path, with_end=True)",
+    "            if writes and not isinstance(path, int):\n                pass",
+)
+def test_nothing_of_the_users_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop reads, overwrites, appends and removes files of its folder as ever, and none of the user's changes."""
+    (tmp_path / "runs").mkdir()
+    contents = {"best.pt": "weights", "log.csv": "1\n", "old.txt": "old", "runs/a.txt": "a", "settings.txt": "9"}
+    for name, text in contents.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+
+    def careless(model: Any, loader: Any, optimizer: Any) -> None:
+        assert Path("settings.txt").read_text(encoding="utf-8") == "9"
+        with Path("log.csv").open("a", encoding="utf-8") as file:
+            file.write("2\n")
+        assert Path("log.csv").read_text(encoding="utf-8").startswith("1\n2\n")
+        torch.save(model.state_dict(), "best.pt")
+        Path("runs/a.txt").write_text("b", encoding="utf-8")
+        Path("runs/new").mkdir(exist_ok=True)
+        Path("old.txt").unlink(missing_ok=True)
+        train: Loop = loops.right_by_window
+        train(model, loader, optimizer, 1, 1)
+
+    report = check_loop(careless, data="classes")
+
+    assert report.verdict == LoopVerdict.EXACT
+    assert {"best.pt", "log.csv", "runs/a.txt"} <= set(report.written)
+    assert {name: (tmp_path / name).read_text(encoding="utf-8") for name in contents} == contents
+    assert {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")} == {*contents, "runs"}
+
+
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        (lambda path: path.write_text("mine", encoding="utf-8"), "would have changed"),
+        (lambda path: torch.save([1], path), "would have changed"),
+        (lambda path: path.unlink(), "would have changed"),
+        (lambda path: subprocess.run([sys.executable, str(path)], check=True), "would have started a program"),  # noqa: S603
+        (lambda _: socket.create_connection(("192.0.2.1", 80), 1.0), "would have connected to 192.0.2.1"),
+    ],
+)
+def test_what_leaves_the_folder_is_refused(tmp_path: Path, act: Callable[[Path], Any], said: str) -> None:
+    """A file elsewhere, a program and the network are refused with what it was, and the file is as before."""
+    file = tmp_path / "theirs"
+    file.write_text("theirs", encoding="utf-8")
+
+    def careless(model: Any, loader: Any) -> None:
+        assert model
+        assert loader
+        act(file)
+
+    with pytest.raises(UserError, match=said):
+        check_loop(careless, data="classes")
+    assert file.read_text(encoding="utf-8") == "theirs"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the guard is that of Linux")
+def test_linux_refuses_what_python_does_not_see(tmp_path: Path) -> None:
+    """A file that C opens is refused by the kernel, where it has Landlock; and the network is another one."""
+    file = tmp_path / "theirs"
+    file.write_text("theirs", encoding="utf-8")
+
+    def by_c(enclosure: Enclosure) -> tuple[bool, bool, int]:
+        libc = ctypes.CDLL(None)
+        opened = libc.open(str(file).encode(), os.O_WRONLY | os.O_TRUNC)
+        return enclosure.kernel_guards_files, enclosure.kernel_guards_network, opened
+
+    files, network, opened = in_own_process(by_c, most_seconds=60.0)
+    if not files:
+        pytest.skip("this kernel has no Landlock")
+    assert opened == -1
+    assert file.read_text(encoding="utf-8") == "theirs"
+    assert network in {True, False}
+
+
+def test_a_file_is_not_run_before_it_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A script without the function that was named is refused unread; one that writes when imported writes nowhere."""
+    ran = tmp_path / "ran"
+    script = tmp_path / "a_script_that_trains.py"
+    body = f"open({str(ran)!r}, 'w').write('ran')\n\ndef train(model, loader, optimizer):\n    pass\n"
+    script.write_text(body, encoding="utf-8")
+
+    assert main(["check", "--loop", f"{script}:nothing"]) == Status.USAGE
+    assert "was not run" in capsys.readouterr().err
+    assert main(["check", "--loop", f"{script}:train"]) == Status.USAGE
+    assert "would have changed" in capsys.readouterr().err
+    assert not ran.exists()
+    assert not (tmp_path / "__pycache__").exists()
+
+
 @pytest.mark.slow
 def test_a_loop_that_spins_is_ended() -> None:
     """A loop that calls nothing of ours is ended by the time limit, and that is said."""
@@ -225,9 +406,9 @@ def test_a_loop_that_raises_shows_its_own_error() -> None:
 
 @pytest.mark.slow
 def test_a_loop_that_raises_on_ranks_shows_its_own_error() -> None:
-    """On ranks that are started for it, too: the loop's own traceback, and that the ranks have joined already."""
-    with pytest.raises(UserError, match=r"(?s)joins_again raised.*have joined.*process group twice") as caught:
-        check_loop(loops.joins_again, data="classes")
+    """On ranks too: the loop's own traceback, and that the ranks have joined already."""
+    with pytest.raises(UserError, match=r"(?s)raises_on_ranks raised.*have joined.*rank \d is broken") as caught:
+        check_loop(loops.raises_on_ranks, data="classes")
     assert "loops/run.py" not in str(caught.value)
 
 
@@ -287,11 +468,8 @@ def test_an_unknown_scale_is_said() -> None:
     assert "cannot be seen" in report.remarks[0]
 
 
-def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`anybatch check --loop` prints the report; status 0 without findings, 8 with some, 2 for what is no loop."""
-    monkeypatch.setattr(sys, "path", sys.path.copy())
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    monkeypatch.delitem(sys.modules, "my_loops", raising=False)
     file = tmp_path / "my_loops.py"
     shutil.copy(loops.__file__, file)
 
@@ -304,7 +482,6 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
     assert "A loop is named as a file (file.py:function)" in capsys.readouterr().err
     assert main(["check", "digits", "--loop", f"{file}:right_by_window"]) == Status.USAGE
     assert "one at a time" in capsys.readouterr().err
-    monkeypatch.delitem(sys.modules, "my_loops")
 
 
 def test_findings_are_documented() -> None:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 _DESCRIPTION = (
     "Say whether micro-batches give the gradient of the un-split batch. A recipe's model and loss are run on a few of "
     "its samples, whole and cut, in float64; what makes them differ is named, and how to mend it. "
-    "--loop judges a training loop as it is, by running it on a recording model; nothing is converted or changed."
+    "--loop judges a training loop as it is, by running it on a recording model, in a process and a folder of its own."
 )
 _EPILOG = "The exit status is 0 where nothing was found, and 8 otherwise; docs/command_line.md has the list."
 
@@ -53,11 +54,11 @@ def make_parser() -> Parser:
     parser.add_argument("--seed", type=integer, default=0, metavar="N", help="of all random numbers (default: 0)")
     parser.add_argument("--figure", type=Path, metavar="FILE", help="draw the errors by layer: .png, .svg or .pdf")
     loop = parser.add_argument_group("a loop of one's own")
-    loop.add_argument("--loop", metavar="FILE.py:FUNCTION", help="the function that trains")
+    loop.add_argument("--loop", metavar="FILE.py:FUNCTION", help="the function, or Class.method, that trains")
     loop.add_argument(
         "--data",
         choices=("classes", "tokens", "values"),
-        help="the kind of data it trains on (default: the first of these that it can run)",
+        help="the kind of data it trains on (default: all of these that it can run)",
     )
     loop.add_argument(
         "--ranks", type=int, choices=(1, 2), help="processes to run it on (default: 2 if it uses torch.distributed)"
@@ -132,10 +133,11 @@ def check_loop_function(
     Raises:
         UserError: there is no such function, or it cannot be run.
     """
-    from anybatch.diagnostics import check_loop  # noqa: PLC0415 (brings torch)
+    from anybatch.diagnostics.loop_check.check_loop import check_named_loop  # noqa: PLC0415 (brings torch)
     from anybatch.recipes import load_function  # noqa: PLC0415 (brings torch)
 
-    function = load_function(name, "loop", "trains, such as train(model, loader, optimizer, accumulation_steps)")
-    report = check_loop(function, data=data, ranks=ranks)
+    # Imported in the process that it runs in: a file may do anything when it is imported.
+    find = partial(load_function, name, "loop", "trains, such as train(model, loader, optimizer, accumulation_steps)")
+    report = check_named_loop(find, data=data, ranks=ranks)
     sys.stdout.write(f"{report}\n")
     return Status.NOT_EXACT if report.findings else Status.DONE

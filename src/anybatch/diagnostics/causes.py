@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import nn
 
 from anybatch.core.comparison import relative_error
@@ -40,9 +41,11 @@ def find_causes(
         losses = _losses(runs)
         yield from losses
         found += len(losses)
-        if (finding := _state(runs, tolerance)) is not None:
-            yield finding
-            found += 1
+        others = (_state(runs, tolerance), *(() if found else (_inputs(runs), _inner_gradients(runs))))
+        for finding in others:
+            if finding is not None:
+                yield finding
+                found += 1
         if not found:
             yield _unexplained(runs, micro_batch_size)
 
@@ -116,16 +119,64 @@ def _losses(runs: GradientRuns) -> list[CheckFinding]:
 def _state(runs: GradientRuns, tolerance: float) -> CheckFinding | None:
     """Return that a forward changes what the next one computes, as spectral norm and codebooks do."""
     changed = runs.changed_by_forward(tolerance)
-    if not changed:
+    if changed is None:
         return None
+    what = f"{changed[0]!r}{f' and {len(changed) - 1} more' if len(changed) > 1 else ''}" if changed else "something"
+    kept = "" if changed else " (in no module: a global variable, or an object of the loss function?)"
     return CheckFinding(
         code="state",
-        where=changed[0],
+        where=changed[0] if changed else "",
         says=(
-            f"a forward changes {len(changed)} buffer{'s' * (len(changed) > 1)} (first {changed[0]!r}) that the next "
-            "forward computes with, so that every micro-batch meets another model than the one before."
+            f"a forward changes {what}{kept} that the next forward computes with, so that every micro-batch meets "
+            "another model than the one before."
         ),
         change="update it once per optimizer step, outside of the forward; or keep the module in evaluation mode.",
+    )
+
+
+def _inputs(runs: GradientRuns) -> CheckFinding | None:
+    """Return that the model is given something else for the same samples when others are not there."""
+    number = max(1, runs.num_samples // 3)
+    try:
+        whole, part = runs.given_to_model(0, runs.num_samples), runs.given_to_model(0, number)
+    except (RuntimeError, ValueError, TypeError):  # the loss function does not run on fewer samples
+        return None
+    pairs = [
+        (one[:number], other)
+        for one, other in zip(whole, part, strict=False)
+        if one.dim() and one.shape[0] == runs.num_samples and other.shape == (number, *one.shape[1:])
+    ]
+    if not any(one.is_floating_point() and not torch.allclose(one, other, rtol=1e-4) for one, other in pairs):
+        return None
+    return CheckFinding(
+        code="couples_samples",
+        where="inputs of the model",
+        says=(
+            "what the loss function gives the model for a sample depends on the other samples of the micro-batch: it "
+            "is scaled or shifted by something of the batch, such as its maximum or its mean."
+        ),
+        change=(
+            "use a constant of the data set, or something of each sample by itself; or compute it for the effective "
+            "batch beforehand, in ab.batches(collate=anybatch.data.OverEffectiveBatch(collate))."
+        ),
+    )
+
+
+def _inner_gradients(runs: GradientRuns) -> CheckFinding | None:
+    """Return that the loss function computes with gradients of parameters, which belong to its micro-batch."""
+    if not runs.differentiates_parameters():
+        return None
+    return CheckFinding(
+        code="couples_samples",
+        where="gradients in the loss",
+        says=(
+            "the loss function takes gradients with respect to parameters, which are sums over all samples that it is "
+            "given, and computes with them: no count makes micro-batches add up to that."
+        ),
+        change=(
+            "take gradients with respect to inputs, or of each sample by itself (torch.func.vmap of torch.func.grad); "
+            "otherwise the effective batch has to fit into one micro-batch."
+        ),
     )
 
 
@@ -135,7 +186,7 @@ def _unexplained(runs: GradientRuns, size: int) -> CheckFinding:
         where="",
         says=(
             f"micro-batches of {size} give another gradient (relative error {error_of(runs, size):.1e}), and neither "
-            "the layers, the random numbers, the buffers nor the loss explain it."
+            "the layers, the random numbers, what modules keep, the model's inputs nor the loss explain it."
         ),
         change="look at the parameter that differs most, and at what the forward does with the size of its batch.",
     )

@@ -13,6 +13,7 @@ from anybatch.diagnostics.causes import find_causes
 from anybatch.diagnostics.check_report import CheckFinding, CheckReport, SplitResult, in_words, verdict_of
 from anybatch.diagnostics.gradient_runs import GradientRuns, copied_runs
 from anybatch.engine.inputs import Model
+from anybatch.engine.loss_check.shared_draws import SharedDraws
 from anybatch.errors import BatchSizeError
 from anybatch.norms import Policy, PolicyName
 
@@ -127,7 +128,9 @@ def _set_randomness_aside(runs: GradientRuns, draws: Sequence[str], tolerance: f
     if relative_error(runs.whole(seed=runs.seed + 1), runs.whole()) <= tolerance:
         return None
     by_name = dict(runs.modules.named_modules())
+    before = set(runs.resting)
     runs.resting |= {by_name[name] for name in draws}
+    rested = set(runs.resting)
     rest = relative_error(runs.whole(seed=runs.seed + 1), runs.whole())
     where = draws[0] if draws else ""
     number = f"{len(draws)} module{'s' * (len(draws) > 1)}"
@@ -142,15 +145,32 @@ def _set_randomness_aside(runs: GradientRuns, draws: Sequence[str], tolerance: f
             change="nothing has to be changed; with rng='per_sample' every sample keeps its own numbers in any cut.",
             breaks_equality=False,
         )
-    source = f"{where!r} draws" if draws else "the loss function, or a module's forward, draws"
+    source = (
+        f"{repr(where) if where else 'the model'} draws" if draws else "the loss function, or a module's forward, draws"
+    )
+    if runs.loss.kind.encode is None:  # one that is has its own function run twice, for other samples
+        runs.resting, runs.held = before, SharedDraws()
+        runs.whole()  # draws what is held from here on
+        if relative_error(runs.whole(seed=runs.seed + 1), runs.whole()) <= tolerance:
+            return CheckFinding(
+                code="randomness",
+                where=where,
+                says=(
+                    f"{source} random numbers, which were held: in any cut each sample has those that it has in the "
+                    "un-split batch. Another cut would draw others from the same distribution, which is no fault."
+                ),
+                change="",
+                breaks_equality=False,
+            )
+        runs.resting, runs.held = rested, None
     return CheckFinding(
         code="randomness",
         where=where,
         says=(
-            f"{source} random numbers in evaluation mode too, so two runs of the same batch differ by {rest:.1e} and "
-            "cuts cannot be compared."
+            f"{source} random numbers in a way that cannot be held (a permutation, numpy, a generator of its own), so "
+            f"two runs of the same batch differ by {rest:.1e} and cuts cannot be compared."
         ),
-        change="draw only while module.training is set (F.dropout(x, p, self.training)), and check again.",
+        change="make the draws a part of the batch, or leave them out meanwhile, and check again.",
     )
 
 

@@ -1,6 +1,9 @@
 """A copy of what the user trains, on which gradients can be taken again and again without a trace."""
 
 import copy
+import dataclasses
+import itertools
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -11,15 +14,18 @@ from torch import nn
 
 from anybatch.core.comparison import Gradients, relative_error
 from anybatch.core.loss import Loss, factors_of, returned_count, scaled, unit_counts
-from anybatch.core.tree import Batch, copied, count_samples, map_tensors
+from anybatch.core.tree import Batch, copied, count_samples, map_tensors, slice_samples, tensors_of
 from anybatch.diagnostics.coupling import ForwardTraits, look
 from anybatch.engine.engine import Engine
 from anybatch.engine.inputs import Model, collect_modules
 from anybatch.engine.loss_check.additivity import TermFinding, checked_samples, findings
+from anybatch.engine.loss_check.shared_draws import SharedDraws
 from anybatch.engine.side_effects import SeededGenerators, without_side_effects
 from anybatch.norms import Policy, PolicyName
 from anybatch.parallel.strategy import trainable
 from anybatch.parallel.world import World
+
+FEWEST_LOOKED_AT = 4
 
 
 @dataclass(slots=True)
@@ -33,6 +39,7 @@ class GradientRuns:
         seed: of whatever is drawn.
         norms: the policy about BatchNorm, as the engine takes it.
         resting: modules that are in evaluation mode for now, because their behaviour in training was set aside.
+        held: what torch draws is drawn once for the whole batch, and cuts get the rows of their samples.
     """
 
     model: Model
@@ -41,6 +48,7 @@ class GradientRuns:
     seed: int = 0
     norms: Policy | PolicyName | None = None
     resting: set[nn.Module] = field(default_factory=set)
+    held: SharedDraws | None = None
 
     @property
     def modules(self) -> nn.Module:
@@ -64,7 +72,8 @@ class GradientRuns:
         """
         if self.norms not in (None, "keep"):
             return self.split(self.num_samples, seed=seed)
-        with self._untouched(self.seed if seed is None else seed):
+        held = nullcontext() if self.held is None else self.held.of(0, self.num_samples)
+        with self._untouched(self.seed if seed is None else seed), held:
             return self._backward(self._value(self.loss, copied(self.batch)))
 
     def split(self, micro_batch_size: int, *, seed: int | None = None) -> Gradients:
@@ -74,7 +83,7 @@ class GradientRuns:
                 self.model,
                 # `gradients` makes no update; an optimizer without state keeps the copies as they are.
                 lambda named: torch.optim.SGD(named, lr=0.0),
-                self.loss,
+                self.loss if self.held is None else self._with_held_draws(self.held, micro_batch_size),
                 micro_batch_size=micro_batch_size,
                 norms=self.norms or "keep",
                 check_loss=False,
@@ -86,17 +95,37 @@ class GradientRuns:
             finally:
                 engine.close()
 
+    def _with_held_draws(self, held: SharedDraws, micro_batch_size: int) -> Loss:
+        """Return the loss whose calls, one for each micro-batch in order, draw what was drawn for their samples."""
+        starts = itertools.count(0, micro_batch_size)
+
+        def function(model: Any, batch: Batch) -> Any:  # noqa: ANN401 (as the user's)
+            start = next(starts)
+            with held.of(start, min(start + micro_batch_size, self.num_samples)):
+                return self.loss.function(model, batch)
+
+        return dataclasses.replace(self.loss, function=function)
+
     def findings(self) -> dict[str, TermFinding]:
         """Check the loss's declaration as the engine's first step does; return the findings by term.
+
+        The engine looks at a few samples; where these show nothing, others are looked at, up to the end of the batch.
 
         Raises:
             UndecidedError: nothing can be said.
         """
-        with self._untouched(self.seed) as generators:
-            checked, _ = checked_samples(
-                self.loss, self.model, self.batch, autocast=nullcontext, is_low=False, generators=generators
-            )
-            return findings(checked)
+        starts = range(0, self.num_samples - FEWEST_LOOKED_AT + 1, FEWEST_LOOKED_AT)
+        found: dict[str, TermFinding] = {}
+        for start in starts:
+            with self._untouched(self.seed) as generators:
+                batch = slice_samples(self.batch, start, self.num_samples)
+                checked, _ = checked_samples(
+                    self.loss, self.model, batch, autocast=nullcontext, is_low=False, generators=generators
+                )
+                found = findings(checked)
+            if any(one.explanation for one in found.values()):
+                break
+        return found
 
     def look(self) -> ForwardTraits:
         """Look at every module in one forward of the whole batch."""
@@ -109,19 +138,58 @@ class GradientRuns:
             output = self._output(copied(self.batch))
         return isinstance(output, torch.Tensor) and not output.dim()
 
-    def changed_by_forward(self, tolerance: float) -> list[str]:
-        """Return the buffers that a forward changes, if the gradient of a second forward differs because of them."""
+    def changed_by_forward(self, tolerance: float) -> list[str] | None:
+        """Return what a forward changes that the next one computes with, buffers and attributes of modules.
+
+        None where the gradient of a second forward is that of the first; an empty list where it is not, and what keeps
+        the state is no module.
+        """
         with self._untouched(self.seed) as draws:
-            # All three forwards draw the same numbers, so that only buffers can make a difference.
+            # All three forwards draw the same numbers, so that only what is kept can make a difference.
             first = self._backward(self._value(self.loss, copied(self.batch)))
-            before = {name: buffer.clone() for name, buffer in self.modules.named_buffers()}
+            before = dict(_kept_by_modules(self.modules))
             draws.seed(self.seed)
             self._value(self.loss, copied(self.batch))
             draws.seed(self.seed)
             again = self._backward(self._value(self.loss, copied(self.batch)))
-            # Counters change with every forward and matter to no gradient, so both are compared.
-            changed = [name for name, value in self.modules.named_buffers() if not torch.equal(value, before[name])]
-        return changed if relative_error(again, first) > tolerance else []
+            # Counters change with every forward and matter to no gradient.
+            if relative_error(again, first) <= tolerance:
+                return None
+            return [name for name, value in _kept_by_modules(self.modules) if _differs(value, before.get(name))]
+
+    def given_to_model(self, start: int, stop: int) -> list[torch.Tensor]:
+        """Return the rows, of samples `start` to `stop`, that the loss function gives the model in its first call.
+
+        A micro-batch of these samples is given to the loss function; the whole batch is if they are all.
+        """
+        seen: list[list[torch.Tensor]] = []
+        outermost = [self.model] if isinstance(self.model, nn.Module) else list(self.model.values())
+
+        def record(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            seen.append([one.detach().clone() for one in tensors_of([*args, *kwargs.values()])])
+
+        hooks = [module.register_forward_pre_hook(record, with_kwargs=True) for module in outermost]
+        try:
+            with self._untouched(self.seed):
+                self._output(slice_samples(copied(self.batch), start, stop))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return seen[0] if seen else []
+
+    def differentiates_parameters(self) -> bool:
+        """Whether the loss function takes gradients with respect to parameters, which are sums over its samples."""
+        fired: list[None] = []
+        with self._untouched(self.seed):
+            own = trainable(self.modules).values()
+            # A gradient that is returned goes through the hook, and so does one that is added to a parameter.
+            hooks = [one.register_hook(lambda _: fired.append(None)) for one in own]
+            try:
+                self._output(copied(self.batch))
+            finally:
+                for hook in hooks:
+                    hook.remove()
+        return bool(fired)
 
     @contextmanager
     def rest(self, modules: Sequence[nn.Module]) -> Iterator[None]:
@@ -184,6 +252,27 @@ def copied_runs(
     if isinstance(loss.function, nn.Module):
         loss.function.to("cpu", dtype)
     return GradientRuns(model, loss, map_tensors(batch, convert), seed, norms)
+
+
+def _kept_by_modules(modules: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the buffers of modules, and what they keep in attributes, by name and as they are now."""
+    yield from ((name, buffer.clone()) for name, buffer in modules.named_buffers())
+    for place, module in modules.named_modules():
+        for name, value in vars(module).items():
+            if not name.startswith("_") and name != "training":
+                kept = value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
+                yield (f"{place}.{name}" if place else name), kept
+
+
+def _differs(one: Any, other: Any) -> bool:  # noqa: ANN401 (whatever modules keep)
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return not torch.equal(one, other)
+    if isinstance(one, list | tuple | deque) and isinstance(other, list | tuple | deque):
+        return len(one) != len(other) or any(map(_differs, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() != other.keys() or any(_differs(one[key], other[key]) for key in one)
+    # Objects of other kinds are their own: copies of them are others in any case.
+    return isinstance(one, int | float | str | None) and one != other
 
 
 def _computed_attributes(modules: nn.Module) -> dict[int, torch.Tensor]:

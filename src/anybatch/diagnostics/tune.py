@@ -1,10 +1,10 @@
 """How does speed, and memory, depend on the micro-batch size? Makes whole steps at many sizes and loads data."""
 
 import dataclasses
-import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median, quantiles
 from typing import Any
 
 import torch
@@ -13,18 +13,25 @@ from anybatch.core.batch import EffectiveBatch, Placement
 from anybatch.core.geometry import ceil_div
 from anybatch.core.size_choice import NEAR_BEST, smallest_of_the_fastest
 from anybatch.core.splitting import Cut
-from anybatch.diagnostics.held_batch import HeldBatch
+from anybatch.diagnostics.held_batch import HeldBatch, PartOfBatch
 from anybatch.engine.engine import Engine
 from anybatch.engine.inputs import Model
 from anybatch.engine.spec import Hardware, TrainSpec
 from anybatch.errors import BatchSizeError, MemoryExhaustedError
 from anybatch.memory.host_memory import device_name
 from anybatch.memory.ledger import MemoryLedger
+from anybatch.norms.layers import batch_norms
 from anybatch.parallel.world import World
 
-NUM_ROUNDS = 3
+NUM_ROUNDS = 6
+"""Of them the first tries all sizes, and the others those that may be the fastest."""
+_MAY_BE_FASTEST = 1.25
+"""Times the shortest step of the first round: what takes longer is not measured again."""
+_WORTH_A_STEP = 2.0
+"""Times the shortest step that is estimated: what would take longer is not measured at all."""
 LOADED_STEPS = 4
 """Effective batches that are loaded for each number of workers, after a first one."""
+_NOTED = 0.03
 _UNNOTICED = 0.05
 """The part of a step that loading may take before it is worth a worker."""
 _MEBIBYTE = 2**20
@@ -39,12 +46,17 @@ class SizeResult:
         num_micro_batches: of them in a step.
         samples_per_second: of whole steps, update included; None if memory ran out.
         peak_bytes: the most that tensors took in a step; None if memory ran out, or the device does not report it.
+        is_estimated: it is much slower than others by its first micro-batches, and whole steps were not made.
+        of_the_fastest: quartiles of the rate relative to that of the fastest size in the same round; None where it was
+            measured once.
     """
 
     size: int
     num_micro_batches: int
     samples_per_second: float | None
     peak_bytes: int | None
+    is_estimated: bool = False
+    of_the_fastest: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,12 +81,14 @@ class TuneReport:
         device: where it was measured.
         sizes: one result for each size, rising.
         loading: one result for each number of workers, rising; empty if that was not asked for.
+        num_batch_norms: layers that normalise within each micro-batch, so that a cut batch is trained otherwise.
     """
 
     num_samples: int
     device: str
     sizes: tuple[SizeResult, ...]
     loading: tuple[LoadingResult, ...] = ()
+    num_batch_norms: int = 0
 
     @property
     def rates(self) -> dict[int, float]:
@@ -88,7 +102,12 @@ class TuneReport:
 
     @property
     def recommended(self) -> int:
-        """The smallest size whose steps take at most 3% longer than those of the fastest: it needs the least memory."""
+        """The smallest size whose steps take at most 3% longer than those of the fastest: it needs the least memory.
+
+        Where a cut changes what is trained, the whole batch if it fits, and else the largest size that does.
+        """
+        if self.num_batch_norms:
+            return max(self.rates)
         return smallest_of_the_fastest({size: self.num_samples / rate for size, rate in self.rates.items()})
 
     @property
@@ -137,16 +156,36 @@ class TuneReport:
 
     def _curve(self) -> list[str]:
         rates, best, recommended = self.rates, self.best, self.recommended
-        lines = ["  micro-batch  per step  samples/s  of the best   peak memory"]
+        lines = ["  micro-batch  per step  samples/s    of the best   peak memory"]
         for one in self.sizes:
             rate = rates.get(one.size)
-            speed = f"{'does not fit':>22}" if rate is None else f"{rate:>9,.0f}  {rate / rates[best]:>11.0%}"
+            if rate is None:
+                speed = f"{'does not fit':>24}"
+            else:
+                low, high = one.of_the_fastest or (0.0, 0.0)
+                between = f" ({low:.0%}-{high:.0%})" if round(low, 2) != round(high, 2) else ""
+                about = "~" if one.is_estimated else ""
+                speed = f"{about + format(rate, ',.0f'):>9}  {f'{rate / rates[best]:.0%}{between}':>13}"
             memory = "" if one.peak_bytes is None else f"{one.peak_bytes / _MEBIBYTE:>10,.1f} MiB"
             marks = [word for word, size in (("fastest", best), ("recommended", recommended)) if size == one.size]
             note = f"  <- {', '.join(marks)}" if marks else ""
             lines.append(f"  {one.size:>11}  {one.num_micro_batches:>8}  {speed}{memory:>14}{note}".rstrip())
-        reason = f"the smallest within {NEAR_BEST - 1.0:.0%} of the fastest"
-        return [*lines, "", f"recommended: micro_batch_size={recommended}, {reason}."]
+        if any(one.is_estimated for one in self.sizes):
+            lines += ["", "~ estimated from one and two micro-batches: too slow for whole steps to be made."]
+        return [*lines, "", self._advice()]
+
+    def _advice(self) -> str:
+        size = f"recommended: micro_batch_size={self.recommended}"
+        if not self.num_batch_norms:
+            return f"{size}, the smallest within {NEAR_BEST - 1.0:.0%} of the fastest."
+        layers = f"{self.num_batch_norms} BatchNorm layer{'s' * (self.num_batch_norms > 1)}"
+        which = "the whole batch" if self.recommended == self.num_samples else "the largest that fits"
+        gain = self.rates[self.best] / self.rates[self.recommended] - 1.0
+        faster = f" micro_batch_size={self.best} is {gain:.0%} faster, and another training." if gain >= _NOTED else ""
+        return (
+            f"{size}, {which}: {layers} normalise{'s' * (self.num_batch_norms == 1)} within each micro-batch, so every "
+            f"size trains something else (norms='exact' makes cuts equal).{faster}"
+        )
 
 
 def tune(
@@ -155,23 +194,25 @@ def tune(
     *,
     micro_batch_sizes: Sequence[int] | None = None,
     num_workers: Sequence[int] = (),
-    most_seconds: float = 60.0,
+    most_seconds: float = 15.0,
     clock: Callable[[], float] = time.perf_counter,
     world: World | None = None,
 ) -> TuneReport:
     """Measure whole steps at many micro-batch sizes, in turns, and how fast data is loaded.
 
-    The plain loop, in which each step is run once to warm up and once to be timed:
+    The plain loop, in which each engine has made a shorter step before, to warm up:
 
     ```python
-    for _ in range(3):
-        for size in micro_batch_sizes:
-            seconds[size] = min(seconds[size], timed(engine_with(size).step, batch))
+    for turn in range(6):
+        for size in all_sizes if turn == 0 else those_near_the_fastest:
+            seconds[size].append(timed(engine_with(size).step, batch))
     ```
 
-    The batch is loaded beforehand, so a step is forwards, backwards and update. Memory is the most that tensors took,
-    weights, gradients and optimizer state included: on CUDA as the allocator counts it, on a CPU in a run of its own
-    that is not timed.
+    Sizes that take more than twice as long as another by a step of one and of two micro-batches are not run whole.
+    What counts is the median of a size's times relative to the fastest size's in the same turn, so that a machine that
+    is busy now and then does not decide. The batch is loaded beforehand, so a step is forwards, backwards and update.
+    Memory is the most that tensors took, weights, gradients and optimizer state included: on CUDA as the allocator
+    counts it, on a CPU in a run of its own, of two micro-batches, that is not timed.
 
     Args:
         train: what is trained; its model is trained for some steps, so it should be a new one. The scheduler is left
@@ -190,18 +231,29 @@ def tune(
     batch = next(iter(data(0)))
     num_samples = len(batch.sample_ids)
     sizes = _checked(default_sizes(num_samples) if micro_batch_sizes is None else micro_batch_sizes, num_samples)
-    train = dataclasses.replace(train, scheduler=None, check_loss=False, norms=train.norms or "keep")
+    # How many layers make a cut batch another training; 0 under a policy that was chosen, also to keep them.
+    num_batch_norms = len(_cut_batch_norms(train)) if train.norms is None else 0
+    train = dataclasses.replace(
+        train,
+        scheduler=None,
+        check_loss=False,
+        norms=train.norms or "keep",
+        effective_batch_size=None,  # some steps are shorter ones
+    )
 
     def engine(size: int) -> Engine:
         return Engine.from_spec(train, Hardware(micro_batch_size=size, world=world))
 
     steps = _Steps(engine, batch, world.device, clock)
-    seconds = steps.seconds(sizes, most_seconds)
-    if not seconds:
+    times = steps.seconds(sizes, most_seconds)
+    if not times:
         message = f"micro-batches of {sizes[0]} samples do not fit into the memory of {world.device}. Try smaller ones."
         raise BatchSizeError(message, micro_batch_size=sizes[0])
     # Counting tensors slows a step down, so on a CPU memory is measured in a run of its own.
-    peaks = steps.peaks or {size: _peak_bytes(train.model, engine, batch, size) for size in seconds}
+    peaks = steps.peaks or {size: _peak_bytes(train.model, engine, batch, size) for size in times}
+    ratios = _relative_times(times)
+    fastest = min(ratios, key=lambda size: median(ratios[size]))
+    shortest = median(times[fastest])
     report = TuneReport(
         num_samples=num_samples,
         device=device_name(world.device),
@@ -209,11 +261,14 @@ def tune(
             SizeResult(
                 size=size,
                 num_micro_batches=ceil_div(num_samples, size),
-                samples_per_second=num_samples / seconds[size] if size in seconds else None,
+                samples_per_second=num_samples / (shortest * median(ratios[size])) if size in ratios else None,
                 peak_bytes=peaks.get(size),
+                is_estimated=size in steps.estimated,
+                of_the_fastest=_quartiles_of_rates(ratios.get(size, ())),
             )
             for size in sizes
         ),
+        num_batch_norms=num_batch_norms,
     )
     return dataclasses.replace(report, loading=_loading(data, num_workers, report.recommended, clock))
 
@@ -239,44 +294,72 @@ class _Steps:
         clock: Callable[[], float],
     ) -> None:
         self._engine = engine
-        self._batch = HeldBatch(batch)
+        self._whole = batch
         self._device = device
         self._clock = clock
         self.peaks: dict[int, int] = {}
+        self.estimated: set[int] = set()
 
-    def seconds(self, sizes: Sequence[int], most_seconds: float) -> dict[int, float]:
-        """Return the shortest time of a step for each size that fits; sizes take turns."""
-        found: dict[int, float] = {}
+    def seconds(self, sizes: Sequence[int], most_seconds: float) -> dict[int, list[float]]:
+        """Return the times of steps, turn by turn, for each size that fits; sizes take turns."""
         begun = self._clock()
-        for number in range(NUM_ROUNDS):
-            # Sizes take turns, so that a machine that slows down slows all of them.
-            for size in sizes if number == 0 else list(found):
+        estimates = self._estimates(sizes)
+        limit = _WORTH_A_STEP * min(estimates.values(), default=0.0)
+        self.estimated = {size for size, seconds in estimates.items() if seconds > limit}
+        found: dict[int, list[float]] = {size: [estimates[size]] for size in self.estimated}
+        turn: Sequence[int] = [size for size in estimates if size not in self.estimated]
+        for _ in range(NUM_ROUNDS):
+            for size in turn:
                 taken = self._step(size)
                 if taken is None:
-                    # A size that does not fit in every round is not one to recommend.
-                    found.pop(size, None)
-                    break  # larger sizes do not fit either
-                # The shortest time: whatever else the machine does only ever adds to it.
-                found[size] = min(taken, found.get(size, math.inf))
-            if self._clock() - begun > most_seconds:
+                    # A size that does not fit in every round is not one to recommend, nor is a larger one.
+                    found = {one: times for one, times in found.items() if one < size}
+                    break
+                found.setdefault(size, []).append(taken)
+            if not found or self._clock() - begun > most_seconds:
+                break
+            limit = _MAY_BE_FASTEST * min(times[0] for times in found.values())
+            # The other way round each time, so that a machine that slows down slows all of them alike.
+            near = (one for one in found if found[one][0] <= limit and one not in self.estimated)
+            turn = sorted(near, reverse=list(turn) == sorted(turn))
+            if len(turn) == 1:
                 break
         return found
 
-    def _step(self, size: int) -> float | None:
-        """Return the seconds of one step after another one; None if memory ran out."""
+    def _estimates(self, sizes: Sequence[int]) -> dict[int, float]:
+        """Return about how long a step takes, for each size that fits, from steps of one and of two micro-batches."""
+        found = {}
+        for size in sizes:
+            number = ceil_div(len(self._whole.sample_ids), size)
+            if number <= 2:  # noqa: PLR2004 (the step itself is as short)
+                taken = self._step(size)
+            else:
+                one, two = (self._step(size, PartOfBatch(self._whole, range(times * size))) for times in (1, 2))
+                taken = None if one is None or two is None else one + (number - 1) * max(0.0, two - one)
+            if taken is None:
+                break  # larger sizes do not fit either
+            found[size] = taken
+        return found
+
+    def _step(self, size: int, batch: EffectiveBatch | None = None) -> float | None:
+        """Return the seconds of one step, of the whole batch or another, after a short one; None if memory ran out."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         try:
             with self._engine(size) as engine:
                 # The first step makes the optimizer's state and warms the caches; only the second one is timed.
-                too_large = engine.step(self._batch).too_large  # the engine went on with a smaller size
+                too_large = engine.step(
+                    _two_micro_batches(self._whole, size)
+                ).too_large  # it went on with a smaller one
+                held = HeldBatch(self._whole if batch is None else batch)
+                list(Placement(Cut(micro_batch_size=size), 1, 0).micro_batches(held))
                 begun = self._now()
-                too_large += engine.step(self._batch).too_large
+                too_large += engine.step(held).too_large
                 taken = None if too_large else self._now() - begun
         except (torch.OutOfMemoryError, MemoryExhaustedError):
             taken = None
         if self._device.type == "cuda":
-            self.peaks[size] = torch.cuda.max_memory_allocated(self._device)
+            self.peaks[size] = max(self.peaks.get(size, 0), torch.cuda.max_memory_allocated(self._device))
             if taken is None:
                 torch.cuda.empty_cache()
         return taken
@@ -288,10 +371,44 @@ class _Steps:
         return self._clock()
 
 
+def _two_micro_batches(batch: EffectiveBatch, size: int) -> EffectiveBatch:
+    """Return a full micro-batch and the smaller last one of a batch, or two full ones: a step that has all shapes."""
+    number = len(batch.sample_ids)
+    if number <= 2 * size:
+        return batch
+    rest = number % size or size
+    return PartOfBatch(batch, [*range(size), *range(number - rest, number)])
+
+
+def _relative_times(times: Mapping[int, Sequence[float]]) -> dict[int, list[float]]:
+    """Return each size's times relative to those of the fastest one in the same turns; the first turn warms up."""
+
+    def compared(size: int, other: int) -> list[float]:
+        pairs = list(zip(times[size], times[other], strict=False))
+        return [one / reference for one, reference in (pairs[1:] or pairs)]
+
+    reference = min(times, key=lambda size: (-len(times[size]), median(times[size])))
+    fastest = min(times, key=lambda size: median(compared(size, reference)))
+    return {size: compared(size, fastest) for size in times}
+
+
+def _quartiles_of_rates(ratios: Sequence[float]) -> tuple[float, float] | None:
+    if len(ratios) < 2:  # noqa: PLR2004
+        return None
+    low, _, high = quantiles(ratios, n=4, method="inclusive")
+    return 1.0 / high, 1.0 / low
+
+
+def _cut_batch_norms(train: TrainSpec) -> Sequence[torch.nn.Module]:
+    """Return the layers that normalise by the statistics of the micro-batch."""
+    modules = [train.model] if isinstance(train.model, torch.nn.Module) else list(train.model.values())
+    return [layer for module in modules for layer in batch_norms(module).values() if layer.training]
+
+
 def _peak_bytes(trained: Model, engine: Callable[[int], Engine], batch: EffectiveBatch, size: int) -> int:
     """Return the most that tensors take in the second step, as a ledger counts it."""
     modules = [trained] if isinstance(trained, torch.nn.Module) else list(trained.values())
-    held = HeldBatch(batch)
+    held = HeldBatch(_two_micro_batches(batch, size))
     # Loaded before the ledger is entered, so that loading is not counted.
     list(Placement(Cut(micro_batch_size=size), 1, 0).micro_batches(held))
     with MemoryLedger() as ledger:

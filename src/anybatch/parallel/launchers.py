@@ -75,6 +75,12 @@ def max_restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
 
 
+def say_launched(rank: int, size: int) -> None:
+    """Tell what is run in this process that it was launched, in torchrun's words; for a loop that is judged."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_FIRST_PORT))
+
+
 def _of_torch(found: Mapping[str, str], *, joined: bool) -> Launch:
     rank, size = found.get("RANK"), found.get("WORLD_SIZE")
     if joined:

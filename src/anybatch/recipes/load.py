@@ -1,5 +1,6 @@
 """From what a user types to a `Job`: a built-in recipe, a function in a file, or a function in a module."""
 
+import ast
 import importlib
 import importlib.util
 import inspect
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType, TracebackType
 from typing import Any, cast
 
+from anybatch.diagnostics.loop_check.roles import method_of
 from anybatch.errors import AnyBatchError, UserError
 from anybatch.recipes.job import Job
 
@@ -99,7 +101,8 @@ def load_function(name: str, noun: str, does: str) -> Callable[..., Any]:
     """Return the function that `name` stands for, imported as `load_recipe` does, and not called.
 
     Args:
-        name: "file.py:function" or "package.module:function"; without ":function" the only one that is there.
+        name: "file.py:function" or "package.module:function", or ":Class.method"; without it the only function that is
+            there. A file that defines no such thing is refused before it is run.
         noun: its name in messages.
         does: what such a function does, in the third person.
 
@@ -108,7 +111,12 @@ def load_function(name: str, noun: str, does: str) -> Callable[..., Any]:
     """
     sought = _FunctionKind(noun, f"A {noun} is named as {_PLACES}", does)
     place, function_name = _split(name)
+    if function_name and _is_file_name(place):
+        _refuse_undefined(Path(place), function_name, sought)
     module = _import_place(place, sought)
+    if "." in function_name:
+        owner, _, method = function_name.rpartition(".")
+        return method_of(cast("type", _named(module, owner, place, sought)), method)
     if function_name:
         return _named(module, function_name, place, sought)
     functions = _functions(module)
@@ -126,7 +134,8 @@ def _import_place(place: str, sought: _FunctionKind) -> ModuleType:
 def _split(name: str) -> tuple[str, str]:
     """Split "place:function"; the colon of a Windows drive is not that colon."""
     place, _, function = name.rpartition(":")
-    return (place, function) if place and function.isidentifier() else (name, "")
+    is_name = all(part.isidentifier() for part in function.split("."))
+    return (place, function) if place and is_name else (name, "")
 
 
 def _is_file_name(place: str) -> bool:
@@ -184,6 +193,37 @@ def _is_missing(name: str) -> bool:
         if error.name is not None and f"{name}.".startswith(f"{error.name}."):
             return True
         raise  # it is there, and a package it is in imports something that is not
+
+
+def _refuse_undefined(path: Path, name: str, sought: _FunctionKind) -> None:
+    """Refuse a file that surely does not define a function or a class's method, without running it."""
+    if not path.is_file():
+        return  # said by the import
+    try:
+        tree = ast.parse(path.read_bytes())
+    except SyntaxError:
+        return
+    # Names may come by import or assignment too; what is imported as a whole may define anything.
+    for part in name.split("."):
+        body = tree.body
+        if any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in body):
+            return
+        named = {getattr(node, "name", ""): node for node in body}
+        words = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        words |= {
+            alias.asname or alias.name
+            for node in ast.walk(tree)
+            for alias in getattr(node, "names", ())
+            if isinstance(alias, ast.alias)
+        }
+        if part not in named and part not in words:
+            functions = [each for each, node in named.items() if isinstance(node, ast.FunctionDef) and each[:1] != "_"]
+            has = f"It has: {', '.join(sorted(functions))}." if functions else "It defines no functions."
+            message = f"{path} has no {sought.noun} {name!r}, and was not run. {has}"
+            raise UserError(message)
+        if not isinstance(node := named.get(part), ast.ClassDef) or node.bases:
+            return  # what a class inherits is not in sight
+        tree = ast.Module(node.body, [])
 
 
 def _find_first(folder: Path) -> None:

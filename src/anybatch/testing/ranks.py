@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.context import ForkContext, ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +18,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+RankContext = ForkContext | ForkServerContext | SpawnContext
 PRELOADED = (__name__, "anybatch.engine.engine")
 """Modules that are imported once, by the process that ranks are forked from."""
 
@@ -48,6 +49,7 @@ class RankPool:
         timeout_seconds: how long a rank waits for another, and the caller for all.
         backend: of torch's process group: "cpu:gloo,cuda:nccl" for ranks with a GPU each.
         start_processes: ranks may start processes of their own, such as those that load.
+        context: how they are started; None is `rank_context()`.
     """
 
     def __init__(
@@ -57,12 +59,13 @@ class RankPool:
         timeout_seconds: float = 120.0,
         backend: str = "gloo",
         start_processes: bool = False,
+        context: RankContext | None = None,
     ) -> None:
         self._timeout_seconds = timeout_seconds
         self._folder = tempfile.TemporaryDirectory(prefix="anybatch-ranks-")
         # A file instead of a port, which another process could take first.
         rendezvous = Path(self._folder.name, "store").as_uri()
-        context = rank_context()
+        context = rank_context() if context is None else context
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
         for rank in range(world_size):

@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from anybatch.diagnostics.loop_check.check_loop import RankRunner, check_loop
+from anybatch.diagnostics.loop_check.check_loop import check_loop
 from anybatch_guide.experiment import Data
 from anybatch_guide.mistakes.mistake import MISTAKES, wrong_lines
 
@@ -83,9 +83,9 @@ EXERCISES = (
 )
 
 
-def described(exercise: Exercise, pool: RankRunner | None = None) -> Data:
+def described(exercise: Exercise) -> Data:
     """Return what the page shows of a loop, the checker's findings among it."""
-    report = check_loop(exercise.loop, pool=pool)
+    report = check_loop(exercise.loop)
     path = exercise.module.replace(".", "/")
     return {
         "name": exercise.module.rpartition(".")[2],

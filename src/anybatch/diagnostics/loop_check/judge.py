@@ -30,6 +30,8 @@ class Evidence:
         parts: the forwards of each rank, with their epochs.
         steps: the optimizer steps.
         loud: a trace with gradients that every clipping touches; None on several ranks.
+        scaled: pairs of traces, with a GradScaler that scales by 1 and by more; none on several ranks or without one.
+        draws: whether another seed gives another gradient.
         units: the samples' unit gradients.
         ids: all samples of an epoch.
         accumulation_steps: those given to the loop, or those it seems to use.
@@ -42,6 +44,8 @@ class Evidence:
     parts: Sequence[Sequence[Part]]
     steps: Sequence[StepParts]
     loud: LoopTrace | None
+    scaled: Sequence[tuple[LoopTrace, LoopTrace]]
+    draws: bool
     units: UnitGradients
     ids: Sequence[int]
     accumulation_steps: int
@@ -70,14 +74,29 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeighedWindow:
-    """A clean window with its weights."""
+    """A clean window with its weights.
+
+    Attributes:
+        step: which.
+        found: sample -> weight, relative to what it has in the un-split batch.
+        shares: what each micro-batch's own mean is multiplied with, whatever it is a mean over; empty where a
+            micro-batch is not taken as a whole.
+    """
 
     step: StepParts
     found: Mapping[int, float]
+    shares: Sequence[float] = ()
+
+    @property
+    def has_equal_shares(self) -> bool:
+        """Whether the micro-batches' own means count the same."""
+        return bool(self.shares) and _all_near(self.shares)
 
     @property
     def total(self) -> float:
         """Sum of the weights: one, for a mean."""
+        if self.has_equal_shares:
+            return sum(self.shares)
         return sum(self.found.get(sample, 0.0) for sample in self.step.ids)
 
     @property
@@ -204,7 +223,8 @@ def _judged(evidence: Evidence) -> tuple[list[WeighedWindow], list[StepParts]]:
         if units is None:
             continue
         if is_combination(step.gradient, units):
-            judged.append(WeighedWindow(step=step, found=weights(step.gradient, units)))
+            found = weights(step.gradient, units)
+            judged.append(WeighedWindow(step=step, found=found, shares=_shares(step, evidence.units)))
         else:
             others.append(step)
     if judged and not evidence.units.scale_is_known:
@@ -216,16 +236,35 @@ def _judged(evidence: Evidence) -> tuple[list[WeighedWindow], list[StepParts]]:
     return judged, others
 
 
+def _shares(step: StepParts, units: UnitGradients) -> tuple[float, ...]:
+    """Return what the mean gradient of each micro-batch by itself is multiplied with in a step."""
+    if max(step.ids.values()) > 1:  # a sample that comes twice belongs to two micro-batches
+        return ()
+    shares = []
+    for part in step.parts:
+        own = units.of(part.ids)
+        if own is None:
+            return ()
+        found = weights(step.gradient, own)
+        if not _all_near([found.get(sample, 0.0) for sample in part.ids]):
+            return ()
+        shares.append(found.get(part.ids[0], 0.0) * len(part.ids))
+    return tuple(shares)
+
+
 def _about_weights(evidence: Evidence, findings: Sequence[LoopFinding]) -> Iterator[LoopFinding]:
     """Yield faults in the divisor of the loss."""
     judged, others = _judged(evidence)
-    if others:
+    if others and evidence.draws:
+        yield sentences.draws_random_numbers(others[0].number + 1, evidence.where(others[0].line))
+    elif others:
         yield sentences.not_a_weighted_sum(others[0].number + 1, evidence.where(others[0].line))
     carried = any(finding.code == "tail_carried" for finding in findings)
     # A window over two epochs has a finding of its own; its weights would only repeat it.
     judged = [each for each in judged if not carried or len(each.step.epochs) == 1]
-    # Samples with different numbers of targets have different shares in the loss: weights add up to 1 if even.
-    yield from _about_totals(evidence, [each for each in judged if each.is_even or not evidence.has_targets])
+    # Where a loss is a mean over anything but samples, weights of samples add up to 1 only if they are even.
+    by_samples = all(each.has_equal_shares or each.is_even or not evidence.has_targets for each in judged)
+    yield from _about_totals(evidence, judged if by_samples else [each for each in judged if each.is_even])
     yield from _about_evenness(evidence, judged)
 
 
@@ -264,10 +303,12 @@ def _about_evenness(evidence: Evidence, judged: Sequence[WeighedWindow]) -> Iter
         if inside:
             # Equal sums per micro-batch mean that each was averaged by itself, whatever its size.
             by_size = all(map(_all_near, means))
+            by_own = "mean_of_token_means" if evidence.has_targets else "mean_of_weighted_means"
             by_targets = evidence.has_targets and all(map(each.is_even_in, each.step.parts))
-            code = "mean_of_means" if by_size else "mean_of_token_means" if by_targets else "uneven_weights"
+            is_own = each.has_equal_shares or by_targets
+            code = "mean_of_means" if by_size else by_own if is_own else "uneven_weights"
         else:
-            code = "uneven_ranks"
+            code = "uneven_ranks" if len(by_rank) > 1 else "uneven_weights"
         # Each cause is reported once, for the first step that shows it.
         if code in codes:
             continue
@@ -296,7 +337,9 @@ def _about_samples(evidence: Evidence, findings: Sequence[LoopFinding]) -> Itera
         for sample in part.ids:
             ranks[sample].add(part.rank)
     shared = [sample for sample, on in ranks.items() if len(on) > 1]
-    twice = sorted({sample for (_, sample), times in seen.items() if times > 1})
+    # Where all samples come equally often, as in two forwards per batch or passes over what was collected, it is meant.
+    usual = min(seen.values(), default=1)
+    twice = sorted({sample for (_, sample), times in seen.items() if times > usual})
     # A sampler pads with a few samples; if half of them or more are shared, the data is not dealt to ranks at all.
     if len(evidence.traces) > 1 and len(shared) * 2 >= len(ranks):
         yield sentences.ranks_share_samples(len(shared), len(evidence.ids), where)
@@ -330,6 +373,16 @@ def _about_clipping(evidence: Evidence) -> Iterator[LoopFinding]:
     # Clipping acts on large gradients and not on small ones; other rescaling acts on both.
     if lines and not rescaled_lines(evidence.traces[0]):
         yield sentences.clips_every_micro_batch(evidence.where(*lines))
+    steps = [
+        (number, one, other)
+        for plain, scaled in evidence.scaled
+        for number, (one, other) in enumerate(zip(plain.steps, scaled.steps, strict=False), start=1)
+    ]
+    for number, plain_step, scaled_step in steps:
+        if not is_close(scaled_step.gradient, plain_step.gradient):
+            ratio = float(scaled_step.gradient.norm() / plain_step.gradient.norm())
+            yield sentences.not_unscaled(number, ratio, evidence.where(scaled_step.line))
+            return
 
 
 def _about_reductions(evidence: Evidence) -> Iterator[LoopFinding]:

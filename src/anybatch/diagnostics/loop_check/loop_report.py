@@ -14,6 +14,7 @@ class LoopVerdict(StrEnum):
     EXACT = "exact"
     CONSTANT_FACTOR = "equal up to a constant factor"
     NOT_EQUAL = "not equal"
+    UNDECIDED = "cannot be judged"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,7 @@ class LoopFinding:
         where: lines of the loop's file, as far as they are known.
         change: what to change.
         in_gradient: whether gradients are wrong because of it; else it costs time, or misleads.
+        is_undecided: whether it keeps gradients from being judged, right or wrong.
     """
 
     code: str
@@ -37,6 +39,7 @@ class LoopFinding:
     where: str
     change: str
     in_gradient: bool = True
+    is_undecided: bool = False
 
     def __str__(self) -> str:
         """Return it as a paragraph."""
@@ -73,6 +76,7 @@ class LoopReport:
         accumulation_steps: those given to it, or, where it has no parameter for them, those it used.
         num_ranks: ranks it ran on.
         remarks: aspects that could not be judged, and why.
+        written: files that it wrote, in the folder of its own that is gone.
     """
 
     loop: str
@@ -82,6 +86,7 @@ class LoopReport:
     accumulation_steps: int
     num_ranks: int
     remarks: tuple[str, ...] = ()
+    written: tuple[str, ...] = ()
 
     @property
     def codes(self) -> frozenset[str]:
@@ -94,7 +99,11 @@ class LoopReport:
         head = f"{self.loop}: {self.verdict} (accumulation steps {self.accumulation_steps}{ranks})"
         number = len(self.findings)
         count = f"{number or 'no'} finding{'s' * (number != 1)}"
-        paragraphs = [f"{head}; {count}", *map(str, self.findings), *self.remarks, self.table()]
+        remarks = list(self.remarks)
+        if self.written:
+            named = ", ".join(self.written[:5]) + (", ..." if len(self.written) > 5 else "")  # noqa: PLR2004
+            remarks.append(f"It wrote {named} to a folder of its own, which is gone; nothing of yours was touched.")
+        paragraphs = [f"{head}; {count}", *map(str, self.findings), *remarks, self.table()]
         return "\n\n".join(paragraphs)
 
     def table(self) -> str:

@@ -34,21 +34,22 @@ class Backward:
     Attributes:
         forwards: numbers of the forwards it went through.
         incoming: the gradient that it added.
-        before: the gradient it added to; zeros where there was none.
+        before: the gradient it added to; zeros where there was none, None where it added to nothing, as
+            `torch.autograd.grad`.
         synced: as in `Forward`, at the moment of the backward.
         line: line of the user's file.
     """
 
     forwards: tuple[int, ...]
     incoming: TableGradient
-    before: TableGradient
+    before: TableGradient | None
     synced: bool | None
     line: int | None
 
     @property
     def after(self) -> TableGradient:
         """The gradient it left, before any reduction."""
-        return self.before + self.incoming
+        return self.incoming if self.before is None else self.before + self.incoming
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,9 @@ class LoopTrace:
         left: the gradient at the very end; zeros where there was none.
         returned: what the function returned, if it was a number or a sequence of numbers.
         calls: number of forwards made at the end of each call of the function.
-        ended: whether the loop came to its end by itself.
+        ended: whether the loop came to its end, or to the end of the passes that are looked at.
+        has_more_passes: whether it would have gone on to further passes.
+        guesses: settings that the loop asked for and that no role is known of, with what it was given.
     """
 
     forwards: list[Forward] = field(default_factory=list)
@@ -95,6 +98,8 @@ class LoopTrace:
     returned: tuple[float, ...] | None = None
     calls: list[int] = field(default_factory=list)
     ended: bool = True
+    has_more_passes: bool = False
+    guesses: dict[str, Any] = field(default_factory=dict)
 
 
 def numbers_in(value: Any) -> tuple[float, ...] | None:  # noqa: ANN401 (whatever a loop returns)

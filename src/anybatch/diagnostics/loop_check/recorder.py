@@ -5,7 +5,7 @@ import inspect
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,17 +15,21 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from anybatch.diagnostics.loop_check.loop_trace import Backward, Forward, LoopTrace, OptimizerStep
 from anybatch.parallel.torch_internals import GradBucket
 
 MAX_FORWARDS = 200
-"""A loop that makes more forwards than this on 31 samples does not end."""
+"""A loop that makes more forwards than this on 31 samples, and no pass after pass over them, does not end."""
 
 
 class LoopStopped(BaseException):
     """Ends a loop that does not end by itself; no Exception, so that a loop that catches those ends too."""
+
+
+class SeenEnoughStopped(LoopStopped):
+    """Ends a loop that goes through its data once more than is looked at."""
 
 
 class Recorder:
@@ -35,12 +39,18 @@ class Recorder:
         file: the user's file, whose lines are named.
         gain: what gradients are divided by.
         time_limit_seconds: after so long the loop is ended.
+        num_passes: after so many passes over the loader in which it trains it is ended, too.
     """
 
-    def __init__(self, file: str | None, gain: float, time_limit_seconds: float) -> None:
+    def __init__(self, file: str | None, gain: float, time_limit_seconds: float, num_passes: int = 2) -> None:
         self.trace = LoopTrace()
         self._file, self._gain = file, gain
-        self._limit = _TimeLimit(time_limit_seconds)
+        self._limit = TimeLimit(time_limit_seconds)
+        self._num_passes = num_passes
+        self._pass = 0
+        self._finished: set[int] = set()
+        self._trained: set[int] = set()
+        self._in_closure = False
         self._handles: list[Any] = []
         self._optimizers: list[Optimizer] = []
         self._pending: dict[int, None] = {}
@@ -55,11 +65,18 @@ class Recorder:
             table.register_hook(self._receive),
             table.register_post_accumulate_grad_hook(self._backward),
             register_optimizer_step_pre_hook(self._step),
+            register_optimizer_step_post_hook(self._end_step),
             register_module_forward_pre_hook(self._meet),
         ]
 
     def forward(self, ids: Sequence[int], outputs: Tensor) -> None:
         """Take note of a forward, and of the gradient that its outputs get."""
+        if self._in_closure:  # a line search computes the same gradient again, at other parameters
+            return
+        self._take_unadded()
+        if self._pass not in self._trained and len(self._trained & self._finished) >= self._num_passes:
+            raise SeenEnoughStopped
+        self._trained.add(self._pass)
         if len(self.trace.forwards) >= MAX_FORWARDS:
             raise LoopStopped
         self._limit.check()
@@ -76,6 +93,15 @@ class Recorder:
 
         outputs.register_hook(received)
 
+    def begin_pass(self) -> int:
+        """Take note that a pass over the loader begins, and return its number."""
+        self._pass += 1
+        return self._pass
+
+    def end_pass(self, number: int) -> None:
+        """Take note that a pass has come to its end."""
+        self._finished.add(number)
+
     def end_call(self) -> None:
         """Take note that the function returned."""
         self.trace.calls.append(len(self.trace.forwards))
@@ -91,33 +117,75 @@ class Recorder:
         for handle in self._handles:
             handle.remove()
         if self._table is not None:
+            self._take_unadded()
             self.trace.left = self._gradient()
         self.trace.ended = kind is not LoopStopped
+        self.trace.has_more_passes = kind is SeenEnoughStopped
         # True keeps the exception from going on: a stopped loop is a result like others.
-        return kind is LoopStopped
+        return kind is not None and issubclass(kind, LoopStopped)
 
     _table: nn.Parameter | None = None
 
     def _receive(self, gradient: Tensor) -> None:
-        self._incoming = self._wide(gradient)
+        if not self._in_closure:
+            self._take_unadded()
+            self._incoming = self._wide(gradient)
 
     def _backward(self, table: Tensor) -> None:
         """Take note of a backward; the gradient holds it already, and has not been reduced yet."""
-        assert self._incoming is not None
-        forwards, self._pending = tuple(self._pending), {}
+        assert table is self._table
+        if self._in_closure or self._incoming is None:
+            return
         # The hook runs after the addition, so the gradient from before is recovered by subtraction.
         before = self._gradient() - self._incoming
         before[before.abs() <= 1e-12 * self._incoming.abs().max()] = 0.0  # what rounding left of nothing
-        self.trace.backwards.append(Backward(forwards, self._incoming, before, self._synced(), self._line()))
-        assert table is self._table
+        self._append(before)
 
-    def _step(self, optimizer: Optimizer, *_: object) -> None:
+    def _take_unadded(self) -> None:
+        """Take note of a gradient that was computed and added to nothing, as `torch.autograd.grad` does."""
+        if self._incoming is not None:
+            self._append(None)
+
+    def _append(self, before: Tensor | None) -> None:
+        assert self._incoming is not None
+        forwards, self._pending = tuple(self._pending), {}
+        self.trace.backwards.append(Backward(forwards, self._incoming, before, self._synced(), self._line()))
+        self._incoming = None
+
+    def _step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 (a hook)
         # The hook is called for every optimizer of the process.
         if not any(each is self._table for group in optimizer.param_groups for each in group["params"]):
-            return
+            return None
         self._limit.check()
+        self._take_unadded()
         if optimizer not in self._optimizers:
             self._optimizers.append(optimizer)
+        closure = next((one for one in (*args[1:], *kwargs.values()) if callable(one)), None)
+        if closure is None:
+            self._take_step()
+            return None
+        return self._with_closure(args, kwargs, closure)
+
+    def _with_closure(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], closure: Callable[[], Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a step whose gradient is what its closure's first call leaves."""
+
+        def observed() -> Any:  # noqa: ANN401 (the user's loss)
+            loss = closure()
+            if not self._in_closure:
+                self._take_unadded()
+                self._take_step()
+                self._in_closure = True
+            return loss
+
+        swapped = [observed if one is closure else one for one in args]
+        return tuple(swapped), {name: observed if one is closure else one for name, one in kwargs.items()}
+
+    def _end_step(self, *_: object) -> None:
+        self._in_closure = False
+
+    def _take_step(self) -> None:
         counts = len(self.trace.forwards), len(self.trace.backwards), self.trace.reductions or 0
         self.trace.steps.append(OptimizerStep(*counts, self._gradient(), self._line()))
 
@@ -160,7 +228,7 @@ class Recorder:
         return None if frame is None else frame.f_lineno
 
 
-class _TimeLimit:
+class TimeLimit:
     """Ends the thread's work when its time is over, also inside a loop that calls nothing of ours."""
 
     def __init__(self, seconds: float) -> None:
@@ -172,6 +240,7 @@ class _TimeLimit:
         self._timer = threading.Timer(seconds, self._interrupt)
 
     def start(self) -> None:
+        """Begin to count."""
         self._end = time.monotonic() + self._seconds
         self._running = True
         # A loop that cannot be ended must not keep the process from ending.
@@ -179,10 +248,12 @@ class _TimeLimit:
         self._timer.start()
 
     def check(self) -> None:
+        """Raise `LoopStopped` if the time is over."""
         if time.monotonic() > self._end:
             raise LoopStopped
 
     def cancel(self) -> None:
+        """End it; nothing is raised from here on."""
         self._timer.cancel()
         with self._lock:
             self._running = False

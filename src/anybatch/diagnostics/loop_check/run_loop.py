@@ -1,6 +1,8 @@
 """Runs a user's loop on the probe model, as a user would call it, and restores all global state."""
 
+import inspect
 import io
+import random
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -14,10 +16,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from anybatch.data.random_state import preserved_random_state
+from anybatch.diagnostics.loop_check.cuda_on_cpu import cuda_on_cpu
 from anybatch.diagnostics.loop_check.loop_trace import LoopTrace, numbers_in
-from anybatch.diagnostics.loop_check.probe_model import ProbeData, RowModel, RowSet, make_loader
+from anybatch.diagnostics.loop_check.probe_model import ProbeData, ProbeLoader, RowModel, RowSet
 from anybatch.diagnostics.loop_check.recorder import Recorder
-from anybatch.diagnostics.loop_check.roles import LoopParameters
+from anybatch.diagnostics.loop_check.roles import LoopParameters, Settings
 from anybatch.errors import UserError
 from anybatch.parallel.torch_internals import HashStore
 
@@ -41,6 +44,8 @@ class LoopSettings:
         accumulation_steps: given to the loop, where it has a parameter for them.
         num_epochs: how often it goes through them, in one call or in several.
         gain: size of the gradients.
+        loss_scale: of gradient scalers, the loop's own ones too.
+        seed: of what the loop draws.
         time_limit_seconds: after so long it is ended.
     """
 
@@ -50,6 +55,8 @@ class LoopSettings:
     accumulation_steps: int
     num_epochs: int
     gain: float = QUIET_GAIN
+    loss_scale: float = 1.0
+    seed: int = 0
     time_limit_seconds: float = 20.0
 
 
@@ -61,16 +68,17 @@ def run_loop(function: LearningLoop, needs: LoopParameters, settings: LoopSettin
     Raises:
         LoopFailedError: the loop raised.
     """
-    code = getattr(function, "__code__", None)
-    # A callable object has no code of its own, and its lines are not named then.
-    recorder = Recorder(None if code is None else code.co_filename, settings.gain, settings.time_limit_seconds)
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    file = None if code is None else code.co_filename  # a callable object has no code, and its lines are not named then
+    recorder = Recorder(file, settings.gain, settings.time_limit_seconds, settings.num_epochs)
     # A loop without a number of epochs is one epoch, so it is called once for each.
     num_calls = 1 if "epochs" in needs or "max_steps" in needs else settings.num_epochs
-    with state_kept(), redirect_stdout(io.StringIO()):
-        torch.manual_seed(0)
+    with state_kept(), redirect_stdout(io.StringIO()), cuda_on_cpu(settings.loss_scale):
+        torch.manual_seed(settings.seed)
+        random.seed(settings.seed)
         model = RowModel(settings.data, settings.gain, recorder)
         table = model.table
-        values = _arguments_by_role(model, settings, wrapped=needs.wrapped)
+        values = _arguments_by_role(model, settings, recorder, wrapped=needs.wrapped)
         with recorder:
             recorder.watch(table, [values["optimizer"]] if "optimizer" in needs else [])
             for call in range(num_calls):
@@ -81,24 +89,26 @@ def run_loop(function: LearningLoop, needs: LoopParameters, settings: LoopSettin
     return recorder.trace
 
 
-def _arguments_by_role(model: nn.Module, settings: LoopSettings, *, wrapped: bool) -> dict[str, Any]:
+def _arguments_by_role(
+    model: nn.Module, settings: LoopSettings, recorder: Recorder, *, wrapped: bool
+) -> dict[str, Any]:
     """Return the argument for each role."""
     # Any learning rate will do: the outputs of the probe model do not depend on the values of its parameters.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = make_loader(settings.data, settings.ids, settings.micro_batch_size)
+    loader = ProbeLoader(settings.data, settings.ids, settings.micro_batch_size, recorder)
     num_windows = -(-len(loader) // settings.accumulation_steps)
     grouped = dist.is_initialized()
-    return {
+    values = {
         "model": DistributedDataParallel(model) if wrapped else model,
         "loader": loader,
+        "batch_function": loader.next_batch,
         "dataset": RowSet(settings.data, settings.ids),
         "optimizer": optimizer,
         "accumulation_steps": settings.accumulation_steps,
         "criterion": nn.MSELoss() if settings.data.kind == "values" else nn.CrossEntropyLoss(),
         # It falls with every step, so that a schedule that runs too fast is seen.
         "scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step)),
-        # Disabled, since a scaled gradient would look like a wrong weight.
-        "scaler": torch.amp.GradScaler("cpu", enabled=False),
+        "scaler": torch.amp.GradScaler("cpu"),
         "device": torch.device("cpu"),
         "epochs": settings.num_epochs,
         "max_steps": num_windows * settings.num_epochs,
@@ -107,6 +117,7 @@ def _arguments_by_role(model: nn.Module, settings: LoopSettings, *, wrapped: boo
         "rank": dist.get_rank() if grouped else 0,
         "world_size": dist.get_world_size() if grouped else 1,
     }
+    return {**values, "settings": Settings(values, recorder.trace.guesses)}
 
 
 def _call(function: LearningLoop, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401 (the user's)
@@ -114,6 +125,11 @@ def _call(function: LearningLoop, args: tuple[Any, ...], kwargs: dict[str, Any])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the report says it better than the user's own loop can
             return function(*args, **kwargs)
+    except SystemExit as error:
+        if error.code in (None, 0):  # a script that ends itself has come to its end
+            return None
+        message = f"the loop ended its program with {error.code!r}"
+        raise LoopFailedError(message) from None
     except Exception as error:  # noqa: BLE001 (whatever it is, it is the loop's own, and is shown)
         trace = error.__traceback__
         # Without the frame of this function, the traceback begins in the user's loop.

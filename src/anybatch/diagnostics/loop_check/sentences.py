@@ -173,6 +173,16 @@ _UNEVEN = {
         "Micro-batches with different numbers of targets count the same, so a target among few counts more.",
         "Add up the losses of all targets and divide by the number of targets in the window.",
     ),
+    "mean_of_weighted_means": (
+        (
+            "Each micro-batch's loss is a mean over something else than samples (class weights, a mask), and these "
+            "means count the same, so what is in a micro-batch with less of it counts more."
+        ),
+        (
+            "Take the loss as a sum (reduction='sum') and divide it by what the mean is over, added up over the "
+            "window: for class weights, weight[targets].sum() of all its micro-batches."
+        ),
+    ),
     "uneven_ranks": (
         "Ranks with shares of different sizes count the same, so a sample of the smaller one counts more.",
         "Divide by the number of samples of all ranks; multiply by the number of ranks where gradients are averaged.",
@@ -203,11 +213,40 @@ def not_a_weighted_sum(step: int, where: str) -> LoopFinding:
     return LoopFinding(
         code="not_a_weighted_sum",
         what=f"The gradient of step {step} is not a weighted sum of the gradients that its samples have in one batch: "
-        "the loss looks across samples, or draws random numbers.",
+        "the loss looks across the samples of a micro-batch, so no divisor mends it.",
         found="another direction",
         expected="a weighted sum",
         where=where,
-        change="A loss across samples needs the whole batch's outputs at once. A random one cannot be judged here.",
+        change="A ratio of sums over the batch (dice, F1): compute it for each sample, and average over samples. "
+        "A comparison of samples (contrastive, a covariance): it needs the outputs of the whole window at once, as "
+        "ab.joint(encode, loss) gives them.",
+    )
+
+
+def draws_random_numbers(step: int, where: str) -> LoopFinding:
+    """Another seed gives another gradient, so windows cannot be compared."""
+    return LoopFinding(
+        code="draws_random_numbers",
+        what=f"The gradient of step {step} depends on random numbers that the loop draws (mixup, noise, dropout of "
+        "its own), which another cut draws differently: whether it is that of the un-split batch cannot be said.",
+        found="another gradient from another seed",
+        expected="the same",
+        where=where,
+        change="Leave out what is drawn, by a setting say, and check again.",
+        is_undecided=True,
+    )
+
+
+def not_unscaled(step: int, ratio: float, where: str) -> LoopFinding:
+    """What the optimizer meets depends on the scale of a GradScaler."""
+    return LoopFinding(
+        code="not_unscaled",
+        what=f"What the optimizer meets in step {step} depends on the scale of GradScaler: gradients are clipped, or "
+        "stepped with, while they are scaled.",
+        found=f"a gradient {ratio:.4g} times as large where the scale is 1024 as where it is 1",
+        expected="the same",
+        where=where,
+        change="Call scaler.unscale_(optimizer) before clipping, and step by scaler.step(optimizer).",
     )
 
 

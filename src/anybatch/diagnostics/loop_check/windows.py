@@ -66,8 +66,8 @@ class StepParts:
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of the rank that has most."""
-        return max(Counter(part.rank for part in self.parts).values(), default=0)
+        """Micro-batches of the rank that has most; one that goes through the model twice counts once."""
+        return max(Counter(rank for rank, _ in {(part.rank, part.ids) for part in self.parts}).values(), default=0)
 
     @property
     def epochs(self) -> tuple[int, ...]:
@@ -81,13 +81,18 @@ def parts_of(trace: LoopTrace, rank: int, num_epochs: int, num_batches: int) -> 
     Args:
         trace: of the rank.
         rank: which.
-        num_epochs: how many there were.
+        num_epochs: how many there were; 0 where the loop may have ended anywhere.
         num_batches: micro-batches of an epoch, where neither calls nor an even division tell.
     """
     total = len(trace.forwards)
     # Epochs are not visible to hooks, so they are counted in forwards.
-    per_epoch = total // num_epochs if total and total % num_epochs == 0 and trace.ended else num_batches
-    ends = trace.calls if len(trace.calls) == num_epochs else [per_epoch * (1 + epoch) for epoch in range(total)]
+    divides = num_epochs and total and total % num_epochs == 0 and trace.ended
+    per_epoch = total // num_epochs if divides else num_batches
+    ends = (
+        trace.calls
+        if num_epochs and len(trace.calls) == num_epochs
+        else [per_epoch * (1 + epoch) for epoch in range(total)]
+    )
     epochs = [next(epoch for epoch, end in enumerate(ends) if number < end) for number in range(total)]
     return [
         Part(rank, number, epoch, forward.ids)
@@ -137,21 +142,28 @@ def _share(trace: LoopTrace, parts: Sequence[Part], number: int) -> _Share:
     backwards = trace.backwards[trace.steps[number - 1].num_backwards if number else 0 : step.num_backwards]
     if not backwards:
         return _Share((), is_stale=False, lost=(), lost_tail=(), is_cleared=False)
+    if any(backward.before is None for backward in backwards):
+        # Gradients that the loop adds up by itself: what it does with them shows in the weights only.
+        all_parts = tuple(part for backward in backwards for part in _parts(backward, parts))
+        return _Share(all_parts, is_stale=False, lost=(), lost_tail=(), is_cleared=False)
     kept, lost, lost_tail = list(_parts(backwards[0], parts)), [], []
-    for earlier, later in pairwise(backwards):
+    for number_in, (earlier, later) in enumerate(pairwise(backwards), start=1):
         new = _parts(later, parts)
         # The gradient was there after one backward and gone before the next: the loop has cleared it in between.
         if _is_zero(later.before) and not _is_zero(earlier.after):
+            coming = {part.ids for backward in backwards[number_in:] for part in _parts(backward, parts)}
             # Between two epochs this is a tail without a step; within an epoch the window has lost its beginning.
             if new and kept and new[0].epoch > kept[-1].epoch:
                 lost_tail += kept
                 kept = []
+            elif kept and all(part.ids in coming for part in kept):
+                kept = []  # the same samples again, at other parameters: a first pass that was never meant to be kept
             else:
                 lost.append(later.line)
         kept += new
     is_cleared = _is_zero(step.gradient) and not _is_zero(backwards[-1].after)
     stale = not _is_zero(backwards[0].before)
-    return _Share(tuple(kept), stale, tuple(lost), tuple(lost_tail), is_cleared)
+    return _Share(tuple(dict.fromkeys(kept)), stale, tuple(lost), tuple(lost_tail), is_cleared)
 
 
 def _parts(backward: Backward, parts: Sequence[Part]) -> list[Part]:
@@ -165,7 +177,10 @@ def rescaled_lines(trace: LoopTrace) -> list[int | None]:
     return [
         later.line
         for number, (earlier, later) in enumerate(pairwise(trace.backwards), start=1)
-        if number not in ends and not _is_zero(later.before) and not is_close(later.before, earlier.after)
+        if number not in ends
+        and later.before is not None
+        and not _is_zero(later.before)
+        and not is_close(later.before, earlier.after)
     ]
 
 
@@ -196,5 +211,5 @@ def near(found: float, expected: float) -> bool:
     return abs(found - expected) <= TOLERANCE * max(abs(found), abs(expected))
 
 
-def _is_zero(gradient: Tensor) -> bool:
-    return not bool(gradient.any())
+def _is_zero(gradient: Tensor | None) -> bool:
+    return gradient is None or not bool(gradient.any())

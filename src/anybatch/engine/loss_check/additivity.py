@@ -29,7 +29,7 @@ from anybatch.engine.loss_check.replay import (
     open_replay,
     relative_difference,
 )
-from anybatch.engine.loss_check.sample_choice import candidates, choose_samples, sample_counts
+from anybatch.engine.loss_check.sample_choice import candidates, choose_samples, paddings, sample_counts
 from anybatch.engine.side_effects import SeededGenerators
 
 
@@ -106,7 +106,7 @@ def checked_samples(
         batch=chosen,
         num_samples=number,
         counts=sample_counts(loss, chosen, number),
-        candidates=candidates(chosen, number),
+        candidates=candidates(chosen, number) | paddings(chosen, number),
         autocast=autocast,
         is_low=is_low,
         generators=generators,

@@ -80,4 +80,5 @@ def _mean_over(name: str, found: TermFinding, *, named: bool) -> tuple[str, str]
         call = f"{name}=ab.counted({found.explanation})" if named else f"ab.mean_over(loss, {found.explanation})"
         return "what a mask marks", call
     declared = f"{name}=ab.tokens({found.explanation})" if named else f"ab.mean_over_tokens(loss, {found.explanation})"
-    return f"the targets that are not -100 ({found.explanation})", declared
+    ignored = found.explanation.partition("ignore_index=")[2].partition(",")[0] or "-100"
+    return f"the targets that are not {ignored} ({found.explanation})", declared

@@ -13,6 +13,7 @@ _NUMBERS = (7, 5, 6, 8, 4, 3, 2)
 """How many samples are looked at: few, since they cost a forward; a number that no other axis has, if possible."""
 _MOST_WINDOWS = 4
 _IGNORED = -100
+_MOST_PADDINGS = 3
 
 
 def choose_samples(loss: Loss, batch: Batch, num_samples: int) -> tuple[Batch, int, dict[str, str]]:
@@ -50,6 +51,24 @@ def candidates(batch: Batch, num_samples: int) -> dict[str, list[float]]:
             found[f"labels={name}, shift={shift}"] = [float(each(row)) for row in labels.split(1)]
     for name, mask in _masks(batch).items():
         found[f"count=lambda batch: batch[{name}].sum()"] = [float(row.sum()) for row in mask.split(1)]
+    return found
+
+
+def paddings(batch: Batch, num_samples: int) -> dict[str, list[float]]:
+    """Return what samples count as if a value other than -100 marked what is no target, by how that is declared."""
+    found = {}
+    for name, labels in _integers(batch):
+        if labels.dim() < 2 or labels.shape[0] != num_samples:  # noqa: PLR2004
+            continue
+        values, times = labels.unique(return_counts=True)
+        # The most frequent ones, and those at the ends, where padding is mostly put.
+        likely = {0, -1, int(values.max()), *values[times.argsort(descending=True)[:_MOST_PADDINGS]].tolist()}
+        for value in sorted(likely - {_IGNORED}):
+            for shift in (True, False):
+                each = tokens(lambda row: row, shift=shift, ignore_index=value).count
+                assert each is not None
+                counts = [float(each(row)) for row in labels.split(1)]
+                found[f"labels={name}, ignore_index={value}, shift={shift}"] = counts
     return found
 
 
