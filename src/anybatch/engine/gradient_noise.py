@@ -376,7 +376,7 @@ class NoiseMeter:
         if not state:
             return gradient * torch.nan
         group = next(g for g in self._target.optimizer.param_groups if any(p is weight for p in g["params"]))
-        bias = 1.0 - float(group["betas"][1]) ** torch.as_tensor(state["step"], device=gradient.device)
+        bias = 1.0 - float(group["betas"][1]) ** torch.as_tensor(state["step"]).to(self._moments)
         divided: Tensor = widened(gradient) / ((state["exp_avg_sq"] / bias).sqrt() + group["eps"])
         return divided
 
