@@ -23,7 +23,6 @@ from tests.engine.cases import STRATEGIES, Batch, InMemory, classify, cut, vecto
 from tests.faults import sees
 from tests.ranks_fixture import Ranks
 
-METER = "src/anybatch/engine/gradient_noise.py"
 NUM_SAMPLES, SIZE = 23, 5
 FURTHER: Mapping[str, Callable[[], Strategy]] = {"zero1": Zero1, "fsdp": FSDP, "data_parallel": DataParallel}
 Parts = tuple[dict[str, float], dict[str, float]]
@@ -98,10 +97,9 @@ def assert_equal(found: Parts, expected: Parts) -> None:
         assert one == pytest.approx(other, rel=1e-10)
 
 
-@sees("norms of sums of micro-batches", METER, "            cells.zero_()\n", "")
 @sees(
     "the first parameters of a layer alone",
-    METER,
+    "src/anybatch/engine/gradient_noise.py",
     "values.view(-1), out=cell",
     "torch.ones_like(values.view(-1)), out=cell",
 )
@@ -114,7 +112,10 @@ def test_one_rank(strategy: str, one_rank: Ranks) -> None:
 
 
 @sees(
-    "squares of counts of one rank alone", METER, "found += torch.as_tensor(count).to(found) ** 2", "found.fill_(25.0)"
+    "squares of counts of one rank alone",
+    "src/anybatch/engine/gradient_noise.py",
+    "found += torch.as_tensor(count).to(found) ** 2",
+    "found.fill_(25.0)",
 )
 @pytest.mark.parametrize("strategy", ["all_reduce", "ddp", "zero1", "fsdp"])
 def test_two_ranks(strategy: str, two_ranks: Ranks) -> None:
@@ -123,6 +124,50 @@ def test_two_ranks(strategy: str, two_ranks: Ranks) -> None:
 
     assert first == second
     assert_equal(first, by_hand([5, 5, 2, 5, 5, 1]))
+
+
+class Forked(nn.Module):
+    """A layer for every micro-batch, and one for some of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(21)
+        self.often, self.rare = nn.Linear(5, 4).double(), nn.Linear(5, 4).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.often(x)
+        return found + self.rare(x) if x[0, 0] > 0 else found
+
+
+@sees(
+    "a norm that is counted again in a micro-batch without a gradient",
+    "src/anybatch/engine/gradient_noise.py",
+    "            cells.zero_()\n",
+    "",
+)
+def test_parameters_that_a_micro_batch_leaves_out() -> None:
+    """A layer that some micro-batches do not run has the norm 0 in these."""
+    batch, model = vectors(NUM_SAMPLES), Forked()
+    starts = range(0, NUM_SAMPLES, SIZE)
+    shares = [min(SIZE, NUM_SAMPLES - start) / NUM_SAMPLES for start in starts]
+    found = []
+    for start, share in zip(starts, shares, strict=True):
+        loss = classify(model, cut(batch, start, start + SIZE)) * share
+        gradients = torch.autograd.grad(loss, list(model.rare.parameters()), allow_unused=True)
+        found.append([one for one in gradients if one is not None])
+    of_parts = sum(float(one.square().sum()) for gradients in found for one in gradients)
+    whole = [torch.stack(pieces).sum(0) for pieces in zip(*filter(None, found), strict=True)]
+    of_sum = sum(float(one.square().sum()) for one in whole)
+    optimizer, noise = torch.optim.SGD(model.parameters(), lr=0.1), GradientNoise(every=1, by="layer")
+    mean = ab.mean_over_samples(classify)
+
+    engine = ab.Engine(model, optimizer, mean, micro_batch_size=SIZE, noise=noise, check_loss=False)
+    measured = engine.step(InMemory(batch)).noise
+
+    assert measured is not None
+    assert [] in found
+    expected = (of_sum - of_parts) / (1 - sum(share**2 for share in shares))
+    assert measured.squared_norms["rare"] == pytest.approx(expected, rel=1e-10)
 
 
 def masked_loss(model: Any, batch: Batch) -> torch.Tensor:
@@ -142,7 +187,7 @@ def num_unmasked(batch: Batch) -> float:
 
 @sees(
     "shares by samples where tokens count",
-    METER,
+    "src/anybatch/engine/gradient_noise.py",
     "seen.counts.append(factor.count",
     "seen.counts.append(micro_batch.unit.num_samples",
 )
@@ -157,7 +202,12 @@ def test_parts_count_what_the_loss_counts() -> None:
     assert float(noise.items_per_sample) == num_unmasked(vectors(NUM_SAMPLES)) / NUM_SAMPLES
 
 
-@sees("a late count that norms never see", METER, "numbers[1:] * (guess / count) ** 2", "numbers[1:]")
+@sees(
+    "a late count that norms never see",
+    "src/anybatch/engine/gradient_noise.py",
+    "numbers[1:] * (guess / count) ** 2",
+    "numbers[1:]",
+)
 def test_counts_that_come_with_the_loss() -> None:
     """A bare function that returns sum and count is measured as one that was declared."""
 
@@ -171,7 +221,12 @@ def test_counts_that_come_with_the_loss() -> None:
     assert_equal((noise.squared_norms, noise.variances), by_hand([5, 5, 5, 5, 3], count=num_unmasked, loss=masked_loss))
 
 
-@sees("the second moment without its correction", METER, 'state["exp_avg_sq"] / bias', 'state["exp_avg_sq"]')
+@sees(
+    "the second moment without its correction",
+    "src/anybatch/engine/gradient_noise.py",
+    'state["exp_avg_sq"] / bias',
+    'state["exp_avg_sq"]',
+)
 def test_preconditioned() -> None:
     """Gradients are divided by Adam's own denominator; before its first step nothing is measured."""
     engine = make_engine(
@@ -203,8 +258,10 @@ def test_measuring_changes_nothing() -> None:
     assert all(map(torch.equal, weights_after(GradientNoise(every=2)), weights_after(None)))
 
 
-@sees("hooks that stay", METER, "                hook.remove()", "                pass")
-@sees("every step is measured", METER, "if step % self._noise.every or ", "if ")
+@sees(
+    "hooks that stay", "src/anybatch/engine/gradient_noise.py", "                hook.remove()", "                pass"
+)
+@sees("every step is measured", "src/anybatch/engine/gradient_noise.py", "if step % self._noise.every or ", "if ")
 def test_one_step_in_j(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps between measurements have no report of it and run no hook; neither has one of a single micro-batch."""
     engine, plain, num_norms = make_engine(noise=GradientNoise(every=3)), torch.dot, 0
