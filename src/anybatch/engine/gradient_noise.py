@@ -377,8 +377,10 @@ class NoiseMeter:
             return gradient * torch.nan
         group = next(g for g in self._target.optimizer.param_groups if any(p is weight for p in g["params"]))
         bias = 1.0 - float(group["betas"][1]) ** torch.as_tensor(state["step"]).to(self._moments)
-        divided: Tensor = widened(gradient) / ((state["exp_avg_sq"] / bias).sqrt() + group["eps"])
-        return divided
+        divisor = widened(state["exp_avg_sq"]) / bias
+        divisor.sqrt_().add_(group["eps"])
+        # In the memory of the divisor: one copy of one parameter at a time.
+        return torch.div(widened(gradient), divisor, out=divisor)
 
     def _with_total(self, rows: Float[Tensor, " row"]) -> Float[Tensor, " named"]:
         """Return rows behind their sum; the sum alone where nobody asks for rows."""
