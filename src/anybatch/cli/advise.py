@@ -72,7 +72,7 @@ def make_parser() -> Parser:
     add("--ranks", type=count, action="append", metavar="N", help="predict for so many ranks; may be given again")
     add("--link", type=link, metavar="RATE,LATENCY", help="between ranks, such as 25Gbit,20us")
     add("--seed", type=integer, default=0, metavar="N", help="of the parameters and the order (default: 0)")
-    add("--log", type=Path, metavar="FILE", help="read the log of a run that measured noise (train --noise) instead")
+    add("--log", type=Path, metavar="FILE", help="read the log of a run that measured noise instead")
     add("--figure", type=Path, metavar="FILE", help="draw time and samples by batch size: .png, .svg or .pdf")
     add("--json", type=Path, metavar="FILE", help="write everything that was found")
     return parser

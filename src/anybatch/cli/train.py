@@ -99,7 +99,6 @@ def make_parser() -> Parser:
         metavar="X",
         help="average the weights over steps, to evaluate with: 0.999",
     )
-    add("--noise", type=count, dest="noise_every", metavar="N", help="measure the gradient's noise in every Nth step")
     add("--seed", type=integer, metavar="N", help="of parameters, order, augmentation and dropout (default: 0)")
     add("--out", type=Path, metavar="FOLDER", help=f"for the log and checkpoints (default: {RUNS}/RECIPE-DATE-TIME)")
     add(

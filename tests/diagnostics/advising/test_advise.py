@@ -123,20 +123,20 @@ def test_what_cannot_be_advised_on(tmp_path: Path) -> None:
         ab.advise(made_engine(), noisy_batches(), ranks=(2,))
     with ab.JsonlLog(tmp_path / "events.jsonl"):
         pass
-    with pytest.raises(UserError, match="anybatch train --noise 10"):
+    with pytest.raises(UserError, match="ab.Job has noise="):
         ab.advise(tmp_path)
 
 
 @pytest.mark.slow
 def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A recipe is trained and measured, and a run that `train --noise` has logged is read: both are advised on."""
+    """A recipe is trained and measured, and the log of a run that measured is read: both are advised on."""
     run, found = tmp_path / "run", tmp_path / "advice.json"
     recipe = "tests.cli.small:job"
     assert main(["advise", recipe, "--steps", "30", "--json", str(found)]) == Status.DONE
     assert "time-optimal effective batch" in (printed := capsys.readouterr().out) or "Nothing can be said" in printed
     assert json.loads(found.read_text())["num_measured"] == 13  # two steps had one micro-batch
 
-    words = ["train", recipe, "--micro-batch-size", "2", "--noise", "1", "--out", str(run)]
+    words = ["train", "tests.cli.small:measured_job", "--micro-batch-size", "2", "--out", str(run)]
     assert main(words) == Status.DONE
     capsys.readouterr()
     assert main(["advise", "--log", str(run)]) == Status.DONE

@@ -125,8 +125,8 @@ def _of_log(path: Path) -> tuple[Advice, int]:
             kept[str(line["kind"])].append(line)
     if not noises:
         message = (
-            f"{log} holds no measurement of the gradient's noise. Train with `anybatch train --noise 10`, or with "
-            "Engine(noise=GradientNoise()) and a JsonlLog as observer."
+            f"{log} holds no measurement of the gradient's noise. Train a recipe whose ab.Job has "
+            "noise=GradientNoise() (of anybatch.engine.gradient_noise), or with Engine(noise=...) and a JsonlLog."
         )
         raise UserError(message)
     times = read_steps(log)

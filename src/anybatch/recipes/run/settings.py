@@ -7,7 +7,6 @@ from typing import Literal
 
 from anybatch.core.geometry import resolve_sizes
 from anybatch.core.learning_rate import ScalingRule
-from anybatch.engine.gradient_noise import GradientNoise
 from anybatch.engine.update.precision import PrecisionName
 from anybatch.errors import UserError
 from anybatch.recipes.job import Job
@@ -36,7 +35,6 @@ class Choices:
         precision: "fp32", "bf16" or "fp16".
         strategy: how ranks sum gradients: "auto", or a name in `anybatch.parallel.registry`.
         average_decay: of an exponential moving average of the weights, between 0 and 1.
-        noise_every: steps from one measurement of the gradient's noise to the next.
     """
 
     effective_batch_size: int | None = None
@@ -51,7 +49,6 @@ class Choices:
     precision: PrecisionName | None = None
     strategy: str | None = None
     average_decay: float | None = None
-    noise_every: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +71,6 @@ class Settings:
     # With defaults: folders of runs that were begun before these settings existed are read, too.
     strategy: str = "auto"
     average_decay: float | None = None
-    noise_every: int | None = None
 
 
 def resolve_settings(job: Job, choices: Choices, former: Settings | None, *, world_size: int) -> Settings:
@@ -136,10 +132,7 @@ def with_settings(settings: Settings, job: Job) -> Job:
         epochs=settings.epochs,
         steps=settings.steps,
     )
-    noise = job.noise
-    if settings.noise_every is not None:
-        noise = dataclasses.replace(noise or GradientNoise(), every=settings.noise_every)
-    return dataclasses.replace(job, defaults=defaults, average_decay=settings.average_decay, noise=noise)
+    return dataclasses.replace(job, defaults=defaults, average_decay=settings.average_decay)
 
 
 def differences(before: Settings, after: Settings, names: Iterable[str]) -> tuple[str, ...]:
@@ -165,5 +158,4 @@ def _defaults(job: Job) -> Settings:
         accumulation_steps=None,
         precision="fp32",
         average_decay=job.average_decay,
-        noise_every=None if job.noise is None else job.noise.every,
     )
