@@ -5,7 +5,7 @@ factors of 2), and counted is how many steps training takes to a fixed held-out 
 these steps times the seconds of the engine's step at this size, measured in turns with those of the others. `ab.advise`
 sees one run at a batch size of 64, at the rate that is best there, for as many steps as that takes to the same loss.
 
-    python benchmarks/advise.py [--job regression] [--out benchmarks/results/NAME.md]
+    python benchmarks/advise.py [--job regression] [--sweep FILE [--count]] [--out benchmarks/results/NAME.md]
 """
 
 import math
@@ -13,6 +13,8 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import report
@@ -74,7 +76,7 @@ def digits() -> Task:
         train={"x": train.images, "y": train.labels},
         held_out={"x": held_out.images, "y": held_out.labels},
         loss=classify,
-        target=0.15,
+        target=0.12,
         optimizer=sgd,
         rate=0.1,
         most_samples=60_000,
@@ -95,25 +97,25 @@ def text() -> Task:
         train={name: value[:58_000] for name, value in data.items()},
         held_out={name: value[58_000:] for name, value in data.items()},
         loss=classify,
-        target=2.4,
+        target=2.6,
         optimizer=adam,
         rate=0.005,
-        most_samples=80_000,
+        most_samples=40_000,
     )
 
 
 def regression() -> Task:
-    """Return a network of two layers that fits a noisy function of 16 numbers."""
+    """Return a network of two layers that fits a noisy function of 8 numbers."""
     torch.manual_seed(0)
-    x, teacher = torch.randn(22_000, 16), nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
+    x, teacher = torch.randn(42_000, 8), nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
     with torch.no_grad():
-        y = 4 * teacher(x) + torch.randn(22_000, 1)
+        y = 8 * teacher(4 * x) + torch.randn(42_000, 1)
     return Task(
-        model=lambda: nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1)),
-        train={"x": x[:20_000], "y": y[:20_000]},
-        held_out={"x": x[20_000:], "y": y[20_000:]},
+        model=lambda: nn.Sequential(nn.Linear(8, 128), nn.Tanh(), nn.Linear(128, 1)),
+        train={"x": x[:40_000], "y": y[:40_000]},
+        held_out={"x": x[40_000:], "y": y[40_000:]},
         loss=squared,
-        target=1.1,
+        target=1.5,
         optimizer=sgd,
         rate=0.02,
         most_samples=80_000,
@@ -164,12 +166,12 @@ def steps_to_loss(task: Task, size: int, rate: float, seed: int, most_steps: int
 def best_of_rates(task: Task, size: int) -> tuple[float, float]:
     """Return the fewest steps (the median over seeds) and the rate that took them."""
     found: dict[float, float] = {}
-    most = max(20, task.most_samples // size)
 
     def tried(power: float) -> float:
         if power not in found:
-            rate = task.rate * 2.0**power
-            steps = [steps_to_loss(task, size, rate, seed, most) for seed in range(SEEDS)]
+            # Of a run that takes twice the steps of the best rate so far, the end is not of interest.
+            most = int(min(max(400, task.most_samples // size), 2 * min(found.values(), default=math.inf)))
+            steps = [steps_to_loss(task, size, task.rate * 2.0**power, seed, most) for seed in range(SEEDS)]
             found[power] = statistics.median(math.inf if one is None else one for one in steps)
         return found[power]
 
@@ -212,10 +214,17 @@ def advised(task: Task, rate: float, steps: int) -> Advice:
     return ab.advise(engine, batches(task.train, START, 1), steps=max(40, steps))
 
 
-def job_lines(name: str) -> tuple[list[str], str]:
+def swept(name: str, kept: Path | None) -> dict[int, tuple[float, float]]:
+    """Return steps and rate by size, from the file in which an earlier call has kept them, or counted now."""
+    task = TASKS[name]()
+    found = {size: report.kept(kept, f"{name}, {size}", partial(best_of_rates, task, size)) for size in SIZES}
+    return {size: (steps, rate) for size, (steps, rate) in found.items()}
+
+
+def job_lines(name: str, kept: Path | None) -> tuple[list[str], str]:
     """Sweep a job, take advice on it, and return its lines and the verdict."""
     task = TASKS[name]()
-    found = {size: best_of_rates(task, size) for size in SIZES}
+    found = swept(name, kept)
     seconds = step_seconds(task)
     steps_there = found[START][0]
     advice = advised(task, found[START][1], 40 if math.isinf(steps_there) else round(steps_there))
@@ -259,11 +268,17 @@ def main() -> None:
     """Print the tables, and write them to a file if asked."""
     parser = report.parser(__doc__)
     parser.add_argument("--job", choices=list(TASKS), action="append", help="only these")
+    parser.add_argument("--sweep", type=Path, help="keep the steps that were counted, or take them from there")
+    parser.add_argument("--count", action="store_true", help="count steps only; time is for a quiet machine")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    if given.count:
+        for name in given.job or TASKS:
+            print(name, swept(name, given.sweep), flush=True)
+        return
     lines, verdicts = [], []
     for name in given.job or TASKS:
-        table, verdict = job_lines(name)
+        table, verdict = job_lines(name, given.sweep)
         lines += table
         verdicts.append(verdict)
     columns = ("job", "batch", "best rate", "steps", "samples", "ms of a step", "seconds", "by 64", "predicted")

@@ -9,12 +9,14 @@ variance of one step's estimate (the squared norm's, the variance's and their co
 so many steps are repeated, and the root mean square of their errors should be 10%. The interval is tried on many short
 runs of a toy.
 
-    python benchmarks/noise_against_brute_force.py [--out benchmarks/results/NAME.md]
+    python benchmarks/noise_against_brute_force.py [--kept FILE] [--out benchmarks/results/NAME.md]
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import report
@@ -30,7 +32,7 @@ from anybatch.recipes.digits import Digits, Network
 from anybatch.recipes.text import Transformer
 from anybatch.testing import RankPool
 
-REPEATS, MOST_STEPS = 12, 1500
+REPEATS, MOST_STEPS = 8, 1500
 RUNS, STEPS_PER_RUN = 400, 60
 Batch = dict[str, Tensor]
 Loss = Callable[[Any, Batch], Tensor]
@@ -238,7 +240,9 @@ def coverage() -> list[str]:
 
 def main() -> None:
     """Print the table, and write it to a file if asked."""
-    out = report.parser(__doc__).parse_args().out
+    parser = report.parser(__doc__)
+    parser.add_argument("--kept", type=Path, help="keep each line there, and take those that are there already")
+    given = parser.parse_args()
     torch.set_num_threads(1)
     columns = ("model", "ranks", "truth", "steps for 10%", "error of such runs (rms)", "within 10%", "all runs")
     lines = [
@@ -248,15 +252,16 @@ def main() -> None:
     for num_ranks in (1, 2):
         with RankPool(num_ranks, timeout_seconds=580.0) as pool:
             for name in CASES:
-                lines.append(row(name, num_ranks, pool))
+                key = f"{name} on {num_ranks}"
+                lines.append(report.kept(given.kept, key, partial(row, name, num_ranks, pool)))
                 print(lines[-1], flush=True)
-    lines += coverage()
+    lines += report.kept(given.kept, "coverage", coverage)
     report.publish(
         lines,
         title="The noise scale of a run against the gradients of single samples",
         command="python benchmarks/noise_against_brute_force.py",
         setting="1 thread per rank, float32, ragged micro-batches",
-        out=out,
+        out=given.out,
     )
 
 

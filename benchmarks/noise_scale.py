@@ -13,6 +13,8 @@ in ten is measured by default, so a run costs a tenth of the ratio. Memory is th
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import overhead
 import report
@@ -109,6 +111,7 @@ def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--seconds", type=float, default=40.0, help="for each row of the table")
     parser.add_argument("--micro-batches", type=int, action="append", help="only these numbers of them")
+    parser.add_argument("--kept", type=Path, help="keep each case there, and take those that are there already")
     given = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -118,7 +121,8 @@ def main() -> None:
     ]
     for case in CASES:
         for number in given.micro_batches or (1, 8, 64):
-            table += rows(case, number, given.seconds)
+            make = partial(rows, case, number, given.seconds)
+            table += report.kept(given.kept, f"{case}, {number}", make)
     report.publish(
         table,
         title="Cost of measuring the gradient's noise",

@@ -4,11 +4,13 @@ At fixed parameters, gradients of many batches are compared with the gradient ov
 says: the large batch has 1/8 of the small one's variance, whether it is accumulated or not, in every layer; and the
 accumulated gradient is the native one but for rounding. The data are drawn with replacement, the same for all three.
 
-    python benchmarks/variance_by_strategy.py [--out benchmarks/results/NAME.md]
+    python benchmarks/variance_by_strategy.py [--kept FILE] [--out benchmarks/results/NAME.md]
 """
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 import noise_against_brute_force as models
 import report
@@ -18,7 +20,7 @@ from torch import Tensor
 import anybatch as ab
 from anybatch.testing import relative_error
 
-SMALL, STEPS, DRAWS = 16, 8, 300
+SMALL, STEPS, DRAWS = 16, 8, 200
 LARGE = SMALL * STEPS
 Gradients = dict[str, Tensor]
 
@@ -91,7 +93,9 @@ def rows(name: str) -> list[str]:
 
 def main() -> None:
     """Print the table, and write it to a file if asked."""
-    out = report.parser(__doc__).parse_args().out
+    parser = report.parser(__doc__)
+    parser.add_argument("--kept", type=Path, help="keep each model there, and take those that are there already")
+    given = parser.parse_args()
     torch.set_num_threads(1)
     columns = ("model", "layer", f"variance at {SMALL}", f"accumulated {STEPS} x {SMALL}", f"native {LARGE}")
     table = [
@@ -99,13 +103,13 @@ def main() -> None:
         "|---|---|--:|--:|--:|--:|--:|--:|",
     ]
     for name in models.CASES:
-        table += rows(name)
+        table += report.kept(given.kept, name, partial(rows, name))
     report.publish(
         table,
         title="Gradient variance by strategy",
         command="python benchmarks/variance_by_strategy.py",
         setting=f"1 thread, float64, {DRAWS} large batches and {DRAWS * STEPS} small ones",
-        out=out,
+        out=given.out,
     )
 
 

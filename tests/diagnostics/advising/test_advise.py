@@ -123,7 +123,7 @@ def test_what_cannot_be_advised_on(tmp_path: Path) -> None:
         ab.advise(made_engine(), noisy_batches(), ranks=(2,))
     with ab.JsonlLog(tmp_path / "events.jsonl"):
         pass
-    with pytest.raises(UserError, match="ab.Job has noise="):
+    with pytest.raises(UserError, match=r"ab\.Job has noise="):
         ab.advise(tmp_path)
 
 
