@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
 import anybatch as ab
@@ -265,6 +266,9 @@ def test_measuring_changes_nothing() -> None:
 def test_one_step_in_j(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps between measurements have no report of it and run no hook; neither has one of a single micro-batch."""
     engine, plain, num_norms = make_engine(noise=GradientNoise(every=3)), torch.dot, 0
+    assert isinstance(engine.model, nn.Module)
+    # Kept, as DDP keeps them: of nodes that nobody holds, hooks are gone with the graph.
+    nodes = [get_gradient_edge(parameter).node for parameter in engine.model.parameters()]
 
     def counting(*args: Any, **options: Any) -> torch.Tensor:
         nonlocal num_norms
@@ -281,6 +285,7 @@ def test_one_step_in_j(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert seen == [(True, 20), (False, 0), (False, 0), (True, 20), (False, 0)]
     assert small == [None, None]
+    assert len(nodes) == 4
 
 
 def test_a_resumed_run_goes_on(tmp_path: Path) -> None:
