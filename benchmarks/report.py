@@ -1,12 +1,16 @@
 """How every benchmark prints its table, and files it with date, versions and machine."""
 
 import argparse
+import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+
+Kept = TypeVar("Kept")
 
 
 def parser(docstring: str | None) -> argparse.ArgumentParser:
@@ -21,6 +25,20 @@ def device_name() -> str:
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     return f"{platform.machine()} CPU"
+
+
+def kept(path: Path | None, key: str, make: Callable[[], Kept]) -> Kept:
+    """Return what an earlier call has kept under a key in a JSON file, or make it and keep it there.
+
+    A benchmark that takes long can so be run in parts.
+    """
+    known = json.loads(path.read_text()) if path is not None and path.exists() else {}
+    if key not in known:
+        known[key] = make()
+        if path is not None:
+            path.write_text(json.dumps(known))
+    found: Kept = known[key]
+    return found
 
 
 def publish(lines: Sequence[str], *, title: str, command: str, setting: str, out: Path | None) -> None:

@@ -28,6 +28,7 @@ if typing.TYPE_CHECKING:
     from anybatch.core.reports import StepReport
     from anybatch.core.splitting import BatchPlan
     from anybatch.data import Shards, batches
+    from anybatch.diagnostics.advising.advise import advise
     from anybatch.diagnostics.check import check
     from anybatch.engine.engine import Engine
     from anybatch.engine.shares import shares
@@ -49,6 +50,7 @@ __all__ = [
     "Shards",
     "StepReport",
     "World",
+    "advise",
     "batches",
     "check",
     "counted",
@@ -78,6 +80,7 @@ _HOMES: collections.abc.Mapping[str, str] = types.MappingProxyType(
         "Shards": "anybatch.data",
         "StepReport": "anybatch.core.reports",
         "World": "anybatch.parallel.world",
+        "advise": "anybatch.diagnostics.advising.advise",
         "batches": "anybatch.data",
         "check": "anybatch.diagnostics.check",
         "counted": "anybatch.core.loss",

@@ -19,6 +19,7 @@ from torch import Tensor, distributed, nn
 
 import anybatch as ab
 from anybatch.checkpoints import list_checkpoints, load
+from anybatch.engine.gradient_noise import GradientNoise
 from anybatch.events.jsonl import read_jsonl
 from anybatch.parallel.world import World
 from anybatch.recipes.run.folder import RunFolder
@@ -256,6 +257,11 @@ class RunsOut(torch.autograd.Function):
         """Raise what a device's allocator raises."""
         message = "planted: no memory left"
         raise torch.OutOfMemoryError(message)
+
+
+def measured_job() -> ab.Job:
+    """Return the job, with the noise of its gradient measured in every step."""
+    return dataclasses.replace(job(), noise=GradientNoise(every=1))
 
 
 def crowded_job(most: int = 2, from_call: int = 10) -> ab.Job:

@@ -39,7 +39,7 @@ def end(rank: int = 0) -> EndRecord:
 
 
 def test_the_kinds_are_those_of_the_schema() -> None:
-    """There are eleven kinds, each named like its class."""
+    """There are twelve kinds, each named like its class."""
     names = [re.sub(r"(?<!^)([A-Z])", r"_\1", kind.__name__.removesuffix("Record")).lower() for kind in KINDS]
     assert [kind.kind for kind in KINDS] == names
     assert names == [
@@ -48,6 +48,7 @@ def test_the_kinds_are_those_of_the_schema() -> None:
         "reduction",
         "phase",
         "step",
+        "gradient_noise",
         "memory",
         "diagnosis",
         "evaluate",

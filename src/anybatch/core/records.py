@@ -1,4 +1,4 @@
-"""Chapter 9: a run as its observer sees it. One seam, one method, eleven kinds of record.
+"""Chapter 9: a run as its observer sees it. One seam, one method, twelve kinds of record.
 
 The engine hands its observer a frozen record for everything that happens, as it happens. Records hold no times: an
 observer that needs times takes them on arrival, so a span comes as a "begin" and an "end" record. Numbers may
@@ -176,6 +176,35 @@ class StepRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GradientNoiseRecord:
+    """The noise of the gradient, smoothed over the measured steps so far; comes just before the record of its step.
+
+    Each mapping has "all parameters", then parameter groups or layers. The noise scale is an estimate of the critical
+    batch size, not that size itself.
+
+    Attributes:
+        rank: the rank that reports this.
+        step: number of the step, from 0 on.
+        noise_scale: variance by squared norm, in samples; not to be believed outside of its interval.
+        low: lower end of its 95% interval.
+        high: upper end of it; infinite while only "at least the lower end" is known.
+        squared_norm: squared norm of the gradient over all data.
+        variance: variance of the gradient of one sample.
+        items_per_sample: items of the loss (tokens, say) in a sample of this step.
+    """
+
+    kind: ClassVar[str] = "gradient_noise"
+    rank: int
+    step: int
+    noise_scale: Mapping[str, Scalar]
+    low: Mapping[str, Scalar]
+    high: Mapping[str, Scalar]
+    squared_norm: Mapping[str, Scalar]
+    variance: Mapping[str, Scalar]
+    items_per_sample: Scalar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRecord:
     """The memory of a rank's device at the end of a step; comes just before the record of the step.
 
@@ -309,6 +338,7 @@ Record = (
     | ReductionRecord
     | PhaseRecord
     | StepRecord
+    | GradientNoiseRecord
     | MemoryRecord
     | DiagnosisRecord
     | EvaluateRecord

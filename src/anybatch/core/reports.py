@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from anybatch.core.batch import Position
+from anybatch.core.gradient_noise import NoiseEstimate
 from anybatch.core.splitting import BatchPlan
 
 
@@ -27,6 +28,7 @@ class StepReport:
         weights: weight of each loss term, by name.
         counts: tensor (terms,): items of each term over the whole effective batch.
         gradient_norm: zero-axis tensor, the 2-norm over all gradients before clipping; None where not measured.
+        noise: the gradient's noise, smoothed over the steps up to this one; None in a step that did not measure it.
         too_large: the largest micro-batches of the cuts that ran out of memory, in order; the step was repeated after
             each, and `plan` is the cut that it was made with.
     """
@@ -41,6 +43,7 @@ class StepReport:
     weights: Mapping[str, float]
     counts: Float[Tensor, " term"]
     gradient_norm: Float[Tensor, ""] | None
+    noise: NoiseEstimate | None = None
     too_large: tuple[int, ...] = ()
 
     @property

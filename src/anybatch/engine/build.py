@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 
 from torch import nn
 from torch.optim import Optimizer
@@ -24,6 +24,7 @@ from anybatch.engine.compatibility import Features, features_of, features_of_ran
 from anybatch.engine.executors import choose_executor
 from anybatch.engine.forward_state.buffer_updates import BufferUpdates
 from anybatch.engine.forward_state.state_watch import StateWatch
+from anybatch.engine.gradient_noise import NoiseMeter, refuse_noise, refuse_preconditioner
 from anybatch.engine.inputs import collect_modules, move_modules, world_of
 from anybatch.engine.loss_check.check import LossCheck
 from anybatch.engine.loss_check.uncounted import UncountedSums
@@ -107,6 +108,7 @@ def build(spec: TrainSpec, hardware: Hardware, observer: Observer | None = None)
         # Not with the other checks: an optimizer that is given as a function has no groups before it is made.
         refuse_groups(given.clip, target.optimizer)
         refuse_joined_kernels(target.optimizer, target.updated)
+        refuse_preconditioner(spec.noise, target, prepared)
         prepare_for_training(target.optimizer)
         scheduler = scheduler_of(spec.scheduler, target.optimizer)
         shard_update = prepared.shard_update
@@ -186,6 +188,7 @@ def _check_arguments(spec: TrainSpec, hardware: Hardware) -> _Arguments:
     refuse_policy(policy, modules, constraints, needs, searches=_must_search(sizes, hardware))
     buffers = BufferUpdates(spec.buffers or {}, modules, strategy, world)
     buffers.refuse_with(loss, constraints, needs)
+    refuse_noise(spec.noise, loss, features, world)
     return _Arguments(
         spec=spec,
         loss=loss,
@@ -239,6 +242,10 @@ def _runnable(
         enabled=spec.check_loss,
         lockstep=strategy.capabilities.lockstep,
     )
+    noise = None
+    if spec.noise is not None:
+        noise = NoiseMeter(spec.noise, prepared, updater.target, updater.scaler, loss=given.loss, world=world)
+    after = [one for one in (None if buffers_chosen.is_idle else buffers_chosen.after, noise and noise.after) if one]
     context = LoopContext(
         loss=check.loss,
         strategy=strategy,
@@ -248,7 +255,7 @@ def _runnable(
         forward=(lambda _: given.autocast()) if batch_norm.is_idle else batch_norm.forward,
         randomness=given.randomness,
         before=notifier.before if buffers_chosen.is_idle else _both(buffers_chosen.before, notifier.before),
-        after=notifier.after if buffers_chosen.is_idle else _both(buffers_chosen.after, notifier.after),
+        after=reduce(_both, [*after, notifier.after]),
     )
     planner = StepPlanner(
         world=world,
@@ -271,7 +278,8 @@ def _runnable(
         notifier=notifier,
         seed=spec.seed,
     )
-    executor = choose_executor(context, modules, world, notifier, batch_norm)
+    num_further = 0 if noise is None else noise.num_numbers
+    executor = choose_executor(context, modules, world, notifier, batch_norm, num_further=num_further)
     replicas = _replica_check(prepared, updater, strategy, world)
     backoff = SizeBackoff(sizes, decisions, notifier)
     impossible = why_impossible(prepared, strategy.capabilities, given.policy_constraints, world)
@@ -323,9 +331,11 @@ def _runnable(
             retry=retry,
             notifier=notifier,
             meaning=_step_meaning(given, updater, replicas),
+            noise=noise,
             can_leave=not impossible,
         ),
         updater=updater,
+        noise=noise,
         replicas=replicas,
         batch_norm=batch_norm,
         decisions=decisions,

@@ -70,6 +70,7 @@ class StateParts:
         scaler: fp16's gradient scaler, or nothing.
         scheduler: anything with a state, or None.
         average: averaged weights, or None.
+        noise: averages of the gradient's noise, or None.
         generators: of the random numbers that are not keyed.
         further: objects of the user's, by name.
     """
@@ -81,6 +82,7 @@ class StateParts:
     scaler: LossScaler
     scheduler: Any
     average: WeightAverage | None
+    noise: Stateful | None
     generators: tuple[torch.Generator, ...]
     further: Mapping[str, Stateful]
 
@@ -151,6 +153,7 @@ def collect_state(
         if parts.scheduler is None or (in_parts and not world.is_first)
         else parts.scheduler.state_dict(),
         "scaler": scaler.scaler.state_dict() if scaler.enabled else None,
+        "noise": None if parts.noise is None or (in_parts and not world.is_first) else dict(parts.noise.state_dict()),
         "average": None
         if parts.average is None
         else {_uncompiled_name(name): gather(weight) for name, weight in parts.average.weights.items()},
@@ -220,7 +223,8 @@ def restore_state(parts: StateParts, state: Mapping[str, Any], world: World) -> 
         for name, weight in (parts.average.weights.items() if parts.average is not None else ())
     }
     small = {
-        name: read_stored(state.get(name)) for name in ("scheduler", "scaler", "further", "host_random", "generators")
+        name: read_stored(state.get(name))
+        for name in ("scheduler", "scaler", "noise", "further", "host_random", "generators")
     }
     parts.modules.load_state_dict({**own_model, **model})
     parts.target.optimizer.load_state_dict(optimizer)
@@ -233,6 +237,9 @@ def restore_state(parts: StateParts, state: Mapping[str, Any], world: World) -> 
         parts.scaler.scaler.load_state_dict(dict(small["scaler"]))
     if parts.average is not None:
         parts.average.load(averages)
+    # Measured averages are no part of what is trained: a run may begin to measure, or stop.
+    if parts.noise is not None and small["noise"] is not None:
+        parts.noise.load_state_dict(small["noise"])
     for name, found in parts.further.items():
         found.load_state_dict(copy.deepcopy(small["further"][name]))
     if parts.generators and (saved := small["host_random"]) and len(saved) == world.size:

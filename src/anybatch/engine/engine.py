@@ -21,6 +21,7 @@ from anybatch.engine.checkpoint_state import Scheduler, Stateful
 from anybatch.engine.data_place import data_of, go_on
 from anybatch.engine.evaluation import Metric, evaluate, evaluation_mode, stale_statistics
 from anybatch.engine.forward_state.buffer_updates import BufferUpdate
+from anybatch.engine.gradient_noise import GradientNoise
 from anybatch.engine.inputs import Model
 from anybatch.engine.micro_batch_size.sizes import MicroBatchSize
 from anybatch.engine.parts import Parts, SaveForm
@@ -58,32 +59,28 @@ class Engine:
             exactly its trainable parameters: it zeroes, clips and reduces these and no others.
         optimizer: a torch optimizer over those parameters, or a function `named_parameters -> optimizer`, which gets
             float32 master weights in the place of bf16 and fp16 parameters.
-        loss: a declared loss (`ab.mean_over_samples(fn)` and its like), or a function of (model, batch) that returns a
-            mean over samples, one loss per item or `ab.LossSum`. A module trains its parameters too.
+        loss: a declared loss (`ab.mean_over_samples(fn)` and its like), or a function of (model, batch): a mean over
+            samples, one loss per item or `ab.LossSum`. A module trains its parameters too.
         effective_batch_size: samples of one step over all ranks; larger batches are refused, smaller ones warned of.
-        micro_batch_size: most samples of one forward and backward. "auto" tries a few sizes on the first batch and
-            takes the fastest; an `Auto` of `anybatch.engine.micro_batch_size.search` knows more beforehand.
-            See docs/auto_size.md.
+        micro_batch_size: most samples of one forward and backward. "auto" takes the fastest of a few on the first
+            batch; an `Auto` of `anybatch.engine.micro_batch_size.search` knows more before. See docs/auto_size.md.
         accumulation_steps: micro-batches per rank and step, of nearly equal size, or of the micro-batch size if named.
         deal: "balanced" gives ranks the same number of samples up to one; "fixed" keeps micro-batches whole, so that
             the cut does not depend on the number of ranks.
         strategy: a name such as "ddp", a strategy object, or "auto": see docs/ranks.md.
         precision: "fp32" (as the model is), "bf16" or "fp16" autocast; "fp16" scales the loss.
-        scheduler: a torch scheduler, or a function `optimizer -> scheduler`, stepped once per update, not on a skipped
-            one.
-        clip: largest gradient norm, `ClipByNorm` or `ClipByValue`, or a sequence of these and None with one for each
+        scheduler: a torch scheduler, or a function `optimizer -> scheduler`, stepped once per update that is made.
+        clip: largest gradient norm, `ClipByNorm` or `ClipByValue`, or a sequence of these and None, one for each
             parameter group of the optimizer; once per effective batch.
-        measure_gradient_norm: report the gradient norm, and look for gradients that are not finite. False saves one
-            pass over the gradients; the loss is still looked at.
+        measure_gradient_norm: report it, and look for gradients that are not finite; False saves a pass over them.
+        noise: measure the gradient's noise scale, an estimate of the critical batch size; see docs/gradient_noise.md.
         average_decay: keep an exponential moving average of the weights, such as 0.999; see `evaluate(averaged=True)`.
         norms: what to do about BatchNorm in train mode: "keep", "sync", "freeze", "exact", or a policy of
-            `anybatch.norms`, such as `Ghost(group_size=32)`; see docs/batch_norm.md. None is "keep", with a warning
-            where a batch is cut and the gradient depends on how.
-        buffers: what becomes of buffers that a forward updates and computes with (a queue, a centre), by name or
-            pattern: "mean" over samples, "first", a function, "keep". See docs/forward_state.md.
-        rng: "micro_batch" keys torch's random numbers by (seed, step, first sample of the micro-batch), whatever rank
-            runs it; "per_sample", or a `PerSample`, keys dropout by (seed, step, sample, call), whatever the cut; None
-            leaves them as they come.
+            `anybatch.norms`; see docs/batch_norm.md. None is "keep", with a warning where the gradient depends on it.
+        buffers: by name or pattern, what becomes of buffers that a forward updates and computes with (a queue, say):
+            "mean" over samples, "first", a function, "keep". See docs/forward_state.md.
+        rng: "micro_batch" keys random numbers by (seed, step, first sample of it), whatever the rank; "per_sample", or
+            a `PerSample`, keys dropout by (seed, step, sample, call), whatever the cut; None keys nothing.
         check_loss: look in the first step, on a few samples, whether the loss is what it was declared to be.
         seed: first word of those keys; None takes the data's seed.
         observer: looks in on micro-batches, reductions, phases and steps.
@@ -108,6 +105,7 @@ class Engine:
         scheduler: Scheduler | SchedulerFunction | None = None,
         clip: ClipArgument = None,
         measure_gradient_norm: bool = True,
+        noise: GradientNoise | None = None,
         average_decay: float | None = None,
         norms: Policy | PolicyName | None = None,
         buffers: Mapping[str, BufferUpdate] | None = None,
@@ -126,6 +124,7 @@ class Engine:
             scheduler=scheduler,
             clip=clip,
             measure_gradient_norm=measure_gradient_norm,
+            noise=noise,
             average_decay=average_decay,
             norms=norms,
             buffers=buffers,
@@ -495,6 +494,7 @@ class Engine:
             counts=summed.counts,
             gradient_norm=updated.gradient_norm,
             too_large=summed.too_large,
+            noise=self._parts.with_noise(summed),
         )
         self.num_steps += 1
         return report

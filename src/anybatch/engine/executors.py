@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+import torch
 from torch import nn
 
 from anybatch.engine.accumulation.accumulate import LoopContext, accumulate
@@ -37,7 +38,13 @@ class Executor(Protocol):
 
 
 def choose_executor(
-    context: LoopContext, modules: nn.Module, world: World, notifier: Notifier, batch_norm: BatchNormRunner
+    context: LoopContext,
+    modules: nn.Module,
+    world: World,
+    notifier: Notifier,
+    batch_norm: BatchNormRunner,
+    *,
+    num_further: int = 0,
 ) -> Executor:
     """Return what runs the steps of a loss: one pass, or two for a loss across samples.
 
@@ -47,11 +54,14 @@ def choose_executor(
         world: the ranks.
         notifier: reports micro-batches.
         batch_norm: runs micro-batches under the policy about BatchNorm.
+        num_further: numbers that ranks sum beside those of the loss.
     """
     abort: Abort = _no_abort
     if context.prepared.abort is not None:
         # Made beforehand: a rank that has run out of memory can allocate nothing for its last message.
-        abort = context.prepared.abort(Sums().totals(context.loss, world.device))
+        abort = context.prepared.abort(
+            torch.cat([totals := Sums().totals(context.loss, world.device), totals.new_zeros(num_further)])
+        )
     if context.loss.kind.encode is None:
         execute = accumulate if batch_norm.is_idle else batch_norm.accumulate
         return _OnePass(context, notifier, execute, abort)

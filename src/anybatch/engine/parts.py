@@ -11,6 +11,7 @@ from torch import nn
 
 from anybatch.checkpoints import LoadedCheckpoint, SavedCheckpoint, step_of
 from anybatch.core.batch import Position
+from anybatch.core.gradient_noise import NoiseEstimate
 from anybatch.engine.accumulation.accumulate import LoopContext
 from anybatch.engine.accumulation.step_guard import StepGuard
 from anybatch.engine.batch_norm.runner import BatchNormRunner
@@ -25,13 +26,14 @@ from anybatch.engine.checkpoint_state import (
     state_of_first_rank,
 )
 from anybatch.engine.failure import failures_reported
+from anybatch.engine.gradient_noise import NoiseMeter
 from anybatch.engine.loss_check.check import LossCheck
 from anybatch.engine.micro_batch_size.backoff import SizeBackoff
 from anybatch.engine.micro_batch_size.sizes import RunSizes
 from anybatch.engine.replica_check import ReplicaCheck
 from anybatch.engine.rng.generators import CallersRandomness
 from anybatch.engine.step_planner import StepPlanner
-from anybatch.engine.step_runner import StepRunner
+from anybatch.engine.step_runner import StepRunner, SummedBatch
 from anybatch.engine.telemetry.decisions import Decisions
 from anybatch.engine.telemetry.notifier import Notifier
 from anybatch.engine.update.resident_tensors import ResidentTensors
@@ -71,6 +73,7 @@ class Parts:
         guard: keeps gradients apart from those of others.
         runner: runs them.
         updater: updates parameters.
+        noise: measures the gradient's noise; None for nothing.
         replicas: compares weights over ranks.
         batch_norm: runs micro-batches under the policy about BatchNorm.
         decisions: what was decided.
@@ -89,6 +92,7 @@ class Parts:
     guard: StepGuard
     runner: StepRunner
     updater: Updater
+    noise: NoiseMeter | None
     replicas: ReplicaCheck
     batch_norm: BatchNormRunner
     decisions: Decisions
@@ -113,6 +117,7 @@ class Parts:
             scaler=updater.scaler,
             scheduler=updater.scheduler,
             average=updater.average,
+            noise=self.noise,
             generators=tuple(randomness.generators) if isinstance(randomness, CallersRandomness) else (),
             further=self.further_state,
         )
@@ -234,6 +239,10 @@ class Parts:
         self.backoff.resume(state)
         self.check.resume(state["decisions"])
         self.updater.restored()
+
+    def with_noise(self, summed: SummedBatch) -> NoiseEstimate | None:
+        """Average in what a step has said about its gradient's noise; None if it was not measured."""
+        return None if self.noise is None or summed.noise is None else self.noise.add(summed.noise)
 
     def clear_gradients(self) -> None:
         """Clear all gradients, also half-finished ones."""

@@ -10,6 +10,7 @@ from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.splitting import Deal, SampleOrder
 from anybatch.engine.checkpoint_state import Scheduler
 from anybatch.engine.forward_state.buffer_updates import BufferUpdate
+from anybatch.engine.gradient_noise import GradientNoise
 from anybatch.engine.inputs import Model
 from anybatch.engine.micro_batch_size.sizes import MicroBatchSize
 from anybatch.engine.rng.generators import Rng
@@ -37,6 +38,7 @@ class TrainSpec:
         scheduler: a torch scheduler, or a function `optimizer -> scheduler` for an optimizer that is yet to be made.
         clip: largest gradient norm, a clipping policy, or one per parameter group of the optimizer.
         measure_gradient_norm: measure the gradient's norm in every step.
+        noise: measure the noise of the gradient; None does not.
         average_decay: of an exponential moving average of the weights; None for none.
         norms: what to do about BatchNorm in train mode; None: "keep", which is said where it makes a difference.
         buffers: by name or pattern, what becomes of buffers that a forward updates; None: one update after the other.
@@ -53,6 +55,7 @@ class TrainSpec:
     scheduler: Scheduler | SchedulerFunction | None = None
     clip: ClipArgument = None
     measure_gradient_norm: bool = True
+    noise: GradientNoise | None = None
     average_decay: float | None = None
     norms: Policy | PolicyName | None = None
     buffers: Mapping[str, BufferUpdate] | None = None

@@ -2,7 +2,7 @@
 
 import traceback
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,12 @@ from anybatch.core.records import PhaseName
 from anybatch.engine.accumulation.accumulate import LoopContext
 from anybatch.engine.accumulation.planned_batch import CountedBatch, PlannedBatch
 from anybatch.engine.accumulation.step_guard import StepGuard
-from anybatch.engine.accumulation.sums import divide_late
+from anybatch.engine.accumulation.sums import Sums, divide_late
 from anybatch.engine.compatibility import refused_in_backward
 from anybatch.engine.executors import Executor
 from anybatch.engine.forward_state.buffer_updates import BufferUpdates
 from anybatch.engine.forward_state.state_watch import StateWatch
+from anybatch.engine.gradient_noise import NoiseMeter, NoiseOfStep
 from anybatch.engine.meaning import StepMeaning
 from anybatch.engine.micro_batch_size.oom_halving import release_frames
 from anybatch.engine.micro_batch_size.oom_retry import InputVersions, OomRetry, OutOfMemory
@@ -41,6 +42,7 @@ class SummedBatch:
         contributions: of each loss term to the loss, on the device.
         counts: of each loss term, on the device or the CPU.
         too_large: sizes of micro-batches that did not fit, in the order they were tried.
+        noise: what the step says about the noise of its gradient; None where it was not measured.
     """
 
     planned: PlannedBatch
@@ -48,6 +50,7 @@ class SummedBatch:
     contributions: Float[Tensor, " terms"]
     counts: Float[Tensor, " terms"]
     too_large: tuple[int, ...]
+    noise: NoiseOfStep | None
 
 
 class StepRunner:
@@ -64,6 +67,7 @@ class StepRunner:
         retry: makes a step ready to be run again.
         notifier: reports phases.
         meaning: what this rank means by a step, for the other ranks to compare.
+        noise: measures the gradient's noise; None for nothing.
         can_leave: whether a rank can leave in the middle of a step, and tell the others.
     """
 
@@ -80,6 +84,7 @@ class StepRunner:
         retry: OomRetry,
         notifier: Notifier,
         meaning: StepMeaning,
+        noise: NoiseMeter | None,
         can_leave: bool,
     ) -> None:
         self._planner = planner
@@ -92,6 +97,7 @@ class StepRunner:
         self._world = world
         self._notifier = notifier
         self._meaning = meaning
+        self._noise = noise
         self._can_leave = can_leave
         self._owes_step = False
 
@@ -169,11 +175,12 @@ class StepRunner:
             counts = torch.tensor(counted.divisors, dtype=widest_dtype(device))
             plan = counted.planned.plan
             watched, pooled = self._watch.effective_batch(plan), self._buffers.effective_batch(plan)
-            with self._context.randomness, watched, pooled, self._notifier.phase(phase):
+            measured = nullcontext() if self._noise is None else self._noise.effective_batch(step, plan)
+            with self._context.randomness, watched, pooled, measured, self._notifier.phase(phase):
                 sums = self._execute(counted)
             phase = "reduce"
             with self._world.collective(), self._notifier.phase(phase):
-                gradients, totals = self._context.strategy.finish_gradients(sums.totals(loss, device))
+                gradients, totals = self._context.strategy.finish_gradients(self._numbers(sums))
                 self._notifier.reduced()
         # Another rank ran out of memory and has told all of them through the last message of the step.
         except StepAbortedError as error:
@@ -183,13 +190,31 @@ class StepRunner:
             failed = OutOfMemory(phase, f"{error}{_place_of(error)}")
             release_frames(error)
             return failed  # outside of this function the failed frames, and all their tensors, are freed
+        totals, further = (totals, None) if self._noise is None else totals.tensor_split([-self._noise.num_numbers])
         # The count was known only once all losses had been computed: gradients were divided by a guess so far.
         if loss.kind.brings_count:
             present = [gradient for gradient in gradients if gradient is not None]
             totals, counts = divide_late(present, totals, counted.divisors[0])
+        noise = None
+        if self._noise is not None and further is not None:
+            guess = counted.divisors[0] if loss.kind.brings_count else None
+            noise = self._noise.finish(gradients, further, counts, plan, guess=guess)
         return SummedBatch(
-            planned=counted.planned, gradients=gradients, contributions=totals, counts=counts, too_large=too_large
+            planned=counted.planned,
+            gradients=gradients,
+            contributions=totals,
+            counts=counts,
+            too_large=too_large,
+            noise=noise,
         )
+
+    def _numbers(self, sums: Sums) -> Float[Tensor, " numbers"]:
+        """Return what ranks have to sum beside the gradients."""
+        loss = self._context.loss
+        totals = sums.totals(loss, self._world.device)
+        if self._noise is None:
+            return totals
+        return torch.cat([totals, self._noise.numbers(sums, is_late=loss.kind.brings_count)])
 
 
 def _place_of(error: BaseException) -> str:

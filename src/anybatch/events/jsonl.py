@@ -23,6 +23,7 @@ import torch
 
 from anybatch.core.records import (
     EndRecord,
+    GradientNoiseRecord,
     MemoryRecord,
     MicroBatchRecord,
     PhaseRecord,
@@ -42,9 +43,9 @@ _BLOCK_BYTES = 1 << 16
 class JsonlLog:
     """An observer that writes each record as one line of a file. Use it in a `with`, or call `close`.
 
-    Lines of micro-batches, reductions, phases and memory are kept until a record of another kind comes, and are then
-    written together. Only then are numbers read from their devices, so a run with a log waits for its device once per
-    step, and with `num_steps_per_flush=N` once in N steps. The end of a run is brought to the disk itself (fsync).
+    Lines of micro-batches, reductions, phases, memory and noise are kept until a record of another kind comes, and are
+    then written together. Only then are numbers read from their devices, so a run with a log waits for its device once
+    per step, and with `num_steps_per_flush=N` once in N steps. The end of a run is brought to the disk itself (fsync).
 
     A log belongs to one rank: give every rank its own path. If writing fails (a full disk), the error goes to the
     caller, the lines it concerns are lost, which shows as a gap in `sequence`, and the file stays whole.
@@ -122,7 +123,8 @@ class JsonlLog:
         if isinstance(record, StepRecord):
             self._num_steps_pending += 1
             return self._num_steps_pending >= self._num_steps_per_flush
-        return not isinstance(record, MicroBatchRecord | ReductionRecord | PhaseRecord | MemoryRecord)
+        waits = MicroBatchRecord | ReductionRecord | PhaseRecord | MemoryRecord | GradientNoiseRecord
+        return not isinstance(record, waits)
 
     def _write_pending(self) -> None:
         lines, self._pending, self._num_steps_pending = self._pending, [], 0

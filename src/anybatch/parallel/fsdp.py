@@ -154,6 +154,7 @@ class FSDP:
             parameters=parameters,
             call=self._call,
             differed=differed,
+            gradient_leaves=self._gathered_leaves,
             layout=SHARDED,
             decisions={"sharding": form, "reduction": reason},
         )
@@ -220,6 +221,12 @@ class FSDP:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+    def _gathered_leaves(self) -> list[torch.Tensor]:
+        """Return what a backward makes gradients of: gathered parameters in the place of their shards."""
+        pairs = [pair for group in self._groups for pair in zip(group.shards, group.gathered, strict=True)]
+        gathered = {id(shard): whole for shard, whole in pairs}
+        return [gathered.get(id(parameter), parameter) for parameter in self._parameters]
 
     def _mesh(self) -> DeviceMesh:
         if (mesh := self._world.mesh) is not None:

@@ -144,6 +144,8 @@ class Prepared:
         parameters: the trainable parameters by name; the optimizer is built over these.
         call: runs `function(model, batch)` with the user's own model, inside whatever wrapper the strategy needs.
         backward_inputs: the leaves a backward accumulates into; None for all that it reaches.
+        gradient_leaves: function () -> for each parameter the leaf whose whole gradient a backward brings; None where
+            these are the parameters themselves.
         differed: names of what was not equal on all ranks before and is now.
         gradient_buffers: where gradients add up, apart from `.grad`.
         layout: how the parameters lie on the ranks: what is saved, loaded, measured and averaged goes through it.
@@ -160,6 +162,7 @@ class Prepared:
     parameters: Mapping[str, nn.Parameter]
     call: Callable[[LossFunction, Batch], Any]
     backward_inputs: tuple[torch.Tensor, ...] | None = None
+    gradient_leaves: Callable[[], Sequence[torch.Tensor]] | None = None
     differed: tuple[str, ...] = ()
     gradient_buffers: tuple[torch.Tensor, ...] = ()
     layout: ParameterLayout = ParameterLayout()

@@ -245,6 +245,12 @@ class ShardedGroup:
                 handles.append(whole.register_post_accumulate_grad_hook(lambda _, place=place: function(place)))
         return handles
 
+    @property
+    def gathered(self) -> list[torch.Tensor]:
+        """The parameters as they are while gathered, in the order of `shards`; they must have been gathered once."""
+        with needed_for(_SHARDING):
+            return [one._unsharded_param for one in self._members]
+
     def drop_whole_gradients(self) -> None:
         """Forget gradients that have not been reduced yet, of parameters and of replicas."""
         for one in self._members:

@@ -17,6 +17,7 @@ from anybatch.core.whole_numbers import checked_int
 from anybatch.data.fetch import Collate
 from anybatch.engine.checkpoint_state import Scheduler
 from anybatch.engine.evaluation import Metric
+from anybatch.engine.gradient_noise import GradientNoise
 from anybatch.engine.inputs import Model
 from anybatch.engine.rng.generators import Rng
 from anybatch.engine.spec import TrainSpec
@@ -131,6 +132,7 @@ class Job:
         rng: what random numbers belong to, as `Engine` takes it.
         average_decay: keep an exponential moving average of the weights, such as 0.999, and evaluate with it; None for
             none.
+        noise: measure the gradient's noise scale, as `Engine` takes it; None does not.
         defaults: batch size, length and learning rate.
 
     Raises:
@@ -150,6 +152,7 @@ class Job:
     norms: Policy | PolicyName | None = None
     rng: Rng = "micro_batch"
     average_decay: float | None = None
+    noise: GradientNoise | None = None
 
     def __post_init__(self) -> None:
         """Check what can be checked without calling anything."""
@@ -195,6 +198,7 @@ class Job:
             norms=self.norms,
             rng=self.rng,
             average_decay=self.average_decay,
+            noise=self.noise,
         )
 
 

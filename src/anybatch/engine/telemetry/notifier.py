@@ -10,12 +10,14 @@ from typing import Literal
 
 import torch
 
+from anybatch.core.gradient_noise import NoiseEstimate, noise_interval
 from anybatch.core.loss import Loss
 from anybatch.core.records import (
     CheckpointRecord,
     DiagnosisRecord,
     EndRecord,
     EvaluateRecord,
+    GradientNoiseRecord,
     MicroBatchRecord,
     Observer,
     Observers,
@@ -181,6 +183,8 @@ class Notifier:
             updated = not report.skipped
             for record in self._memory.end(report.step, gradient_bytes=self._gradient_bytes, updated=updated):
                 self._send(record)
+        if report.noise is not None:
+            self._send(self._noise(report.step, report.noise))
         means = zip(report.weights.items(), report.contributions.unbind(), strict=True)
         norm = report.gradient_norm
         by_norm = self._clip.max_norm if isinstance(self._clip, ClipByNorm) else None
@@ -201,6 +205,24 @@ class Notifier:
                 learning_rates=report.learning_rates,
                 skipped=report.skipped,
             )
+        )
+
+    def _noise(self, step: int, noise: NoiseEstimate) -> GradientNoiseRecord:
+        scale, low, high = noise_interval(noise.moments)
+        weight, norms, variances = noise.moments[:, 0], noise.moments[:, 1], noise.moments[:, 2]
+
+        def by_name(values: torch.Tensor) -> dict[str, torch.Tensor]:
+            return dict(zip(noise.names, values.unbind(), strict=True))
+
+        return GradientNoiseRecord(
+            rank=self._rank,
+            step=step,
+            noise_scale=by_name(scale),
+            low=by_name(low),
+            high=by_name(high),
+            squared_norm=by_name(norms / weight),
+            variance=by_name(variances / weight),
+            items_per_sample=noise.items_per_sample,
         )
 
     def out_of_memory(self, phase: PhaseName | None, message: str | None, before: int, after: int | None) -> None:

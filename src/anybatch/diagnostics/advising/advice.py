@@ -1,0 +1,258 @@
+"""What a measurement of noise and time says about the effective batch size, as a person reads it and as JSON. Pure."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from anybatch.core.best_batch import BatchCost
+from anybatch.core.gradient_noise import in_words
+from anybatch.core.learning_rate import ScaledRate
+from anybatch.core.units import three_digits
+
+HARDLY = 0.05
+"""A gain below this part of the time is not worth another batch size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One batch size against the present one, which is 1.
+
+    Attributes:
+        name: why it is in the table.
+        size: samples.
+        steps: steps to the same loss.
+        samples: samples to the same loss.
+        seconds: time to the same loss, by the noise scale itself.
+        interval: the same by both ends of the noise scale's interval, the smaller first.
+    """
+
+    name: str
+    size: float
+    steps: float
+    samples: float
+    seconds: float
+    interval: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """Which effective batch size is worth it. `print(advice)` shows it.
+
+    Attributes:
+        size: samples of the effective batch that was measured.
+        micro_batch_size: most samples of one forward and backward.
+        cost: time and samples by batch size, with the noise scale as critical batch size.
+        interval: the noise scale's 95% interval; its upper end is infinite while it is not known.
+        items: the loss's items, such as "tokens".
+        items_per_sample: their number in a sample.
+        num_measured: steps in which noise was measured.
+        num_ranks: that were measured on.
+        device: of a rank.
+        learning_rate: that was measured with.
+        rates: that learning rate scaled to the best batch size, by each rule.
+        on_ranks: other numbers of ranks to what is predicted there.
+        rows: of parameters, name to noise scale.
+    """
+
+    size: int
+    micro_batch_size: int
+    cost: BatchCost
+    interval: tuple[float, float]
+    items: str = "samples"
+    items_per_sample: float = 1.0
+    num_measured: int = 0
+    num_ranks: int = 1
+    device: str = "cpu"
+    learning_rate: float | None = None
+    rates: tuple[ScaledRate, ...] = ()
+    on_ranks: Mapping[int, BatchCost] = field(default_factory=dict)
+    rows: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the noise scale has an interval with two ends; otherwise it is at least the lower one."""
+        return math.isfinite(self.interval[1])
+
+    @property
+    def best(self) -> float:
+        """The effective batch size at which the time to a loss is least, in samples; at least that, if not known."""
+        return self.cost.best if self.is_known else self.cost.at(self.interval[0]).best
+
+    @property
+    def best_interval(self) -> tuple[float, float]:
+        """The same by both ends of the noise scale's interval."""
+        low, high = (self.cost.at(end).best for end in self.interval)
+        return low, high
+
+    @property
+    def overhead_share(self) -> float:
+        """The part of a step that does not depend on its samples."""
+        return self.cost.overhead_seconds / self.cost.step_seconds(self.size)
+
+    @property
+    def gain(self) -> float:
+        """The part of the time to a loss that the best batch saves over the present one."""
+        return 1.0 - self._cost.seconds(max(1.0, self.best), by=self.size)
+
+    @property
+    def gain_of_accumulating(self) -> float:
+        """The part of the time that the best batch saves over one micro-batch per rank; 0 where it is no larger."""
+        alone = self.micro_batch_size * self.num_ranks
+        return 0.0 if self.best <= alone else 1.0 - self._cost.seconds(self.best, by=alone)
+
+    @property
+    def table(self) -> tuple[Row, ...]:
+        """Half, the present, twice and the best batch size; the best only where there is one of at least a sample."""
+        sizes = {"half": self.size / 2, "now": float(self.size), "twice": 2.0 * self.size}
+        if self.best >= 1:
+            sizes["best"] = self.best
+        return tuple(self._row(name, size) for name, size in sizes.items())
+
+    def __str__(self) -> str:
+        """Return the advice."""
+        scale, cost = self.cost.critical_batch_size, self.cost
+        ranks = f"{self.num_ranks} rank{'s' * (self.num_ranks != 1)}"
+        step = (
+            f"  a step takes {_ms(cost.step_seconds(self.size))}: {_ms(cost.overhead_seconds)} whatever its "
+            f"samples ({self.overhead_share:.0%}), and {_ms(cost.seconds_per_sample)} a sample"
+        )
+        lines = [
+            f"effective batch {self.size} on {ranks} ({self.device}), {self.num_measured} measured steps",
+            f"  {in_words(scale, self.interval, self.items, self.items_per_sample)}",
+            step,
+        ]
+        if self.interval[0] <= 0:
+            return "\n".join([*lines, "", "Nothing can be said yet: measure more steps."])
+        lines += ["", *self._table_lines(), "", *self._verdict(), *self._rate_lines(), *self._rank_lines()]
+        return "\n".join([*lines, "", _LIMITS])
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything as plain values; an infinite end is null."""
+        return {
+            "effective_batch_size": self.size,
+            "micro_batch_size": self.micro_batch_size,
+            "num_ranks": self.num_ranks,
+            "device": self.device,
+            "num_measured": self.num_measured,
+            "noise_scale": _finite(self.cost.critical_batch_size),
+            "interval": [_finite(end) for end in self.interval],
+            "items": self.items,
+            "items_per_sample": self.items_per_sample,
+            "noise_scale_by_row": {name: _finite(scale) for name, scale in self.rows.items()},
+            "overhead_seconds": self.cost.overhead_seconds,
+            "seconds_per_sample": self.cost.seconds_per_sample,
+            "best": _finite(self.best),
+            "best_interval": [_finite(end) for end in self.best_interval],
+            "gain": _finite(self.gain) if self.interval[0] > 0 else None,
+            "gain_of_accumulating": _finite(self.gain_of_accumulating) if self.interval[0] > 0 else None,
+            "learning_rate": self.learning_rate,
+            "learning_rates": {rate.rule: rate.learning_rate for rate in self.rates},
+            "table": [
+                {
+                    "name": row.name,
+                    "size": row.size,
+                    "steps": row.steps,
+                    "samples": row.samples,
+                    "seconds": row.seconds,
+                    "interval": list(row.interval),
+                }
+                for row in (self.table if self.interval[0] > 0 else ())
+            ],
+            "on_ranks": {str(number): _finite(self._best_of(cost)) for number, cost in self.on_ranks.items()},
+        }
+
+    @property
+    def _cost(self) -> BatchCost:
+        """The cost by what is known: by the lower end while the noise scale has no upper one."""
+        return self.cost if self.is_known else self.cost.at(self.interval[0])
+
+    def _best_of(self, cost: BatchCost) -> float:
+        return cost.at(self._cost.critical_batch_size).best
+
+    def _row(self, name: str, size: float) -> Row:
+        low, high = self.interval
+        # Beyond any measured end: a million times the batch is as good as infinite.
+        ends = [self.cost.at(min(end, 1e6 * self.size)).seconds(size, by=self.size) for end in (low, high)]
+        cost = self._cost
+        return Row(
+            name=name,
+            size=size,
+            steps=cost.steps(size, by=self.size),
+            samples=cost.samples(size, by=self.size),
+            seconds=cost.seconds(size, by=self.size),
+            interval=(min(ends), max(ends)),
+        )
+
+    def _table_lines(self) -> list[str]:
+        lines = [f"  {'to the same loss':<18}{'batch':>9}{'steps':>9}{'samples':>9}{'time':>9}   95% interval of time"]
+        for row in self.table:
+            low, high = (three_digits(end) for end in row.interval)
+            numbers = "".join(f"{three_digits(value) + 'x':>9}" for value in (row.steps, row.samples, row.seconds))
+            lines.append(f"  {row.name:<18}{row.size:>9,.0f}{numbers}   {low}x to {high}x")
+        return lines
+
+    def _verdict(self) -> list[str]:
+        least = "" if self.is_known else "at least "
+        low, high = self.best_interval
+        ends = f"{low:,.0f} to {high:,.0f}" if self.is_known else f"at least {low:,.0f}"
+        lines = [f"time-optimal effective batch: {least}{self.best:,.0f} samples (95% interval {ends})"]
+        if self.gain < HARDLY:
+            lines.append(
+                f"the present {self.size} is within {HARDLY:.0%} of the least time: nothing to gain by another."
+            )
+        else:
+            lines.append(f"it saves {self.gain:.0%} of the time to a loss against the present {self.size}.")
+        return [*lines, self._on_accumulating()]
+
+    def _on_accumulating(self) -> str:
+        alone, gain = self.micro_batch_size * self.num_ranks, self.gain_of_accumulating
+        pieces = f"{alone:,} samples, one micro-batch" + (" on each rank" if self.num_ranks > 1 else "")
+        otherwise = (
+            "Accumulate for a loss over the whole batch, or for stability, and not for speed; it pays where a step "
+            "costs more beside its samples, as over a slow network."
+        )
+        if gain >= HARDLY:
+            return f"Accumulating pays here: {gain:.0%} less time to a loss than with {pieces}."
+        if not self.is_known:
+            return (
+                f"Whether accumulating pays cannot be said yet: the noise scale has no upper end. One pass: {pieces}."
+            )
+        if gain > 0:
+            return f"Accumulating hardly pays here: {gain:.0%} less time than with {pieces}. {otherwise}"
+        return f"Accumulating does not pay here: the best batch is not above {pieces}. {otherwise}"
+
+    def _rate_lines(self) -> list[str]:
+        if not self.rates:
+            return []
+        return ["", "learning rate there, by each rule:", *(f"  {rate}" for rate in self.rates)]
+
+    def _rank_lines(self) -> list[str]:
+        if not self.on_ranks:
+            return []
+        lines = ["", "time-optimal effective batch on other numbers of ranks (predicted):"]
+        for number, cost in self.on_ranks.items():
+            size = self._best_of(cost)
+            faster = cost.at(self._cost.critical_batch_size)
+            ratio = faster.seconds(size, by=size) * _least_seconds(faster, size) / _least_seconds(self._cost, self.best)
+            lines.append(f"  {number:>4} ranks: {size:,.0f} samples, {1 / ratio:.2f} times as fast as here at its best")
+        return lines
+
+
+_LIMITS = (
+    "The noise scale is an estimate of the critical batch size, at this point of training and with the learning rate\n"
+    "tuned for each size; it grows as the loss falls. docs/gradient_noise.md says what it leaves out."
+)
+
+
+def _least_seconds(cost: BatchCost, size: float) -> float:
+    """Return the time to a loss, up to a factor that all batch sizes and numbers of ranks share."""
+    return (1.0 + cost.critical_batch_size / size) * cost.step_seconds(size)
+
+
+def _ms(seconds: float) -> str:
+    return f"{three_digits(1e3 * seconds)} ms"
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,143 @@
+"""Advice on the effective batch size: what it says follows from noise and time, from a run or from its log."""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import anybatch as ab
+from anybatch.cli.main import main
+from anybatch.cli.status import Status
+from anybatch.core.best_batch import BatchCost
+from anybatch.core.collective_times import Link, best_all_reduce
+from anybatch.diagnostics.advising.advice import Advice
+from anybatch.diagnostics.advising.figure import draw_advice
+from anybatch.engine.gradient_noise import GradientNoise
+from anybatch.errors import UserError
+from tests.faults import sees
+
+COST = BatchCost(critical_batch_size=400.0, overhead_seconds=0.1, seconds_per_sample=0.001)
+KNOWN = Advice(size=64, micro_batch_size=16, cost=COST, interval=(300.0, 600.0), num_measured=50)
+Batch = dict[str, torch.Tensor]
+
+
+def test_what_is_known_is_said() -> None:
+    """Best batch, its interval, half and twice the batch, and that accumulating pays, by the formulas."""
+    said = str(KNOWN)
+
+    assert KNOWN.best == pytest.approx(200.0)
+    assert KNOWN.best_interval == pytest.approx((math.sqrt(300 * 100), math.sqrt(600 * 100)))
+    assert [row.name for row in KNOWN.table] == ["half", "now", "twice", "best"]
+    assert KNOWN.table[2].samples == pytest.approx(2 * (1 + 400 / 128) / (1 + 400 / 64))
+    assert "time-optimal effective batch: 200 samples (95% interval 173 to 245)" in said
+    gain = 1 - COST.seconds(200, by=16)
+    assert f"Accumulating pays here: {gain:.0%} less time to a loss than with 16 samples, one micro-batch." in said
+
+
+@sees(
+    "accumulating that always pays",
+    "src/anybatch/diagnostics/advising/advice.py",
+    "return 0.0 if self.best <= alone else 1.0",
+    "return 1.0",
+)
+def test_accumulating_that_does_not_pay_is_said() -> None:
+    """With next to no overhead the best batch is below one micro-batch, and the advice says that plainly."""
+    little = replace(KNOWN, cost=replace(COST, overhead_seconds=1e-4))
+
+    assert little.best < 16
+    assert little.gain_of_accumulating == 0.0
+    assert "Accumulating does not pay here: the best batch is not above 16 samples, one micro-batch." in str(little)
+
+
+def test_what_is_not_known_is_said() -> None:
+    """Without an upper end everything is "at least", by the lower end; without a lower end nothing is advised."""
+    least = replace(KNOWN, cost=COST.at(math.inf), interval=(300.0, math.inf))
+    nothing = replace(KNOWN, cost=COST.at(math.nan), interval=(0.0, math.inf))
+
+    assert "time-optimal effective batch: at least 173 samples (95% interval at least 173)" in str(least)
+    assert least.table[0].seconds == pytest.approx(COST.at(300.0).seconds(32, by=64))
+    assert str(nothing).endswith("Nothing can be said yet: measure more steps.")
+    for advice in (KNOWN, least, nothing):
+        json.dumps(advice.as_json(), allow_nan=False)
+
+
+@pytest.mark.slow
+def test_pictures(tmp_path: Path) -> None:
+    """It is drawn with and without an upper end, and refused where nothing is known."""
+    for number, interval in enumerate([(300.0, 600.0), (300.0, math.inf)]):
+        draw_advice(replace(KNOWN, interval=interval), tmp_path / f"{number}.svg")
+        assert (tmp_path / f"{number}.svg").stat().st_size > 1000
+    with pytest.raises(UserError, match="not known yet"):
+        draw_advice(replace(KNOWN, interval=(0.0, math.inf)), tmp_path / "none.svg")
+
+
+def noisy_batches() -> Iterator[Batch]:
+    """Yield batches of a regression with more noise than signal."""
+    generator = torch.Generator().manual_seed(5)
+    while True:
+        x = torch.randn(32, 4, generator=generator)
+        yield {"x": x, "y": x.sum(1, keepdim=True) + 2 * torch.randn(32, 1, generator=generator)}
+
+
+def squared(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the mean squared error."""
+    return F.mse_loss(model(batch["x"]), batch["y"])
+
+
+def made_engine(noise: GradientNoise | None = None) -> ab.Engine:
+    """Return an engine of a linear regression."""
+    torch.manual_seed(6)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    return ab.Engine(model, optimizer, ab.mean_over_samples(squared), micro_batch_size=4, noise=noise)
+
+
+@pytest.mark.slow
+def test_of_an_engine_of_ones_own() -> None:
+    """It makes ordinary steps, as many as it is allowed, and knows sizes, noise, times and rates of all rules."""
+    engine = made_engine(GradientNoise(every=2))
+    link = Link(latency_seconds=1e-3, bytes_per_second=1e9)
+    advice = ab.advise(engine, noisy_batches(), steps=40, ranks=(4,), link=link)
+
+    assert engine.num_steps == 40
+    assert (advice.size, advice.micro_batch_size, advice.num_measured) == (32, 4, 20)
+    assert advice.cost.overhead_seconds > 0
+    assert {rate.rule for rate in advice.rates} >= {"linear", "sqrt"}
+    assert advice.rates[0].base_batch_size == 32
+    more = advice.on_ranks[4]
+    assert more.seconds_per_sample == pytest.approx(advice.cost.seconds_per_sample / 4)
+    assert more.overhead_seconds - advice.cost.overhead_seconds == pytest.approx(best_all_reduce(5 * 4, 4, link))
+
+
+def test_what_cannot_be_advised_on(tmp_path: Path) -> None:
+    """An engine or a log without measured noise is refused with what to do, and ranks without a link."""
+    with pytest.raises(UserError, match=r"noise=GradientNoise\(every=2\)"):
+        ab.advise(made_engine(), noisy_batches(), steps=4)
+    with pytest.raises(UserError, match="needs link="):
+        ab.advise(made_engine(), noisy_batches(), ranks=(2,))
+    with ab.JsonlLog(tmp_path / "events.jsonl"):
+        pass
+    with pytest.raises(UserError, match=r"ab\.Job has noise="):
+        ab.advise(tmp_path)
+
+
+@pytest.mark.slow
+def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A recipe is trained and measured, and the log of a run that measured is read: both are advised on."""
+    run, found = tmp_path / "run", tmp_path / "advice.json"
+    recipe = "tests.cli.small:job"
+    assert main(["advise", recipe, "--steps", "30", "--json", str(found)]) == Status.DONE
+    assert "time-optimal effective batch" in (printed := capsys.readouterr().out) or "Nothing can be said" in printed
+    assert json.loads(found.read_text())["num_measured"] == 13  # two steps had one micro-batch
+
+    words = ["train", "tests.cli.small:measured_job", "--micro-batch-size", "2", "--out", str(run)]
+    assert main(words) == Status.DONE
+    capsys.readouterr()
+    assert main(["advise", "--log", str(run)]) == Status.DONE
+    assert "18 measured steps" in capsys.readouterr().out

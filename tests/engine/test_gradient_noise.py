@@ -1,0 +1,365 @@
+"""The noise of gradients as a run measures it, against plain torch: micro-batch by micro-batch, on any ranks."""
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn import functional as F
+
+import anybatch as ab
+from anybatch.core.gradient_noise import NoiseEstimate, noise_parts
+from anybatch.core.records import GradientNoiseRecord, Record, StepRecord
+from anybatch.engine.gradient_noise import GradientNoise
+from anybatch.errors import CompositionError, UserError
+from anybatch.parallel.data_parallel import DataParallel
+from anybatch.parallel.fsdp import FSDP
+from anybatch.parallel.strategy import Strategy
+from anybatch.parallel.zero1 import Zero1
+from tests.engine.cases import STRATEGIES, Batch, InMemory, classify, cut, vectors
+from tests.faults import sees
+from tests.ranks_fixture import Ranks
+
+NUM_SAMPLES, SIZE = 23, 5
+FURTHER: Mapping[str, Callable[[], Strategy]] = {"zero1": Zero1, "fsdp": FSDP, "data_parallel": DataParallel}
+Parts = tuple[dict[str, float], dict[str, float]]
+
+
+def network() -> nn.Module:
+    """Return a small classifier of two layers."""
+    torch.manual_seed(20)
+    return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 4)).double()
+
+
+def gradient_of(model: nn.Module, batch: Batch, loss: Callable[[Any, Batch], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the gradient of a loss by parameter."""
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    return dict(zip(names, torch.autograd.grad(loss(model, batch), parameters), strict=True))
+
+
+def by_hand(
+    sizes: list[int],
+    *,
+    count: Callable[[Batch], float] = lambda batch: float(len(batch["x"])),
+    loss: Callable[[Any, Batch], torch.Tensor] = classify,
+    scale: Mapping[str, torch.Tensor] | None = None,
+) -> Parts:
+    """Return squared norm and variance of one sample by layer, from each micro-batch's own gradient in plain torch."""
+    model, batch, start, found = network(), vectors(NUM_SAMPLES), 0, []
+    for size in sizes:
+        piece = cut(batch, start, start + size)
+        start += size
+        if count(piece):
+            gradient = gradient_of(model, piece, loss)
+            found.append((count(piece), {name: g / (scale[name] if scale else 1) for name, g in gradient.items()}))
+    total = sum(number for number, _ in found)
+    shares = sum((number / total) ** 2 for number, _ in found)
+    norms, variances = {}, {}
+    rows = {"all parameters": list(found[0][1]), "0": ["0.weight", "0.bias"], "2": ["2.weight", "2.bias"]}
+    for row, names in rows.items():
+        pieces = [torch.cat([g[name].flatten() for name in names]) * (number / total) for number, g in found]
+        of_parts = torch.stack([piece.square().sum() for piece in pieces]).sum()
+        parts = noise_parts(torch.stack(pieces).sum(0).square().sum(), of_parts, shares)
+        norms[row], variances[row] = float(parts.squared_norm), float(NUM_SAMPLES * parts.variance)
+    return norms, variances
+
+
+def make_engine(strategy: str = "single", world: ab.World | None = None, **options: Any) -> ab.Engine:
+    """Return an engine that measures every step, with micro-batches of five."""
+    model = network()
+    made = {**STRATEGIES, **FURTHER}[strategy]()
+    options = {
+        "optimizer": lambda named: torch.optim.SGD(named, lr=0.1),
+        "loss": ab.mean_over_samples(classify),
+        "noise": GradientNoise(every=1, by="layer"),
+        "micro_batch_size": SIZE,
+        **options,
+    }
+    optimizer, loss = options.pop("optimizer"), options.pop("loss")
+    return ab.Engine(model, optimizer, loss, strategy=made, world=world, **options)
+
+
+def measured(strategy: str) -> Parts:
+    """Return squared norms and variances of one step on these ranks."""
+    world = ab.World.from_environment()
+    with make_engine(strategy, world) as engine:
+        noise = engine.step(InMemory(vectors(NUM_SAMPLES))).noise
+        assert noise is not None
+        return noise.squared_norms, noise.variances
+
+
+def assert_equal(found: Parts, expected: Parts) -> None:
+    """Compare row by row, to rounding of float64."""
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-10)
+
+
+@sees(
+    "the first parameters of a layer alone",
+    "src/anybatch/engine/gradient_noise.py",
+    "values.view(-1), out=cell",
+    "torch.ones_like(values.view(-1)), out=cell",
+)
+@pytest.mark.parametrize("strategy", ["single", "all_reduce", "ddp", "zero1", "fsdp", "data_parallel"])
+def test_one_rank(strategy: str, one_rank: Ranks) -> None:
+    """Under every strategy the parts of a ragged step are those of plain torch: 5, 5, 5, 4 and 4 samples."""
+    found = one_rank.run(measured, strategy)[0] if strategy not in ("single", "data_parallel") else measured(strategy)
+
+    assert_equal(found, by_hand([5, 5, 5, 5, 3]))
+
+
+@sees(
+    "squares of counts of one rank alone",
+    "src/anybatch/engine/gradient_noise.py",
+    "found += torch.as_tensor(count).to(found) ** 2",
+    "found.fill_(25.0)",
+)
+@pytest.mark.parametrize("strategy", ["all_reduce", "ddp", "zero1", "fsdp"])
+def test_two_ranks(strategy: str, two_ranks: Ranks) -> None:
+    """Micro-batches of both ranks count as parts; both report the same numbers, to the bit."""
+    first, second = two_ranks.run(measured, strategy)
+
+    assert first == second
+    assert_equal(first, by_hand([5, 5, 2, 5, 5, 1]))
+
+
+class Forked(nn.Module):
+    """A layer for every micro-batch, and one for some of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(21)
+        self.often, self.rare = nn.Linear(5, 4).double(), nn.Linear(5, 4).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.often(x)
+        return found + self.rare(x) if x[0, 0] > 0 else found
+
+
+@sees(
+    "a norm that is counted again in a micro-batch without a gradient",
+    "src/anybatch/engine/gradient_noise.py",
+    "            cells.zero_()\n",
+    "",
+)
+def test_parameters_that_a_micro_batch_leaves_out() -> None:
+    """A layer that some micro-batches do not run has the norm 0 in these."""
+    batch, model = vectors(NUM_SAMPLES), Forked()
+    starts = range(0, NUM_SAMPLES, SIZE)
+    shares = [min(SIZE, NUM_SAMPLES - start) / NUM_SAMPLES for start in starts]
+    found = []
+    for start, share in zip(starts, shares, strict=True):
+        loss = classify(model, cut(batch, start, start + SIZE)) * share
+        gradients = torch.autograd.grad(loss, list(model.rare.parameters()), allow_unused=True)
+        found.append([one for one in gradients if one is not None])
+    of_parts = sum(float(one.square().sum()) for gradients in found for one in gradients)
+    whole = [torch.stack(pieces).sum(0) for pieces in zip(*filter(None, found), strict=True)]
+    of_sum = sum(float(one.square().sum()) for one in whole)
+    optimizer, noise = torch.optim.SGD(model.parameters(), lr=0.1), GradientNoise(every=1, by="layer")
+    mean = ab.mean_over_samples(classify)
+
+    engine = ab.Engine(model, optimizer, mean, micro_batch_size=SIZE, noise=noise, check_loss=False)
+    measured = engine.step(InMemory(batch)).noise
+
+    assert measured is not None
+    assert [] in found
+    expected = (of_sum - of_parts) / (1 - sum(share**2 for share in shares))
+    assert measured.squared_norms["rare"] == pytest.approx(expected, rel=1e-10)
+
+
+def masked_loss(model: Any, batch: Batch) -> torch.Tensor:
+    """Return the mean over samples that are not masked."""
+    return F.cross_entropy(model(batch["x"]), masked(batch))
+
+
+def masked(batch: Batch) -> torch.Tensor:
+    """Return labels of which those of class 0 are masked."""
+    return batch["y"].where(batch["y"] > 0, -100)
+
+
+def num_unmasked(batch: Batch) -> float:
+    """Return the number of samples that count."""
+    return float((masked(batch) != -100).sum())
+
+
+@sees(
+    "shares by samples where tokens count",
+    "src/anybatch/engine/gradient_noise.py",
+    "seen.counts.append(factor.count",
+    "seen.counts.append(micro_batch.unit.num_samples",
+)
+def test_parts_count_what_the_loss_counts() -> None:
+    """A micro-batch's share is that of its unmasked targets; the estimate says how many there are in a sample."""
+    loss = ab.mean_over_tokens(masked_loss, labels=masked, shift=False)
+    noise = make_engine(loss=loss).step(InMemory(vectors(NUM_SAMPLES))).noise
+
+    assert noise is not None
+    assert_equal((noise.squared_norms, noise.variances), by_hand([5, 5, 5, 5, 3], count=num_unmasked, loss=masked_loss))
+    assert noise.items == "tokens"
+    assert float(noise.items_per_sample) == num_unmasked(vectors(NUM_SAMPLES)) / NUM_SAMPLES
+
+
+@sees(
+    "a late count that norms never see",
+    "src/anybatch/engine/gradient_noise.py",
+    "numbers[1:] * (guess / count) ** 2",
+    "numbers[1:]",
+)
+def test_counts_that_come_with_the_loss() -> None:
+    """A bare function that returns sum and count is measured as one that was declared."""
+
+    def late(model: Any, batch: Batch) -> ab.LossSum:
+        total = F.cross_entropy(model(batch["x"]), masked(batch), reduction="sum")
+        return ab.LossSum(total, (masked(batch) != -100).sum())
+
+    noise = make_engine(loss=late).step(InMemory(vectors(NUM_SAMPLES))).noise
+
+    assert noise is not None
+    assert_equal((noise.squared_norms, noise.variances), by_hand([5, 5, 5, 5, 3], count=num_unmasked, loss=masked_loss))
+
+
+@sees(
+    "the second moment without its correction",
+    "src/anybatch/engine/gradient_noise.py",
+    'widened(state["exp_avg_sq"]) / bias',
+    'widened(state["exp_avg_sq"]) / 1.0',
+)
+def test_preconditioned() -> None:
+    """Gradients are divided by Adam's own denominator; before its first step nothing is measured."""
+    engine = make_engine(
+        optimizer=lambda named: torch.optim.Adam(named, lr=0.0, eps=1e-3),
+        noise=GradientNoise(every=1, by="layer", preconditioned=True),
+    )
+    batch = InMemory(vectors(NUM_SAMPLES))
+    first, second = engine.step(batch).noise, engine.step(batch).noise
+    whole = gradient_of(network(), vectors(NUM_SAMPLES), classify)
+    scale = {name: gradient.abs() + 1e-3 for name, gradient in whole.items()}  # v after one step, corrected, is g^2
+
+    assert first is not None
+    assert second is not None
+    assert math.isnan(first.scale)
+    assert_equal((second.squared_norms, second.variances), by_hand([5, 5, 5, 5, 3], scale=scale))
+
+
+def weights_after(noise: GradientNoise | None, steps: int = 4) -> list[torch.Tensor]:
+    """Return the weights after some steps."""
+    with make_engine(noise=noise, clip=0.5) as engine:
+        for seed in range(steps):
+            engine.step(InMemory(vectors(NUM_SAMPLES), seed=seed))
+        assert isinstance(engine.model, nn.Module)
+        return [parameter.detach().clone() for parameter in engine.model.parameters()]
+
+
+def test_measuring_changes_nothing() -> None:
+    """Weights are the same to the bit, measured or not."""
+    assert all(map(torch.equal, weights_after(GradientNoise(every=2)), weights_after(None)))
+
+
+@sees(
+    "hooks that stay", "src/anybatch/engine/gradient_noise.py", "                hook.remove()", "                pass"
+)
+@sees("every step is measured", "src/anybatch/engine/gradient_noise.py", "if step % self._noise.every or ", "if ")
+def test_one_step_in_j(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps between measurements have no report of it and run no hook; neither has one of a single micro-batch."""
+    engine, plain, num_norms = make_engine(noise=GradientNoise(every=3)), torch.dot, 0
+    assert isinstance(engine.model, nn.Module)
+    # Kept, as DDP keeps them: of nodes that nobody holds, hooks are gone with the graph.
+    nodes = [get_gradient_edge(parameter).node for parameter in engine.model.parameters()]
+
+    def counting(*args: Any, **options: Any) -> torch.Tensor:
+        nonlocal num_norms
+        num_norms += 1
+        return plain(*args, **options)
+
+    monkeypatch.setattr(torch, "dot", counting)
+    seen = []
+    for _ in range(5):
+        num_norms = 0
+        report = engine.step(InMemory(vectors(NUM_SAMPLES)))
+        seen.append((report.noise is not None, num_norms))
+    small = [engine.step(InMemory(vectors(SIZE))).noise for _ in range(2)]
+
+    assert seen == [(True, 20), (False, 0), (False, 0), (True, 20), (False, 0)]
+    assert small == [None, None]
+    assert len(nodes) == 4
+
+
+def test_a_resumed_run_goes_on(tmp_path: Path) -> None:
+    """Averages are in checkpoints: a resumed run ends with the same ones, to the bit; others may begin to measure."""
+
+    def moments(engine: ab.Engine, seeds: range) -> torch.Tensor:
+        noise: NoiseEstimate | None = None
+        for seed in seeds:
+            noise = engine.step(InMemory(vectors(NUM_SAMPLES), seed=seed)).noise
+        assert noise is not None
+        return noise.moments
+
+    through = make_engine()
+    moments(through, range(3))
+    through.save(tmp_path)
+    expected = moments(through, range(3, 6))
+    resumed, silent = make_engine(), make_engine(noise=None)
+    resumed.load(tmp_path)
+    silent.load(tmp_path)
+    silent.save(tmp_path / "silent")
+    begins = make_engine()
+    begins.load(tmp_path / "silent")
+
+    assert torch.equal(moments(resumed, range(3, 6)), expected)
+    assert begins.step(InMemory(vectors(NUM_SAMPLES))).noise is not None
+
+
+def test_an_observer_is_told() -> None:
+    """A record with every row comes just before that of its step."""
+    records: list[Record] = []
+
+    class Keep:
+        def observe(self, record: Record) -> None:
+            records.append(record)
+
+    report = make_engine(observer=Keep()).step(InMemory(vectors(NUM_SAMPLES)))
+    (place,) = [place for place, record in enumerate(records) if isinstance(record, GradientNoiseRecord)]
+    record = records[place]
+
+    assert isinstance(record, GradientNoiseRecord)
+    assert any(isinstance(later, StepRecord) for later in records[place:])
+    assert report.noise is not None
+    assert {name: float(value) for name, value in record.noise_scale.items()} == report.noise.scales
+    assert float(record.high["all parameters"]) == math.inf
+
+
+class Normed(nn.Sequential):
+    """A classifier with BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+
+
+def test_refused() -> None:
+    """What has no independent parts is refused with its reason, and frozen BatchNorm is not."""
+
+    def engine(model: nn.Module, loss: Any, **options: Any) -> ab.Engine:
+        noise = options.pop("noise", GradientNoise())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return ab.Engine(model, optimizer, loss, micro_batch_size=SIZE, noise=noise, **options)
+
+    mean = ab.mean_over_samples(classify)
+    with pytest.raises(CompositionError, match=r"module '1' is in train mode.*norms='freeze'"):
+        engine(Normed(), mean)
+    engine(Normed(), mean, norms="freeze").close()
+    with pytest.raises(CompositionError, match="no independent parts"):
+        engine(network(), ab.joint(lambda model, batch: model(batch["x"]), lambda _, outputs: outputs.square().mean()))
+    with pytest.raises(CompositionError, match="means over different items"):
+        engine(network(), ab.sum_of(classify, one=ab.samples(), other=ab.counted(lambda batch: batch["y"].sum())))
+    with pytest.raises(CompositionError, match="Declare a mean"):
+        engine(network(), ab.sum_over_samples(classify))
+    with pytest.raises(CompositionError, match="SGD has no betas"):
+        engine(network(), mean, noise=GradientNoise(preconditioned=True))
+    with pytest.raises(UserError, match="between 0 and 1"):
+        GradientNoise(decay=1.0)
+    with pytest.raises(UserError, match="by='block' must be one of 'group', 'layer'"):
+        GradientNoise(by="block")  # type: ignore[arg-type]
