@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 import anybatch as ab
-from anybatch.core.schedules import Cosine, WarmUp, attach_schedule, join_schedules, steps_of_samples
 from anybatch.core.loss import Loss
+from anybatch.core.schedules import Cosine, WarmUp, attach_schedule, join_schedules, steps_of_samples
 from anybatch.data.order import sample_order
 from anybatch.errors import NonFiniteError
 from anybatch.recipes import digits, text
@@ -144,8 +144,8 @@ def _text() -> Task:
         num_samples=num_samples,
         batch_sizes=(8, 16, 32, 64, 128, 256),
         rates={
-            "SGD": tuple(0.05 * 2.0**k for k in range(8)),
-            "AdamW": tuple(0.001 * 2.0**k for k in range(8)),
+            "SGD": tuple(0.025 * 2.0**k for k in range(6)),
+            "AdamW": tuple(0.001 * 2.0**k for k in range(6)),
         },
     )
 
@@ -195,8 +195,7 @@ def engine_of(setting: Setting, model: nn.Module, **options: Any) -> ab.Engine: 
         micro_batch_size=MICRO_BATCH_SIZE,
         scheduler=lambda optimizer: attach_schedule(optimizer, schedule),
         check_loss=False,
-        measure_gradient_norm=False,
-        **options,
+        **{"measure_gradient_norm": False, **options},
     )
 
 
