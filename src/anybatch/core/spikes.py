@@ -22,6 +22,12 @@ _SHIFTS = (1.0, 1.5, 2.0, 3.0)
 """What is taken off each deviation before it is added up: small ones find slow changes, large ones fast ones."""
 _MOST_DEVIATIONS = 6.0
 """What one value adds at most; a single bad value must not stand for many."""
+_NEAR_ZERO = 0.4
+"""Deviation of the logarithm from which on a loss is taken to be near zero: there a few hard samples make a batch."""
+_GIVEN_BACK = 0.15
+"""Near zero, what part of all that was learned a loss has to give back."""
+_NUM_FIRST = 3
+"""Losses at the beginning, of which the median stands for a model that has learned nothing."""
 _LEAST_VALUE = 1e-30
 """For the logarithm of a loss or gradient of zero."""
 
@@ -40,6 +46,9 @@ class SpikeRule:
     A *jump* is one value that deviates by more than `jump`. A *rise* is a sum: for a shift k of 1 to 3 deviations, each
     value adds its deviation less k, never below 0 in all, and more than `strictness` / k is too much. For normal values
     that happens by chance in about exp(-2 strictness) of the steps.
+
+    A loss that is near zero scatters by more than half of itself, and as a ratio any hard sample is a spike: there it
+    must also have given back a seventh of what was learned since the beginning.
 
     Args:
         window: steps that level and scatter are taken from.
@@ -172,6 +181,7 @@ class _Series:
         self._above_lowest = above_lowest
         self._window: deque[float] = deque(maxlen=rule.window)
         self._lowest = (math.inf, rule.floor)
+        self._first = 0.0
         self._sums = dict.fromkeys(_SHIFTS, 0.0)
         self._lengths = dict.fromkeys(_SHIFTS, 0)
         self.is_calm = True
@@ -194,6 +204,7 @@ class _Series:
         log = math.log(max(value, _LEAST_VALUE))
         if len(self._window) < rule.least:
             self._window.append(log)
+            self._first = math.exp(median(list(self._window)[:_NUM_FIRST]))
             return None
         level, deviation = level_and_deviation(self._window, rule.floor)
         # What is far above does not make the level rise with it.
@@ -203,7 +214,7 @@ class _Series:
             level, deviation = self._lowest[0], max(deviation, self._lowest[1])
         deviations = (log - level) / deviation
         num_steps = self._add_up(deviations * self._weight)
-        if not num_steps:
+        if not num_steps or (self._above_lowest and deviation > _NEAR_ZERO and not self._gave_back(value, level)):
             return None
         return Spike(
             step=step,
@@ -214,6 +225,10 @@ class _Series:
             deviations=deviations,
             num_steps=num_steps,
         )
+
+    def _gave_back(self, value: float, level: float) -> bool:
+        lowest = math.exp(level)
+        return value > lowest + _GIVEN_BACK * (self._first - lowest)
 
     def begin_again(self) -> None:
         """Forget what has been added up."""

@@ -40,11 +40,13 @@ class SpikeWatch:
 
     Args:
         action: "warn" only says so; "lower" also multiplies the learning rate by `lower_to`, for good; "roll_back" goes
-            back to a state from before, and the rate rises to the lower one over `warm_up_steps` steps. It also goes
-            back where a loss or gradient is not finite, which otherwise ends the run.
+            back to a state from before, and the rate rises again from near 0. Where the run leaves its course again
+            within `relapse_steps`, the rate was the cause: it rises to `lower_to` of what it was, for good. It also
+            goes back where a loss or gradient is not finite, which otherwise ends the run.
         rule: what counts as a spike.
-        lower_to: what the rate is multiplied by, above 0 and up to 1; 1 only leaves out the steps that are undone.
+        lower_to: what the rate is multiplied by, above 0 and up to 1; 1 never lowers it for good.
         warm_up_steps: steps over which the rate rises again behind a roll-back.
+        relapse_steps: steps behind a roll-back within which a second spike lowers the rate for good.
         keep_every: steps between states that are kept to go back to, two at a time, as long as nothing is unusual.
         keep_on: "device", or "cpu" where the device has no room for two more copies of weights and optimizer.
         folder: checkpoints to go back to instead: of the newest one, what a roll-back takes back. Nothing is kept in
@@ -60,7 +62,8 @@ class SpikeWatch:
     rule: SpikeRule = field(default_factory=SpikeRule)
     lower_to: float = 0.5
     warm_up_steps: int = 20
-    keep_every: int = 25
+    relapse_steps: int = 100
+    keep_every: int = 20
     keep_on: Literal["device", "cpu"] = "device"
     folder: str | Path | None = None
     most_actions: int = 10
@@ -75,6 +78,7 @@ class SpikeWatch:
             message = f"lower_to={self.lower_to!r} must be above 0 and at most 1."
             raise UserError(message)
         checked_int("warm_up_steps", self.warm_up_steps, least=0)
+        checked_int("relapse_steps", self.relapse_steps, least=0)
         checked_int("keep_every", self.keep_every)
         checked_int("most_actions", self.most_actions)
 
@@ -122,6 +126,7 @@ class SpikeGuard:
         self._warm_up_left = 0
         self._num_actions = 0
         self._last_spike: int | None = None
+        self._last_rolled_back: int | None = None
         self._num_again = 0
         self._can_act = watch.action != "warn"
         # Where there is a state to go back to, a step that is not finite is left out instead of ending the run.
@@ -180,7 +185,9 @@ class SpikeGuard:
             )
             return
         self._notifier.spike("spike", f"{spike}.", step)
-        if not self._can_act:
+        last = self._last_rolled_back
+        is_first = self.watch.action == "roll_back" and (last is None or step - last > self.watch.relapse_steps)
+        if not self._can_act or is_first:
             return
         self._num_actions += 1
         if self.watch.lower_to < 1.0:
@@ -201,7 +208,9 @@ class SpikeGuard:
             state.restore()
             num_undone = step - state.step
             words = f"rolled back to step {state.step}: {num_undone} steps are undone, and their samples left out"
-        self._last_kept = step
+        if self.watch.warm_up_steps:
+            words += f"; the learning rate rises again over {self.watch.warm_up_steps} steps"
+        self._last_kept = self._last_rolled_back = step
         self._warm_up_left = self.watch.warm_up_steps
         self._set_factor()
         self._numbers.drop()
