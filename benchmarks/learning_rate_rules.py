@@ -36,6 +36,8 @@ EPS: Mapping[OptimizerName, float] = {"SGD": 0.0, "AdamW": 1e-8}
 OPTIMIZERS: tuple[OptimizerName, ...] = ("SGD", "AdamW")
 TASKS = ("digits", "text")
 
+COLOURS = ("#E69F00", "#D55E00", "#009E73", "#56B4E9", "#CC79A7")
+
 Rule = Callable[[Setting, int], Setting]
 """Function (run at the smallest batch, batch size) -> the run that a rule makes of it there."""
 
@@ -236,7 +238,7 @@ def draw(studies: list[Study], path: Path) -> None:
     """Draw the heat maps, with each rule's line."""
     from matplotlib.figure import Figure  # noqa: PLC0415 (only where a figure is asked for)
 
-    figure = Figure(figsize=(11.5, 8.5), layout="constrained")
+    figure = Figure(figsize=(11.5, 9.5), layout="constrained")
     for axes, study in zip(figure.subplots(2, 2).flat, studies, strict=True):
         sizes, rates = study.task.batch_sizes, study.task.rates[study.optimizer]
         values = [
@@ -245,12 +247,13 @@ def draw(studies: list[Study], path: Path) -> None:
         ]
         lowest = min(itertools.chain(*values))
         shown = [[min(value, 3 * lowest) if math.isfinite(value) else math.nan for value in row] for row in values]
-        axes.set_facecolor("#b0b0b0")  # runs that diverged
-        mesh = axes.pcolormesh(range(len(sizes)), range(len(rates)), shown, cmap="viridis_r", shading="nearest")
+        axes.set_facecolor("#f2c6c0")  # runs that diverged
+        mesh = axes.pcolormesh(range(len(sizes)), range(len(rates)), shown, cmap="Greys", shading="nearest")
         figure.colorbar(mesh, ax=axes, label="held-out loss")
-        for (name, rule), style in zip(study.rules().items(), ("-", "--", "-.", ":", (0, (6, 1, 1, 1))), strict=True):
+        for (name, rule), colour in zip(study.rules().items(), COLOURS, strict=True):
             line = [math.log2(rule(study.base(), size).learning_rate / rates[0]) for size in sizes]
-            axes.plot(range(len(sizes)), line, color="#d1330f", linestyle=style, linewidth=1.8, label=name)
+            axes.plot(range(len(sizes)), line, color="white", linewidth=4.5)
+            axes.plot(range(len(sizes)), line, color=colour, linewidth=2.2, label=name)
         best = [rates.index(study.best(size).learning_rate) for size in sizes]
         axes.plot(range(len(sizes)), best, "o", color="white", markeredgecolor="black", label="best of the grid")
         axes.set(
@@ -263,7 +266,7 @@ def draw(studies: list[Study], path: Path) -> None:
             xticklabels=sizes,
             yticklabels=[f"{rate:g}" for rate in rates],
         )
-        axes.legend(fontsize=7, loc="lower right")
+        axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3, frameon=False)
     figure.savefig(path, dpi=110)
 
 

@@ -39,6 +39,7 @@ VERBS = (
     Verb("tune", "Which micro-batch size is the fastest here, and does loading keep up?"),
     Verb("compare", "Which way of using devices is best here: accumulation, DDP, ZeRO-1, FSDP?"),
     Verb("scale", "Why are N ranks not N times as fast, and what should I change?"),
+    Verb("spikes", "Has a run left its course, and where?"),
     Verb("memory", "Where does the memory of a step go, and how much is left?"),
     Verb("demo", "What does it do, in a minute?"),
     Verb("guide", "What happens in a step, and what changes if I do it otherwise?", extra="guide"),
