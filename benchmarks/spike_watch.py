@@ -351,8 +351,8 @@ def rows_of(results: Results) -> list[str]:
         ),
         "",
         (
-            "| runs without a plant | steps | false alarms | held-out loss, mean and deviation | rolled back runs, median "
-            "of (loss - loss without plant) / deviation |"
+            "| runs without a plant | steps | false alarms | held-out loss, mean and deviation "
+            "| rolled back runs: median of (loss - loss without plant) / deviation |"
         ),
         "|---|--:|--:|--:|--:|",
     ]

@@ -326,7 +326,8 @@ def test_momentum_is_scaled_where_it_is_asked_for(make: Callable[[], torch.optim
 
 def test_memory_says_what_betas_keep() -> None:
     """Betas keep their length in what `memory` says, under either rule; eps follows the rule alone."""
-    for rule, eps in (("linear", 1e-8), ("sqrt", 5e-9)):
+    expected: dict[ScalingRule, float] = {"linear": 1e-8, "sqrt": 5e-9}
+    for rule, eps in expected.items():
         optimizer = torch.optim.AdamW(parameters(), lr=0.1, betas=(0.9, 0.99))
         scale_optimizer(optimizer, base_batch_size=4, effective_batch_size=16, rule=rule, memory="samples")
         assert optimizer.param_groups[0]["betas"] == pytest.approx((0.9**4, 0.99**4))

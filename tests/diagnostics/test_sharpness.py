@@ -40,7 +40,8 @@ def mean(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 def squares(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Return one loss for each sample."""
-    return model(batch["x"]).square().sum(1)
+    outputs: torch.Tensor = model(batch["x"])
+    return outputs.square().sum(1)
 
 
 def terms(model: nn.Module, batch: Batch) -> dict[str, Any]:
@@ -82,7 +83,9 @@ def dense(name: str) -> torch.Tensor:
         return whole(name, Called(), batch)
 
     flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-    return torch.linalg.eigvalsh(torch.autograd.functional.hessian(of_flat, flat))  # type: ignore[no-untyped-call]
+    hessian: torch.Tensor = torch.autograd.functional.hessian(of_flat, flat)
+    values: torch.Tensor = torch.linalg.eigvalsh(hessian)
+    return values
 
 
 def measured(name: str, micro_batch_size: int, ranks: tuple[int, int] = (0, 1)) -> Sharpness:

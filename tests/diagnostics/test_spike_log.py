@@ -1,6 +1,7 @@
 """Spikes are found in the log of a run as the run's own watch would have found them."""
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,7 @@ def step_of(step: int, loss: float) -> StepRecord:
 
 def loss_at(step: int) -> float:
     """Return a loss that falls, and jumps in step 60."""
-    return (2.0 + 0.2 * (step % 5)) * (1 + step / 20) ** -0.5 * (50.0 if step == 60 else 1.0)
+    return (2.0 + 0.2 * (step % 5)) / math.sqrt(1 + step / 20) * (50.0 if step == 60 else 1.0)
 
 
 @sees(

@@ -100,13 +100,13 @@ def test_a_roll_back_is_bit_for_bit() -> None:
     watch = SpikeWatch(action="roll_back", rule=RULE, keep_every=4, warm_up_steps=4)
     states, told = {}, Diagnoses()
     with engine_of(watch, observer=told) as engine:
-        for step, batch in enumerate(batches(BAD + 1, bad=1e6)):
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                engine.step(batch)
+        for step, batch in enumerate(batches(BAD, bad=1e6)):
+            engine.step(batch)
             states[step] = state_of(engine)
+        with pytest.warns(AnyBatchWarning, match=f"the loss jumped from .* in step {BAD}, "):
+            engine.step(list(batches(BAD + 1, bad=1e6))[-1])
+        states[BAD] = state_of(engine)
         assert [code for code, step in told.found if step == BAD] == ["spike", "rolled_back"]
-        assert [str(one.message) for one in caught if issubclass(one.category, AnyBatchWarning)]
         back = [step for step in range(BAD) if same(states[step], states[BAD])]
         assert len(back) == 1
         assert BAD - 4 - 4 - 4 <= back[0] <= BAD - 1 - 4
@@ -190,7 +190,7 @@ def test_a_watch_that_finds_nothing_changes_nothing() -> None:
 
     plain = final(None, None)
     for action in ("warn", "lower", "roll_back"):
-        assert same(final(SpikeWatch(action=action, rule=RULE), None), plain)  # type: ignore[arg-type]
+        assert same(final(SpikeWatch(action=action, rule=RULE), None), plain)
     assert same(final(SpikeWatch(action="warn", rule=RULE), 1e6), final(None, 1e6))
 
 
@@ -240,12 +240,13 @@ def test_a_watch_gives_up_in_the_end() -> None:
     told = Diagnoses()
     with engine_of(watch, observer=told) as engine, warnings.catch_warnings():
         warnings.simplefilter("ignore", AnyBatchWarning)
-        for step, batch in enumerate(batches(90)):
-            spoiled = {**batch, "factor": batch["factor"] * 1e6} if step in (30, 45, 60, 75) else batch
-            report = engine.step(spoiled)
+        reports = [
+            engine.step({**batch, "factor": batch["factor"] * (1e6 if step in (30, 45, 60, 75) else 1.0)})
+            for step, batch in enumerate(batches(90))
+        ]
     codes = [code for code, _ in told.found if code in ("rate_lowered", "spike_watch_gave_up")]
     assert codes == ["rate_lowered", "rate_lowered", "spike_watch_gave_up"]
-    assert report.learning_rates[0] == pytest.approx(0.01 * 0.9**8 * 0.01)
+    assert reports[-1].learning_rates[0] == pytest.approx(0.01 * 0.9**8 * 0.01)
 
 
 def test_watches_that_cannot_be_are_refused() -> None:
