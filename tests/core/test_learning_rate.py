@@ -62,7 +62,7 @@ def test_rules_are_the_formulas(base: int, effective: int) -> None:
 @sees(
     "square-root scaling leaves betas alone",
     "src/anybatch/core/learning_rate.py",
-    "tuple(beta**kappa if is_sqrt else beta for beta in betas)",
+    "tuple(beta**kappa if keeps_samples else beta for beta in betas)",
     "tuple(betas)",
     also=["tests/core/test_learning_rate.py::test_sqrt_agrees_to_first_order_with_the_published_form"],
 )
