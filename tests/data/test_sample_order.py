@@ -34,11 +34,13 @@ def test_without_shuffling_the_order_is_the_data_sets_own() -> None:
     "the number of steps left is counted from the epoch's start",
     "src/anybatch/data/order.py",
     """
-        left = self._steps_from(start.sample_offset)
-""",
+        left = self._steps_from(start)
+        if isinstance(self.effective_batch_size, BatchRamp):
+            while""",
     """
-        left = self.steps_per_epoch
-""",
+        left = self._steps_from(Position(start.epoch))
+        if isinstance(self.effective_batch_size, BatchRamp):
+            while""",
 )
 @given(
     num_samples=st.integers(1, 40),

@@ -154,7 +154,7 @@ def test_another_order_on_one_rank(two_ranks: Ranks) -> None:
 @sees(
     "ranks do not look at their settings",
     "src/anybatch/engine/meaning.py",
-    "settings.append(self._num_scheduled())",
+    "settings += (self._num_scheduled(), self._rate_factor())",
     "settings = [self._num_scheduled()]",
 )
 def test_another_learning_rate_on_one_rank(two_ranks: Ranks) -> None:

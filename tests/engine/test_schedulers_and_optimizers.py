@@ -437,14 +437,12 @@ def test_a_parameter_in_two_optimizers_is_refused() -> None:
     "a scheduler that fails undoes the count of its step",
     "src/anybatch/engine/engine.py",
     """
-        parts.notifier.step(report)
-        parts.updater.advance_schedule(updated)
+        parts.behind_step(report, updated)
 """,
     """
         self.num_steps -= 1
-        parts.updater.advance_schedule(updated)
+        parts.behind_step(report, updated)
         self.num_steps += 1
-        parts.notifier.step(report)
 """,
 )
 def test_a_scheduler_past_its_end_leaves_its_step_counted() -> None:

@@ -1,27 +1,24 @@
-"""Chapter 7: how the learning rate is scaled with the batch size, and scheduled from step to step.
+"""Chapter 7: how the learning rate follows the batch size.
 
 Changing the effective batch size changes the noise of every update, so a learning rate tuned at one size is wrong at
-another. A *scaling rule* converts it once, before training; a *schedule* then multiplies it by a factor in each step.
-Every schedule counts optimizer steps; durations in samples or epochs are converted to steps beforehand.
+another. A *scaling rule* converts it once, before training; a schedule (chapter 22) then multiplies it by a factor in
+each step. `AdaScale` does both, step by step, by the noise that is measured. How far each rule carries was measured on
+small networks: `benchmarks/learning_rate_rules.py`, docs/learning_rates.md.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR
 
-from anybatch.core.geometry import ceil_div
 from anybatch.core.whole_numbers import checked_int
 from anybatch.errors import BatchSizeError, ParameterError, UserError
 
 ScalingRule = Literal["linear", "sqrt", "none"]
-Schedule = Callable[[int], float]
-"""Function (optimizer step, from 0 on) -> the factor that the learning rate is multiplied by in it."""
+Memory = Literal["samples", "steps"]
+"""In what running averages of gradients keep their length when the batch grows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +36,8 @@ class ScaledRate:
         betas: the scaled betas.
         base_eps: the optimizer's eps before scaling; None for an optimizer without one that a rule scales.
         eps: the scaled eps.
+        base_momentum: momentum of SGD or RMSprop before scaling; 0 for none.
+        momentum: the scaled momentum.
     """
 
     rule: ScalingRule
@@ -51,6 +50,8 @@ class ScaledRate:
     betas: tuple[float, ...] = ()
     base_eps: float | None = None
     eps: float | None = None
+    base_momentum: float = 0.0
+    momentum: float = 0.0
 
     def __str__(self) -> str:
         """Return what changed in one line: `lr 0.0032 = 0.0001 x 32 (linear, 256 / 8 samples)`."""
@@ -59,6 +60,8 @@ class ScaledRate:
         line = f"{rates} ({self.rule}, {sizes})"
         if self.betas != self.base_betas:
             line += f", betas {_comma_separated(self.base_betas)} -> {_comma_separated(self.betas)}"
+        if self.momentum != self.base_momentum:
+            line += f", momentum {self.base_momentum:.6g} -> {self.momentum:.6g}"
         if self.eps is not None and self.eps != self.base_eps:
             line += f", eps {self.base_eps:.6g} -> {self.eps:.6g}"
         return line
@@ -72,6 +75,8 @@ def scale_rate(
     rule: ScalingRule,
     betas: Sequence[float] = (),
     eps: float | None = None,
+    momentum: float = 0.0,
+    memory: Memory | None = None,
 ) -> ScaledRate:
     """Scale `learning_rate` from `base_batch_size` to `effective_batch_size` by `rule`.
 
@@ -86,6 +91,13 @@ def scale_rate(
       (Krizhevsky 2014, arXiv 1404.5997; Hoffer et al. 2017, arXiv 1705.08741): a cautious choice, lower than linear.
     - "none": nothing is scaled.
 
+    Running averages of gradients keep their length in steps under "linear" and "none", and betas keep theirs in samples
+    under "sqrt", as published. `memory` says otherwise: with "samples" every decay rate becomes its power kappa, which
+    keeps the half-life in samples, momentum included. Momentum in torch's form (u = momentum u + g, p -= lr u) takes
+    lr / (1 - momentum) per unit of gradient, so there the rate is multiplied by (1 - momentum ** kappa) /
+    (1 - momentum) as well, and rate / (1 - momentum) follows the rule. In that form a rate that changes from step to
+    step needs no correction of what is in u; it does in the form u = momentum u + lr g (Goyal et al. 2017, section 3).
+
     Limits: the rules are valid only where gradient noise dominates, well below the critical batch size (McCandlish et
     al. 2018, arXiv 1812.06162); above it they give too large a rate. The betas are exact to first order in
     kappa (1 - beta). No rule scales the weight decay coefficient.
@@ -97,10 +109,12 @@ def scale_rate(
         rule: "linear", "sqrt" or "none".
         betas: an Adam-like optimizer's decay rates of its running averages, per step.
         eps: an Adam-like optimizer's eps, added to the root of the second moment.
+        momentum: of SGD or RMSprop, in torch's form; 0 for none.
+        memory: in what running averages keep their length; None for what the rule says.
 
     Raises:
         BatchSizeError: a batch size below 1.
-        UserError: a rule that does not exist, or a learning rate that is negative or not finite.
+        UserError: a rule or memory that does not exist, or a learning rate that is negative or not finite.
     """
     checked_int("base_batch_size", base_batch_size, error=BatchSizeError)
     checked_int("effective_batch_size", effective_batch_size, error=BatchSizeError)
@@ -108,9 +122,16 @@ def scale_rate(
     if rule not in get_args(ScalingRule):
         message = f"{rule=} is not a scaling rule; use one of {_comma_separated(get_args(ScalingRule))}."
         raise UserError(message)
+    if memory not in (None, *get_args(Memory)):
+        message = f"{memory=} must be one of {_comma_separated(get_args(Memory))}, or None for what the rule says."
+        raise UserError(message)
     kappa = effective_batch_size / base_batch_size
-    factor = {"linear": kappa, "sqrt": math.sqrt(kappa), "none": 1.0}[rule]
+    of_rule = {"linear": kappa, "sqrt": math.sqrt(kappa), "none": 1.0}[rule]
     is_sqrt = rule == "sqrt"
+    keeps_samples = memory == "samples" or (memory is None and is_sqrt)
+    # Momentum by default stays as it is under any rule.
+    scaled_momentum = momentum**kappa if memory == "samples" else momentum
+    factor = of_rule if scaled_momentum == momentum else of_rule * (1.0 - scaled_momentum) / (1.0 - momentum)
     return ScaledRate(
         rule=rule,
         base_batch_size=base_batch_size,
@@ -119,9 +140,11 @@ def scale_rate(
         base_learning_rate=learning_rate,
         learning_rate=learning_rate * factor,
         base_betas=tuple(betas),
-        betas=tuple(beta**kappa if is_sqrt else beta for beta in betas),
+        betas=tuple(beta**kappa if keeps_samples else beta for beta in betas),
         base_eps=eps,
-        eps=eps / factor if eps is not None and is_sqrt else eps,
+        eps=eps / of_rule if eps is not None and is_sqrt else eps,
+        base_momentum=momentum,
+        momentum=scaled_momentum,
     )
 
 
@@ -153,12 +176,13 @@ def scale_optimizer(
     base_batch_size: int,
     effective_batch_size: int,
     rule: ScalingRule | None = None,
+    memory: Memory | None = None,
 ) -> tuple[ScaledRate, ...]:
     """Scale the learning rate of every parameter group in place; return what changed, one `ScaledRate` per group.
 
-    "sqrt" also scales an Adam-like optimizer's betas (RMSprop's alpha) and eps, see `scale_rate`. Momentum and the
-    weight decay coefficient are never scaled. Where weight decay is decoupled, torch multiplies it by the learning
-    rate, so the decay of a step follows the learning rate.
+    "sqrt" also scales an Adam-like optimizer's betas (RMSprop's alpha) and eps, see `scale_rate`. Momentum is scaled
+    with memory="samples" only, and the weight decay coefficient never. Where weight decay is decoupled, torch
+    multiplies it by the learning rate, so the decay of a step follows the learning rate.
 
     Call it once, on a new optimizer: a second call scales again, and groups added later are not scaled.
 
@@ -167,6 +191,7 @@ def scale_optimizer(
         base_batch_size: samples per optimizer step, over all ranks, that its learning rates were tuned with.
         effective_batch_size: samples per optimizer step, over all ranks, to train with.
         rule: None for `default_rule(optimizer)`.
+        memory: in what running averages keep their length; None for what the rule says.
 
     Raises:
         BatchSizeError: a batch size below 1.
@@ -191,6 +216,8 @@ def scale_optimizer(
             rule=chosen,
             betas=() if key is None else tuple(float(beta) for beta in _as_tuple(group[key])),
             eps=None if key is None else float(group["eps"]),
+            momentum=_momentum_of(optimizer, group),
+            memory=memory,
         )
         for group, key in zip(optimizer.param_groups, betas_keys, strict=True)
     )
@@ -199,195 +226,113 @@ def scale_optimizer(
     return scaled
 
 
-class BoundedSchedule(Protocol):
-    """A schedule that knows its number of steps: one of the classes below, or several joined by `join_schedules`."""
+def noise_gain(noise_scale: float, *, base_batch_size: int, effective_batch_size: int) -> float:
+    """Return by how much a larger batch makes a step longer: r = (1 + B_noise / base) / (1 + B_noise / effective).
 
-    @property
-    def num_steps(self) -> int | None:
-        """Steps until it ends; None if it never does."""
-        ...
+    From 1, where there is no noise to average, to kappa = effective / base, where there is nothing else. It is
+    AdaScale's gain (Johnson et al. 2020, arXiv 2007.05105: (sigma^2 + mu^2) / (sigma^2 / kappa + mu^2), with
+    sigma^2 / mu^2 = B_noise / base) and the rate that McCandlish et al. 2018 (arXiv 1812.06162) give SGD,
+    eta_max / (1 + B_noise / B), as a ratio: the two are the same formula.
 
-    def __call__(self, step: int, /) -> float:
-        """Return the factor of `step`."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WarmUp:
-    """Linear from `start_factor` to 1 over `num_steps` steps, then 1.
+    Limits: both derive it for SGD without momentum. For Adam-like optimizers the root of it is used (Qiao et al. 2021,
+    arXiv 2008.12260), by analogy.
 
     Args:
-        num_steps: steps before the factor is 1. See `steps_of_samples` and `steps_of_epochs`.
-        start_factor: factor of step 0, from 0 to 1. With 0 the first step changes nothing. Goyal et al. 2017 start
-            at the rate of the base batch size, 1 / `ScaledRate.factor`.
-    """
-
-    num_steps: int
-    start_factor: float
-
-    def __post_init__(self) -> None:
-        """Check the arguments."""
-        checked_int("num_steps", self.num_steps, least=0)
-        _check_fraction("start_factor", self.start_factor)
-
-    def __call__(self, step: int, /) -> float:
-        """Return the factor of `step`."""
-        return self.start_factor + (1.0 - self.start_factor) * _progress(step, self.num_steps)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Constant:
-    """The same factor in every step.
-
-    Args:
-        factor: not negative.
-        num_steps: steps until the next schedule begins, where it is joined with others; None if it never ends.
-    """
-
-    factor: float = 1.0
-    num_steps: int | None = None
-
-    def __post_init__(self) -> None:
-        """Check the arguments."""
-        if self.num_steps is not None:
-            checked_int("num_steps", self.num_steps, least=0)
-        _check_not_negative("factor", self.factor)
-
-    def __call__(self, step: int, /) -> float:
-        """Return the factor of `step`."""
-        checked_int("step", step, least=0)
-        return self.factor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cosine:
-    """From 1 to `floor` along half a cosine over `num_steps` steps, then `floor`.
-
-    Source: Loshchilov and Hutter 2016, arXiv 1608.03983, without restarts. Unlike torch's `CosineAnnealingLR`, it
-    does not rise again after the last step.
-
-    Args:
-        num_steps: steps before the factor is `floor`.
-        floor: last factor, from 0 to 1.
-    """
-
-    num_steps: int
-    floor: float = 0.0
-
-    def __post_init__(self) -> None:
-        """Check the arguments."""
-        checked_int("num_steps", self.num_steps, least=0)
-        _check_fraction("floor", self.floor)
-
-    def __call__(self, step: int, /) -> float:
-        """Return the factor of `step`."""
-        return self.floor + (1.0 - self.floor) * (1.0 + math.cos(math.pi * _progress(step, self.num_steps))) / 2.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinearDecay:
-    """Linear from 1 to `floor` over `num_steps` steps, then `floor`.
-
-    Args:
-        num_steps: steps before the factor is `floor`.
-        floor: last factor, from 0 to 1.
-    """
-
-    num_steps: int
-    floor: float = 0.0
-
-    def __post_init__(self) -> None:
-        """Check the arguments."""
-        checked_int("num_steps", self.num_steps, least=0)
-        _check_fraction("floor", self.floor)
-
-    def __call__(self, step: int, /) -> float:
-        """Return the factor of `step`."""
-        return 1.0 - (1.0 - self.floor) * _progress(step, self.num_steps)
-
-
-@dataclass(frozen=True, slots=True)
-class SequentialSchedule:
-    """Schedules one after another, each counting from its own step 0; made by `join_schedules`."""
-
-    parts: tuple[BoundedSchedule, ...]
-
-    @property
-    def num_steps(self) -> int | None:
-        """Steps of all parts together; None if the last part never ends."""
-        last = self.parts[-1].num_steps
-        return None if last is None else sum(_required_num_steps(part) for part in self.parts)
-
-    def __call__(self, step: int, /) -> float:
-        """Return the factor of `step`, by the part that it falls into; after the end, by the last part."""
-        checked_int("step", step, least=0)
-        starts = list(itertools.accumulate((_required_num_steps(part) for part in self.parts[:-1]), initial=0))
-        number = sum(start <= step for start in starts) - 1
-        return self.parts[number](step - starts[number])
-
-
-def join_schedules(first: BoundedSchedule, *rest: BoundedSchedule) -> SequentialSchedule:
-    """Return one schedule that runs these one after another, each from its own step 0 (as torch's `SequentialLR`).
-
-    `join_schedules(WarmUp(num_steps=500, start_factor=0.1), Cosine(num_steps=9500, floor=0.1))`.
-
-    Args:
-        first: the first schedule; its `num_steps` says when the next one begins.
-        rest: the schedules after it, in order; only the last one may have `num_steps=None`.
+        noise_scale: the gradient noise scale B_noise = tr(Sigma) / |G|^2, in samples.
+        base_batch_size: samples per step that the rate was tuned with.
+        effective_batch_size: samples per step to train with.
 
     Raises:
-        UserError: a schedule that never ends has another one after it.
+        BatchSizeError: a batch size below 1.
+        UserError: a noise scale that is negative or not finite.
     """
-    parts = itertools.chain.from_iterable(
-        part.parts if isinstance(part, SequentialSchedule) else (part,) for part in (first, *rest)
-    )
-    joined = SequentialSchedule(tuple(parts))
-    # Checked here, where the schedule is made, and not in the middle of a run.
-    for part in joined.parts[:-1]:
-        _required_num_steps(part)
-    return joined
-
-
-def steps_of_samples(num_samples: int, *, effective_batch_size: int) -> int:
-    """Return the number of optimizer steps that `num_samples` samples take, over all ranks, rounded up.
-
-    Raises:
-        BatchSizeError: `effective_batch_size` is below 1.
-        UserError: `num_samples` is negative.
-    """
+    checked_int("base_batch_size", base_batch_size, error=BatchSizeError)
     checked_int("effective_batch_size", effective_batch_size, error=BatchSizeError)
-    checked_int("num_samples", num_samples, least=0)
-    return ceil_div(num_samples, effective_batch_size)
+    _check_not_negative("noise_scale", noise_scale)
+    return (1.0 + noise_scale / base_batch_size) / (1.0 + noise_scale / effective_batch_size)
 
 
-def steps_of_epochs(num_epochs: float, *, samples_per_epoch: int, effective_batch_size: int) -> int:
-    """Return the number of optimizer steps of `num_epochs` epochs, rounded up; an epoch's smaller last batch is a step.
+class AdaScale:
+    """A scheduler that scales by the gain of the moment, and runs its schedule on what was gained.
 
-    Raises:
-        BatchSizeError: `effective_batch_size` is below 1.
-        UserError: `num_epochs` or `samples_per_epoch` is negative.
-    """
-    _check_not_negative("num_epochs", num_epochs)
-    steps_per_epoch = steps_of_samples(samples_per_epoch, effective_batch_size=effective_batch_size)
-    exact = num_epochs * steps_per_epoch
-    nearest = round(exact)
-    # 0.1 epochs of 30 steps are 3 steps, though 0.1 * 30 is a little more in floating point
-    return nearest if math.isclose(exact, nearest, rel_tol=1e-12) else math.ceil(exact)
+    In each step the learning rate is base rate x gain x schedule(progress), and progress grows by the gain: a step at
+    gain r counts for r steps of the base batch size, so the schedule is the one tuned there, unscaled, and needs no
+    warm-up for the larger batch (Johnson et al. 2020, arXiv 2007.05105; `noise_gain` has the formula and its limits).
 
+    The plain loop:
 
-def attach_schedule(optimizer: torch.optim.Optimizer, schedule: Schedule) -> LambdaLR:
-    """Return a torch scheduler that multiplies each group's learning rate by `schedule(step)`.
+    ```python
+    gain = noise_gain(noise_scale(), base_batch_size=base, effective_batch_size=effective)
+    rate = base_rate * gain * schedule(int(progress))
+    progress += gain
+    ```
 
-    Call its `step` once after each optimizer step; its `last_epoch` counts optimizer steps. Its state_dict has the step
-    and the base rates, but not the schedule, which comes from the code: it loads with `weights_only=True`, and a
-    resumed run follows the schedule that it is given then.
+    An `Engine` takes it as `scheduler=lambda optimizer: AdaScale(optimizer, ...)`.
 
     Args:
-        optimizer: its groups' learning rates are multiplied by the factor.
-        schedule: function (step) -> factor, from step 0 on.
+        optimizer: with the rates that were tuned at the base batch size.
+        schedule: function (step at the base batch size) -> factor.
+        noise_scale: a number, or a function () -> number, the same on every rank; None as long as it is not known,
+            which gives the gain 1.
+        base_batch_size: samples per step that the rates were tuned with.
+        effective_batch_size: samples per step to train with.
+        root: multiply the rate by the root of the gain, as for Adam-like optimizers; progress grows by the gain.
+
+    Attributes:
+        last_epoch: optimizer steps so far, by torch's name for it.
+        progress: steps of the base batch size that these count for.
+
+    Raises:
+        BatchSizeError, UserError: as `noise_gain`.
     """
-    # LambdaLR saves, and on loading overwrites, the __dict__ of a callable object: a partial's is empty
-    return LambdaLR(optimizer, partial(schedule))
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        schedule: Callable[[int], float],
+        *,
+        noise_scale: float | Callable[[], float | None],
+        base_batch_size: int,
+        effective_batch_size: int,
+        root: bool = False,
+    ) -> None:
+        self.optimizer = optimizer
+        self.last_epoch = 0
+        self.progress = 0.0
+        self._schedule = schedule
+        self._noise_scale = noise_scale
+        self._sizes = base_batch_size, effective_batch_size
+        self._root = root
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+        self._base_rates = [float(group["initial_lr"]) for group in optimizer.param_groups]
+        self._gain = 1.0
+        self._set_rates()
+
+    def step(self) -> None:
+        """Count a step of the gain that it was made with, and set the rates of the next one."""
+        self.last_epoch += 1
+        self.progress += self._gain
+        self._set_rates()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far it has come; schedule and noise scale come from the code."""
+        state = {"last_epoch": self.last_epoch, "progress": self.progress, "gain": self._gain}
+        return {**state, "base_rates": list(self._base_rates)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there; the rates of the next step come with the optimizer's own state."""
+        self.last_epoch, self.progress, self._gain = state["last_epoch"], state["progress"], state["gain"]
+        self._base_rates = list(state["base_rates"])
+
+    def _set_rates(self) -> None:
+        noise = self._noise_scale() if callable(self._noise_scale) else self._noise_scale
+        base, effective = self._sizes
+        known = 0.0 if noise is None else noise
+        self._gain = noise_gain(known, base_batch_size=base, effective_batch_size=effective)
+        factor = (math.sqrt(self._gain) if self._root else self._gain) * self._schedule(int(self.progress))
+        for group, rate in zip(self.optimizer.param_groups, self._base_rates, strict=True):
+            group["lr"] = _same_type(group["lr"], rate * factor)
 
 
 def _betas_key(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str | None:
@@ -400,6 +345,12 @@ def _betas_key(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str |
     return "alpha" if isinstance(optimizer, torch.optim.RMSprop) else None
 
 
+def _momentum_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> float:
+    """Return the momentum of an optimizer whose momentum has the form u = momentum u + g; 0 for others."""
+    has_form = isinstance(optimizer, torch.optim.SGD | torch.optim.RMSprop)
+    return float(group.get("momentum", 0.0)) if has_form else 0.0
+
+
 def _as_tuple(value: Any) -> tuple[Any, ...]:  # noqa: ANN401 (a number or several, as the optimizer keeps it)
     return tuple(value) if isinstance(value, tuple | list) else (value,)
 
@@ -407,7 +358,9 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:  # noqa: ANN401 (a number or sever
 def _update_group(group: dict[str, Any], betas_key: str | None, rate: ScaledRate) -> None:
     # A number stays a number, and a tensor a tensor: capturable optimizers keep the rate in one.
     group["lr"] = _same_type(group["lr"], rate.learning_rate)
-    if betas_key is None or rate.rule != "sqrt":
+    if rate.momentum != rate.base_momentum:
+        group["momentum"] = rate.momentum
+    if betas_key is None or (rate.betas, rate.eps) == (rate.base_betas, rate.base_eps):
         return
     old = group[betas_key]
     betas = tuple(_same_type(beta, new) for beta, new in zip(_as_tuple(old), rate.betas, strict=True))
@@ -421,31 +374,10 @@ def _same_type(old: float | torch.Tensor, new: float) -> float | torch.Tensor:
     return old.new_tensor(new) if isinstance(old, torch.Tensor) else new
 
 
-def _progress(step: int, num_steps: int) -> float:
-    """Return the fraction of `num_steps` that is done before `step`, from 0 to 1."""
-    checked_int("step", step, least=0)
-    # In this order, so that 0 steps need no division.
-    return 1.0 if step >= num_steps else step / num_steps
-
-
-def _required_num_steps(part: BoundedSchedule) -> int:
-    """Return the steps of a schedule that another one follows; refuse one that never ends."""
-    if part.num_steps is None:
-        message = f"{part} has num_steps=None, so nothing can follow it. Give it num_steps, or put it last."
-        raise UserError(message)
-    return part.num_steps
-
-
 def _check_not_negative(name: str, value: float) -> None:
     # NaN fails every comparison, and so is refused as well.
     if not 0.0 <= value < math.inf:
         message = f"{name}={value} must be a finite number that is not negative."
-        raise UserError(message)
-
-
-def _check_fraction(name: str, value: float) -> None:
-    if not 0.0 <= value <= 1.0:
-        message = f"{name}={value} must be from 0 to 1."
         raise UserError(message)
 
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from anybatch.core.batch import Position
+from anybatch.core.batch_ramp import BatchRamp
 from anybatch.data.effective_batch import DatasetBatches
 from anybatch.data.indexed import IndexedSource
 from anybatch.data.iteration import Iteration, OpenSource
@@ -38,14 +39,14 @@ class Batches:
     Worker processes belong to the iterator: they end when it is exhausted, closed or dropped.
 
     Attributes:
-        effective_batch_size: samples of one optimizer step over all ranks.
+        effective_batch_size: samples of one optimizer step over all ranks, or a ramp of them.
         seed: the seed of the order and of the augmentation.
         start: where iteration begins; None where the engine stands that steps its first batch.
         source: what makes the batches.
         request: what was asked.
     """
 
-    effective_batch_size: int
+    effective_batch_size: int | BatchRamp
     seed: int
     start: Position | None
     source: Source = field(repr=False)
@@ -68,7 +69,7 @@ class Batches:
         """Number of optimizer steps in a whole epoch.
 
         Raises:
-            TypeError: it is not known: a stream without length.
+            TypeError: it is not known: a stream without length; or epochs differ, under a ramp.
         """
         return self.source.steps_per_epoch
 
@@ -76,7 +77,7 @@ class Batches:
 def batches(
     dataset: Any,  # noqa: ANN401 (a data set is whatever can be indexed or iterated)
     *,
-    effective_batch_size: int,
+    effective_batch_size: int | BatchRamp,
     epochs: int | None = None,
     steps: int | None = None,
     shuffle: bool | None = None,
@@ -114,6 +115,10 @@ def batches(
             `Shards`, a stream in a fixed number of parts. At most one worker per shard.
             Before an epoch of a stream its `set_epoch(epoch)` is called, if it has that method.
         effective_batch_size: samples of one optimizer step over all ranks. The last batch of an epoch may be smaller.
+            A `BatchRamp` of `anybatch.core.batch_ramp` lets it grow in stages: the order of the samples stays what it
+            is, the first step checks that every stage can be cut, and a run goes on in the middle of one. Over a stream
+            the last stage has to begin within the first epoch. "auto" tries micro-batches on the first batch only, so
+            name a `micro_batch_size` where that is a small one.
         epochs: whole epochs; 1 if `steps` is not given either. With `start`, and after `Engine.load`, they count from
             epoch 0, so that a resumed run ends where it would have ended; a run that is iterated again from its end
             goes on with as many more.
@@ -141,7 +146,8 @@ def batches(
         An iterable of effective batches, with `len()` and `steps_per_epoch`.
 
     Raises:
-        BatchSizeError: `effective_batch_size` is not a whole number of at least 1.
+        BatchSizeError: `effective_batch_size` is not a whole number of at least 1, or a stage of a ramp is larger than
+            the data set.
         DataError: a data set that is empty or cannot be read, a `start` beyond it, or arguments that contradict.
     """
     if shuffle and sampler is not None:

@@ -49,17 +49,20 @@ class DatasetBatch:
 
     Args:
         seed: the seed of the run's data.
-        named_size: samples of a step as they were asked for; the last batch of an epoch may hold less.
+        sizes: samples of a step as they were asked for, one or the stages of a ramp; the last batch of an epoch may
+            hold less.
         number: of the batch in its iteration, from 0.
         places: the iteration.
         samples: what is in it, if that is known.
     """
 
-    __slots__ = ("__weakref__", "_places", "_samples", "named_size", "number", "seed")
+    __slots__ = ("__weakref__", "_places", "_samples", "number", "seed", "sizes")
 
-    def __init__(self, *, seed: int, named_size: int, number: int, places: Places, samples: StepSamples | None) -> None:
+    def __init__(
+        self, *, seed: int, sizes: tuple[int, ...], number: int, places: Places, samples: StepSamples | None
+    ) -> None:
         self.seed = seed
-        self.named_size = named_size
+        self.sizes = sizes
         self.number = number
         self._places = places
         self._samples = samples

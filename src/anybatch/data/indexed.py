@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from anybatch.core.batch import Foresight, Position, Positions, taken
+from anybatch.core.batch_ramp import BatchRamp
 from anybatch.core.tree import Batch, pick_samples
 from anybatch.data.effective_batch import StepSamples
 from anybatch.data.fetch import OverEffectiveBatch, UnitKey, UnitLoader, check_rows, pinned
@@ -17,7 +18,7 @@ from anybatch.data.options import BatchOptions, Span
 from anybatch.data.order import SampleSchedule, sample_order, sampled_order
 from anybatch.data.prefetch import Prefetcher
 from anybatch.data.random_state import preserved_random_state
-from anybatch.errors import DataError
+from anybatch.errors import BatchSizeError, DataError
 
 
 class IndexedSource:
@@ -182,6 +183,9 @@ def _unit_keys(epoch: int, sample_ids: Sequence[int], units: Sequence[Positions]
 
 def _check_schedule(schedule: SampleSchedule) -> None:
     num_samples, size = schedule.num_samples, schedule.effective_batch_size
+    if isinstance(size, BatchRamp) and num_samples:
+        _check_stages(size, num_samples)
+        return
     if num_samples == 0:
         message = "the data set is empty: len(dataset)=0, and a step needs at least 1 sample. Check what it reads."
         raise DataError(message)
@@ -191,6 +195,17 @@ def _check_schedule(schedule: SampleSchedule) -> None:
             f"effective_batch_size={size} needs {size}. Use drop_last=False, or at most {num_samples}."
         )
         raise DataError(message)
+
+
+def _check_stages(ramp: BatchRamp, num_samples: int) -> None:
+    # A single size may be larger than the data set, whose steps are then all of it; a stage would silently not come.
+    for number, size in enumerate(ramp.sizes):
+        if size > num_samples:
+            message = (
+                f"stage {number} of the ramp has steps of {size:,} samples, and the data set has {num_samples:,}: "
+                f"batches do not cross epochs, so no step would ever have that many. Use at most {num_samples:,}."
+            )
+            raise BatchSizeError(message)
 
 
 def _check_start(schedule: SampleSchedule, start: Position) -> None:

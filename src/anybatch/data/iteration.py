@@ -69,7 +69,7 @@ class Iteration:
         request = self._request
         return DatasetBatch(
             seed=request.seed,
-            named_size=request.effective_batch_size,
+            sizes=request.sizes,
             number=self._newest,
             places=self,
             samples=known,

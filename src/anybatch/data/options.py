@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from anybatch.core.batch import Position
+from anybatch.core.batch_ramp import BatchRamp
 from anybatch.core.whole_numbers import checked_int
 from anybatch.data.fetch import Collate
 from anybatch.errors import BatchSizeError, DataError
@@ -37,7 +38,7 @@ class BatchOptions:
     """The arguments of `batches`, with what follows where nothing was given.
 
     Attributes:
-        effective_batch_size: samples of one step.
+        effective_batch_size: samples of one step, or a ramp of them.
         shuffle: whether each epoch has an order of its own.
         sampler: draws the order of each epoch instead; None for none.
         seed: the seed of the order and of the augmentation.
@@ -50,7 +51,7 @@ class BatchOptions:
         pin_memory: whether to pin micro-batches.
     """
 
-    effective_batch_size: int
+    effective_batch_size: int | BatchRamp
     shuffle: bool
     sampler: Any
     seed: int
@@ -69,7 +70,8 @@ class BatchOptions:
             BatchSizeError: the effective batch size is not a whole number of at least 1.
             DataError: any other value that cannot be used, or values that contradict.
         """
-        checked_int("effective_batch_size", self.effective_batch_size, error=BatchSizeError)
+        if not isinstance(self.effective_batch_size, BatchRamp):  # a ramp has checked its own sizes
+            checked_int("effective_batch_size", self.effective_batch_size, error=BatchSizeError)
         checked_int("num_workers", self.num_workers, least=0, error=DataError)
         checked_int("seed", self.seed, least=None, error=DataError)
         if not callable(self.collate):
@@ -78,6 +80,12 @@ class BatchOptions:
         if self.sampler is not None:
             _check_sampler(self.sampler)
         _check_length(self.epochs, self.steps, self.start)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Effective batch sizes that are named, in the order in which they come."""
+        size = self.effective_batch_size
+        return (size,) if isinstance(size, int) else size.sizes
 
     @property
     def span(self) -> Span:

@@ -1,5 +1,6 @@
 """Which samples make which step: one global order per epoch, cut into consecutive effective batches."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 
 from anybatch.core.batch import Position
+from anybatch.core.batch_ramp import BatchRamp
 from anybatch.core.geometry import ceil_div
 from anybatch.core.randomness import order_seed
 from anybatch.data.random_state import preserved_random_state, seed_generators
@@ -66,22 +68,35 @@ class SampleSchedule:
 
     Args:
         num_samples: samples of an epoch.
-        effective_batch_size: samples of one step.
+        effective_batch_size: samples of one step, or a ramp of them over the samples of the run.
         drop_last: leave out a last batch that is not full.
     """
 
     num_samples: int
-    effective_batch_size: int
+    effective_batch_size: int | BatchRamp
     drop_last: bool
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of steps in an epoch that is begun at its first sample."""
-        return self._steps_from(0)
+        """Number of steps in an epoch that is begun at its first sample.
+
+        Raises:
+            TypeError: epochs differ, under a ramp.
+        """
+        if isinstance(self.effective_batch_size, BatchRamp):
+            message = f"the number of steps differs from epoch to epoch: batches of {self.effective_batch_size}."
+            raise TypeError(message)
+        return self._steps_from(Position())
+
+    def size_at(self, position: Position) -> int:
+        """Return the effective batch size of a step that begins at a position; a ramp counts what was left out too."""
+        size = self.effective_batch_size
+        return size if isinstance(size, int) else size.at(self._num_before(position))
 
     def normalized(self, position: Position) -> Position:
         """Return where the next step starts: `position`, or the next epoch's start if no step is left in this one."""
-        return position if self._steps_from(position.sample_offset) else Position(position.epoch + 1)
+        has_step = position.sample_offset + (self.size_at(position) if self.drop_last else 1) <= self.num_samples
+        return position if has_step else Position(position.epoch + 1)
 
     def num_steps(self, start: Position, end_epoch: int | None, steps: int | None) -> int:
         """Return the number of steps from `start`: `steps`, or as many as there are before `end_epoch`."""
@@ -89,13 +104,22 @@ class SampleSchedule:
             return steps
         if end_epoch is None or start.epoch >= end_epoch:
             return 0
-        return self._steps_from(start.sample_offset) + (end_epoch - start.epoch - 1) * self.steps_per_epoch
+        of_first = self._steps_from(start)
+        if isinstance(self.effective_batch_size, BatchRamp):
+            return of_first + sum(self._steps_from(Position(epoch)) for epoch in range(start.epoch + 1, end_epoch))
+        return of_first + (end_epoch - start.epoch - 1) * self.steps_per_epoch
 
     def end(self, start: Position, end_epoch: int | None, steps: int | None) -> Position:
         """Return the position of the first step that is not run: `steps` after `start`, or the start of `end_epoch`."""
         if steps is None:
             return Position(end_epoch or 0)
-        left = self._steps_from(start.sample_offset)
+        left = self._steps_from(start)
+        if isinstance(self.effective_batch_size, BatchRamp):
+            while steps >= left:
+                start, steps = Position(start.epoch + 1), steps - left
+                left = self._steps_from(start)
+            first, _ = next(itertools.islice(self.steps_of_epoch(start), steps, None))
+            return Position(start.epoch, first)
         if steps < left:
             return Position(start.epoch, start.sample_offset + steps * self.effective_batch_size)
         num_epochs, rest = divmod(steps - left, self.steps_per_epoch)
@@ -103,10 +127,21 @@ class SampleSchedule:
 
     def steps_of_epoch(self, position: Position) -> Iterator[tuple[int, int]]:
         """Yield the range of offsets of each step from `position` to the end of its epoch."""
-        for number in range(self._steps_from(position.sample_offset)):
-            start = position.sample_offset + number * self.effective_batch_size
-            yield start, min(start + self.effective_batch_size, self.num_samples)
+        start = position.sample_offset
+        while start < self.num_samples:
+            size = self.size_at(Position(position.epoch, start))
+            if self.drop_last and start + size > self.num_samples:
+                return
+            yield start, min(start + size, self.num_samples)
+            start += size
 
-    def _steps_from(self, sample_offset: int) -> int:
-        rest = max(0, self.num_samples - sample_offset)
-        return rest // self.effective_batch_size if self.drop_last else ceil_div(rest, self.effective_batch_size)
+    def _steps_from(self, position: Position) -> int:
+        size, rest = self.effective_batch_size, max(0, self.num_samples - position.sample_offset)
+        if isinstance(size, BatchRamp):
+            if self._num_before(position) < size.num_samples:  # in the last stage counting needs no walking
+                return sum(1 for _ in self.steps_of_epoch(position))
+            size = size.sizes[-1]
+        return rest // size if self.drop_last else ceil_div(rest, size)
+
+    def _num_before(self, position: Position) -> int:
+        return position.epoch * self.num_samples + position.sample_offset

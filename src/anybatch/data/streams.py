@@ -2,12 +2,13 @@
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
 from anybatch.core.batch import Foresight, Position, Positions, taken
+from anybatch.core.batch_ramp import BatchRamp
 from anybatch.core.geometry import ceil_div
 from anybatch.core.tree import Batch, pick_samples
 from anybatch.data.effective_batch import StepSamples
@@ -67,6 +68,7 @@ class StreamSource:
         if self._num_samples is None:
             message = "the number of steps is not known: the stream states no length. Give steps=, or add a __len__."
             raise TypeError(message)  # the type that list() and others expect of an object without length
+        _check_ramp(self._request.effective_batch_size, Position(1), self._num_samples)
         return SampleSchedule(self._num_samples, self._request.effective_batch_size, self._request.drop_last)
 
 
@@ -90,7 +92,7 @@ class OpenStream:
 
     def _workers(self) -> Prefetcher[ChunkKey, bytes]:
         num_lanes, num_shards = self._request.num_workers, self._shards.num_shards
-        rounds = ceil_div(self._request.effective_batch_size, 2 * num_shards)  # two are under way: one effective batch
+        rounds = ceil_div(max(self._request.sizes), 2 * num_shards)  # two are under way: one effective batch
         reader = LaneReader(self._shards, seed=self._request.seed, num_lanes=num_lanes, rounds_per_chunk=rounds)
         # Not pinned here: samples come as bytes, and what is pinned are the micro-batches that are made of them.
         return Prefetcher(reader, num_workers=num_lanes, pin_memory=False, start_worker=hide_worker)
@@ -101,8 +103,10 @@ class OpenStream:
             ahead = self._ahead
             stream = self._samples_here(start) if ahead is None else self._samples_from_workers(start, ahead)
             _skip(stream, start)
-            yield from self._steps_of_epoch(stream, start)
+            num_samples = yield from self._steps_of_epoch(stream, start)
             start = Position(start.epoch + 1)
+            if start.epoch != end_epoch:
+                _check_ramp(self._request.effective_batch_size, start, num_samples)
 
     def _samples_here(self, start: Position) -> Iterator[StreamSample]:
         numbers = range(self._shards.num_shards)
@@ -125,27 +129,34 @@ class OpenStream:
             # Lanes read different shards of the same rounds; by id they are in the order of a single reader.
             yield from sorted(samples, key=itemgetter(0))
 
-    def _steps_of_epoch(self, stream: Iterator[StreamSample], start: Position) -> Iterator[StepSamples]:
-        request, size, position = self._request, self._request.effective_batch_size, start
+    def _steps_of_epoch(self, stream: Iterator[StreamSample], start: Position) -> Generator[StepSamples, None, int]:
+        """Yield the steps of an epoch from `start` on; return where it ends, in samples."""
+        request, position = self._request, start
+        sizes = request.effective_batch_size
         read: list[StreamSample] = []
-        least = size if request.drop_last else 1  # samples that make a step
         while True:
+            size = _size_at(sizes, position.epoch, position.sample_offset)
+            # Samples that make the step after this one.
+            least = _size_at(sizes, position.epoch, position.sample_offset + size) if request.drop_last else 1
             with preserved_random_state():
-                read += itertools.islice(stream, size + least - len(read))  # is this batch the last one?
+                read += itertools.islice(stream, max(0, size + least - len(read)))  # is this batch the last one?
             samples, read = read[:size], read[size:]
             if not samples or (request.drop_last and len(samples) < size):
                 break
-            is_last = len(read) < least
-            end = Position(start.epoch + 1) if is_last else Position(start.epoch, position.sample_offset + size)
+            stop = position.sample_offset + len(samples)
+            end = Position(start.epoch + 1) if len(read) < least else Position(start.epoch, stop)
             feeder = _Feeder([sample for _, sample in samples], request)
             ids = tuple(sample_id for sample_id, _ in samples)
             yield StepSamples(
                 sample_ids=ids, start=position, end=end, feeder=feeder, first_read=feeder.samples[:_NUM_COMPARED]
             )
+            if end.epoch > start.epoch:
+                return stop
             position = end
         # Without an error, a run of a number of steps would begin epoch after epoch and never end.
         if position == Position(start.epoch):
             raise DataError(_nothing_to_yield(start.epoch, len(samples), size))
+        return position.sample_offset
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +187,26 @@ class _Feeder:
             collated = collate_unit(request.collate, samples, ids, seed=request.seed, epoch=batch.start.epoch)
         check_rows(collated, len(samples), request.collate)
         return pinned(collated) if request.pin_memory else collated
+
+
+def _size_at(sizes: int | BatchRamp, epoch: int, sample_offset: int) -> int:
+    """Return the effective batch size of a step; later epochs are in a ramp's last stage, see `_check_ramp`."""
+    if isinstance(sizes, int):
+        return sizes
+    return sizes.sizes[-1] if epoch else sizes.at(sample_offset)
+
+
+def _check_ramp(sizes: int | BatchRamp, start: Position, num_samples: int) -> None:
+    """Refuse to begin the second epoch in the middle of a ramp.
+
+    A resumed run could not tell how many samples the first epoch had, and so in which stage it is.
+    """
+    if isinstance(sizes, BatchRamp) and start.epoch == 1 and num_samples < sizes.num_samples:
+        message = (
+            f"the ramp ({sizes}) begins its last stage after {sizes.num_samples:,} samples, and the first epoch of the "
+            f"stream has {num_samples:,}. Over a stream, a ramp has to reach its last stage in the first epoch."
+        )
+        raise DataError(message)
 
 
 def _chunk_key(epoch: int, num_lanes: int, keep_from: int, place: int) -> ChunkKey:

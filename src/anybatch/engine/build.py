@@ -36,6 +36,8 @@ from anybatch.engine.parts import Parts
 from anybatch.engine.replica_check import ReplicaCheck
 from anybatch.engine.rng.generators import choose_randomness
 from anybatch.engine.spec import Hardware, TrainSpec
+from anybatch.engine.spike_watch.kept_state import KeptState
+from anybatch.engine.spike_watch.watch import SpikeGuard, SpikeWatch, spike_watch
 from anybatch.engine.step_planner import StepPlanner
 from anybatch.engine.step_runner import StepRunner
 from anybatch.engine.strategy_choice import choose, with_device_bytes
@@ -76,6 +78,7 @@ class _Arguments:
     sizes: RunSizes
     features: Features
     chosen: str
+    spikes: SpikeWatch | None
 
 
 def build(spec: TrainSpec, hardware: Hardware, observer: Observer | None = None) -> Parts:
@@ -204,6 +207,7 @@ def _check_arguments(spec: TrainSpec, hardware: Hardware) -> _Arguments:
         sizes=sizes,
         features=features,
         chosen=choice.reason,
+        spikes=spike_watch(spec.spikes),
     )
 
 
@@ -341,6 +345,7 @@ def _runnable(
         decisions=decisions,
         notifier=notifier,
         saver=CheckpointSaver(world),
+        spikes=_spike_guard(given, updater, notifier),
         further_state={},
     )
 
@@ -358,7 +363,24 @@ def _step_meaning(given: _Arguments, updater: Updater, replicas: ReplicaCheck) -
         "precision": spec.precision,
         "average_decay": str(spec.average_decay),
     }
-    return StepMeaning(given.world, optimizer, lambda: updater.scheduler, fixed=fixed, replicas=replicas)
+    return StepMeaning(
+        given.world,
+        optimizer,
+        lambda: updater.scheduler,
+        rate_factor=lambda: updater.rate_factor,
+        fixed=fixed,
+        replicas=replicas,
+    )
+
+
+def _spike_guard(given: _Arguments, updater: Updater, notifier: Notifier) -> SpikeGuard | None:
+    watch = given.spikes
+    if watch is None:
+        return None
+    keep = partial(
+        KeptState, modules=given.modules, target=updater.target, average=updater.average, keep_on=watch.keep_on
+    )
+    return SpikeGuard(watch, updater=updater, keep=keep, device=given.world.device, notifier=notifier)
 
 
 def _trial_parts(

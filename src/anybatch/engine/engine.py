@@ -27,6 +27,7 @@ from anybatch.engine.micro_batch_size.sizes import MicroBatchSize
 from anybatch.engine.parts import Parts, SaveForm
 from anybatch.engine.rng.generators import Rng
 from anybatch.engine.spec import Hardware, TrainSpec
+from anybatch.engine.spike_watch.watch import SpikeAction, SpikeWatch
 from anybatch.engine.step_runner import SummedBatch
 from anybatch.engine.telemetry.decisions import Decisions
 from anybatch.engine.update.clipping import ClipArgument
@@ -83,6 +84,8 @@ class Engine:
             a `PerSample`, keys dropout by (seed, step, sample, call), whatever the cut; None keys nothing.
         check_loss: look in the first step, on a few samples, whether the loss is what it was declared to be.
         seed: first word of those keys; None takes the data's seed.
+        spikes: where loss or gradient norm leave their course "warn", "lower" the rate or "roll_back", or a
+            `SpikeWatch` of `anybatch.engine.spike_watch.watch`; None looks at neither. See docs/learning_rates.md.
         observer: looks in on micro-batches, reductions, phases and steps.
         world: the ranks; None asks the environment.
 
@@ -112,6 +115,7 @@ class Engine:
         rng: Rng = "micro_batch",
         check_loss: bool = True,
         seed: int | None = None,
+        spikes: SpikeWatch | SpikeAction | None = None,
         observer: Observer | None = None,
         world: World | None = None,
     ) -> None:
@@ -131,6 +135,7 @@ class Engine:
             rng=rng,
             check_loss=check_loss,
             seed=seed,
+            spikes=spikes,
         )
         hardware = Hardware(
             micro_batch_size=micro_batch_size,
@@ -239,8 +244,7 @@ class Engine:
             updated = parts.updater.update(summed.gradients, summed.contributions, self.num_steps)
             report = self._record(summed, updated)
             self._stepped_data = data_of(batch)
-        parts.notifier.step(report)
-        parts.updater.advance_schedule(updated)
+        parts.behind_step(report, updated)
         return report
 
     def gradients(self, batch: Any) -> dict[str, torch.Tensor | None]:  # noqa: ANN401 (any nested batch)
@@ -365,12 +369,8 @@ class Engine:
     def save_also(self, **objects: Stateful) -> None:
         """Keep the state of further objects in every checkpoint from now on, and let `load` put it back.
 
-        For what belongs to the run and not to the engine: a scheduler that you step yourself, a loader, statistics.
+        For what belongs to the run and not to the engine: `engine.save_also(scheduler=one_that_i_step)`, a loader.
         Call it before `load`. What rank 0's objects return is saved, and put back on every rank.
-
-        ```python
-        engine.save_also(scheduler=scheduler)
-        ```
 
         Args:
             objects: by the name to save under; each has `state_dict()` and `load_state_dict(state)`.

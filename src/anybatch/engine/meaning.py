@@ -37,6 +37,7 @@ class StepMeaning:
         world: the ranks.
         optimizer: its parameter groups hold learning rates and the like.
         schedule: function () -> the scheduler, or None.
+        rate_factor: function () -> what learning rates are multiplied by on top of the schedule.
         fixed: settings that do not change, in words.
         replicas: compares weights.
     """
@@ -47,12 +48,14 @@ class StepMeaning:
         optimizer: Optimizer,
         schedule: Callable[[], Any],
         *,
+        rate_factor: Callable[[], float],
         fixed: dict[str, str],
         replicas: ReplicaCheck,
     ) -> None:
         self._world = world
         self._optimizer = optimizer
         self._schedule = schedule
+        self._rate_factor = rate_factor
         self._fixed = fixed
         self._replicas = replicas
         self._fixed_digest = crc32(repr(sorted(fixed.items())).encode())
@@ -71,7 +74,7 @@ class StepMeaning:
         self._ids, self._batch = planned.sample_ids, _probes(planned.sample_ids)
         end = planned.end
         settings = [number for group in self._optimizer.param_groups for number in _numbers(group)]
-        settings.append(self._num_scheduled())
+        settings += (self._num_scheduled(), self._rate_factor())
         weights, roll_call.shards_digest = self._replicas.digests(step)
         roll_call.digests = (
             crc32(f"{roll_call.here.name} {roll_call.number} {step}".encode()) & 0xFFFFF,
@@ -122,6 +125,7 @@ class StepMeaning:
                     key = f"{name} of group {number}"
                     values[key if key not in values else f"{key}, second"] = one
         values["steps of the scheduler"] = self._num_scheduled()
+        values["factor of the spike watch"] = self._rate_factor()
         return values
 
     def _num_scheduled(self) -> float:

@@ -1,5 +1,6 @@
 """The parts of an engine, as one value: what they have in common, and what is saved of them."""
 
+import copy
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -10,8 +11,10 @@ from typing import Any
 from torch import nn
 
 from anybatch.checkpoints import LoadedCheckpoint, SavedCheckpoint, step_of
+from anybatch.checkpoints.structure import read_stored
 from anybatch.core.batch import Position
 from anybatch.core.gradient_noise import NoiseEstimate
+from anybatch.core.reports import StepReport
 from anybatch.engine.accumulation.accumulate import LoopContext
 from anybatch.engine.accumulation.step_guard import StepGuard
 from anybatch.engine.batch_norm.runner import BatchNormRunner
@@ -32,13 +35,15 @@ from anybatch.engine.micro_batch_size.backoff import SizeBackoff
 from anybatch.engine.micro_batch_size.sizes import RunSizes
 from anybatch.engine.replica_check import ReplicaCheck
 from anybatch.engine.rng.generators import CallersRandomness
+from anybatch.engine.spike_watch.kept_state import SCHEDULED
+from anybatch.engine.spike_watch.watch import SpikeGuard
 from anybatch.engine.step_planner import StepPlanner
 from anybatch.engine.step_runner import StepRunner, SummedBatch
 from anybatch.engine.telemetry.decisions import Decisions
 from anybatch.engine.telemetry.notifier import Notifier
 from anybatch.engine.update.resident_tensors import ResidentTensors
 from anybatch.engine.update.schedule import unsaved_scheduler
-from anybatch.engine.update.updater import Updater
+from anybatch.engine.update.updater import Updated, Updater
 from anybatch.errors import CheckpointError
 from anybatch.parallel.world import World
 
@@ -79,6 +84,7 @@ class Parts:
         decisions: what was decided.
         notifier: sends records to observers.
         saver: writes checkpoints.
+        spikes: watches losses and gradient norms; None where nothing does.
         further_state: objects of the user's whose state is saved too, by name.
     """
 
@@ -98,6 +104,7 @@ class Parts:
     decisions: Decisions
     notifier: Notifier
     saver: CheckpointSaver
+    spikes: SpikeGuard | None
     further_state: dict[str, Stateful]
 
     @property
@@ -163,7 +170,8 @@ class Parts:
             resized=self.backoff.state(),
             decisions=self.decisions,
         )
-        return collect_state(self.state, progress, self.world, only_trainable=only_trainable, in_parts=in_parts)
+        state = collect_state(self.state, progress, self.world, only_trainable=only_trainable, in_parts=in_parts)
+        return {**state, "spikes": None if self.spikes is None else self.spikes.state_dict()}
 
     def save(self, folder: Path, num_steps: int, position: Position, form: SaveForm) -> Path:
         """Write a checkpoint; see `Engine.save`.
@@ -238,11 +246,49 @@ class Parts:
         self.planner.seed = state["seed"]
         self.backoff.resume(state)
         self.check.resume(state["decisions"])
+        watched = read_stored(state.get("spikes"))  # None also in checkpoints from before there was a watch
+        if self.spikes is not None:
+            self.spikes.resume(watched)
+        elif watched is not None and watched["factor"] != 1.0:
+            message = (
+                f"the checkpoint's learning rates had been lowered to {watched['factor']:.3g} of the schedule's by its "
+                "spike watch, and this engine has none: it goes on at the full rates. Build it with spikes=, as before."
+            )
+            self.notifier.warn("rate_not_lowered", message)
         self.updater.restored()
 
     def with_noise(self, summed: SummedBatch) -> NoiseEstimate | None:
         """Average in what a step has said about its gradient's noise; None if it was not measured."""
         return None if self.noise is None or summed.noise is None else self.noise.add(summed.noise)
+
+    def behind_step(self, report: StepReport, updated: Updated) -> None:
+        """Tell of a step, set the next one's learning rates, and look whether the run is on its course."""
+        self.notifier.step(report)
+        self.updater.advance_schedule(updated)
+        if self.spikes is None:
+            return
+        spike = self.spikes.look(report)
+        # Kept and acted on behind the same steps on all ranks, which look at the same numbers.
+        if spike is not None or self.spikes.keeps_now(report.step):
+            with self.reported("engine.step", report.step):
+                if spike is None:
+                    self.spikes.keep(report.step)
+                else:
+                    self.spikes.act(spike, report.step, self._load_weights)
+
+    def _load_weights(self, folder: Path) -> Path:
+        """Take weights, buffers and the optimizer's state from a checkpoint; what is scheduled stays as it is."""
+        optimizer, scheduler = self.updater.target.optimizer, self.updater.scheduler
+        groups = [{name: group[name] for name in SCHEDULED & group.keys()} for group in optimizer.param_groups]
+        scheduled = copy.deepcopy(scheduler.state_dict()) if isinstance(scheduler, Stateful) else None
+        self.announce(self.saver.settle())
+        with loaded_on_all_ranks(folder, self.world) as loaded:
+            restore_state(self.state, loaded.state, self.world)
+        for group, values in zip(optimizer.param_groups, groups, strict=True):
+            group.update({name: value for name, value in values.items() if name != "params"})
+        if isinstance(scheduler, Stateful):
+            scheduler.load_state_dict(scheduled)
+        return loaded.path
 
     def clear_gradients(self) -> None:
         """Clear all gradients, also half-finished ones."""

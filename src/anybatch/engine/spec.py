@@ -14,6 +14,7 @@ from anybatch.engine.gradient_noise import GradientNoise
 from anybatch.engine.inputs import Model
 from anybatch.engine.micro_batch_size.sizes import MicroBatchSize
 from anybatch.engine.rng.generators import Rng
+from anybatch.engine.spike_watch.watch import SpikeAction, SpikeWatch
 from anybatch.engine.update.clipping import ClipArgument
 from anybatch.engine.update.precision import OptimizerFunction, PrecisionName
 from anybatch.engine.update.schedule import SchedulerFunction
@@ -45,6 +46,7 @@ class TrainSpec:
         rng: what the model's random numbers belong to.
         check_loss: compare the loss with its declaration in the first step.
         seed: first word of every random key; None takes the data's seed.
+        spikes: what is done where loss or gradient norm leave their course; None looks at neither.
     """
 
     model: Model
@@ -62,6 +64,7 @@ class TrainSpec:
     rng: Rng = "micro_batch"
     check_loss: bool = True
     seed: int | None = None
+    spikes: SpikeWatch | SpikeAction | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -136,6 +136,8 @@ class StepPlanner:
         self._warn_of_smaller(batch, planned.plan.num_samples, step)
         if not self._has_begun:
             refuse_disagreement(batch, planned, self._world)
+            # All stages of a ramp: one that cannot be cut would end the run when it is reached.
+            self._sizes.refuse_uncuttable(getattr(batch, "sizes", ()))
             self._has_begun = True
             self._on_first_batch(planned, step)
         if check_loss and self._check.is_due(step):
@@ -149,7 +151,7 @@ class StepPlanner:
         """
         limit = self._sizes.sizes.effective_batch_size
         # A data set that is smaller than a batch gives one small batch an epoch, as it was asked to.
-        is_smaller = limit is not None and num_samples < limit and getattr(batch, "named_size", None) != limit
+        is_smaller = limit is not None and num_samples < limit and limit not in getattr(batch, "sizes", ())
         if is_smaller and self._smaller_in == step - 1:
             message = (
                 f"batches of {num_samples} samples over all ranks make steps of {num_samples}, and the engine was "

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import anybatch as ab
-from anybatch.core.learning_rate import Cosine, WarmUp, attach_schedule, join_schedules
+from anybatch.core.schedules import Cosine, WarmUp, attach_schedule, join_schedules
 from anybatch.errors import DataError, UserError
 
 NUM_BYTE_VALUES = 256

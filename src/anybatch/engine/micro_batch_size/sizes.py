@@ -13,7 +13,7 @@ from torch import nn
 from anybatch.core.batch import Placement, Position
 from anybatch.core.geometry import Sizes, resolve_sizes
 from anybatch.core.size_choice import even_size
-from anybatch.core.splitting import Cut, CutConstraints, Deal, SampleOrder
+from anybatch.core.splitting import Cut, CutConstraints, Deal, SampleOrder, plan_batch
 from anybatch.core.tree import Batch, copied, count_samples, slice_samples, tensors_of
 from anybatch.engine.accumulation.accumulate import LoopContext
 from anybatch.engine.accumulation.planned_batch import PlannedBatch, plan_effective_batch
@@ -148,6 +148,16 @@ class RunSizes:
                 f"{sizes.product}. Give batches of {limit}, or {change}."
             )
             raise BatchSizeError(message, effective_batch_size=limit, world_size=self._world.size)
+
+    def refuse_uncuttable(self, sizes: Iterable[int]) -> None:
+        """Refuse effective batch sizes of steps to come that cannot be cut, or are larger than was named.
+
+        Raises:
+            BatchSizeError: with the first of them.
+        """
+        for size in sizes:
+            self.refuse_larger(size)
+            plan_batch(size, self._world.size, self.placement.cut)
 
     def settle(self, batch: Any, trial: TrialParts, position: Position) -> FoundSize:  # noqa: ANN401
         """Settle what "auto" is, once, on the first batch; everything else is left as it was.

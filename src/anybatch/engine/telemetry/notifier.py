@@ -245,9 +245,22 @@ class Notifier:
         message = f"out of memory in an evaluation: micro-batch {before:,} -> {after:,} samples on rank {self._rank}"
         self.diagnosis("out_of_memory_in_evaluation", message, "warning")
 
-    def diagnosis(self, code: str, message: str, level: Literal["info", "warning", "error"] = "info") -> None:
+    def diagnosis(
+        self,
+        code: str,
+        message: str,
+        level: Literal["info", "warning", "error"] = "info",
+        *,
+        step: int | None = None,
+    ) -> None:
         """Report something the user should know."""
-        self._send(DiagnosisRecord(rank=self._rank, step=None, code=code, level=level, message=message, remedy=None))
+        self._send(DiagnosisRecord(rank=self._rank, step=step, code=code, level=level, message=message, remedy=None))
+
+    def spike(self, code: str, message: str, step: int) -> None:
+        """Report a spike: by a record on every rank, and by a Python warning on rank 0."""
+        self.diagnosis(code, message, "warning", step=step)
+        if self._speaks and self._rank == 0:
+            warn_user(message)
 
     def warn(self, code: str, message: str, *, everywhere: bool = False) -> None:
         """Warn the user, on rank 0 and once per `code`: by a Python warning, and by a diagnosis record on every rank.

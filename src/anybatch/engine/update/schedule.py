@@ -1,8 +1,10 @@
 """Learning-rate schedulers: given as they are, or as a function of an optimizer that is yet to be made."""
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
+import torch
 from torch.optim import Optimizer
 
 from anybatch.engine.checkpoint_state import Scheduler
@@ -63,6 +65,30 @@ def unsaved_scheduler(optimizer: Optimizer, saved: Iterable[object]) -> str:
         "resumed run would begin its schedule again. Pass it as Engine(scheduler=...), which steps it once per update, "
         "or step it yourself and call engine.save_also(scheduler=scheduler)."
     )
+
+
+@contextmanager
+def at_rate(optimizer: Optimizer, factor: float) -> Iterator[None]:
+    """Multiply all learning rates meanwhile, and put back exactly what a scheduler has set; whatever scheduler it is.
+
+    A rate in a tensor is changed in place, since captured graphs read that very tensor.
+    """
+    before = [
+        rate.clone() if isinstance(rate := group["lr"], torch.Tensor) else rate for group in optimizer.param_groups
+    ]
+    try:
+        _set_rates(optimizer, [rate * factor for rate in before])
+        yield
+    finally:
+        _set_rates(optimizer, before)
+
+
+def _set_rates(optimizer: Optimizer, rates: Iterable[float | torch.Tensor]) -> None:
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        if isinstance(rate, torch.Tensor):
+            group["lr"].copy_(rate)
+        else:
+            group["lr"] = rate
 
 
 def _needed_in_step(scheduler: Scheduler) -> list[str]:

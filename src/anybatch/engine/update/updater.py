@@ -1,6 +1,8 @@
 """From a summed gradient to new parameters: unscale, measure, clip, update, clear; once per effective batch."""
 
+import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -16,11 +18,12 @@ from anybatch.engine.update.finite_check import FiniteCheck
 from anybatch.engine.update.optimizer_state import OptimizerStateMemory
 from anybatch.engine.update.precision import LossScaler, Target
 from anybatch.engine.update.resident_tensors import ResidentMemory
-from anybatch.engine.update.schedule import SchedulerFunction, scheduler_of
+from anybatch.engine.update.schedule import SchedulerFunction, at_rate, scheduler_of
 from anybatch.engine.update.weight_average import WeightAverage
 from anybatch.errors import DoesNotFitError, HalfUpdatedError, NonFiniteError, UpdateFailedError
 from anybatch.parallel.strategy import ParameterLayout, UpdateSharding
 
+_NOTHING = nullcontext()
 Gradients = Sequence[torch.Tensor | None]
 """The summed gradient of each trainable parameter; None for one that no rank used."""
 
@@ -32,7 +35,8 @@ class Updated:
     Attributes:
         gradient_norm: from before clipping, on the device; None where it was not measured.
         learning_rates: of each parameter group, as the update used them.
-        skipped: whether fp16 gradients had overflowed, so that nothing was changed.
+        skipped: whether fp16 gradients had overflowed, or a spike watch left out what was not finite: nothing was
+            changed.
     """
 
     gradient_norm: Float[Tensor, ""] | None
@@ -60,6 +64,10 @@ class Updater:
         sharding: how the optimizer's step is shared out over ranks; None if every rank makes all of it.
         resident: what stays in memory from step to step, for errors.
         notifier: reports phases.
+
+    Attributes:
+        rate_factor: what every learning rate is multiplied by, on top of the schedule; a spike watch lowers it.
+        skips_non_finite: leave an update out whose loss or gradient is not finite, instead of raising.
     """
 
     def __init__(
@@ -100,6 +108,8 @@ class Updater:
         self._notifier = notifier
         self._broken_off = ""
         self._step = 0
+        self.rate_factor = 1.0
+        self.skips_non_finite = False
 
     def allocate(self) -> None:
         """Make the optimizer's state and room for its step, once, before the first micro-batch.
@@ -125,21 +135,29 @@ class Updater:
 
         Whatever else the optimizer raises goes through; see `refuse_broken_off`.
         """
+        # Read before the scheduler sets the next step's.
+        rates = tuple(group["lr"] for group in self.target.optimizer.param_groups)
+        if self.rate_factor != 1.0:
+            rates = tuple(rate * self.rate_factor for rate in rates)
         try:
             with self._notifier.phase("clip"):
                 norm = self._clipped(gradients, contributions, step)
+        except NonFiniteError:
+            if not self.skips_non_finite:
+                raise
+            self._clear()
+            return Updated(contributions.new_tensor(math.inf), rates, skipped=True)
         except torch.OutOfMemoryError as error:
             # Clipping comes before the update: going back to the buffers leaves the engine as it was before the step.
             self._buffers.restore()
             said = f"{_out_of_memory('clip', step, error)} Parameters and optimizer are as before the step."
             message = f"{said} {self.resident.remedy()}"
             raise DoesNotFitError(message, step=step, phase="clip") from error
-        # Read before the scheduler sets the next step's.
-        rates = tuple(group["lr"] for group in self.target.optimizer.param_groups)
         self._step = step
         try:
             with self._notifier.phase("update"):
-                stepped = self._stepped(gradients)
+                with _NOTHING if self.rate_factor == 1.0 else at_rate(self.target.optimizer, self.rate_factor):
+                    stepped = self._stepped(gradients)
                 self._update_statistics()
         except NonFiniteError:  # gradients have overflowed, and nothing was updated
             raise

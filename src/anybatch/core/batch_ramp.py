@@ -1,0 +1,133 @@
+"""Chapter 23: an effective batch size that grows in stages while a run goes on.
+
+A ramp is a function of the samples that have made a step, and has no state: a run that is resumed anywhere, at any
+world size, goes on in the same stage, and the order of the samples does not know of it.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+from anybatch.core.geometry import ceil_div
+from anybatch.core.whole_numbers import checked_int
+from anybatch.errors import BatchSizeError
+
+Stage = tuple[int, int | None]
+"""Samples of one step, and over how many samples; None for the rest of the run."""
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class BatchRamp:
+    """Effective batch sizes in stages, each for a number of samples.
+
+    ```python
+    ramp = BatchRamp((64, 100_000), (256, 400_000), (1024, None))
+    for batch in ab.batches(dataset, effective_batch_size=ramp, epochs=3):
+        engine.step(batch)  # an engine without an effective_batch_size of its own: accumulation follows the batch
+    ```
+
+    A step belongs to the stage in which it begins, and may reach into the next one; an epoch's last batch may be
+    smaller, as always.
+
+    Two uses, and they want different learning rates. In the place of a decay (Smith et al. 2017, arXiv 1711.00489) the
+    rate stays as it is, since the noise of an update falls as rate / batch size: a batch B -> aB does what a rate
+    -> rate / a would do, as long as B is far below the size of the data set and the rate below its limit of stability.
+    At the beginning (McCandlish et al. 2018, arXiv 1812.06162, find that the noise scale grows over a run; Brown et al.
+    2020, arXiv 2005.14165, train so) a small batch is enough, and the rate follows by its rule: `scale_rate` at each
+    size, or `AdaScale`. Neither is done by itself.
+
+    Args:
+        *stages: pairs (samples of one step over all ranks, over how many samples); the last has None there.
+
+    Raises:
+        BatchSizeError: no stage, a size that is not a whole number of at least 1, a stage that is shorter than one of
+            its steps, one that does not end before the last, or a last one that does.
+    """
+
+    stages: tuple[Stage, ...]
+
+    def __init__(self, *stages: Stage) -> None:
+        object.__setattr__(self, "stages", stages)
+        if not stages:
+            message = "a ramp needs stages: BatchRamp((64, 100_000), (256, None)), for example."
+            raise BatchSizeError(message)
+        for number, (size, num_samples) in enumerate(stages):
+            checked_int(f"effective batch size of stage {number}", size, error=BatchSizeError)
+            self._check_length(number, size, num_samples)
+
+    @classmethod
+    def in_tokens(cls, *stages: Stage, tokens_per_sample: int) -> Self:
+        """Return a ramp whose stages are given in tokens: (tokens of one step, over how many tokens).
+
+        Args:
+            *stages: as of `BatchRamp`; every size is a whole number of samples, lengths are rounded up to samples.
+            tokens_per_sample: the same in every sample, as in packed windows.
+
+        Raises:
+            BatchSizeError: a size is no multiple of `tokens_per_sample`, or what `BatchRamp` refuses.
+        """
+        checked_int("tokens_per_sample", tokens_per_sample, error=BatchSizeError)
+        for number, (size, _) in enumerate(stages):
+            if size % tokens_per_sample:
+                message = (
+                    f"stage {number} has {size} tokens a step, and samples have {tokens_per_sample}: that is no whole "
+                    f"number of samples. The nearest are {size // tokens_per_sample * tokens_per_sample} and "
+                    f"{ceil_div(size, tokens_per_sample) * tokens_per_sample} tokens."
+                )
+                raise BatchSizeError(message)
+        return cls(
+            *(
+                (size // tokens_per_sample, None if length is None else ceil_div(length, tokens_per_sample))
+                for size, length in stages
+            )
+        )
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Samples of one step, stage by stage."""
+        return tuple(size for size, _ in self.stages)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples from the beginning of the run to the beginning of the last stage."""
+        return sum(length for _, length in self.stages if length is not None)
+
+    def at(self, num_samples: int) -> int:
+        """Return the effective batch size of a step that begins after so many samples of the run."""
+        for size, length in self.stages:
+            if length is None or num_samples < length:
+                return size
+            num_samples -= length
+        raise AssertionError(self)  # the last stage has no end
+
+    def steps_of(self, num_samples: int) -> int:
+        """Return the number of steps that so many samples take from the beginning of the run, rounded up."""
+        checked_int("num_samples", num_samples, least=0)
+        done = steps = end = 0
+        for size, length in self.stages:
+            end = num_samples if length is None else min(num_samples, end + length)
+            # A step of the stage before may have reached into this one.
+            of_stage = ceil_div(max(0, end - done), size)
+            steps, done = steps + of_stage, done + of_stage * size
+        return steps
+
+    def __str__(self) -> str:
+        """Return the stages in words: `64 for 100,000 samples, then 256`."""
+        return ", then ".join(
+            f"{size:,}" if length is None else f"{size:,} for {length:,} samples" for size, length in self.stages
+        )
+
+    def _check_length(self, number: int, size: int, num_samples: int | None) -> None:
+        is_last = number == len(self.stages) - 1
+        if is_last or num_samples is None:
+            if is_last and num_samples is None:
+                return
+            what = f"is the last and ends after {num_samples} samples" if is_last else "has no end, and is not the last"
+            message = f"stage {number} of a ramp {what}. The last stage, and only that one, has None for its length."
+            raise BatchSizeError(message)
+        checked_int(f"samples of stage {number}", num_samples, error=BatchSizeError)
+        if num_samples < size:
+            message = (
+                f"stage {number} of a ramp has steps of {size} samples and lasts for {num_samples}: not one whole "
+                "step. Make it longer, its steps smaller, or leave it out."
+            )
+            raise BatchSizeError(message)

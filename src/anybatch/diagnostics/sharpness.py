@@ -1,0 +1,223 @@
+"""How sharp a minimum is: the largest eigenvalue of the Hessian of an effective batch's loss, exact over the batch."""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from anybatch.core.loss import LossSum, declared
+from anybatch.core.loss_kinds import LossFunction
+from anybatch.core.whole_numbers import checked_int
+from anybatch.engine.engine import Engine
+from anybatch.engine.inputs import collect_modules, world_of
+from anybatch.engine.spec import Hardware, TrainSpec
+from anybatch.errors import CompositionError, LossError
+from anybatch.parallel.strategy import trainable
+
+_STRATEGIES = ("auto", "single", "all_reduce")
+Vector = list[Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharpness:
+    """The largest eigenvalue of a Hessian, as far as it was found. Printed, it is one line.
+
+    Attributes:
+        eigenvalue: the largest one, with its sign; never above the true one.
+        residual: an eigenvalue of the Hessian lies within so much of it.
+        num_products: Hessian-vector products that it took.
+    """
+
+    eigenvalue: float
+    residual: float
+    num_products: int
+
+    def __str__(self) -> str:
+        """Return the eigenvalue with its residual."""
+        return f"largest eigenvalue {self.eigenvalue:.6g}, within {self.residual:.1g}, by {self.num_products} products"
+
+
+def measure_sharpness(
+    spec: TrainSpec,
+    batch: Any,  # noqa: ANN401 (any nested batch)
+    hardware: Hardware | None = None,
+    *,
+    most_products: int = 32,
+    tolerance: float = 1e-3,
+    seed: int = 0,
+) -> Sharpness:
+    """Return the largest eigenvalue of the Hessian of the loss of one effective batch. Call it on every rank.
+
+    A product of the Hessian with a vector v is the gradient of (gradient . v), and gradients add up over micro-batches
+    and ranks: the engine takes it of the whole batch, with the divisor of the whole batch, as it takes a gradient. The
+    eigenvalue is found by Lanczos's iteration (1950), orthogonalised in full: by the same products it is at least as
+    near as power iteration, and it gives the largest eigenvalue where that gives the one of largest magnitude.
+
+    Equal to `torch.linalg.eigvalsh(hessian)[-1]` of `torch.autograd.functional.hessian` over the un-split batch.
+
+    What is measured is a copy of the model, in the mode that it is in and the number format of its weights, without
+    autocast; the user's stays as it is. Attention is computed by torch's plain kernel, since the fused ones cannot be
+    differentiated twice. A rank holds one more copy of the parameters for each product, and a micro-batch takes about
+    three times the memory of a training step's.
+
+    Limits: a model with BatchNorm in train mode has another loss for each cut. Eigenvalues depend on how the model is
+    parametrised (Dinh et al. 2017, arXiv 1703.04933), so they compare runs of one architecture, not architectures.
+
+    Args:
+        spec: what is trained; its optimizer is left alone.
+        batch: what `Engine.step` takes.
+        hardware: how the batch is cut and dealt; None for what the environment has. Under strategies of the engine's
+            own for replicas only.
+        most_products: products after which it stops.
+        tolerance: residual, relative to the eigenvalue, at which it stops before.
+        seed: of the first vector.
+
+    Raises:
+        LossError: a loss across samples, whose two passes cannot be differentiated twice.
+        CompositionError: a strategy that shards parameters or wraps the model.
+    """
+    checked_int("most_products", most_products)
+    loss = declared(spec.loss)
+    if loss.kind.encode is not None:
+        message = (
+            "sharpness needs second derivatives, and a loss across samples (ab.joint) runs in two passes, of which the "
+            "first keeps no graph. Measure it with a loss that is a mean over samples or tokens."
+        )
+        raise LossError(message)
+    given = hardware or Hardware()
+    if given.strategy not in _STRATEGIES:
+        message = (
+            f"sharpness cannot be measured under strategy={given.strategy!r}, which shards parameters or wraps the "
+            f"model: second derivatives do not pass. Use one of {', '.join(map(repr, _STRATEGIES))}."
+        )
+        raise CompositionError(message)
+    model, loss = copy.deepcopy((spec.model, loss))
+    parameters = trainable(collect_modules(model, loss))
+    products = _Products(loss.function, parameters)
+    copied = dataclasses.replace(
+        spec,
+        model=model,
+        loss=dataclasses.replace(loss, function=products.loss),
+        # `gradients` makes no update; an optimizer without state keeps the copies as they are.
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.0),
+        precision="fp32",
+        scheduler=None,
+        clip=None,
+        average_decay=None,
+        check_loss=False,
+        spikes=None,
+    )
+    with ExitStack() as stack:
+        world = given.world or stack.enter_context(world_of(collect_modules(model, loss)))
+        # "auto" might take one that shards, where memory is short.
+        strategy = given.strategy if given.strategy != "auto" else "all_reduce" if world.size > 1 else "single"
+        engine = stack.enter_context(
+            Engine.from_spec(copied, dataclasses.replace(given, world=world, strategy=strategy))
+        )
+        first = _first_vector(parameters, seed)
+        return _lanczos(lambda vector: products.of(engine, batch, vector), first, most_products, tolerance)
+
+
+class _Products:
+    """Products of the Hessian with vectors, taken by an engine as gradients of another loss.
+
+    Args:
+        function: the user's loss function.
+        parameters: by name, those of the copy that is measured.
+    """
+
+    def __init__(self, function: LossFunction, parameters: Mapping[str, Tensor]) -> None:
+        self._function = function
+        self._parameters = parameters
+        self._vector: Sequence[Tensor] = ()
+
+    def of(self, engine: Engine, batch: Any, vector: Vector) -> Vector:  # noqa: ANN401 (any nested batch)
+        """Return the product with a vector."""
+        self._vector = vector
+        found = engine.gradients(batch)
+        pairs = zip(found.values(), self._parameters.values(), strict=True)
+        return [torch.zeros_like(parameter) if product is None else product for product, parameter in pairs]
+
+    def loss(self, model: Any, batch: Any) -> Any:  # noqa: ANN401 (as the user's)
+        """Return, in the form of the user's loss, what has the product for its gradient."""
+        with sdpa_kernel(SDPBackend.MATH):
+            return self._directional(self._function(model, batch))
+
+    def _directional(self, output: Any) -> Any:  # noqa: ANN401 (a number, one loss per item, a sum, or a dict of those)
+        if isinstance(output, Mapping):
+            return {name: self._directional(value) for name, value in output.items()}
+        if isinstance(output, LossSum):
+            return LossSum(self._derivative(output.total), output.count)
+        if isinstance(output, Tensor) and output.dim():
+            # All of it in one item: what counts is the sum over items, and how many they are.
+            first = torch.zeros_like(output).flatten()
+            first[0] = 1.0
+            return first.view_as(output) * self._derivative(output.sum())
+        return self._derivative(output)
+
+    def _derivative(self, total: Float[Tensor, ""]) -> Float[Tensor, ""]:
+        """Return the derivative of a loss along the vector, with its graph."""
+        parameters = list(self._parameters.values())
+        # Of a term that no parameter has a part in, or that is linear in all of them, nothing is left to differentiate.
+        nothing = sum((parameter.flatten()[:1].sum() * 0.0 for parameter in parameters), start=total * 0.0)
+        if not total.requires_grad:
+            return nothing
+        found = torch.autograd.grad(total, parameters, create_graph=True, allow_unused=True)
+        parts = [(one * along).sum() for one, along in zip(found, self._vector, strict=True) if one is not None]
+        return sum(parts, start=nothing)
+
+
+def _first_vector(parameters: Mapping[str, Tensor], seed: int) -> Vector:
+    # Drawn on the CPU, so that it is the same on every rank and device.
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(one.shape, generator=generator, dtype=torch.float64).to(one.device, one.dtype)
+        for one in parameters.values()
+    ]
+
+
+def _lanczos(product: Callable[[Vector], Vector], vector: Vector, most_products: int, tolerance: float) -> Sharpness:
+    """Return the largest eigenvalue of the symmetric operator whose product with a vector is given."""
+    vector = _scaled(vector, 1.0 / _dot(vector, vector) ** 0.5)
+    basis = [vector]
+    diagonal: list[float] = []
+    beside: list[float] = []
+    while True:
+        image = product(basis[-1])
+        diagonal.append(_dot(image, basis[-1]))
+        # Twice: once leaves as much rounding as the vectors have in common (Parlett 1980, "twice is enough").
+        for _ in range(2):
+            for other in basis:
+                image = _minus(image, other, _dot(image, other))
+        rest = _dot(image, image) ** 0.5
+        matrix = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
+        if beside:
+            off = torch.tensor(beside, dtype=torch.float64)
+            matrix = matrix + torch.diag(off, 1) + torch.diag(off, -1)
+        values, vectors = torch.linalg.eigh(matrix)
+        largest, residual = float(values[-1]), rest * abs(float(vectors[-1, -1]))
+        # With as many vectors as parameters, or none left to go on with, the eigenvalue is exact.
+        is_whole = len(basis) == sum(one.numel() for one in vector) or rest <= 1e-14 * max(1.0, abs(largest))
+        if residual <= tolerance * abs(largest) or is_whole or len(diagonal) == most_products:
+            return Sharpness(eigenvalue=largest, residual=residual, num_products=len(diagonal))
+        beside.append(rest)
+        basis.append(_scaled(image, 1.0 / rest))
+
+
+def _dot(one: Vector, other: Vector) -> float:
+    return float(sum(torch.sum(a.double() * b.double()) for a, b in zip(one, other, strict=True)))
+
+
+def _scaled(vector: Vector, factor: float) -> Vector:
+    return [one * factor for one in vector]
+
+
+def _minus(vector: Vector, other: Vector, factor: float) -> Vector:
+    return [a - factor * b for a, b in zip(vector, other, strict=True)]

@@ -1,0 +1,61 @@
+"""A ramp of effective batch sizes is a function of the samples of a run."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anybatch.core.batch_ramp import BatchRamp, Stage
+from anybatch.core.schedules import steps_of_samples
+from anybatch.errors import BatchSizeError
+from tests.faults import sees
+
+stages = st.lists(st.tuples(st.integers(1, 20), st.integers(0, 60)), min_size=1, max_size=4)
+
+
+@sees(
+    "steps of a ramp are counted stage by stage",
+    "src/anybatch/core/batch_ramp.py",
+    "of_stage = ceil_div(max(0, end - done), size)",
+    "of_stage = ceil_div(end - steps, size)",
+)
+@given(given_stages=stages, num_samples=st.integers(0, 300))
+def test_counting_the_steps_of_a_ramp_is_walking_them(given_stages: list[tuple[int, int]], num_samples: int) -> None:
+    """The number of steps is that of a walk in which each step has the size of the stage it begins in."""
+    *first, last = [(size, size + more) for size, more in given_stages]
+    ramp = BatchRamp(*first, (last[0], None))
+    done = steps = 0
+    while done < num_samples:
+        done, steps = done + ramp.at(done), steps + 1
+    assert steps_of_samples(num_samples, effective_batch_size=ramp) == steps
+
+
+def test_stages_are_named_and_follow_each_other() -> None:
+    """Each stage lasts for its samples, and the ramp says so."""
+    ramp = BatchRamp((4, 10), (8, 16), (32, None))
+    assert [ramp.at(number) for number in (0, 9, 10, 25, 26, 10**9)] == [4, 4, 8, 8, 32, 32]
+    assert (ramp.sizes, ramp.num_samples) == ((4, 8, 32), 26)
+    assert str(ramp) == "4 for 10 samples, then 8 for 16 samples, then 32"
+
+
+def test_stages_in_tokens_are_whole_samples() -> None:
+    """Tokens are divided by those of a sample, lengths rounded up; a size that is no number of samples is refused."""
+    assert BatchRamp.in_tokens((64, 1000), (128, None), tokens_per_sample=32) == BatchRamp((2, 32), (4, None))
+    with pytest.raises(BatchSizeError, match=r"stage 1 has 100 tokens .* The nearest are 96 and 128 tokens"):
+        BatchRamp.in_tokens((64, 1000), (100, None), tokens_per_sample=32)
+
+
+@pytest.mark.parametrize(
+    ("given_stages", "words"),
+    [
+        ((), "needs stages"),
+        (((0, None),), "effective batch size of stage 0=0"),
+        (((4, 100),), "is the last and ends after 100"),
+        (((4, None), (8, None)), "stage 0 of a ramp has no end"),
+        (((8, 4), (16, None)), "not one whole step"),
+        (((8, 0), (16, None)), "samples of stage 0=0"),
+    ],
+)
+def test_ramps_that_cannot_be_are_refused(given_stages: tuple[Stage, ...], words: str) -> None:
+    """What is wrong with a ramp is said when it is made."""
+    with pytest.raises(BatchSizeError, match=words):
+        BatchRamp(*given_stages)

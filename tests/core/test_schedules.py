@@ -1,0 +1,311 @@
+"""Schedules of the learning rate are torch's, step for step."""
+
+import io
+import itertools
+import math
+import pickle
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
+
+from anybatch.core.schedules import (
+    BoundedSchedule,
+    Constant,
+    Cosine,
+    LinearDecay,
+    Schedule,
+    SequentialSchedule,
+    WarmUp,
+    attach_schedule,
+    join_schedules,
+    steps_of_epochs,
+    steps_of_samples,
+)
+from anybatch.errors import BatchSizeError, UserError
+from tests.faults import sees
+
+BASE_RATE = 0.1
+sizes = st.integers(1, 10_000)
+counts = st.integers(0, 50)
+fractions = st.floats(0.0, 1.0)
+
+
+def parameters() -> list[torch.nn.Parameter]:
+    """Return the parameters of a model with one weight and one bias."""
+    return [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.zeros(1))]
+
+
+def rates_of(make: Callable[[torch.optim.Optimizer], LRScheduler], num_steps: int) -> list[float]:
+    """Return the learning rate of each of `num_steps` optimizer steps under the scheduler that `make` returns."""
+    optimizer = torch.optim.SGD(parameters(), lr=BASE_RATE)
+    return run(optimizer, make(optimizer), num_steps)
+
+
+def run(optimizer: torch.optim.Optimizer, scheduler: LRScheduler, num_steps: int) -> list[float]:
+    """Make `num_steps` optimizer steps, and return the learning rate of each."""
+    rates = []
+    for _ in range(num_steps):
+        rates.append(float(optimizer.param_groups[0]["lr"]))
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+def schedule_rates(schedule: Schedule, num_steps: int) -> list[float]:
+    """Return the learning rates that `schedule` gives under `attach_schedule`."""
+    return rates_of(lambda optimizer: attach_schedule(optimizer, schedule), num_steps)
+
+
+# --- schedules -------------------------------------------------------------------------------------------------------
+
+
+@sees(
+    "a warm-up is one step ahead",
+    "src/anybatch/core/schedules.py",
+    "else step / num_steps",
+    "else (step + 1) / num_steps",
+    also=[
+        "tests/core/test_schedules.py::test_linear_decay_is_torchs_linear_lr",
+        "tests/core/test_schedules.py::test_cosine_is_torchs_cosine_annealing",
+    ],
+)
+@given(num_steps=st.integers(1, 30), start=st.floats(0.01, 1.0))
+def test_warm_up_is_torchs_linear_lr(num_steps: int, start: float) -> None:
+    """WarmUp gives the learning rates of torch's LinearLR, during and after the warm-up."""
+    ours = schedule_rates(WarmUp(num_steps=num_steps, start_factor=start), num_steps + 3)
+    torchs = rates_of(lambda optimizer: LinearLR(optimizer, start, 1.0, num_steps), num_steps + 3)
+    assert ours == pytest.approx(torchs, rel=1e-12)
+
+
+@given(num_steps=st.integers(1, 30), floor=fractions)
+def test_linear_decay_is_torchs_linear_lr(num_steps: int, floor: float) -> None:
+    """LinearDecay gives the learning rates of torch's LinearLR from 1 down, and stays at the floor."""
+    ours = schedule_rates(LinearDecay(num_steps=num_steps, floor=floor), num_steps + 3)
+    torchs = rates_of(lambda optimizer: LinearLR(optimizer, 1.0, floor, num_steps), num_steps + 3)
+    assert ours == pytest.approx(torchs, rel=1e-9, abs=1e-12)
+
+
+@given(num_steps=st.integers(1, 30), floor=fractions)
+def test_cosine_is_torchs_cosine_annealing(num_steps: int, floor: float) -> None:
+    """Cosine gives the learning rates of torch's CosineAnnealingLR down to the floor, where ours stays."""
+    ours = schedule_rates(Cosine(num_steps=num_steps, floor=floor), num_steps + 3)
+    torchs = rates_of(lambda optimizer: CosineAnnealingLR(optimizer, num_steps, floor * BASE_RATE), num_steps + 1)
+    assert ours[: num_steps + 1] == pytest.approx(torchs, rel=1e-9, abs=1e-12)
+    assert ours[num_steps:] == pytest.approx([floor * BASE_RATE] * 3, abs=1e-12)
+
+
+@sees(
+    "a joined schedule counts from the start of the run",
+    "src/anybatch/core/schedules.py",
+    "self.parts[number](step - starts[number])",
+    "self.parts[number](step)",
+    also=["tests/core/test_schedules.py::test_joining_runs_each_part_from_its_own_start"],
+)
+@given(warm_up=st.integers(1, 10), decay=st.integers(1, 20), start=st.floats(0.01, 1.0), floor=fractions)
+def test_joining_is_torchs_sequential_lr(warm_up: int, decay: int, start: float, floor: float) -> None:
+    """A warm-up and then a cosine gives the learning rates of torch's SequentialLR."""
+
+    def sequential(optimizer: torch.optim.Optimizer) -> LRScheduler:
+        parts = [LinearLR(optimizer, start, 1.0, warm_up), CosineAnnealingLR(optimizer, decay, floor * BASE_RATE)]
+        return SequentialLR(optimizer, parts, [warm_up])
+
+    num_steps = warm_up + decay + 1
+    schedule = join_schedules(WarmUp(num_steps=warm_up, start_factor=start), Cosine(num_steps=decay, floor=floor))
+    torchs = rates_of(sequential, num_steps)
+    assert schedule_rates(schedule, num_steps) == pytest.approx(torchs, rel=1e-9, abs=1e-12)
+
+
+@given(num_steps=counts, start=fractions)
+def test_warm_up_rises_from_its_start_to_one(num_steps: int, start: float) -> None:
+    """A warm-up begins at its start factor, never falls, and is exactly 1 from its last step on."""
+    schedule = WarmUp(num_steps=num_steps, start_factor=start)
+    factors = [schedule(step) for step in range(num_steps + 3)]
+    assert factors[0] == (start if num_steps else 1.0)
+    assert all(before <= after for before, after in itertools.pairwise(factors))
+    assert factors[num_steps:] == [1.0] * 3
+
+
+@given(num_steps=counts, floor=fractions, make=st.sampled_from([Cosine, LinearDecay]))
+def test_decays_fall_from_one_to_the_floor(num_steps: int, floor: float, make: type[Cosine | LinearDecay]) -> None:
+    """Both decays begin at 1, never rise, and stay at their floor."""
+    schedule = make(num_steps=num_steps, floor=floor)
+    factors = [schedule(step) for step in range(num_steps + 3)]
+    assert factors[0] == pytest.approx(1.0 if num_steps else floor, abs=1e-15)
+    assert all(before >= after for before, after in itertools.pairwise(factors))
+    assert factors[num_steps:] == pytest.approx([floor] * 3, abs=1e-15)
+
+
+parts = st.one_of(
+    st.builds(WarmUp, num_steps=counts, start_factor=fractions),
+    st.builds(Constant, num_steps=counts, factor=fractions),
+    st.builds(Cosine, num_steps=counts, floor=fractions),
+    st.builds(LinearDecay, num_steps=counts, floor=fractions),
+)
+
+
+@given(schedules=st.lists(parts, min_size=1, max_size=4))
+def test_joining_runs_each_part_from_its_own_start(schedules: list[BoundedSchedule]) -> None:
+    """Joined schedules give, step by step, what their parts give one after another; then the last part's end."""
+    joined = join_schedules(*schedules)
+    expected = [part(step) for part in schedules for step in range(part.num_steps or 0)]
+    expected += [schedules[-1](schedules[-1].num_steps or 0)]
+    assert joined.num_steps == len(expected) - 1
+    assert [joined(step) for step in range(len(expected))] == expected
+
+
+@given(first=parts, second=parts, third=parts)
+def test_joining_is_associative(first: BoundedSchedule, second: BoundedSchedule, third: BoundedSchedule) -> None:
+    """How joins are nested does not matter: the value is the same."""
+    assert (
+        join_schedules(join_schedules(first, second), third)
+        == join_schedules(first, join_schedules(second, third))
+        == join_schedules(first, second, third)
+    )
+
+
+@given(warm_up=st.integers(1, 50), hold=counts, decay=st.integers(1, 50))
+def test_warm_up_hold_decay_is_continuous(warm_up: int, hold: int, decay: int) -> None:
+    """Warm-up, hold and decay join without a jump: no step moves further than the steepest part."""
+    schedule = join_schedules(
+        WarmUp(num_steps=warm_up, start_factor=0.0), Constant(num_steps=hold), LinearDecay(num_steps=decay)
+    )
+    factors = [schedule(step) for step in range(warm_up + hold + decay + 1)]
+    steepest = max(1 / warm_up, 1 / decay)
+    assert all(abs(after - before) <= steepest + 1e-12 for before, after in itertools.pairwise(factors))
+
+
+def test_nothing_follows_a_schedule_without_end() -> None:
+    """A schedule without end can only stand last; joining one before another says which and what to do."""
+    with pytest.raises(UserError, match=r"Constant\(factor=1.0, num_steps=None\).*Give it num_steps, or put it last"):
+        join_schedules(Constant(), Cosine(num_steps=3))
+    joined = join_schedules(Constant(num_steps=1), Constant())
+    assert joined == SequentialSchedule((Constant(num_steps=1), Constant()))
+    assert joined.num_steps is None
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        WarmUp(num_steps=2, start_factor=0.5),
+        Constant(),
+        Cosine(num_steps=2),
+        join_schedules(Constant(num_steps=1), Constant()),
+    ],
+)
+def test_negative_steps_are_refused(schedule: Schedule) -> None:
+    """There is no step before step 0."""
+    with pytest.raises(UserError, match="step=-1 must be a whole number of at least 0"):
+        schedule(-1)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: WarmUp(num_steps=-1, start_factor=0.0), "num_steps=-1"),
+        (lambda: WarmUp(num_steps=2.5, start_factor=0.0), "num_steps=2.5"),  # type: ignore[arg-type]
+        (lambda: WarmUp(num_steps=1, start_factor=1.5), "start_factor=1.5"),
+        (lambda: Cosine(num_steps=1, floor=-0.1), "floor=-0.1"),
+        (lambda: LinearDecay(num_steps=1, floor=math.nan), "floor=nan"),
+        (lambda: Constant(factor=math.inf), "factor=inf"),
+        (lambda: Constant(num_steps=-3), "num_steps=-3"),
+    ],
+)
+def test_bad_schedules_are_refused_when_made(make: Callable[[], Schedule], name: str) -> None:
+    """A schedule with a bad argument cannot be made, so it cannot fail in the middle of a run."""
+    with pytest.raises(UserError, match=f"^{re.escape(name)} must be"):
+        make()
+
+
+# --- steps from samples and epochs -----------------------------------------------------------------------------------
+
+
+@sees(
+    "steps of samples are rounded down",
+    "src/anybatch/core/schedules.py",
+    "return ceil_div(num_samples, effective_batch_size)",
+    "return num_samples // effective_batch_size",
+    also=["tests/core/test_schedules.py::test_whole_epochs_are_the_batches_they_have"],
+)
+@given(num_samples=st.integers(0, 10**9), effective=sizes)
+def test_steps_of_samples_are_the_fewest_that_see_them(num_samples: int, effective: int) -> None:
+    """One step fewer would not have seen the samples."""
+    steps = steps_of_samples(num_samples, effective_batch_size=effective)
+    assert steps * effective >= num_samples
+    assert (steps - 1) * effective < num_samples
+
+
+@given(num_epochs=st.integers(0, 100), samples=st.integers(0, 10_000), effective=sizes)
+def test_whole_epochs_are_the_batches_they_have(num_epochs: int, samples: int, effective: int) -> None:
+    """Every batch of an epoch is a step, also its smaller last one."""
+    per_epoch = len(range(0, samples, effective))
+    steps = steps_of_epochs(num_epochs, samples_per_epoch=samples, effective_batch_size=effective)
+    assert steps == num_epochs * per_epoch
+
+
+@given(tenths=st.integers(0, 1000), steps_per_epoch=st.integers(1, 1000))
+def test_parts_of_epochs_are_rounded_up_once(tenths: int, steps_per_epoch: int) -> None:
+    """A part of an epoch is rounded up in exact arithmetic: 0.1 epochs of 30 steps are 3 steps, not 4."""
+    exact = -(-tenths * steps_per_epoch // 10)
+    assert steps_of_epochs(tenths / 10, samples_per_epoch=steps_per_epoch * 8, effective_batch_size=8) == exact
+
+
+def test_bad_warm_up_lengths_are_refused() -> None:
+    """Negative lengths and batch sizes below 1 are refused by name."""
+    with pytest.raises(UserError, match="num_samples=-1"):
+        steps_of_samples(-1, effective_batch_size=8)
+    with pytest.raises(BatchSizeError, match="effective_batch_size=0"):
+        steps_of_samples(1, effective_batch_size=0)
+    with pytest.raises(UserError, match="num_epochs=-1"):
+        steps_of_epochs(-1, samples_per_epoch=8, effective_batch_size=8)
+
+
+# --- saving ----------------------------------------------------------------------------------------------------------
+
+
+def test_schedules_survive_pickling() -> None:
+    """A schedule is a value: its pickled copy is equal to it and gives the same factors."""
+    schedule = join_schedules(
+        WarmUp(num_steps=3, start_factor=0.1), Constant(num_steps=2), Cosine(num_steps=4, floor=0.1)
+    )
+    copy = pickle.loads(pickle.dumps(schedule))  # noqa: S301 (made here)
+    assert copy == schedule
+    assert [copy(step) for step in range(12)] == [schedule(step) for step in range(12)]
+
+
+def test_a_resumed_schedule_goes_on_where_it_was() -> None:
+    """The scheduler's state loads as plain data, and the resumed run has the rates of the uninterrupted one."""
+    schedule = join_schedules(WarmUp(num_steps=3, start_factor=0.1), Cosine(num_steps=6))
+    uninterrupted = schedule_rates(schedule, 10)
+
+    def make() -> tuple[torch.optim.Optimizer, LRScheduler]:
+        optimizer = torch.optim.SGD(parameters(), lr=BASE_RATE)
+        return optimizer, attach_schedule(optimizer, schedule)
+
+    optimizer, scheduler = make()
+    before = run(optimizer, scheduler, 4)
+    saved = io.BytesIO()
+    torch.save({"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}, saved)
+    saved.seek(0)
+    state = torch.load(saved, weights_only=True)
+    optimizer, scheduler = make()
+    optimizer.load_state_dict(state["optimizer"])
+    scheduler.load_state_dict(state["scheduler"])
+    assert before + run(optimizer, scheduler, 6) == uninterrupted
+
+
+def test_loading_a_schedulers_state_does_not_change_the_schedule() -> None:
+    """The schedule is the one in the code: loading the state of another one only sets the step."""
+    optimizer = torch.optim.SGD(parameters(), lr=BASE_RATE)
+    old = attach_schedule(optimizer, LinearDecay(num_steps=2))
+    schedule = LinearDecay(num_steps=10)
+    new = attach_schedule(torch.optim.SGD(parameters(), lr=BASE_RATE), schedule)
+    new.load_state_dict(old.state_dict())
+    assert schedule == LinearDecay(num_steps=10)
+    new.optimizer.step()
+    new.step()
+    assert new.get_last_lr() == pytest.approx([0.9 * BASE_RATE])

@@ -1,0 +1,104 @@
+"""Spikes are seen where a run leaves its course, and only there."""
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+
+from anybatch.core.spikes import SpikeDetector, SpikeRule, level_and_deviation, spikes_of
+from anybatch.errors import UserError
+from tests.faults import sees
+
+Values = list[tuple[int, float, float | None]]
+
+
+def healthy(num_steps: int, *, seed: int = 0, scatter: float = 0.3) -> Values:
+    """Return losses that fall by a power of the step, and norms about 1, both with noise."""
+    draw = random.Random(seed)
+    return [
+        (step, 2.3 * (1 + step / 50) ** -0.7 * math.exp(draw.gauss(0, scatter)), math.exp(draw.gauss(0, scatter)))
+        for step in range(num_steps)
+    ]
+
+
+def from_step(values: Values, first: int, change: Callable[[int, float, float], tuple[float, float]]) -> Values:
+    """Return values that are changed from a step on, by a function of (steps since then, loss, norm)."""
+    return [
+        (step, *(change(step - first, loss, norm or 0.0) if step >= first else (loss, norm)))
+        for step, loss, norm in values
+    ]
+
+
+@sees(
+    "a rise is a mean without patience",
+    "src/anybatch/core/spikes.py",
+    "if total * shift > self._rule.strictness and not num_steps:",
+    "if total * shift > self._rule.strictness / 4 and not num_steps:",
+)
+def test_noise_is_no_spike() -> None:
+    """No spike in 4,000 steps of a loss that falls with noise, in runs of any length and scatter."""
+    for seed, scatter in ((0, 0.03), (1, 0.3), (2, 1.0)):
+        assert spikes_of(healthy(1300, seed=seed, scatter=scatter), SpikeRule()) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "quantity", "forms", "within"),
+    [
+        (lambda age, loss, norm: (loss * 40 if not age else loss, norm), "loss", ("jump",), 1),
+        (lambda age, loss, norm: (loss, norm * 1e3 if not age else norm), "gradient norm", ("jump",), 1),
+        (lambda age, loss, norm: (loss * 1.1 ** (age + 1), norm), "loss", ("rise",), 20),
+        (lambda age, loss, norm: (loss * 1.01 ** (age + 1), norm), "loss", ("rise",), 120),
+        (lambda age, loss, norm: (math.nan if age == 3 else loss, norm), "loss", ("not finite",), 4),
+        (lambda age, loss, norm: (loss, math.inf if age == 3 else norm), "gradient norm", ("not finite",), 4),
+    ],
+    ids=["loss-jumps", "norm-jumps", "loss-rises", "loss-creeps", "loss-nan", "norm-inf"],
+)
+def test_a_run_off_its_course_is_a_spike(
+    change: Callable[[int, float, float], tuple[float, float]], quantity: str, forms: tuple[str, ...], within: int
+) -> None:
+    """Jumps are seen at once, rises within some steps, one of a percent a step included, and with them what it was."""
+    (spike, *_) = spikes_of(from_step(healthy(500), 300, change), SpikeRule())
+    assert (spike.quantity, spike.form in forms) == (quantity, True)
+    assert 300 <= spike.step < 300 + within
+    assert spike.level < spike.value or spike.form == "not finite"
+    assert f"step {spike.step}" in str(spike)
+
+
+def test_one_bad_value_does_not_move_the_level() -> None:
+    """Level and deviation are the same with an outlier of any size, and the trend is no scatter."""
+    values = [0.1 * (number % 5) for number in range(40)]
+    spoiled = [*values[:30], 1e9, *values[31:]]
+    assert level_and_deviation(spoiled, 1e-9) == pytest.approx(level_and_deviation(values, 1e-9), abs=0.1)
+    falling = [-0.5 * number for number in range(40)]
+    level, deviation = level_and_deviation(falling, 1e-9)
+    assert level == pytest.approx(-0.5 * 29.5)
+    assert deviation == pytest.approx(1e-9)
+
+
+def test_the_unit_of_a_loss_does_not_matter() -> None:
+    """Losses in other units give the same spikes in the same steps."""
+    values = from_step(healthy(400), 200, lambda age, loss, norm: (loss * 1.1**age, norm))
+    other = [(step, 1e-3 * loss, None if norm is None else 1e5 * norm) for step, loss, norm in values]
+    assert [spike.step for spike in spikes_of(values, SpikeRule())] == [
+        spike.step for spike in spikes_of(other, SpikeRule())
+    ]
+
+
+def test_a_detector_says_when_nothing_is_under_way() -> None:
+    """It is calm on noise, and not while a rise adds up; without norms it looks at losses alone."""
+    detector = SpikeDetector(SpikeRule())
+    for step, loss, _ in healthy(200):
+        assert detector.look(step, loss, None) is None
+    assert detector.is_calm
+    for step in range(200, 203):
+        detector.look(step, 2.0, None)
+    assert not detector.is_calm
+
+
+def test_rules_that_cannot_be_are_refused() -> None:
+    """A number that is not above 0, or a window that has no median to speak of."""
+    with pytest.raises(UserError, match="window=4"):
+        SpikeRule(window=4)
+    with pytest.raises(UserError, match="strictness=0"):
+        SpikeRule(strictness=0.0)

@@ -1,0 +1,160 @@
+"""The largest eigenvalue of the Hessian is that of the dense Hessian, however the batch is cut and dealt."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import anybatch as ab
+from anybatch.core.loss import Loss
+from anybatch.diagnostics.sharpness import Sharpness, measure_sharpness
+from anybatch.engine.spec import Hardware, TrainSpec
+from anybatch.errors import CompositionError, LossError
+from tests.faults import sees
+from tests.ranks_fixture import Ranks
+
+Batch = dict[str, torch.Tensor]
+NUM_SAMPLES = 11
+
+
+def network() -> nn.Module:
+    """Return a small network in float64."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+def batch_of() -> Batch:
+    """Return a batch of labelled vectors, of which some labels are masked."""
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.randint(0, 3, (NUM_SAMPLES,), generator=generator)
+    labels[::4] = -100
+    return {"x": torch.randn(NUM_SAMPLES, 4, generator=generator, dtype=torch.float64), "labels": labels}
+
+
+def mean(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the mean over the labels that are not masked."""
+    return F.cross_entropy(model(batch["x"]), batch["labels"])
+
+
+def squares(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return one loss for each sample."""
+    outputs: torch.Tensor = model(batch["x"])
+    return outputs.square().sum(1)
+
+
+def terms(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    """Return two terms, one as a sum with its count."""
+    labels = batch["labels"]
+    total = F.cross_entropy(model(batch["x"]), labels, reduction="sum")
+    return {"labels": ab.LossSum(total, int((labels != -100).sum())), "size": squares(model, batch)}
+
+
+UNMASKED = ab.tokens(shift=False)
+LOSSES: dict[str, Loss] = {
+    "tokens": ab.mean_over_tokens(mean, shift=False),
+    "per-sample": ab.mean_over_samples(squares),
+    "terms": ab.sum_of(terms, labels=UNMASKED, size=ab.samples(weight=0.3)),
+}
+
+
+def whole(name: str, model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the loss of the un-split batch, by plain torch."""
+    if name == "tokens":
+        return mean(model, batch)
+    size = squares(model, batch).mean()
+    return size if name == "per-sample" else mean(model, batch) + 0.3 * size
+
+
+def dense(name: str) -> torch.Tensor:
+    """Return all eigenvalues of the Hessian, from the dense matrix."""
+    model, batch = network(), batch_of()
+    shapes = {key: parameter.shape for key, parameter in model.named_parameters()}
+
+    def of_flat(flat: torch.Tensor) -> torch.Tensor:
+        parts = flat.split([shape.numel() for shape in shapes.values()])
+        values = {key: part.view(shape) for (key, shape), part in zip(shapes.items(), parts, strict=True)}
+
+        class Called(nn.Module):
+            def forward(self, x: torch.Tensor) -> Any:
+                return torch.func.functional_call(model, values, (x,))
+
+        return whole(name, Called(), batch)
+
+    flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    hessian: torch.Tensor = torch.autograd.functional.hessian(of_flat, flat)
+    values: torch.Tensor = torch.linalg.eigvalsh(hessian)
+    return values
+
+
+def measured(name: str, micro_batch_size: int, ranks: tuple[int, int] = (0, 1)) -> Sharpness:
+    """Return what is measured on this rank's share of the batch."""
+    rank, world_size = ranks
+    cut = [0, NUM_SAMPLES] if world_size == 1 else [0, 4, NUM_SAMPLES]
+    own = {key: value[cut[rank] : cut[rank + 1]] for key, value in batch_of().items()}
+    spec = TrainSpec(model=network(), optimizer=lambda named: torch.optim.SGD(named, lr=1.0), loss=LOSSES[name])
+    return measure_sharpness(spec, own, Hardware(micro_batch_size=micro_batch_size), most_products=60, tolerance=1e-13)
+
+
+@sees(
+    "products of a Hessian are of half the vector",
+    "src/anybatch/diagnostics/sharpness.py",
+    "return first.view_as(output) * self._derivative(output.sum())",
+    "return first.view_as(output) * self._derivative(output[: len(output) // 2].sum())",
+    cases=["3-per-sample"],
+)
+@pytest.mark.parametrize("name", list(LOSSES))
+@pytest.mark.parametrize("micro_batch_size", [NUM_SAMPLES, 3])
+def test_the_eigenvalue_is_that_of_the_dense_hessian(name: str, micro_batch_size: int) -> None:
+    """In any form of a loss and any cut, ragged and with masked labels, to 1e-12; the residual is an upper bound."""
+    truth = float(dense(name)[-1])
+    found = measured(name, micro_batch_size)
+    assert found.eigenvalue == pytest.approx(truth, rel=1e-12)
+    assert "largest eigenvalue" in str(found)
+
+
+def test_few_products_give_a_lower_bound_with_its_residual() -> None:
+    """Stopped early, the eigenvalue is not above the largest one, and one lies within the residual."""
+    values = dense("tokens")
+    spec = TrainSpec(model=network(), optimizer=lambda named: torch.optim.SGD(named, lr=1.0), loss=LOSSES["tokens"])
+    for number in (1, 3, 6):
+        found = measure_sharpness(spec, batch_of(), Hardware(micro_batch_size=4), most_products=number, tolerance=1e-13)
+        assert found.num_products == number
+        assert found.eigenvalue <= float(values[-1]) + 1e-12
+        assert float((values - found.eigenvalue).abs().min()) <= found.residual + 1e-12
+
+
+def test_the_model_stays_as_it_is() -> None:
+    """Weights, gradients, modes and random numbers are those of before."""
+    model = network()
+    spec = TrainSpec(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), loss=LOSSES["tokens"])
+    before, drawn = [parameter.clone() for parameter in model.parameters()], torch.get_rng_state()
+    measure_sharpness(spec, batch_of(), most_products=2)
+    assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
+def test_what_cannot_be_differentiated_twice_is_refused() -> None:
+    """A loss across samples, and a strategy that wraps the model, are refused with the reason."""
+    spec = TrainSpec(model=network(), optimizer=lambda named: torch.optim.SGD(named, lr=1.0), loss=LOSSES["tokens"])
+    with pytest.raises(CompositionError, match="second derivatives do not pass"):
+        measure_sharpness(spec, batch_of(), Hardware(strategy="ddp"))
+    across = ab.joint(lambda model, batch: model(batch["x"]), lambda _, outputs: outputs.std())
+    with pytest.raises(LossError, match="in two passes"):
+        measure_sharpness(TrainSpec(model=network(), optimizer=spec.optimizer, loss=across), batch_of())
+
+
+def measured_on_a_rank(name: str, micro_batch_size: int) -> Sharpness:
+    """Return what is measured on this rank."""
+    with ab.World.from_environment() as world:
+        place = world.rank, world.size
+    return measured(name, micro_batch_size, place)
+
+
+def test_ranks_measure_the_whole_batch(two_ranks: Ranks) -> None:
+    """On two ranks with unequal shares, whose numbers of labels differ too, it is the eigenvalue of all of it."""
+    truth = float(dense("terms")[-1])
+    for found in two_ranks.run(measured_on_a_rank, "terms", 3):
+        assert found.eigenvalue == pytest.approx(truth, rel=1e-12)

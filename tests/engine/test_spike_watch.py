@@ -1,0 +1,319 @@
+"""A run that leaves its course is told of, slowed down or taken back; one that does not is left exactly as it is."""
+
+import copy
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import anybatch as ab
+from anybatch.core.records import DiagnosisRecord, Record
+from anybatch.core.spikes import SpikeRule
+from anybatch.engine.spike_watch.watch import SpikeWatch
+from anybatch.errors import AnyBatchWarning, NonFiniteError, RanksDifferError, UserError
+from tests.engine.cases import Batch, classify
+from tests.faults import sees
+from tests.ranks_fixture import Ranks
+
+RULE = SpikeRule(window=16, least=10)
+BAD = 30
+"""The step whose batch is bad."""
+
+
+class Diagnoses:
+    """Keeps what is diagnosed, by code and step."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[str, int | None]] = []
+
+    def observe(self, record: Record, /) -> None:
+        """Keep a diagnosis."""
+        if isinstance(record, DiagnosisRecord):
+            self.found.append((record.code, record.step))
+
+
+def batches(num_steps: int, *, bad: float | None = None) -> Iterator[Batch]:
+    """Yield batches of 8 vectors; the loss of step 30 is multiplied by `bad`."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(5, 3, generator=generator, dtype=torch.float64)
+    for step in range(num_steps):
+        x = torch.randn(8, 5, generator=generator, dtype=torch.float64)
+        y = (x @ weights).argmax(1)
+        factor = bad if bad is not None and step == BAD else 1.0
+        yield {"x": x, "y": y, "factor": torch.full((8,), factor, dtype=torch.float64)}
+
+
+def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the mean cross-entropy, times the factor of the batch."""
+    return classify(model, batch) * batch["factor"].mean()
+
+
+def engine_of(spikes: Any = None, *, optimizer: Any = torch.optim.AdamW, **options: Any) -> ab.Engine:
+    """Return an engine over a small network, with a schedule."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)).double()
+    return ab.Engine(
+        model,
+        lambda named: optimizer([parameter for _, parameter in named], lr=0.01),
+        ab.mean_over_samples(loss_of),
+        micro_batch_size=8,
+        norms="keep",
+        scheduler=lambda made: torch.optim.lr_scheduler.StepLR(made, 10, gamma=0.9),
+        spikes=spikes,
+        **options,
+    )
+
+
+def state_of(engine: ab.Engine) -> dict[str, torch.Tensor]:
+    """Return copies of weights, buffers and the optimizer's state."""
+    modules = engine.model
+    assert isinstance(modules, nn.Module)
+    state = {name: value.clone() for name, value in modules.state_dict().items()}
+    for number, values in engine.optimizer.state_dict()["state"].items():
+        state |= {f"{number} {name}": torch.as_tensor(value).clone() for name, value in values.items()}
+    return state
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Return whether two states are the same, bit for bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@sees(
+    "a roll-back leaves the optimizer's state",
+    "src/anybatch/engine/spike_watch/kept_state.py",
+    "                old.copy_(value)  # in place: captured graphs and sharded updates hold these tensors\n",
+    "                pass\n",
+)
+@sees(
+    "a roll-back takes the newest state, however near",
+    "src/anybatch/engine/spike_watch/watch.py",
+    "while self._kept and self._kept[-1].step > begin:",
+    "while False:",
+)
+def test_a_roll_back_is_bit_for_bit() -> None:
+    """Behind a spike, weights, buffers and optimizer are those behind the step it says; data and schedule go on."""
+    watch = SpikeWatch(action="roll_back", rule=RULE, keep_every=4, warm_up_steps=4)
+    states, told = {}, Diagnoses()
+    with engine_of(watch, observer=told) as engine:
+        for step, batch in enumerate(batches(BAD, bad=1e6)):
+            engine.step(batch)
+            states[step] = state_of(engine)
+        with pytest.warns(AnyBatchWarning, match=f"the loss jumped from .* in step {BAD}, "):
+            engine.step(list(batches(BAD + 1, bad=1e6))[-1])
+        states[BAD] = state_of(engine)
+        assert [code for code, step in told.found if step == BAD] == ["spike", "rolled_back"]
+        back = [step for step in range(BAD) if same(states[step], states[BAD])]
+        assert len(back) == 1
+        assert BAD - 4 - 4 - 4 <= back[0] <= BAD - 1 - 4
+        # What goes on: the count of steps and the schedule.
+        assert engine.num_steps == BAD + 1
+        assert engine.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 0.9**3)
+
+
+@sees(
+    "a lowered rate is reported and not used",
+    "src/anybatch/engine/update/updater.py",
+    "at_rate(self.target.optimizer, self.rate_factor)",
+    "at_rate(self.target.optimizer, 1.0)",
+)
+def test_a_lowered_rate_is_that_of_the_schedule_times_a_factor() -> None:
+    """After a spike updates are those of plain torch at half the scheduled rates, which the scheduler sets as ever."""
+    watch = SpikeWatch(action="lower", rule=RULE)
+    with engine_of(watch, optimizer=torch.optim.SGD) as engine, warnings.catch_warnings():
+        warnings.simplefilter("ignore", AnyBatchWarning)
+        model = engine.model
+        assert isinstance(model, nn.Module)
+        for step, batch in enumerate(batches(BAD + 15, bad=1e6)):
+            plain = copy.deepcopy(model)
+            report = engine.step(batch)
+            rate = (0.5 if step > BAD else 1.0) * 0.01 * 0.9 ** (step // 10)
+            assert report.learning_rates == pytest.approx((rate,), rel=1e-12)
+            gradients = torch.autograd.grad(loss_of(plain, batch), list(plain.parameters()))
+            for before, gradient, after in zip(plain.parameters(), gradients, model.parameters(), strict=True):
+                assert torch.allclose(before - rate * gradient, after, rtol=1e-9, atol=1e-12)
+
+
+@sees(
+    "a second spike lowers nothing",
+    "src/anybatch/engine/spike_watch/watch.py",
+    "step - last > self.watch.relapse_steps",
+    "step - last >= 0",
+)
+def test_a_rate_rises_again_behind_a_roll_back() -> None:
+    """It rises to what it was; where there is a second spike soon, to half of that, and where it is late, to all."""
+    for relapse_steps, ceiling in ((100, 0.5), (10, 1.0)):
+        watch = SpikeWatch(action="roll_back", rule=RULE, keep_every=4, warm_up_steps=4, relapse_steps=relapse_steps)
+        with engine_of(watch) as engine, warnings.catch_warnings():
+            warnings.simplefilter("ignore", AnyBatchWarning)
+            rates = [
+                engine.step({**batch, "factor": batch["factor"] * (1e6 if step in (BAD, BAD + 20) else 1.0)})
+                for step, batch in enumerate(batches(BAD + 28))
+            ]
+        factors = [report.learning_rates[0] / (0.01 * 0.9 ** (step // 10)) for step, report in enumerate(rates)]
+        assert factors[BAD] == pytest.approx(1.0)
+        rise = (0.2, 0.4, 0.6, 0.8, 1.0, 1.0)
+        assert factors[BAD + 1 : BAD + 7] == pytest.approx(rise)
+        assert factors[BAD + 21 : BAD + 27] == pytest.approx([ceiling * part for part in rise])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_left_out_where_there_is_a_way_back(bad: float) -> None:
+    """A roll-back goes on behind a NaN, whose update is not made; any other watch leaves it to end the run."""
+    watch = SpikeWatch(action="roll_back", rule=RULE, keep_every=4)
+    told = Diagnoses()
+    with engine_of(watch, observer=told) as engine, warnings.catch_warnings():
+        warnings.simplefilter("ignore", AnyBatchWarning)
+        reports = [engine.step(batch) for batch in batches(60, bad=bad)]
+    assert reports[BAD].skipped
+    assert not any(report.skipped for report in reports[BAD + 1 :])
+    assert ("rolled_back", BAD) in told.found
+    assert all(value.isfinite().all() for value in state_of(engine).values())
+    for other in (None, "warn", "lower"):
+        with engine_of(other) as plain, pytest.raises(NonFiniteError):
+            list(map(plain.step, batches(BAD + 1, bad=bad)))
+
+
+def test_a_watch_that_finds_nothing_changes_nothing() -> None:
+    """A healthy run is the same bit for bit with any watch as without; to warn changes nothing of a sick one either."""
+
+    def final(spikes: Any, bad: float | None) -> dict[str, torch.Tensor]:
+        with engine_of(spikes) as engine, warnings.catch_warnings():
+            warnings.simplefilter("ignore", AnyBatchWarning)
+            for batch in batches(50, bad=bad):
+                engine.step(batch)
+            return state_of(engine)
+
+    plain = final(None, None)
+    for action in ("warn", "lower", "roll_back"):
+        assert same(final(SpikeWatch(action=action, rule=RULE), None), plain)
+    assert same(final(SpikeWatch(action="warn", rule=RULE), 1e6), final(None, 1e6))
+
+
+@sees(
+    "a resumed run forgets that its rate was lowered",
+    "src/anybatch/engine/spike_watch/watch.py",
+    'self._factor, self._num_actions = float(state["factor"]), int(state["num_actions"])',
+    'self._factor, self._num_actions = 1.0, int(state["num_actions"])',
+)
+def test_a_resumed_run_keeps_the_lower_rate(tmp_path: Path) -> None:
+    """The factor is in the checkpoint; an engine without a watch says that it goes on without; old ones have none."""
+    watch = SpikeWatch(action="lower", rule=RULE)
+    with engine_of(watch) as engine, warnings.catch_warnings():
+        warnings.simplefilter("ignore", AnyBatchWarning)
+        for batch in batches(BAD + 1, bad=1e6):
+            engine.step(batch)
+        engine.save(tmp_path)
+        (after, *_) = (engine.step(batch).learning_rates for batch in batches(1))
+    with engine_of(watch) as resumed:
+        resumed.load(tmp_path)
+        assert resumed.step(next(batches(1))).learning_rates == after
+    with engine_of() as plain, pytest.warns(AnyBatchWarning, match=r"lowered to 0\.5 of the schedule's"):
+        plain.load(tmp_path)
+
+
+def test_a_roll_back_may_go_to_a_checkpoint(tmp_path: Path) -> None:
+    """With a folder, weights and optimizer come from its newest checkpoint; steps, data and schedule go on."""
+    told = Diagnoses()
+    watch = SpikeWatch(action="roll_back", rule=RULE, folder=tmp_path)
+    saved: dict[str, torch.Tensor] = {}
+    with engine_of(watch, observer=told) as engine, warnings.catch_warnings():
+        warnings.simplefilter("ignore", AnyBatchWarning)
+        for step, batch in enumerate(batches(BAD + 1, bad=1e6)):
+            if step == 20:
+                engine.save(tmp_path)
+                saved = state_of(engine)
+            engine.step(batch)
+        assert ("rolled_back", BAD) in told.found
+        assert same(state_of(engine), saved)
+        assert engine.num_steps == BAD + 1
+        assert engine.optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 0.9**3)
+
+
+def test_a_watch_gives_up_in_the_end() -> None:
+    """Where lowering does not help, the watch says so after `most_actions`, and then only warns."""
+    watch = SpikeWatch(action="lower", rule=RULE, most_actions=2, lower_to=0.1)
+    told = Diagnoses()
+    with engine_of(watch, observer=told) as engine, warnings.catch_warnings():
+        warnings.simplefilter("ignore", AnyBatchWarning)
+        reports = [
+            engine.step({**batch, "factor": batch["factor"] * (1e6 if step in (30, 45, 60, 75) else 1.0)})
+            for step, batch in enumerate(batches(90))
+        ]
+    codes = [code for code, _ in told.found if code in ("rate_lowered", "spike_watch_gave_up")]
+    assert codes == ["rate_lowered", "rate_lowered", "spike_watch_gave_up"]
+    assert reports[-1].learning_rates[0] == pytest.approx(0.01 * 0.9**8 * 0.01)
+
+
+def test_watches_that_cannot_be_are_refused() -> None:
+    """An action that does not exist, or a rate that would not fall, when the watch or the engine is made."""
+    with pytest.raises(UserError, match="action='stop' must be one of 'warn', 'lower', 'roll_back'"):
+        engine_of("stop")
+    with pytest.raises(UserError, match="lower_to=2"):
+        SpikeWatch(lower_to=2.0)
+
+
+def run_on_ranks(strategy: str, apart: bool) -> tuple[list[tuple[str, int | None]], dict[str, torch.Tensor]]:
+    """Run with a bad batch on every rank; return what was told, and the final weights."""
+    watch = SpikeWatch(action="roll_back", rule=RULE, keep_every=4)
+    told = Diagnoses()
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    loss = ab.mean_over_samples(loss_of)
+    engine = ab.Engine(
+        model,
+        lambda named: torch.optim.AdamW([parameter for _, parameter in named], lr=0.01),
+        loss,
+        micro_batch_size=4,
+        strategy=strategy,
+        spikes=watch,
+        observer=told,
+    )
+    with engine, warnings.catch_warnings():
+        warnings.simplefilter("ignore", AnyBatchWarning)
+        rank = engine.world.rank
+        for step, batch in enumerate(batches(50, bad=1e6)):
+            if apart and step == 40 and rank:
+                engine._parts.updater.rate_factor = 0.9  # noqa: SLF001 (the fault that is planted)
+            engine.step({name: value[4 * rank : 4 * rank + 4] for name, value in batch.items()})
+        state = engine.model.state_dict() if isinstance(engine.model, nn.Module) else {}
+        full = {name: getattr(value, "full_tensor", lambda value=value: value)() for name, value in state.items()}
+    return told.found, full
+
+
+def refused_on_ranks() -> str:
+    """Return what is said on a rank where the other's rate was lowered."""
+    try:
+        run_on_ranks("all_reduce", True)
+    except RanksDifferError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["all_reduce", "zero1", "fsdp"])
+def test_ranks_go_back_together(strategy: str, two_ranks: Ranks) -> None:
+    """On two ranks all say and do the same in the same step, and end with the same weights, sharded ones included."""
+    (told, weights), (others_told, others) = two_ranks.run(run_on_ranks, strategy, False)
+    assert [code for code, step in told if step == BAD] == ["spike", "rolled_back"]
+    assert others_told == told
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+    assert all(value.isfinite().all() for value in weights.values())
+
+
+@sees(
+    "ranks whose rates were lowered differently go on",
+    "src/anybatch/engine/meaning.py",
+    "settings += (self._num_scheduled(), self._rate_factor())",
+    "settings += (self._num_scheduled(), 1.0)",
+)
+def test_ranks_that_do_not_agree_are_refused(two_ranks: Ranks) -> None:
+    """Where the rates of ranks have come apart, the next step is refused on all of them, by name."""
+    for said in two_ranks.run(refused_on_ranks):
+        assert said.startswith("ranks do not mean the same step (settings)")
+        assert said.count("factor of the spike watch") == 2
+        assert "factor of the spike watch 0.9" in said
