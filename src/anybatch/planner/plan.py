@@ -4,16 +4,12 @@ import dataclasses
 import time
 from collections.abc import Mapping
 
-import torch
-from torch import nn
-from torch.optim import Optimizer
-
 from anybatch.core.splitting import Cut, plan_batch
 from anybatch.parallel.gradient_buckets import gradient_bytes
 from anybatch.planner.budget import Budget
 from anybatch.planner.cost.step_time import Rates, rates_of
-from anybatch.planner.envelopes import find_envelopes
-from anybatch.planner.proposals.ranking import PlanTarget, best_first, fit_of, propose
+from anybatch.planner.proposals.changes import optimizer_name
+from anybatch.planner.proposals.ranking import PlanTarget, best_first, envelopes_of, fit_of, propose
 from anybatch.planner.report import Plan
 from anybatch.planner.trace.checkpointing import as_module
 from anybatch.planner.trace.step_spec import StepSpec, built
@@ -45,7 +41,7 @@ def make_plan(
     start = time.perf_counter()
     # No device limits the memory of a CPU, so that strategies do not go by it.
     spec = dataclasses.replace(spec, device_bytes=None if spec.profile == "cpu" else budget.total_bytes)
-    ready, _ = built(spec)
+    ready, reason = built(spec)
     # The model is built once here; changes that need another one build their own.
     parameters = list(as_module(ready.trained.model).parameters())
     target = PlanTarget(
@@ -54,18 +50,15 @@ def make_plan(
         rates=rates_of(budget.device) if rates is None and budget.device is not None else rates,
         gradient_bytes=gradient_bytes(p for p in parameters if p.requires_grad),
     )
-    # Sizes beyond a rank's share are never run, so none of them is traced.
-    envelopes = find_envelopes(ready, budget.usable_bytes, most_samples=target.share(spec.world_size))
+    envelopes = envelopes_of(ready, target)
     baseline = fit_of(spec, envelopes, target)
     changes = propose(spec, envelopes, target, fits=baseline.fits) if proposals else []
-    optimizer = ready.trained.optimizer
     cut = Cut(micro_batch_size=baseline.micro_batch_size)
     return Plan(
         name=name,
         spec=spec,
         num_parameters=sum(parameter.numel() for parameter in parameters),
-        # Only an instance has the optimizer's name; one number is enough to make it.
-        optimizer=type(optimizer if isinstance(optimizer, Optimizer) else optimizer(_one_parameter())).__name__,
+        optimizer=optimizer_name(ready.trained),
         precision=ready.trained.precision,
         target=target,
         batch=plan_batch(effective_batch_size, spec.world_size, cut),
@@ -73,9 +66,13 @@ def make_plan(
         costs=envelopes.costs,
         changes=tuple(best_first(changes)),
         exact=envelopes.verdict == "exact",
-        notes=(*(_told(envelopes.decisions) if spec.world_size > 1 else ()), *envelopes.notes),
+        notes=(*_of_building(reason), *(_told(envelopes.decisions) if spec.world_size > 1 else ()), *envelopes.notes),
         seconds=time.perf_counter() - start,
     )
+
+
+def _of_building(reason: str | None) -> list[str]:
+    return [] if reason is None else [f"the model was made with its memory, as it cannot be without: {reason}"]
 
 
 def _told(decisions: Mapping[str, str]) -> list[str]:
@@ -83,5 +80,3 @@ def _told(decisions: Mapping[str, str]) -> list[str]:
     return [f"{name}: {decisions[name]}" for name in ("strategy", "sharding", "reduction") if name in decisions]
 
 
-def _one_parameter() -> list[tuple[str, nn.Parameter]]:
-    return [("weight", nn.Parameter(torch.zeros(1)))]

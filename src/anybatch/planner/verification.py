@@ -19,8 +19,7 @@ from anybatch.memory.ledger import INSIDE
 from anybatch.memory.trace import MemoryEnvelope, Polynomials
 from anybatch.parallel.world import World
 from anybatch.planner.proposals.ranking import Fit
-from anybatch.planner.trace.step_spec import StepSpec
-from anybatch.planner.trace.step_trace import NUM_MICRO_BATCHES
+from anybatch.planner.trace.step_spec import NUM_MICRO_BATCHES, StepSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,12 +36,17 @@ class PlanSubject:
         train: function () -> what is trained, with a new model each time.
         sample: a batch of one sample, on the CPU.
         effective_batch_size: samples of one step, where that is known before the model is made.
+        own_batch: the user has whole batches, so that their inputs are all there on a CPU; not micro-batches as they
+            are loaded.
+        notes: remarks for the user on what the sample stands for.
     """
 
     name: str
     train: MakeTrainSpec
     sample: Batch
     effective_batch_size: int | None = None
+    own_batch: bool = False
+    notes: tuple[str, ...] = ()
 
 
 def load_subject(name: str, *, sequence_length: int | None = None) -> PlanSubject:
