@@ -234,7 +234,7 @@ def _smallest_world(spec: StepSpec, target: PlanTarget) -> list[Fit]:
     checkpointed = next((one for one in possible_changes(spec) if one.name == "checkpointing"), None)
     spec, _ = built(changed(spec, [] if checkpointed is None else [checkpointed]))
     # Negative where overheads take more than there is; no step fits into one byte, which is the answer then.
-    sharded = dataclasses.replace(spec, strategy=_in_bfloat16 if spec.trained.precision == "bf16" else "fsdp")
+    sharded = dataclasses.replace(spec, strategy=sharded_in_bfloat16 if spec.trained.precision == "bf16" else "fsdp")
     smallest = smallest_world(sharded, max(1, target.budget.usable_bytes)).world_size
     if smallest is None:
         return []
@@ -257,10 +257,11 @@ def _fsdp(spec: StepSpec, target: PlanTarget) -> Fit:
     if spec.trained.precision != "bf16":
         return _under(spec, "fsdp", target, name="FSDP", how='strategy="fsdp", the optimizer as a function')
     how = "strategy=FSDP(Sharding(param_dtype=torch.bfloat16)), the optimizer as a function"
-    return _under(spec, _in_bfloat16, target, name="FSDP", how=how)
+    return _under(spec, sharded_in_bfloat16, target, name="FSDP", how=how)
 
 
-def _in_bfloat16() -> Strategy:
+def sharded_in_bfloat16() -> Strategy:
+    """Return FSDP2 that gathers weights in bf16 and reduces gradients in float32."""
     # Here, because what FSDP2 needs of torch takes two seconds to import.
     from anybatch.parallel.fsdp import FSDP  # noqa: PLC0415
     from anybatch.parallel.sharding import Sharding  # noqa: PLC0415
