@@ -82,15 +82,22 @@ class Plan:
     def seconds_on(self, world_size: int) -> StepSeconds | None:
         """Return how long a step of the same effective batch takes on so many devices; None where that is not known.
 
-        The micro-batch size is the largest that fits on the planned number of them, or what there is for each.
+        The micro-batch size is the largest that fits on the planned number of them, or what there is for each. Where
+        changes were looked for that fit together, it is a step with these.
 
         Args:
             world_size: number of devices.
         """
-        if not self.baseline.fits:
+        best = None if self.answer is None else self.answer.best
+        fit, costs = self.baseline, self.costs
+        if best is not None and best.fit is not None and best.envelopes is not None:
+            fit, costs = best.fit, best.envelopes.costs
+        # How long gathers take is not known, and so neither is the time on any number of devices.
+        if not fit.fits or (self.target.rates is not None and fit.seconds is None):
             return None
-        size = even_size(self.target.share(world_size), self.baseline.largest)
-        return self.target.seconds(self.costs, size, world_size)
+        share = self.target.share(world_size)
+        size = even_size(share, fit.largest) if fit.asked is None else min(share, fit.asked)
+        return self.target.seconds(costs, size, world_size)
 
     def summary(self) -> Mapping[str, str]:
         """Return what fits and why, in words: the text's rows by their labels.

@@ -30,7 +30,6 @@ CHUNK_TOKENS = 1024
 USUAL_RANK = 16
 """Rank of adapters where none is named."""
 _LEAST_VOCABULARY = 8192
-_FEW_NAMES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -232,7 +231,7 @@ def _of_blocks(ready: StepSpec, *, can_make: bool) -> list[Change]:
 
 def _checkpointing_lines(rows: Sequence[Blocks], keeping: Keeping, every: int) -> str:
     lines = ["from functools import partial", "from torch.utils.checkpoint import checkpoint"]
-    options = ""
+    again = "again = partial(checkpoint, use_reentrant=False)"
     if keeping == "products":
         lines += [
             "from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts",
@@ -244,14 +243,18 @@ def _checkpointing_lines(rows: Sequence[Blocks], keeping: Keeping, every: int) -
             "    policy = CheckpointPolicy",
             "    return policy.MUST_SAVE if operation in products else policy.PREFER_RECOMPUTE",
         ]
-        options = ", context_fn=partial(create_selective_checkpoint_contexts, keep)"
+        again = (
+            "again = partial(checkpoint, use_reentrant=False,\n"
+            "                context_fn=partial(create_selective_checkpoint_contexts, keep))"
+        )
+    lines.append(again)
     for blocks in rows:
         path = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in blocks.path.split(".") if part)
-        names = blocks.names[::every]
+        some = f"[::{every}]" if every > 1 else ""
         lines += [
-            f"for name in {names!r}:" if len(names) < _FEW_NAMES else f"for name in dict(model{path}.named_children()):",
-            f"    block = model{path}.get_submodule(name)",
-            f"    block.forward = partial(checkpoint, block.forward, use_reentrant=False{options})",
+            f"blocks = [one for one in model{path}.children() if type(one).__name__ == {blocks.kind.__name__!r}]",
+            f"for block in blocks{some}:",
+            "    block.forward = partial(again, block.forward)",
         ]
     return "\n".join(lines)
 
