@@ -146,8 +146,8 @@ def find_envelopes(spec: StepSpec, usable_bytes: int, *, most_samples: int | Non
     found = _with_kernels(ready, usable_bytes, most_samples=most_samples, notes=notes)
     if spec.profile != "cpu" or spec.input_samples is None:
         return found
-    parts = (_with_inputs(one, spec.input_samples, spec.num_micro_batches) for one in (found.steady, found.first))
-    return dataclasses.replace(found, **dict(zip(("steady", "first"), parts, strict=True)))
+    steady, first = (_with_inputs(one, spec.input_samples, spec.num_micro_batches) for one in (found.steady, found.first))
+    return dataclasses.replace(found, steady=steady, first=first)
 
 
 def with_alone(found: Envelopes, spec: StepSpec, usable_bytes: int, share: int) -> Envelopes:
@@ -176,15 +176,11 @@ def _with_inputs(envelope: MemoryEnvelope, num_samples: int, num_micro_batches: 
     is_input = torch.tensor([one.category == "inputs" for one in envelope.trace.allocations], dtype=torch.bool)
     whole = sizes.constant + sizes.slope * num_samples // num_micro_batches
     return envelope.with_sizes(
-        Polynomials(
-            torch.where(is_input, whole, sizes.constant), sizes.slope.masked_fill(is_input, 0), sizes.curvature
-        )
+        Polynomials(torch.where(is_input, whole, sizes.constant), sizes.slope.masked_fill(is_input, 0), sizes.curvature)
     )
 
 
-def _with_kernels(
-    ready: StepSpec, usable_bytes: int, *, most_samples: int | None, notes: Sequence[str]
-) -> Envelopes:
+def _with_kernels(ready: StepSpec, usable_bytes: int, *, most_samples: int | None, notes: Sequence[str]) -> Envelopes:
     """Return the envelopes of a spec whose model is made, with what kernels take for themselves where that is known."""
     kernels = ready.kernels
     if kernels is None or ready.profile != "cpu":

@@ -98,5 +98,3 @@ def _of_building(reason: str | None) -> list[str]:
 def _told(decisions: Mapping[str, str]) -> list[str]:
     """Return what the engine decides about devices, as notes."""
     return [f"{name}: {decisions[name]}" for name in ("strategy", "sharding", "reduction") if name in decisions]
-
-

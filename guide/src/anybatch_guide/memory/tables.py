@@ -12,7 +12,7 @@ from anybatch.core.geometry import ceil_div
 from anybatch.core.size_choice import even_size
 from anybatch.memory.trace import Category, MemoryEnvelope, Phase
 from anybatch.planner.budget import budget_of
-from anybatch.planner.cost.devices import DEVICES
+from anybatch.planner.cost.device_table import DEVICES
 from anybatch.planner.envelopes import Envelopes
 
 SIZES_GIB = (4, 6, 8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256)

@@ -20,7 +20,7 @@ from typing import Literal
 from anybatch.core.geometry import ceil_div
 from anybatch.errors import PlanError
 from anybatch.memory.trace import Phase
-from anybatch.planner.cost.devices import Arithmetic, Device
+from anybatch.planner.cost.device import Arithmetic, Device
 
 OperationKind = Literal[
     "view", "product", "convolution", "convolution backward", "attention", "attention backward", "foreach", "other"

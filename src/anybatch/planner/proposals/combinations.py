@@ -13,7 +13,7 @@ from typing import Final
 from anybatch.core.units import in_bytes
 from anybatch.errors import UserError
 from anybatch.parallel.strategy import Strategy
-from anybatch.planner.cost.devices import DEVICES
+from anybatch.planner.cost.device_table import DEVICES
 from anybatch.planner.cost.step_time import Rates, rates_of
 from anybatch.planner.envelopes import Envelopes
 from anybatch.planner.proposals.changes import Change, changed, offloading, other_steps, possible_changes

@@ -165,7 +165,9 @@ def envelopes_of(spec: StepSpec, target: PlanTarget) -> Envelopes:
     ready, _ = built(spec)
     usable, share = target.budget.usable_bytes, target.share(spec.world_size)
     # Sizes beyond a rank's share are never run, so none of them is traced.
-    return with_alone(find_envelopes(ready, usable, most_samples=share), ready, usable, share)
+    found = find_envelopes(ready, usable, most_samples=share)
+    several = target.micro_batch_size is not None and target.micro_batch_size < share
+    return found if several else with_alone(found, ready, usable, share)
 
 
 def propose(spec: StepSpec, envelopes: Envelopes, target: PlanTarget, *, fits: bool) -> list[Fit]:

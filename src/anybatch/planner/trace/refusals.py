@@ -57,7 +57,9 @@ def not_followed(modules: nn.Module, *, offloads: bool) -> tuple[str, ...]:
     """
     notes = []
     if any(map(is_compiled, modules.modules())):
-        notes.append("the model is compiled, and planned as it is without: compiled it takes less, 2 to 8% as published")
+        notes.append(
+            "the model is compiled, and planned as it is without: compiled it takes less, 2 to 8% as published"
+        )
     if offloads:
         notes.append(
             "torch.autograd.graph.save_on_cpu has no effect on this plan: what it moves to the host is counted here. "

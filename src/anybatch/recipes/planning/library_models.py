@@ -22,9 +22,7 @@ _USUAL_PIXELS = 224
 _CLIP_TOKENS = 77
 _HEADS = ("SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "CAUSAL_LM", "IMAGE_CLASSIFICATION")
 """What models are trained for, first that of which a model type has a class."""
-_UNPADDED = (
-    "planned for samples without padding, whose attention needs no mask; padded ones keep a mask for each sample, 1 to 5% more"
-)
+_UNPADDED = "planned for samples without padding, whose attention needs no mask; padded ones keep a mask for each sample, 1 to 5% more"
 
 
 def subject_of_library(name: str, *, sequence_length: int | None = None) -> PlanSubject | None:
@@ -89,7 +87,9 @@ def subject_of_config(config: Any, *, sequence_length: int | None = None) -> Pla
     """
     name = next(iter(config.architectures or ()), None)
     kind = _class_of(config, name)
-    most = next((found for one in ("max_position_embeddings", "n_positions") if (found := getattr(config, one, None))), None)
+    most = next(
+        (found for one in ("max_position_embeddings", "n_positions") if (found := getattr(config, one, None))), None
+    )
     sample = _sample(config, kind, length_of(sequence_length, most, name or config.model_type))
     over_tokens = sample["labels"].dim() > 1
     # A model that predicts each token from those before it shifts its labels by itself.
@@ -151,7 +151,9 @@ def _subject_of_diffusers(values: Mapping[str, Any]) -> PlanSubject:
     name = values["_class_name"]
     kind = getattr(_module("diffusers"), name, None)
     if name != "UNet2DConditionModel" or kind is None:
-        message = f"a {name} of diffusers has no samples here. Plan it from Python: ab.plan(make, optimizer, loss, sample)."
+        message = (
+            f"a {name} of diffusers has no samples here. Plan it from Python: ab.plan(make, optimizer, loss, sample)."
+        )
         raise UserError(message)
     width, channels = values["cross_attention_dim"], values["in_channels"]
     latents = torch.zeros(1, channels, values["sample_size"], values["sample_size"])
@@ -227,7 +229,9 @@ def _names(library: str, *, required: bool) -> Sequence[str]:
         return ()
     if library == "transformers":
         return list(module.models.auto.configuration_auto.CONFIG_MAPPING_NAMES)
-    names: Sequence[str] = module.models.list_models(module=module.models) if library == "torchvision" else module.list_models()
+    names: Sequence[str] = (
+        module.models.list_models(module=module.models) if library == "torchvision" else module.list_models()
+    )
     return names
 
 
@@ -235,5 +239,7 @@ def _module(library: str) -> Any:  # noqa: ANN401 (a module)
     try:
         return importlib.import_module(library)
     except (ImportError, RuntimeError) as error:  # a torchvision for another torch raises the latter
-        message = f"this is a model of {library}, which is not installed here or does not import: pip install {library}."
+        message = (
+            f"this is a model of {library}, which is not installed here or does not import: pip install {library}."
+        )
         raise UserError(message) from error

@@ -20,6 +20,7 @@ from anybatch.errors import UserError
 from anybatch.parallel.strategy import Strategy
 from anybatch.planner.budget import budget_of
 from anybatch.planner.cache.measured_devices import KnownDevices
+from anybatch.planner.cost.device import Device
 from anybatch.planner.cost.step_time import Rates
 from anybatch.planner.measured import measured_of
 from anybatch.planner.plan import make_plan
@@ -39,7 +40,7 @@ def plan(
     loss: Loss | LossFunction | None = None,
     sample: Batch | None = None,
     *,
-    device: str | int,
+    device: str | int | Device,
     effective_batch_size: int | None = None,
     world_size: int = 1,
     precision: PrecisionName | None = None,
@@ -72,7 +73,8 @@ def plan(
             for anything; None for that of `what`, or AdamW.
         loss: for a module, as `Engine` takes it. A function without a loss makes a `TrainSpec`.
         sample: for a module or a `TrainSpec`, a batch of one sample; only its shapes and types are used.
-        device: a name such as "RTX 4090" or "H100", a size such as "24GiB", or bytes; "cpu:8GiB" plans a CPU's.
+        device: a name such as "RTX 4090" or "H100", a size such as "24GiB", or bytes; "cpu:8GiB" plans a CPU's; or a
+            `Device`.
         effective_batch_size: samples of one step over all ranks; None for what a job or a `TrainSpec` says.
         world_size: number of ranks.
         precision: number formats of forward and backward; None for those of a `TrainSpec`, "fp32" of others.
@@ -98,7 +100,7 @@ def plan(
     subject = _subject(what, None if isinstance(optimizer, str) else optimizer, loss, sample, sequence_length)
     if isinstance(optimizer, str):
         subject = with_optimizer(subject, optimizer)
-    size = effective_batch_size or subject.effective_batch_size
+    size, is_open = effective_batch_size or subject.effective_batch_size, precision is None
     # Measurements are kept by precision, so it has to be known before they are looked up.
     if size is None or (precision is None and known is not None):
         train, _ = build(subject.train)
@@ -132,7 +134,7 @@ def plan(
         rates=rates,
         proposals=proposals,
         fit=fit,
-        precision_is_open=precision is None,
+        precision_is_open=is_open,
         asked=asked,
         micro_batch_size=micro_batch_size,
         expandable_segments=expandable_segments,

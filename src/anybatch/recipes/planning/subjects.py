@@ -46,7 +46,11 @@ def load_subject(name: str, *, sequence_length: int | None = None) -> PlanSubjec
         raise UserError(message)
     near = difflib.get_close_matches(name, [*RECIPES, *KNOWN_MODELS], n=1)
     if name not in RECIPES and ":" not in name and (near or "." not in name):
-        hint = f"Did you mean {near[0]!r}?" if near else f"It can be {', '.join([*RECIPES, *KNOWN_MODELS])}, or a model of transformers, torchvision or timm by its name there."
+        hint = (
+            f"Did you mean {near[0]!r}?"
+            if near
+            else f"It can be {', '.join([*RECIPES, *KNOWN_MODELS])}, or a model of transformers, torchvision or timm by its name there."
+        )
         message = f"{name!r} is nothing that can be planned. {hint} A recipe of your own is file.py:function."
         raise UserError(message)
     return subject_of_job(load_recipe(name), name)
