@@ -50,8 +50,16 @@ _SMALL = {
     **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
     **dict.fromkeys(("intermediate_size", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_dim", "n_inner"), 256),
     **dict.fromkeys(("num_local_experts", "n_routed_experts", "num_experts"), 4),
-    **{"vocab_size": 1000, "num_key_value_heads": 2, "head_dim": 32, "d_kv": 32, "moe_intermediate_size": 64},
-    **{"num_decoder_layers": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0},
+    "vocab_size": 1000,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "d_kv": 32,
+    "moe_intermediate_size": 64,
+    "num_decoder_layers": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 0,
 }
 """What makes a configuration of transformers small, where it has a value of that name."""
 
@@ -112,7 +120,7 @@ def of_timm(draw: random.Random) -> Iterator[tuple[Any, ...]]:
     names = timm.list_models()
     for name in draw.sample(names, len(names)):
         settings = timm.get_pretrained_cfg(name)
-        if settings is not None and settings.input_size[1] <= 256:  # noqa: PLR2004 (larger ones take minutes)
+        if settings is not None and settings.input_size[1] <= 256:
             yield name, lambda name=name: timm.create_model(name), of_classes, images(*settings.input_size)
 
 
@@ -120,7 +128,7 @@ def small_config(kind: str) -> Any:  # noqa: ANN401 (of transformers)
     """Return a small configuration of a model type, with the class that is trained most."""
     import transformers  # noqa: PLC0415
 
-    from anybatch.recipes.planning.library_models import _class_of  # noqa: PLC0415, PLC2701 (as `anybatch plan` does it)
+    from anybatch.recipes.planning.library_models import _class_of  # noqa: PLC0415 (as `anybatch plan` does it)
 
     config = transformers.AutoConfig.for_model(kind)
     known = config.to_dict()
@@ -173,16 +181,38 @@ def of_diffusers(draw: random.Random) -> Iterator[tuple[Any, ...]]:
     while True:
         width, depth, side = draw.choice((32, 64)), draw.choice((2, 3)), draw.choice((16, 32))
         channels = tuple(width * 2**level for level in range(depth))
-        with_text = draw.random() < 0.7  # noqa: PLR2004
+        with_text = draw.random() < 0.7
         common = {"sample_size": side, "block_out_channels": channels, "layers_per_block": draw.choice((1, 2))}
         if with_text:
             heads = draw.choice((4, 8))
-            ways = (("CrossAttnDownBlock2D",) * (depth - 1) + ("DownBlock2D",), ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * (depth - 1))
-            options = {**common, "in_channels": 4, "out_channels": 4, "cross_attention_dim": 64, "attention_head_dim": heads, "down_block_types": ways[0], "up_block_types": ways[1]}
+            ways = (
+                ("CrossAttnDownBlock2D",) * (depth - 1) + ("DownBlock2D",),
+                ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * (depth - 1),
+            )
+            options = {
+                **common,
+                "in_channels": 4,
+                "out_channels": 4,
+                "cross_attention_dim": 64,
+                "attention_head_dim": heads,
+                "down_block_types": ways[0],
+                "up_block_types": ways[1],
+            }
             name = f"UNet2DConditionModel {channels}, {side} x {side}"
-            yield name, lambda options=options: diffusers.UNet2DConditionModel(**options), of_noise, _latents(4, side, 64)
+            yield (
+                name,
+                lambda options=options: diffusers.UNet2DConditionModel(**options),
+                of_noise,
+                _latents(4, side, 64),
+            )
         else:
-            options = {**common, "in_channels": 3, "out_channels": 3, "down_block_types": ("DownBlock2D",) * (depth - 1) + ("AttnDownBlock2D",), "up_block_types": ("AttnUpBlock2D",) + ("UpBlock2D",) * (depth - 1)}
+            options = {
+                **common,
+                "in_channels": 3,
+                "out_channels": 3,
+                "down_block_types": ("DownBlock2D",) * (depth - 1) + ("AttnDownBlock2D",),
+                "up_block_types": ("AttnUpBlock2D",) + ("UpBlock2D",) * (depth - 1),
+            }
             name = f"UNet2DModel {channels}, {side} x {side}"
             yield name, lambda options=options: diffusers.UNet2DModel(**options), of_noise, _latents(3, side, None)
 
@@ -221,7 +251,13 @@ def of_peft(draw: random.Random) -> Iterator[tuple[Any, ...]]:
 
 def drawn(seed: int, only: str = "") -> Iterator[tuple[str, Drawn]]:
     """Yield the configurations of a seed: those that have few enough parameters, by library."""
-    sources = {"torchvision": of_torchvision, "timm": of_timm, "transformers": of_transformers, "diffusers": of_diffusers, "peft": of_peft}
+    sources = {
+        "torchvision": of_torchvision,
+        "timm": of_timm,
+        "transformers": of_transformers,
+        "diffusers": of_diffusers,
+        "peft": of_peft,
+    }
     for library, source in sources.items():
         draw = random.Random(f"{seed} {library}")  # noqa: S311 (a choice, no secret)
         left = NUM_DRAWN[library]
@@ -331,7 +367,9 @@ def main() -> None:
     for name in ("nms", "qnms"):  # a torchvision whose own operations do not load asks for these while it is imported
         if not hasattr(torch.ops.torchvision, name):
             torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float threshold) -> Tensor")
-    head = "| library | model | optimizer | precision | planned, MiB | allocated, MiB | error, % | planned in, s | said |"
+    head = (
+        "| library | model | optimizer | precision | planned, MiB | allocated, MiB | error, % | planned in, s | said |"
+    )
     lines, errors, counts, start = [head, "|" + "---|" * 9], [], {}, time.perf_counter()
     for library, one in drawn(options.seed, options.library):
         if time.perf_counter() - start > options.seconds:

@@ -25,8 +25,8 @@ def make_parser() -> Parser:
     parser.add_argument(
         "what",
         metavar="WHAT",
-        help="a recipe, as `anybatch train` takes it; a published model, such as llama-3.1-8b; a config.json; or a model "
-        "of transformers, torchvision or timm by its name there",
+        help="a recipe, as `anybatch train` takes it; a published model, such as llama-3.1-8b; a config.json; or a "
+        "model of transformers, torchvision or timm by its name there",
     )
     _add_device(parser)
     _add_step(parser)

@@ -146,7 +146,9 @@ def find_envelopes(spec: StepSpec, usable_bytes: int, *, most_samples: int | Non
     found = _with_kernels(ready, usable_bytes, most_samples=most_samples, notes=notes)
     if spec.profile != "cpu" or spec.input_samples is None:
         return found
-    steady, first = (_with_inputs(one, spec.input_samples, spec.num_micro_batches) for one in (found.steady, found.first))
+    steady, first = (
+        _with_inputs(one, spec.input_samples, spec.num_micro_batches) for one in (found.steady, found.first)
+    )
     return dataclasses.replace(found, steady=steady, first=first)
 
 

@@ -104,9 +104,10 @@ def training_text(plan: Plan, training: Training) -> str:
         raise UserError(message)
     least, greatest = (duration(found.num_steps * one) for one in (found.step.least, found.step.greatest))
     took = duration(_SECONDS_PER_HOUR * found.hours)
+    steps = f"{found.num_steps:,} steps of {in_seconds(found.step.total)}"
     lines = [
-        f"training   {training.num_samples:,} samples: {found.num_steps:,} steps of {in_seconds(found.step.total)}, "
-        f"{took} on {found.world_size} (between {least} and {greatest})"
+        f"training   {training.num_samples:,} samples: {steps}, {took} on {found.world_size}",
+        f"           between {least} and {greatest}",
     ]
     if training.deadline_hours is not None:
         lines.append(f"deadline   {duration(_SECONDS_PER_HOUR * training.deadline_hours)}: {_deadline(plan, training)}")

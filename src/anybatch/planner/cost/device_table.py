@@ -53,7 +53,9 @@ def _device(  # noqa: PLR0917 (a row of a table)
     )
 
 
-def _geforce(name: str, gib: float, fp32: float, gigabytes: float, link: float, source: str) -> Device:
+def _geforce(  # noqa: PLR0917 (a row of a table)
+    name: str, gib: float, fp32: float, gigabytes: float, link: float, source: str
+) -> Device:
     """Return a GeForce RTX from Ampere on: tensor cores do twice the products of 32-bit units, TF32 as many."""
     also = (f"GeForce {name}", name.removeprefix("RTX "))
     return _device(name, gib, (fp32, fp32, 2 * fp32, 2 * fp32), gigabytes, link, source, also)

@@ -65,11 +65,10 @@ def _costs(best: Combination, batch_norms: Sequence[str]) -> list[str]:
     fit = best.fit
     if batch_norms and fit is not None and (fit.accumulation_steps > 1 or fit.world_size > 1):
         shown = ", ".join(batch_norms[:_MOST_NAMES]) + (", ..." if len(batch_norms) > _MOST_NAMES else "")
-        said += [
-            f"BatchNorm: {len(batch_norms)} layers ({shown}) see {fit.micro_batch_size} samples, not "
-            f"{fit.micro_batch_size * fit.accumulation_steps * fit.world_size}: cutting changes the result",
-            'ab.Engine(..., norms="exact") sees the whole batch, norms="freeze" needs none; GroupNorm does not care',
-        ]
+        whole = fit.micro_batch_size * fit.accumulation_steps * fit.world_size
+        seen = f"see {fit.micro_batch_size} samples, not {whole}: cutting changes the result"
+        said.append(f"BatchNorm: {len(batch_norms)} layers ({shown}) {seen}")
+        said.append('ab.Engine(..., norms="exact") sees the whole batch, "freeze" needs none; GroupNorm does not care')
     return said
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +17,6 @@ from anybatch.core.dtypes import is_low_precision
 from anybatch.core.loss import declared
 from anybatch.core.tree import tensors_of
 from anybatch.engine.spec import TrainSpec
-from anybatch.engine.update.precision import OptimizerFunction
 from anybatch.errors import UserError
 from anybatch.memory.trace import MemoryEnvelope, Polynomials
 from anybatch.parallel.strategy import trainable
@@ -276,13 +276,13 @@ def without_cache(module: nn.Module) -> None:
     Args:
         module: changed in place.
     """
-    known: dict[int, object] = {}
+    known: dict[int, Any] = {}
     for one in module.modules():
-        config = getattr(one, "config", None)
+        config: Any = getattr(one, "config", None)
         if getattr(config, "use_cache", False) is True:
             # A configuration may be the user's, and is left alone.
             other = known.setdefault(id(config), copy.copy(config))
-            other.use_cache = False  # type: ignore[attr-defined]  # as the other one has
+            other.use_cache = False
             one.config = other
 
 

@@ -136,7 +136,7 @@ class _Search:
             return
         why = "slower" if best.same_step or not one.same_step else "leads further"
         if best.same_step and not one.same_step:
-            faster = (one.seconds or 0.0) < 0.97 * (best.seconds or 0.0)  # noqa: PLR2004 (closer than predictions are)
+            faster = (one.seconds or 0.0) < 0.97 * (best.seconds or 0.0)
             why = "not needed: it computes another step" + (", faster" if faster else "")
         self.tried[self.tried.index(one)] = dataclasses.replace(one, why=why)
 

@@ -104,7 +104,7 @@ def as_planning_errors(modules: nn.Module) -> Iterator[None]:
 
 
 def _place(trace: TracebackType | None, modules: nn.Module) -> str:
-    """Return the innermost line that is neither torch's nor ours, and the innermost module: ", in head (Bad) at ..."."""
+    """Return the innermost module and line that is neither torch's nor ours: ", in head (Head) at file.py:3"."""
     names = {id(module): name for name, module in modules.named_modules() if name}
     inside = at = ""
     for frame, number in traceback.walk_tb(trace):

@@ -22,7 +22,9 @@ _USUAL_PIXELS = 224
 _CLIP_TOKENS = 77
 _HEADS = ("SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "CAUSAL_LM", "IMAGE_CLASSIFICATION")
 """What models are trained for, first that of which a model type has a class."""
-_UNPADDED = "planned for samples without padding, whose attention needs no mask; padded ones keep a mask for each sample, 1 to 5% more"
+_UNPADDED = (
+    "planned for samples without padding, whose attention needs no mask; padded ones keep one each, 1 to 5% more"
+)
 
 
 def subject_of_library(name: str, *, sequence_length: int | None = None) -> PlanSubject | None:

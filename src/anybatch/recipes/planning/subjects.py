@@ -49,7 +49,7 @@ def load_subject(name: str, *, sequence_length: int | None = None) -> PlanSubjec
         hint = (
             f"Did you mean {near[0]!r}?"
             if near
-            else f"It can be {', '.join([*RECIPES, *KNOWN_MODELS])}, or a model of transformers, torchvision or timm by its name there."
+            else f"It can be {', '.join([*RECIPES, *KNOWN_MODELS])}; or a model of a library."
         )
         message = f"{name!r} is nothing that can be planned. {hint} A recipe of your own is file.py:function."
         raise UserError(message)
