@@ -29,6 +29,7 @@ from anybatch.parallel.local_parts import is_dtensor, local_part
 from anybatch.parallel.world import World
 from anybatch.planner.cost.operations import OperationRecorder
 from anybatch.planner.torch_internals import saves_on_host
+from anybatch.planner.trace.checkpointing import as_module
 from anybatch.planner.trace.cuda_emulation import allocating_as, choose_foreach
 from anybatch.planner.trace.data_reads import HostReads
 from anybatch.planner.trace.fake_model import fake_batch, fake_twin
@@ -162,7 +163,8 @@ class StepTracer:
             truths_read=sum(self._reads.truths[phase] for phase in computing),
             sharded=self._twin_run.sharded,
             decisions=self._twin_run.decisions,
-            notes=not_followed(self._twin_run.modules, offloads=self._twin_run.offloads),
+            # Of the model itself: that its call is compiled is no part of a copy.
+            notes=not_followed(as_module(self._spec.trained.model), offloads=self._twin_run.offloads),
         )
 
     def next_step(self, micro_batch_size: int) -> MemoryTrace:
