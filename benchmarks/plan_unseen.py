@@ -320,6 +320,13 @@ def allocated(one: Drawn) -> int:
     return allocator.most_bytes()
 
 
+def stand_in_for_missing_operations() -> None:
+    """Declare what a torchvision whose own operations do not load asks for while it is imported."""
+    for name in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, name):
+            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float threshold) -> Tensor")
+
+
 def row(library: str, one: Drawn) -> tuple[str, float | None, str]:
     """Return the row of one configuration, its error in percent where it has one, and what became of it."""
     start, what = time.perf_counter(), f"| {library} | {one.name} | {one.optimizer} | {one.precision} |"
@@ -364,9 +371,7 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    for name in ("nms", "qnms"):  # a torchvision whose own operations do not load asks for these while it is imported
-        if not hasattr(torch.ops.torchvision, name):
-            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float threshold) -> Tensor")
+    stand_in_for_missing_operations()
     head = (
         "| library | model | optimizer | precision | planned, MiB | allocated, MiB | error, % | planned in, s | said |"
     )

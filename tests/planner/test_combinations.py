@@ -1,6 +1,5 @@
 """Which changes together let a step fit, what is planned by stand-ins, and what bounds or ends a plan."""
 
-import dataclasses
 import json
 from collections.abc import Iterable
 from functools import partial
@@ -24,9 +23,8 @@ from anybatch.planner.plan_json import as_json
 from anybatch.planner.proposals.changes import changed, named_change, optimizer_name, possible_changes
 from anybatch.planner.proposals.combinations import Answer, find_combination
 from anybatch.planner.proposals.ranking import PlanTarget
-from anybatch.planner.proposals.stand_ins import Adapter, AdamW8bit, FourBitLinear
+from anybatch.planner.proposals.stand_ins import AdamW8bit, Adapter, FourBitLinear
 from anybatch.planner.report import Plan
-from anybatch.planner.trace.checkpointing import as_module
 from anybatch.planner.trace.step_spec import StepSpec, built
 from anybatch.planner.trace.step_trace import trace_step
 from anybatch.planner.training_time import Training, fewest_devices, training_text, training_time
@@ -73,7 +71,7 @@ def adamw(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
     return torch.optim.AdamW([parameter for _, parameter in named])
 
 
-def spec_of(make: Any = Net, **fields: Any) -> StepSpec:  # noqa: ANN401 (a module, or what makes one)
+def spec_of(make: Any = Net, **fields: Any) -> StepSpec:
     """Return a step of a small network."""
     given = {"optimizer": adamw, "loss": ab.mean_over_samples(classes), "sample": torch.zeros(1, WIDTH), **fields}
     return step_spec(make, **given)
@@ -114,7 +112,7 @@ def test_levels_are_left_in_order() -> None:
     answer = answer_for(device, 8, make=wide, sample=torch.zeros(1, 256))
 
     assert answer.best is not None
-    assert [one.name for one in answer.best.changes][0] == "8-bit AdamW"
+    assert answer.best.changes[0].name == "8-bit AdamW"
     assert not any("LoRA" in one.name for one in answer.tried)
     assert all("of" in one.why for one in answer.tried if not one.fits)
 
@@ -234,7 +232,7 @@ class Branching(nn.Module):
         self.layer = nn.Linear(WIDTH, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layer(x.sin().cos() if len(x) > 8 else x)  # noqa: PLR2004
+        out: Tensor = self.layer(x.sin().cos() if len(x) > 8 else x)
         return out
 
 
@@ -341,7 +339,7 @@ def test_what_a_trace_does_not_follow_is_noted() -> None:
 
     def compiled() -> nn.Module:
         model = nn.Linear(WIDTH, 10)
-        model._compiled_call_impl = model._call_impl  # type: ignore[assignment]  # noqa: SLF001 (as `compile` does)
+        model._compiled_call_impl = model._call_impl  # noqa: SLF001 (as `compile` does)
         return model
 
     moved = trace_step(spec_of(loss=ab.mean_over_samples(_moved)), 2).notes
@@ -368,7 +366,7 @@ def test_optimizers_that_select_are_asked_with_all_parameters() -> None:
 
 def test_unknown_changes_are_refused() -> None:
     """A change that the step does not have is refused with those that it has."""
-    with pytest.raises(UserError, match="no change of this step. It has .*'checkpointing'"):
+    with pytest.raises(UserError, match=r"no change of this step\. It has .*'checkpointing'"):
         named_change(spec_of(), "magic")
 
 
@@ -453,8 +451,8 @@ def test_a_plan_before_and_after_leaves_training_bitwise_as_it_is() -> None:
         model = Caching()
         engine = ab.Engine(model, adamw, ab.mean_over_samples(classes), micro_batch_size=4, norms="keep")
         batch = torch.randn(8, WIDTH)
-        for _ in range(3):
-            if plans:
+        for number in range(3):
+            if plans and number != 1:
                 sample = torch.zeros(1, WIDTH)
                 options: dict[str, Any] = {"device": "24GiB", "effective_batch_size": 8}
                 ab.plan(model, adamw, ab.mean_over_samples(classes), sample, fit=True, **options)
