@@ -6,6 +6,10 @@ small), and models of transformers with adapters of peft; each with an optimizer
 every allocation of torch's CPU allocator counted. What does not build or run by itself is left out, and counted.
 
     python benchmarks/plan_unseen.py [--seed 18] [--seconds 1500] [--library NAME] [--out benchmarks/results/NAME.md]
+    python benchmarks/plan_unseen.py --times
+
+With `--times` the seconds of a step are compared instead: as predicted from a calibration of this CPU, and the median
+of five steps. Models are taken in turn from the libraries, until the time is up.
 
 It needs torchvision, timm, transformers, diffusers and peft; a torchvision for another build of torch will do, since
 its own operations are not used.
@@ -13,6 +17,7 @@ its own operations are not used.
 
 import dataclasses
 import gc
+import itertools
 import logging
 import random
 import time
@@ -29,6 +34,8 @@ from torch.profiler import record_function
 
 import anybatch as ab
 from anybatch.errors import UserError
+from anybatch.planner.cost.calibration import measure_rates
+from anybatch.planner.cost.step_time import Rates
 from anybatch.planner.report import Plan
 
 MEBIBYTE = 2**20
@@ -282,7 +289,7 @@ def small_enough(make: Callable[[], nn.Module]) -> bool:
         return True
 
 
-def planned(one: Drawn) -> Plan:
+def planned(one: Drawn, rates: Rates | None = None) -> Plan:
     """Return the plan of one, as a user asks for it."""
     return ab.plan(
         one.make,
@@ -293,26 +300,32 @@ def planned(one: Drawn) -> Plan:
         effective_batch_size=MICRO_BATCH * NUM_MICRO_BATCHES,
         micro_batch_size=MICRO_BATCH,
         precision=one.precision,  # type: ignore[arg-type]
+        rates=rates,
         proposals=False,
+    )
+
+
+def engine_of(one: Drawn) -> ab.Engine:
+    """Return the engine that runs one."""
+    torch.manual_seed(0)
+    return ab.Engine(
+        one.make(),
+        OPTIMIZERS[one.optimizer],
+        ab.mean_over_samples(one.loss),
+        micro_batch_size=MICRO_BATCH,
+        check_loss=False,
+        norms="keep",
+        precision=one.precision,  # type: ignore[arg-type]
+        world=ab.World.from_environment(device="cpu"),
     )
 
 
 def allocated(one: Drawn) -> int:
     """Return the most that is allocated at once in the second step of the real engine."""
     gc.collect()
-    torch.manual_seed(0)
     with AllocatorEvents() as allocator:
         batch = one.batch(MICRO_BATCH * NUM_MICRO_BATCHES)
-        engine = ab.Engine(
-            one.make(),
-            OPTIMIZERS[one.optimizer],
-            ab.mean_over_samples(one.loss),
-            micro_batch_size=MICRO_BATCH,
-            check_loss=False,
-            norms="keep",
-            precision=one.precision,  # type: ignore[arg-type]
-            world=ab.World.from_environment(device="cpu"),
-        )
+        engine = engine_of(one)
         engine.step(batch)
         with record_function(SECOND_STEP):
             engine.step(batch)
@@ -349,6 +362,41 @@ def row(library: str, one: Drawn) -> tuple[str, float | None, str]:
     return f"{what} {figures} | {'; '.join(plan.notes[:2])[:120]} |", error, "planned"
 
 
+def timed(seed: int, seconds: float) -> list[str]:
+    """Return the table of predicted and measured times of a step, and what it comes to."""
+    by_library: dict[str, list[Drawn]] = {}
+    for library, one in drawn(seed):
+        by_library.setdefault(library, []).append(one)
+    in_turn = [one for row in itertools.zip_longest(*by_library.values()) for one in row if one is not None]
+    start, ratios, lines = time.perf_counter(), [], ["| model | predicted, s | measured, s | measured / predicted |"]
+    rates = measure_rates("this CPU", time.perf_counter)
+    for one in in_turn:
+        if time.perf_counter() - start > seconds:
+            break
+        try:
+            predicted = planned(one, rates).baseline.seconds
+            engine, batch = engine_of(one), one.batch(MICRO_BATCH * NUM_MICRO_BATCHES)
+            engine.step(batch)
+            taken = sorted(_seconds_of(engine, batch) for _ in range(5))[2]
+        except Exception:  # noqa: BLE001, S112 (not planned, or does not run: the other table has it)
+            continue
+        if predicted is not None:
+            ratios.append(taken / predicted.total)
+            lines.append(f"| {one.name} ({one.precision}) | {predicted.total:.3f} | {taken:.3f} | {ratios[-1]:.2f} |")
+            print(lines[-1], flush=True)
+    off = sorted(max(one, 1 / one) for one in ratios)
+    inside = sum(rates.band[0] <= one <= rates.band[1] for one in ratios)
+    band = f"{inside} of {len(ratios)} within the band of {rates.band[0]:.2f} to {rates.band[1]:.2f}"
+    said = f"{band}; off by a factor of {off[len(off) // 2]:.2f} in the middle, {off[-1]:.2f} at most."
+    return [said, "", lines[0], "|---|--:|--:|--:|", *lines[1:]]
+
+
+def _seconds_of(engine: ab.Engine, batch: Batch) -> float:
+    start = time.perf_counter()
+    engine.step(batch)
+    return time.perf_counter() - start
+
+
 def summary(errors: list[float], counts: dict[str, int]) -> list[str]:
     """Return what the table comes to."""
     sizes = sorted(map(abs, errors))
@@ -367,11 +415,21 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=18, help="of the draw (default: 18)")
     parser.add_argument("--seconds", type=float, default=3600, help="begin no more after so long (default: 3600)")
     parser.add_argument("--library", default="", help="draw from this one only")
+    parser.add_argument("--times", action="store_true", help="compare times of a step instead of memory")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     stand_in_for_missing_operations()
+    if options.times:
+        report.publish(
+            timed(options.seed, options.seconds),
+            title="Steps of models that nobody chose: time as planned, and as measured",
+            command=f"python benchmarks/plan_unseen.py --times --seed {options.seed} --seconds {options.seconds:g}",
+            setting=f"{NUM_MICRO_BATCHES} micro-batches of {MICRO_BATCH}, 1 thread, a CPU that was measured before",
+            out=options.out,
+        )
+        return
     head = (
         "| library | model | optimizer | precision | planned, MiB | allocated, MiB | error, % | planned in, s | said |"
     )

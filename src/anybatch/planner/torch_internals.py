@@ -122,6 +122,11 @@ def checkpointed(module: nn.Module, options: Mapping[str, Any]) -> nn.Module:
     return wrapped
 
 
+def is_checkpointed(module: nn.Module) -> bool:
+    """Whether a module is one that `checkpointed` returns: it has `_checkpoint_wrapped_module`; where not, no."""
+    return hasattr(module, "_checkpoint_wrapped_module")
+
+
 def imagined_store() -> Store:
     """Return the store of a process group whose other ranks are imagined: backend "fake".
 

@@ -22,6 +22,7 @@ from anybatch.memory.trace import MemoryEnvelope, Polynomials
 from anybatch.parallel.strategy import trainable
 from anybatch.planner.cost.step_time import CostLine, CostTrace
 from anybatch.planner.proposals.stand_ins import AdamW8bit, adapted, in_bfloat16, linear_layers, offloaded
+from anybatch.planner.torch_internals import is_checkpointed
 from anybatch.planner.trace.checkpointing import Keeping, as_module, checkpoint_blocks
 from anybatch.planner.trace.step_spec import StepSpec, built
 
@@ -262,7 +263,7 @@ def _checkpointing_lines(rows: Sequence[Blocks], keeping: Keeping, every: int) -
 def _checkpoints_itself(module: nn.Module) -> bool:
     """Whether blocks are checkpointed already, by transformers' own switch or by torch's wrapper around a block."""
     switched = any(getattr(one, "gradient_checkpointing", False) is True for one in module.modules())
-    return switched or any(hasattr(one, "_checkpoint_wrapped_module") for one in module.modules())
+    return switched or any(map(is_checkpointed, module.modules()))
 
 
 def _checkpointed(keeping: Keeping, every: int, train: TrainSpec) -> TrainSpec:

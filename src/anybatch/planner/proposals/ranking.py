@@ -115,7 +115,7 @@ def fit_of(spec: StepSpec, envelopes: Envelopes, target: PlanTarget, *, name: st
     """
     usable, share, expandable = target.budget.usable_bytes, target.share(spec.world_size), target.expandable_segments
     # A share that fits as one micro-batch has no gradients beneath it, and may fit for that alone.
-    alone, asked = envelopes.alone, target.micro_batch_size
+    alone, asked, costs = envelopes.alone, target.micro_batch_size, envelopes.costs
     if alone is not None and (asked is None or asked >= share) and _largest(alone, target, share) == share:
         envelopes = alone
     largest = _largest(envelopes, target, share)
@@ -138,7 +138,7 @@ def fit_of(spec: StepSpec, envelopes: Envelopes, target: PlanTarget, *, name: st
         envelope=envelope,
         binds=envelopes.binding(largest, usable, share),
         # How long weights travel within micro-batches is not known.
-        seconds=None if envelopes.sharded else target.seconds(envelopes.costs, size, spec.world_size),
+        seconds=None if envelopes.sharded else target.seconds(costs, size, spec.world_size),
         freely_reserved_bytes=freely,
         asked=None if asked is None else size,
     )
