@@ -71,7 +71,8 @@ class AdamW8bit(Optimizer):
 class Adapter(nn.Module):
     """A linear layer that stays as it is, and a product of two narrow matrices that is trained and added: LoRA.
 
-    The added product is computed in the adapter's own type, as peft does it; without dropout.
+    The added product is computed in the adapter's own type, and the sum has the layer's, as peft does it; without
+    dropout.
     Source: Hu et al. 2021, "LoRA", section 4.1, with alpha twice the rank.
 
     Args:
@@ -91,7 +92,7 @@ class Adapter(nn.Module):
         """Return what the layer returns, and the product."""
         result: Tensor = self.base(x)
         added: Tensor = self.up(self.down(x.to(self.down.weight.dtype))) * 2.0
-        return result + added
+        return (result + added).to(result.dtype)
 
 
 class FourBitLinear(nn.Module):
