@@ -29,8 +29,8 @@ import anybatch as ab
 from anybatch.engine.spec import TrainSpec
 from anybatch.memory.ledger import MemoryLedger
 from anybatch.memory.trace import MemoryEnvelope, fit
-from anybatch.planner.trace.step_spec import StepSpec
-from anybatch.planner.trace.step_trace import NUM_MICRO_BATCHES, trace_step
+from anybatch.planner.trace.step_spec import NUM_MICRO_BATCHES, StepSpec
+from anybatch.planner.trace.step_trace import trace_step
 from anybatch.testing import RankPool
 
 MEBIBYTE = 2**20

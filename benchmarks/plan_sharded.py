@@ -33,7 +33,8 @@ from anybatch.parallel.strategy import Strategy
 from anybatch.planner.cost.caching_allocator import replay
 from anybatch.planner.proposals.more_ranks import smallest_world
 from anybatch.planner.trace.gathered_memory import resizes_booked
-from anybatch.planner.trace.step_trace import NUM_MICRO_BATCHES, trace_step
+from anybatch.planner.trace.step_spec import NUM_MICRO_BATCHES
+from anybatch.planner.trace.step_trace import trace_step
 from anybatch.testing import RankPool
 
 GIBIBYTE, MEBIBYTE = 1 << 30, 1 << 20
@@ -86,8 +87,8 @@ def against_published() -> list[str]:
     lines = ["| devices | tensors | reserved, one pool | reserved | published | error |", "|--:|--:|--:|--:|--:|--:|"]
     shape = replace(llama.EIGHT, checkpointing="selective")
     for world_size, published in PUBLISHED_GIB.items():
-        spec = replace(llama.spec(shape, world_size=world_size), strategy=in_bfloat16)
-        trace = trace_step(spec, 2, num_micro_batches=1).steady
+        spec = replace(llama.spec(shape, world_size=world_size), strategy=in_bfloat16, num_micro_batches=1)
+        trace = trace_step(spec, 2).steady
         sizes = [one.num_bytes for one in trace.allocations]
         one_pool, reserved = (
             replay(trace.events, sizes, pools=pools).peak_reserved_bytes / GIBIBYTE for pools in (None, trace.pools)

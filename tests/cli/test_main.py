@@ -16,7 +16,7 @@ from anybatch.cli import launch as launching
 from anybatch.cli.main import VERBS, function_of, main
 from anybatch.cli.option_hints import HINTS, OWN_OPTIONS, explain_unknown
 from anybatch.cli.plan import frozen_imports
-from anybatch.cli.plan import make_parser as make_plan_parser
+from anybatch.cli.plan_options import make_parser as make_plan_parser
 from anybatch.cli.status import Status
 from anybatch.cli.train import make_parser, read
 from anybatch.cli.train_request import TrainRequest, short_name

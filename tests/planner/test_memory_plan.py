@@ -21,8 +21,8 @@ from anybatch.planner.budget import Budget
 from anybatch.planner.envelopes import Envelopes, find_envelopes
 from anybatch.planner.proposals.ranking import Fit, PlanTarget, fit_of
 from anybatch.planner.trace.cuda_emulation import Profile
-from anybatch.planner.trace.step_spec import StepSpec
-from anybatch.planner.trace.step_trace import NUM_MICRO_BATCHES, StepTracer, trace_step
+from anybatch.planner.trace.step_spec import NUM_MICRO_BATCHES, StepSpec
+from anybatch.planner.trace.step_trace import StepTracer, trace_step
 from tests.faults import sees
 from tests.planner.profiled import most_allocated
 from tests.planner.step_specs import changed, step_spec

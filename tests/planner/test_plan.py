@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 import anybatch as ab
+from anybatch.engine.spec import TrainSpec
 from anybatch.errors import UserError
 from anybatch.planner.budget import budget_of
 from anybatch.planner.cost.caching_allocator import largest_that_fits
@@ -21,6 +22,7 @@ from anybatch.planner.envelopes import find_envelopes
 from anybatch.planner.plan import make_plan
 from anybatch.planner.plan_figure import draw_plan
 from anybatch.planner.proposals import ranking
+from anybatch.planner.proposals.changes import changed as with_changes
 from anybatch.planner.proposals.changes import possible_changes
 from anybatch.planner.proposals.ranking import PlanTarget, fit_of, propose
 from anybatch.planner.report import Plan
@@ -156,7 +158,8 @@ def test_checkpointing_is_planned_as_it_is(keeping: Keeping) -> None:
     change = next(one for one in possible_changes(spec) if one.name == names[keeping])
     by_hand_spec = changed(spec, model=lambda: checkpoint_blocks(Net(), keeping))
 
-    plain, proposed, by_hand = (trace_step(one, 64).steady.peak_bytes for one in (spec, change.spec, by_hand_spec))
+    specs = (spec, with_changes(spec, [change]), by_hand_spec)
+    plain, proposed, by_hand = (trace_step(one, 64).steady.peak_bytes for one in specs)
 
     assert proposed == by_hand
     assert proposed < plain
@@ -189,9 +192,9 @@ def test_fused_update_takes_no_temporaries() -> None:
     spec = spec_of_classes(num_blocks=8, width=128)
     fused = next(one for one in possible_changes(spec) if one.name == "fused optimizer")
 
-    plain, changed = (trace_step(one, 2).steady.peak_bytes for one in (spec, fused.spec))
+    plain, after = (trace_step(one, 2).steady.peak_bytes for one in (spec, with_changes(spec, [fused])))
 
-    assert changed < 0.85 * plain
+    assert after < 0.85 * plain
 
 
 @pytest.mark.slow
@@ -308,11 +311,12 @@ def test_changes_that_cannot_be_planned_are_left_out(monkeypatch: pytest.MonkeyP
     envelopes = find_envelopes(spec, budget.usable_bytes)
     broken = [change for change in possible_changes(spec) if change.name == "checkpointing"]
 
-    def refuse() -> nn.Module:
+    def refuse(train: TrainSpec) -> TrainSpec:
+        del train
         message = "no"
         raise UserError(message)
 
-    changes = [dataclasses.replace(broken[0], spec=changed(broken[0].spec, model=refuse)), *broken]
+    changes = [dataclasses.replace(broken[0], apply=refuse), *broken]
     monkeypatch.setattr(ranking, "possible_changes", lambda _: changes)
 
     assert [
@@ -324,7 +328,7 @@ def test_changes_that_cannot_be_planned_are_left_out(monkeypatch: pytest.MonkeyP
 def test_a_plan_is_drawn(tmp_path: Path) -> None:
     """The picture of a plan names its micro-batches from 1, its device and its peak."""
     pytest.importorskip("matplotlib", reason="needs the extra anybatch[plot]")
-    plan = planned(spec_of_classes(), "600MiB", 64)
+    plan = planned(spec_of_classes(), "600MiB", 10**6)
 
     draw_plan(plan, tmp_path / "plan.svg")
 

@@ -18,7 +18,7 @@ from anybatch.memory.trace import Category, MemoryTrace
 from anybatch.parallel.fsdp import FSDP
 from anybatch.parallel.strategy import Strategy
 from anybatch.planner.cost.caching_allocator import replay
-from anybatch.planner.cost.devices import DEVICES
+from anybatch.planner.cost.device_table import DEVICES
 from anybatch.planner.cost.step_time import rates_of
 from anybatch.planner.envelopes import find_envelopes
 from anybatch.planner.proposals.more_ranks import candidate_sizes, extrapolated, first_that_fits, smallest_world

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anybatch.errors import PlanError
-from anybatch.planner.cost.devices import DEVICES, find_device
+from anybatch.planner.cost.device_table import DEVICES
+from anybatch.planner.cost.devices import find_device
 from anybatch.planner.cost.step_time import (
     UNMEASURED_BAND,
     CostTrace,

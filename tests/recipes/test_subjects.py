@@ -13,7 +13,9 @@ from torch import nn
 from anybatch.errors import UserError
 from anybatch.recipes.planning.decoder import Decoder, DecoderBlock
 from anybatch.recipes.planning.known_models import KNOWN_MODELS, Shape
-from anybatch.recipes.planning.subjects import PlanSubject, load_subject, subject_of_config
+from anybatch.recipes.planning.library_models import subject_of_config
+from anybatch.recipes.planning.plan_subject import PlanSubject
+from anybatch.recipes.planning.subjects import load_subject
 
 pytest.importorskip("sklearn.datasets", reason="needs the extra anybatch[recipes]")
 

@@ -6,7 +6,8 @@ from typing import Final
 from anybatch.core.headroom import HEADROOM
 from anybatch.core.units import in_bytes
 from anybatch.errors import UserError
-from anybatch.planner.cost.devices import Device, parse_budget
+from anybatch.planner.cost.device import Device
+from anybatch.planner.cost.devices import parse_budget
 
 CONTEXT_BYTES: Final = 500 * 2**20
 """A CUDA context with its kernels: 287 MB with lazy loading and 667 MB without were reported (pytorch issue 86509)."""
@@ -68,13 +69,17 @@ class Budget:
 
 
 def budget_of(
-    device: str | int, *, world_size: int = 1, headroom: float | None = None, measured: DeviceMeasurements | None = None
+    device: str | int | Device,
+    *,
+    world_size: int = 1,
+    headroom: float | None = None,
+    measured: DeviceMeasurements | None = None,
 ) -> Budget:
     """Return the budget of a device.
 
     Args:
-        device: a name such as "RTX 4090", a size such as "24GiB", or bytes; "cpu:8GiB" for a budget that is enforced by
-            counting tensors, which has no context.
+        device: a device, a name such as "RTX 4090", a size such as "24GiB", or bytes; "cpu:8GiB" for a budget that is
+            enforced by counting tensors, which has no context.
         world_size: number of ranks.
         headroom: share to leave free, from 0 to below 1; None for the measured one, or else the default.
         measured: results of measured steps; they are ignored where a headroom is given.
@@ -92,8 +97,11 @@ def budget_of(
         raise UserError(message)
     # A budget on a CPU is enforced by counting tensors: there is no context and no cached memory beside them.
     on_cpu = isinstance(device, str) and device.startswith("cpu:")
+    known: Device | None = None
     if isinstance(device, int):
-        total_bytes, known = device, None
+        total_bytes = device
+    elif isinstance(device, Device):
+        total_bytes, known = device.memory_bytes, device
     else:
         total_bytes, known = parse_budget(device.removeprefix("cpu:"))
     context_bytes = CONTEXT_BYTES if measured.outside_bytes is None else measured.outside_bytes
@@ -106,5 +114,5 @@ def budget_of(
         outside_bytes=0 if on_cpu else context_bytes + communicators,
         workspace_bytes=0 if on_cpu else WORKSPACE_BYTES,
         why=measured.why,
-        notes=measured.notes,
+        notes=(*measured.notes, *((known.note,) if known is not None and known.note else ())),
     )

@@ -5,11 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
+
 from anybatch.core.units import in_bytes
 from anybatch.errors import CannotPlanError, PlanError
 from anybatch.memory.trace import (
     MemoryEnvelope,
     Peak,
+    Polynomials,
     check,
     check_same_structure,
     fit,
@@ -27,8 +30,9 @@ from anybatch.planner.trace.step_trace import StepTrace, StepTracer, trace_step,
 TRACED = (2, 3)
 """Micro-batch sizes that are traced. A single sample is special: axes are squeezed, and BatchNorm refuses it."""
 _FURTHER = 5
-Binding = Literal["tensors", "allocator", "optimizer step", "batch"]
-"""The limit that a larger micro-batch would exceed; "batch" if all of the rank's samples fit at once."""
+Binding = Literal["tensors", "allocator", "optimizer step", "batch", "branch"]
+"""The limit that a larger micro-batch would exceed; "batch" if all of the rank's samples fit at once, "branch" if the
+step does something else above it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,6 +49,8 @@ class Envelopes:
         notes: remarks for the user on how this was found.
         sharded: the strategy shards the weights, and gathers them in every micro-batch.
         decisions: what the engine decides while it is built, by what it is about.
+        bound: the largest size up to which the step was seen to do the same; None where no other was met.
+        alone: the same of a step of one micro-batch, where that was asked for.
     """
 
     steady: MemoryEnvelope
@@ -56,6 +62,8 @@ class Envelopes:
     notes: tuple[str, ...]
     sharded: bool = False
     decisions: Mapping[str, str] = field(default_factory=dict)
+    bound: int | None = None
+    alone: "Envelopes | None" = None
 
     def peak_bytes(self, m: int) -> int:
         """Return the most that tensors hold at once, in any step.
@@ -71,19 +79,21 @@ class Envelopes:
         Args:
             budget_bytes: memory for tensors.
         """
-        return _smaller(self.steady.largest(budget_bytes), self.first.largest(budget_bytes))
+        return _smaller(self.steady.largest(budget_bytes), self.first.largest(budget_bytes), self.bound)
 
-    def largest_allocated(self, limit_bytes: int) -> int | None:
+    def largest_allocated(self, limit_bytes: int, *, expandable: bool = False) -> int | None:
         """Return the largest micro-batch size that the allocator can serve from that much; None for no limit.
 
         On a CPU, whose allocator keeps nothing back, it is the largest whose tensors fit.
 
         Args:
             limit_bytes: memory that the allocator may reserve.
+            expandable: its segments grow (`expandable_segments:True`).
         """
         if self.profile == "cpu":
             return self.largest(limit_bytes)
-        return _smaller(largest_that_fits(self.steady, limit_bytes), largest_that_fits(self.first, limit_bytes))
+        both = (largest_that_fits(one, limit_bytes, expandable=expandable) for one in (self.steady, self.first))
+        return _smaller(*both, self.bound)
 
     def binding(self, size: int, usable_bytes: int, most_samples: int) -> Binding:
         """Return the limit that the next larger micro-batch size would exceed.
@@ -95,6 +105,8 @@ class Envelopes:
         """
         if size >= most_samples:
             return "batch"
+        if size == self.bound:
+            return "branch"
         # Tensors alone would fit, so the obstacle is how the allocator rounds and fragments them.
         if self.peak_bytes(size + 1) <= usable_bytes:
             return "allocator"
@@ -105,12 +117,12 @@ class Envelopes:
         later = self.steady.peak_bytes(m) >= self.first.peak_bytes(m)
         return (self.steady if later else self.first).at_peak(m)
 
-    def reserved_bytes(self, m: int) -> int:
+    def reserved_bytes(self, m: int, *, expandable: bool = False) -> int:
         """Return the memory that the allocator reserves on a device that has enough, at a micro-batch size of `m`."""
         if self.profile == "cpu":
             return self.peak_bytes(m)
         return max(
-            replay(one.trace.events, one.sizes(m), pools=one.trace.pools).peak_reserved_bytes
+            replay(one.trace.events, one.sizes(m), expandable=expandable, pools=one.trace.pools).peak_reserved_bytes
             for one in (self.steady, self.first)
         )
 
@@ -131,6 +143,47 @@ def find_envelopes(spec: StepSpec, usable_bytes: int, *, most_samples: int | Non
     """
     ready, reason = built(spec)
     notes = [] if reason is None else [f"the model was made with its memory, as it cannot be without: {reason}"]
+    found = _with_kernels(ready, usable_bytes, most_samples=most_samples, notes=notes)
+    if spec.profile != "cpu" or spec.input_samples is None:
+        return found
+    steady, first = (
+        _with_inputs(one, spec.input_samples, spec.num_micro_batches) for one in (found.steady, found.first)
+    )
+    return dataclasses.replace(found, steady=steady, first=first)
+
+
+def with_alone(found: Envelopes, spec: StepSpec, usable_bytes: int, share: int) -> Envelopes:
+    """Return envelopes that know a step of one micro-batch too, where a rank's share may be one.
+
+    No gradients are there beneath the activations of such a step: it holds up to a fifth less.
+
+    Args:
+        found: of steps of several micro-batches.
+        spec: the step.
+        usable_bytes: memory for tensors and the allocator's rounding.
+        share: samples of the largest rank share.
+    """
+    largest = found.largest(usable_bytes)
+    near = largest is None or 2 * largest >= share
+    if not near or found.sharded or joint_limit(built(spec)[0]) is not None:
+        return found
+    return dataclasses.replace(
+        found, alone=find_envelopes(dataclasses.replace(spec, num_micro_batches=1), usable_bytes, most_samples=share)
+    )
+
+
+def _with_inputs(envelope: MemoryEnvelope, num_samples: int, num_micro_batches: int) -> MemoryEnvelope:
+    """Return the envelope of a step in which the inputs of so many samples are there, not of those that were traced."""
+    sizes = envelope.allocated
+    is_input = torch.tensor([one.category == "inputs" for one in envelope.trace.allocations], dtype=torch.bool)
+    whole = sizes.constant + sizes.slope * num_samples // num_micro_batches
+    return envelope.with_sizes(
+        Polynomials(torch.where(is_input, whole, sizes.constant), sizes.slope.masked_fill(is_input, 0), sizes.curvature)
+    )
+
+
+def _with_kernels(ready: StepSpec, usable_bytes: int, *, most_samples: int | None, notes: Sequence[str]) -> Envelopes:
+    """Return the envelopes of a spec whose model is made, with what kernels take for themselves where that is known."""
     kernels = ready.kernels
     if kernels is None or ready.profile != "cpu":
         return _found(ready, usable_bytes, most_samples=most_samples, notes=notes)
@@ -141,7 +194,7 @@ def find_envelopes(spec: StepSpec, usable_bytes: int, *, most_samples: int | Non
         if not kernels.num_asked:
             raise
         alone = dataclasses.replace(ready, kernels=None)
-        notes.append("what kernels take for themselves is not counted: it does not follow from traces")
+        notes = [*notes, "what kernels take for themselves is not counted: it does not follow from traces"]
         return _found(alone, usable_bytes, most_samples=most_samples, notes=notes)
     return dataclasses.replace(found, notes=(*found.notes, *_kernel_notes(kernels)))
 
@@ -179,6 +232,7 @@ def _found(ready: StepSpec, usable_bytes: int, *, most_samples: int | None, note
         # The first time torch works out, with tensors of whole size, how each operation on shards is sharded.
         recorders[low] = OperationRecorder()
         traces[low] = trace_step(ready, low, recorder=recorders[low])
+    notes = [*notes, *traces[low].notes]
     if _reads(traces[low]):
         _refuse_dependence(ready, traces[low])
         notes = [*notes, "the step reads numbers from tensors; what it holds was seen not to depend on them"]
@@ -245,7 +299,12 @@ def _checked(
     """
     for _ in range(3):  # affine, quadratic, and once more at what the quadratic says
         size = _further(_smaller(found.largest(usable_bytes), most_samples), tuple(traces))
-        traces[size] = trace_step(spec, size)
+        if not _same_at(spec, size, traces, found):
+            bound = _bound(spec, size, traces, found)
+            found = dataclasses.replace(found, bound=bound, notes=(*found.notes, _of_branch(bound, size)))
+            size = bound
+        if size in found.steady.traced:  # the bound lies right above what was traced first
+            return dataclasses.replace(found, checked_at=size)
         steady = check(found.steady, traces[size].steady, size)
         first = check(found.first, traces[size].first, size)
         if steady.verdict == first.verdict == "exact":
@@ -253,6 +312,37 @@ def _checked(
         found = dataclasses.replace(found, steady=steady.envelope, first=first.envelope, verdict="quadratic")
     message = f"memory at micro-batch sizes {sorted(traces)} is neither linear nor quadratic in the size."
     raise PlanError(message)
+
+
+def _same_at(spec: StepSpec, size: int, traces: dict[int, StepTrace], found: Envelopes) -> bool:
+    """Trace another size, and return whether the step does the same there."""
+    try:
+        traces[size] = trace_step(spec, size)
+        for envelope, trace in ((found.steady, traces[size].steady), (found.first, traces[size].first)):
+            check_same_structure(envelope.trace, envelope.traced[0], in_order(trace), size)
+    except PlanError:  # it does not run there, or does something else
+        traces.pop(size, None)
+        return False
+    return True
+
+
+def _bound(spec: StepSpec, above: int, traces: dict[int, StepTrace], found: Envelopes) -> int:
+    """Return the largest size below one at which the step does the same, taken to do so up to there."""
+    low, high = max(size for size in traces if size in found.steady.traced), above
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _same_at(spec, middle, traces, found):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _of_branch(bound: int, size: int) -> str:
+    return (
+        f"the step does something else at a micro-batch size of {size} than at {bound}: no more than {bound} is "
+        "planned, and a larger size has to be tried"
+    )
 
 
 def _further(size: int | None, traced: tuple[int, ...]) -> int:

@@ -21,14 +21,15 @@ from anybatch.planner.cache.measured_devices import (
     MeasuredStep,
     driver_version,
 )
-from anybatch.planner.cost.devices import Device, find_device, parse_budget
+from anybatch.planner.cost.device import Device
+from anybatch.planner.cost.devices import find_device, parse_budget
 from anybatch.planner.report import Plan
 from anybatch.planner.verification import Verification, full_name
 
 _CPU = "cpu:"
 
 
-def measured_of(device: str | int, name: str, precision: str, known: KnownDevices) -> DeviceMeasurements:
+def measured_of(device: str | int | Device, name: str, precision: str, known: KnownDevices) -> DeviceMeasurements:
     """Return the measurements of a device by its name or memory.
 
     A step counts that was measured on a device of that name, or under a budget of as many bytes, with the same versions
@@ -137,11 +138,11 @@ def _step(found: Verification, plan: Plan, known: KnownDevices) -> MeasuredStep:
     )
 
 
-def _is_cpu(device: str | int) -> bool:
+def _is_cpu(device: str | int | Device) -> bool:
     return isinstance(device, str) and device.startswith(_CPU)
 
 
-def _belongs(device: str | int) -> Callable[[MeasuredStep], bool]:
+def _belongs(device: str | int | Device) -> Callable[[MeasuredStep], bool]:
     """Return the question whether a step was measured on this device.
 
     Raises:
@@ -150,6 +151,8 @@ def _belongs(device: str | int) -> Callable[[MeasuredStep], bool]:
     if _is_cpu(device):
         here = full_name(torch.device("cpu"))
         return lambda step: step.device == here
+    if isinstance(device, Device):
+        return lambda step: _catalogued(step.device) is device
     total_bytes, named = (device, None) if isinstance(device, int) else parse_budget(device)
     if named is not None:
         return lambda step: _catalogued(step.device) is named

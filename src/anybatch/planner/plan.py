@@ -2,18 +2,16 @@
 
 import dataclasses
 import time
-from collections.abc import Mapping
-
-import torch
-from torch import nn
-from torch.optim import Optimizer
+from collections.abc import Mapping, Sequence
 
 from anybatch.core.splitting import Cut, plan_batch
+from anybatch.norms.layers import batch_norms
 from anybatch.parallel.gradient_buckets import gradient_bytes
 from anybatch.planner.budget import Budget
 from anybatch.planner.cost.step_time import Rates, rates_of
-from anybatch.planner.envelopes import find_envelopes
-from anybatch.planner.proposals.ranking import PlanTarget, best_first, fit_of, propose
+from anybatch.planner.proposals.changes import Change, optimizer_name
+from anybatch.planner.proposals.combinations import find_combination
+from anybatch.planner.proposals.ranking import PlanTarget, best_first, envelopes_of, fit_of, propose, reshaped
 from anybatch.planner.report import Plan
 from anybatch.planner.trace.checkpointing import as_module
 from anybatch.planner.trace.step_spec import StepSpec, built
@@ -27,6 +25,11 @@ def make_plan(
     name: str = "",
     rates: Rates | None = None,
     proposals: bool = True,
+    fit: bool = False,
+    precision_is_open: bool = False,
+    asked: Sequence[Change] = (),
+    micro_batch_size: int | None = None,
+    expandable_segments: bool = False,
 ) -> Plan:
     """Plan a training step for a device.
 
@@ -37,6 +40,11 @@ def make_plan(
         name: of the recipe, model or class, as the plan prints it.
         rates: measured rates of the device; None for the data sheet's, where it is known by name.
         proposals: also plan every possible change, which takes as long for each.
+        fit: look for the changes that let the step fit together, instead of planning each by itself.
+        precision_is_open: bf16 may be proposed with these, where the step is in float32.
+        asked: changes that are made in any case; what they say of the step itself is in `spec` already.
+        micro_batch_size: samples of a micro-batch; None for the largest that fits.
+        expandable_segments: the allocator's segments grow.
 
     Raises:
         CannotPlanError: the step cannot be traced; says why.
@@ -45,7 +53,7 @@ def make_plan(
     start = time.perf_counter()
     # No device limits the memory of a CPU, so that strategies do not go by it.
     spec = dataclasses.replace(spec, device_bytes=None if spec.profile == "cpu" else budget.total_bytes)
-    ready, _ = built(spec)
+    ready, reason = built(spec)
     # The model is built once here; changes that need another one build their own.
     parameters = list(as_module(ready.trained.model).parameters())
     target = PlanTarget(
@@ -53,35 +61,40 @@ def make_plan(
         effective_batch_size=effective_batch_size,
         rates=rates_of(budget.device) if rates is None and budget.device is not None else rates,
         gradient_bytes=gradient_bytes(p for p in parameters if p.requires_grad),
+        micro_batch_size=micro_batch_size,
+        expandable_segments=expandable_segments,
     )
-    # Sizes beyond a rank's share are never run, so none of them is traced.
-    envelopes = find_envelopes(ready, budget.usable_bytes, most_samples=target.share(spec.world_size))
+    envelopes = envelopes_of(ready, target)
+    for change in asked:
+        envelopes = envelopes if change.reshape is None else reshaped(envelopes, change)
     baseline = fit_of(spec, envelopes, target)
-    changes = propose(spec, envelopes, target, fits=baseline.fits) if proposals else []
-    optimizer = ready.trained.optimizer
+    changes = propose(spec, envelopes, target, fits=baseline.fits) if proposals and not fit else []
+    answer = find_combination(spec, target, precision_is_open=precision_is_open) if fit else None
     cut = Cut(micro_batch_size=baseline.micro_batch_size)
     return Plan(
         name=name,
         spec=spec,
         num_parameters=sum(parameter.numel() for parameter in parameters),
-        # Only an instance has the optimizer's name; one number is enough to make it.
-        optimizer=type(optimizer if isinstance(optimizer, Optimizer) else optimizer(_one_parameter())).__name__,
+        optimizer=optimizer_name(ready.trained),
         precision=ready.trained.precision,
         target=target,
         batch=plan_batch(effective_batch_size, spec.world_size, cut),
         baseline=baseline,
         costs=envelopes.costs,
         changes=tuple(best_first(changes)),
+        asked=tuple(asked),
+        answer=answer,
+        batch_norms=tuple(batch_norms(as_module(ready.trained.model))),
         exact=envelopes.verdict == "exact",
-        notes=(*(_told(envelopes.decisions) if spec.world_size > 1 else ()), *envelopes.notes),
+        notes=(*_of_building(reason), *(_told(envelopes.decisions) if spec.world_size > 1 else ()), *envelopes.notes),
         seconds=time.perf_counter() - start,
     )
+
+
+def _of_building(reason: str | None) -> list[str]:
+    return [] if reason is None else [f"the model was made with its memory, as it cannot be without: {reason}"]
 
 
 def _told(decisions: Mapping[str, str]) -> list[str]:
     """Return what the engine decides about devices, as notes."""
     return [f"{name}: {decisions[name]}" for name in ("strategy", "sharding", "reduction") if name in decisions]
-
-
-def _one_parameter() -> list[tuple[str, nn.Parameter]]:
-    return [("weight", nn.Parameter(torch.zeros(1)))]

@@ -27,9 +27,10 @@ def draw_plan(plan: Plan, path: Path) -> None:
     """
     fit, budget = plan.baseline, plan.budget
     beside = budget.outside_bytes + budget.workspace_bytes + fit.reserved_bytes - fit.peak.num_bytes
+    shown = "two of " if fit.accumulation_steps > 1 else "all of "
     picture = MemoryPicture(
         title=f"{plan.name} on {plan.budget}, planned: micro-batches of {fit.micro_batch_size}",
-        below=f"{plan.optimizer}, {plan.precision}; two of {fit.accumulation_steps} micro-batches are shown; "
+        below=f"{plan.optimizer}, {plan.precision}; {shown}{fit.accumulation_steps} micro-batches are shown; "
         f"{in_bytes(beside)} beside tensors",
         limit_bytes=budget.total_bytes - beside,
         headroom=budget.headroom,

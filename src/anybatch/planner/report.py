@@ -5,11 +5,14 @@ from dataclasses import dataclass
 
 from anybatch.core.size_choice import even_size
 from anybatch.core.splitting import BatchPlan
-from anybatch.core.units import in_bytes, per_second, three_digits
+from anybatch.core.units import in_bytes, per_second
 from anybatch.diagnostics.memory.bar import MemoryBar
 from anybatch.memory.timeline import ORDER
 from anybatch.planner.budget import Budget
 from anybatch.planner.cost.step_time import CostLine, StepSeconds
+from anybatch.planner.proposals.answer_text import answer_lines, in_seconds
+from anybatch.planner.proposals.changes import Change
+from anybatch.planner.proposals.combinations import Answer
 from anybatch.planner.proposals.ranking import Fit, PlanTarget
 from anybatch.planner.trace.step_spec import StepSpec
 
@@ -34,6 +37,9 @@ class Plan:
         exact: whether every allocation is linear in the micro-batch size; False if some are quadratic.
         notes: remarks for the user on how the plan was made.
         seconds: time that planning took.
+        asked: changes that were asked for, and are in the step.
+        answer: the changes that let the step fit together, where that was asked.
+        batch_norms: names of the layers with BatchNorm, whose statistics are those of a micro-batch.
     """
 
     name: str
@@ -49,6 +55,9 @@ class Plan:
     exact: bool
     notes: tuple[str, ...]
     seconds: float
+    asked: tuple[Change, ...] = ()
+    answer: Answer | None = None
+    batch_norms: tuple[str, ...] = ()
 
     @property
     def budget(self) -> Budget:
@@ -61,6 +70,11 @@ class Plan:
         return self.baseline.micro_batch_size if self.baseline.fits else 0
 
     @property
+    def fits(self) -> bool:
+        """Whether it fits as it is, or with the changes that were looked for."""
+        return self.baseline.fits or (self.answer is not None and self.answer.best is not None)
+
+    @property
     def accumulation_steps(self) -> int:
         """Micro-batches per rank and step at that size."""
         return self.baseline.accumulation_steps
@@ -68,15 +82,22 @@ class Plan:
     def seconds_on(self, world_size: int) -> StepSeconds | None:
         """Return how long a step of the same effective batch takes on so many devices; None where that is not known.
 
-        The micro-batch size is the largest that fits on the planned number of them, or what there is for each.
+        The micro-batch size is the largest that fits on the planned number of them, or what there is for each. Where
+        changes were looked for that fit together, it is a step with these.
 
         Args:
             world_size: number of devices.
         """
-        if not self.baseline.fits:
+        best = None if self.answer is None else self.answer.best
+        fit, costs = self.baseline, self.costs
+        if best is not None and best.fit is not None and best.envelopes is not None:
+            fit, costs = best.fit, best.envelopes.costs
+        # How long gathers take is not known, and so neither is the time on any number of devices.
+        if not fit.fits or (self.target.rates is not None and fit.seconds is None):
             return None
-        size = even_size(self.target.share(world_size), self.baseline.largest)
-        return self.target.seconds(self.costs, size, world_size)
+        share = self.target.share(world_size)
+        size = even_size(share, fit.largest) if fit.asked is None else min(share, fit.asked)
+        return self.target.seconds(costs, size, world_size)
 
     def summary(self) -> Mapping[str, str]:
         """Return what fits and why, in words: the text's rows by their labels.
@@ -98,6 +119,7 @@ class Plan:
         lines = [
             f"{self.name}: {self.num_parameters:,} parameters, {self.optimizer}, {self.precision}",
             f"on {self.batch.world_size} x {self.budget}, {self.batch.num_samples:,} samples a step",
+            *(f"with {change.name}: {change.costs}" for change in self.asked),
             "",
             *_rows(**self.summary()),
             *_time(self),
@@ -106,6 +128,8 @@ class Plan:
         ]
         if self.changes:
             lines += ["", *_table(self)]
+        if self.answer is not None:
+            lines += ["", *answer_lines(self.answer, self.target, self.batch_norms)]
         lines += ["", *(f"note: {note}" for note in (*self.budget.notes, *self.notes)), _made(self)]
         return "\n".join(lines)
 
@@ -129,11 +153,6 @@ def _time(plan: Plan) -> list[str]:
     return rows
 
 
-def in_seconds(seconds: float) -> str:
-    """Return a time with three digits: `85.0 ms`, `1.23 s`."""
-    return f"{three_digits(1000 * seconds)} ms" if seconds < 1 else f"{three_digits(seconds)} s"
-
-
 def _fitting(plan: Plan) -> dict[str, str]:
     fit, budget = plan.baseline, plan.budget
     taken = fit.reserved_bytes + budget.outside_bytes + budget.workspace_bytes
@@ -151,6 +170,8 @@ def _bound(plan: Plan) -> str:
     fit, usable = plan.baseline, plan.budget.usable_bytes
     if fit.binds == "batch":
         return ", which is all there is for a rank"
+    if fit.binds == "branch":
+        return ", above which the step does something else"
     if fit.binds == "allocator":
         return f": tensors would leave room for {fit.envelope.largest(usable)}, the allocator's rounding does not"
     what = "the optimizer's step" if fit.binds == "optimizer step" else "tensors"
@@ -173,11 +194,15 @@ def _nothing_fits(plan: Plan) -> dict[str, str]:
     fitting = [change for change in plan.changes if change.fits]
     cure = f"{fitting[0].name}: {fitting[0].how}" if fitting else "nothing of what was tried"
     return {
-        "fits": f"nothing: one sample takes {in_bytes(fit.peak.num_bytes)}, and {in_bytes(usable)} can be had",
+        "fits": f"nothing: {_asked(fit)} {in_bytes(fit.peak.num_bytes)}, and {in_bytes(usable)} can be had",
         "because": term,
         "peak": _moment(fit),
         "smallest": f"change that would fit: {cure}",
     }
+
+
+def _asked(fit: Fit) -> str:
+    return "one sample takes" if fit.micro_batch_size == 1 else f"{fit.micro_batch_size} samples take"
 
 
 def _moment(fit: Fit) -> str:

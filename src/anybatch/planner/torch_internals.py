@@ -122,6 +122,11 @@ def checkpointed(module: nn.Module, options: Mapping[str, Any]) -> nn.Module:
     return wrapped
 
 
+def is_checkpointed(module: nn.Module) -> bool:
+    """Whether a module is one that `checkpointed` returns: it has `_checkpoint_wrapped_module`; where not, no."""
+    return hasattr(module, "_checkpoint_wrapped_module")
+
+
 def imagined_store() -> Store:
     """Return the store of a process group whose other ranks are imagined: backend "fake".
 
@@ -175,6 +180,16 @@ def fake_device_getter(of: type = FakeTensor) -> Callable[[Any], torch.device]:
     """
     is_property = isinstance(vars(of).get("fake_device"), property)
     return attrgetter("_fake_device" if is_property else "fake_device")
+
+
+def saves_on_host(of: Any = torch._C) -> bool:  # noqa: ANN401 (torch)
+    """Whether what is saved for a backward goes to the host now: `torch.autograd.graph.save_on_cpu` is entered.
+
+    `torch._C._autograd._top_saved_tensors_default_hooks`; where it is missing, no.
+    """
+    top = getattr(of._autograd, "_top_saved_tensors_default_hooks", None)
+    hooks = None if top is None else top(False)  # noqa: FBT003 (torch's signature)
+    return hooks is not None and "save_on_cpu" in getattr(hooks[0], "__qualname__", "")
 
 
 # What tensors without data are made of directly, four times as fast as by running the operation. Each is None where

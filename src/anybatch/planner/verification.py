@@ -1,4 +1,4 @@
-"""A plan against the device, where it is there: two micro-steps of the real engine, measured."""
+"""A plan against the device, where it is there: a step of the real engine, measured."""
 
 import dataclasses
 import warnings
@@ -19,8 +19,7 @@ from anybatch.memory.ledger import INSIDE
 from anybatch.memory.trace import MemoryEnvelope, Polynomials
 from anybatch.parallel.world import World
 from anybatch.planner.proposals.ranking import Fit
-from anybatch.planner.trace.step_spec import StepSpec
-from anybatch.planner.trace.step_trace import NUM_MICRO_BATCHES
+from anybatch.planner.trace.step_spec import NUM_MICRO_BATCHES, StepSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +35,7 @@ class Verification:
         measured_reserved_bytes: measured peak of the allocator; None on a CPU.
         outside_bytes: memory of the device taken outside of the allocator; None on a CPU.
         too_large: micro-batch sizes that ran out of memory on the way.
+        num_micro_batches: of the step.
     """
 
     device: str
@@ -46,6 +46,7 @@ class Verification:
     measured_reserved_bytes: int | None
     outside_bytes: int | None
     too_large: tuple[int, ...]
+    num_micro_batches: int = NUM_MICRO_BATCHES
 
     def __str__(self) -> str:
         """Return predicted beside measured."""
@@ -58,7 +59,8 @@ class Verification:
         ]
         if self.too_large:
             lines.append(f"ran out of memory at {', '.join(map(str, self.too_large))}")
-        return "\n".join([f"verified on {self.device}, in a step of {NUM_MICRO_BATCHES} micro-batches", *lines])
+        pieces = f"{self.num_micro_batches} micro-batch{'es' * (self.num_micro_batches > 1)}"
+        return "\n".join([f"verified on {self.device}, in a step of {pieces}", *lines])
 
 
 def verify(spec: StepSpec, fit: Fit, device: str | torch.device) -> Verification:
@@ -83,13 +85,16 @@ def verify(spec: StepSpec, fit: Fit, device: str | torch.device) -> Verification
         raise PlanError(message)
     device = torch.device(device)
     size = fit.micro_batch_size
+    # As many as were traced; all of them where the whole batch was planned to be there.
+    several = min(NUM_MICRO_BATCHES, fit.accumulation_steps)
+    num_micro_batches = several if spec.input_samples is None else fit.accumulation_steps
     # The loss is not checked, as the plan does not: the check's own forwards would be in the peak.
     norms = made.norms or "keep"
     train = dataclasses.replace(made, effective_batch_size=None, scheduler=None, check_loss=False, norms=norms)
     engine = Engine.from_spec(train, Hardware(micro_batch_size=size, world=World(device=device)))
     with engine, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the real run shows them
-        batch = _repeated(spec.sample, NUM_MICRO_BATCHES * size)
+        batch = _repeated(spec.sample, num_micro_batches * size)
         # The first step makes the optimizer's state, and is not the one that was planned.
         too_large = engine.step(batch).too_large
         recording = record_memory(engine)
@@ -108,6 +113,7 @@ def verify(spec: StepSpec, fit: Fit, device: str | torch.device) -> Verification
         measured_reserved_bytes=None if allocator is None else allocator.reserved_bytes,
         outside_bytes=outside,
         too_large=too_large,
+        num_micro_batches=num_micro_batches,
     )
 
 

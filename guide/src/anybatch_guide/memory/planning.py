@@ -14,7 +14,7 @@ from anybatch.engine.spec import TrainSpec
 from anybatch.engine.update.precision import PrecisionName
 from anybatch.planner.budget import budget_of
 from anybatch.planner.envelopes import Envelopes, find_envelopes
-from anybatch.planner.proposals.changes import possible_changes
+from anybatch.planner.proposals.changes import changed, named_change
 from anybatch.planner.proposals.ranking import PlanTarget, fit_of
 from anybatch.planner.report import Plan
 from anybatch.planner.trace.checkpointing import as_module
@@ -60,16 +60,12 @@ class Variant:
         if self.checkpointing:
             task = _changed(task, "checkpointing")
         if self.optimizer == "fused AdamW":
-            # this change comes with the model made; the one that is planned again makes its own
-            fused = _changed(task, "fused optimizer").trained.optimizer
-            make = task.train
-            assert not isinstance(make, TrainSpec), "it is a function, before and after checkpointing"
-            task = dataclasses.replace(task, train=lambda: dataclasses.replace(make(), optimizer=fused))
+            task = _changed(task, "fused optimizer")
         return task
 
 
 def _changed(task: StepSpec, name: str) -> StepSpec:
-    return next(one.spec for one in possible_changes(task) if one.name == name)
+    return changed(task, [named_change(task, name)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,12 +12,16 @@ from anybatch.core.geometry import ceil_div
 from anybatch.core.size_choice import even_size
 from anybatch.memory.trace import Category, MemoryEnvelope, Phase
 from anybatch.planner.budget import budget_of
-from anybatch.planner.cost.devices import DEVICES
 from anybatch.planner.envelopes import Envelopes
 
 SIZES_GIB = (4, 6, 8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256)
 """Devices that are offered by their size alone, beside those that are known by name."""
-DEVICE_NAMES = (*(one.name for one in DEVICES), *(f"{size}GiB" for size in SIZES_GIB))
+NAMES = (
+    *("RTX 3090", "RTX 4090", "RTX 5090", "T4", "V100-16", "V100-32", "A10", "A10G", "A100-40", "A100-80", "RTX A6000"),
+    *("L4", "L40S", "H100", "H100 PCIe", "H200", "B200", "MI300X", "MI325X"),
+)
+"""Devices that are offered by name: those that are met most, of all that `anybatch plan` knows."""
+DEVICE_NAMES = (*NAMES, *(f"{size}GiB" for size in SIZES_GIB))
 """Every device that is offered, as `anybatch plan` takes it."""
 NUM_RANKS = (1, 2, 3, 4, 6, 8, 16, 32, 64)
 """Numbers of ranks that are offered."""

@@ -15,7 +15,15 @@ from anybatch.memory.trace import Phase
 from anybatch.planner.cost.step_time import CostTrace, Operation, OperationKind, StorageType
 from anybatch.planner.torch_internals import schema_of
 
-_PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2), "mv": (0, 1), "addmv": (1, 2)}
+_PRODUCTS = {
+    "mm": (0, 1),
+    "bmm": (0, 1),
+    "addmm": (1, 2),
+    "baddbmm": (1, 2),
+    "mv": (0, 1),
+    "addmv": (1, 2),
+    "_grouped_mm": (0, 1),
+}
 """Which arguments are multiplied."""
 _CONVOLUTIONS = ("convolution", "convolution_overrideable", "cudnn_convolution", "mkldnn_convolution")
 _LOOK_UPS = ("embedding", "index_select", "gather", "index", "nll_loss_forward", "nll_loss2d_forward", "take")
@@ -197,6 +205,10 @@ def _flops(func: Any, kind: OperationKind, args: tuple[Any, ...], kwargs: Mappin
         return int(formula(*args, **kwargs, out_val=result))
     if func.overloadpacket.__name__ in {"mv", "addmv"}:
         return 2 * math.prod(_dims(func.overloadpacket.__name__, kind, args))
+    if func.overloadpacket.__name__ == "_grouped_mm":
+        # Each row meets the matrix of its own group, so that groups do not multiply the work.
+        rows, inner = args[0].shape[-2:]
+        return int(2 * rows * inner * args[1].shape[-1])
     return 0
 
 

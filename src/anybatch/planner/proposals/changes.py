@@ -1,25 +1,35 @@
-"""Changes of a training step that let more fit, or run faster: each is another `StepSpec`, to be planned by itself."""
+"""Changes of a training step that let more fit, or run faster: functions of the step, which compose."""
 
+import copy
 import dataclasses
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from anybatch.core.blocks import repeated_blocks
+from anybatch.core.blocks import Blocks, repeated_blocks
+from anybatch.core.dtypes import is_low_precision
+from anybatch.core.loss import declared
 from anybatch.core.tree import tensors_of
 from anybatch.engine.spec import TrainSpec
-from anybatch.engine.update.precision import OptimizerFunction
+from anybatch.errors import UserError
 from anybatch.memory.trace import MemoryEnvelope, Polynomials
+from anybatch.parallel.strategy import trainable
 from anybatch.planner.cost.step_time import CostLine, CostTrace
+from anybatch.planner.proposals.stand_ins import AdamW8bit, adapted, in_bfloat16, linear_layers, offloaded
+from anybatch.planner.torch_internals import is_checkpointed
 from anybatch.planner.trace.checkpointing import Keeping, as_module, checkpoint_blocks
-from anybatch.planner.trace.step_spec import MakeTrainSpec, StepSpec, built
+from anybatch.planner.trace.step_spec import StepSpec, built
 
 CHUNK_TOKENS = 1024
 """Tokens whose logits are there at once in a loss that is computed in chunks."""
+USUAL_RANK = 16
+"""Rank of adapters where none is named."""
 _LEAST_VOCABULARY = 8192
 
 
@@ -28,47 +38,151 @@ class Change:
     """A change of a training step.
 
     Attributes:
-        name: a few words for the table of a plan.
-        how: the code to write for it.
-        spec: the step with the change.
+        name: a few words for the table of a plan, by which it can be asked for.
+        how: the code to write for it, in lines.
+        costs: what it costs, as a clause.
+        same_step: the step computes the same gradient and update, up to rounding as the step has it already.
+        apply: function step -> the step with it; None where it is worked out from the traces of the step without it.
         reshape: maps the step's memory to that with the change, where the change itself is not traced.
         recost: the same for its costs; None if they stay.
     """
 
     name: str
     how: str
-    spec: StepSpec
+    costs: str = ""
+    same_step: bool = True
+    apply: Callable[[TrainSpec], TrainSpec] | None = None
     reshape: Callable[[MemoryEnvelope], MemoryEnvelope] | None = None
     recost: Callable[[CostLine], CostLine] | None = None
 
 
+def changed(spec: StepSpec, changes: Iterable[Change]) -> StepSpec:
+    """Return the step with changes, one after the other; those that are worked out from traces leave it as it is.
+
+    Args:
+        spec: the step; a function that makes what is trained stays one.
+        changes: of this step.
+    """
+    for change in changes:
+        apply, make = change.apply, spec.train
+        if apply is not None:
+            train = apply(make) if isinstance(make, TrainSpec) else partial(_applied, apply, make)
+            spec = dataclasses.replace(spec, train=train)
+    return spec
+
+
+def _applied(apply: Callable[[TrainSpec], TrainSpec], make: Callable[[], TrainSpec]) -> TrainSpec:
+    return apply(make())
+
+
 def possible_changes(spec: StepSpec) -> list[Change]:
-    """Return the changes that this spec has not made yet, one by one.
+    """Return the changes that this spec has not made yet and that compute the same step, or round it to bf16.
 
     Args:
         spec: the step as it is; its model is made if it is a function.
     """
     ready, _ = built(spec)
-    return [*_of_update(ready), *_of_precision(ready), *_of_blocks(spec, ready), *_of_head(ready)]
+    return [*_of_update(ready), *_of_precision(ready), *_of_blocks(ready, can_make=_makes(spec)), *_of_head(ready)]
+
+
+def other_steps(spec: StepSpec, *, rank: int = USUAL_RANK) -> list[Change]:
+    """Return the changes after which another step is computed: other optimizer state, or other parameters trained.
+
+    In the order of how far they lead from the step as it is.
+
+    Args:
+        spec: the step; its model is made if it is a function.
+        rank: of adapters.
+    """
+    return _other_steps(built(spec)[0], rank, can_make=_makes(spec))
+
+
+def _makes(spec: StepSpec) -> bool:
+    """Whether the step's model can be made anew, as changes of its modules have to be."""
+    return not isinstance(spec.train, TrainSpec)
+
+
+def _other_steps(ready: StepSpec, rank: int, *, can_make: bool) -> list[Change]:
+    spec, found = ready, []
+    if spec.profile != "cpu" and optimizer_name(ready.trained) in {"Adam", "AdamW"}:
+        found.append(_eight_bit())
+    module = as_module(ready.trained.model)
+    has_adapters = any(not parameter.requires_grad for parameter in module.parameters())
+    if not can_make or has_adapters or not linear_layers(module):
+        return found
+    found.append(_adapters(rank, four_bits=False))
+    if spec.profile != "cpu":
+        found.append(_adapters(rank, four_bits=True))
+    return found
+
+
+def named_change(spec: StepSpec, name: str) -> Change:
+    """Return the change of a name.
+
+    Args:
+        spec: the step.
+        name: as in a plan's table; adapters are "LoRA of rank 8" or any other.
+
+    Raises:
+        UserError: the step has no such change.
+    """
+    rank = re.match(r"LoRA of rank (\d+)", name)
+    can_make, (ready, _) = _makes(spec), built(spec)
+    known = [*_of_update(ready), *_of_precision(ready), *_of_blocks(ready, can_make=can_make), *_of_head(ready)]
+    known += [*_of_weights(can_make=can_make), *_of_host(ready, can_make=can_make)]
+    known += _other_steps(ready, USUAL_RANK if rank is None else int(rank[1]), can_make=can_make)
+    found = next((one for one in known if one.name == name), None)
+    if found is None:
+        message = f"{name!r} is no change of this step. It has {', '.join(repr(one.name) for one in known)}."
+        raise UserError(message)
+    return found
+
+
+def offloading(spec: StepSpec) -> list[Change]:
+    """Return the change that keeps activations in the host's memory, where there are repeated blocks on a device."""
+    return _of_host(built(spec)[0], can_make=_makes(spec))
+
+
+def optimizer_name(train: TrainSpec) -> str:
+    """Return the class name of an optimizer; of one that is made later over parameters without data."""
+    made = _made(train)
+    return getattr(train.optimizer, "__name__", "an optimizer") if made is None else type(made).__name__
+
+
+def _made(train: TrainSpec) -> Optimizer | None:
+    """Return the optimizer; None if its function does not work on parameters without data."""
+    if isinstance(train.optimizer, Optimizer):
+        return train.optimizer
+    # Over all parameters: a function may take them apart by name or shape.
+    learned = {n: one for n, one in declared(train.loss).functions.items() if isinstance(one, nn.Module)}
+    modules = nn.ModuleDict({"model": as_module(train.model), **learned}) if learned else as_module(train.model)
+    try:
+        return train.optimizer([(name, _without_data(one)) for name, one in trainable(modules).items()])
+    except UserError:
+        raise
+    except Exception:  # noqa: BLE001 (whatever it is, the engine calls the function again, and raises its own then)
+        return None
+
+
+def _without_data(parameter: nn.Parameter) -> nn.Parameter:
+    kind = torch.float32 if is_low_precision(parameter) else parameter.dtype
+    return nn.Parameter(torch.empty(parameter.shape, dtype=kind, device="meta"))
 
 
 def _of_update(spec: StepSpec) -> list[Change]:
     """Return the update in one kernel, without temporaries, where the optimizer offers one."""
     # An optimizer that is made already cannot be made again with another option.
-    if isinstance(spec.trained.optimizer, Optimizer):
+    made = None if isinstance(spec.trained.optimizer, Optimizer) else _made(spec.trained)
+    if made is None or any("fused" not in group or group["fused"] for group in made.param_groups):
         return []
-    fused = _fused(spec.trained.optimizer)
-    if fused is None:
-        return []
-    how = "torch.optim.AdamW(..., fused=True)"
-    return [Change(name="fused optimizer", how=how, spec=spec.with_train(optimizer=fused))]
+    name = type(made).__name__
+    how = f"optimizer = lambda named: torch.optim.{name}([p for _, p in named], lr=..., fused=True)"
+    return [Change(name="fused optimizer", how=how, apply=_fused)]
 
 
-def _fused(make: OptimizerFunction) -> OptimizerFunction | None:
-    # Whether an optimizer has a fused kernel is known only of an instance, so it is made over one number.
-    trial = make([("weight", nn.Parameter(torch.zeros(1)))])
-    if any("fused" not in group or group["fused"] for group in trial.param_groups):
-        return None
+def _fused(train: TrainSpec) -> TrainSpec:
+    make = train.optimizer
+    assert not isinstance(make, Optimizer), "this change is not offered for one that is made"
 
     def fused(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
         optimizer = make(named)
@@ -77,42 +191,175 @@ def _fused(make: OptimizerFunction) -> OptimizerFunction | None:
             group["fused"], group["foreach"] = True, False
         return optimizer
 
-    return fused
+    return dataclasses.replace(train, optimizer=fused)
 
 
 def _of_precision(spec: StepSpec) -> list[Change]:
     if spec.trained.precision != "fp32" or spec.profile == "cpu":
         return []
-    how = 'ab.Engine(..., precision="bf16")'
-    return [Change(name="bf16 autocast", how=how, spec=spec.with_train(precision="bf16"))]
-
-
-def _of_blocks(spec: StepSpec, ready: StepSpec) -> list[Change]:
-    """Return the ways to checkpoint activations of repeated blocks."""
-    rows = repeated_blocks(as_module(ready.trained.model))
-    make = spec.train
-    if not rows or isinstance(make, TrainSpec):  # blocks are wrapped in place, so each change takes a model of its own
-        return []
-    ways: tuple[tuple[str, Keeping, int], ...] = (
-        ("checkpointing", "inputs", 1),
-        ("checkpointing every 2nd block", "inputs", 2),
-        ("checkpointing all but products", "products", 1),
-    )
-    where = ", ".join(map(str, rows))
     return [
         Change(
-            name=name,
-            how="torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False"
-            f"{', context_fn=...' if keeping == 'products' else ''}) for {where}",
-            spec=dataclasses.replace(spec, train=partial(_checkpointed, make, keeping, every)),
+            name="bf16 autocast",
+            how='engine = ab.Engine(..., precision="bf16")',
+            costs="products are rounded to bf16, weights and sums stay in float32",
+            same_step=False,
+            apply=lambda train: dataclasses.replace(train, precision="bf16"),
         )
-        for name, keeping, every in ways
     ]
 
 
-def _checkpointed(make: MakeTrainSpec, keeping: Keeping, every: int) -> TrainSpec:
-    train = make()
+def _of_blocks(ready: StepSpec, *, can_make: bool) -> list[Change]:
+    """Return the ways to checkpoint activations of repeated blocks."""
+    rows = repeated_blocks(as_module(ready.trained.model))
+    # Blocks are wrapped in place, so each change takes a model of its own.
+    if not rows or not can_make or _checkpoints_itself(as_module(ready.trained.model)):
+        return []
+    ways: tuple[tuple[str, Keeping, int, str], ...] = (
+        ("checkpointing", "inputs", 1, "each block's forward runs twice"),
+        ("checkpointing every 2nd block", "inputs", 2, "every second block's forward runs twice"),
+        ("checkpointing all but products", "products", 1, "each block runs twice, but for its products"),
+    )
+    return [
+        Change(
+            name=name,
+            how=_checkpointing_lines(rows, keeping, every),
+            costs=costs,
+            apply=partial(_checkpointed, keeping, every),
+        )
+        for name, keeping, every, costs in ways
+    ]
+
+
+def _checkpointing_lines(rows: Sequence[Blocks], keeping: Keeping, every: int) -> str:
+    lines = ["from functools import partial", "from torch.utils.checkpoint import checkpoint"]
+    again = "again = partial(checkpoint, use_reentrant=False)"
+    if keeping == "products":
+        lines += [
+            "from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts",
+            "aten = torch.ops.aten",
+            "products = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.convolution.default,",
+            "            aten._scaled_dot_product_flash_attention.default,",
+            "            aten._scaled_dot_product_efficient_attention.default}",
+            "def keep(context, operation, *args, **kwargs):",
+            "    policy = CheckpointPolicy",
+            "    return policy.MUST_SAVE if operation in products else policy.PREFER_RECOMPUTE",
+        ]
+        again = (
+            "again = partial(checkpoint, use_reentrant=False,\n"
+            "                context_fn=partial(create_selective_checkpoint_contexts, keep))"
+        )
+    lines.append(again)
+    for blocks in rows:
+        path = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in blocks.path.split(".") if part)
+        some = f"[::{every}]" if every > 1 else ""
+        lines += [
+            f"blocks = [one for one in model{path}.children() if type(one).__name__ == {blocks.kind.__name__!r}]",
+            f"for block in blocks{some}:",
+            "    block.forward = partial(again, block.forward)",
+        ]
+    return "\n".join(lines)
+
+
+def _checkpoints_itself(module: nn.Module) -> bool:
+    """Whether blocks are checkpointed already, by transformers' own switch or by torch's wrapper around a block."""
+    switched = any(getattr(one, "gradient_checkpointing", False) is True for one in module.modules())
+    return switched or any(map(is_checkpointed, module.modules()))
+
+
+def _checkpointed(keeping: Keeping, every: int, train: TrainSpec) -> TrainSpec:
+    without_cache(as_module(train.model))
     return dataclasses.replace(train, model=checkpoint_blocks(train.model, keeping, every=every))
+
+
+def without_cache(module: nn.Module) -> None:
+    """Switch off the cache of keys and values, which a block that runs twice would fill twice (transformers).
+
+    Args:
+        module: changed in place.
+    """
+    known: dict[int, Any] = {}
+    for one in module.modules():
+        config: Any = getattr(one, "config", None)
+        if getattr(config, "use_cache", False) is True:
+            # A configuration may be the user's, and is left alone.
+            other = known.setdefault(id(config), copy.copy(config))
+            other.use_cache = False
+            one.config = other
+
+
+def _of_weights(*, can_make: bool) -> list[Change]:
+    """Return weights in bf16, of which the engine keeps copies in float32 to update."""
+    how = "model.to(torch.bfloat16)  # the optimizer as a function: it gets float32 copies"
+    costs = "forward and backward are rounded to bf16; updates go to copies in float32"
+    return [Change(name="bf16 weights", how=how, costs=costs, same_step=False, apply=_in_bfloat16)] * can_make
+
+
+def _in_bfloat16(train: TrainSpec) -> TrainSpec:
+    in_bfloat16(as_module(train.model), trains=True)
+    return train
+
+
+def _of_host(ready: StepSpec, *, can_make: bool) -> list[Change]:
+    """Return activations in the host's memory; on a CPU they are there."""
+    rows = repeated_blocks(as_module(ready.trained.model))
+    if ready.profile == "cpu" or not can_make or not rows:
+        return []
+    lines = [
+        "def offloaded(forward):",
+        "    def run(*args, **kwargs):",
+        "        with torch.autograd.graph.save_on_cpu(pin_memory=True):",
+        "            return forward(*args, **kwargs)",
+        "    return run",
+    ]
+    for blocks in rows:
+        path = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in blocks.path.split(".") if part)
+        lines += [f"for block in model{path}.children():", "    block.forward = offloaded(block.forward)"]
+    return [
+        Change(
+            name="offloading",
+            how="\n".join(lines),
+            costs="what blocks save goes to the host and back over PCIe",
+            apply=lambda train: dataclasses.replace(train, model=offloaded(train.model)),
+        )
+    ]
+
+
+def _eight_bit() -> Change:
+    return Change(
+        name="8-bit AdamW",
+        how="import bitsandbytes as bnb\noptimizer = lambda named: bnb.optim.AdamW8bit([p for _, p in named], lr=...)",
+        costs="not the same optimizer: its two averages are rounded to 8 bits, in blocks of 256",
+        same_step=False,
+        apply=lambda train: dataclasses.replace(train, optimizer=_with_eight_bits),
+    )
+
+
+def _with_eight_bits(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+    return AdamW8bit([parameter for _, parameter in named])
+
+
+def _adapters(rank: int, *, four_bits: bool) -> Change:
+    lines = [
+        "from peft import LoraConfig, get_peft_model",
+        f'model = get_peft_model(model, LoraConfig(r={rank}, lora_alpha={2 * rank}, target_modules="all-linear"))',
+    ]
+    loading = "model.to(torch.bfloat16)"
+    costs = "other parameters are trained: a product of two narrow matrices beside each linear layer, on a base in bf16"
+    if four_bits:
+        loading = (
+            "from transformers import BitsAndBytesConfig\n"
+            "four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4', "
+            "bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16)\n"
+            "model = AutoModelForCausalLM.from_pretrained(..., quantization_config=four_bits)"
+        )
+        costs += "; its layers are rounded to 4 bits"
+    return Change(
+        name=f"LoRA of rank {rank}{' on a base in 4 bits' if four_bits else ''}",
+        how="\n".join((loading, *lines)),
+        costs=costs,
+        same_step=False,
+        apply=lambda train: dataclasses.replace(train, model=adapted(train.model, rank, four_bits=four_bits)),
+    )
 
 
 def _of_head(spec: StepSpec) -> list[Change]:
@@ -131,8 +378,8 @@ def _of_head(spec: StepSpec) -> list[Change]:
     return [
         Change(
             name=f"loss in chunks of {CHUNK_TOKENS} tokens",
-            how="F.linear_cross_entropy(x, head.weight, targets, options=nn.LinearCrossEntropyOptions())",
-            spec=spec,
+            how="loss = F.linear_cross_entropy(x, head.weight, targets, options=nn.LinearCrossEntropyOptions())",
+            costs="logits are made twice",
             reshape=lambda envelope: chunked(envelope, vocabulary, num_tokens),
             recost=lambda costs: with_head_again(costs, vocabulary),
         )

@@ -13,8 +13,8 @@ from anybatch.memory.trace import MemoryEnvelope, Peak
 from anybatch.parallel.strategy import Strategy
 from anybatch.planner.budget import Budget
 from anybatch.planner.cost.step_time import CostLine, Rates, Reduction, StepSeconds, step_seconds
-from anybatch.planner.envelopes import Binding, Envelopes, find_envelopes
-from anybatch.planner.proposals.changes import Change, possible_changes
+from anybatch.planner.envelopes import Binding, Envelopes, find_envelopes, with_alone
+from anybatch.planner.proposals.changes import Change, changed, possible_changes
 from anybatch.planner.proposals.more_ranks import smallest_world
 from anybatch.planner.trace.step_spec import StepSpec, built
 
@@ -35,6 +35,7 @@ class Fit:
         peak: the moment of the most memory, at that size.
         reserved_bytes: memory that the allocator reserves at that size under the budget.
         envelope: memory at any other size, of the step (first or later) that needs most.
+        asked: the micro-batch size that was asked for; None for the largest that fits.
         seconds: time of a step; None where the device's rates are not known.
         freely_reserved_bytes: memory that the allocator reserves at that size without a limit; None where that was not
             computed.
@@ -52,11 +53,12 @@ class Fit:
     binds: Binding | None = None
     seconds: StepSeconds | None = None
     freely_reserved_bytes: int | None = None
+    asked: int | None = None
 
     @property
     def fits(self) -> bool:
-        """Return whether at least one sample fits."""
-        return self.largest > 0
+        """Return whether at least one sample fits, or as many as were asked for."""
+        return self.largest >= (self.asked or 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -68,12 +70,16 @@ class PlanTarget:
         effective_batch_size: samples of one step, over all ranks.
         rates: of the device; None if they are not known.
         gradient_bytes: payload of the gradient all-reduce.
+        micro_batch_size: samples of a micro-batch, where these are asked for; None for the largest that fits.
+        expandable_segments: the allocator's segments grow, as `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` says.
     """
 
     budget: Budget
     effective_batch_size: int
     rates: Rates | None = None
     gradient_bytes: int = 0
+    micro_batch_size: int | None = None
+    expandable_segments: bool = False
 
     def share(self, world_size: int) -> int:
         """Return the samples of the largest rank share."""
@@ -107,16 +113,18 @@ def fit_of(spec: StepSpec, envelopes: Envelopes, target: PlanTarget, *, name: st
         name: the change that `spec` makes; empty for none.
         how: the code to write for it.
     """
-    usable, share = target.budget.usable_bytes, target.share(spec.world_size)
-    # Overheads alone may exceed a small device, and a negative budget has no largest size.
-    found = envelopes.largest_allocated(usable) if usable > 0 else 0
-    largest = share if found is None else min(share, found)
+    usable, share, expandable = target.budget.usable_bytes, target.share(spec.world_size), target.expandable_segments
+    # A share that fits as one micro-batch has no gradients beneath it, and may fit for that alone.
+    alone, asked, costs = envelopes.alone, target.micro_batch_size, envelopes.costs
+    if alone is not None and (asked is None or asked >= share) and _largest(alone, target, share) == share:
+        envelopes = alone
+    largest = _largest(envelopes, target, share)
     # Where nothing fits, one sample is shown, so that a plan can say by how much it does not.
-    size = even_size(share, max(1, largest))
+    size = even_size(share, max(1, largest)) if asked is None else min(asked, share)
     # The first step also allocates the optimizer's state, and may need more than all later ones.
     envelope = max((envelopes.steady, envelopes.first), key=lambda one: one.peak_bytes(size))
-    reserved = freely = envelopes.reserved_bytes(size)
-    if largest:  # under the limit it returns cached segments instead of reserving more
+    reserved = freely = envelopes.reserved_bytes(size, expandable=expandable)
+    if largest >= size:  # under the limit it returns cached segments instead of reserving more
         reserved = max(envelopes.peak_bytes(size), min(reserved, usable))
     return Fit(
         name=name,
@@ -130,9 +138,36 @@ def fit_of(spec: StepSpec, envelopes: Envelopes, target: PlanTarget, *, name: st
         envelope=envelope,
         binds=envelopes.binding(largest, usable, share),
         # How long weights travel within micro-batches is not known.
-        seconds=None if envelopes.sharded else target.seconds(envelopes.costs, size, spec.world_size),
+        seconds=None if envelopes.sharded else target.seconds(costs, size, spec.world_size),
         freely_reserved_bytes=freely,
+        asked=None if asked is None else size,
     )
+
+
+def _largest(envelopes: Envelopes, target: PlanTarget, share: int) -> int:
+    """Return the largest micro-batch size that fits, at most a rank's share; 0 if none does."""
+    usable = target.budget.usable_bytes
+    # Overheads alone may exceed a small device, and a negative budget has no largest size.
+    found = envelopes.largest_allocated(usable, expandable=target.expandable_segments) if usable > 0 else 0
+    return share if found is None else min(share, found)
+
+
+def envelopes_of(spec: StepSpec, target: PlanTarget) -> Envelopes:
+    """Return the memory of a step, and of one of a single micro-batch where a rank's share may be one.
+
+    Args:
+        spec: the step.
+        target: the hardware and batch size.
+
+    Raises:
+        CannotPlanError, UserError: as `find_envelopes`.
+    """
+    ready, _ = built(spec)
+    usable, share = target.budget.usable_bytes, target.share(spec.world_size)
+    # Sizes beyond a rank's share are never run, so none of them is traced.
+    found = find_envelopes(ready, usable, most_samples=share)
+    several = target.micro_batch_size is not None and target.micro_batch_size < share
+    return found if several else with_alone(found, ready, usable, share)
 
 
 def propose(spec: StepSpec, envelopes: Envelopes, target: PlanTarget, *, fits: bool) -> list[Fit]:
@@ -150,21 +185,35 @@ def propose(spec: StepSpec, envelopes: Envelopes, target: PlanTarget, *, fits: b
     stays = sum(by_category[name] for name in ("weights", "gradients", "optimizer"))
     for change in possible_changes(spec) if fits or stays < usable else []:
         try:
-            changed = _changed(change, envelopes, target)
+            after = _with(change, spec, envelopes, target)
         # A change that cannot be planned must not keep the others from the table.
         except UserError:
             continue
-        found.append(fit_of(change.spec, changed, target, name=change.name, how=change.how))
+        found.append(fit_of(spec, after, target, name=change.name, how=change.how))
     return [*found, *_dealt(spec, envelopes, target, fits=fits)]
 
 
-def _changed(change: Change, envelopes: Envelopes, target: PlanTarget) -> Envelopes:
+def _with(change: Change, spec: StepSpec, envelopes: Envelopes, target: PlanTarget) -> Envelopes:
     if change.reshape is None:
-        share = target.share(change.spec.world_size)
-        return find_envelopes(change.spec, target.budget.usable_bytes, most_samples=share)
-    steady, first = change.reshape(envelopes.steady), change.reshape(envelopes.first)
-    costs = envelopes.costs if change.recost is None else change.recost(envelopes.costs)
-    return dataclasses.replace(envelopes, steady=steady, first=first, costs=costs)
+        return envelopes_of(changed(spec, [change]), target)
+    return reshaped(envelopes, change)
+
+
+def reshaped(envelopes: Envelopes, change: Change) -> Envelopes:
+    """Return the memory of a step with a change that is worked out from its traces.
+
+    Args:
+        envelopes: the step's.
+        change: one with `reshape`.
+    """
+    assert change.reshape is not None, "others are traced"
+    return dataclasses.replace(
+        envelopes,
+        steady=change.reshape(envelopes.steady),
+        first=change.reshape(envelopes.first),
+        costs=envelopes.costs if change.recost is None else change.recost(envelopes.costs),
+        alone=None if envelopes.alone is None else reshaped(envelopes.alone, change),
+    )
 
 
 def _dealt(spec: StepSpec, envelopes: Envelopes, target: PlanTarget, *, fits: bool) -> list[Fit]:
@@ -185,9 +234,9 @@ def _dealt(spec: StepSpec, envelopes: Envelopes, target: PlanTarget, *, fits: bo
 def _smallest_world(spec: StepSpec, target: PlanTarget) -> list[Fit]:
     """Plan FSDP over the fewest devices that suffice, its blocks checkpointed where it has blocks."""
     checkpointed = next((one for one in possible_changes(spec) if one.name == "checkpointing"), None)
-    spec, _ = built(spec if checkpointed is None else checkpointed.spec)
+    spec, _ = built(changed(spec, [] if checkpointed is None else [checkpointed]))
     # Negative where overheads take more than there is; no step fits into one byte, which is the answer then.
-    sharded = dataclasses.replace(spec, strategy=_in_bfloat16 if spec.trained.precision == "bf16" else "fsdp")
+    sharded = dataclasses.replace(spec, strategy=sharded_in_bfloat16 if spec.trained.precision == "bf16" else "fsdp")
     smallest = smallest_world(sharded, max(1, target.budget.usable_bytes)).world_size
     if smallest is None:
         return []
@@ -201,8 +250,7 @@ def _smallest_world(spec: StepSpec, target: PlanTarget) -> list[Fit]:
 def _under(spec: StepSpec, strategy: str | Callable[[], Strategy], target: PlanTarget, *, name: str, how: str) -> Fit:
     """Plan the step under another strategy."""
     spec = dataclasses.replace(spec, strategy=strategy)
-    envelopes = find_envelopes(spec, target.budget.usable_bytes, most_samples=target.share(spec.world_size))
-    return fit_of(spec, envelopes, target, name=f"{name} over {spec.world_size} ranks", how=how)
+    return fit_of(spec, envelopes_of(spec, target), target, name=f"{name} over {spec.world_size} ranks", how=how)
 
 
 def _fsdp(spec: StepSpec, target: PlanTarget) -> Fit:
@@ -211,10 +259,11 @@ def _fsdp(spec: StepSpec, target: PlanTarget) -> Fit:
     if spec.trained.precision != "bf16":
         return _under(spec, "fsdp", target, name="FSDP", how='strategy="fsdp", the optimizer as a function')
     how = "strategy=FSDP(Sharding(param_dtype=torch.bfloat16)), the optimizer as a function"
-    return _under(spec, _in_bfloat16, target, name="FSDP", how=how)
+    return _under(spec, sharded_in_bfloat16, target, name="FSDP", how=how)
 
 
-def _in_bfloat16() -> Strategy:
+def sharded_in_bfloat16() -> Strategy:
+    """Return FSDP2 that gathers weights in bf16 and reduces gradients in float32."""
     # Here, because what FSDP2 needs of torch takes two seconds to import.
     from anybatch.parallel.fsdp import FSDP  # noqa: PLC0415
     from anybatch.parallel.sharding import Sharding  # noqa: PLC0415

@@ -18,7 +18,7 @@ from anybatch.parallel.local_parts import is_dtensor
 from anybatch.planner.torch_internals import kernel_library, registered_operations, schema_of, without_autocast_kernels
 
 Profile = Literal["cuda", "cpu"]
-"""Whose allocations are imitated; "cpu" changes nothing."""
+"""Whose allocations are imitated; "cpu" leaves them as they are."""
 
 AutocastPolicy = Literal["lower", "float32", "set_dtype", "append_dtype", "widest", "none"]
 """Policies of autocast for an operation: casts its arguments down, or to float32; has it compute in float32 unless a
@@ -74,13 +74,15 @@ def allocating_as(profile: Profile) -> Iterator[None]:
     """Let CPU tensors without data allocate as tensors of another device would; everything is as before afterwards.
 
     Autocast on the CPU is another one meanwhile, in the whole process; a second profile waits for the first to end.
+    On any device a product of groups is described for all types that its kernel takes, not for bf16 alone.
     """
-    if profile == "cpu":
-        yield
-        return
     # The order matters when leaving: kernels are unregistered before another thread may register its own.
-    with _LOCK, autocast_as_on_cuda(), _kernels_as_on_cuda():
-        yield
+    with _LOCK, _registered(_described(), "Meta"):
+        if profile == "cpu":
+            yield
+            return
+        with autocast_as_on_cuda(), _kernels_as_on_cuda():
+            yield
 
 
 @contextmanager
@@ -241,6 +243,29 @@ class _RMSNorm(torch.autograd.Function):
             None if weight is None else torch.empty_like(weight),
             None,
         )
+
+
+def _described() -> list[tuple[str, Callable[..., Any]]]:
+    """Return descriptions of operations whose own refuses types that the kernels take."""
+    return [(name, _grouped_product) for name in ("_grouped_mm",) if hasattr(torch.ops.aten, name)]
+
+
+def _grouped_product(
+    first: torch.Tensor,
+    second: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The shape and type of the product of groups of rows, of columns, or of what is summed over."""
+    del bias
+    shape = [*first.shape[:-1], second.shape[-1]]
+    if first.dim() == second.dim() == 2:  # noqa: PLR2004 (groups of what is summed over: a matrix for each)
+        assert offs is not None, "groups of a flat product end somewhere"
+        shape = [len(offs), *shape]
+    elif first.dim() > second.dim():  # groups of columns
+        shape = shape[1:]
+    return first.new_empty(shape, dtype=out_dtype or first.dtype)
 
 
 _OF_CUDA: Mapping[str, Callable[..., torch.Tensor]] = {

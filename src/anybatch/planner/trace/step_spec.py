@@ -12,6 +12,8 @@ from anybatch.planner.trace.cuda_emulation import Profile
 from anybatch.planner.trace.fake_model import build
 from anybatch.planner.trace.fake_tensor_cache import ResultCache
 
+NUM_MICRO_BATCHES = 2
+"""The second one runs with gradients there, as all later ones do."""
 MakeTrainSpec = Callable[[], TrainSpec]
 """Makes a new model, and a new optimizer where that is no function, each time it is called."""
 
@@ -28,6 +30,9 @@ class StepSpec:
         world_size: number of ranks.
         device_bytes: memory of each rank's device, which "auto" and FSDP's reduction go by; None where no device limits
             it, as on a CPU.
+        num_micro_batches: of a rank in the steps that are traced; 1 for a step in which no gradients are added up.
+        input_samples: samples of which the inputs are there at once on a CPU, where the user has the whole batch; None
+            for those of the micro-batches that are traced.
         profile: whose allocations are planned: those of "cuda", or those of the "cpu" the plan is made on.
         kernels: workspaces of this CPU's kernels, as far as they were measured; None to leave them out. Plans for CUDA
             leave them out.
@@ -40,6 +45,8 @@ class StepSpec:
     strategy: str | Callable[[], Strategy] = "auto"
     world_size: int = 1
     device_bytes: int | None = None
+    num_micro_batches: int = NUM_MICRO_BATCHES
+    input_samples: int | None = None
     profile: Profile = "cuda"
     kernels: KernelMemory | None = field(default_factory=KernelMemory)
     cache: ResultCache = field(default_factory=ResultCache)

@@ -22,12 +22,14 @@ from anybatch.engine.loss_check.check import BareLoss
 from anybatch.engine.reached_state import ReachedState
 from anybatch.engine.side_effects import trial_run
 from anybatch.engine.spec import Hardware
-from anybatch.errors import CannotPlanError, PlanError, UserError
+from anybatch.errors import PlanError
 from anybatch.memory.torch_internals import FakeTensorMode, tree_leaves
 from anybatch.memory.trace import Allocation, MemoryTrace, Phase
 from anybatch.parallel.local_parts import is_dtensor, local_part
 from anybatch.parallel.world import World
 from anybatch.planner.cost.operations import OperationRecorder
+from anybatch.planner.torch_internals import saves_on_host
+from anybatch.planner.trace.checkpointing import as_module
 from anybatch.planner.trace.cuda_emulation import allocating_as, choose_foreach
 from anybatch.planner.trace.data_reads import HostReads
 from anybatch.planner.trace.fake_model import fake_batch, fake_twin
@@ -35,11 +37,9 @@ from anybatch.planner.trace.fake_ranks import fake_ranks
 from anybatch.planner.trace.fake_tensor_cache import FakeLedger, fake_mode
 from anybatch.planner.trace.gathered_memory import StreamPools, resizes_booked, with_gradients
 from anybatch.planner.trace.joint_rows import AllRows
-from anybatch.planner.trace.refusals import refuse_strategy, refuse_undescribed
+from anybatch.planner.trace.refusals import as_planning_errors, not_followed, refuse_strategy, refuse_undescribed
 from anybatch.planner.trace.step_spec import StepSpec, built
 
-NUM_MICRO_BATCHES = 2
-"""The second one runs with gradients there, as all later ones do."""
 _PHASES: Mapping[str, Phase] = {"reduce": "reduce", "clip": "clip", "update": "update"}
 
 
@@ -54,6 +54,7 @@ class StepTrace:
         truths_read: the same for truth values.
         sharded: the strategy has sharded the weights, and gathers them in every micro-batch.
         decisions: what the engine has decided while it was built, by what it is about.
+        notes: what of the program a trace does not follow.
     """
 
     steady: MemoryTrace
@@ -62,13 +63,13 @@ class StepTrace:
     truths_read: int
     sharded: bool = False
     decisions: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 def trace_step(
     spec: StepSpec,
     micro_batch_size: int,
     *,
-    num_micro_batches: int = NUM_MICRO_BATCHES,
     other_answers: bool = False,
     recorder: OperationRecorder | None = None,
 ) -> StepTrace:
@@ -79,7 +80,6 @@ def trace_step(
     Args:
         spec: what to run.
         micro_batch_size: samples of each micro-batch.
-        num_micro_batches: micro-batches per rank and step.
         other_answers: answer what the program reads from tensors otherwise; see `HostReads`.
         recorder: notes the operations of the second step.
 
@@ -87,7 +87,7 @@ def trace_step(
         CannotPlanError: the step cannot run without data; says why.
         UserError: the engine refuses what it is asked to run.
     """
-    with StepTracer(spec, num_micro_batches=num_micro_batches, other_answers=other_answers) as tracing:
+    with StepTracer(spec, other_answers=other_answers) as tracing:
         return tracing.begin(micro_batch_size, recorder)
 
 
@@ -96,16 +96,12 @@ class StepTracer:
 
     Args:
         spec: what to run.
-        num_micro_batches: micro-batches per rank and step.
         other_answers: answer what the program reads from tensors otherwise; see `HostReads`.
     """
 
-    def __init__(
-        self, spec: StepSpec, *, num_micro_batches: int = NUM_MICRO_BATCHES, other_answers: bool = False
-    ) -> None:
+    def __init__(self, spec: StepSpec, *, other_answers: bool = False) -> None:
         refuse_strategy(spec.strategy)
         self._spec, _ = built(spec)
-        self._num_micro_batches = num_micro_batches
         self._mode = fake_mode()
         self._reads = HostReads(self._reading_phase, other=other_answers)
         self._entered = ExitStack()
@@ -126,7 +122,7 @@ class StepTracer:
             reached = ReachedState(declared(self._spec.trained.loss).functions.values(), modules)
             stack.callback(reached.restore)
             stack.enter_context(trial_run())
-            self._twin_run = _TwinRun(self._spec, self._mode, world, self._num_micro_batches)
+            self._twin_run = _TwinRun(self._spec, self._mode, world)
             stack.callback(self._twin_run.ledger.forget)
             self._entered = stack.pop_all()
         return self
@@ -167,6 +163,8 @@ class StepTracer:
             truths_read=sum(self._reads.truths[phase] for phase in computing),
             sharded=self._twin_run.sharded,
             decisions=self._twin_run.decisions,
+            # Of the model itself: that its call is compiled is no part of a copy.
+            notes=not_followed(as_module(self._spec.trained.model), offloads=self._twin_run.offloads),
         )
 
     def next_step(self, micro_batch_size: int) -> MemoryTrace:
@@ -203,7 +201,7 @@ class StepTracer:
         # Entered last, the ledger sees an operation first; the fake mode, entered first, makes the result.
         ledger = self._twin_run.ledger
         with (
-            as_planning_errors(),
+            as_planning_errors(self._twin_run.modules),
             self._mode,
             self._reads,
             allocating_as(self._spec.profile),
@@ -225,7 +223,7 @@ class StepTracer:
 class _TwinRun:
     """The twin of a spec, the engine that runs it, and the ledger that looks on. It is the engine's observer."""
 
-    def __init__(self, spec: StepSpec, mode: FakeTensorMode, world: World, num_micro_batches: int) -> None:
+    def __init__(self, spec: StepSpec, mode: FakeTensorMode, world: World) -> None:
         # Measured workspaces are those of this CPU's kernels; they say nothing about a GPU's.
         kernels = spec.kernels if spec.profile == "cpu" else None
         watch = None if kernels is None else kernels.moments
@@ -233,7 +231,7 @@ class _TwinRun:
             mode, on_operation=self._operation, pool=StreamPools(), kernels=watch, cache=spec.cache
         )
         self._recorder: OperationRecorder | None = None
-        self._num_micro_batches = num_micro_batches
+        self.offloads = False
         self.computing = False
         self._spec = spec
         self._mode = mode
@@ -253,10 +251,10 @@ class _TwinRun:
             # Such a loss sees the rows of the whole effective batch, of which two micro-batches are traced.
             self._rows = AllRows(self._loss, train.effective_batch_size, world.size)
             self._loss = self._rows.as_loss()
-        self._modules = collect_modules(self._model, self._loss)
+        self.modules = collect_modules(self._model, self._loss)
         # A plan is for training whatever mode the user's model is in; the twin is a copy, so nothing of theirs changes.
-        self._modules.train()
-        refuse_undescribed(self._modules, spec.profile)
+        self.modules.train()
+        refuse_undescribed(self.modules, spec.profile)
         self._engine: Engine | None = None
         self.first_event = 0
         self.sharded = False
@@ -275,14 +273,14 @@ class _TwinRun:
         """Make the engine, and record the memory before its first step."""
         spec, ledger = self._spec, self.ledger
         ledger.phase = "setup"
-        ledger.hold("weights", map(local_part, self._modules.parameters()))
-        ledger.hold("buffers", self._modules.buffers())
+        ledger.hold("weights", map(local_part, self.modules.parameters()))
+        ledger.hold("buffers", self.modules.buffers())
         engine = self._engine = self._made_engine()
-        self.sharded = any(map(is_dtensor, self._modules.parameters()))
+        self.sharded = any(map(is_dtensor, self.modules.parameters()))
         if self.sharded and spec.profile != "cpu":
             # The whole model was in the host's memory; a module that moves takes less than it does when it is gathered.
             self.first_event = ledger.num_events
-        ledger.hold("weights", map(local_part, self._modules.parameters()))
+        ledger.hold("weights", map(local_part, self.modules.parameters()))
         # Left open, the choice would follow the device of the parameters, which are CPU tensors here.
         choose_foreach(engine.optimizer, spec.profile)
         self._hold_gradients()
@@ -302,7 +300,7 @@ class _TwinRun:
         self._recorder = recorder
         if recorder is not None:
             recorder.cached_result = self.ledger.cached_result
-        engine.step(_TracedBatch(self, micro_batch_size * self._num_micro_batches * self._world.size))
+        engine.step(_TracedBatch(self, micro_batch_size * self._spec.num_micro_batches * self._world.size))
         self._recorder = None
         self._hold_states()
         if is_first:
@@ -357,7 +355,7 @@ class _TwinRun:
             check_loss=False,  # it compares numbers, and there are none
         )
         hardware = Hardware(
-            accumulation_steps=self._num_micro_batches,
+            accumulation_steps=spec.num_micro_batches,
             strategy=spec.strategy if isinstance(spec.strategy, str) else spec.strategy(),
             world=self._world,
         )
@@ -366,13 +364,14 @@ class _TwinRun:
         return Engine.from_spec(train, hardware, observer=self)
 
     def _operation(self, *seen: Any) -> None:  # noqa: ANN401 (handed on)
+        self.offloads = self.offloads or saves_on_host()
         if self._recorder is not None:
             self._recorder(*seen)
 
     def _hold_gradients(self) -> None:
         updated = [p for group in self._engine.optimizer.param_groups for p in group["params"]] if self._engine else []
         # With master weights the optimizer updates other tensors than the modules have, with gradients of their own.
-        gradients = [parameter.grad for parameter in (*self._modules.parameters(), *updated)]
+        gradients = [parameter.grad for parameter in (*self.modules.parameters(), *updated)]
         self.ledger.hold("gradients", (local_part(gradient) for gradient in gradients if gradient is not None))
 
     def _hold_states(self) -> None:
@@ -467,24 +466,3 @@ def without_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-@contextmanager
-def as_planning_errors() -> Iterator[None]:
-    """Say of a step that does not run without data that it cannot be planned.
-
-    Raises:
-        CannotPlanError: with why.
-    """
-    try:
-        yield
-    except (UserError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        first = next(iter(str(error).splitlines()), "")
-        message = (
-            "cannot plan, will probe: the step does not run on tensors without data "
-            f"({type(error).__name__}: {first}). "
-            "What depends on the data, or on a kernel that torch has no description of, has to be run."
-        )
-        raise CannotPlanError(message) from error

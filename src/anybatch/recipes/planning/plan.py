@@ -2,13 +2,14 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
 from torch import nn
 from torch.optim import Optimizer
 
+from anybatch.core.geometry import ceil_div
 from anybatch.core.loss import Loss
 from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.tree import Batch
@@ -19,23 +20,27 @@ from anybatch.errors import UserError
 from anybatch.parallel.strategy import Strategy
 from anybatch.planner.budget import budget_of
 from anybatch.planner.cache.measured_devices import KnownDevices
+from anybatch.planner.cost.device import Device
 from anybatch.planner.cost.step_time import Rates
 from anybatch.planner.measured import measured_of
 from anybatch.planner.plan import make_plan
+from anybatch.planner.proposals.changes import changed, named_change
 from anybatch.planner.report import Plan
 from anybatch.planner.trace.fake_model import build
 from anybatch.planner.trace.step_spec import MakeTrainSpec, StepSpec
 from anybatch.recipes.job import Job
-from anybatch.recipes.planning.subjects import PlanSubject, adamw, load_subject, subject_of_config, subject_of_job
+from anybatch.recipes.planning.library_models import subject_of_config
+from anybatch.recipes.planning.plan_subject import PlanSubject, adamw, with_optimizer
+from anybatch.recipes.planning.subjects import load_subject, subject_of_job
 
 
 def plan(
     what: "str | Job | TrainSpec | MakeTrainSpec | Model | Callable[[], Model] | object",
-    optimizer: OptimizerFunction | None = None,
+    optimizer: OptimizerFunction | str | None = None,
     loss: Loss | LossFunction | None = None,
     sample: Batch | None = None,
     *,
-    device: str | int,
+    device: str | int | Device,
     effective_batch_size: int | None = None,
     world_size: int = 1,
     precision: PrecisionName | None = None,
@@ -45,6 +50,10 @@ def plan(
     known: KnownDevices | None = None,
     rates: Rates | None = None,
     proposals: bool = True,
+    fit: bool = False,
+    changes: Sequence[str] = (),
+    micro_batch_size: int | None = None,
+    expandable_segments: bool = False,
 ) -> Plan:
     """Plan the memory of a training step without its device, and without taking memory for it.
 
@@ -52,6 +61,7 @@ def plan(
     print(ab.plan("llama-3.2-1b", device="RTX 4090", effective_batch_size=64, precision="bf16", sequence_length=1024))
     print(ab.plan(lambda: Net(), torch.optim.AdamW, loss, batch_of_one, device="24GiB", effective_batch_size=256))
     print(ab.plan(make_train_spec, sample=batch_of_one, device="24GiB", effective_batch_size=256))
+    print(ab.plan("llama-3.1-8b", device="RTX 4090", effective_batch_size=64, sequence_length=1024, fit=True))
     ```
 
     The engine's own step runs on tensors without data, which are made to allocate as CUDA's do; see docs/memory.md.
@@ -59,10 +69,12 @@ def plan(
     Args:
         what: a `Job`, the name of a recipe or of a published model, a configuration of transformers, a `TrainSpec`, a
             module, or a function that makes one of the last two.
-        optimizer: function `named_parameters -> optimizer`, for a module; None for AdamW.
+        optimizer: function `named_parameters -> optimizer`, for a module; the name of one ("sgd", "adafactor", ...),
+            for anything; None for that of `what`, or AdamW.
         loss: for a module, as `Engine` takes it. A function without a loss makes a `TrainSpec`.
         sample: for a module or a `TrainSpec`, a batch of one sample; only its shapes and types are used.
-        device: a name such as "RTX 4090" or "H100", a size such as "24GiB", or bytes; "cpu:8GiB" plans a CPU's.
+        device: a name such as "RTX 4090" or "H100", a size such as "24GiB", or bytes; "cpu:8GiB" plans a CPU's; or a
+            `Device`.
         effective_batch_size: samples of one step over all ranks; None for what a job or a `TrainSpec` says.
         world_size: number of ranks.
         precision: number formats of forward and backward; None for those of a `TrainSpec`, "fp32" of others.
@@ -74,13 +86,21 @@ def plan(
         rates: how fast the device is, as `anybatch.planner.cost.calibration.measure_rates` finds out; None for what
             is known of it by name.
         proposals: also plan what could be changed, which takes as long for each change.
+        fit: look for the changes that let a step fit together, at the least cost to what is computed, and the fastest
+            of these, instead of planning each change by itself.
+        changes: names of changes to make in any case, as plans list them: "checkpointing", "fused optimizer",
+            "8-bit AdamW", "LoRA of rank 16", "bf16 weights", "offloading", ...
+        micro_batch_size: samples of a micro-batch; None for the largest that fits.
+        expandable_segments: the allocator's segments grow (`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`).
 
     Raises:
         CannotPlanError: the memory of a step is not known without running it; says why.
         UserError: an argument cannot be used, or the engine refuses the step.
     """
-    subject = _subject(what, optimizer, loss, sample, sequence_length)
-    size = effective_batch_size or subject.effective_batch_size
+    subject = _subject(what, None if isinstance(optimizer, str) else optimizer, loss, sample, sequence_length)
+    if isinstance(optimizer, str):
+        subject = with_optimizer(subject, optimizer)
+    size, is_open = effective_batch_size or subject.effective_batch_size, precision is None
     # Measurements are kept by precision, so it has to be known before they are looked up.
     if size is None or (precision is None and known is not None):
         train, _ = build(subject.train)
@@ -92,15 +112,34 @@ def plan(
     measured = None
     if known is not None and headroom is None:
         measured = measured_of(device, subject.name, precision or "fp32", known)
+    on_cpu = isinstance(device, str) and device.startswith("cpu:")
     spec = StepSpec(
         train=partial(_chosen, subject.train, size, precision),
         sample=subject.sample,
         strategy=strategy,
         world_size=world_size,
-        profile="cpu" if isinstance(device, str) and device.startswith("cpu:") else "cuda",
+        # A batch of the user's own is in the memory that a CPU plans for; an accelerator gets it piece by piece.
+        input_samples=ceil_div(size, world_size) if on_cpu and subject.own_batch else None,
+        profile="cpu" if on_cpu else "cuda",
     )
-    budget = budget_of(device, world_size=world_size, headroom=headroom, measured=measured)
-    return make_plan(spec, budget, size, name=subject.name, rates=rates, proposals=proposals)
+    asked = []
+    for name in changes:
+        asked.append(named_change(spec, name))
+        spec = changed(spec, asked[-1:])
+    found = make_plan(
+        spec,
+        budget_of(device, world_size=world_size, headroom=headroom, measured=measured),
+        size,
+        name=subject.name,
+        rates=rates,
+        proposals=proposals,
+        fit=fit,
+        precision_is_open=is_open,
+        asked=asked,
+        micro_batch_size=micro_batch_size,
+        expandable_segments=expandable_segments,
+    )
+    return dataclasses.replace(found, notes=(*found.notes, *subject.notes))
 
 
 def _chosen(make: MakeTrainSpec, effective_batch_size: int, precision: PrecisionName | None) -> TrainSpec:
@@ -152,15 +191,23 @@ def _subject_of_python(
     if isinstance(what, TrainSpec):
         name = type(what.model).__name__
         return PlanSubject(
-            name=name, train=partial(_copied, what), sample=sample, effective_batch_size=what.effective_batch_size
+            name=name,
+            train=partial(_copied, what),
+            sample=sample,
+            effective_batch_size=what.effective_batch_size,
+            own_batch=True,
         )
     if isinstance(what, nn.Module | dict):
         train = TrainSpec(model=what, optimizer=optimizer, loss=cast("Loss", loss))
-        return PlanSubject(name=type(what).__name__, train=partial(_copied, train), sample=sample)
+        return PlanSubject(name=type(what).__name__, train=partial(_copied, train), sample=sample, own_batch=True)
     name = getattr(what, "__name__", "model")
     if loss is None:
-        return PlanSubject(name=name, train=what, sample=sample)
-    return PlanSubject(name=name, train=lambda: TrainSpec(model=what(), optimizer=optimizer, loss=loss), sample=sample)
+        return PlanSubject(name=name, train=what, sample=sample, own_batch=True)
+
+    def train_what() -> TrainSpec:
+        return TrainSpec(model=what(), optimizer=optimizer, loss=loss)
+
+    return PlanSubject(name=name, train=train_what, sample=sample, own_batch=True)
 
 
 def _copied(train: TrainSpec) -> TrainSpec:

@@ -1,0 +1,160 @@
+"""Plans against figures of GPUs that others have published, with their sources: nothing is measured here.
+
+    python benchmarks/plan_published.py [--out benchmarks/results/NAME.md]
+
+Of transformers' guide: bert-large-uncased as a classifier, 512 tokens, on a V100 of 16 GB; memory as `nvidia-smi` has it,
+context and all. The guide gives the context of that machine by itself (1343 MB), which is taken instead of the usual one.
+Of torchtune's table: Llama 3.1 8B and 3.2 3B with adapters, compiled, packed sequences, batch 2; active memory. Plans are
+of eager execution, and their adapters are on one matrix of a block more (keys).
+FSDP2 on 8 and 128 H100s is compared in `plan_sharded`.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import report
+import torch
+from torch import nn
+
+import anybatch as ab
+from anybatch.recipes.planning.library_models import own_loss
+
+MEBIBYTE, GIBIBYTE = 2**20, 2**30
+GUIDE = "https://huggingface.co/docs/transformers/v4.27.2/en/perf_train_gpu_one"
+TORCHTUNE = "https://github.com/pytorch/torchtune (README, 2025)"
+CONTEXT = 1343 * MEBIBYTE
+"""What one number on that V100 takes, as the guide's predecessor prints it."""
+Named = Iterable[tuple[str, nn.Parameter]]
+
+
+def adamw(named: Named) -> torch.optim.Optimizer:
+    """Return AdamW that updates one parameter after the other, as transformers' own did."""
+    return torch.optim.AdamW([p for _, p in named], lr=5e-5, foreach=False)
+
+
+def adafactor(named: Named) -> torch.optim.Optimizer:
+    """Return Adafactor."""
+    return torch.optim.Adafactor([p for _, p in named], lr=1e-3, foreach=False)
+
+
+CHECKPOINTED = ["checkpointing"]
+BERT: tuple[tuple[str, int, dict[str, Any], int], ...] = (
+    ("batch 4", 4, {}, 14949),
+    ("batch 1, 4 times", 1, {}, 8681),
+    ("the same, checkpointing", 1, {"changes": CHECKPOINTED}, 6775),
+    ("batch 4, fp16", 4, {"precision": "fp16"}, 13939),
+    ("batch 1, 4 times, checkpointing, fp16", 1, {"changes": CHECKPOINTED, "precision": "fp16"}, 7275),
+    ("batch 4, Adafactor", 4, {"optimizer": adafactor}, 12295),
+    (
+        "batch 1, 4 times, checkpointing, fp16, Adafactor",
+        1,
+        {"changes": CHECKPOINTED, "precision": "fp16", "optimizer": adafactor},
+        4847,
+    ),
+    ("batch 4, 8-bit Adam", 4, {"changes": ["8-bit AdamW"]}, 13085),
+    (
+        "batch 1, 4 times, checkpointing, fp16, 8-bit Adam",
+        1,
+        {"changes": ["8-bit AdamW", *CHECKPOINTED], "precision": "fp16"},
+        5363,
+    ),
+)
+"""What is trained how, the micro-batch size, the options of the plan, and MB as published."""
+LORA = "LoRA of rank 8"
+LLAMA: tuple[tuple[str, str, int, list[str], float], ...] = (
+    ("8B, LoRA", "llama-3.1-8b", 2048, [LORA, "checkpointing", "loss in chunks of 1024 tokens"], 16.2),
+    (
+        "8B, QLoRA",
+        "llama-3.1-8b",
+        2048,
+        [f"{LORA} on a base in 4 bits", "checkpointing", "loss in chunks of 1024 tokens"],
+        7.4,
+    ),
+    ("3B, LoRA", "llama-3.2-3b", 4096, [LORA, "checkpointing", "loss in chunks of 1024 tokens"], 8.5),
+    (
+        "3B, QLoRA",
+        "llama-3.2-3b",
+        4096,
+        [f"{LORA} on a base in 4 bits", "checkpointing", "loss in chunks of 1024 tokens"],
+        4.6,
+    ),
+)
+"""What is trained how, the model, tokens of a sample, changes, and GiB as published."""
+
+
+def bert() -> nn.Module:
+    """Return bert-large-uncased as a classifier, with the attention that its library had then."""
+    import transformers  # noqa: PLC0415
+
+    transformers.logging.set_verbosity_error()
+    config = transformers.BertConfig(
+        hidden_size=1024,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        intermediate_size=4096,
+        attn_implementation="eager",
+    )
+    model: nn.Module = transformers.BertForSequenceClassification(config)
+    return model
+
+
+def rows() -> Iterator[tuple[str, float, float, str]]:
+    """Yield what was trained, GiB as planned and as published, and the source."""
+    sample = {"input_ids": torch.zeros(1, 512, dtype=torch.int64), "labels": torch.zeros(1, dtype=torch.int64)}
+    for name, size, options, published in BERT:
+        optimizer: Callable[[Named], torch.optim.Optimizer] = options.get("optimizer", adamw)
+        rest = {key: value for key, value in options.items() if key != "optimizer"}
+        plan = ab.plan(
+            bert,
+            optimizer,
+            ab.mean_over_samples(own_loss),
+            sample,
+            device="V100-16",
+            effective_batch_size=4,
+            micro_batch_size=size,
+            proposals=False,
+            **rest,
+        )
+        reserved = plan.baseline.freely_reserved_bytes or 0
+        taken = reserved + CONTEXT + plan.budget.workspace_bytes
+        yield f"bert-large, {name}", taken / GIBIBYTE, published * MEBIBYTE / GIBIBYTE, GUIDE
+    for name, model, length, changes, gib in LLAMA:
+        plan = ab.plan(
+            model,
+            device="80GiB",
+            effective_batch_size=2,
+            micro_batch_size=2,
+            sequence_length=length,
+            precision="bf16",
+            changes=changes,
+            proposals=False,
+        )
+        yield f"Llama {name}, {length} tokens", plan.baseline.peak.num_bytes / GIBIBYTE, gib, TORCHTUNE
+
+
+def main() -> None:
+    """Plan and print."""
+    options = report.parser(__doc__).parse_args()
+    torch.set_num_threads(1)
+    lines = ["| trained | planned, GiB | published, GiB | error | source |", "|---|--:|--:|--:|---|"]
+    errors = []
+    for name, planned, published, source in rows():
+        errors.append(100 * (planned / published - 1))
+        lines.append(f"| {name} | {planned:.2f} | {published:.2f} | {errors[-1]:+.1f}% | {source} |")
+        print(lines[-1], flush=True)
+    sizes = sorted(map(abs, errors))
+    report.publish(
+        [
+            f"{len(sizes)} figures: off by {sizes[len(sizes) // 2]:.1f}% in the middle, {sizes[-1]:.1f}% at most.",
+            "",
+            *lines,
+        ],
+        title="Plans against published figures of GPUs",
+        command="python benchmarks/plan_published.py",
+        setting="planned without the devices",
+        out=options.out,
+    )
+
+
+if __name__ == "__main__":
+    main()

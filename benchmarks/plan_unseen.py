@@ -1,0 +1,456 @@
+"""Plans of models that nobody chose, against what a CPU's allocator hands out: drawn by a seed from five libraries.
+
+Drawn are classifiers of torchvision and timm, model types of transformers (made small), networks of diffusers (made
+small), and models of transformers with adapters of peft; each with an optimizer and a precision. Each is planned by
+`ab.plan` from Python, as a user would, and then run: two steps of two micro-batches, of which the second is measured,
+every allocation of torch's CPU allocator counted. What does not build or run by itself is left out, and counted.
+
+    python benchmarks/plan_unseen.py [--seed 18] [--seconds 1500] [--library NAME] [--out benchmarks/results/NAME.md]
+    python benchmarks/plan_unseen.py --times
+
+With `--times` the seconds of a step are compared instead: as predicted from a calibration of this CPU, and the median
+of five steps. Models are taken in turn from the libraries, until the time is up.
+
+It needs torchvision, timm, transformers, diffusers and peft; a torchvision for another build of torch will do, since
+its own operations are not used.
+"""
+
+import dataclasses
+import gc
+import itertools
+import logging
+import random
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import report
+import torch
+import torch.nn.functional as F
+from memory_accuracy import SECOND_STEP, AllocatorEvents
+from torch import nn
+from torch.profiler import record_function
+
+import anybatch as ab
+from anybatch.errors import UserError
+from anybatch.planner.cost.calibration import measure_rates
+from anybatch.planner.cost.step_time import Rates
+from anybatch.planner.report import Plan
+
+MEBIBYTE = 2**20
+MICRO_BATCH, NUM_MICRO_BATCHES = 4, 2
+MOST_PARAMETERS = 60_000_000
+LEARNING_RATE = 1e-4
+Batch = dict[str, Any]
+NUM_DRAWN = {"torchvision": 14, "timm": 20, "transformers": 26, "diffusers": 6, "peft": 8}
+"""How many are drawn of each library."""
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda named: torch.optim.AdamW([p for _, p in named], lr=LEARNING_RATE),
+    "SGD": lambda named: torch.optim.SGD([p for _, p in named], lr=LEARNING_RATE, momentum=0.9),
+    "Adafactor": lambda named: torch.optim.Adafactor([p for _, p in named], lr=LEARNING_RATE),
+}
+_SMALL = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "word_embed_proj_dim", "emb_dim"), 128),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("intermediate_size", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_dim", "n_inner"), 256),
+    **dict.fromkeys(("num_local_experts", "n_routed_experts", "num_experts"), 4),
+    "vocab_size": 1000,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "d_kv": 32,
+    "moe_intermediate_size": 64,
+    "num_decoder_layers": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 0,
+}
+"""What makes a configuration of transformers small, where it has a value of that name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """One configuration."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, Batch], torch.Tensor]
+    batch: Callable[[int], Batch]
+    optimizer: str
+    precision: str
+
+
+def of_classes(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the mean cross-entropy of images."""
+    logits = model(batch["image"])
+    return F.cross_entropy(logits if isinstance(logits, torch.Tensor) else logits[0], batch["label"])
+
+
+def own(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the loss that a model of transformers computes itself."""
+    loss: torch.Tensor = model(**batch).loss
+    return loss
+
+
+def of_noise(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the mean squared error of a network of diffusers."""
+    inputs = {name: value for name, value in batch.items() if name != "target"}
+    return F.mse_loss(model(**inputs, return_dict=False)[0].float(), batch["target"])
+
+
+def images(channels: int, height: int, width: int) -> Callable[[int], Batch]:
+    """Return a function (samples) -> images and classes."""
+    return lambda number: {
+        "image": torch.randn(number, channels, height, width),
+        "label": torch.randint(10, (number,)),
+    }
+
+
+def of_torchvision(draw: random.Random) -> Iterator[tuple[Any, ...]]:
+    """Yield classifiers."""
+    import torchvision  # noqa: PLC0415
+
+    names = torchvision.models.list_models(module=torchvision.models)
+    for name in draw.sample(names, len(names)):
+        side = 299 if name == "inception_v3" else draw.choice((64, 128, 224))
+        side = 224 if name.startswith(("vit", "maxvit")) else side
+        yield name, lambda name=name: torchvision.models.get_model(name), of_classes, images(3, side, side)
+
+
+def of_timm(draw: random.Random) -> Iterator[tuple[Any, ...]]:
+    """Yield classifiers at the size they were published for."""
+    import timm  # noqa: PLC0415
+
+    names = timm.list_models()
+    for name in draw.sample(names, len(names)):
+        settings = timm.get_pretrained_cfg(name)
+        if settings is not None and settings.input_size[1] <= 256:
+            yield name, lambda name=name: timm.create_model(name), of_classes, images(*settings.input_size)
+
+
+def small_config(kind: str) -> Any:  # noqa: ANN401 (of transformers)
+    """Return a small configuration of a model type, with the class that is trained most."""
+    import transformers  # noqa: PLC0415
+
+    from anybatch.recipes.planning.library_models import _class_of  # noqa: PLC0415 (as `anybatch plan` does it)
+
+    config = transformers.AutoConfig.for_model(kind)
+    known = config.to_dict()
+    config = transformers.AutoConfig.for_model(kind, **{name: value for name, value in _SMALL.items() if name in known})
+    return config, _class_of(config, None)
+
+
+def of_transformers(draw: random.Random) -> Iterator[tuple[Any, ...]]:
+    """Yield small models of any type that predicts tokens or classes of images."""
+    import transformers  # noqa: PLC0415
+
+    auto = transformers.models.auto.modeling_auto
+    tables = (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES)
+    images_of = auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
+    kinds = sorted({*tables[0], *tables[1], *auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, *images_of})
+    for kind in draw.sample(kinds, len(kinds)):
+        try:
+            config, klass = small_config(kind)
+        except Exception:  # noqa: BLE001, S112 (no such small configuration: not a matter of planning)
+            continue
+        if klass.main_input_name == "input_ids":
+            batch = _tokens(64)
+        elif klass.main_input_name == "pixel_values" and isinstance(getattr(config, "image_size", None), int):
+            side, channels = config.image_size, config.num_channels
+            batch = _pixels(channels, side)
+        else:
+            continue
+        yield f"{kind} ({klass.__name__})", lambda klass=klass, config=config: klass(config), own, batch
+
+
+def _tokens(length: int) -> Callable[[int], Batch]:
+    def make(number: int) -> Batch:
+        tokens = torch.randint(3, 1000, (number, length))
+        return {"input_ids": tokens, "labels": tokens.clone()}
+
+    return make
+
+
+def _pixels(channels: int, side: int) -> Callable[[int], Batch]:
+    return lambda number: {
+        "pixel_values": torch.randn(number, channels, side, side),
+        "labels": torch.randint(2, (number,)),
+    }
+
+
+def of_diffusers(draw: random.Random) -> Iterator[tuple[Any, ...]]:
+    """Yield UNets of random width and depth, with and without text."""
+    import diffusers  # noqa: PLC0415
+
+    while True:
+        width, depth, side = draw.choice((32, 64)), draw.choice((2, 3)), draw.choice((16, 32))
+        channels = tuple(width * 2**level for level in range(depth))
+        with_text = draw.random() < 0.7
+        common = {"sample_size": side, "block_out_channels": channels, "layers_per_block": draw.choice((1, 2))}
+        if with_text:
+            heads = draw.choice((4, 8))
+            ways = (
+                ("CrossAttnDownBlock2D",) * (depth - 1) + ("DownBlock2D",),
+                ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * (depth - 1),
+            )
+            options = {
+                **common,
+                "in_channels": 4,
+                "out_channels": 4,
+                "cross_attention_dim": 64,
+                "attention_head_dim": heads,
+                "down_block_types": ways[0],
+                "up_block_types": ways[1],
+            }
+            name = f"UNet2DConditionModel {channels}, {side} x {side}"
+            yield (
+                name,
+                lambda options=options: diffusers.UNet2DConditionModel(**options),
+                of_noise,
+                _latents(4, side, 64),
+            )
+        else:
+            options = {
+                **common,
+                "in_channels": 3,
+                "out_channels": 3,
+                "down_block_types": ("DownBlock2D",) * (depth - 1) + ("AttnDownBlock2D",),
+                "up_block_types": ("AttnUpBlock2D",) + ("UpBlock2D",) * (depth - 1),
+            }
+            name = f"UNet2DModel {channels}, {side} x {side}"
+            yield name, lambda options=options: diffusers.UNet2DModel(**options), of_noise, _latents(3, side, None)
+
+
+def _latents(channels: int, side: int, text: int | None) -> Callable[[int], Batch]:
+    def make(number: int) -> Batch:
+        noise = torch.randn(number, channels, side, side)
+        batch: Batch = {"sample": noise, "target": noise.clone(), "timestep": torch.randint(1000, (number,))}
+        return batch if text is None else {**batch, "encoder_hidden_states": torch.randn(number, 20, text)}
+
+    return make
+
+
+def of_peft(draw: random.Random) -> Iterator[tuple[Any, ...]]:
+    """Yield models of transformers with adapters."""
+    import peft  # noqa: PLC0415
+
+    kinds = ("llama", "mistral", "qwen2", "gemma", "opt", "gpt_neox", "bert", "roberta", "t5", "phi")
+    ways: dict[str, Callable[[], Any]] = {
+        "LoRA": lambda: peft.LoraConfig(r=8, target_modules="all-linear"),
+        "LoRA, dropout": lambda: peft.LoraConfig(r=16, lora_dropout=0.1, target_modules="all-linear"),
+        "DoRA": lambda: peft.LoraConfig(r=8, use_dora=True, target_modules="all-linear"),
+        "LoHa": lambda: peft.LoHaConfig(r=4, target_modules="all-linear"),
+        "OFT": lambda: peft.OFTConfig(oft_block_size=8, target_modules="all-linear"),
+    }
+    while True:
+        kind, way = draw.choice(kinds), draw.choice(sorted(ways))
+        config, klass = small_config(kind)
+
+        def make(klass: Any = klass, config: Any = config, way: str = way) -> nn.Module:  # noqa: ANN401
+            model: nn.Module = peft.get_peft_model(klass(config), ways[way]())
+            return model
+
+        yield f"{way} on {kind}", make, own, _tokens(64)
+
+
+def drawn(seed: int, only: str = "") -> Iterator[tuple[str, Drawn]]:
+    """Yield the configurations of a seed: those that have few enough parameters, by library."""
+    sources = {
+        "torchvision": of_torchvision,
+        "timm": of_timm,
+        "transformers": of_transformers,
+        "diffusers": of_diffusers,
+        "peft": of_peft,
+    }
+    for library, source in sources.items():
+        draw = random.Random(f"{seed} {library}")  # noqa: S311 (a choice, no secret)
+        left = NUM_DRAWN[library]
+        for name, make, loss, batch in source(draw):
+            optimizer, precision = draw.choice(sorted(OPTIMIZERS)), draw.choice(("fp32", "fp32", "bf16"))
+            if not left:
+                break
+            if only not in {"", library} or not small_enough(make):
+                if only not in {"", library}:
+                    break
+                continue
+            left -= 1
+            yield library, Drawn(name, make, loss, batch, optimizer, precision)
+
+
+def small_enough(make: Callable[[], nn.Module]) -> bool:
+    """Whether a model can be made without memory, and has few enough parameters to be run here."""
+    try:
+        with torch.device("meta"):
+            return sum(p.numel() for p in make().parameters()) <= MOST_PARAMETERS
+    except Exception:  # noqa: BLE001 (it may still be made with its memory)
+        return True
+
+
+def planned(one: Drawn, rates: Rates | None = None) -> Plan:
+    """Return the plan of one, as a user asks for it."""
+    return ab.plan(
+        one.make,
+        OPTIMIZERS[one.optimizer],
+        ab.mean_over_samples(one.loss),
+        one.batch(1),
+        device="cpu:64GiB",
+        effective_batch_size=MICRO_BATCH * NUM_MICRO_BATCHES,
+        micro_batch_size=MICRO_BATCH,
+        precision=one.precision,  # type: ignore[arg-type]
+        rates=rates,
+        proposals=False,
+    )
+
+
+def engine_of(one: Drawn) -> ab.Engine:
+    """Return the engine that runs one."""
+    torch.manual_seed(0)
+    return ab.Engine(
+        one.make(),
+        OPTIMIZERS[one.optimizer],
+        ab.mean_over_samples(one.loss),
+        micro_batch_size=MICRO_BATCH,
+        check_loss=False,
+        norms="keep",
+        precision=one.precision,  # type: ignore[arg-type]
+        world=ab.World.from_environment(device="cpu"),
+    )
+
+
+def allocated(one: Drawn) -> int:
+    """Return the most that is allocated at once in the second step of the real engine."""
+    gc.collect()
+    with AllocatorEvents() as allocator:
+        batch = one.batch(MICRO_BATCH * NUM_MICRO_BATCHES)
+        engine = engine_of(one)
+        engine.step(batch)
+        with record_function(SECOND_STEP):
+            engine.step(batch)
+        engine.close()
+    return allocator.most_bytes()
+
+
+def stand_in_for_missing_operations() -> None:
+    """Declare what a torchvision whose own operations do not load asks for while it is imported."""
+    for name in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, name):
+            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float threshold) -> Tensor")
+
+
+def row(library: str, one: Drawn) -> tuple[str, float | None, str]:
+    """Return the row of one configuration, its error in percent where it has one, and what became of it."""
+    start, what = time.perf_counter(), f"| {library} | {one.name} | {one.optimizer} | {one.precision} |"
+    try:
+        plan, refused = planned(one), ""
+    except UserError as error:
+        plan, refused = None, str(error)
+    took = time.perf_counter() - start
+    try:
+        found = allocated(one)
+    except Exception as error:  # noqa: BLE001 (whatever the model raises by itself)
+        said = f"{type(error).__name__}: {error}".splitlines()[0][:160].replace("|", "/")
+        return f"{what} - | - | - | {took:.1f} | does not run: {said} |", None, "does not run"
+    if plan is None:
+        text = refused.replace("|", "/").replace("\n", " ")
+        return f"{what} - | {found / MEBIBYTE:.1f} | - | {took:.1f} | {text} |", None, "refused"
+    expected = plan.baseline.peak.num_bytes
+    error = 100 * (expected / found - 1)
+    figures = f"{expected / MEBIBYTE:.1f} | {found / MEBIBYTE:.1f} | {error:+.3f} | {took:.1f}"
+    return f"{what} {figures} | {'; '.join(plan.notes[:2])[:120]} |", error, "planned"
+
+
+def timed(seed: int, seconds: float) -> list[str]:
+    """Return the table of predicted and measured times of a step, and what it comes to."""
+    by_library: dict[str, list[Drawn]] = {}
+    for library, one in drawn(seed):
+        by_library.setdefault(library, []).append(one)
+    in_turn = [one for row in itertools.zip_longest(*by_library.values()) for one in row if one is not None]
+    start, ratios, lines = time.perf_counter(), [], ["| model | predicted, s | measured, s | measured / predicted |"]
+    rates = measure_rates("this CPU", time.perf_counter)
+    for one in in_turn:
+        if time.perf_counter() - start > seconds:
+            break
+        try:
+            predicted = planned(one, rates).baseline.seconds
+            engine, batch = engine_of(one), one.batch(MICRO_BATCH * NUM_MICRO_BATCHES)
+            engine.step(batch)
+            taken = sorted(_seconds_of(engine, batch) for _ in range(5))[2]
+        except Exception:  # noqa: BLE001, S112 (not planned, or does not run: the other table has it)
+            continue
+        if predicted is not None:
+            ratios.append(taken / predicted.total)
+            lines.append(f"| {one.name} ({one.precision}) | {predicted.total:.3f} | {taken:.3f} | {ratios[-1]:.2f} |")
+            print(lines[-1], flush=True)
+    off = sorted(max(one, 1 / one) for one in ratios)
+    inside = sum(rates.band[0] <= one <= rates.band[1] for one in ratios)
+    band = f"{inside} of {len(ratios)} within the band of {rates.band[0]:.2f} to {rates.band[1]:.2f}"
+    said = f"{band}; off by a factor of {off[len(off) // 2]:.2f} in the middle, {off[-1]:.2f} at most."
+    return [said, "", lines[0], "|---|--:|--:|--:|", *lines[1:]]
+
+
+def _seconds_of(engine: ab.Engine, batch: Batch) -> float:
+    start = time.perf_counter()
+    engine.step(batch)
+    return time.perf_counter() - start
+
+
+def summary(errors: list[float], counts: dict[str, int]) -> list[str]:
+    """Return what the table comes to."""
+    sizes = sorted(map(abs, errors))
+    within = {limit: sum(one <= limit for one in sizes) for limit in (0.1, 0.25, 1.0, 3.0)}
+    said = ", ".join(f"{number} within {limit}%" for limit, number in within.items())
+    return [
+        f"{', '.join(f'{number} {what}' for what, number in counts.items())}.",
+        f"Of {len(sizes)} plans {said}; median {sizes[len(sizes) // 2]:.3f}%, largest {sizes[-1]:.2f}%.",
+        f"Too low by more than 1%: {sum(one < -1 for one in errors)}.",
+    ]
+
+
+def main() -> None:
+    """Draw, plan, measure and print."""
+    parser = report.parser(__doc__)
+    parser.add_argument("--seed", type=int, default=18, help="of the draw (default: 18)")
+    parser.add_argument("--seconds", type=float, default=3600, help="begin no more after so long (default: 3600)")
+    parser.add_argument("--library", default="", help="draw from this one only")
+    parser.add_argument("--times", action="store_true", help="compare times of a step instead of memory")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    stand_in_for_missing_operations()
+    if options.times:
+        report.publish(
+            timed(options.seed, options.seconds),
+            title="Steps of models that nobody chose: time as planned, and as measured",
+            command=f"python benchmarks/plan_unseen.py --times --seed {options.seed} --seconds {options.seconds:g}",
+            setting=f"{NUM_MICRO_BATCHES} micro-batches of {MICRO_BATCH}, 1 thread, a CPU that was measured before",
+            out=options.out,
+        )
+        return
+    head = (
+        "| library | model | optimizer | precision | planned, MiB | allocated, MiB | error, % | planned in, s | said |"
+    )
+    lines, errors, counts, start = [head, "|" + "---|" * 9], [], {}, time.perf_counter()
+    for library, one in drawn(options.seed, options.library):
+        if time.perf_counter() - start > options.seconds:
+            counts["not reached in time"] = counts.get("not reached in time", 0) + 1
+            continue
+        line, error, what = row(library, one)
+        counts[what] = counts.get(what, 0) + 1
+        errors += [] if error is None else [error]
+        print(line, flush=True)
+        lines.append(line)
+    report.publish(
+        [*summary(errors, counts), "", *lines],
+        title="Plans of models that nobody chose, against memory as allocated",
+        command=f"python benchmarks/plan_unseen.py --seed {options.seed}",
+        setting=f"{NUM_MICRO_BATCHES} micro-batches of {MICRO_BATCH}, 1 thread, a CPU",
+        out=options.out,
+    )
+
+
+if __name__ == "__main__":
+    main()

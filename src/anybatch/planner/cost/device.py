@@ -1,0 +1,37 @@
+"""A device, as plans know it: how much memory it has, and how fast it is at most."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Arithmetic = Literal["fp32", "tf32", "bf16", "fp16"]
+"""Number formats of matrix products."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """A device's memory and peak rates.
+
+    Attributes:
+        name: as in `anybatch plan --device`.
+        memory_bytes: memory that a program can use (`total_memory` in torch), which is less than advertised.
+        flops_per_second: peak of matrix products, by number format; "fp32" is that of everything else, too.
+        bytes_per_second: bandwidth of its memory.
+        link_bytes_per_second: bandwidth to another device of the same machine, in one direction.
+        source: where the rates are from.
+        also_called: other names, as drivers and vendors write them.
+        note: what plans say of it; empty for nothing.
+    """
+
+    name: str
+    memory_bytes: int
+    flops_per_second: Mapping[Arithmetic, float]
+    bytes_per_second: float
+    link_bytes_per_second: float
+    source: str
+    also_called: tuple[str, ...] = ()
+    note: str = ""
+
+    def peak(self, arithmetic: Arithmetic) -> float:
+        """Return the peak in floating-point operations per second; where a device lacks one, that of 32 bits."""
+        return self.flops_per_second.get(arithmetic, self.flops_per_second["fp32"])

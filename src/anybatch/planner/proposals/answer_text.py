@@ -1,0 +1,102 @@
+"""The changes that let a step fit together, as text."""
+
+from collections.abc import Sequence
+
+from anybatch.core.splitting import Cut, plan_batch
+from anybatch.core.units import in_bytes, three_digits
+from anybatch.planner.proposals.changes import Change
+from anybatch.planner.proposals.combinations import Answer, Combination
+from anybatch.planner.proposals.ranking import Fit, PlanTarget
+
+_WIDTH = 11
+_MOST_NAMES = 3
+
+
+def answer_lines(answer: Answer, target: PlanTarget, batch_norms: Sequence[str]) -> list[str]:
+    """Return what fits together, what it costs and how to write it, and what else was tried; 80 columns where it can.
+
+    Args:
+        answer: what was found.
+        target: the hardware and batch size.
+        batch_norms: names of layers with BatchNorm.
+    """
+    best = answer.best
+    if best is None or best.fit is None:
+        lines = _rows("fits with", ["nothing of what was tried"])
+    else:
+        lines = [
+            *_rows("fits with", [best.name, *_what_fits(best.fit, target)]),
+            *_rows("costs", _costs(best, batch_norms)),
+            *(["", *_code(best)] if best.changes else []),
+        ]
+    return [*lines, "", *_table(answer.tried, target)]
+
+
+def code_of(changes: Sequence[Change]) -> str:
+    """Return the lines to write for changes, each below its name."""
+    return "\n".join(f"# {one.name}\n{one.how}" for one in changes)
+
+
+def in_seconds(seconds: float) -> str:
+    """Return a time with three digits: `85.0 ms`, `1.23 s`."""
+    return f"{three_digits(1000 * seconds)} ms" if seconds < 1 else f"{three_digits(seconds)} s"
+
+
+def _what_fits(fit: Fit, target: PlanTarget) -> list[str]:
+    budget = target.budget
+    taken = fit.reserved_bytes + budget.outside_bytes + budget.workspace_bytes
+    batch = plan_batch(target.effective_batch_size, fit.world_size, Cut(micro_batch_size=fit.micro_batch_size))
+    lines = [
+        f"micro-batches of {fit.micro_batch_size}: {batch}",
+        f"{in_bytes(fit.peak.num_bytes)} in tensors, {in_bytes(taken)} in all, of {in_bytes(budget.total_bytes)}",
+    ]
+    if fit.seconds is not None:
+        known = "measured rates" if fit.seconds.is_calibrated else "uncalibrated"
+        between = f"{in_seconds(fit.seconds.least)} and {in_seconds(fit.seconds.greatest)}"
+        lines.append(f"{in_seconds(fit.seconds.total)} a step, between {between} ({known})")
+    return lines
+
+
+def _costs(best: Combination, batch_norms: Sequence[str]) -> list[str]:
+    """Return what each change costs, and what cutting the batch does to BatchNorm."""
+    said = [f"{one.name}: {one.costs}" for one in best.changes if one.costs]
+    if best.same_step:
+        said.append("nothing in exactness: gradient and update are those of the step as it is, up to rounding")
+    fit = best.fit
+    if batch_norms and fit is not None and (fit.accumulation_steps > 1 or fit.world_size > 1):
+        shown = ", ".join(batch_norms[:_MOST_NAMES]) + (", ..." if len(batch_norms) > _MOST_NAMES else "")
+        whole = fit.micro_batch_size * fit.accumulation_steps * fit.world_size
+        seen = f"see {fit.micro_batch_size} samples, not {whole}: cutting changes the result"
+        said.append(f"BatchNorm: {len(batch_norms)} layers ({shown}) {seen}")
+        said.append('ab.Engine(..., norms="exact") sees the whole batch, "freeze" needs none; GroupNorm does not care')
+    return said
+
+
+def _code(best: Combination) -> list[str]:
+    lines = [f"  {line}" for line in code_of(best.changes).splitlines()]
+    if best.strategy:
+        words = {"FSDP": '"fsdp"', "ZeRO-1": '"zero1"'}
+        lines.append(f"  engine = ab.Engine(..., strategy={words.get(best.strategy, repr(best.strategy))})")
+    return lines
+
+
+def _table(tried: Sequence[Combination], target: PlanTarget) -> list[str]:
+    """Return everything that was tried, in order, with why it is not the answer."""
+    rows = [("tried", "micro-batch", "steps", "memory", "s/step", "")]
+    for one in tried:
+        fit = one.fit
+        if fit is None:
+            rows.append((one.name, "-", "-", "-", "-", one.why))
+            continue
+        taken = fit.reserved_bytes + target.budget.outside_bytes + target.budget.workspace_bytes
+        sizes = (str(fit.micro_batch_size), str(fit.accumulation_steps)) if fit.fits else ("-", "-")
+        seconds = in_seconds(fit.seconds.total) if fit.seconds is not None and fit.fits else "-"
+        rows.append((one.name, *sizes, in_bytes(taken), seconds, one.why or "the answer"))
+    lines = []
+    for name, size, steps, memory, seconds, why in rows:
+        lines += [name, f"  {size:>11}  {steps:>6}  {memory:>9}  {seconds:>9}  {why}".rstrip()]
+    return [f"{rows[0][0]:<2}{lines[1]}", *lines[2:]] if lines else []
+
+
+def _rows(name: str, texts: Sequence[str]) -> list[str]:
+    return [f"{name if not number else '':<{_WIDTH}}{text}" for number, text in enumerate(texts)]

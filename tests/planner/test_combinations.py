@@ -1,0 +1,463 @@
+"""Which changes together let a step fit, what is planned by stand-ins, and what bounds or ends a plan."""
+
+import json
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import anybatch as ab
+from anybatch.diagnostics.memory.memory_report import record_memory
+from anybatch.errors import CannotPlanError, UserError
+from anybatch.planner.budget import budget_of
+from anybatch.planner.cost.devices import devices_of
+from anybatch.planner.envelopes import find_envelopes
+from anybatch.planner.plan import make_plan
+from anybatch.planner.plan_json import as_json
+from anybatch.planner.proposals.changes import changed, named_change, optimizer_name, possible_changes
+from anybatch.planner.proposals.combinations import Answer, find_combination
+from anybatch.planner.proposals.ranking import PlanTarget
+from anybatch.planner.proposals.stand_ins import AdamW8bit, Adapter, FourBitLinear
+from anybatch.planner.report import Plan
+from anybatch.planner.trace.step_spec import StepSpec, built
+from anybatch.planner.trace.step_trace import trace_step
+from anybatch.planner.training_time import Training, fewest_devices, training_text, training_time
+from tests.faults import sees
+from tests.planner.step_specs import step_spec
+
+WIDTH, MIB = 32, 2**20
+
+
+class Block(nn.Module):
+    """Two layers and a way around them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        added: Tensor = self.down(F.gelu(self.up(x)))
+        return x + added
+
+
+class Net(nn.Module):
+    """Four blocks and a head."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(4))
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def classes(model: nn.Module, batch: Tensor) -> Tensor:
+    """Return a mean over samples."""
+    return F.cross_entropy(model(batch), torch.zeros(len(batch), dtype=torch.int64))
+
+
+def adamw(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+    """Return an optimizer with state."""
+    return torch.optim.AdamW([parameter for _, parameter in named])
+
+
+def spec_of(make: Any = Net, **fields: Any) -> StepSpec:
+    """Return a step of a small network."""
+    given = {"optimizer": adamw, "loss": ab.mean_over_samples(classes), "sample": torch.zeros(1, WIDTH), **fields}
+    return step_spec(make, **given)
+
+
+def answer_for(device: str, size: int = 4096, **fields: Any) -> Answer:
+    """Return what fits together on a device of so much memory beside libraries."""
+    target = PlanTarget(budget=budget_of(device, headroom=0.0), effective_batch_size=size)
+    return find_combination(spec_of(**fields), target, precision_is_open=False)
+
+
+@sees(
+    "fit: another step is taken where the same fits",
+    "src/anybatch/planner/proposals/combinations.py",
+    "if best is not None and not (precision_is_open and not level):",
+    "if best is not None and best.changes and level:",
+)
+@pytest.mark.slow
+def test_what_fits_as_it_is_leads_nowhere_else() -> None:
+    """Where the step fits, nothing is tried that computes another one, and the fastest of what fits is the answer."""
+    answer = answer_for("600MiB", 64)
+
+    assert answer.best is not None
+    assert answer.best.same_step
+    assert all(one.same_step for one in answer.tried)
+    fitting = [one.seconds for one in answer.tried if one.seconds is not None]
+    assert answer.best.seconds == min(fitting)
+    assert [one.why for one in answer.tried if one.fits].count("") == 1
+
+
+@pytest.mark.slow
+def test_levels_are_left_in_order() -> None:
+    """Where weights and state alone are too much, 8-bit state comes before adapters, and each refusal has its bytes."""
+    wide = partial(Net, 256)
+    stays = 16 * sum(parameter.numel() for parameter in wide().parameters())
+    device = f"{532 + (stays * 12 // 16) // MIB}MiB"
+
+    answer = answer_for(device, 8, make=wide, sample=torch.zeros(1, 256))
+
+    assert answer.best is not None
+    assert answer.best.changes[0].name == "8-bit AdamW"
+    assert not any("LoRA" in one.name for one in answer.tried)
+    assert all("of" in one.why for one in answer.tried if not one.fits)
+
+
+@pytest.mark.slow
+def test_nothing_fits_says_so() -> None:
+    """On a device that holds next to nothing there is no answer, and everything that was tried has its reason."""
+    answer = answer_for("533MiB", 8, make=partial(Net, 256), sample=torch.zeros(1, 256))
+
+    assert answer.best is None
+    assert answer.tried
+    assert all(one.why for one in answer.tried)
+
+
+@pytest.mark.parametrize("name", ["checkpointing", "checkpointing every 2nd block", "checkpointing all but products"])
+@sees(
+    "fit: the lines to write checkpoint other blocks",
+    "src/anybatch/planner/proposals/changes.py",
+    'f"for block in blocks{some}:",',
+    '"for block in blocks[:1]:",',
+)
+@pytest.mark.slow
+def test_the_lines_to_write_run(name: str) -> None:
+    """The printed lines run as they stand: they leave the gradient as it is, and hold what is planned."""
+    change = named_change(spec_of(), name)
+    gradients, models = [], [Net(), Net()]
+    models[1].load_state_dict(models[0].state_dict())
+    exec(change.how, {"model": models[1], "torch": torch})  # noqa: S102 (our own lines)
+    for model in models:
+        model.double()
+        classes(model, torch.linspace(-1, 1, 8 * WIDTH, dtype=torch.float64).reshape(8, WIDTH)).backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+
+    def written() -> nn.Module:
+        model = Net()
+        exec(change.how, {"model": model, "torch": torch})  # noqa: S102 (our own lines)
+        return model
+
+    planned, by_hand = (trace_step(one, 64).steady for one in (changed(spec_of(), [change]), spec_of(written)))
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=0)
+    assert planned.peak_bytes == by_hand.peak_bytes
+
+
+def test_an_adapter_adds_a_product() -> None:
+    """An adapter is the layer plus twice the product of its two matrices, and the layer alone at the beginning."""
+    torch.manual_seed(0)
+    layer = nn.Linear(6, 4).double()
+    adapter = Adapter(layer, 2, (6, 4)).double()
+    x = torch.randn(3, 6, dtype=torch.float64)
+
+    before = adapter(x)
+    nn.init.normal_(adapter.up.weight)
+
+    torch.testing.assert_close(before, layer(x), rtol=0, atol=0)
+    expected = layer(x) + 2 * x @ adapter.down.weight.T @ adapter.up.weight.T
+    torch.testing.assert_close(adapter(x), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_stand_ins_hold_what_is_published() -> None:
+    """8-bit state is 2 bytes and two scales for 256 numbers; a 4-bit weight is 4.127 bits a parameter."""
+    weight = nn.Parameter(torch.zeros(1024, 64))
+    weight.grad = torch.zeros_like(weight)
+    optimizer = AdamW8bit([weight])
+    optimizer.step()
+    state = sum(value.nbytes for value in optimizer.state[weight].values())
+    layer = FourBitLinear(nn.Linear(512, 512, bias=False))
+
+    assert state == 2 * (weight.numel() + 4 * weight.numel() // 256)
+    bits = 8 * sum(buffer.nbytes for buffer in layer.buffers()) / 512**2
+    assert bits == pytest.approx(4.127, abs=0.001)
+
+
+@pytest.mark.slow
+def test_changes_leave_what_is_given_alone() -> None:
+    """Adapters and bf16 weights of a model that is there change none of its tensors, types or flags."""
+    model = Net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    plan = ab.plan(
+        model,
+        adamw,
+        ab.mean_over_samples(classes),
+        torch.zeros(1, WIDTH),
+        device="24GiB",
+        effective_batch_size=8,
+        changes=["LoRA of rank 4 on a base in 4 bits", "checkpointing"],
+        proposals=False,
+    )
+
+    assert [one.name for one in plan.asked] == ["LoRA of rank 4 on a base in 4 bits", "checkpointing"]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.requires_grad and parameter.dtype is torch.float32 for parameter in model.parameters())
+
+
+@pytest.mark.slow
+def test_offloaded_blocks_hold_nothing() -> None:
+    """With activations in the host's memory a step holds what goes between blocks, and less than with checkpointing."""
+    spec = spec_of()
+    ways = ("checkpointing", "offloading")
+    held = {name: trace_step(changed(spec, [named_change(spec, name)]), 256).steady.peak_bytes for name in ways}
+
+    assert held["offloading"] <= held["checkpointing"] < trace_step(spec, 256).steady.peak_bytes
+    assert (
+        find_envelopes(changed(spec, [named_change(spec, "offloading")]), 2**21)
+        .steady.at_peak(256)
+        .by_category["activations"]
+        < 4 * WIDTH * 256
+    )
+
+
+class Branching(nn.Module):
+    """Does more above eight samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x.sin().cos() if len(x) > 8 else x)
+        return out
+
+
+@sees(
+    "a branch at a size ends or escapes the plan",
+    "src/anybatch/planner/envelopes.py",
+    "return _smaller(self.steady.largest(budget_bytes), self.first.largest(budget_bytes), self.bound)",
+    "return _smaller(self.steady.largest(budget_bytes), self.first.largest(budget_bytes))",
+)
+def test_a_branch_bounds_the_plan() -> None:
+    """A step that does something else above a size is planned up to that size, and the plan says so."""
+    found = find_envelopes(spec_of(Branching, profile="cpu"), 2**30, most_samples=64)
+
+    assert found.largest(2**30) == 8
+    assert found.binding(8, 2**30, 64) == "branch"
+    assert any("something else at a micro-batch size of 64 than at 8" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(("size", "micro"), [(64, None), (64, 8)])
+@sees(
+    "one micro-batch is planned with gradients beneath it",
+    "src/anybatch/planner/proposals/ranking.py",
+    "envelopes = alone",
+    "pass",
+)
+@sees(
+    "the whole batch on a CPU is two micro-batches",
+    "src/anybatch/planner/envelopes.py",
+    "whole = sizes.constant + sizes.slope * num_samples // num_micro_batches",
+    "whole = sizes.constant + sizes.slope * 2",
+)
+def test_own_batches_are_planned_to_the_byte(size: int, micro: int | None) -> None:
+    """A batch of the user's own on a CPU, in one micro-batch and in eight, holds what is planned."""
+    loss = ab.mean_over_samples(classes)
+    plan = ab.plan(
+        Net,
+        adamw,
+        loss,
+        torch.zeros(1, WIDTH),
+        device="cpu:1GiB",
+        effective_batch_size=size,
+        micro_batch_size=micro,
+        proposals=False,
+    )
+    model = Net()
+    engine = ab.Engine(model, adamw, loss, micro_batch_size=plan.baseline.micro_batch_size, check_loss=False)
+    batch = torch.zeros(size, WIDTH)
+    engine.step(batch)
+    recording = record_memory(engine)
+    with recording:
+        engine.step(batch)
+
+    assert plan.baseline.micro_batch_size == (micro or size)
+    # Each micro-batch that is not traced has left its loss, a number, until the step's end.
+    untraced = max(0, plan.accumulation_steps - 2)
+    assert plan.baseline.peak.num_bytes + 4 * untraced == recording.report.timeline.peak_bytes
+
+
+class Grouped(nn.Module):
+    """Rows, each with the matrix of its group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, WIDTH, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.full((4,), len(x), dtype=torch.int32)
+        return torch._grouped_mm(x, self.weight, offs=ends)  # noqa: SLF001 (its only name in some versions)
+
+
+@pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no product of groups")
+def test_products_of_groups_are_planned() -> None:
+    """A mixture of experts is planned in float32 too, with the result and gradients that its products have."""
+    trace = trace_step(spec_of(Grouped, profile="cpu"), 8)
+
+    sizes = [one.num_bytes for one in trace.steady.allocations if "_grouped_mm" in one.operation]
+    assert 8 * 16 * 4 in sizes
+    assert 4 * WIDTH * 16 * 4 in sizes
+
+
+class Picky(nn.Module):
+    """Keeps some of its rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = torch.nonzero(x[:, 0])
+        return x[kept[:, 0]]
+
+
+def test_a_refusal_names_module_and_line(capfd: pytest.CaptureFixture[str]) -> None:
+    """What does not run without data is named with the module and the line it is in, and torch logs nothing."""
+    with pytest.raises(CannotPlanError, match=r"in 1 \(Picky\) at test_combinations.py:\d+, `kept = torch.nonzero"):
+        trace_step(spec_of(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Picky(), nn.Linear(WIDTH, 10))), 2)
+
+    assert capfd.readouterr().err == ""
+
+
+def _moved(model: nn.Module, batch: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return classes(model, batch)
+
+
+def test_what_a_trace_does_not_follow_is_noted() -> None:
+    """A compiled model, and activations that the user moves to the host, are planned with a note; others without."""
+
+    def compiled() -> nn.Module:
+        model = nn.Linear(WIDTH, 10)
+        model._compiled_call_impl = model._call_impl  # noqa: SLF001 (as `compile` does)
+        return model
+
+    moved = trace_step(spec_of(loss=ab.mean_over_samples(_moved)), 2).notes
+    assert any("save_on_cpu" in note for note in moved)
+    assert any("compiled" in note for note in trace_step(spec_of(compiled), 2).notes)
+    assert trace_step(spec_of(), 2).notes == ()
+
+
+def _by_shape(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+    parameters = [parameter for _, parameter in named]
+    groups = [[one for one in parameters if (one.dim() > 1) is wide] for wide in (True, False)]
+    assert all(groups), "a matrix and a vector are both there"
+    return torch.optim.SGD([{"params": group} for group in groups], lr=0.1)
+
+
+def test_optimizers_that_select_are_asked_with_all_parameters() -> None:
+    """An optimizer function that takes parameters apart is asked with those of the model; lines name its class."""
+    ready, _ = built(spec_of(optimizer=_by_shape))
+    fused = next(one for one in possible_changes(spec_of(optimizer=_by_shape)) if one.name == "fused optimizer")
+
+    assert optimizer_name(ready.trained) == "SGD"
+    assert "torch.optim.SGD" in fused.how
+
+
+def test_unknown_changes_are_refused() -> None:
+    """A change that the step does not have is refused with those that it has."""
+    with pytest.raises(UserError, match=r"no change of this step\. It has .*'checkpointing'"):
+        named_change(spec_of(), "magic")
+
+
+def planned(device: str = "H100") -> Plan:
+    """Return a plan with its answer."""
+    return make_plan(spec_of(), budget_of(device), 64, name="net", fit=True)
+
+
+@pytest.mark.slow
+def test_a_training_has_hours_and_a_price() -> None:
+    """Steps, hours, the price, and the fewest devices that meet a deadline follow from one plan."""
+    plan = planned()
+    time = training_time(plan, 10**9, 1)
+    assert time is not None
+    assert time.num_steps == 10**9 // 64
+    assert time.hours == pytest.approx(time.num_steps * time.step.total / 3600)
+    assert time.cost(2.0) == pytest.approx(2 * time.hours)
+
+    soon = fewest_devices(plan, Training(num_samples=10**9, deadline_hours=time.hours * 0.99))
+
+    assert soon is None or soon.world_size > 1
+    assert fewest_devices(plan, Training(num_samples=10**9, deadline_hours=time.hours * 1.01)).world_size == 1  # type: ignore[union-attr]
+    assert "not met" in training_text(plan, Training(num_samples=10**9, deadline_hours=1e-9, price=1.0))
+
+
+@pytest.mark.slow
+def test_a_plan_is_json() -> None:
+    """A plan with its answer is JSON, and says what its text says."""
+    plan = planned()
+
+    value = json.loads(json.dumps(as_json(plan)))
+
+    assert value["fits"] is True
+    assert value["answer"]["micro_batch_size"] == plan.baseline.micro_batch_size
+    assert value["answer"]["how"] in "\n".join(line[2:] for line in str(plan).splitlines())
+    assert {one["why_not"] for one in value["tried"]} >= {None}
+
+
+def test_own_devices_come_from_a_file(tmp_path: Path) -> None:
+    """A file of devices is read, with rates that are missing taken for those in 32 bits; what is none is refused."""
+    file = tmp_path / "devices.json"
+    row = {"name": "Mine", "memory": "24GiB", "teraflops": {"fp32": 30}, "gigabytes_per_second": 900}
+    file.write_text(json.dumps([row]))
+
+    (device,) = devices_of(file)
+
+    assert (device.name, device.memory_bytes, device.peak("bf16")) == ("Mine", 24 * 2**30, 30e12)
+    assert budget_of(device).device is device
+    file.write_text(json.dumps([{"name": "Mine"}]))
+    with pytest.raises(UserError, match="lists no devices"):
+        devices_of(file)
+
+
+class Caching(nn.Module):
+    """Keeps a mask and a count from its first forward, in attributes, a list and a global variable."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm, self.drop = nn.Linear(WIDTH, 10), nn.BatchNorm1d(10), nn.Dropout(0.1)
+        self.mask: Tensor | None = None
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mask is None:
+            self.mask = (torch.arange(WIDTH) % 3 > 0).to(x.dtype)
+        self.seen.append(x.detach().sum())
+        KEPT.setdefault("scale", x.detach().abs().mean() * 0 + 2)
+        out: Tensor = self.drop(self.norm(self.layer(x * self.mask * KEPT["scale"])))
+        return out
+
+
+KEPT: dict[str, Tensor] = {}
+
+
+@pytest.mark.slow
+def test_a_plan_before_and_after_leaves_training_bitwise_as_it_is() -> None:
+    """Training with a plan before, between and after its steps, all changes planned, gives the very same weights."""
+
+    def trained(*, plans: bool) -> list[Tensor]:
+        KEPT.clear()
+        torch.manual_seed(0)
+        model = Caching()
+        engine = ab.Engine(model, adamw, ab.mean_over_samples(classes), micro_batch_size=4, norms="keep")
+        batch = torch.randn(8, WIDTH)
+        for number in range(3):
+            if plans and number != 1:
+                sample = torch.zeros(1, WIDTH)
+                options: dict[str, Any] = {"device": "24GiB", "effective_batch_size": 8}
+                ab.plan(model, adamw, ab.mean_over_samples(classes), sample, fit=True, **options)
+            engine.step(batch)
+        return [*model.state_dict().values(), *model.seen, *KEPT.values()]
+
+    for one, other in zip(trained(plans=False), trained(plans=True), strict=True):
+        assert torch.equal(one, other)
