@@ -2,10 +2,10 @@
 
     python benchmarks/plan_published.py [--out benchmarks/results/NAME.md]
 
-Of transformers' guide: bert-large-uncased as a classifier, 512 tokens, on a V100 of 16 GB; memory as `nvidia-smi` has it,
-context and all. The guide gives the context of that machine by itself (1343 MB), which is taken instead of the usual one.
-Of torchtune's table: Llama 3.1 8B and 3.2 3B with adapters, compiled, packed sequences, batch 2; active memory. Plans are
-of eager execution, and their adapters are on one matrix of a block more (keys).
+Of transformers' guide: bert-large-uncased as a classifier, 512 tokens, on a V100 of 16 GB; memory as `nvidia-smi` has
+it, context and all. The guide gives the context of that machine by itself (1343 MB), which is taken instead of the
+usual one. Of torchtune's table: Llama 3.1 8B and 3.2 3B with adapters, compiled, packed sequences, batch 2; active
+memory. Plans are of eager execution, and their adapters are on one matrix of a block more (keys).
 FSDP2 on 8 and 128 H100s is compared in `plan_sharded`.
 """
 

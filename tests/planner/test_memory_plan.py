@@ -134,7 +134,7 @@ def planned(spec: StepSpec) -> MemoryEnvelope:
 @sees(
     "one micro-batch is planned",
     "src/anybatch/planner/trace/step_trace.py",
-    "micro_batch_size * self._num_micro_batches * self._world.size",
+    "micro_batch_size * self._spec.num_micro_batches * self._world.size",
     "micro_batch_size * self._world.size",
     cases=["words"],
 )

@@ -1,4 +1,4 @@
-"""Chapter 23: an effective batch size that grows in stages while a run goes on.
+"""Chapter 26: an effective batch size that grows in stages while a run goes on.
 
 A ramp is a function of the samples that have made a step, and has no state: a run that is resumed anywhere, at any
 world size, goes on in the same stage, and the order of the samples does not know of it.

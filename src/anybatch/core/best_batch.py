@@ -1,4 +1,4 @@
-"""Chapter 23: what a larger batch costs, in samples and in time, and where the time to a loss is least.
+"""Chapter 24: what a larger batch costs, in samples and in time, and where the time to a loss is least.
 
 At a learning rate that is right for each size, an effective batch of B samples needs about
 

@@ -1,4 +1,4 @@
-"""Chapter 22: how noisy the gradient of an effective batch is, from the norms of its micro-batches' gradients.
+"""Chapter 23: how noisy the gradient of an effective batch is, from the norms of its micro-batches' gradients.
 
 Let g be the gradient of an effective batch, the sum of parts g_k, one for each micro-batch, already divided by the
 count of the whole batch, and p_k the share of micro-batch k in that count (p_1 + p_2 + ... = 1). Samples being drawn

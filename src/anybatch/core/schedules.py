@@ -1,4 +1,4 @@
-"""Chapter 22: how a learning rate is scheduled from step to step, on top of what its rule has made of it.
+"""Chapter 25: how a learning rate is scheduled from step to step, on top of what its rule has made of it.
 
 A schedule multiplies the rate by a factor in each step. Every schedule counts optimizer steps; durations in samples or
 epochs are converted to steps beforehand.

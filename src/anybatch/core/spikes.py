@@ -1,4 +1,4 @@
-"""Chapter 24: when a loss or a gradient norm is not what the steps before it would lead one to expect.
+"""Chapter 27: when a loss or a gradient norm is not what the steps before it would lead one to expect.
 
 Both are looked at as logarithms, since a loss that doubles is as alarming at 0.1 as at 10, and by medians, since what
 is looked for must not move what it is measured with (Hampel 1974, JASA 69: median and median absolute deviation bear

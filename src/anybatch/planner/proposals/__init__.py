@@ -1,1 +1,1 @@
-"""Changes that would make larger micro-batches fit, or steps faster: planned and ranked."""
+"""Changes that would make larger micro-batches fit, or steps faster: planned, ranked, and combined."""
