@@ -209,6 +209,8 @@ def run(setting: Setting, planted: Planted | None, *, watched: bool, until_lost:
 def lost_at(made: Run, planted: Planted) -> int | None:
     """Return the step at which the loss is lost; None if it never is."""
     start, losses = planted.start, made.losses
+    if len(losses) <= start:  # it has diverged by itself, before
+        return None
     level, first = statistics.median(losses[start - 30 : start]), statistics.median(losses[:3])
     bar = level + PART_LOST * (first - level)
     for step in range(start, len(losses)):
@@ -307,9 +309,7 @@ def rows_of(results: Results) -> list[str]:
         "|---|--:|--:|--:|--:|--:|",
     ]
     noise = {
-        (setting.task, setting.optimizer): statistics.stdev(
-            results.healthy(dataclasses.replace(setting, seed=seed))["held_out"] for seed in HEALTHY_SEEDS
-        )
+        (setting.task, setting.optimizer): statistics.stdev(one["held_out"] for one in sound(results, setting))
         for setting in SETTINGS
     }
     total: Counter[str] = Counter()
@@ -321,6 +321,8 @@ def rows_of(results: Results) -> list[str]:
             if planted.kind != kind:
                 continue
             found = results.planted(setting, planted)
+            if not math.isfinite(results.healthy(setting)["held_out"]):
+                continue
             count["runs"] += 1
             if found["lost"] is None:
                 continue
@@ -358,7 +360,7 @@ def rows_of(results: Results) -> list[str]:
     ]
     steps = alarms = 0
     for setting in SETTINGS:
-        healthy = [results.healthy(dataclasses.replace(setting, seed=seed)) for seed in HEALTHY_SEEDS]
+        healthy = sound(results, setting)
         losses = [one["held_out"] for one in healthy]
         steps += sum(one["steps"] for one in healthy)
         alarms += sum(len(one["alarms"]) for one in healthy)
@@ -368,7 +370,25 @@ def rows_of(results: Results) -> list[str]:
             f"{sum(len(one['alarms']) for one in healthy)} | {statistics.fmean(losses):.4f} "
             f"({statistics.stdev(losses):.4f}) | {statistics.median(found):+.2f} of {len(found)} |"
         )
-    return [*lines, "", f"False alarms: {alarms} in {steps:,} steps, {alarms / steps * 10_000:.2f} in 10,000."]
+    every = [results.healthy(dataclasses.replace(one, seed=seed)) for one in SETTINGS for seed in HEALTHY_SEEDS]
+    sick = [one for one in every if not math.isfinite(one["held_out"])]
+    lines += ["", f"False alarms: {alarms} in {steps:,} steps, {alarms / steps * 10_000:.2f} in 10,000."]
+    if sick:
+        seen = sum(bool(one["alarms"]) for one in sick)
+        lines += [
+            "",
+            (
+                f"{len(sick)} of {len(every)} runs without a plant diverged by themselves, and are not among these; "
+                f"the watch spoke in {seen} of them: {'; '.join(one['alarms'][0] for one in sick if one['alarms'])}."
+            ),
+        ]
+    return lines
+
+
+def sound(results: Results, setting: Setting) -> list[dict[str, Any]]:
+    """Return the runs of a setting without a plant, but for those that diverged by themselves."""
+    runs = [results.healthy(dataclasses.replace(setting, seed=seed)) for seed in HEALTHY_SEEDS]
+    return [one for one in runs if math.isfinite(one["held_out"])]
 
 
 def main() -> None:
