@@ -1,7 +1,7 @@
 """Chapter 7: how the learning rate follows the batch size.
 
 Changing the effective batch size changes the noise of every update, so a learning rate tuned at one size is wrong at
-another. A *scaling rule* converts it once, before training; a schedule (chapter 22) then multiplies it by a factor in
+another. A *scaling rule* converts it once, before training; a schedule (chapter 25) then multiplies it by a factor in
 each step. `AdaScale` does both, step by step, by the noise that is measured. How far each rule carries was measured on
 small networks: `benchmarks/learning_rate_rules.py`, docs/learning_rates.md.
 """
