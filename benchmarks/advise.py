@@ -3,7 +3,8 @@
 For every effective batch size of a sweep, in micro-batches of 16 at most, the learning rate is tuned on a grid (by
 factors of 2), and counted is how many steps training takes to a fixed held-out loss: the median over seeds. Time is
 these steps times the seconds of the engine's step at this size, measured in turns with those of the others. `ab.advise`
-sees one run at a batch size of 64, at the rate that is best there, for as many steps as that takes to the same loss.
+sees one run at a batch size of 64, at the rate that is best there, for as many steps as that takes to the same loss;
+and, since 64 may be the best by chance, another one at 512.
 
     python benchmarks/advise.py [--job regression] [--sweep FILE [--count]] [--out benchmarks/results/NAME.md]
 """
@@ -208,10 +209,10 @@ def step_seconds(task: Task) -> dict[int, float]:
     return {size: statistics.median(seconds) for size, seconds in taken.items()}
 
 
-def advised(task: Task, rate: float, steps: int) -> Advice:
-    """Return the advice of one run at 64 samples."""
+def advised(task: Task, size: int, rate: float, steps: int) -> Advice:
+    """Return the advice of one run at some size."""
     engine = engine_of(task, rate, GradientNoise(every=2, decay=0.98))
-    return ab.advise(engine, batches(task.train, START, 1), steps=max(40, steps))
+    return ab.advise(engine, batches(task.train, size, 1), steps=max(40, steps))
 
 
 def swept(name: str, kept: Path | None) -> dict[int, tuple[float, float]]:
@@ -226,8 +227,10 @@ def job_lines(name: str, kept: Path | None) -> tuple[list[str], str]:
     task = TASKS[name]()
     found = swept(name, kept)
     seconds = step_seconds(task)
-    steps_there = found[START][0]
-    advice = advised(task, found[START][1], 40 if math.isinf(steps_there) else round(steps_there))
+    advice, other = (
+        advised(task, size, found[size][1], 40 if math.isinf(found[size][0]) else round(found[size][0]))
+        for size in (START, SIZES[-1])
+    )
     totals = {size: steps * seconds[size] for size, (steps, _) in found.items()}
     fastest = min(totals, key=lambda size: totals[size])
     predicted = {size: advice.cost.seconds(size, by=START) for size in SIZES}
@@ -247,7 +250,8 @@ def job_lines(name: str, kept: Path | None) -> tuple[list[str], str]:
         f"sweep's fastest is {fastest}. Of the sweep's sizes {nearest} is the nearest to the advice, and takes "
         f"{totals[nearest] / totals[fastest]:.2f} times the least time; the present {START} took "
         f"{totals[START] / totals[fastest]:.2f} times. Steps and samples of the sweep fit a critical batch of "
-        f"{fitted(found):.0f}."
+        f"{fitted(found):.0f}. A run at {SIZES[-1]} advises {other.best:.0f} ({other.best_interval[0]:.0f} to "
+        f"{other.best_interval[1]:.0f}; noise scale {other.cost.critical_batch_size:.0f})."
     )
     print("\n".join([*lines, verdict]), flush=True)
     return lines, verdict
