@@ -110,7 +110,8 @@ def rows() -> Iterator[tuple[str, float, float, str]]:
             ab.mean_over_samples(own_loss),
             sample,
             device="V100-16",
-            effective_batch_size=4,
+            # Gradients were set to zero and stayed, so that the second of two micro-batches is what a step held.
+            effective_batch_size=max(4, 2 * size),
             micro_batch_size=size,
             proposals=False,
             **rest,

@@ -131,8 +131,8 @@ def test_nothing_fits_says_so() -> None:
 @sees(
     "fit: the lines to write checkpoint other blocks",
     "src/anybatch/planner/proposals/changes.py",
-    'f"for block in blocks{some}:",',
-    '"for block in blocks[:1]:",',
+    'lines += [*loop, "    block.forward = partial(again, block.forward)"]',
+    'lines += [*loop, "    block.forward = partial(again, block.forward)", "    break"]',
 )
 @pytest.mark.slow
 def test_the_lines_to_write_run(name: str) -> None:
@@ -182,7 +182,7 @@ def test_stand_ins_hold_what_is_published() -> None:
     layer = FourBitLinear(nn.Linear(512, 512, bias=False))
 
     assert state == 2 * (weight.numel() + 4 * weight.numel() // 256)
-    bits = 8 * sum(buffer.nbytes for buffer in layer.buffers()) / 512**2
+    bits = 8 * sum(parameter.nbytes for parameter in layer.parameters()) / 512**2
     assert bits == pytest.approx(4.127, abs=0.001)
 
 

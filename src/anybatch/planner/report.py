@@ -197,7 +197,8 @@ def _nothing_fits(plan: Plan) -> dict[str, str]:
         "fits": f"nothing: {_asked(fit)} {in_bytes(fit.peak.num_bytes)}, and {in_bytes(usable)} can be had",
         "because": term,
         "peak": _moment(fit),
-        "smallest": f"change that would fit: {cure}",
+        # What fits together is said below.
+        **({} if plan.answer is not None else {"smallest": f"change that would fit: {cure}"}),
     }
 
 

@@ -214,6 +214,9 @@ def _of_blocks(ready: StepSpec, *, can_make: bool) -> list[Change]:
     # Blocks are wrapped in place, so each change takes a model of its own.
     if not rows or not can_make or _checkpoints_itself(as_module(ready.trained.model)):
         return []
+    configs = (getattr(one, "config", None) for one in as_module(ready.trained.model).modules())
+    has_cache = any(getattr(config, "use_cache", False) is True for config in configs)
+    caching = "\nmodel.config.use_cache = False" if has_cache else ""
     ways: tuple[tuple[str, Keeping, int, str], ...] = (
         ("checkpointing", "inputs", 1, "each block's forward runs twice"),
         ("checkpointing every 2nd block", "inputs", 2, "every second block's forward runs twice"),
@@ -222,7 +225,7 @@ def _of_blocks(ready: StepSpec, *, can_make: bool) -> list[Change]:
     return [
         Change(
             name=name,
-            how=_checkpointing_lines(rows, keeping, every),
+            how=_checkpointing_lines(rows, keeping, every) + caching,
             costs=costs,
             apply=partial(_checkpointed, keeping, every),
         )
@@ -249,15 +252,27 @@ def _checkpointing_lines(rows: Sequence[Blocks], keeping: Keeping, every: int) -
             "                context_fn=partial(create_selective_checkpoint_contexts, keep))"
         )
     lines.append(again)
+    for loop in _loops(rows, every):
+        lines += [*loop, "    block.forward = partial(again, block.forward)"]
+    return "\n".join(lines)
+
+
+def _loops(rows: Sequence[Blocks], every: int) -> list[list[str]]:
+    """Return the heads of loops over repeated blocks: by class, so that they hold of a model that adapters wrap."""
+    if every == 1:
+        kinds = dict.fromkeys(blocks.kind.__name__ for blocks in rows)
+        return [[f"for block in [one for one in model.modules() if type(one).__name__ == {kind!r}]:"] for kind in kinds]
+    loops = []
     for blocks in rows:
         path = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in blocks.path.split(".") if part)
-        some = f"[::{every}]" if every > 1 else ""
-        lines += [
-            f"blocks = [one for one in model{path}.children() if type(one).__name__ == {blocks.kind.__name__!r}]",
-            f"for block in blocks{some}:",
-            "    block.forward = partial(again, block.forward)",
-        ]
-    return "\n".join(lines)
+        of_kind = f"type(one).__name__ == {blocks.kind.__name__!r}"
+        loops.append(
+            [
+                f"blocks = [one for one in model{path}.children() if {of_kind}]",
+                f"for block in blocks[::{every}]:",
+            ]
+        )
+    return loops
 
 
 def _checkpoints_itself(module: nn.Module) -> bool:
@@ -311,9 +326,8 @@ def _of_host(ready: StepSpec, *, can_make: bool) -> list[Change]:
         "            return forward(*args, **kwargs)",
         "    return run",
     ]
-    for blocks in rows:
-        path = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in blocks.path.split(".") if part)
-        lines += [f"for block in model{path}.children():", "    block.forward = offloaded(block.forward)"]
+    for loop in _loops(rows, 1):
+        lines += [*loop, "    block.forward = offloaded(block.forward)"]
     return [
         Change(
             name="offloading",

@@ -110,9 +110,11 @@ class FourBitLinear(nn.Module):
         self.shape = tuple(linear.weight.shape)
         self.bias = linear.bias
         scales = ceil_div(number, WEIGHT_BLOCK)
-        self.codes = nn.Buffer(torch.zeros(ceil_div(number, 2), dtype=torch.uint8))
-        self.scales = nn.Buffer(torch.zeros(scales, dtype=torch.uint8))
-        self.scales_of_scales = nn.Buffer(torch.zeros(ceil_div(scales, STATE_BLOCK)))
+        # Parameters, as there: of buffers the engine keeps a copy, since a forward might change them.
+        self.codes = nn.Parameter(torch.zeros(ceil_div(number, 2), dtype=torch.uint8), requires_grad=False)
+        self.scales = nn.Parameter(torch.zeros(scales, dtype=torch.uint8), requires_grad=False)
+        blocks = torch.zeros(ceil_div(scales, STATE_BLOCK))
+        self.scales_of_scales = nn.Parameter(blocks, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return a tensor of the shape and type of the product."""
