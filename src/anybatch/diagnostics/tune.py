@@ -27,6 +27,8 @@ NUM_ROUNDS = 6
 """Of them the first tries all sizes, and the others those that may be the fastest."""
 _MAY_BE_FASTEST = 1.25
 """Times the shortest step of the first round: what takes longer is not measured again."""
+_TIMED_SECONDS, _MOST_STEPS = 0.2, 20
+"""Of a size in a turn: steps are made for so long, or so many."""
 _WORTH_A_STEP = 2.0
 """Times the shortest step that is estimated: what would take longer is not measured at all."""
 LOADED_STEPS = 4
@@ -353,9 +355,13 @@ class _Steps:
                 ).too_large  # it went on with a smaller one
                 held = HeldBatch(self._whole if batch is None else batch)
                 list(Placement(Cut(micro_batch_size=size), 1, 0).micro_batches(held))
-                begun = self._now()
-                too_large += engine.step(held).too_large
-                taken = None if too_large else self._now() - begun
+                times: list[float] = []
+                # A step of a small model is over before the machine has done anything else that it does now and then.
+                while not times or (batch is None and sum(times) < _TIMED_SECONDS and len(times) < _MOST_STEPS):
+                    begun = self._now()
+                    too_large += engine.step(held).too_large
+                    times.append(self._now() - begun)
+                taken = None if too_large else median(times)
         except (torch.OutOfMemoryError, MemoryExhaustedError):
             taken = None
         if self._device.type == "cuda":
