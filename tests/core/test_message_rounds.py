@@ -95,6 +95,7 @@ def gathered(num_ranks: int, row_bytes: float = 8.0) -> tuple[list[list[int]], f
         if (found := network.receive(one.from_rank, rank)) is None:
             return False
         for place, row in enumerate(found[0], start=one.first_row):
+            assert place < num_ranks
             assert place not in has[rank]
             has[rank][place] = row
         assert len(found[0]) == one.num_rows

@@ -233,12 +233,12 @@ def test_the_control_plane_is_in_the_step() -> None:
 
 @given(doublings=st.integers(0, 13), num_parameters=st.integers(1, 1000))
 def test_the_control_plane_grows_with_the_logarithm(doublings: int, num_parameters: int) -> None:
-    """Twice the ranks take a latency more, and a thousand ranks less than a hundredth of a step of 200 ms."""
+    """Twice the ranks take a latency more; of 1,000 ranks each message takes less than 1% of a step of 200 ms."""
     control, link = ControlMessages.of(num_parameters, counts_need_data=True), Link(CONTROL_LATENCY_SECONDS, 1e12)
     seconds = control.agreement_seconds(2**doublings, link), control.agreement_seconds(2 ** (doublings + 1), link)
 
     assert seconds[1] - seconds[0] <= (2.01 if doublings == 0 else 1.01) * link.latency_seconds
-    assert control.agreement_seconds(1000, link) + control.count_seconds(1000, link) < 0.01 * 0.2
+    assert max(control.agreement_seconds(1000, link), control.count_seconds(1000, link)) < 0.01 * 0.2
 
 
 @sees(

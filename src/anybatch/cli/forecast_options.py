@@ -41,7 +41,7 @@ def add_forecast_options(parser: argparse.ArgumentParser, *, without: Collection
         "--control-link",
         type=link,
         metavar="RATE,LATENCY",
-        help="of the control plane, over TCP (default: the link's, with at least 30us)",
+        help="of the control plane, over TCP (default: the link's, with at least 100us)",
     )
     add("--algorithm", choices=("best", "ring", "tree", "gloo"), default="best", help="of all-reduces (default: best)")
     add(
