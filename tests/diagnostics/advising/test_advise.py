@@ -110,6 +110,9 @@ def test_of_an_engine_of_ones_own() -> None:
     assert advice.cost.overhead_seconds > 0
     assert {rate.rule for rate in advice.rates} >= {"linear", "sqrt"}
     assert advice.rates[0].base_batch_size == 32
+    noise = advice.cost.critical_batch_size if advice.is_known else advice.interval[0]
+    gain = (1 + noise / 32) / (1 + noise / advice.rates[0].effective_batch_size)
+    assert list(advice.rates_by_noise.values()) == pytest.approx([0.02 * gain, 0.02 * gain**0.5])
     more = advice.on_ranks[4]
     assert more.seconds_per_sample == pytest.approx(advice.cost.seconds_per_sample / 4)
     assert more.overhead_seconds - advice.cost.overhead_seconds == pytest.approx(best_all_reduce(5 * 4, 4, link))

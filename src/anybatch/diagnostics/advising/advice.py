@@ -7,7 +7,7 @@ from typing import Any
 
 from anybatch.core.best_batch import BatchCost
 from anybatch.core.gradient_noise import in_words
-from anybatch.core.learning_rate import ScaledRate
+from anybatch.core.learning_rate import ScaledRate, noise_gain
 from anybatch.core.units import three_digits
 
 HARDLY = 0.05
@@ -147,7 +147,7 @@ class Advice:
             "gain": _finite(self.gain) if self.interval[0] > 0 else None,
             "gain_of_accumulating": _finite(self.gain_of_accumulating) if self.interval[0] > 0 else None,
             "learning_rate": self.learning_rate,
-            "learning_rates": {rate.rule: rate.learning_rate for rate in self.rates},
+            "learning_rates": {rate.rule: rate.learning_rate for rate in self.rates} | self.rates_by_noise,
             "table": [
                 {
                     "name": row.name,
@@ -160,6 +160,19 @@ class Advice:
                 for row in (self.table if self.interval[0] > 0 else ())
             ],
             "on_ranks": {str(number): _finite(self._best_of(cost)) for number, cost in self.on_ranks.items()},
+        }
+
+    @property
+    def rates_by_noise(self) -> dict[str, float]:
+        """The learning rate at the best batch by the noise scale itself, for SGD and for optimizers like Adam."""
+        if self.learning_rate is None or not self.rates:
+            return {}
+        best = self.rates[0].effective_batch_size
+        noise = self._cost.critical_batch_size
+        gain = noise_gain(noise, base_batch_size=self.size, effective_batch_size=best)
+        return {
+            "noise gain, for SGD": self.learning_rate * gain,
+            "its root, for Adam": self.learning_rate * math.sqrt(gain),
         }
 
     @property
@@ -225,7 +238,8 @@ class Advice:
     def _rate_lines(self) -> list[str]:
         if not self.rates:
             return []
-        return ["", "learning rate there, by each rule:", *(f"  {rate}" for rate in self.rates)]
+        by_noise = [f"  lr {rate:.6g} ({name})" for name, rate in self.rates_by_noise.items()]
+        return ["", "learning rate there, by each rule:", *(f"  {rate}" for rate in self.rates), *by_noise]
 
     def _rank_lines(self) -> list[str]:
         if not self.on_ranks:
