@@ -11,12 +11,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from anybatch.core.batch import Position
-from anybatch.core.dtypes import widest_dtype
+from anybatch.core.dtypes import accumulation_dtype, widest_dtype
 from anybatch.core.records import PhaseName
 from anybatch.engine.accumulation.accumulate import LoopContext
 from anybatch.engine.accumulation.planned_batch import CountedBatch, PlannedBatch
 from anybatch.engine.accumulation.step_guard import StepGuard
-from anybatch.engine.accumulation.sums import Sums, divide_late
+from anybatch.engine.accumulation.sums import LateDivision, Sums
 from anybatch.engine.compatibility import refused_in_backward
 from anybatch.engine.executors import Executor
 from anybatch.engine.forward_state.buffer_updates import BufferUpdates
@@ -173,6 +173,7 @@ class StepRunner:
             self._notifier.begin_step(step, counted)
             self._context.strategy.place_gradients()
             counts = torch.tensor(counted.divisors, dtype=widest_dtype(device))
+            late = self._late_division(counted.divisors[0]) if loss.kind.brings_count else None
             plan = counted.planned.plan
             watched, pooled = self._watch.effective_batch(plan), self._buffers.effective_batch(plan)
             measured = nullcontext() if self._noise is None else self._noise.effective_batch(step, plan)
@@ -192,9 +193,8 @@ class StepRunner:
             return failed  # outside of this function the failed frames, and all their tensors, are freed
         totals, further = (totals, None) if self._noise is None else totals.tensor_split([-self._noise.num_numbers])
         # The count was known only once all losses had been computed: gradients were divided by a guess so far.
-        if loss.kind.brings_count:
-            present = [gradient for gradient in gradients if gradient is not None]
-            totals, counts = divide_late(present, totals, counted.divisors[0])
+        if late is not None:
+            totals, counts = late.divide([gradient for gradient in gradients if gradient is not None], totals)
         noise = None
         if self._noise is not None and further is not None:
             guess = counted.divisors[0] if loss.kind.brings_count else None
@@ -215,6 +215,10 @@ class StepRunner:
         if self._noise is None:
             return totals
         return torch.cat([totals, self._noise.numbers(sums, is_late=loss.kind.brings_count)])
+
+    def _late_division(self, guess: float) -> LateDivision:
+        parameter = next(iter(self._context.prepared.parameters.values()))
+        return LateDivision(guess, self._world.device, accumulation_dtype(parameter))
 
 
 def _place_of(error: BaseException) -> str:

@@ -50,16 +50,31 @@ def _summed(values: list[torch.Tensor], dtype: torch.dtype, device: torch.device
     )
 
 
-@torch.no_grad()
-def divide_late(
-    gradients: Sequence[torch.Tensor], totals: Float[Tensor, "2"], guess: float
-) -> tuple[Float[Tensor, "1"], Float[Tensor, "1"]]:
-    """Divide by a count that came with the losses: gradients in place; returns (contributions, counts).
+class LateDivision:
+    """Divides by a count that came with the losses, once ranks have agreed on a step: it may not run out of memory.
 
-    Micro-batches were divided by `guess` (the number of samples) to keep fp16 in range; what is left is one factor.
+    What it needs is made beforehand, where running out of memory still begins the step again on all ranks.
+
+    Args:
+        guess: what micro-batches were divided by, the number of samples, to keep fp16 in range.
+        device: of the numbers.
+        dtype: of the gradients.
     """
-    contribution, count = totals[:1], totals[1:]
-    factor = guess / count
-    if gradients:
-        multiply_each([dense_values(local_part(gradient)) for gradient in gradients], factor[0].to(gradients[0].dtype))
-    return contribution * factor, count
+
+    def __init__(self, guess: float, device: torch.device, dtype: torch.dtype) -> None:
+        self._guess = guess
+        self._factor = torch.empty(1, dtype=widest_dtype(device), device=device)
+        self._factor_of_gradients = torch.empty((), dtype=dtype, device=device)
+
+    @torch.no_grad()
+    def divide(
+        self, gradients: Sequence[torch.Tensor], totals: Float[Tensor, "2"]
+    ) -> tuple[Float[Tensor, "1"], Float[Tensor, "1"]]:
+        """Divide gradients and the contribution in place; return (contributions, counts), parts of `totals`."""
+        contribution, count = totals[:1], totals[1:]
+        # All that is left to divide by is one factor.
+        torch.reciprocal(count, out=self._factor).mul_(self._guess)
+        if gradients:
+            self._factor_of_gradients.copy_(self._factor[0])
+            multiply_each([dense_values(local_part(one)) for one in gradients], self._factor_of_gradients)
+        return contribution.mul_(self._factor), count
