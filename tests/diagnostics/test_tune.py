@@ -93,7 +93,7 @@ def tuned(clock: Clock, model: nn.Module, *, seconds: float = 0.0, **options: An
     "tune times the end of a step only",
     "src/anybatch/diagnostics/tune.py",
     """
-                begun = self._now()
+                    begun = self._now()
                     too_large += engine.step(held).too_large
 """,
     """

@@ -104,8 +104,8 @@ def errors(ranks: Ranks, request: pytest.FixtureRequest) -> list[Errors]:
 @sees(
     "a count that came late is not divided by",
     "src/anybatch/engine/accumulation/sums.py",
-    "factor = guess / count",
-    "factor = torch.ones_like(count)",
+    "torch.reciprocal(count, out=self._factor).mul_(self._guess)",
+    "self._factor.fill_(1.0)",
     cases=["1-rank-loss sum, undeclared", "1-rank-one loss per target, undeclared"],
 )
 @sees(

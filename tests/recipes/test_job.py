@@ -101,7 +101,7 @@ def test_valid(changes: dict[str, Any]) -> None:
             ParameterError,
             r"scheduler\(optimizer, num_steps\), but <lambda>",
         ),
-        ({"clip": 0.0}, UserError, "max_norm"),
+        ({"clip": 0.0}, UserError, "clip=0.0"),
         (
             {"evaluate": mean_square},
             UserError,
