@@ -87,13 +87,6 @@ def launcher_store() -> TCPStore:
 
 
 @sees(
-    "groups: a second default group finds the addresses of the first",
-    "src/anybatch/parallel/process_groups.py",
-    'PrefixStore(f"anybatch/join_{number}", store)',
-    'PrefixStore("anybatch/join", store)',
-    cases=["torchrun"],
-)
-@sees(
     "groups: the first world that is closed ends the default group",
     "src/anybatch/parallel/world.py",
     "if num_open == 0 and",
