@@ -126,7 +126,7 @@ def test_sizes_take_turns() -> None:
     tuned(clock, model, micro_batch_sizes=[8, 12, 48], most_seconds=1000.0)
 
     eight, twelve, whole = [8] * (2 + 6), [12] * (2 + 4), [48] * 2
-    estimates = [8] * (2 + 1 + 2 + 2) + [12] * (2 + 1 + 2 + 2) + whole
+    estimates = [8] * (2 + 3 + 2 + 6) + [12] * (2 + 3 + 2 + 6) + whole
     assert model.sizes == [
         *estimates,
         *(*eight, *twelve, *whole),
@@ -144,7 +144,7 @@ def test_what_is_much_slower_is_estimated() -> None:
 
     assert [one.is_estimated for one in report.sizes] == [True, False]
     assert report.rates[2] == pytest.approx(48 / (24 * 0.07 + 0.1))  # as long as 24 micro-batches and an update take
-    assert model.sizes.count(2) == 2 + 1 + 2 + 2 + 2 * 2
+    assert model.sizes.count(2) == 2 + 3 + 2 + 6 + 2 * 2
     assert "~" in str(report).splitlines()[3]
 
 
@@ -160,8 +160,8 @@ def test_time_is_bounded() -> None:
 @sees(
     "tune goes by the fastest single step",
     "src/anybatch/diagnostics/tune.py",
-    "    fastest = min(times, key=lambda size: median(compared(size, reference)))",
-    "    fastest = min(times, key=lambda size: min(times[size]))",
+    "    fastest = min(measured, key=lambda size: median(compared(size, reference)))",
+    "    fastest = min(measured, key=lambda size: min(times[size]))",
 )
 def test_one_lucky_step_does_not_decide() -> None:
     """A size that was fast once, in a turn in which all were, is not the fastest: turns are compared, by medians."""
@@ -170,6 +170,21 @@ def test_one_lucky_step_does_not_decide() -> None:
     ratios = _relative_times(times)
     assert ratios[32] == [1.0, 1.0, 1.0]
     assert ratios[8] == pytest.approx([1.2 / 1.05, 10 / 7, 10 / 7])
+
+
+@sees(
+    "tune recommends what it has only estimated",
+    "src/anybatch/diagnostics/tune.py",
+    "one.samples_per_second is not None and not one.is_estimated]",
+    "one.samples_per_second is not None]",
+)
+def test_an_estimate_is_never_recommended() -> None:
+    """A size whose whole steps were not made is neither the fastest nor recommended, whatever its estimate."""
+    lucky = SizeResult(size=4, num_micro_batches=16, samples_per_second=500.0, peak_bytes=None, is_estimated=True)
+    report = report_of()
+    report = dataclasses.replace(report, sizes=(lucky, *report.sizes))
+    assert (report.best, report.recommended) == (32, 16)
+    assert _relative_times({4: [0.1], 8: [2.0, 2.0], 16: [1.0, 1.0]}, {4})[8] == [2.0]
 
 
 def test_batch_norm_is_said() -> None:

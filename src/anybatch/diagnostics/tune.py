@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
@@ -29,6 +29,7 @@ _MAY_BE_FASTEST = 1.25
 """Times the shortest step of the first round: what takes longer is not measured again."""
 _TIMED_SECONDS, _MOST_STEPS = 0.2, 20
 """Of a size in a turn: steps are made for so long, or so many."""
+_STEPS_OF_A_PART = 3
 _WORTH_A_STEP = 2.0
 """Times the shortest step that is estimated: what would take longer is not measured at all."""
 LOADED_STEPS = 4
@@ -99,8 +100,8 @@ class TuneReport:
 
     @property
     def best(self) -> int:
-        """The fastest size."""
-        return max(self.rates, key=lambda size: self.rates[size])
+        """The fastest size whose whole steps were timed."""
+        return max(self._measured, key=lambda size: self.rates[size])
 
     @property
     def recommended(self) -> int:
@@ -110,7 +111,11 @@ class TuneReport:
         """
         if self.num_batch_norms:
             return max(self.rates)
-        return smallest_of_the_fastest({size: self.num_samples / rate for size, rate in self.rates.items()})
+        return smallest_of_the_fastest({size: self.num_samples / self.rates[size] for size in self._measured})
+
+    @property
+    def _measured(self) -> list[int]:
+        return [one.size for one in self.sizes if one.samples_per_second is not None and not one.is_estimated]
 
     @property
     def rates_with_loading(self) -> dict[int, float]:
@@ -253,8 +258,8 @@ def tune(
         raise BatchSizeError(message, micro_batch_size=sizes[0])
     # Counting tensors slows a step down, so on a CPU memory is measured in a run of its own.
     peaks = steps.peaks or {size: _peak_bytes(train.model, engine, batch, size) for size in times}
-    ratios = _relative_times(times)
-    fastest = min(ratios, key=lambda size: median(ratios[size]))
+    ratios = _relative_times(times, steps.estimated)
+    fastest = min(set(ratios) - steps.estimated, key=lambda size: median(ratios[size]))
     shortest = median(times[fastest])
     report = TuneReport(
         num_samples=num_samples,
@@ -306,9 +311,10 @@ class _Steps:
         """Return the times of steps, turn by turn, for each size that fits; sizes take turns."""
         begun = self._clock()
         estimates = self._estimates(sizes)
-        limit = _WORTH_A_STEP * min(estimates.values(), default=0.0)
-        self.estimated = {size for size, seconds in estimates.items() if seconds > limit}
-        found: dict[int, list[float]] = {size: [estimates[size]] for size in self.estimated}
+        # Left out is what is slow at the least, measured by what is fast at the most: whatever disturbs one estimate.
+        limit = _WORTH_A_STEP * min((most for _, most in estimates.values()), default=0.0)
+        self.estimated = {size for size, (least, _) in estimates.items() if least > limit}
+        found: dict[int, list[float]] = {size: [estimates[size][0]] for size in self.estimated}
         turn: Sequence[int] = [size for size in estimates if size not in self.estimated]
         for _ in range(NUM_ROUNDS):
             for size in turn:
@@ -328,19 +334,23 @@ class _Steps:
                 break
         return found
 
-    def _estimates(self, sizes: Sequence[int]) -> dict[int, float]:
-        """Return about how long a step takes, for each size that fits, from steps of one and of two micro-batches."""
+    def _estimates(self, sizes: Sequence[int]) -> dict[int, tuple[float, float]]:
+        """Return the least and the most that a step may take, for each size that fits.
+
+        From steps of one micro-batch and of two: each further one takes what the second did, or, at the most, half of
+        a step of two with its update.
+        """
         found = {}
         for size in sizes:
             number = ceil_div(len(self._whole.sample_ids), size)
             if number <= 2:  # noqa: PLR2004 (the step itself is as short)
-                taken = self._step(size)
+                one = two = self._step(size)
             else:
                 one, two = (self._step(size, PartOfBatch(self._whole, range(times * size))) for times in (1, 2))
-                taken = None if one is None or two is None else one + (number - 1) * max(0.0, two - one)
-            if taken is None:
+            if one is None or two is None:
                 break  # larger sizes do not fit either
-            found[size] = taken
+            further = number - 1 if number > 2 else 0  # noqa: PLR2004
+            found[size] = one + further * max(0.0, two - one), two * max(1.0, number / 2)
         return found
 
     def _step(self, size: int, batch: EffectiveBatch | None = None) -> float | None:
@@ -357,11 +367,13 @@ class _Steps:
                 list(Placement(Cut(micro_batch_size=size), 1, 0).micro_batches(held))
                 times: list[float] = []
                 # A step of a small model is over before the machine has done anything else that it does now and then.
-                while not times or (batch is None and sum(times) < _TIMED_SECONDS and len(times) < _MOST_STEPS):
+                is_part, most = batch is not None, _MOST_STEPS if batch is None else _STEPS_OF_A_PART
+                while not times or (len(times) < most and (is_part or sum(times) < _TIMED_SECONDS)):
                     begun = self._now()
                     too_large += engine.step(held).too_large
                     times.append(self._now() - begun)
-                taken = None if too_large else median(times)
+                # What else the machine does only adds to a time, and few of a part are taken.
+                taken = None if too_large else min(times) if is_part else median(times)
         except (torch.OutOfMemoryError, MemoryExhaustedError):
             taken = None
         if self._device.type == "cuda":
@@ -386,15 +398,16 @@ def _two_micro_batches(batch: EffectiveBatch, size: int) -> EffectiveBatch:
     return PartOfBatch(batch, [*range(size), *range(number - rest, number)])
 
 
-def _relative_times(times: Mapping[int, Sequence[float]]) -> dict[int, list[float]]:
+def _relative_times(times: Mapping[int, Sequence[float]], estimated: Set[int] = frozenset()) -> dict[int, list[float]]:
     """Return each size's times relative to those of the fastest one in the same turns; the first turn warms up."""
+    measured = [size for size in times if size not in estimated]
 
     def compared(size: int, other: int) -> list[float]:
         pairs = list(zip(times[size], times[other], strict=False))
         return [one / reference for one, reference in (pairs[1:] or pairs)]
 
-    reference = min(times, key=lambda size: (-len(times[size]), median(times[size])))
-    fastest = min(times, key=lambda size: median(compared(size, reference)))
+    reference = min(measured, key=lambda size: (-len(times[size]), median(times[size])))
+    fastest = min(measured, key=lambda size: median(compared(size, reference)))
     return {size: compared(size, fastest) for size in times}
 
 
