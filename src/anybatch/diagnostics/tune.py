@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
@@ -398,7 +398,7 @@ def _two_micro_batches(batch: EffectiveBatch, size: int) -> EffectiveBatch:
     return PartOfBatch(batch, [*range(size), *range(number - rest, number)])
 
 
-def _relative_times(times: Mapping[int, Sequence[float]], estimated: Set[int] = frozenset()) -> dict[int, list[float]]:
+def _relative_times(times: Mapping[int, Sequence[float]], estimated: Collection[int] = ()) -> dict[int, list[float]]:
     """Return each size's times relative to those of the fastest one in the same turns; the first turn warms up."""
     measured = [size for size in times if size not in estimated]
 
