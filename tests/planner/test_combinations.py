@@ -27,7 +27,7 @@ from anybatch.planner.proposals.stand_ins import AdamW8bit, Adapter, FourBitLine
 from anybatch.planner.report import Plan
 from anybatch.planner.trace.step_spec import StepSpec, built
 from anybatch.planner.trace.step_trace import trace_step
-from anybatch.planner.training_time import Training, fewest_devices, training_text, training_time
+from anybatch.planner.training_time import Training, fewest_devices, training_json, training_text, training_time
 from tests.faults import sees
 from tests.planner.step_specs import step_spec
 
@@ -389,7 +389,12 @@ def test_a_training_has_hours_and_a_price() -> None:
 
     assert soon is None or soon.world_size > 1
     assert fewest_devices(plan, Training(num_samples=10**9, deadline_hours=time.hours * 1.01)).world_size == 1  # type: ignore[union-attr]
-    assert "not met" in training_text(plan, Training(num_samples=10**9, deadline_hours=1e-9, price=1.0))
+    never = Training(num_samples=10**9, deadline_hours=1e-9, price=2.0)
+    assert "not met" in training_text(plan, never)
+    value = json.loads(json.dumps(training_json(plan, never)))
+    assert (value["hours"], value["price"]) == (time.hours, time.cost(2.0))
+    assert value["least_hours"] < value["hours"] < value["greatest_hours"]
+    assert value["fewest_for_deadline"] is None
 
 
 @pytest.mark.slow

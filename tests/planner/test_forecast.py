@@ -371,7 +371,7 @@ def test_report(tmp_path: Path) -> None:
     assert "1,024" in text
     assert f"largest useful world: {report.largest_useful:,} ranks" in text
     assert "2.0% of variation" in text
-    assert json.loads(json.dumps(report.to_dict()))["rows"][-1]["world_size"] == 1024
+    assert json.loads(json.dumps(report.as_json()))["rows"][-1]["world_size"] == 1024
     assert "samples per second" in picture.read_text()
 
 

@@ -1,7 +1,6 @@
 """`anybatch advise RECIPE`: which effective batch size is worth it here, from a short run or a finished log."""
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from anybatch.cli.forecast_options import link
 from anybatch.cli.parser import Parser, add_recipe, count, integer
+from anybatch.cli.report_files import write_report_files
 from anybatch.cli.status import Status
 from anybatch.cli.threads import let_threads_sleep
 from anybatch.cli.train_request import DEFAULT_RECIPE
@@ -46,12 +46,7 @@ def run(words: Sequence[str]) -> int:
     else:
         advice = _advise_on_recipe(given, ranks)
     sys.stdout.write(f"{given.log or given.recipe}: which effective batch size?\n{advice}\n")
-    if given.json is not None:
-        given.json.write_text(json.dumps(advice.as_json(), indent=1) + "\n", encoding="utf-8")
-        sys.stdout.write(f"wrote {given.json}\n")
-    if given.figure is not None:
-        draw_advice(advice, given.figure)
-        sys.stdout.write(f"wrote {given.figure}\n")
+    write_report_files(advice, draw_advice, json_file=given.json, figure=given.figure)
     return Status.DONE
 
 

@@ -1,6 +1,5 @@
 """`anybatch compare RECIPE`: which way of using devices is best for a job, measured in all of them, in turns."""
 
-import json
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from anybatch.cli.forecast_options import link
 from anybatch.cli.parser import Parser, add_recipe, count, integer, number
+from anybatch.cli.report_files import write_report_files
 from anybatch.cli.status import Status
 from anybatch.cli.threads import hide_logs_of_torch, let_threads_sleep
 from anybatch.cli.train_request import DEFAULT_RECIPE
@@ -64,12 +64,7 @@ def run(words: Sequence[str]) -> int:
 
         report = replace(report, largest_worlds=largest_worlds(report, Cluster(link=given.link)))
     sys.stdout.write(f"{report}\n")
-    if given.json is not None:
-        given.json.write_text(json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8")
-        sys.stdout.write(f"wrote {given.json}\n")
-    if given.figure is not None:
-        draw_comparison(report, given.figure)
-        sys.stdout.write(f"wrote {given.figure}\n")
+    write_report_files(report, draw_comparison, json_file=given.json, figure=given.figure)
     return Status.DONE
 
 

@@ -1,13 +1,13 @@
 """Options of `anybatch scale` that forecast what more ranks would bring, and the forecast itself."""
 
 import argparse
-import json
 import sys
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anybatch.cli.parser import count, memory_size, number
+from anybatch.cli.report_files import write_report_files
 from anybatch.cli.status import Status
 from anybatch.core.collective_times import Link, parse_link
 from anybatch.core.units import parse_bytes
@@ -128,12 +128,7 @@ def run_forecast(given: argparse.Namespace) -> int:
     workload, origin = _by_hand(given) if given.micro_batch_seconds is not None else _timed(given)
     report = forecast(workload, cluster, world_size=given.forecast, strategy=given.strategy, reduction=given.reduction)
     sys.stdout.write(f"{origin}\n{report}\n")
-    if given.json is not None:
-        given.json.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
-        sys.stdout.write(f"wrote {given.json}\n")
-    if given.figure is not None:
-        draw_forecast(report, given.figure)
-        sys.stdout.write(f"wrote {given.figure}\n")
+    write_report_files(report, draw_forecast, json_file=given.json, figure=given.figure)
     return Status.DONE
 
 

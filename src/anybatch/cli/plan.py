@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from anybatch.planner.cost.device import Device
     from anybatch.planner.report import Plan
+    from anybatch.planner.training_time import Training
 
 
 def run(words: Sequence[str]) -> int:
@@ -80,10 +81,10 @@ def plan_subject(
         verify: run the planned step on this machine's accelerator, or on its CPU for a budget of one, and keep what it
             takes for later plans.
         figure: file for a picture.
-        **choices: what else `plan` takes; `json` prints the plan so.
+        **choices: what else `plan` takes; `json` prints the plan so, and the rest to standard error.
 
     Raises:
-        CannotPlanError, UserError: as `plan`.
+        CannotPlanError, UserError: as `plan`; or a training is asked about, and the time of a step is not known.
     """
     from anybatch.planner.cache.measured_devices import KnownDevices  # noqa: PLC0415 (brings torch)
     from anybatch.planner.cost.calibration import measure_rates  # noqa: PLC0415 (brings torch)
@@ -103,16 +104,20 @@ def plan_subject(
         rates=measure_rates("this CPU", time.perf_counter) if device.startswith("cpu:") else None,
         **choices,
     )
-    sys.stdout.write(f"{_as_json(found)}\n" if as_json else f"{found}\n")
-    if samples is not None and not as_json:
-        training = Training(num_samples=samples, deadline_hours=deadline, price=price)
-        sys.stdout.write(f"{training_text(found, training)}\n")
+    training = None if samples is None else Training(num_samples=samples, deadline_hours=deadline, price=price)
+    if as_json:
+        sys.stdout.write(_as_json(found, training))
+    else:
+        sys.stdout.write(f"{found}\n")
+        # By itself: where no time is known, the plan is there all the same.
+        sys.stdout.write("" if training is None else f"{training_text(found, training)}\n")
+    beside = sys.stderr if as_json else sys.stdout  # what reads JSON reads nothing else
     # Where nothing fits there is no size to run.
     if verify and found.baseline.fits:
-        _verify(found, device, known)
+        beside.write(_verified(found, device, known))
     if figure is not None:
         draw_plan(found, figure)
-        sys.stdout.write(f"wrote {figure}\n")
+        beside.write(f"wrote {figure}\n")
     return Status.DONE if found.fits else Status.OUT_OF_MEMORY
 
 
@@ -128,19 +133,21 @@ def _own_device(name: str, file: Path | None) -> "str | Device":
     return next((one for one in own if one.name == name), name)
 
 
-def _as_json(found: "Plan") -> str:
+def _as_json(found: "Plan", training: "Training | None") -> str:
     from anybatch.planner.plan_json import as_json  # noqa: PLC0415 (brings torch)
+    from anybatch.planner.training_time import training_json  # noqa: PLC0415 (brings torch)
 
-    return json.dumps(as_json(found), indent=1)
+    beside = {} if training is None else {"training": training_json(found, training)}
+    return f"{json.dumps({**as_json(found), **beside}, indent=1)}\n"
 
 
-def _verify(found: "Plan", device: str, known: Any) -> None:  # noqa: ANN401 (its class brings torch)
-    """Run the planned step, print what it took, and keep it."""
+def _verified(found: "Plan", device: str, known: Any) -> str:  # noqa: ANN401 (its class brings torch)
+    """Run the planned step, keep what it took, and return it in words."""
     from anybatch.planner.measured import keep  # noqa: PLC0415 (brings torch)
     from anybatch.planner.verification import verify  # noqa: PLC0415 (brings torch)
 
     measured = verify(found.spec, found.baseline, _device_of(device))
-    sys.stdout.write(f"{measured}\n{keep(measured, found, known)}\n")
+    return f"{measured}\n{keep(measured, found, known)}\n"
 
 
 def _device_of(budget: str) -> "torch.device":

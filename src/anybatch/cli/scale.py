@@ -1,13 +1,13 @@
 """`anybatch scale RECIPE`: why several ranks are not that many times as fast, and what to change."""
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from anybatch.cli.forecast_options import add_forecast_options, run_forecast
 from anybatch.cli.parser import Parser, add_recipe, count, integer, memory_size
+from anybatch.cli.report_files import write_report_files
 from anybatch.cli.status import Status
 from anybatch.cli.threads import let_threads_sleep
 from anybatch.cli.train_request import DEFAULT_RECIPE
@@ -109,12 +109,7 @@ def scale_recipe(given: argparse.Namespace) -> int:
         apply=given.apply,
     )
     sys.stdout.write(f"{given.recipe}: why is it not linear?\n{report}\n")
-    if given.figure is not None:
-        draw_scaling(report, given.figure)
-        sys.stdout.write(f"wrote {given.figure}\n")
-    if given.json is not None:
-        given.json.write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
-        sys.stdout.write(f"wrote {given.json}\n")
+    write_report_files(report, draw_scaling, json_file=given.json, figure=given.figure)
     return Status.DONE
 
 

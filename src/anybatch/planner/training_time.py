@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from anybatch.core.geometry import ceil_div
 from anybatch.core.units import duration
@@ -95,13 +96,7 @@ def training_text(plan: Plan, training: Training) -> str:
     Raises:
         UserError: the time of a step is not known.
     """
-    found = training_time(plan, training.num_samples, plan.batch.world_size)
-    if found is None:
-        message = (
-            "how long a training takes is known where a step fits, and its time is known: on a device by name, not by "
-            "its memory alone, and not under fsdp."
-        )
-        raise UserError(message)
+    found = _known_time(plan, training)
     least, greatest = (duration(found.num_steps * one) for one in (found.step.least, found.step.greatest))
     took = duration(_SECONDS_PER_HOUR * found.hours)
     steps = f"{found.num_steps:,} steps of {in_seconds(found.step.total)}"
@@ -114,6 +109,44 @@ def training_text(plan: Plan, training: Training) -> str:
     if training.price is not None:
         lines.append(f"price      {found.cost(training.price):,.2f} at {training.price:g} for a device and hour")
     return "\n".join(lines)
+
+
+def training_json(plan: Plan, training: Training) -> dict[str, Any]:
+    """Return what `training_text` says as a value that `json.dumps` takes.
+
+    Raises:
+        UserError: the time of a step is not known.
+    """
+    met = None if training.deadline_hours is None else fewest_devices(plan, training)
+    return {
+        "num_samples": training.num_samples,
+        **_as_json(_known_time(plan, training), training.price),
+        "deadline_hours": training.deadline_hours,
+        "fewest_for_deadline": None if met is None else _as_json(met, training.price),
+    }
+
+
+def _as_json(time: TrainingTime, price: float | None) -> dict[str, Any]:
+    hours_by_second = time.num_steps / _SECONDS_PER_HOUR
+    return {
+        "world_size": time.world_size,
+        "num_steps": time.num_steps,
+        "hours": time.hours,
+        "least_hours": hours_by_second * time.step.least,
+        "greatest_hours": hours_by_second * time.step.greatest,
+        "price": None if price is None else time.cost(price),
+    }
+
+
+def _known_time(plan: Plan, training: Training) -> TrainingTime:
+    found = training_time(plan, training.num_samples, plan.batch.world_size)
+    if found is None:
+        message = (
+            "how long a training takes is known where a step fits, and its time is known: on a device by name, not by "
+            "its memory alone, and not under fsdp."
+        )
+        raise UserError(message)
+    return found
 
 
 def _deadline(plan: Plan, training: Training) -> str:

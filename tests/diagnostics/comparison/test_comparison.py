@@ -207,7 +207,7 @@ def test_it_is_drawn_and_written(measured: ComparisonReport, tmp_path: Path) -> 
     draw_comparison(measured, tmp_path / "ways.svg")
     drawn = (tmp_path / "ways.svg").read_text(encoding="utf-8")
     assert all(one.way.name in drawn for one in measured.results)
-    values = json.loads(json.dumps(measured.as_dict()))
+    values = json.loads(json.dumps(measured.as_json()))
     assert math.isclose(values["results"][1]["seconds_per_sample"], values["results"][1]["seconds_per_step"] / 16)
 
 

@@ -45,11 +45,11 @@ def run(emit: Emit) -> Data:
         emit({"kind": "guide.progress", "done": done, "of": len(LINKS), "what": link})
         for strategy in STRATEGIES:
             report = forecast(workload(), cluster(link), world_size=MOST, strategy=strategy)
-            found.append({"link": link, "strategy": strategy, "scaling": "strong", **report.to_dict()})
+            found.append({"link": link, "strategy": strategy, "scaling": "strong", **report.as_json()})
         for steps in STEPS:
             report = forecast(workload(steps=steps, effective=None), cluster(link), world_size=MOST)
             found.append(
-                {"link": link, "strategy": "all_reduce", "scaling": "weak", "steps": steps, **report.to_dict()}
+                {"link": link, "strategy": "all_reduce", "scaling": "weak", "steps": steps, **report.as_json()}
             )
     return {"inner_link": INNER, "devices_per_host": PER_HOST, "forecasts": found}
 

@@ -24,7 +24,7 @@ def run(emit: Emit) -> Data:
         most_seconds=20.0,
         title="digits",
     )
-    return {**report.as_dict(), "sentences": report.sentences()}
+    return {**report.as_json(), "sentences": report.sentences()}
 
 
 EXPERIMENT = Experiment(

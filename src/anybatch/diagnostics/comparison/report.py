@@ -106,7 +106,7 @@ class ComparisonReport:
         """The way that takes the least memory on a device, among those with the effective batch size."""
         return min(self._of_the_batch, key=lambda one: one.peak_bytes)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """Return everything as values for JSON."""
         found = dataclasses.asdict(self)
         for entry, one in zip(found["results"], self.results, strict=True):

@@ -89,7 +89,7 @@ class ForecastReport:
     bucket: tuple[Effect, ...]
     unvalidated: tuple[str, ...]
 
-    def to_dict(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """Return it as plain values that `json.dumps` takes."""
         return dataclasses.asdict(self)
 

@@ -1,0 +1,37 @@
+"""Files that a verb writes beside its text: the report as JSON, and its picture."""
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+
+class Report(Protocol):
+    """What a verb has found."""
+
+    def as_json(self) -> Mapping[str, Any]:
+        """Return it as `json.dumps` takes it."""
+        ...
+
+
+ReportT = TypeVar("ReportT", bound=Report)
+
+
+def write_report_files(
+    report: ReportT, draw: Callable[[ReportT, Path], object], *, json_file: Path | None, figure: Path | None
+) -> None:
+    """Write the files that were asked for, and say so.
+
+    Args:
+        report: what was found.
+        draw: draws it into a file.
+        json_file: where to write it as JSON; None for nowhere.
+        figure: where to draw it; None for nowhere.
+    """
+    if json_file is not None:
+        json_file.write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
+        sys.stdout.write(f"wrote {json_file}\n")
+    if figure is not None:
+        draw(report, figure)
+        sys.stdout.write(f"wrote {figure}\n")
