@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import anybatch as ab
-from anybatch.core.batch import Foresight, Position, Positions
+from anybatch.core.batch import LaterUnits, Position, Positions
 from anybatch.parallel.all_reduce import AllReduce
 from anybatch.parallel.ddp import DDP
 from anybatch.testing import RankPool
@@ -68,9 +68,9 @@ class InMemory:
         self.batch = batch
         self.sample_ids = range(len(batch["x"]))
 
-    def feed(self, units: Sequence[Positions], foresight: Foresight | None = None) -> Iterator[Batch]:
+    def feed(self, units: Sequence[Positions], later_units: LaterUnits | None = None) -> Iterator[Batch]:
         """Yield slices."""
-        del foresight
+        del later_units
         for positions in units:
             yield {name: value[positions[0] : positions[-1] + 1] for name, value in self.batch.items()}
 

@@ -32,7 +32,7 @@ from torch import nn
 from torch.nn import functional
 
 import anybatch as ab
-from anybatch.core.batch import Foresight, Position, Positions
+from anybatch.core.batch import LaterUnits, Position, Positions
 from anybatch.memory.device_memory import begin_peak, memory_in_use
 from anybatch.memory.ledger import MemoryLedger
 
@@ -165,9 +165,9 @@ class Texts:
         self._scale, self._variable = scale, variable
         self._generator = torch.Generator().manual_seed(number)
 
-    def feed(self, units: Sequence[Positions], foresight: Foresight | None = None) -> Iterator[torch.Tensor]:
+    def feed(self, units: Sequence[Positions], later_units: LaterUnits | None = None) -> Iterator[torch.Tensor]:
         """Yield micro-batches of words; the second, which finds gradients there, is as wide as any: one peak."""
-        del foresight
+        del later_units
         for positions in units:
             places = self._scale.num_places
             if self._variable and positions[0] != MICRO_BATCH_SIZE:

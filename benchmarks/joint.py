@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional
 
 import anybatch as ab
-from anybatch.core.batch import Foresight, Placement, Positions
+from anybatch.core.batch import LaterUnits, Placement, Positions
 from anybatch.core.randomness import unit_seed
 from anybatch.core.splitting import Cut
 from anybatch.testing import RankPool, relative_error
@@ -92,9 +92,9 @@ class Dealt:
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
 
-    def feed(self, units: Sequence[Positions], foresight: Foresight | None = None) -> Iterator[Batch]:
+    def feed(self, units: Sequence[Positions], later_units: LaterUnits | None = None) -> Iterator[Batch]:
         """Return this rank's micro-batches."""
-        del foresight
+        del later_units
         return iter([cut(self.batch, positions[0], positions[-1] + 1) for positions in units])
 
 
@@ -108,7 +108,7 @@ def errors(sizes: list[int]) -> list[tuple[float, float]]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with ab.Engine(model, optimizer, loss, micro_batch_size=size, world=world) as engine:
             gradients = engine.gradients(Dealt(batch))
-        units = Placement(Cut(micro_batch_size=size), world.size, 0).plan(range(NUM_SAMPLES)).units
+        units = Placement(Cut(micro_batch_size=size), world.size, 0).plan(NUM_SAMPLES).units
         whole, naive = [], dict.fromkeys(gradients, torch.zeros(()))
         for unit in units:
             torch.default_generator.manual_seed(unit_seed(0, 0, unit.start))

@@ -24,7 +24,7 @@ from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
 import anybatch as ab
-from anybatch.core.batch import Foresight, Position, Positions
+from anybatch.core.batch import LaterUnits, Position, Positions
 from anybatch.diagnostics import record_memory
 from anybatch.norms import Ghost, Policy, PolicyName
 from anybatch.parallel.fsdp import FSDP
@@ -50,9 +50,9 @@ class InMemory:
         self.batch = {name: value.pin_memory() if pins else value for name, value in batch.items()}
         self.sample_ids = range(len(batch["x"]))
 
-    def feed(self, units: Sequence[Positions], foresight: Foresight | None = None) -> Iterator[Batch]:
+    def feed(self, units: Sequence[Positions], later_units: LaterUnits | None = None) -> Iterator[Batch]:
         """Yield slices."""
-        del foresight
+        del later_units
         for positions in units:
             yield {name: value[positions[0] : positions[-1] + 1] for name, value in self.batch.items()}
 

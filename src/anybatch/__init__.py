@@ -27,6 +27,7 @@ if typing.TYPE_CHECKING:
     from anybatch.core.records import Observer
     from anybatch.core.reports import StepReport
     from anybatch.core.splitting import BatchPlan
+    from anybatch.core.token_budget import token_budget
     from anybatch.data import Shards, batches
     from anybatch.diagnostics.advising.advise import advise
     from anybatch.diagnostics.check import check
@@ -64,6 +65,7 @@ __all__ = [
     "shares",
     "sum_of",
     "sum_over_samples",
+    "token_budget",
     "tokens",
 ]
 
@@ -94,6 +96,7 @@ _HOMES: collections.abc.Mapping[str, str] = types.MappingProxyType(
         "shares": "anybatch.engine.shares",
         "sum_of": "anybatch.core.loss",
         "sum_over_samples": "anybatch.core.loss",
+        "token_budget": "anybatch.core.token_budget",
         "tokens": "anybatch.core.loss",
     }
 )

@@ -91,7 +91,7 @@ def test_ranks_and_units_partition_an_epoch(
     batches = ab.batches(range(num_samples), effective_batch_size=size, shuffle=shuffle, collate=list)
     counted: list[int] = []
     for batch in batches:
-        plan = Placement(cut, world_size, 0).plan(batch.sample_ids)
+        plan = Placement(cut, world_size, 0).plan(len(batch.sample_ids))
         for rank, share in enumerate(plan.shares):
             units = list(Placement(cut, world_size, rank).micro_batches(batch))
             assert units == [list(batch.sample_ids[unit.start : unit.stop]) for unit in share]
@@ -273,7 +273,7 @@ def test_the_callers_generators_are_untouched() -> None:
 
 
 def test_units_are_loaded_when_asked_for() -> None:
-    """Nothing is loaded to make a batch, and each unit only when it is its turn."""
+    """Nothing is loaded to make a batch; then its first unit, and once that has shown how small it is, several."""
     loaded: list[int] = []
 
     class Recording:
@@ -290,7 +290,7 @@ def test_units_are_loaded_when_asked_for() -> None:
     next(units)
     assert loaded == [0, 1]
     next(units)
-    assert loaded == [0, 1, 2, 3]
+    assert loaded == [0, 1, 2, 3, 4, 5]
 
 
 def test_each_iteration_begins_at_the_start() -> None:

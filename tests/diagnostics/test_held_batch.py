@@ -31,8 +31,8 @@ def samples(number: int) -> Counted:
 @sees(
     "a part of a batch begins at the batch's first sample",
     "src/anybatch/diagnostics/held_batch.py",
-    "return self._batch.feed([taken(self._positions, unit) for unit in units], foresight)",
-    "return self._batch.feed(units, foresight)",
+    "return self._batch.feed([taken(self._positions, unit) for unit in units], later_units)",
+    "return self._batch.feed(units, later_units)",
 )
 @given(number=st.integers(2, 30), data=st.data())
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import anybatch as ab
-from anybatch.core.batch import Foresight, Position, Positions
+from anybatch.core.batch import LaterUnits, Position, Positions
 from anybatch.core.loss import Loss
 from anybatch.core.splitting import Deal, even_parts
 from anybatch.engine.accumulation.planned_batch import RankShare
@@ -38,9 +38,9 @@ class InMemory:
         self.end = end or Position()
         self.sample_ids = range(num_samples(batch))
 
-    def feed(self, units: Sequence[Positions], foresight: Foresight | None = None) -> Iterator[Batch]:
+    def feed(self, units: Sequence[Positions], later_units: LaterUnits | None = None) -> Iterator[Batch]:
         """Yield slices."""
-        del foresight
+        del later_units
         for positions in units:
             yield pick(self.batch, positions)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import anybatch as ab
-from anybatch.core.batch import Foresight, Positions
+from anybatch.core.batch import LaterUnits, Positions
 from anybatch.errors import NonFiniteError
 from tests.engine.cases import STRATEGIES, Batch, InMemory, classify, cut, perceptron, vectors
 
@@ -54,8 +54,8 @@ def fail(how: str) -> None:
 class Broken(InMemory):
     """An effective batch that cannot be loaded, from its second micro-batch on."""
 
-    def feed(self, units: Sequence[Positions], foresight: Foresight | None = None) -> Iterator[Batch]:
-        for number, micro_batch in enumerate(super().feed(units, foresight)):
+    def feed(self, units: Sequence[Positions], later_units: LaterUnits | None = None) -> Iterator[Batch]:
+        for number, micro_batch in enumerate(super().feed(units, later_units)):
             if number == FAILING_MICRO_BATCH:
                 fail("raises")
             yield micro_batch

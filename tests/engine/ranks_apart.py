@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import anybatch as ab
-from anybatch.core.batch import Foresight, Position, Positions
+from anybatch.core.batch import LaterUnits, Position, Positions
 from anybatch.parallel import roll_call
 from anybatch.parallel.torch_internals import default_store
 from tests.engine.cases import STRATEGIES, Batch, InMemory, classify, cut, perceptron, predict, sentences, vectors
@@ -125,8 +125,8 @@ def plain_loop(numbers: Sequence[int]) -> list[float]:
 class Unreadable(InMemory):
     """An effective batch that cannot be loaded."""
 
-    def feed(self, units: Sequence[Positions], foresight: Foresight | None = None) -> Iterator[Batch]:
-        del units, foresight
+    def feed(self, units: Sequence[Positions], later_units: LaterUnits | None = None) -> Iterator[Batch]:
+        del units, later_units
         message = "planted"
         raise OSError(message)
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import anybatch as ab
-from anybatch.core.batch import Foresight, Positions
+from anybatch.core.batch import LaterUnits, Positions
 from anybatch.core.records import DiagnosisRecord, MicroBatchRecord, Record, StartRecord
 from anybatch.core.size_choice import KnownSize, even_size
 from anybatch.engine.accumulation.planned_batch import RankShare
@@ -694,9 +694,9 @@ def test_what_cannot_run_at_all_fails_as_it_would() -> None:
 class Packed(InMemory):
     """Micro-batches that no one can count or cut: a collate function has packed them."""
 
-    def feed(self, units: Sequence[Positions], foresight: Foresight | None = None) -> Iterator[Any]:
+    def feed(self, units: Sequence[Positions], later_units: LaterUnits | None = None) -> Iterator[Any]:
         """Yield each in a list of one row."""
-        for batch in super().feed(units, foresight):
+        for batch in super().feed(units, later_units):
             yield {"x": batch["x"][None], "y": batch["y"][None]}
 
 

@@ -525,7 +525,7 @@ def test_a_named_size_stays_small_and_auto_grows_again() -> None:
             if sizing.sizes.micro_batch_size == 16:
                 tried.append(step)
                 if step < 2 * FIRST_WAIT + FIRST_WAIT:
-                    plan = sizing.placement.plan(range(32))
+                    plan = sizing.placement.plan(32)
                     assert resizing.shrink(plan, step) == (16, 8)
         if not grows:
             assert tried == [0]
@@ -551,13 +551,13 @@ def test_the_next_size_makes_even_micro_batches(size: int | None, num_samples: i
     """Twice as many micro-batches, of as equal size as can be; never as large as before."""
     sizing = sizing_of(size)
     before = sizing.sizes
-    plan = sizing.placement.plan(range(num_samples))
+    plan = sizing.placement.plan(num_samples)
     _, after = backoff_of(sizing).shrink(plan, 0)
     assert after == expected
     if after is None:
         assert sizing.sizes is before
     else:
-        sizes = [unit.num_samples for unit in sizing.placement.plan(range(num_samples)).units]
+        sizes = [unit.num_samples for unit in sizing.placement.plan(num_samples).units]
         assert max(sizes) == after
 
 
@@ -566,7 +566,7 @@ def test_state_of_resizing_survives_a_checkpoint() -> None:
     sizing, again_sizing = sizing_of(16), sizing_of(16)
     sizing.is_auto = again_sizing.is_auto = True
     resizing, again = backoff_of(sizing), backoff_of(again_sizing)
-    resizing.shrink(sizing.placement.plan(range(32)), 0)
+    resizing.shrink(sizing.placement.plan(32), 0)
     resizing.begin_step(FIRST_WAIT)
     saved: Any = {"world_size": 1, "effective_batch_size": None, "micro_batch_size": 16, "accumulation_steps": None}
     again.resume({"sizes": saved, "resized": resizing.state(), "decisions": {}})

@@ -106,16 +106,8 @@ def first_batch(job: "Job", num_samples: int, seed: int) -> "Batch":
     """Return the first `num_samples` samples of a job's first epoch, collated as one micro-batch."""
     from anybatch.core.batch import Placement  # noqa: PLC0415 (brings torch)
     from anybatch.core.splitting import Cut  # noqa: PLC0415 (brings torch)
-    from anybatch.data.batches import batches  # noqa: PLC0415 (brings torch)
 
-    data = batches(
-        job.dataset(),
-        effective_batch_size=num_samples,
-        steps=1,
-        shuffle=job.shuffle,
-        seed=seed,
-        collate=job.collate,
-    )
+    data = job.train_batches(effective_batch_size=num_samples, steps=1, seed=seed)
     # One rank and no cut: the batch comes as a whole.
     return next(Placement(Cut(), 1, 0).micro_batches(next(iter(data))))
 

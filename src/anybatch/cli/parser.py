@@ -107,5 +107,5 @@ def add_recipe(parser: argparse.ArgumentParser, default: str | None, shown: str)
         nargs="?",
         default=default,
         metavar="RECIPE",
-        help=f"digits, text, contrastive, file.py:function or package.module:function (default: {shown})",
+        help=f"digits, text, contrastive, finetune, file.py:function or package.module:function (default: {shown})",
     )

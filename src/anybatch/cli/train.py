@@ -72,6 +72,13 @@ def make_parser() -> Parser:
         help="micro-batches per rank and step, instead of --micro-batch-size",
     )
     add(
+        "--micro-batch-tokens",
+        type=count,
+        metavar="N",
+        help="most tokens of one forward and backward, padding included, instead of --micro-batch-size: batches are "
+        "cut by length, where the recipe knows lengths",
+    )
+    add(
         "--ranks",
         type=count_or_auto,
         metavar="N",

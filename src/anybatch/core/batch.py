@@ -5,13 +5,16 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from anybatch.core.splitting import BatchPlan, Cut, plan_batch
+from anybatch.core.token_budget import SampleLengths, TokenBudget, plan_by_length
 from anybatch.core.tree import Batch
+from anybatch.errors import DataError
 
 T = TypeVar("T")
 Positions = Sequence[int]
 """Where the samples of one unit stand in their effective batch."""
-Foresight = Callable[[Sequence[int]], Sequence[Positions]]
-"""From the sample ids of a later batch to the units that this rank will ask for, if the cut stays as it is."""
+LaterUnits = Callable[[int, SampleLengths | None], Sequence[Positions]]
+"""From the number and lengths of a later batch's samples to the units that this rank will ask for, as batches are cut
+now."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -24,25 +27,55 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How batches are cut, over how many ranks they are dealt, and which of those ranks this one is."""
+    """How batches are cut, over how many ranks they are dealt, and which of those ranks this one is.
+
+    Attributes:
+        cut: by numbers of samples.
+        world_size: number of ranks.
+        rank: this one.
+        budget: cuts by length instead, with `cut` saying how units are dealt; None for by samples.
+    """
 
     cut: Cut
     world_size: int
     rank: int
+    budget: TokenBudget | None = None
 
-    def plan(self, sample_ids: Sequence[int]) -> BatchPlan:
-        """Return the plan of an effective batch of these samples."""
-        plan = plan_batch(len(sample_ids), self.world_size, self.cut)
-        return plan if self.cut.order is None else plan.in_order(self.cut.order(sample_ids))
+    def plan(self, num_samples: int, lengths: SampleLengths | None = None) -> BatchPlan:
+        """Return the plan of an effective batch.
 
-    def units(self, sample_ids: Sequence[int]) -> list[Positions]:
+        Args:
+            num_samples: of the batch, over all ranks.
+            lengths: of these samples; None where nobody has said.
+
+        Raises:
+            DataError: batches are cut by length, and this one has none.
+            BatchSizeError: a sample, or a group, does not fit into a micro-batch.
+        """
+        if self.budget is None:
+            return plan_batch(num_samples, self.world_size, self.cut)
+        if lengths is None:
+            message = (
+                f"micro_batch_size=token_budget({self.budget.tokens}) cuts by length, and the batch does not say how "
+                "long its samples are. Give lengths with the data, ab.batches(dataset, lengths=...), or cut by number: "
+                "micro_batch_size=16."
+            )
+            raise DataError(message)
+        return plan_by_length(lengths, self.world_size, self.cut, self.budget)
+
+    def units(self, num_samples: int, lengths: SampleLengths | None = None) -> list[Positions]:
         """Return the positions of each of this rank's units of such a batch."""
-        plan = self.plan(sample_ids)
+        plan = self.plan(num_samples, lengths)
         return [plan.positions(unit) for unit in plan.shares[self.rank]]
 
     def micro_batches(self, batch: "EffectiveBatch") -> Iterator[Batch]:
         """Yield the micro-batches of this rank's share of a batch, on the host."""
-        return batch.feed(self.units(batch.sample_ids), self.units)
+        return batch.feed(self.units(len(batch.sample_ids), lengths_of(batch)), self.units)
+
+
+def lengths_of(batch: "EffectiveBatch") -> SampleLengths | None:
+    """Return the lengths of a batch's samples; None where the batch, which may be of a user's class, has none."""
+    return getattr(batch, "lengths", None)
 
 
 def taken(values: Sequence[T], positions: Positions) -> Sequence[T]:
@@ -61,7 +94,8 @@ class EffectiveBatch(Protocol):
     """The samples of one optimizer step, over all ranks, before they are cut. Lazy: they are loaded when they are fed.
 
     Attributes:
-        sample_ids: global ids of its samples, in the order they are cut; the same on every rank.
+        sample_ids: global ids of its samples; the same on every rank. A batch that may be cut by length also has
+            `lengths`, a `SampleLengths`.
         seed: the seed of the run's data, the first word of every random key.
         end: where the data stands once a step on this batch has succeeded.
     """
@@ -81,11 +115,11 @@ class EffectiveBatch(Protocol):
         """Position after a step on this batch."""
         ...
 
-    def feed(self, units: Sequence[Positions], foresight: Foresight | None = None) -> Iterator[Batch]:
+    def feed(self, units: Sequence[Positions], later_units: LaterUnits | None = None) -> Iterator[Batch]:
         """Yield one collated micro-batch for each unit, in this order, on the host.
 
         Args:
             units: the positions in `sample_ids` of the samples of each micro-batch.
-            foresight: how later batches will be cut, so that workers can load ahead; None: they load nothing of these.
+            later_units: how later batches will be cut, so that workers can load ahead; None: they load none of these.
         """
         ...

@@ -96,6 +96,7 @@ class Feature(Enum):
     MICRO_BATCH_SIZE = (_CUT, "a named micro_batch_size")
     ACCUMULATION_STEPS = (_CUT, "named accumulation_steps")
     AUTO_SIZE = (_CUT, "micro_batch_size='auto'")
+    TOKEN_BUDGET = (_CUT, "micro_batch_size=token_budget(...)")
     DEALT = (_BATCH, "batches of ab.batches")
     RANK_SHARES = (_BATCH, "rank shares from one's own loader")
     COUNT_BEFORE = (_LOSS, "a loss with its count known before the forward")
@@ -280,6 +281,17 @@ _TOGETHER: Mapping[frozenset[Feature], Cell] = {
         Verdict.REFUSED,
         "keeping units whole across world sizes needs a batch that can be dealt freely",
         "Feed the engine from ab.batches, or use deal='balanced'.",
+    ),
+    frozenset((Feature.TOKEN_BUDGET, Feature.RANK_SHARES)): Cell(
+        Verdict.REFUSED,
+        "samples of one's own loader have been padded together already, before they are cut",
+        "Feed the engine from ab.batches(dataset, lengths=..., collate=anybatch.data.Padded()), or name a number of "
+        "samples.",
+    ),
+    frozenset((Feature.TOKEN_BUDGET, Feature.NORMS_GHOST)): Cell(
+        Verdict.REFUSED,
+        "ghost groups are consecutive samples, and a cut by length puts them into another order",
+        "Use norms='keep' or norms='exact', or name a number of samples.",
     ),
     frozenset((Feature.JOINT, Feature.DROPOUT_UNKEYED)): Cell(
         Verdict.REFUSED,

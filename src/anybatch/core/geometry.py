@@ -18,12 +18,14 @@ class Sizes:
         effective_batch_size: samples of one optimizer step over all ranks; None means "as many as a batch brings".
         micro_batch_size: most samples of one forward and backward; None means "the rank share in equal parts".
         accumulation_steps: micro-batches per rank and step; None means "as many as it takes".
+        micro_batch_tokens: most tokens of one forward and backward, where batches are cut by length; None where not.
     """
 
     world_size: int
     effective_batch_size: int | None
     micro_batch_size: int | None
     accumulation_steps: int | None
+    micro_batch_tokens: int | None = None
 
     @property
     def product(self) -> str:

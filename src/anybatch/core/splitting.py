@@ -9,21 +9,13 @@ import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from anybatch.core.compatibility import Feature, refuse_compositions
 from anybatch.core.geometry import ceil_div
 from anybatch.errors import BatchSizeError
 
 Deal = Literal["balanced", "fixed"]
-
-
-class SampleOrder(Protocol):
-    """In which order the samples of an effective batch are cut: by length, say, so that like lies beside like."""
-
-    def __call__(self, sample_ids: Sequence[int]) -> Sequence[int]:
-        """Return the positions 0 to n - 1 of the n samples in the order in which they are to be cut."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +49,6 @@ class Cut:
         group: units and shares hold whole groups of this many consecutive samples, see `group_sizes`; a unit may hold
             one sample more than allowed, if its last group does.
         least_samples: a unit that would hold less than this is avoided by cutting evenly, where that helps.
-        order: the order in which samples are cut; None for that of the batch.
     """
 
     micro_batch_size: int | None = None
@@ -66,7 +57,6 @@ class Cut:
     lockstep: bool = False
     group: int | None = None
     least_samples: int = 1
-    order: SampleOrder | None = dataclasses.field(default=None, hash=False)  # of the user's: it may have no hash
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +195,7 @@ def plan_batch(num_samples: int, world_size: int, cut: Cut) -> BatchPlan:
     # Whole units are dealt, so that the same units exist at every world size; ranks may then differ by one unit.
     ends = list(itertools.accumulate(even_parts(len(units), world_size), initial=0))
     shares = tuple(tuple(units[start:stop]) for start, stop in itertools.pairwise(ends))
-    return _finish(num_samples, shares, cut)
+    return plan_of(num_samples, shares, cut)
 
 
 def plan_shares(share_sizes: Sequence[int], cut: Cut) -> BatchPlan:
@@ -213,7 +203,7 @@ def plan_shares(share_sizes: Sequence[int], cut: Cut) -> BatchPlan:
 
     Args:
         share_sizes: samples of each rank, in rank order; 0 for one that brings none.
-        cut: the constraints; its `order` is not looked at.
+        cut: the constraints.
 
     Raises:
         CompositionError: `cut.deal` is "fixed", which needs a batch that can be dealt freely.
@@ -240,7 +230,7 @@ def _plan_shares(share_sizes: tuple[int, ...], cut: Cut) -> BatchPlan:
         shares.append(share)
         number += len(share)
         start += size
-    return _finish(start, tuple(shares), cut)
+    return plan_of(start, tuple(shares), cut)
 
 
 def group_sizes(num_samples: int, group: int) -> tuple[int, ...]:
@@ -332,7 +322,14 @@ def _ranges(sizes: Iterable[int], start: int) -> Iterable[tuple[int, int]]:
     return itertools.pairwise(itertools.accumulate(sizes, initial=start))
 
 
-def _finish(num_samples: int, shares: tuple[tuple[Unit, ...], ...], cut: Cut) -> BatchPlan:
+def plan_of(num_samples: int, shares: tuple[tuple[Unit, ...], ...], cut: Cut) -> BatchPlan:
+    """Return the plan in which each rank runs these units; in lockstep, short shares are filled up.
+
+    Args:
+        num_samples: samples of the effective batch.
+        shares: for each rank its units, of which the last one may be repeated with weight 0.
+        cut: the constraints they were cut under.
+    """
     # A batch without samples has no unit that could be repeated.
     if cut.lockstep and num_samples:
         shares = _in_lockstep(shares)

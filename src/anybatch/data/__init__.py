@@ -6,8 +6,19 @@ the data and the effective batch size, and on nothing else: not on the world siz
 
 from anybatch.core.tree import SampleList
 from anybatch.data.batches import Batches, batches
+from anybatch.data.collate import Packed, Padded
 from anybatch.data.effective_batch import DatasetBatch
 from anybatch.data.fetch import AnyRows, OverEffectiveBatch
 from anybatch.data.shards import Shards
 
-__all__ = ["AnyRows", "Batches", "DatasetBatch", "OverEffectiveBatch", "SampleList", "Shards", "batches"]
+__all__ = [
+    "AnyRows",
+    "Batches",
+    "DatasetBatch",
+    "OverEffectiveBatch",
+    "Packed",
+    "Padded",
+    "SampleList",
+    "Shards",
+    "batches",
+]

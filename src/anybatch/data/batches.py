@@ -11,6 +11,7 @@ from anybatch.core.batch_ramp import BatchRamp
 from anybatch.data.effective_batch import DatasetBatches
 from anybatch.data.indexed import IndexedSource
 from anybatch.data.iteration import Iteration, OpenSource
+from anybatch.data.lengths import Lengths
 from anybatch.data.options import BatchOptions, pins_memory
 from anybatch.data.shards import Shards, check_readable
 from anybatch.data.streams import StreamSource
@@ -87,6 +88,7 @@ def batches(
     collate: Callable[[list[Any]], Any] | None = None,
     num_workers: int = 0,
     pin_memory: bool | None = None,
+    lengths: Lengths | None = None,
     start: Position | None = None,
 ) -> Batches:
     """Cut a data set into effective batches: each sample of an epoch is in exactly one, on any hardware.
@@ -136,6 +138,11 @@ def batches(
             another number of rows than samples.
         num_workers: worker processes per rank that load ahead; 0 loads in the calling process.
         pin_memory: copy micro-batches to pinned memory; None does so where an accelerator can use it.
+        lengths: how long each sample is, for engines that cut by length (`micro_batch_size=ab.token_budget(8192)`),
+            with a collate function that pads or packs each micro-batch (`anybatch.data.Padded`, `Packed`): a list of
+            whole numbers by sample id; the name of a field or column that holds them, or is that long ("input_ids");
+            or a function of a sample. By a field or function every rank loads all samples of a batch before it is cut,
+            once in a run; a column of a Hugging Face data set and a stream cost nothing more. See docs/lengths.md.
         start: where to begin, such as what `engine.load` returns. At the very end of the run nothing is yielded.
             None: where the engine stands that steps the first batch, so that a loop over epochs which makes its batches
             anew in each, or iterates the same ones again, is one run. After `Engine.load` that is exactly where the
@@ -168,6 +175,7 @@ def batches(
         collate=default_collate if collate is None else collate,
         num_workers=num_workers,
         pin_memory=pins_memory(pin_memory),
+        lengths=lengths,
     )
     source = IndexedSource(dataset, request) if _has_index(dataset) else _stream_source(dataset, request)
     return Batches(effective_batch_size=effective_batch_size, seed=seed, start=start, source=source, request=request)

@@ -4,7 +4,8 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from anybatch.core.batch import Foresight, Position, Positions
+from anybatch.core.batch import LaterUnits, Position, Positions
+from anybatch.core.token_budget import SampleLengths
 from anybatch.core.tree import Batch
 
 
@@ -13,18 +14,20 @@ class StepSamples:
     """Which samples make one step, and what loads them.
 
     Attributes:
-        sample_ids: global ids, in the order they are cut; the same on every rank.
+        sample_ids: global ids, the same on every rank.
         start: where the data stands before this step.
         end: where it stands after it; the next epoch's beginning after the last step of an epoch.
         feeder: loads units of it.
         first_read: a few samples that every rank has read by itself; none where an index finds them.
+        find_lengths: from sample ids to their lengths; to None where nobody has said.
     """
 
     sample_ids: Sequence[int] = field(repr=False)
     start: Position
     end: Position
-    feeder: "Callable[[StepSamples, Sequence[Positions], Foresight | None], Iterator[Batch]]" = field(repr=False)
+    feeder: "Callable[[StepSamples, Sequence[Positions], LaterUnits | None], Iterator[Batch]]" = field(repr=False)
     first_read: Sequence[object] = field(default=(), repr=False)
+    find_lengths: Callable[[Sequence[int]], SampleLengths | None] = field(default=lambda _: None, repr=False)
 
 
 class Places(Protocol):
@@ -74,8 +77,14 @@ class DatasetBatch:
 
     @property
     def sample_ids(self) -> Sequence[int]:
-        """Global ids of its samples, in the order they are cut; the same on every rank."""
+        """Global ids of its samples, the same on every rank."""
         return self.samples.sample_ids
+
+    @property
+    def lengths(self) -> SampleLengths | None:
+        """Lengths of its samples, in the same order; None if `ab.batches` was not given any."""
+        samples = self.samples
+        return samples.find_lengths(samples.sample_ids)
 
     @property
     def start(self) -> Position:
@@ -107,17 +116,17 @@ class DatasetBatch:
         """The data set it is of."""
         return self._places.dataset
 
-    def feed(self, units: Sequence[Positions], foresight: Foresight | None = None) -> Iterator[Batch]:
+    def feed(self, units: Sequence[Positions], later_units: LaterUnits | None = None) -> Iterator[Batch]:
         """Yield one collated micro-batch for each unit, in this order, on the host.
 
         The plain loop: `for unit in units: yield collate([dataset[sample_ids[i]] for i in unit])`.
 
         Args:
             units: the positions in `sample_ids` of the samples of each micro-batch; a sample may be in several.
-            foresight: how later batches will be cut, so that workers can load ahead; None: they load nothing of these.
+            later_units: how later batches will be cut, so that workers can load ahead; None: they load none of these.
         """
         samples = self.samples
-        return samples.feeder(samples, units, foresight)
+        return samples.feeder(samples, units, later_units)
 
     def go_on_from(self, position: Position, after: object | None) -> bool:
         """Tell the iteration, before its first step, where the engine stands; this batch and later ones follow.

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.data import Subset, TensorDataset, default_collate
 
 from anybatch.core.randomness import sample_seed
 from anybatch.core.tree import Batch, count_samples, map_tensors
+from anybatch.data.collate import Packed, Padded
 from anybatch.data.random_state import seed_generators
 from anybatch.errors import DataError
 
@@ -49,7 +51,7 @@ def check_rows(batch: Batch, num_samples: int, collate: Collate) -> None:
     Raises:
         DataError: with both numbers.
     """
-    if isinstance(collate, AnyRows):
+    if isinstance(collate, (AnyRows, Packed)):
         return
     try:
         rows = count_samples(batch)
@@ -89,14 +91,23 @@ class UnitLoader:
 
     def __call__(self, key: UnitKey) -> Batch:
         """Return the collated unit, and leave the global generators in any state."""
-        if draws_nothing(self.dataset):
+        return self.load(key, seed_generators)
+
+    def load(self, key: UnitKey, seed: Callable[[int], None]) -> Batch:
+        """Return the collated unit.
+
+        Args:
+            key: of the unit.
+            seed: seeds the global generators before each sample, and before these are collated.
+        """
+        if reads_together(self.dataset):
             samples = list(self.dataset.__getitems__(list(key.sample_ids)))
         else:
-            samples = [self._sample(sample_id, key.epoch) for sample_id in key.sample_ids]
-        return collate_unit(self.collate, samples, key.sample_ids, seed=self.seed, epoch=key.epoch)
+            samples = [self._sample(sample_id, key.epoch, seed) for sample_id in key.sample_ids]
+        return collate_unit(self.collate, samples, key.sample_ids, key=(self.seed, key.epoch), seed=seed)
 
-    def _sample(self, sample_id: int, epoch: int) -> Any:  # noqa: ANN401 (what a sample is, the user decides)
-        seed_generators(sample_seed(self.seed, epoch, sample_id))
+    def _sample(self, sample_id: int, epoch: int, seed: Callable[[int], None]) -> Any:  # noqa: ANN401 (what a sample is, the user decides)
+        seed(sample_seed(self.seed, epoch, sample_id))
         try:
             return self.dataset[sample_id]
         except Exception as error:
@@ -104,7 +115,7 @@ class UnitLoader:
             raise
 
 
-def draws_nothing(dataset: object) -> bool:
+def reads_together(dataset: object) -> bool:
     """Whether samples can be read together, by `__getitems__`: as from a table of Hugging Face without a transform.
 
     Elsewhere each sample is read under its own random key, since reading may augment it.
@@ -113,11 +124,35 @@ def draws_nothing(dataset: object) -> bool:
     return hasattr(dataset, "__getitems__") and isinstance(form, Mapping) and form.get("type", "custom") != "custom"
 
 
-def collate_unit(collate: Collate, samples: list[Any], sample_ids: Sequence[int], *, seed: int, epoch: int) -> Batch:
-    """Return `collate(samples)` under a random key of the unit's first sample, which no sample has itself."""
+def draws_nothing(dataset: object, collate: Collate) -> bool:
+    """Whether it is known that reading and collating draw no random numbers: tensors, and torch's own collation."""
+    if collate is not default_collate and not isinstance(collate, (Padded, Packed)):
+        return False
+    if type(dataset) is Subset:
+        return draws_nothing(dataset.dataset, collate)
+    return type(dataset) in (TensorDataset, list, tuple, range, torch.Tensor) or reads_together(dataset)
+
+
+def collate_unit(
+    collate: Collate,
+    samples: list[Any],
+    sample_ids: Sequence[int],
+    *,
+    key: tuple[int, int],
+    seed: Callable[[int], None] = seed_generators,
+) -> Batch:
+    """Return `collate(samples)` under a random key of the unit's first sample, which no sample has itself.
+
+    Args:
+        collate: the collate function.
+        samples: of the unit.
+        sample_ids: theirs.
+        key: the seed of the data, and the epoch.
+        seed: seeds the global generators.
+    """
     # The complement of an id is no id, so this key differs from that of every sample.
-    first = sample_ids[0]
-    seed_generators(sample_seed(seed, epoch, ~first))
+    first, (data_seed, epoch) = sample_ids[0], key
+    seed(sample_seed(data_seed, epoch, ~first))
     try:
         return collate(samples)
     except Exception as error:

@@ -3,22 +3,27 @@
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from anybatch.core.batch import Foresight, Position, Positions, taken
+from anybatch.core.batch import LaterUnits, Position, Positions, taken
 from anybatch.core.batch_ramp import BatchRamp
-from anybatch.core.tree import Batch, pick_samples
+from anybatch.core.token_budget import SampleLengths
+from anybatch.core.tree import Batch, pick_samples, tensors_of
 from anybatch.data.effective_batch import StepSamples
-from anybatch.data.fetch import OverEffectiveBatch, UnitKey, UnitLoader, check_rows, pinned
+from anybatch.data.fetch import OverEffectiveBatch, UnitKey, UnitLoader, check_rows, draws_nothing, pinned
+from anybatch.data.keyed_loading import KeyedLoading
+from anybatch.data.lengths import KnownLengths
 from anybatch.data.options import BatchOptions, Span
 from anybatch.data.order import SampleSchedule, sample_order, sampled_order
 from anybatch.data.prefetch import Prefetcher
-from anybatch.data.random_state import preserved_random_state
 from anybatch.errors import BatchSizeError, DataError
+
+BYTES_AT_ONCE = 4 * 2**20
+"""Most bytes of units that are loaded one after another in the calling process, unless one of them has more."""
 
 
 class IndexedSource:
@@ -36,6 +41,7 @@ class IndexedSource:
         self._loader = UnitLoader(dataset, request.collate, request.seed)
         self._request = request
         num_samples = len(dataset if request.sampler is None else request.sampler)
+        self._known = None if request.lengths is None else KnownLengths(request.lengths, request.collate, dataset)
         self._schedule = SampleSchedule(num_samples, request.effective_batch_size, request.drop_last)
         _check_schedule(self._schedule)
         _check_start(self._schedule, request.span.start)
@@ -53,20 +59,29 @@ class IndexedSource:
 
     def open(self) -> "OpenIndexed":
         """Return the source with workers of its own."""
-        return OpenIndexed(self._loader, self._schedule, self._request)
+        return OpenIndexed(self._loader, self._schedule, self._request, self._known)
 
 
 class OpenIndexed:
     """An indexed source that is being read."""
 
-    def __init__(self, loader: UnitLoader, schedule: SampleSchedule, request: BatchOptions) -> None:
+    def __init__(
+        self, loader: UnitLoader, schedule: SampleSchedule, request: BatchOptions, known: KnownLengths | None
+    ) -> None:
         self.dataset = loader.dataset
         self._schedule = schedule
         self._ahead: Prefetcher[UnitKey, Batch] | None = None
         if request.num_workers:
             self._ahead = Prefetcher(loader, num_workers=request.num_workers, pin_memory=request.pin_memory)
-        self._walk = _Walk(schedule, request)
-        self._feeder = _Feeder(self._walk, loader, self._ahead, pin_memory=request.pin_memory)
+        self._walk = _Walk(schedule, request, known)
+        self._feeder = _Feeder(
+            self._walk,
+            loader,
+            self._ahead,
+            pin_memory=request.pin_memory,
+            here=KeyedLoading(draws_nothing=draws_nothing(loader.dataset, loader.collate)),
+            bytes_of_units=_BytesOfUnits(),
+        )
 
     def steps(self, span: Span) -> Iterator[StepSamples]:
         """Yield the samples of each step of a span.
@@ -77,7 +92,10 @@ class OpenIndexed:
         _check_start(self._schedule, span.start)
         self._walk.end = self._schedule.end(span.start, span.end_epoch, span.steps)
         steps = self._walk.steps(self._schedule.normalized(span.start))
-        return (StepSamples(sample_ids=ids, start=start, end=end, feeder=self._feeder) for start, end, ids in steps)
+        return (
+            StepSamples(sample_ids=ids, start=start, end=end, feeder=self._feeder, find_lengths=self._walk.lengths)
+            for start, end, ids in steps
+        )
 
     def close(self) -> None:
         """Shut the workers down."""
@@ -88,11 +106,12 @@ class OpenIndexed:
 class _Walk:
     """Which samples make which step from any position on. The batches and the workers ahead of them walk here."""
 
-    def __init__(self, schedule: SampleSchedule, request: BatchOptions) -> None:
+    def __init__(self, schedule: SampleSchedule, request: BatchOptions, known: KnownLengths | None) -> None:
         self._schedule = schedule
         self._seed = request.seed
         self._shuffle = request.shuffle
         self._sampler = request.sampler
+        self._known = known
         self.end = Position()
         # Weak, so that the order of an epoch goes with the last one who walks it.
         self._orders: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
@@ -110,10 +129,14 @@ class _Walk:
                 yield start, end, tuple(order[offset:stop].tolist())
             position = Position(epoch + 1)
 
-    def unit_keys_from(self, position: Position, foresight: Foresight) -> Iterator[UnitKey]:
+    def lengths(self, sample_ids: Sequence[int]) -> SampleLengths | None:
+        """Return the lengths of some samples; None where nobody has said."""
+        return None if self._known is None else self._known.of(sample_ids)
+
+    def unit_keys_from(self, position: Position, later_units: LaterUnits) -> Iterator[UnitKey]:
         """Yield the keys of all units of this rank from `position` on, as far as they can be foreseen."""
         for start, _, sample_ids in self.steps(position):
-            yield from _unit_keys(start.epoch, sample_ids, foresight(sample_ids))
+            yield from _unit_keys(start.epoch, sample_ids, later_units(len(sample_ids), self.lengths(sample_ids)))
 
     def step_keys_from(self, position: Position) -> Iterator[UnitKey]:
         """Yield the keys of whole effective batches from `position` on."""
@@ -131,6 +154,17 @@ class _Walk:
         return order
 
 
+class _BytesOfUnits:
+    """How large units have been, and so how many of them are loaded at once: a few megabytes, one at least."""
+
+    def __init__(self) -> None:
+        self.num_at_once = 1
+
+    def note(self, unit: Batch) -> None:
+        num_bytes = sum(tensor.nbytes for tensor in tensors_of(unit))
+        self.num_at_once = max(1, BYTES_AT_ONCE // num_bytes) if num_bytes else 1
+
+
 @dataclass(frozen=True, slots=True)
 class _Feeder:
     """Feeds the batches of one run. The workers know the walk but not the feeder, so that dropping it stops them."""
@@ -139,41 +173,57 @@ class _Feeder:
     loader: UnitLoader
     ahead: Prefetcher[UnitKey, Batch] | None
     pin_memory: bool
+    here: KeyedLoading
+    bytes_of_units: "_BytesOfUnits"
 
-    def __call__(self, batch: StepSamples, units: Sequence[Positions], foresight: Foresight | None) -> Iterator[Batch]:
+    def __call__(
+        self, batch: StepSamples, units: Sequence[Positions], later_units: LaterUnits | None
+    ) -> Iterator[Batch]:
         collate = self.loader.collate
         if isinstance(collate, OverEffectiveBatch):
             if units:
-                yield from self._cut(batch, units, foresight)
+                yield from self._cut(batch, units, later_units)
             return
         keys = _unit_keys(batch.start.epoch, batch.sample_ids, units)
+        if self.ahead is None:
+            for key, unit in self._loaded_here(keys):
+                check_rows(unit, len(key.sample_ids), collate)
+                yield unit
+            return
         for index, key in enumerate(keys):
             # As a function: the keys to come are made only where the workers have to start over.
-            unit = self._load(key, functools.partial(self._onward, keys, index, batch.end, foresight))
+            unit = self.ahead.take(key, functools.partial(self._onward, keys, index, batch.end, later_units))
             check_rows(unit, len(key.sample_ids), collate)
             yield unit
 
-    def _cut(self, batch: StepSamples, units: Sequence[Positions], foresight: Foresight | None) -> Iterator[Batch]:
+    def _loaded_here(self, keys: Sequence[UnitKey]) -> Iterator[tuple[UnitKey, Batch]]:
+        """Load a few units at a time: small ones would spend most of it on the caller's random state."""
+        start = 0
+        while start < len(keys):
+            some = keys[start : start + self.bytes_of_units.num_at_once]
+            loaded = self.here.run(lambda seed, some=some: [self.loader.load(key, seed) for key in some])  # type: ignore[misc]  # bound now
+            self.bytes_of_units.note(loaded[-1])
+            start += len(some)
+            for key, unit in zip(some, loaded, strict=True):
+                yield key, pinned(unit) if self.pin_memory else unit
+
+    def _cut(self, batch: StepSamples, units: Sequence[Positions], later_units: LaterUnits | None) -> Iterator[Batch]:
         """Load and collate the whole effective batch, and yield its units."""
         key = UnitKey(batch.start.epoch, tuple(batch.sample_ids))
-        later = iter(()) if foresight is None else self.walk.step_keys_from(batch.end)
-        whole = self._load(key, lambda: itertools.chain([key], later))
+        later = iter(()) if later_units is None else self.walk.step_keys_from(batch.end)
+        if self.ahead is None:
+            ((_, whole),) = self._loaded_here([key])
+        else:
+            whole = self.ahead.take(key, lambda: itertools.chain([key], later))
         check_rows(whole, len(key.sample_ids), self.loader.collate)
         for positions in units:
             yield pick_samples(whole, positions)
 
-    def _load(self, key: UnitKey, onward: Callable[[], Iterator[UnitKey]]) -> Batch:
-        if self.ahead is not None:
-            return self.ahead.take(key, onward)
-        with preserved_random_state():
-            unit = self.loader(key)
-        return pinned(unit) if self.pin_memory else unit
-
     def _onward(
-        self, keys: Sequence[UnitKey], index: int, end: Position, foresight: Foresight | None
+        self, keys: Sequence[UnitKey], index: int, end: Position, later_units: LaterUnits | None
     ) -> Iterator[UnitKey]:
         """Return the rest of a batch's keys, then those of the batches after it."""
-        later = iter(()) if foresight is None else self.walk.unit_keys_from(end, foresight)
+        later = iter(()) if later_units is None else self.walk.unit_keys_from(end, later_units)
         return itertools.chain(keys[index:], later)
 
 

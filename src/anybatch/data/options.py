@@ -9,7 +9,8 @@ from torch.utils.data import BatchSampler, DistributedSampler
 from anybatch.core.batch import Position
 from anybatch.core.batch_ramp import BatchRamp
 from anybatch.core.whole_numbers import checked_int
-from anybatch.data.fetch import Collate
+from anybatch.data.fetch import Collate, OverEffectiveBatch
+from anybatch.data.lengths import Lengths
 from anybatch.errors import BatchSizeError, DataError
 
 
@@ -49,6 +50,7 @@ class BatchOptions:
         collate: makes a micro-batch of a list of samples.
         num_workers: worker processes; 0 loads in the calling process.
         pin_memory: whether to pin micro-batches.
+        lengths: how long each sample is; None where batches are not cut by length.
     """
 
     effective_batch_size: int | BatchRamp
@@ -62,6 +64,7 @@ class BatchOptions:
     collate: Collate
     num_workers: int
     pin_memory: bool
+    lengths: Lengths | None = None
 
     def __post_init__(self) -> None:
         """Check each value by itself.
@@ -76,6 +79,12 @@ class BatchOptions:
         checked_int("seed", self.seed, least=None, error=DataError)
         if not callable(self.collate):
             message = f"collate={self.collate!r} must be a function of a list of samples, or None for torch's own."
+            raise DataError(message)
+        if self.lengths is not None and isinstance(self.collate, OverEffectiveBatch):
+            message = (
+                "lengths cut a batch into micro-batches of little padding, and OverEffectiveBatch collates, and so "
+                "pads, the whole of it before it is cut. Leave one of them out."
+            )
             raise DataError(message)
         if self.sampler is not None:
             _check_sampler(self.sampler)

@@ -11,22 +11,22 @@ from typing import Any, Final
 import torch
 
 # Augmentations may draw from numpy, so it is seeded as well where it is installed. torch has imported it already.
-_NUMPY: Final[ModuleType | None] = importlib.import_module("numpy") if importlib.util.find_spec("numpy") else None
-_NUMPY_SEEDS: Final = 1 << 32
+NUMPY: Final[ModuleType | None] = importlib.import_module("numpy") if importlib.util.find_spec("numpy") else None
+NUMPY_SEEDS: Final = 1 << 32
 
 
 @contextmanager
 def preserved_random_state() -> Iterator[None]:
     """Put the global generators of python, numpy and torch (CPU) back at the end, also after an exception."""
     python_state = random.getstate()
-    numpy_state = None if _NUMPY is None else _NUMPY.random.get_state(legacy=False)
+    numpy_state = None if NUMPY is None else NUMPY.random.get_state(legacy=False)
     torch_state = torch.default_generator.get_state()
     try:
         yield
     finally:
         random.setstate(python_state)
-        if _NUMPY is not None:
-            _NUMPY.random.set_state(numpy_state)
+        if NUMPY is not None:
+            NUMPY.random.set_state(numpy_state)
         torch.default_generator.set_state(torch_state)
 
 
@@ -37,8 +37,8 @@ def seed_generators(seed: int) -> None:
         seed: 64 bits; numpy takes the lower 32.
     """
     random.seed(seed)
-    if _NUMPY is not None:
-        _NUMPY.random.seed(seed % _NUMPY_SEEDS)  # which takes 32 bits
+    if NUMPY is not None:
+        NUMPY.random.seed(seed % NUMPY_SEEDS)  # which takes 32 bits
     torch.default_generator.manual_seed(seed)  # torch.manual_seed would visit every device: a hundred times slower
 
 
@@ -46,8 +46,8 @@ def host_random_state() -> dict[str, Any]:
     """Return the state of python's global generator, and of numpy's where there is one, as tensors and numbers."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {"python": {"version": version, "words": torch.tensor(words), "gauss": gauss}}
-    if _NUMPY is not None:
-        kind, keys, place, has_gauss, numpy_gauss = _NUMPY.random.get_state()
+    if NUMPY is not None:
+        kind, keys, place, has_gauss, numpy_gauss = NUMPY.random.get_state()
         words = torch.tensor([int(key) for key in keys])
         state["numpy"] = {"kind": kind, "words": words, "place": place, "has_gauss": has_gauss, "gauss": numpy_gauss}
     return state
@@ -57,16 +57,16 @@ def restore_host_random_state(state: Mapping[str, Any]) -> None:
     """Put the generators back to a state that `host_random_state` returned; one that it lacks stays as it is."""
     python = state["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-    if _NUMPY is not None and "numpy" in state:
+    if NUMPY is not None and "numpy" in state:
         saved = state["numpy"]
-        words = _NUMPY.array(saved["words"].tolist(), dtype=_NUMPY.uint32)
-        _NUMPY.random.set_state((saved["kind"], words, saved["place"], saved["has_gauss"], saved["gauss"]))
+        words = NUMPY.array(saved["words"].tolist(), dtype=NUMPY.uint32)
+        NUMPY.random.set_state((saved["kind"], words, saved["place"], saved["has_gauss"], saved["gauss"]))
 
 
 def host_random_digest() -> tuple[int, ...]:
     """Return a digest of python's generator, and of numpy's: equal as long as nobody has drawn."""
     found = [hash(random.getstate())]
-    if _NUMPY is not None:
-        kind, keys, *rest = _NUMPY.random.get_state()
+    if NUMPY is not None:
+        kind, keys, *rest = NUMPY.random.get_state()
         found.append(hash((kind, keys.tobytes(), *rest)))
     return tuple(found)

@@ -2,17 +2,20 @@
 
 import functools
 import itertools
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
-from anybatch.core.batch import Foresight, Position, Positions, taken
+from anybatch.core.batch import LaterUnits, Position, Positions, taken
 from anybatch.core.batch_ramp import BatchRamp
 from anybatch.core.geometry import ceil_div
+from anybatch.core.token_budget import SampleLengths
 from anybatch.core.tree import Batch, pick_samples
 from anybatch.data.effective_batch import StepSamples
-from anybatch.data.fetch import OverEffectiveBatch, check_rows, collate_unit, pinned
+from anybatch.data.fetch import OverEffectiveBatch, check_rows, collate_unit, draws_nothing, pinned
+from anybatch.data.keyed_loading import KeyedLoading
+from anybatch.data.lengths import KnownLengths
 from anybatch.data.options import BatchOptions, Span
 from anybatch.data.order import SampleSchedule
 from anybatch.data.prefetch import Prefetcher
@@ -80,6 +83,8 @@ class OpenStream:
         self._shards = shards
         self._request = request
         self._ahead = self._workers() if request.num_workers else None
+        self._here = KeyedLoading(draws_nothing=draws_nothing([], request.collate))
+        self._known = None if request.lengths is None else KnownLengths(request.lengths, request.collate, None)
 
     def steps(self, span: Span) -> Iterator[StepSamples]:
         """Yield the samples of each step of a span."""
@@ -107,6 +112,10 @@ class OpenStream:
             start = Position(start.epoch + 1)
             if start.epoch != end_epoch:
                 _check_ramp(self._request.effective_batch_size, start, num_samples)
+
+    def _finder(self, samples: Sequence[Any]) -> Callable[[Sequence[int]], SampleLengths | None]:
+        known = self._known
+        return lambda ids: None if known is None else known.of(ids, samples)
 
     def _samples_here(self, start: Position) -> Iterator[StreamSample]:
         numbers = range(self._shards.num_shards)
@@ -145,10 +154,15 @@ class OpenStream:
                 break
             stop = position.sample_offset + len(samples)
             end = Position(start.epoch + 1) if len(read) < least else Position(start.epoch, stop)
-            feeder = _Feeder([sample for _, sample in samples], request)
+            feeder = _Feeder([sample for _, sample in samples], request, self._here)
             ids = tuple(sample_id for sample_id, _ in samples)
             yield StepSamples(
-                sample_ids=ids, start=position, end=end, feeder=feeder, first_read=feeder.samples[:_NUM_COMPARED]
+                sample_ids=ids,
+                start=position,
+                end=end,
+                feeder=feeder,
+                first_read=feeder.samples[:_NUM_COMPARED],
+                find_lengths=self._finder(feeder.samples),
             )
             if end.epoch > start.epoch:
                 return stop
@@ -165,12 +179,13 @@ class _Feeder:
 
     samples: Sequence[Any]
     request: BatchOptions
+    here: KeyedLoading
 
     def __call__(
         self,
         batch: StepSamples,
         units: Sequence[Positions],
-        foresight: Foresight | None,  # noqa: ARG002 (what a stream will yield cannot be foreseen)
+        later_units: LaterUnits | None,  # noqa: ARG002 (what a stream will yield cannot be foreseen)
     ) -> Iterator[Batch]:
         collate = self.request.collate
         if isinstance(collate, OverEffectiveBatch):
@@ -183,8 +198,8 @@ class _Feeder:
     def _collated(self, batch: StepSamples, positions: Positions) -> Batch:
         request = self.request
         ids, samples = taken(batch.sample_ids, positions), list(taken(self.samples, positions))
-        with preserved_random_state():
-            collated = collate_unit(request.collate, samples, ids, seed=request.seed, epoch=batch.start.epoch)
+        key = (request.seed, batch.start.epoch)
+        collated = self.here.run(lambda seed: collate_unit(request.collate, samples, ids, key=key, seed=seed))
         check_rows(collated, len(samples), request.collate)
         return pinned(collated) if request.pin_memory else collated
 

@@ -1,8 +1,9 @@
 """Effective batches that are loaded once and then run over and over, whole or in part."""
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
-from anybatch.core.batch import EffectiveBatch, Foresight, Position, Positions, taken
+from anybatch.core.batch import EffectiveBatch, LaterUnits, Position, Positions, lengths_of, taken
 from anybatch.core.tree import Batch
 
 
@@ -19,12 +20,13 @@ class HeldBatch:
         self.sample_ids: Sequence[int] = batch.sample_ids
         self.seed: int = batch.seed
         self.end: Position = batch.end
+        self.lengths = lengths_of(batch)
 
-    def feed(self, units: Sequence[Positions], foresight: Foresight | None = None) -> Iterator[Batch]:
+    def feed(self, units: Sequence[Positions], later_units: LaterUnits | None = None) -> Iterator[Batch]:
         """Yield the micro-batches of a cut, loaded once as long as the cut stays."""
         # Another micro-batch size cuts the batch elsewhere.
         if self._loaded is None or self._loaded[0] != units:
-            self._loaded = units, list(self._batch.feed(units, foresight))
+            self._loaded = units, list(self._batch.feed(units, later_units))
         yield from self._loaded[1]
 
 
@@ -42,7 +44,9 @@ class PartOfBatch:
         self.sample_ids: Sequence[int] = taken(batch.sample_ids, positions)
         self.seed: int = batch.seed
         self.end: Position = batch.end
+        whole = lengths_of(batch)
+        self.lengths = whole and dataclasses.replace(whole, tokens=taken(whole.tokens, positions))
 
-    def feed(self, units: Sequence[Positions], foresight: Foresight | None = None) -> Iterator[Batch]:
+    def feed(self, units: Sequence[Positions], later_units: LaterUnits | None = None) -> Iterator[Batch]:
         """Yield one micro-batch for each unit."""
-        return self._batch.feed([taken(self._positions, unit) for unit in units], foresight)
+        return self._batch.feed([taken(self._positions, unit) for unit in units], later_units)

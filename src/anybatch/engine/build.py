@@ -18,7 +18,7 @@ from anybatch.engine.accumulation.accumulate import LoopContext, Randomness
 from anybatch.engine.accumulation.planned_batch import PlannedBatch
 from anybatch.engine.accumulation.step_guard import StepGuard
 from anybatch.engine.batch_norm.cut_notice import CutNotice
-from anybatch.engine.batch_norm.runner import BatchNormRunner, policy_for, ranks_of, refuse_order, refuse_policy
+from anybatch.engine.batch_norm.runner import BatchNormRunner, policy_for, ranks_of, refuse_policy
 from anybatch.engine.checkpoint_saver import CheckpointSaver
 from anybatch.engine.compatibility import Features, features_of, features_of_ranks, refuse_features
 from anybatch.engine.executors import choose_executor
@@ -170,7 +170,6 @@ def _check_arguments(spec: TrainSpec, hardware: Hardware) -> _Arguments:
     randomness = choose_randomness(spec.rng, modules, world.device)
     policy = policy_for(spec.norms, modules, world.size)
     constraints = policy.constraints(has_layers=bool(batch_norms(modules)), world_size=world.size)
-    refuse_order(hardware.order, constraints)
     make_sizes = partial(
         RunSizes,
         world,
@@ -178,7 +177,6 @@ def _check_arguments(spec: TrainSpec, hardware: Hardware) -> _Arguments:
         micro_batch_size=hardware.micro_batch_size,
         accumulation_steps=hardware.accumulation_steps,
         deal=hardware.deal,
-        order=hardware.order,
     )
     features = features_of(spec, modules, loss, sizes=make_sizes().sizes, deal=hardware.deal, clip=clip, policy=policy)
     composes = partial(_composes, features, spec.optimizer, world)

@@ -72,6 +72,8 @@ def features_of(
         found[Feature.MICRO_BATCH_SIZE] = str(sizes.micro_batch_size)
     elif sizes.accumulation_steps is not None:
         found[Feature.ACCUMULATION_STEPS] = str(sizes.accumulation_steps)
+    elif sizes.micro_batch_tokens is not None:
+        found[Feature.TOKEN_BUDGET] = f"{sizes.micro_batch_tokens} tokens"
     else:
         found[Feature.AUTO_SIZE] = ""
     if clip is not None:

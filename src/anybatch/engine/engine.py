@@ -64,7 +64,7 @@ class Engine:
             samples, one loss per item or `ab.LossSum`. A module trains its parameters too.
         effective_batch_size: samples of one step over all ranks; larger batches are refused, smaller ones warned of.
         micro_batch_size: most samples of one forward and backward. "auto" takes the fastest of a few on the first
-            batch; an `Auto` of `anybatch.engine.micro_batch_size.search` knows more before. See docs/auto_size.md.
+            batch, an `Auto` knows more (docs/auto_size.md), an `ab.token_budget` cuts by length (docs/lengths.md).
         accumulation_steps: micro-batches per rank and step, of nearly equal size, or of the micro-batch size if named.
         deal: "balanced" gives ranks the same number of samples up to one; "fixed" keeps micro-batches whole, so that
             the cut does not depend on the number of ranks.

@@ -2,14 +2,14 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from anybatch.core.batch import Placement, Position
+from anybatch.core.batch import Placement, Position, lengths_of
 from anybatch.core.dtypes import widest_dtype
 from anybatch.core.loss import Loss, LossSum, unit_counts
 from anybatch.core.randomness import BatchKey
@@ -74,7 +74,7 @@ def evaluate(
     totals: dict[str, torch.Tensor] = {}
     num_samples = 0
     for batch in _on_all_ranks(batches, world):
-        planned = plan_effective_batch(batch, placement, world, Position())
+        planned = plan_effective_batch(batch, _without_budget(placement, batch), world, Position())
         num_samples += planned.plan.num_samples
         measure = _measure_whole if isinstance(metric, Loss) and metric.kind.encode is not None else _measure_parts
         for pairs in measure(metric, context, planned, world, halving):
@@ -101,32 +101,43 @@ def _evaluate_whole_set(
     halving: OomHalving,
 ) -> tuple[dict[str, float], int]:
     """Return a metric that is computed once, from the rows of all samples of all ranks."""
-    own: list[tuple[tuple[int, int], Any]] = []
+    own: list[tuple[Sequence[tuple[int, int]], Any]] = []  # of each row its batch and place in that; the rows
     num_samples = 0
     for number, batch in enumerate(_on_all_ranks(batches, world)):
-        planned = plan_effective_batch(batch, placement, world, Position())
+        planned = plan_effective_batch(batch, _without_budget(placement, batch), world, Position())
         num_samples += planned.plan.num_samples
         for unit, micro_batch in zip(planned.units, to_device(planned.micro_batches, world.device), strict=True):
+            places = [(number, place) for place in planned.plan.positions(unit)]
 
-            def piece(start: int, stop: int, whole: Batch = micro_batch, unit: Unit = unit) -> tuple[int, Any]:
-                part = _part(whole, start, stop, unit.num_samples)
+            def piece(
+                start: int, stop: int, whole: Batch = micro_batch, places: Sequence[tuple[int, int]] = places
+            ) -> tuple[Sequence[tuple[int, int]], Any]:
+                part = _part(whole, start, stop, len(places))
                 with context.autocast():
                     output = context.prepared.call(metric.function, part)
                 _refuse_other_rows(output, stop - start)
-                return unit.start + start, map_tensors(output, lambda tensor: tensor.detach().cpu())
+                return places[start:stop], map_tensors(output, lambda tensor: tensor.detach().cpu())
 
-            for start, output in halving.run(unit.num_samples, piece):
-                if unit.weight:  # a unit of weight 0 repeats samples
-                    own.append(((number, start), output))
-    # In the order of the data, which no cut and no number of ranks changes.
-    found = sorted((one for of_rank in world.gather_objects(own) for one in of_rank), key=lambda one: one[0])
+            pieces = list(halving.run(unit.num_samples, piece))
+            own += pieces if unit.weight else []  # a unit of weight 0 repeats samples
+    found = [one for of_rank in world.gather_objects(own) for one in of_rank]
     if not found:
         raise _nothing_to_evaluate()
+    # In the order of the data, which no cut and no number of ranks changes.
+    places = [place for places, _ in found for place in places]
+    order = torch.tensor(sorted(range(len(places)), key=places.__getitem__))
     columns = zip(*(list(tensors_of(output)) for _, output in found), strict=True)
-    together = iter([torch.cat(column) for column in columns])
+    together = iter([torch.cat(column)[order] for column in columns])
     value = metric.compute(map_tensors(found[0][1], lambda _: next(together)))
     values = value if isinstance(value, Mapping) else {"metric": value}
     return {name: float(one) for name, one in values.items()}, num_samples
+
+
+def _without_budget(placement: Placement, batch: Any) -> Placement:  # noqa: ANN401 (any nested batch)
+    """Return how a batch is cut: one whose samples have no known lengths as a whole, where others are cut by length."""
+    if placement.budget is None or lengths_of(batch) is not None:
+        return placement
+    return dataclasses.replace(placement, budget=None)
 
 
 def _refuse_other_rows(output: object, num_samples: int) -> None:

@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 from anybatch.core.loss import Loss
 from anybatch.core.loss_kinds import LossFunction
-from anybatch.core.splitting import Deal, SampleOrder
+from anybatch.core.splitting import Deal
 from anybatch.engine.checkpoint_state import Scheduler
 from anybatch.engine.forward_state.buffer_updates import BufferUpdate
 from anybatch.engine.gradient_noise import GradientNoise
@@ -72,10 +72,10 @@ class Hardware:
     """Everything that decides where and in what pieces a step is run; the gradient does not depend on it.
 
     Args:
-        micro_batch_size: most samples of one forward and backward; "auto" or an `Auto` finds it on the first batch.
+        micro_batch_size: most samples of one forward and backward; "auto" or an `Auto` finds it on the first batch, and
+            a `TokenBudget` cuts by length.
         accumulation_steps: micro-batches per rank and step, of nearly equal size, instead of a micro-batch size.
         deal: "balanced" or "fixed".
-        order: the order in which a batch's samples are cut, such as by length; None: as they come.
         strategy: the name of a registered strategy, "auto", or a strategy object.
         world: the ranks; None asks the environment.
     """
@@ -83,6 +83,5 @@ class Hardware:
     micro_batch_size: MicroBatchSize = "auto"
     accumulation_steps: int | None = None
     deal: Deal = "balanced"
-    order: SampleOrder | None = None
     strategy: str | Strategy = "auto"
     world: World | None = None

@@ -14,7 +14,9 @@ from anybatch.core.learning_rate import ScalingRule
 from anybatch.core.loss import Loss
 from anybatch.core.loss_kinds import LossFunction
 from anybatch.core.whole_numbers import checked_int
+from anybatch.data.batches import Batches, batches
 from anybatch.data.fetch import Collate
+from anybatch.data.lengths import Lengths
 from anybatch.engine.checkpoint_state import Scheduler
 from anybatch.engine.evaluation import Metric
 from anybatch.engine.gradient_noise import GradientNoise
@@ -123,6 +125,7 @@ class Job:
             one loss per item or `ab.LossSum`.
         dataset: function () -> data set, with an index or iterable, as `ab.batches` takes it.
         collate: makes a micro-batch of a list of samples; None for torch's own.
+        lengths: how long each sample is, as `ab.batches` takes it, for runs that are cut by length; None for unknown.
         shuffle: whether each epoch has an order of its own; must be False for a data set without an index.
         evaluate: held-out data and metric; None for none.
         scheduler: function (optimizer, num_steps) -> scheduler, stepped once per optimizer step; None for a constant
@@ -145,6 +148,7 @@ class Job:
     dataset: DatasetFactory
     defaults: Defaults
     collate: Collate | None = None
+    lengths: Lengths | None = None
     shuffle: bool = True
     evaluate: Evaluation | None = None
     scheduler: SchedulerFactory | None = None
@@ -170,6 +174,16 @@ class Job:
             if not isinstance(value, kind) and not (name == "evaluate" and value is None):
                 message = f"Job({name}={value!r}) must be {name}=ab.{kind.__name__}(...), not {_kind(value)}."
                 raise UserError(message)
+
+    def train_batches(self, dataset: Any = None, **options: Any) -> Batches:  # noqa: ANN401 (what `batches` takes)
+        """Return effective batches of the job's data, in the order and layout that the job says.
+
+        Args:
+            dataset: what `self.dataset()` has returned before; None calls it.
+            **options: the other arguments of `ab.batches`.
+        """
+        data = self.dataset() if dataset is None else dataset
+        return batches(data, shuffle=self.shuffle, collate=self.collate, lengths=self.lengths, **options)
 
     def train_spec(
         self,

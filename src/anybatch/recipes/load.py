@@ -22,6 +22,7 @@ RECIPES: Mapping[str, str] = MappingProxyType(
         "digits": "anybatch.recipes.digits:digits",
         "text": "anybatch.recipes.text:text",
         "contrastive": "anybatch.recipes.contrastive:contrastive",
+        "finetune": "anybatch.recipes.finetune:finetune",
     }
 )
 
@@ -67,9 +68,9 @@ def load_recipe(name: str) -> Job:
     and leaves it there: what the job's functions import later, and what workers import, is found the same way.
 
     Args:
-        name: a built-in recipe ("digits", "text", "contrastive"), "file.py:function" or "package.module:function".
-            Without ":function" it is the one function that is called `job` or `recipe`, or whose annotation says that
-            it returns a `Job`.
+        name: a built-in recipe ("digits", "text", "contrastive", "finetune"), "file.py:function" or
+            "package.module:function". Without ":function" it is the one function that is called `job` or `recipe`,
+            or whose annotation says that it returns a `Job`.
 
     Raises:
         UserError: there is no such thing, importing or calling it fails (with the traceback from the user's own file

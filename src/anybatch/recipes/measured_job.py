@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from anybatch.data.batches import Batches, batches
+from anybatch.data.batches import Batches
 from anybatch.engine.spec import TrainSpec
 from anybatch.engine.update.precision import PrecisionName
 from anybatch.recipes.job import Job
@@ -56,14 +56,8 @@ class MeasuredJob:
         """
         job = load_recipe(self.recipe)
         dataset = job.dataset()
-        return lambda num_workers: batches(
-            dataset,
-            effective_batch_size=self._size(job),
-            steps=steps,
-            shuffle=job.shuffle,
-            seed=self.seed,
-            collate=job.collate,
-            num_workers=num_workers,
+        return lambda num_workers: job.train_batches(
+            dataset, effective_batch_size=self._size(job), steps=steps, seed=self.seed, num_workers=num_workers
         )
 
     def _size(self, job: Job) -> int:

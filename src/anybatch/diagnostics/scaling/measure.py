@@ -173,7 +173,7 @@ class _RankBench:
 
     def times(self) -> RankTimes:
         """Measure everything, at the same time as the other ranks."""
-        share = self._placement.plan(self._batches[0].sample_ids).shares[self._world.rank]
+        share = self._placement.plan(len(self._batches[0].sample_ids)).shares[self._world.rank]
         load_seconds, load_processor_seconds = self._load()
         spec = self._request.train()
         modules = spec.model if isinstance(spec.model, torch.nn.Module) else torch.nn.ModuleDict(spec.model)

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
-from anybatch.core.batch import Placement, Position, taken
+from anybatch.core.batch import Placement, Position, lengths_of, taken
+from anybatch.core.compatibility import Feature, refuse_compositions
 from anybatch.core.loss import Loss, TermFactors, factors_of, unit_counts
 from anybatch.core.randomness import BatchKey, joint_seed, unit_seed
 from anybatch.core.splitting import BatchPlan, CutConstraints, Unit, plan_shares
@@ -84,7 +85,7 @@ def plan_effective_batch(batch: Any, placement: Placement, world: World, start: 
     """
     if isinstance(batch, RankShare) or not _is_effective_batch(batch):
         return _plan_share(batch if isinstance(batch, RankShare) else RankShare(batch), placement, world, start)
-    plan = placement.plan(batch.sample_ids)
+    plan = placement.plan(len(batch.sample_ids), lengths_of(batch))
     units = plan.shares[placement.rank]
     return PlannedBatch(
         plan=plan,
@@ -422,9 +423,9 @@ def _plan_share(share: RankShare, placement: Placement, world: World, start: Pos
         raise BatchSizeError(message, effective_batch_size=0, world_size=world.size)
     if placement.cut.lockstep:
         _refuse_idle_rank(sizes, "no sample")
-    # A share is cut as it comes.
-    cut = placement.cut if placement.cut.order is None else dataclasses.replace(placement.cut, order=None)
-    plan = plan_shares(sizes, cut)
+    if placement.budget is not None:
+        refuse_compositions({Feature.TOKEN_BUDGET: "", Feature.RANK_SHARES: ""})
+    plan = plan_shares(sizes, placement.cut)
     first = sum(sizes[: placement.rank])
     units = plan.shares[placement.rank]
     return PlannedBatch(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from anybatch.core.splitting import CutConstraints, SampleOrder, Unit, group_sizes
+from anybatch.core.splitting import CutConstraints, Unit, group_sizes
 from anybatch.core.torch_internals import InstanceNormBase
 from anybatch.core.tree import Batch
 from anybatch.engine.accumulation.accumulate import LoopContext, MicroBatch, accumulate
@@ -275,25 +275,6 @@ def refuse_policy(
                 "(track_running_stats=False). Use norms='exact' or Ghost(group_size=...)."
             )
             raise CompositionError(message)
-
-
-def refuse_order(order: SampleOrder | None, constraints: CutConstraints) -> None:
-    """Refuse groups of consecutive samples in a batch whose samples are put into another order.
-
-    Args:
-        order: the order in which samples are cut; None for that of the batch.
-        constraints: what the policy demands of cuts.
-
-    Raises:
-        CompositionError: with what to use instead.
-    """
-    if order is not None and constraints.group is not None:
-        message = (
-            f"Ghost(group_size={constraints.group}) groups consecutive samples, and order={order!r} cuts them in "
-            "another order, so that other samples would be normalised together. Use norms='keep' or norms='exact', or "
-            "leave the order out."
-        )
-        raise CompositionError(message)
 
 
 def ranks_of(strategy: Strategy, world: World) -> Ranks:

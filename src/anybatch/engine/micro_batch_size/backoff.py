@@ -151,6 +151,9 @@ class SizeBackoff:
         share = max(plan.shares, key=lambda units: sum(unit.weight for unit in units))
         counting = [unit for unit in share if unit.weight]
         sizes = self._sizes.sizes
+        if sizes.micro_batch_tokens is not None:
+            # A sample that has more tokens than that is run alone.
+            return dataclasses.replace(sizes, micro_batch_tokens=ceil_div(sizes.micro_batch_tokens, 2))
         if sizes.micro_batch_size is None and sizes.accumulation_steps is not None:
             return dataclasses.replace(sizes, accumulation_steps=2 * sizes.accumulation_steps)
         after = ceil_div(sum(unit.num_samples for unit in counting), 2 * len(counting))
@@ -161,6 +164,8 @@ class SizeBackoff:
 
 
 def _in_words(sizes: Sizes) -> str:
+    if sizes.micro_batch_tokens is not None:
+        return f"{sizes.micro_batch_tokens:,} tokens at most"
     if sizes.micro_batch_size is not None:
         return f"{sizes.micro_batch_size} samples at most"
     return f"{sizes.accumulation_steps} accumulation steps"
@@ -169,6 +174,8 @@ def _in_words(sizes: Sizes) -> str:
 def _largest(sizes: Sizes, plan: BatchPlan) -> int:
     if sizes.micro_batch_size is not None:
         return sizes.micro_batch_size
+    if sizes.micro_batch_tokens is not None:  # how many samples that is depends on their lengths: about half as many
+        return ceil_div(max(unit.num_samples for unit in plan.units), 2)
     assert sizes.accumulation_steps is not None
     share = max(sum(unit.num_samples for unit in units if unit.weight) for units in plan.shares)
     return ceil_div(share, sizes.accumulation_steps)

@@ -13,7 +13,8 @@ from torch import nn
 from anybatch.core.batch import Placement, Position
 from anybatch.core.geometry import Sizes, resolve_sizes
 from anybatch.core.size_choice import even_size
-from anybatch.core.splitting import Cut, CutConstraints, Deal, SampleOrder, plan_batch
+from anybatch.core.splitting import Cut, CutConstraints, Deal, plan_batch
+from anybatch.core.token_budget import TokenBudget
 from anybatch.core.tree import Batch, copied, count_samples, slice_samples, tensors_of
 from anybatch.engine.accumulation.accumulate import LoopContext
 from anybatch.engine.accumulation.planned_batch import PlannedBatch, plan_effective_batch
@@ -26,7 +27,7 @@ from anybatch.errors import BatchSizeError, CompositionError, DataError, PlanErr
 from anybatch.memory.host_memory import HostRoom, device_name
 from anybatch.parallel.world import World
 
-MicroBatchSize = int | Literal["auto"] | Auto | None
+MicroBatchSize = int | Literal["auto"] | Auto | TokenBudget | None
 """The values of `Engine(micro_batch_size=...)`."""
 WORTH_TIMING = 1_000_000
 """Parameters times samples of a rank share from which on sizes are timed: below, a step is a matter of milliseconds."""
@@ -62,7 +63,6 @@ class RunSizes:
         micro_batch_size: "auto", or an `Auto`, is settled on the first batch.
         accumulation_steps: micro-batches per rank and step.
         deal: "balanced" or "fixed".
-        order: the order in which a batch's samples are cut.
         constraints: what a policy about BatchNorm and the strategy demand of cuts.
 
     Attributes:
@@ -84,22 +84,29 @@ class RunSizes:
         micro_batch_size: MicroBatchSize,
         accumulation_steps: int | None,
         deal: Deal,
-        order: SampleOrder | None = None,
         constraints: CutConstraints = CutConstraints(),  # noqa: B008 (a frozen value)
     ) -> None:
         self.is_auto = micro_batch_size == "auto" or isinstance(micro_batch_size, Auto)
         self.auto = micro_batch_size if isinstance(micro_batch_size, Auto) else Auto()
+        self._budget = micro_batch_size if isinstance(micro_batch_size, TokenBudget) else None
+        if self._budget is not None and accumulation_steps is not None:
+            message = (
+                f"micro_batch_size=token_budget({self._budget.tokens}) makes as many micro-batches as lengths ask for, "
+                f"and {accumulation_steps=} names their number. Leave one of them out."
+            )
+            raise BatchSizeError(message)
         self.sizes = resolve_sizes(
             world_size=world.size,
             effective_batch_size=effective_batch_size,
-            micro_batch_size=None if self.is_auto else micro_batch_size,  # type: ignore[arg-type]  # it is no Auto
+            micro_batch_size=None if self.is_auto or self._budget is not None else micro_batch_size,  # type: ignore[arg-type]  # then it is a number
             accumulation_steps=accumulation_steps,
         )
+        if self._budget is not None:
+            self.sizes = dataclasses.replace(self.sizes, micro_batch_tokens=self._budget.tokens)
         self.searches = self.is_auto and accumulation_steps is None and constraints.searchable
         # On a CPU the system ends the process where memory runs out; nothing is raised that a search could catch.
         self.may_run_out = world.device.type != "cpu"
         self._deal = deal
-        self._order = order
         self._world = world
         self.constraints = constraints
         self._placed: tuple[Sizes, Placement] | None = None
@@ -124,9 +131,11 @@ class RunSizes:
             lockstep=self.constraints.fills_up,
             group=self.constraints.group,
             least_samples=self.constraints.least_samples,
-            order=self._order,
         )
-        return Placement(cut, self._world.size, self._world.rank)
+        budget, tokens = self._budget, self.sizes.micro_batch_tokens
+        if budget is not None and tokens is not None and tokens < budget.tokens:
+            budget = dataclasses.replace(budget, cut_at=tokens)
+        return Placement(cut, self._world.size, self._world.rank, budget)
 
     def refuse_larger(self, num_samples: int) -> None:
         """Refuse a batch that holds more than the effective batch size that was named.
@@ -191,7 +200,10 @@ class RunSizes:
     def changes(self, saved: Mapping[str, int | None]) -> str:
         """Return what is not as it was saved: `"micro_batch_size 16 -> 8"`."""
         own = dataclasses.asdict(self.sizes)
-        return ", ".join(f"{name} {saved[name]} -> {value}" for name, value in own.items() if saved[name] != value)
+        # A checkpoint that was written before a size could be named was written without it.
+        return ", ".join(
+            f"{name} {saved.get(name)} -> {value}" for name, value in own.items() if saved.get(name) != value
+        )
 
     def _found(self, batch: Any, trial: TrialParts, position: Position) -> FoundSize:  # noqa: ANN401
         """Return the size that is to be taken: the whole share, the largest that fits, or the fastest."""

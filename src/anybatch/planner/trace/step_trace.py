@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from anybatch.core.batch import Foresight, Position, Positions
+from anybatch.core.batch import LaterUnits, Position, Positions
 from anybatch.core.loss import declared
 from anybatch.core.records import MicroBatchRecord, PhaseRecord, Record
 from anybatch.core.tree import Batch, slice_samples, tensors_of
@@ -403,9 +403,9 @@ class _TracedBatch:
         """Any numbers."""
         return range(self.num_samples)
 
-    def feed(self, units: Sequence[Positions], foresight: Foresight | None = None) -> Iterator[Batch]:
+    def feed(self, units: Sequence[Positions], later_units: LaterUnits | None = None) -> Iterator[Batch]:
         """Yield this rank's micro-batches: each made on demand, or all of them cut from the whole batch."""
-        del foresight
+        del later_units
         if self.run.loads_as_it_goes:
             for positions in units:
                 yield self.run.loaded(self.run.sample(len(positions)))

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from anybatch.core.batch import Placement
 from anybatch.core.loss import mean_over_tokens
 from anybatch.core.splitting import Cut
-from anybatch.data.batches import batches
 from anybatch.engine.spec import TrainSpec
 from anybatch.errors import UserError
 from anybatch.recipes.job import Job
@@ -58,7 +57,7 @@ def load_subject(name: str, *, sequence_length: int | None = None) -> PlanSubjec
 
 def subject_of_job(job: Job, name: str = "job") -> PlanSubject:
     """Return the subject of a job, with the first sample of its data."""
-    data = batches(job.dataset(), effective_batch_size=1, steps=1, shuffle=job.shuffle, collate=job.collate)
+    data = job.train_batches(effective_batch_size=1, steps=1)
     return PlanSubject(
         name=name,
         train=job.train_spec,

@@ -10,7 +10,8 @@ from typing import Any, TypeVar, cast
 from anybatch.checkpoints import list_checkpoints
 from anybatch.core.geometry import ceil_div
 from anybatch.core.records import DiagnosisRecord, Observer
-from anybatch.data.batches import Batches, batches
+from anybatch.core.token_budget import token_budget
+from anybatch.data.batches import Batches
 from anybatch.engine.engine import Engine
 from anybatch.engine.micro_batch_size.search import Auto, Memory
 from anybatch.errors import AnyBatchError, UserError
@@ -123,6 +124,8 @@ def _sizes(
     settings: Settings, world: World, limit: int | None, known: Memory | None, planned: Largest | None
 ) -> dict[str, Any]:
     """Return the fields of `Hardware` that say how large micro-batches are."""
+    if settings.micro_batch_tokens is not None and limit is None:
+        return {"micro_batch_size": token_budget(settings.micro_batch_tokens)}
     size, steps = settings.micro_batch_size, settings.accumulation_steps
     if limit is None:
         auto = Auto(largest=planned, known=known if size == "auto" else None)
@@ -199,14 +202,12 @@ def _rest(settings: Settings, dataset: Any, job: Job, engine: Engine) -> Batches
         raise UserError(message)
     if left == 0:
         return None
-    return batches(
+    return job.train_batches(
         dataset,
         effective_batch_size=settings.effective_batch_size,
         epochs=settings.epochs,
         steps=left,
-        shuffle=job.shuffle,
         seed=settings.seed,
-        collate=job.collate,
         start=engine.position,
     )
 

@@ -32,6 +32,7 @@ class Choices:
         micro_batch_size: most samples of one forward and backward, or "auto"; "remeasure" is "auto" without the
             measurements of earlier runs.
         accumulation_steps: micro-batches per rank and step, instead of a micro-batch size.
+        micro_batch_tokens: most tokens of one forward and backward, padding included, instead of either.
         precision: "fp32", "bf16" or "fp16".
         strategy: how ranks sum gradients: "auto", or a name in `anybatch.parallel.registry`.
         average_decay: of an exponential moving average of the weights, between 0 and 1.
@@ -46,6 +47,7 @@ class Choices:
     seed: int | None = None
     micro_batch_size: MicroBatchSizeChoice | None = None
     accumulation_steps: int | None = None
+    micro_batch_tokens: int | None = None
     precision: PrecisionName | None = None
     strategy: str | None = None
     average_decay: float | None = None
@@ -55,7 +57,8 @@ class Choices:
 class Settings:
     """The settings of a run; the fields are those of `Choices`, decided.
 
-    `epochs` or `steps` is None, and so is `accumulation_steps` unless it takes the place of a micro-batch size.
+    `epochs` or `steps` is None, and so are `accumulation_steps` and `micro_batch_tokens`, unless one of them takes the
+    place of a micro-batch size.
     """
 
     effective_batch_size: int
@@ -71,6 +74,7 @@ class Settings:
     # With defaults: folders of runs that were begun before these settings existed are read, too.
     strategy: str = "auto"
     average_decay: float | None = None
+    micro_batch_tokens: int | None = None
 
 
 def resolve_settings(job: Job, choices: Choices, former: Settings | None, *, world_size: int) -> Settings:
@@ -93,12 +97,14 @@ def resolve_settings(job: Job, choices: Choices, former: Settings | None, *, wor
             "of the samples, in which some of this epoch would come twice. Leave it out, or begin a new run."
         )
         raise UserError(message)
+    if choices.micro_batch_tokens is not None:
+        _refuse_two_cuts(job, choices)
     base = _defaults(job) if former is None else former
     # The one that is given replaces the other one, which the base may have.
     if "epochs" in given or "steps" in given:
         base = dataclasses.replace(base, epochs=None, steps=None)
-    if "micro_batch_size" in given or "accumulation_steps" in given:
-        base = dataclasses.replace(base, micro_batch_size="auto", accumulation_steps=None)
+    if given.keys() & {"micro_batch_size", "accumulation_steps", "micro_batch_tokens"}:
+        base = dataclasses.replace(base, micro_batch_size="auto", accumulation_steps=None, micro_batch_tokens=None)
     settings = dataclasses.replace(base, **given)
     micro_batch_size = None if isinstance(settings.micro_batch_size, str) else settings.micro_batch_size
     # A resumed run keeps its effective batch: to change it, it has to be named.
@@ -115,6 +121,21 @@ def resolve_settings(job: Job, choices: Choices, former: Settings | None, *, wor
         effective_batch_size=sizes.effective_batch_size,
         accumulation_steps=settings.accumulation_steps if micro_batch_size is None else None,
     )
+
+
+def _refuse_two_cuts(job: Job, choices: Choices) -> None:
+    tokens = choices.micro_batch_tokens
+    for name in ("micro_batch_size", "accumulation_steps"):
+        value = getattr(choices, name)
+        if value is not None:
+            message = f"micro_batch_tokens={tokens} and {name}={value} both say how batches are cut. Give one of them."
+            raise UserError(message)
+    if job.lengths is None:
+        message = (
+            f"micro_batch_tokens={tokens} cuts batches by length, and the job does not say how long its samples are. "
+            "Give it lengths and a collate function: ab.Job(lengths='input_ids', collate=anybatch.data.Padded(), ...)."
+        )
+        raise UserError(message)
 
 
 def with_settings(settings: Settings, job: Job) -> Job:

@@ -150,15 +150,8 @@ def start(
         # An optimizer without a known rule can be trained at the batch size its rate was found with.
         rule=defaults.learning_rate_rule or ("none" if seen == base else None),
     )
-    data = batches(
-        dataset,
-        effective_batch_size=size,
-        epochs=epochs,
-        steps=steps,
-        shuffle=job.shuffle,
-        seed=seed,
-        collate=job.collate,
-        num_workers=num_workers,
+    data = job.train_batches(
+        dataset, effective_batch_size=size, epochs=epochs, steps=steps, seed=seed, num_workers=num_workers
     )
     spec = dataclasses.replace(
         job.train_spec(seed=seed, effective_batch_size=size, precision=precision),
@@ -219,4 +212,5 @@ def _held_out(job: Job, effective_batch_size: int) -> Batches | None:
     if job.evaluate is None:
         return None
     size = job.evaluate.effective_batch_size or effective_batch_size
+    # Cut by number: of held-out data nobody has said how long they are, and nothing is kept for a backward.
     return batches(job.evaluate.dataset(), effective_batch_size=size, shuffle=False, collate=job.collate)

@@ -1,0 +1,351 @@
+"""Chapter 28: how an effective batch is cut by length, so that its step takes the least time under a cap on tokens.
+
+The gradient does not depend on the cut, so it is free to be the fastest one. A padded micro-batch of n samples, the
+longest of L tokens, holds `n L` tokens and is taken to cost
+
+    fixed + n h(L)        with h(L) = L, or whatever the user says, not falling with L
+
+in the time of one token. Under a cap on `n L` some cheapest cut takes the samples sorted by length: give the longer
+ones of two micro-batches to the one that holds the longest, keep both sizes, and no maximum rises. In that order it is
+a shortest path, found here exactly. A micro-batch that ends between two samples of one length is full: otherwise the
+next of these could move over, for no more than it cost before. So between them there is one candidate, and the search
+is short: `n + sum over distinct lengths of cap / L` steps, 20 ms for 16,384 samples.
+
+Packed micro-batches have no padding: samples lie one behind the other, and only the number of micro-batches costs.
+
+Over ranks the slowest counts. Finer cuts, which cost more in all, can be dealt more evenly, so a few are compared:
+each is dealt to ranks, heaviest micro-batch first, always to the rank with the least so far (Graham 1969).
+"""
+
+import heapq
+import itertools
+import math
+from bisect import bisect_left, insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from anybatch.core.geometry import ceil_div
+from anybatch.core.splitting import BatchPlan, Cut, Unit, plan_of
+from anybatch.core.whole_numbers import checked_int
+from anybatch.errors import BatchSizeError, UserError
+
+FIXED_TOKENS = 256.0
+"""What a micro-batch costs beside its tokens, in tokens, where nothing was measured: launching it, and its tail."""
+_MORE_PER_RANK = 4
+"""How many more micro-batches than necessary a rank may run, so that ranks finish together."""
+_HALVINGS = 20
+Cuts = list[list[int]]
+"""Positions in the effective batch, by micro-batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleLengths:
+    """Lengths of the samples of an effective batch, and how its collate function lays them out.
+
+    Attributes:
+        tokens: of each sample, in the batch's order; 0 or more.
+        packed: samples lie one behind the other, without padding.
+        multiple_of: padded lengths are rounded up to a multiple of this.
+    """
+
+    tokens: Sequence[int]
+    packed: bool = False
+    multiple_of: int = 1
+
+    @property
+    def laid_out(self) -> list[int]:
+        """Tokens that each sample takes up in a micro-batch of its own."""
+        if self.packed or self.multiple_of == 1:
+            return list(self.tokens)
+        return [ceil_div(length, self.multiple_of) * self.multiple_of for length in self.tokens]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenBudget:
+    """Most tokens of one micro-batch, and what tokens cost; made by `token_budget`.
+
+    Attributes:
+        tokens: most tokens of a micro-batch, padding included.
+        fixed_tokens: what a micro-batch costs beside its tokens, in tokens.
+        sample_cost: from a sample's padded length to its cost in tokens; None: the length itself.
+        longer: what becomes of a sample that is longer than the budget.
+        cut_at: tokens that batches are cut at now, fewer than `tokens` once memory has run out; None: `tokens`.
+    """
+
+    tokens: int
+    fixed_tokens: float = FIXED_TOKENS
+    sample_cost: Callable[[int], float] | None = field(default=None, hash=False)
+    longer: Literal["error", "alone"] = "error"
+    cut_at: int | None = None
+
+    def cost(self, length: int) -> float:
+        """Return what a sample of a padded length costs, in tokens."""
+        return float(length) if self.sample_cost is None else float(self.sample_cost(length))
+
+
+def token_budget(
+    tokens: int,
+    *,
+    fixed_tokens: float = FIXED_TOKENS,
+    sample_cost: Callable[[int], float] | None = None,
+    longer: Literal["error", "alone"] = "error",
+) -> TokenBudget:
+    """Return a budget for `Engine(micro_batch_size=...)`: micro-batches of any number of samples, of so many tokens.
+
+    An effective batch is then cut by length where it is fastest, and dealt to ranks by cost; which samples make a step,
+    and its gradient, stay what they are. Lengths come with the data: `ab.batches(dataset, lengths=..., collate=...)`.
+    A "token" is whatever lengths count: pixels, frames, seconds of audio.
+
+    Args:
+        tokens: most tokens of a micro-batch, padding included: what memory has room for.
+        fixed_tokens: what a micro-batch costs beside its tokens, in tokens. Larger ones make fewer micro-batches with
+            more padding. `anybatch tune` measures it.
+        sample_cost: from a sample's padded length to its cost in tokens, never falling; None: the length. With
+            attention over samples of thousands of tokens, say, `lambda length: length * (1 + length / 6_000)`.
+        longer: "error" refuses a batch with a sample longer than the budget; "alone" gives such a sample a micro-batch
+            of its own, whatever it takes.
+
+    Raises:
+        BatchSizeError: `tokens` is not a whole number of at least 1.
+        UserError: another value that cannot be used.
+    """
+    checked_int("tokens", tokens, error=BatchSizeError)
+    if not (math.isfinite(fixed_tokens) and fixed_tokens >= 0):
+        message = f"{fixed_tokens=} must be a number of tokens, 0 or more."
+        raise UserError(message)
+    if longer not in ("error", "alone"):
+        message = f"{longer=} must be 'error' or 'alone'. To shorten samples, give the collate function a `longest`."
+        raise UserError(message)
+    return TokenBudget(tokens=tokens, fixed_tokens=float(fixed_tokens), sample_cost=sample_cost, longer=longer)
+
+
+def plan_by_length(lengths: SampleLengths, world_size: int, cut: Cut, budget: TokenBudget) -> BatchPlan:
+    """Cut an effective batch by length and deal it to ranks by cost, the heaviest micro-batch of each first.
+
+    Args:
+        lengths: of its samples.
+        world_size: number of ranks.
+        cut: how units are dealt: "balanced" cuts for so many ranks, "fixed" as for one; in lockstep or not.
+        budget: the cap, and what tokens cost.
+
+    Returns:
+        The plan, with the order in which samples are cut.
+
+    Raises:
+        BatchSizeError: a sample is longer than the budget.
+        UserError: costs fall as lengths rise, or are no numbers.
+    """
+    laid_out = lengths.laid_out
+    _refuse_longer(lengths, laid_out, budget)
+    costs = _costs(laid_out, budget)
+    cap = budget.tokens if budget.cut_at is None else budget.cut_at
+    cuts_for = _packed_cuts if lengths.packed else _padded_cuts
+    num_targets = world_size if cut.deal == "balanced" else 1
+    dealt: list[tuple[float, int, list[Cuts]]] = []
+    for number, units in enumerate(cuts_for(laid_out, costs, cap, budget.fixed_tokens, num_targets)):
+        weights = [budget.fixed_tokens + _weight(unit, costs, packed=lengths.packed) for unit in units]
+        shares, cost = _deal(units, weights, world_size, lockstep=cut.lockstep)
+        dealt.append((cost, number, shares))
+    _, _, shares = min(dealt, key=lambda found: found[:2])  # of equally fast ones the coarsest, which comes first
+    order = [position for share in shares for unit in share for position in unit]
+    ends = list(itertools.accumulate((len(unit) for share in shares for unit in share), initial=0))
+    numbered = iter(Unit(number, *bounds) for number, bounds in enumerate(itertools.pairwise(ends)))
+    plan = plan_of(len(laid_out), tuple(tuple(next(numbered) for _ in share) for share in shares), cut)
+    return plan.in_order(order)
+
+
+def _refuse_longer(lengths: SampleLengths, laid_out: Sequence[int], budget: TokenBudget) -> None:
+    if budget.longer == "alone":
+        return
+    longest = max(range(len(laid_out)), key=laid_out.__getitem__, default=None)
+    if longest is not None and laid_out[longest] > budget.tokens:
+        padded = f" ({laid_out[longest]:,} padded)" if laid_out[longest] != lengths.tokens[longest] else ""
+        message = (
+            f"sample {longest} of the effective batch has {lengths.tokens[longest]:,} tokens{padded}, and a "
+            f"micro-batch may hold {budget.tokens:,}. Raise the budget; run such samples in micro-batches of their "
+            "own, token_budget(..., longer='alone'), if memory has room for them; or shorten them, "
+            "anybatch.data.Padded(longest=...)."
+        )
+        raise BatchSizeError(message)
+
+
+def _costs(laid_out: Sequence[int], budget: TokenBudget) -> list[float]:
+    """Return the cost of each sample at its own length, in tokens."""
+    by_length = {length: budget.cost(length) for length in set(laid_out)}
+    for shorter, longer in itertools.pairwise(sorted(by_length)):
+        if not 0 <= by_length[shorter] <= by_length[longer] < math.inf:
+            message = (
+                f"sample_cost must not fall as samples get longer: it is {by_length[shorter]} for {shorter} tokens and "
+                f"{by_length[longer]} for {longer}."
+            )
+            raise UserError(message)
+    return [by_length[length] for length in laid_out]
+
+
+def _padded_cuts(laid_out: Sequence[int], costs: Sequence[float], cap: int, fixed: float, num_ranks: int) -> list[Cuts]:
+    """Return the cheapest cut, and for several ranks the cheapest ones of micro-batches that are worth less each."""
+    order = sorted(range(len(laid_out)), key=laid_out.__getitem__)
+    lengths, by_length = [laid_out[place] for place in order], [costs[place] for place in order]
+    found = [cheapest_cut(lengths, by_length, cap, fixed)[0]]
+    if num_ranks > 1 and lengths:
+        least = ceil_div(len(fewest_units(lengths, by_length, cap)), num_ranks)
+        for per_rank in range(least, least + _MORE_PER_RANK):
+            limit, ends = _evenest(lengths, by_length, cap, per_rank * num_ranks)
+            found += [ends, cheapest_cut(lengths, by_length, cap, fixed, limit)[0]]
+    return [[order[start:stop] for start, stop in itertools.pairwise([0, *ends])] for ends in found]
+
+
+def fewest_units(lengths: Sequence[int], costs: Sequence[float], cap: int, limit: float = math.inf) -> list[int]:
+    """Return where a cut into the fewest micro-batches ends these: from the longest samples on, as many as are allowed.
+
+    Args:
+        lengths: padded lengths, rising.
+        costs: of a sample at each of these lengths, rising too.
+        cap: most tokens of a micro-batch; one sample alone may have more.
+        limit: most that a micro-batch may cost; one sample alone may cost more.
+    """
+    ends, end = [], len(lengths)
+    while end:
+        ends.append(end)
+        end -= min(end, _most(lengths[end - 1], costs[end - 1], cap, limit, end))
+    return ends[::-1]
+
+
+def _evenest(lengths: Sequence[int], costs: Sequence[float], cap: int, num_units: int) -> tuple[float, list[int]]:
+    """Return about the lowest limit under which so many micro-batches are enough, and where these end."""
+    low, high = costs[-1], costs[-1] * len(costs)
+    ends = fewest_units(lengths, costs, cap, high)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        tried = fewest_units(lengths, costs, cap, middle)
+        if len(tried) <= num_units:
+            high, ends = middle, tried
+        else:
+            low = middle
+    return high, ends
+
+
+def _most(length: int, cost: float, cap: int, limit: float, num_samples: int) -> int:
+    """Return how many samples a micro-batch may hold whose longest one has this length and cost."""
+    most = cap // length if length else num_samples
+    if limit < math.inf and cost:
+        most = min(most, int(limit / cost))
+    return min(max(most, 1), num_samples)
+
+
+def cheapest_cut(
+    lengths: Sequence[int], costs: Sequence[float], cap: int, fixed: float, limit: float = math.inf
+) -> tuple[list[int], float]:
+    """Return where the cheapest cut of samples that are sorted by length ends its micro-batches, and its cost.
+
+    The plain search: `best[j] = min(best[i] + fixed + (j - i) costs[j - 1])` over all i for which samples i to j - 1
+    are within cap and limit.
+
+    Args:
+        lengths: padded lengths, rising.
+        costs: of a sample at each of these lengths, rising too.
+        cap: most tokens of a micro-batch; one sample alone may have more.
+        fixed: what a micro-batch costs beside its samples.
+        limit: most that a micro-batch may cost beside `fixed`; one sample alone may cost more.
+    """
+    num_samples = len(lengths)
+    best, begins = [0.0] + [math.inf] * num_samples, [0] * (num_samples + 1)
+    start = 0
+    while start < num_samples:
+        length, cost = lengths[start], costs[start]
+        stop = start + 1
+        while stop < num_samples and lengths[stop] == length:
+            stop += 1
+        most = _most(length, cost, cap, limit, num_samples)
+        full = fixed + most * cost
+        # Between samples of one length only full micro-batches end.
+        for end in range(max(start + 1, most), stop):
+            best[end], begins[end] = best[end - most] + full, end - most
+        least, begin = min((best[i] - i * cost, i) for i in range(max(0, stop - most), stop))
+        best[stop], begins[stop] = least + fixed + stop * cost, begin
+        start = stop
+    ends, end = [], num_samples
+    while end:
+        ends.append(end)
+        end = begins[end]
+    return ends[::-1], best[num_samples]
+
+
+def _packed_cuts(
+    laid_out: Sequence[int],
+    costs: Sequence[float],
+    cap: int,
+    fixed: float,  # noqa: ARG001 (both layouts are called alike)
+    num_ranks: int,
+) -> list[Cuts]:
+    """Return the fewest bins that the longest-first rule finds, and for several ranks a few finer divisions."""
+    fewest = _best_fit(laid_out, cap)
+    found = [fewest]
+    heaviest_first = sorted(range(len(laid_out)), key=lambda place: (-costs[place], place))
+    wanted = {len(fewest)}
+    if num_ranks > 1:
+        wanted |= {ceil_div(len(fewest), num_ranks) * num_ranks, (ceil_div(len(fewest), num_ranks) + 1) * num_ranks}
+    for num_bins in sorted(wanted):
+        even = _even_bins(heaviest_first, laid_out, costs, cap, min(num_bins, len(laid_out)))
+        if even is not None:
+            found.append(even)
+    return found
+
+
+def _best_fit(laid_out: Sequence[int], cap: int) -> Cuts:
+    """Pack samples, the longest first, each into the fullest bin that has room for it."""
+    bins: Cuts = []
+    rooms: list[tuple[int, int]] = []  # sorted: what is left in a bin, and which
+    for place in sorted(range(len(laid_out)), key=lambda place: (-laid_out[place], place)):
+        length = laid_out[place]
+        found = bisect_left(rooms, (length, -1))
+        if found == len(rooms):
+            bins.append([place])
+            insort(rooms, (cap - length, len(bins) - 1))
+        else:
+            room, number = rooms.pop(found)
+            bins[number].append(place)
+            insort(rooms, (room - length, number))
+    return bins
+
+
+def _even_bins(
+    heaviest_first: Sequence[int], laid_out: Sequence[int], costs: Sequence[float], cap: int, num_bins: int
+) -> Cuts | None:
+    """Give each sample to the lightest bin that has room for it; None where one finds no room."""
+    bins: Cuts = [[] for _ in range(num_bins)]
+    heap = [(0.0, number, cap) for number in range(num_bins)]
+    for place in heaviest_first:
+        passed = []
+        while heap and heap[0][2] < laid_out[place] and bins[heap[0][1]]:
+            passed.append(heapq.heappop(heap))
+        if not heap:
+            return None
+        load, number, room = heapq.heappop(heap)
+        bins[number].append(place)
+        heapq.heappush(heap, (load + costs[place], number, room - laid_out[place]))
+        for kept in passed:
+            heapq.heappush(heap, kept)
+    return [one for one in bins if one]
+
+
+def _deal(units: Cuts, weights: Sequence[float], world_size: int, *, lockstep: bool) -> tuple[list[Cuts], float]:
+    """Deal micro-batches to ranks, the heaviest first; return the shares, and what the slowest rank's cost."""
+    shares: list[Cuts] = [[] for _ in range(world_size)]
+    loads: list[list[float]] = [[] for _ in range(world_size)]
+    heap = [(0.0, rank) for rank in range(world_size)]
+    for number in sorted(range(len(units)), key=lambda number: (-weights[number], number)):
+        load, rank = heap[0]
+        shares[rank].append(sorted(units[number]))
+        loads[rank].append(weights[number])
+        heapq.heapreplace(heap, (load + weights[number], rank))
+    if lockstep:
+        # Ranks wait for each other in each: the k-th ones take as long as the longest of them.
+        return shares, sum(max(column) for column in itertools.zip_longest(*loads, fillvalue=0.0))
+    return shares, max(sum(load) for load in loads)
+
+
+def _weight(unit: Sequence[int], costs: Sequence[float], *, packed: bool) -> float:
+    of_samples = [costs[place] for place in unit]
+    return sum(of_samples) if packed else len(unit) * max(of_samples)

@@ -1,0 +1,183 @@
+"""Collate functions for samples of different lengths: padded to the longest of a micro-batch, or packed.
+
+Both are called for each micro-batch by itself, so that what is padded, or not, is decided after the cut.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor
+
+from anybatch.core.whole_numbers import checked_int
+from anybatch.errors import DataError
+
+IGNORED: Final = -100
+"""What a target is that does not count, as torch's `cross_entropy` and `mean_over_tokens` have it."""
+_PADDING: Final[Mapping[str, int]] = {"labels": IGNORED, "label_ids": IGNORED}
+_MASK: Final = "attention_mask"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Padded:
+    """A collate function that pads to the longest sample of a micro-batch, along the first axis of each field.
+
+    Samples are mappings (tokenised rows of Hugging Face, say), tuples, or single tensors; fields are lists of numbers,
+    arrays or tensors. Fields that are as long as the sample are padded, and single numbers become a vector. The plain
+    loop, for one field: `torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=padding)`.
+
+    Attributes:
+        padding: what a field is padded with, by its name; `labels` by -100, others by 0, unless said. Give the
+            tokeniser's: `{"input_ids": tokenizer.pad_token_id}`.
+        side: where padding goes.
+        multiple_of: lengths are rounded up to a multiple of this, for kernels that want it or for fewer shapes.
+        longest: samples are cut off behind so many tokens; None: they are left as long as they are.
+        mask: name of a field to add to mappings that lack it, 1 for tokens and 0 for padding; None for none.
+        shift: whether a model or loss predicts `labels` from the token before, so that a sample's first one must not
+            count where padding stands before it.
+    """
+
+    padding: Mapping[str, float] = field(default_factory=dict, hash=False)
+    side: Literal["right", "left"] = "right"
+    multiple_of: int = 1
+    longest: int | None = None
+    mask: str | None = _MASK
+    shift: bool = True
+
+    def __post_init__(self) -> None:
+        """Check each value.
+
+        Raises:
+            DataError: one cannot be used.
+        """
+        if self.side not in ("right", "left"):
+            message = f"side={self.side!r} must be 'right' or 'left'."
+            raise DataError(message)
+        checked_int("multiple_of", self.multiple_of, error=DataError)
+        if self.longest is not None:
+            checked_int("longest", self.longest, error=DataError)
+
+    def __call__(self, samples: list[Any]) -> Any:  # noqa: ANN401 (structured as the samples are)
+        """Collate.
+
+        Raises:
+            DataError: samples differ in their fields, or the fields of one in their lengths.
+        """
+        rows, names = _rows(samples, self.longest)
+        lengths = [_length(row, names, number) for number, row in enumerate(rows)]
+        longest = -(-max(lengths) // self.multiple_of) * self.multiple_of
+        fields = {}
+        for name in names:
+            column = [row[name] for row in rows]
+            if self.shift and self.side == "left" and name in _PADDING:
+                column = _without_first(column)
+            fill = self.padding.get(str(name), _PADDING.get(str(name), 0))
+            fields[name] = torch.stack(column) if not column[0].ndim else self._padded(column, longest, fill)
+        if isinstance(samples[0], Mapping):
+            if self.mask is not None and self.mask not in fields:
+                ones = [torch.ones(length, dtype=torch.int64) for length in lengths]
+                fields[self.mask] = self._padded(ones, longest, 0)
+            return fields
+        return _like(samples[0], fields)
+
+    def _padded(self, column: Sequence[Tensor], longest: int, fill: float) -> Tensor:
+        first = column[0]
+        whole = first.new_full((len(column), longest, *first.shape[1:]), fill)
+        for number, row in enumerate(column):
+            start = longest - len(row) if self.side == "left" else 0
+            whole[number, start : start + len(row)] = row
+        return whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """A collate function that lays the samples of a micro-batch one behind the other, without padding, in one row.
+
+    For models that keep samples apart by themselves: those of transformers do where `position_ids` begin anew and there
+    is no attention mask, and those of one's own by `cu_seqlens`.
+
+    Attributes:
+        longest: samples are cut off behind so many tokens; None: they are left as long as they are.
+        shift: whether a model or loss predicts `labels` from the token before, so that a sample's first one, which
+            would be predicted from another sample's last token, must not count.
+        boundaries: whether to add `cu_seqlens`, the place where each sample begins and where the last one ends, and
+            `max_seqlen`, as kernels for packed attention want them.
+    """
+
+    longest: int | None = None
+    shift: bool = True
+    boundaries: bool = False
+
+    def __call__(self, samples: list[Any]) -> dict[str, Any]:
+        """Collate mappings.
+
+        Raises:
+            DataError: samples are no mappings, differ in their fields, or the fields of one in their lengths.
+        """
+        if not isinstance(samples[0], Mapping):
+            message = f"Packed takes samples with named fields, and this one is a {type(samples[0]).__name__}."
+            raise DataError(message)
+        rows, names = _rows(samples, self.longest)
+        lengths = torch.tensor([_length(row, names, number) for number, row in enumerate(rows)])
+        packed: dict[str, Any] = {}
+        for name in names:
+            if name == _MASK:  # nothing is padding
+                continue
+            column = [row[name] for row in rows]
+            if not column[0].ndim:
+                message = (
+                    f"field {name!r} is one number for each sample, and packed samples share one row. Leave it out."
+                )
+                raise DataError(message)
+            if self.shift and name in _PADDING:
+                column = _without_first(column)
+            packed[name] = torch.cat(column)[None]
+        packed["position_ids"] = torch.cat([torch.arange(length) for length in lengths.tolist()])[None]
+        if self.boundaries:
+            packed["cu_seqlens"] = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+            packed["max_seqlen"] = int(lengths.max())
+        return packed
+
+
+def _rows(samples: Sequence[Any], longest: int | None) -> tuple[list[dict[Any, Tensor]], list[Any]]:
+    """Return the fields of each sample as tensors, and their names, or places, in order."""
+    rows = []
+    for sample in samples:
+        if isinstance(sample, Mapping):
+            named: Mapping[Any, Any] = sample
+        else:
+            named = dict(enumerate(sample)) if isinstance(sample, tuple) else {None: sample}
+        rows.append({name: _shortened(torch.as_tensor(value), longest) for name, value in named.items()})
+    names = list(rows[0])
+    for number, row in enumerate(rows):
+        if list(row) != names:
+            message = f"sample 0 of a micro-batch has the fields {names}, and sample {number} {list(row)}."
+            raise DataError(message)
+    return rows, names
+
+
+def _without_first(column: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.cat([row.new_tensor([IGNORED]), row[1:]]) if len(row) else row for row in column]
+
+
+def _shortened(value: Tensor, longest: int | None) -> Tensor:
+    return value[:longest] if value.ndim and longest is not None else value
+
+
+def _length(row: Mapping[Any, Tensor], names: Sequence[Any], number: int) -> int:
+    lengths = {name: len(row[name]) for name in names if row[name].ndim}
+    if len(set(lengths.values())) != 1:
+        message = (
+            f"sample {number} of a micro-batch has fields of different lengths, {lengths}, and samples are padded or "
+            "packed by one length. Write a collate function of your own for it."
+        )
+        raise DataError(message)
+    return next(iter(lengths.values()))
+
+
+def _like(sample: Any, fields: Mapping[Any, Any]) -> Any:  # noqa: ANN401 (a tuple, or a single tensor)
+    if not isinstance(sample, tuple):
+        return fields[None]
+    values = list(fields.values())
+    return type(sample)(*values) if hasattr(sample, "_fields") else tuple(values)

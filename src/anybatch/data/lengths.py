@@ -1,0 +1,112 @@
+"""How long each sample is, before it is loaded: told by the user, read from a column, or found once and remembered."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from anybatch.core.token_budget import SampleLengths
+from anybatch.core.whole_numbers import checked_int
+from anybatch.data.collate import Packed, Padded
+from anybatch.data.fetch import Collate
+from anybatch.data.random_state import preserved_random_state
+from anybatch.errors import DataError
+
+Lengths = Sequence[int] | str | Callable[[Any], int]
+"""Lengths of all samples by id; the name of a column or field that has them, or whose entries are that long; or a
+function of a sample."""
+
+
+class KnownLengths:
+    """The lengths of a data set's samples, and how its collate function lays them out.
+
+    Args:
+        lengths: as `ab.batches` takes them.
+        collate: what makes micro-batches.
+        dataset: has `__getitem__`, and `__len__`; None for a stream, whose samples are read before they are cut.
+
+    Raises:
+        DataError: there are not as many lengths as samples, or one is no whole number.
+    """
+
+    def __init__(self, lengths: Lengths, collate: Collate, dataset: Any | None) -> None:  # noqa: ANN401 (as torch leaves it open)
+        self._packed = isinstance(collate, Packed)
+        self._multiple_of = collate.multiple_of if isinstance(collate, Padded) else 1
+        self._longest = collate.longest if isinstance(collate, (Padded, Packed)) else None
+        self._dataset = dataset
+        self._known: dict[int, int] = {}
+        self._of_sample = _function_of(lengths)
+        told = _of_all(lengths, dataset)
+        if told is not None and dataset is not None:
+            if len(told) != len(dataset):
+                message = (
+                    f"lengths has {len(told):,} entries, and the data set {len(dataset):,} samples. Give one each."
+                )
+                raise DataError(message)
+            self._known = dict(enumerate(map(_checked, told)))
+
+    def of(self, sample_ids: Sequence[int], samples: Sequence[Any] | None = None) -> SampleLengths:
+        """Return the lengths of some samples.
+
+        Args:
+            sample_ids: their ids.
+            samples: the samples themselves, of a stream; None: those that are not known yet are loaded, and remembered.
+        """
+        if samples is not None:
+            tokens = [_checked(self._of_sample(sample)) for sample in samples]
+        else:
+            known = self._known
+            missing = [one for one in sample_ids if one not in known]
+            if missing:
+                self._load(missing)
+            tokens = [known[one] for one in sample_ids]
+        if self._longest is not None:
+            tokens = [min(length, self._longest) for length in tokens]
+        return SampleLengths(tokens=tokens, packed=self._packed, multiple_of=self._multiple_of)
+
+    def _load(self, sample_ids: Iterable[int]) -> None:
+        assert self._dataset is not None
+        with preserved_random_state():
+            for one in sample_ids:
+                self._known[one] = _checked(self._of_sample(self._dataset[one]))
+
+
+def _function_of(lengths: Lengths) -> Callable[[Any], int]:
+    if isinstance(lengths, str):
+        return lambda sample: _length_of(sample[lengths])
+    if callable(lengths):
+        return lengths
+
+    def refuse(sample: object) -> int:
+        del sample
+        message = (
+            "lengths is a list, and samples of a stream have no place in it. Give a function of a sample, such as "
+            "lengths=lambda sample: len(sample['input_ids']), or the name of the field."
+        )
+        raise DataError(message)
+
+    return refuse
+
+
+def _of_all(lengths: Lengths, dataset: Any | None) -> Sequence[int] | None:  # noqa: ANN401
+    """Return the lengths of all samples, if they can be had without loading these."""
+    if isinstance(lengths, str):
+        # A table knows its columns; reading one of numbers is cheap, and one of lists is read once.
+        if lengths in getattr(dataset, "column_names", ()) and dataset is not None:
+            return [_length_of(value) for value in dataset[lengths]]
+        return None
+    if callable(lengths):
+        return None
+    return lengths.tolist() if hasattr(lengths, "tolist") else lengths
+
+
+def _length_of(value: Any) -> int:  # noqa: ANN401 (a number, or what has that many entries)
+    shape = getattr(value, "shape", None)
+    if shape is not None:
+        return int(shape[0]) if len(shape) else int(value)
+    return len(value) if isinstance(value, (Sequence, Mapping)) else value
+
+
+def _checked(length: Any) -> int:  # noqa: ANN401 (whatever the user's function returns)
+    if type(length) is int and length >= 0:  # nearly always
+        return length
+    plain = length.item() if hasattr(length, "item") else length
+    return checked_int("a sample's length", plain, least=0, error=DataError, cure="Count whole tokens, pixels, frames.")

@@ -1,0 +1,246 @@
+"""A cut by length is a partition within its cap, as cheap as the cheapest of all, and dealt evenly to ranks."""
+
+import itertools
+import math
+import random
+from collections.abc import Iterator, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anybatch.core.batch import Placement
+from anybatch.core.splitting import BatchPlan, Cut
+from anybatch.core.token_budget import SampleLengths, TokenBudget, cheapest_cut, plan_by_length, token_budget
+from anybatch.errors import BatchSizeError, DataError, UserError
+from tests.faults import sees
+
+LENGTHS = st.lists(st.integers(0, 40), max_size=40)
+
+
+def costs_of(plan: BatchPlan, lengths: SampleLengths, fixed: float) -> list[list[float]]:
+    """Return what each micro-batch costs, by rank, from the definition."""
+    laid_out = lengths.laid_out
+    found = []
+    for share in plan.shares:
+        units = [[laid_out[place] for place in plan.positions(unit)] for unit in share]
+        found.append([fixed + (sum(unit) if lengths.packed else len(unit) * max(unit)) for unit in units])
+    return found
+
+
+def partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
+    """Yield every division of items into groups, in any order."""
+    if not items:
+        yield []
+        return
+    first, rest = items[0], items[1:]
+    for parts in partitions(rest):
+        yield [[first], *parts]
+        for number, part in enumerate(parts):
+            yield [*parts[:number], [first, *part], *parts[number + 1 :]]
+
+
+def least_cost(lengths: Sequence[int], cap: int, fixed: float, *, packed: bool = False) -> float:
+    """Return the cost of the cheapest of all partitions within the cap."""
+
+    def cost(part: list[int]) -> float:
+        tokens = sum(part) if packed else len(part) * max(part)
+        return fixed + tokens if tokens <= cap or len(part) == 1 else math.inf
+
+    return min(sum(map(cost, parts)) for parts in partitions(lengths))
+
+
+@sees(
+    "micro-batches of samples of one length may hold one sample more than the cap",
+    "src/anybatch/core/token_budget.py",
+    "most = cap // length if length else num_samples",
+    "most = cap // length + 1 if length else num_samples",
+)
+@sees(
+    "packed bins are filled beyond the cap",
+    "src/anybatch/core/token_budget.py",
+    "found = bisect_left(rooms, (length, -1))",
+    "found = bisect_left(rooms, (length - 1, -1))",
+)
+@given(
+    lengths=LENGTHS,
+    world_size=st.integers(1, 4),
+    cap=st.integers(40, 200),
+    fixed=st.sampled_from([0.0, 1.0, 30.0, 1000.0]),
+    packed=st.booleans(),
+    multiple_of=st.sampled_from([1, 8]),
+    lockstep=st.booleans(),
+    deal=st.sampled_from(["balanced", "fixed"]),
+)
+def test_a_cut_is_a_partition_within_the_cap(  # noqa: PLR0917 (drawn)
+    lengths: list[int],
+    world_size: int,
+    cap: int,
+    fixed: float,
+    packed: bool,
+    multiple_of: int,
+    lockstep: bool,
+    deal: str,
+) -> None:
+    """Each sample is in exactly one micro-batch that counts, none holds more tokens than the cap, none is empty."""
+    sample_lengths = SampleLengths(tokens=lengths, packed=packed, multiple_of=multiple_of)
+    cut = Cut(lockstep=lockstep, deal=deal)  # type: ignore[arg-type]  # one of the two
+    plan = plan_by_length(sample_lengths, world_size, cut, token_budget(cap, fixed_tokens=fixed))
+
+    laid_out = sample_lengths.laid_out
+    found = [list(plan.positions(unit)) for unit in plan.units]
+    assert sorted(itertools.chain.from_iterable(found)) == list(range(len(lengths)))
+    assert all(found)
+    for unit in found:
+        tokens = [laid_out[place] for place in unit]
+        assert (sum(tokens) if packed else len(tokens) * max(tokens)) <= cap
+    if lockstep and lengths:
+        assert len({len(share) for share in plan.shares}) == 1
+    assert plan.world_size == world_size
+
+
+@sees(
+    "a cut by length takes the dearest micro-batch that fits",
+    "src/anybatch/core/token_budget.py",
+    "least, begin = min((best[i]",
+    "least, begin = max((best[i]",
+)
+@given(
+    lengths=st.lists(st.integers(1, 9), max_size=7),
+    cap=st.integers(9, 30),
+    fixed=st.sampled_from([0.0, 0.5, 3.0, 20.0]),
+)
+def test_a_padded_cut_is_the_cheapest_of_all(lengths: list[int], cap: int, fixed: float) -> None:
+    """No partition within the cap, sorted or not, costs less."""
+    plan = plan_by_length(SampleLengths(tokens=lengths), 1, Cut(), token_budget(cap, fixed_tokens=fixed))
+    (costs,) = costs_of(plan, SampleLengths(tokens=lengths), fixed)
+
+    assert sum(costs) == pytest.approx(least_cost(lengths, cap, fixed))
+
+
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=60),
+    cap=st.integers(60, 300),
+    fixed=st.sampled_from([0.0, 7.0, 100.0]),
+    limit=st.sampled_from([30.0, 90.0, math.inf]),
+)
+def test_leaving_candidates_out_loses_nothing(lengths: list[int], cap: int, fixed: float, limit: float) -> None:
+    """The search that looks at full micro-batches only within one length costs what the plain search costs."""
+    rising = sorted(lengths)
+    costs = [length * (1 + length / 50) for length in rising]
+    best = [0.0] + [math.inf] * len(rising)
+    for end in range(1, len(rising) + 1):
+        for start in range(end):
+            number, cost = end - start, costs[end - 1]
+            if number == 1 or (number * rising[end - 1] <= cap and number * cost <= limit):
+                best[end] = min(best[end], best[start] + fixed + number * cost)
+
+    ends, found = cheapest_cut(rising, costs, cap, fixed, limit)
+
+    assert found == pytest.approx(best[-1])
+    assert ends[-1] == len(rising)
+
+
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=7), cap=st.integers(9, 20))
+def test_packed_cuts_have_few_micro_batches(lengths: list[int], cap: int) -> None:
+    """At most one bin more than the fewest possible, on small batches; and no padding."""
+    sample_lengths = SampleLengths(tokens=lengths, packed=True)
+    plan = plan_by_length(sample_lengths, 1, Cut(), token_budget(cap, fixed_tokens=1.0))
+
+    fewest = least_cost(lengths, cap, 1.0, packed=True) - sum(lengths)
+    assert len(plan.units) <= fewest + 1
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_ranks_get_equal_work(packed: bool, lockstep: bool) -> None:
+    """On log-normal lengths the slowest of 2 to 8 ranks costs at most 8% more than the mean of the cheapest cut."""
+    draw = random.Random(0)
+    for world_size in (2, 3, 8):
+        tokens = [min(512, max(1, int(draw.lognormvariate(4.5, 0.8)))) for _ in range(64 * world_size)]
+        lengths, budget = SampleLengths(tokens=tokens, packed=packed), token_budget(4096, fixed_tokens=100.0)
+        (alone,) = costs_of(plan_by_length(lengths, 1, Cut(), budget), lengths, 100.0)
+        dealt = costs_of(plan_by_length(lengths, world_size, Cut(lockstep=lockstep), budget), lengths, 100.0)
+
+        assert max(map(sum, dealt)) <= 1.08 * sum(alone) / world_size
+
+
+def test_the_heaviest_micro_batches_are_side_by_side() -> None:
+    """Each rank begins with its heaviest micro-batch, so that ranks in lockstep wait least."""
+    lengths = SampleLengths(tokens=[place % 17 + 1 for place in range(100)])
+    plan = plan_by_length(lengths, 3, Cut(), token_budget(40, fixed_tokens=5.0))
+
+    assert all(costs == sorted(costs, reverse=True) for costs in costs_of(plan, lengths, 5.0))
+
+
+def test_a_fixed_cut_does_not_know_the_ranks() -> None:
+    """Under deal="fixed" the same micro-batches exist on any number of ranks."""
+    lengths = SampleLengths(tokens=[place * 7 % 31 + 1 for place in range(90)])
+    found = []
+    for world_size in (1, 2, 5):
+        plan = plan_by_length(lengths, world_size, Cut(deal="fixed"), token_budget(64))
+        found.append({tuple(plan.positions(unit)) for unit in plan.units})
+
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("num_samples", [64, 1024, 16384])
+def test_a_cut_is_near_its_lower_bound(num_samples: int) -> None:
+    """Padding within 15% of no padding at all, on log-normal lengths: what an un-split sorted batch could not be."""
+    draw = random.Random(num_samples)
+    tokens = [min(512, max(1, int(draw.lognormvariate(4.5, 0.8)))) for _ in range(num_samples)]
+    lengths = SampleLengths(tokens=tokens)
+    (costs,) = costs_of(plan_by_length(lengths, 1, Cut(), token_budget(4096, fixed_tokens=100.0)), lengths, 0.0)
+
+    assert sum(costs) <= 1.15 * sum(tokens)
+
+
+def test_a_sample_longer_than_the_budget_is_refused_or_alone() -> None:
+    """Refused with its length and the cures; by choice it has a micro-batch of its own."""
+    lengths = SampleLengths(tokens=[3, 50, 4])
+    with pytest.raises(BatchSizeError, match=r"sample 1 .* has 50 tokens, and a micro-batch may hold 20"):
+        plan_by_length(lengths, 1, Cut(), token_budget(20))
+    plan = plan_by_length(lengths, 1, Cut(), token_budget(20, longer="alone"))
+
+    assert sorted(tuple(plan.positions(unit)) for unit in plan.units) == [(0, 2), (1,)]
+
+
+def test_a_cap_that_memory_has_lowered_is_kept() -> None:
+    """Once memory has run out, batches are cut at fewer tokens; a sample that is longer than these is run alone."""
+    budget = TokenBudget(tokens=40, cut_at=10)
+    plan = plan_by_length(SampleLengths(tokens=[5, 5, 5, 5, 30]), 1, Cut(), budget)
+
+    assert sorted(tuple(plan.positions(unit)) for unit in plan.units) == [(0, 1), (2, 3), (4,)]
+
+
+def test_padded_lengths_are_counted() -> None:
+    """Lengths that a collate function rounds up to multiples of 8 count as these."""
+    lengths = SampleLengths(tokens=[1] * 10, multiple_of=8)
+    plan = plan_by_length(lengths, 1, Cut(), token_budget(32))
+
+    assert max(unit.num_samples for unit in plan.units) == 4
+    with pytest.raises(BatchSizeError, match=r"9 tokens \(16 padded\), and a micro-batch may hold 10"):
+        plan_by_length(SampleLengths(tokens=[9], multiple_of=8), 1, Cut(), token_budget(10))
+
+
+@pytest.mark.parametrize("tokens", [0, -1, 2.5, True, "8192"])
+def test_a_budget_is_a_whole_number(tokens: object) -> None:
+    """Anything else is refused when it is named."""
+    with pytest.raises(BatchSizeError, match="tokens="):
+        token_budget(tokens)  # type: ignore[arg-type]  # what is tested
+
+
+def test_other_values_are_checked() -> None:
+    """Costs that fall, are no numbers, or words that are not known are refused."""
+    with pytest.raises(UserError, match="fixed_tokens=-1"):
+        token_budget(8, fixed_tokens=-1)
+    with pytest.raises(UserError, match=r"longer='cut' must be 'error' or 'alone'"):
+        token_budget(8, longer="cut")  # type: ignore[arg-type]  # what is tested
+    with pytest.raises(UserError, match="must not fall"):
+        plan_by_length(SampleLengths(tokens=[1, 2]), 1, Cut(), token_budget(8, sample_cost=lambda length: -length))
+
+
+def test_a_batch_without_lengths_is_refused() -> None:
+    """What cannot be cut by length says so, and what to give."""
+    with pytest.raises(DataError, match=r"ab\.batches\(dataset, lengths="):
+        Placement(Cut(), 1, 0, token_budget(8)).plan(5)

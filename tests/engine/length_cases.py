@@ -1,0 +1,136 @@
+"""A small language model whose samples have different lengths, padded or packed, and the loss of the un-split batch."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import anybatch as ab
+from anybatch.data import Packed, Padded
+from anybatch.testing import relative_error
+from tests.engine.cases import plain_gradients
+
+VOCABULARY, WIDTH = 13, 8
+LENGTHS = (5, 1, 4, 17, 3, 9, 2, 6, 12, 3, 5, 8, 9, 7, 1, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3)
+
+
+class Sentences:
+    """Rows of tokens of these lengths; of each the targets after a third of its tokens count."""
+
+    def __init__(self, lengths: Sequence[int] = LENGTHS) -> None:
+        self.lengths = lengths
+        draw = torch.Generator().manual_seed(0)
+        self.rows = [torch.randint(1, VOCABULARY, (length,), generator=draw) for length in lengths]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = self.rows[index]
+        labels = row.clone()
+        labels[: len(row) // 3] = -100
+        return {"input_ids": row, "labels": labels}
+
+
+class Language(nn.Module):
+    """One layer of causal attention, which keeps samples apart by a mask of padding or by positions that begin anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.positions = nn.Embedding(64, WIDTH)
+        self.split = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, VOCABULARY)
+        self.double()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> Tensor:
+        """Return logits (batch, time, word)."""
+        time = input_ids.shape[1]
+        if position_ids is None:
+            assert attention_mask is not None
+            position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)
+            sample = torch.zeros_like(input_ids)
+            keys = attention_mask.bool()
+        else:
+            sample = (position_ids == 0).cumsum(1)
+            keys = torch.ones_like(input_ids, dtype=torch.bool)
+        x = self.embedding(input_ids) + self.positions(position_ids)
+        query, key, value = self.split(x).chunk(3, dim=-1)
+        seen = torch.ones(time, time, dtype=torch.bool).tril() & (sample[:, :, None] == sample[:, None, :])
+        seen = seen & keys[:, None, :] | torch.eye(time, dtype=torch.bool)
+        return self.out(x + F.scaled_dot_product_attention(query, key, value, attn_mask=seen))
+
+
+def loss(model: Any, batch: Any) -> Tensor:
+    """Return the mean cross-entropy over targets that count, each predicted from the token before it."""
+    logits = model(batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids"))
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
+
+
+DECLARED = ab.mean_over_tokens(loss, labels="labels", ignore_index=-100, shift=True)
+
+
+def expected_gradients(sample_ids: Sequence[int]) -> Any:
+    """Return the gradient of the un-split batch: all samples padded together, one forward, one backward."""
+    dataset, model = Sentences(), Language()
+    return plain_gradients(model, loss(model, Padded()([dataset[one] for one in sample_ids])))
+
+
+def gradient_errors(cases: Sequence[tuple[str, str, int]]) -> dict[tuple[str, str, int], float]:
+    """Run on every rank: return the relative error of each (collate, strategy, budget) in a step of all samples."""
+    world = ab.World.from_environment()
+    collates = {
+        "padded": Padded(),
+        "padded left": Padded(side="left"),
+        "padded to 8": Padded(multiple_of=8),
+        "packed": Packed(),
+    }
+    found = {}
+    for collate, strategy, tokens in cases:
+        dataset = Sentences()
+        batches = ab.batches(
+            dataset, effective_batch_size=25, shuffle=True, lengths=dataset.lengths, collate=collates[collate]
+        )
+        model = Language()
+        with ab.Engine(
+            model,
+            lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=0.1),
+            DECLARED,
+            micro_batch_size=ab.token_budget(tokens),
+            strategy=strategy,
+            world=world,
+            check_loss=False,
+        ) as engine:
+            batch = next(iter(batches))
+            gradients = {name: whole(gradient) for name, gradient in engine.gradients(batch).items()}
+            found[collate, strategy, tokens] = relative_error(gradients, expected_gradients(batch.sample_ids))
+    return found
+
+
+def whole(gradient: Any) -> Any:
+    """Return a gradient with the parts of all ranks, if it is sharded."""
+    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+
+
+def ids_of_run(num_steps: int, start: Any = None, state: Any = None) -> tuple[list[tuple[int, ...]], Any, Any]:
+    """Run on every rank: train, and return the samples of each step, where the data stands, and the parameters."""
+    world = ab.World.from_environment()
+    dataset = Sentences()
+    model = Language()
+    if state is not None:
+        model.load_state_dict({name: torch.tensor(value, dtype=torch.float64) for name, value in state.items()})
+    batches = ab.batches(
+        dataset, effective_batch_size=7, epochs=3, lengths=dataset.lengths, collate=Padded(), start=start
+    )
+    ids = []
+    with ab.Engine(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), DECLARED, micro_batch_size=ab.token_budget(40), world=world
+    ) as engine:
+        for _, batch in zip(range(num_steps), batches, strict=False):
+            engine.step(batch)
+            ids.append(tuple(batch.sample_ids))
+            end = batch.end
+    return ids, end, {name: value.tolist() for name, value in model.state_dict().items()}

@@ -1,0 +1,270 @@
+"""An engine that cuts by length: the same gradient on any number of ranks, padded and packed; a run that resumes."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+import anybatch as ab
+from anybatch.core.token_budget import SampleLengths
+from anybatch.data import Packed, Padded
+from anybatch.errors import BatchSizeError, CompositionError, DataError, DoesNotFitError, LossError
+from anybatch.metrics import OverWholeSet
+from anybatch.norms import Ghost
+from anybatch.testing import out_of_memory_at, relative_error
+from tests.engine.cases import CASES, InMemory, plain_gradients
+from tests.engine.length_cases import (
+    DECLARED,
+    LENGTHS,
+    Language,
+    Sentences,
+    expected_gradients,
+    gradient_errors,
+    ids_of_run,
+)
+from tests.faults import sees
+from tests.ranks_fixture import Ranks
+
+TOLERANCE = 1e-12
+BUDGETS = (17, 40, 1000)
+COLLATES = ("padded", "padded left", "packed")
+
+
+def engine_of(model: Language, tokens: int = 40, **settings: Any) -> ab.Engine:
+    """Return an engine that cuts by length."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return ab.Engine(model, optimizer, DECLARED, micro_batch_size=ab.token_budget(tokens), **settings)
+
+
+@sees(
+    "the first token of a packed sample is predicted from the sample before it",
+    "src/anybatch/data/collate.py",
+    "column = [torch.cat([row.new_tensor([IGNORED]), row[1:]]) for row in column]",
+    "column = list(column)",
+)
+def test_the_gradient_is_that_of_the_unsplit_batch(ranks: Ranks) -> None:
+    """Padded or packed, at any budget, on 1, 2 and 3 ranks."""
+    strategies = ("single",) if ranks.world_size == 1 else ("all_reduce", "ddp")
+    cases = [*itertools.product(COLLATES, strategies, BUDGETS), ("padded to 8", strategies[0], 40)]
+    for errors in ranks.run(gradient_errors, cases):
+        assert max(errors.values()) <= TOLERANCE, errors
+
+
+def test_sharded_ranks_in_lockstep(two_ranks: Ranks) -> None:
+    """Under FSDP2, where ranks run equally many micro-batches, the gradient is the same."""
+    for errors in two_ranks.run(gradient_errors, [("padded", "fsdp", 17), ("packed", "fsdp", 40)]):
+        assert max(errors.values()) <= TOLERANCE, errors
+
+
+def test_a_run_goes_on_exactly_at_another_world_size(one_rank: Ranks, two_ranks: Ranks, three_ranks: Ranks) -> None:
+    """The ids of every step, and the parameters, of a run on one rank, resumed in the middle of an epoch on others."""
+    ((whole, _, expected),) = one_rank.run(ids_of_run, 9)
+    first, position, state = two_ranks.run(ids_of_run, 5)[0]
+    rest, _, found = three_ranks.run(ids_of_run, 4, position, state)[0]
+
+    assert first + rest == whole
+    found, expected = (
+        {name: torch.tensor(values, dtype=torch.float64) for name, values in state.items()}
+        for state in (found, expected)
+    )
+    assert relative_error(found, expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, torch.tensor(LENGTHS), "input_ids", lambda sample: len(sample["labels"])])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_lengths_come_in_many_forms(lengths: Any, num_workers: int) -> None:
+    """A list, a tensor, a field, a function: the same cut, with workers that load ahead of it and without."""
+    batches = ab.batches(
+        Sentences(), effective_batch_size=9, lengths=lengths, collate=Padded(), num_workers=num_workers, epochs=2
+    )
+    model = Language()
+    with engine_of(model) as engine:
+        for batch in batches:
+            assert batch.lengths is not None
+            assert list(batch.lengths.tokens) == [LENGTHS[one] for one in batch.sample_ids]
+            found = engine.gradients(batch)
+            assert relative_error(found, expected_gradients(batch.sample_ids)) <= TOLERANCE
+
+
+def test_a_stream_is_cut_by_length() -> None:
+    """Samples of a stream are read before they are cut, so a function of them is enough."""
+
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter([Sentences()[index] for index in range(len(LENGTHS))])
+
+    batches = ab.batches(Stream(), effective_batch_size=9, shuffle=False, lengths="input_ids", collate=Packed())
+    model = Language()
+    with engine_of(model) as engine:
+        for batch in batches:
+            found = engine.gradients(batch)
+            assert relative_error(found, expected_gradients(batch.sample_ids)) <= TOLERANCE
+
+
+def test_the_first_steps_check_holds() -> None:
+    """The loss is compared with its declaration as at any other cut, and a wrong one is found."""
+    dataset, model = Sentences(), Language()
+    batches = ab.batches(dataset, effective_batch_size=12, lengths="input_ids", collate=Padded())
+    wrong = ab.mean_over_samples(DECLARED.function)
+    for declared, raises in ((DECLARED, False), (wrong, True)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with ab.Engine(model, optimizer, declared, micro_batch_size=ab.token_budget(40)) as engine:
+            if raises:
+                with pytest.raises(LossError):
+                    engine.step(next(iter(batches)))
+            else:
+                engine.step(next(iter(batches)))
+
+
+@sees(
+    "a budget is not lowered where memory runs out",
+    "src/anybatch/engine/micro_batch_size/backoff.py",
+    "return dataclasses.replace(sizes, micro_batch_tokens=ceil_div(sizes.micro_batch_tokens, 2))",
+    "return sizes",
+)
+def test_out_of_memory_halves_the_budget() -> None:
+    """A step that does not fit is repeated with half as many tokens, and gives the same update."""
+    dataset = Sentences()
+    states = []
+    for fails in (False, True):
+        model = Language()
+        batches = ab.batches(dataset, effective_batch_size=25, lengths=dataset.lengths, collate=Padded())
+        with engine_of(model, check_loss=False) as engine:
+            batch = next(iter(batches))
+            if fails:
+                with out_of_memory_at(1, phase="backward"):
+                    engine.step(batch)
+                assert "20 tokens at most, because" in engine.decisions["micro_batch_size"]
+            else:
+                engine.step(batch)
+        states.append(dict(model.state_dict()))
+
+    assert relative_error(states[1], states[0]) <= TOLERANCE
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    """With the reason: a loader's padded batches, ghost groups, a number of micro-batches, a batch without lengths."""
+    model = Language()
+    with engine_of(model, check_loss=False) as engine:
+        with pytest.raises(CompositionError, match="padded together already"):
+            engine.step(Padded()([Sentences()[0], Sentences()[1]]))
+        with pytest.raises(DataError, match=r"ab\.batches\(dataset, lengths="):
+            engine.step(next(iter(ab.batches(Sentences(), effective_batch_size=4, collate=Padded()))))
+    with pytest.raises(BatchSizeError, match="Leave one of them out"):
+        engine_of(model, accumulation_steps=4)
+    with pytest.raises(CompositionError, match="consecutive samples"):
+        engine_of(model, norms=Ghost(2))
+    with pytest.raises(DataError, match="lengths has 3 entries, and the data set 25"):
+        ab.batches(Sentences(), effective_batch_size=4, lengths=[1, 2, 3])
+    with (
+        pytest.raises(BatchSizeError, match=r"17 tokens, and a micro-batch may hold 16"),
+        engine_of(model, 16) as engine,
+    ):
+        engine.step(next(iter(ab.batches(Sentences(), effective_batch_size=25, lengths=LENGTHS, collate=Padded()))))
+
+
+def test_longer_samples_are_alone_or_cut_off() -> None:
+    """By choice a sample above the budget has a micro-batch of its own, or `longest` shortens it."""
+    alone = ab.batches(Sentences(), effective_batch_size=25, lengths=LENGTHS, collate=Padded())
+    short = ab.batches(Sentences(), effective_batch_size=25, lengths=LENGTHS, collate=Padded(longest=6))
+    model = Language()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    budget = ab.token_budget(12, longer="alone")
+    with ab.Engine(model, optimizer, DECLARED, micro_batch_size=budget, check_loss=False) as engine:
+        batch = next(iter(alone))
+        assert relative_error(engine.gradients(batch), expected_gradients(batch.sample_ids)) <= TOLERANCE
+    with engine_of(model, 12, check_loss=False) as engine:
+        engine.step(next(iter(short)))
+
+
+def test_a_checkpoint_keeps_the_budget(tmp_path: Any) -> None:
+    """What memory had lowered is lowered after a resume; another budget is told."""
+    dataset = Sentences()
+    batches = ab.batches(dataset, effective_batch_size=25, epochs=2, lengths=dataset.lengths, collate=Padded())
+    with engine_of(Language(), check_loss=False) as engine:
+        with out_of_memory_at(1, phase="backward"):
+            engine.step(next(iter(batches)))
+        engine.save(tmp_path / "saved")
+    with engine_of(Language(), check_loss=False) as engine:
+        engine.load(tmp_path / "saved")
+        assert "20 tokens at most, as in the checkpoint" in engine.decisions["micro_batch_size"]
+    with engine_of(Language(), 80, check_loss=False) as engine:
+        engine.load(tmp_path / "saved")
+        assert engine.decisions["resumed with changes"] == "micro_batch_tokens 40 -> 80"
+
+
+def test_a_single_token_sample_cannot_be_smaller() -> None:
+    """Where each micro-batch is one sample already, running out of memory ends the step with what to do."""
+    batches = ab.batches(Sentences(), effective_batch_size=4, lengths=[17] * 25, collate=Padded())
+    with (
+        engine_of(Language(), 17, check_loss=False) as engine,
+        out_of_memory_at(1, phase="backward"),
+        pytest.raises(DoesNotFitError, match="cannot be smaller than one sample"),
+    ):
+        engine.step(next(iter(batches)))
+
+
+class OfLengths(InMemory):
+    """A batch in memory whose samples are said to have lengths."""
+
+    @property
+    def lengths(self) -> SampleLengths:
+        """Some lengths, in no order."""
+        return SampleLengths(tokens=[7 * place % 11 + 1 for place in self.sample_ids])
+
+
+@pytest.mark.parametrize("case", ["ragged", "masked tokens", "two terms"])
+def test_every_kind_of_loss_is_right_under_a_budget(case: str) -> None:
+    """Losses over samples, tokens, and of several terms give the gradient of the un-split batch."""
+    model, batch = CASES[case].model(), CASES[case].batch()
+    expected = plain_gradients(model, CASES[case].reference(model, batch))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    budget = ab.token_budget(30)
+    with ab.Engine(model, optimizer, CASES[case].loss, micro_batch_size=budget, check_loss=False) as engine:
+        assert relative_error(engine.gradients(OfLengths(batch)), expected) <= TOLERANCE
+
+
+def test_a_loss_across_samples_sees_the_batch_in_its_own_order() -> None:
+    """Outputs come back in the batch's order, so that labels by position, as in a contrastive loss, stay right."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 4).double()
+    batch = {"x": torch.randn(11, 3, dtype=torch.float64)}
+
+    def encode(net: Any, part: Any) -> torch.Tensor:
+        outputs: torch.Tensor = net(part["x"])
+        return outputs
+
+    def neighbours(_: Any, outputs: torch.Tensor) -> torch.Tensor:
+        return (outputs[1:] * outputs[:-1]).sum().sigmoid()
+
+    expected = plain_gradients(model, neighbours(model, encode(model, batch)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    joint = ab.joint(encode, neighbours)
+    with ab.Engine(model, optimizer, joint, micro_batch_size=ab.token_budget(20), check_loss=False) as engine:
+        assert relative_error(engine.gradients(OfLengths(batch)), expected) <= TOLERANCE
+
+
+def test_evaluation_gives_the_same_numbers_in_the_same_order() -> None:
+    """Means, and metrics over the whole set by row, are those of an engine that cuts by number."""
+    dataset, model = Sentences(), Language()
+
+    def rows(_: Any, batch: Any) -> torch.Tensor:
+        counted = (batch["labels"] != -100).sum(1)
+        return torch.stack([batch["input_ids"][:, 0].double(), counted.double()], 1)
+
+    def compute(outputs: Any) -> dict[str, float]:
+        weights = torch.arange(len(outputs), dtype=torch.float64)
+        return {"ordered": float((outputs.sum(1) * weights).sum())}
+
+    found = []
+    for lengths, size in ((dataset.lengths, ab.token_budget(40)), (None, 4), (None, ab.token_budget(40))):
+        data = ab.batches(dataset, effective_batch_size=9, shuffle=False, lengths=lengths, collate=Padded())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with ab.Engine(model, optimizer, DECLARED, micro_batch_size=size) as engine:
+            mean = engine.evaluate(data)
+            ordered = engine.evaluate(data, OverWholeSet(rows, compute))
+        found.append([*mean.values(), *ordered.values()])
+
+    assert found[0] == pytest.approx(found[1], rel=TOLERANCE)
+    assert found[2] == pytest.approx(found[1], rel=TOLERANCE)
