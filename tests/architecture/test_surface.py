@@ -10,7 +10,7 @@ import pytest
 import anybatch
 from anybatch import records
 
-MAX_NAMES = 26  # the 22 of training, the questions about it (advise, check, plan), and the seam to look in (Observer)
+MAX_NAMES = 27  # the 23 of training, the questions about it (advise, check, plan), and the seam to look in (Observer)
 
 
 def public_names(module: object) -> list[str]:
@@ -40,7 +40,7 @@ def test_surface_is_listed() -> None:
 
 
 def test_surface_is_small() -> None:
-    """There are at most 26 public names to learn."""
+    """There are at most 27 public names to learn."""
     assert len(anybatch.__all__) <= MAX_NAMES
 
 

@@ -326,6 +326,8 @@ def run(features: Features, world: ab.World) -> Found:
         )
         computed = dense(whole(dict(zip(parameters, engine.gradients(batch).values(), strict=True))))
         report = engine.step(batch)
+        order = report.plan.order or range(len(sample_ids))
+        sample_ids = [sample_ids[place] for place in order]
         units = [
             part
             for unit in report.plan.units
@@ -339,7 +341,7 @@ def run(features: Features, world: ab.World) -> Found:
         if engine is not None:
             engine.close()
     assert not report.skipped
-    expected = plain_gradients(features, sample_ids, units, seed)
+    expected = plain_gradients(features, sample_ids, units, seed, order=order)
     kept = dense(whole(dict(zip(parameters, made[0].kept, strict=True))))
     after = whole(trainable(network, objective))
     moved: Named = {name: parameter - before[name] for name, parameter in after.items() if parameter is not None}
@@ -377,6 +379,7 @@ def arguments(features: Features) -> dict[str, Any]:
         Feature.FIXED: {"deal": "fixed"},
         Feature.MICRO_BATCH_SIZE: {"micro_batch_size": 3},
         Feature.ACCUMULATION_STEPS: {"accumulation_steps": 2},
+        Feature.TOKEN_BUDGET: {"micro_batch_size": ab.token_budget(20, fixed_tokens=1.0)},
         Feature.CLIP_NORM: {"clip": ClipByNorm(MAX_NORM)},
         Feature.CLIP_VALUE: {"clip": ClipByValue(MAX_VALUE)},
         Feature.CLIP_GROUPS: {"clip": [ClipByNorm(MAX_NORM_OF_FIRST), ClipByValue(MAX_VALUE)]},
@@ -414,7 +417,8 @@ def arrive(features: Features, world: ab.World) -> tuple[Any, Sequence[int], int
     """Return the batch as this rank gets it, the ids of all samples in their order, and the seed of the data."""
     data = Sentences()
     if Feature.DEALT in features:
-        (batch,) = ab.batches(data, effective_batch_size=NUM_SAMPLES, seed=SEED, collate=join)
+        lengths = [3 * sample % 7 + 1 for sample in range(NUM_SAMPLES)]  # looked at by a token budget alone
+        (batch,) = ab.batches(data, effective_batch_size=NUM_SAMPLES, seed=SEED, collate=join, lengths=lengths)
         return batch, [int(sample) for sample in batch.sample_ids], SEED
     ends = [NUM_SAMPLES * 2 * rank // (world.size + 1) // GROUP_SIZE * GROUP_SIZE for rank in range(world.size)]
     ends.append(NUM_SAMPLES)
@@ -466,9 +470,14 @@ def as_one_forward(
 
 
 def plain_gradients(
-    features: Features, sample_ids: Sequence[int], units: Sequence[tuple[int, int, int | None]], seed_of_data: int = 0
+    features: Features,
+    sample_ids: Sequence[int],
+    units: Sequence[tuple[int, int, int | None]],
+    seed_of_data: int = 0,
+    *,
+    order: Sequence[int] | None = None,
 ) -> Named:
-    """Return the gradient of the un-split batch."""
+    """Return the gradient of the un-split batch; `order` is where the samples stand in it, if not in this order."""
     network, objective = build(features)
     as_one_forward(network, features, sample_ids, units, seed_of_data)
     in_units = Feature.DROPOUT_KEYED in features and Feature.BATCH_NORM not in features
@@ -487,7 +496,8 @@ def plain_gradients(
             before = totals.get(name, (torch.zeros(()), torch.zeros(())))
             totals[name] = before[0] + total, before[1] + count
     if outputs:
-        totals = {"words": (objective.across(join(outputs)), torch.ones(()))}
+        joined, back = join(outputs), torch.tensor(order or range(len(sample_ids))).argsort()
+        totals = {"words": (objective.across({name: rows[back] for name, rows in joined.items()}), torch.ones(()))}
     loss = torch.stack([TERM_WEIGHTS[name] * total / count for name, (total, count) in totals.items()]).sum()
     scale = 2.0**16 if Feature.FP16 in features else 1.0  # or small gradients would vanish in fp16
     (scale * loss).backward()

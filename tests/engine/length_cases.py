@@ -61,7 +61,8 @@ class Language(nn.Module):
         query, key, value = self.split(x).chunk(3, dim=-1)
         seen = torch.ones(time, time, dtype=torch.bool).tril() & (sample[:, :, None] == sample[:, None, :])
         seen = seen & keys[:, None, :] | torch.eye(time, dtype=torch.bool)
-        return self.out(x + F.scaled_dot_product_attention(query, key, value, attn_mask=seen))
+        logits: Tensor = self.out(x + F.scaled_dot_product_attention(query, key, value, attn_mask=seen))
+        return logits
 
 
 def loss(model: Any, batch: Any) -> Tensor:
@@ -82,7 +83,7 @@ def expected_gradients(sample_ids: Sequence[int]) -> Any:
 def gradient_errors(cases: Sequence[tuple[str, str, int]]) -> dict[tuple[str, str, int], float]:
     """Run on every rank: return the relative error of each (collate, strategy, budget) in a step of all samples."""
     world = ab.World.from_environment()
-    collates = {
+    collates: dict[str, Any] = {
         "padded": Padded(),
         "padded left": Padded(side="left"),
         "padded to 8": Padded(multiple_of=8),
@@ -125,7 +126,7 @@ def ids_of_run(num_steps: int, start: Any = None, state: Any = None) -> tuple[li
     batches = ab.batches(
         dataset, effective_batch_size=7, epochs=3, lengths=dataset.lengths, collate=Padded(), start=start
     )
-    ids = []
+    ids, end = [], None
     with ab.Engine(
         model, torch.optim.SGD(model.parameters(), lr=0.1), DECLARED, micro_batch_size=ab.token_budget(40), world=world
     ) as engine:

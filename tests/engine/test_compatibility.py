@@ -11,10 +11,10 @@ from torch._dynamo import config as dynamo_config
 
 import anybatch as ab
 from anybatch.core.compatibility import Feature, Verdict, cell, pairs
-from anybatch.core.geometry import resolve_sizes
 from anybatch.core.loss import declared
 from anybatch.engine.compatibility import features_of, features_of_ranks
 from anybatch.engine.inputs import collect_modules
+from anybatch.engine.micro_batch_size.sizes import RunSizes
 from anybatch.engine.spec import TrainSpec
 from anybatch.engine.update.clipping import clip_policy
 from anybatch.errors import CompositionError, UserError
@@ -176,11 +176,13 @@ def test_features_are_recognised(feature: Feature) -> None:
     loss = declared(objective.declared())
     modules = collect_modules(compiled(network, features) if Feature.COMPILED in features else network, loss)
     optimizer = Keeping if Feature.MASTER_WEIGHTS in features else Keeping(network.parameters())
-    sizes = resolve_sizes(
-        world_size=1,
+    sizes = RunSizes(
+        ab.World(),
+        effective_batch_size=None,
         micro_batch_size=given.get("micro_batch_size"),
         accumulation_steps=given.get("accumulation_steps"),
-    )
+        deal="balanced",
+    ).sizes
     seen = features_of(
         TrainSpec(
             model=network,

@@ -219,26 +219,17 @@ _BY_ITSELF: Mapping[Feature, Cell] = {
     ),
     Feature.NORMS_SYNC: _JOINS_RANKS,
 }
+_DISTRIBUTED = (Feature.ALL_REDUCE, Feature.DDP, Feature.ZERO1, Feature.FSDP)
+_NARROW = (Feature.LOW_PARAMETERS, Feature.MASTER_WEIGHTS, Feature.CAST)
 # Keyed by sets, so that a pair is found in either order.
 _TOGETHER: Mapping[frozenset[Feature], Cell] = {
     frozenset((Feature.SINGLE, Feature.SEVERAL_RANKS)): Cell(
         Verdict.REFUSED, "every rank would train a model of its own", "Use strategy='auto' (all_reduce) or 'ddp'."
     ),
-    frozenset((Feature.ALL_REDUCE, Feature.ALONE)): _NOT_STARTED,
-    frozenset((Feature.DDP, Feature.ALONE)): _NOT_STARTED,
-    frozenset((Feature.ZERO1, Feature.ALONE)): _NOT_STARTED,
-    frozenset((Feature.FSDP, Feature.ALONE)): _NOT_STARTED,
-    frozenset((Feature.ALL_REDUCE, Feature.SPARSE)): _DENSE_BUCKETS,
-    frozenset((Feature.DDP, Feature.SPARSE)): _DENSE_BUCKETS,
-    frozenset((Feature.ZERO1, Feature.SPARSE)): _DENSE_BUCKETS,
-    frozenset((Feature.FSDP, Feature.SPARSE)): _DENSE_BUCKETS,
-    frozenset((Feature.SEVERAL_RANKS, Feature.SPARSE)): _DENSE_BUCKETS,
-    frozenset((Feature.DDP, Feature.LOW_PARAMETERS)): _NARROW_DDP,
-    frozenset((Feature.DDP, Feature.MASTER_WEIGHTS)): _NARROW_DDP,
-    frozenset((Feature.DDP, Feature.CAST)): _NARROW_DDP,
-    frozenset((Feature.FSDP, Feature.LOW_PARAMETERS)): _NARROW_FSDP,
-    frozenset((Feature.FSDP, Feature.MASTER_WEIGHTS)): _NARROW_FSDP,
-    frozenset((Feature.FSDP, Feature.CAST)): _NARROW_FSDP,
+    **{frozenset((strategy, Feature.ALONE)): _NOT_STARTED for strategy in _DISTRIBUTED},
+    **{frozenset((several, Feature.SPARSE)): _DENSE_BUCKETS for several in (*_DISTRIBUTED, Feature.SEVERAL_RANKS)},
+    **{frozenset((Feature.DDP, narrow)): _NARROW_DDP for narrow in _NARROW},
+    **{frozenset((Feature.FSDP, narrow)): _NARROW_FSDP for narrow in _NARROW},
     frozenset((Feature.FSDP, Feature.NORMS_EXACT)): Cell(
         Verdict.REFUSED,
         "micro-batches take turns in the middle of their forwards, and ranks gather weights there in lockstep",
@@ -288,11 +279,14 @@ _TOGETHER: Mapping[frozenset[Feature], Cell] = {
         "Feed the engine from ab.batches(dataset, lengths=..., collate=anybatch.data.Padded()), or name a number of "
         "samples.",
     ),
-    frozenset((Feature.TOKEN_BUDGET, Feature.NORMS_GHOST)): Cell(
-        Verdict.REFUSED,
-        "ghost groups are consecutive samples, and a cut by length puts them into another order",
-        "Use norms='keep' or norms='exact', or name a number of samples.",
-    ),
+    **{
+        frozenset((Feature.TOKEN_BUDGET, policy)): Cell(
+            Verdict.REFUSED,
+            "the policy normalises over whatever a micro-batch is padded with, and each cut pads otherwise",
+            "Use norms='freeze' or a layer that normalises each sample by itself, or name a number of samples.",
+        )
+        for policy in (Feature.NORMS_SYNC, Feature.NORMS_GHOST, Feature.NORMS_EXACT, Feature.NORMS_CHECKPOINT)
+    },
     frozenset((Feature.JOINT, Feature.DROPOUT_UNKEYED)): Cell(
         Verdict.REFUSED,
         "micro-batches are run twice, and have to draw the same random numbers both times",

@@ -14,6 +14,7 @@ from anybatch.data.random_state import seed_generators
 from anybatch.errors import DataError
 
 Collate = Callable[[list[Any]], Batch]
+Seed = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ def check_rows(batch: Batch, num_samples: int, collate: Collate) -> None:
     Raises:
         DataError: with both numbers.
     """
-    if isinstance(collate, (AnyRows, Packed)):
+    if collate is default_collate or isinstance(collate, (AnyRows, Packed)):  # torch's own has a row for each
         return
     try:
         rows = count_samples(batch)
@@ -83,31 +84,32 @@ class UnitKey:
 
 @dataclass(frozen=True, slots=True)
 class UnitLoader:
-    """Load and collate units of a data set that has an index. Runs in the calling process or in a worker."""
+    """Loads and collates units of a data set that has an index."""
 
     dataset: Any
     collate: Collate
     seed: int
 
-    def __call__(self, key: UnitKey) -> Batch:
-        """Return the collated unit, and leave the global generators in any state."""
-        return self.load(key, seed_generators)
-
-    def load(self, key: UnitKey, seed: Callable[[int], None]) -> Batch:
+    def __call__(self, key: UnitKey, seed: Seed | None) -> Batch:
         """Return the collated unit.
 
         Args:
             key: of the unit.
-            seed: seeds the global generators before each sample, and before these are collated.
+            seed: seeds the global generators before each sample, and before these are collated; None: nothing draws.
         """
-        if reads_together(self.dataset):
-            samples = list(self.dataset.__getitems__(list(key.sample_ids)))
+        dataset = self.dataset
+        if type(dataset) is TensorDataset and self.collate is default_collate:
+            rows = torch.tensor(key.sample_ids)
+            return [tensor[rows] for tensor in dataset.tensors]
+        if reads_together(dataset):
+            samples = list(dataset.__getitems__(list(key.sample_ids)))
         else:
             samples = [self._sample(sample_id, key.epoch, seed) for sample_id in key.sample_ids]
         return collate_unit(self.collate, samples, key.sample_ids, key=(self.seed, key.epoch), seed=seed)
 
-    def _sample(self, sample_id: int, epoch: int, seed: Callable[[int], None]) -> Any:  # noqa: ANN401 (what a sample is, the user decides)
-        seed(sample_seed(self.seed, epoch, sample_id))
+    def _sample(self, sample_id: int, epoch: int, seed: Seed | None) -> Any:  # noqa: ANN401 (what a sample is, the user decides)
+        if seed is not None:
+            seed(sample_seed(self.seed, epoch, sample_id))
         try:
             return self.dataset[sample_id]
         except Exception as error:
@@ -139,7 +141,7 @@ def collate_unit(
     sample_ids: Sequence[int],
     *,
     key: tuple[int, int],
-    seed: Callable[[int], None] = seed_generators,
+    seed: Seed | None = seed_generators,
 ) -> Batch:
     """Return `collate(samples)` under a random key of the unit's first sample, which no sample has itself.
 
@@ -148,11 +150,12 @@ def collate_unit(
         samples: of the unit.
         sample_ids: theirs.
         key: the seed of the data, and the epoch.
-        seed: seeds the global generators.
+        seed: seeds the global generators; None: nothing draws.
     """
     # The complement of an id is no id, so this key differs from that of every sample.
     first, (data_seed, epoch) = sample_ids[0], key
-    seed(sample_seed(data_seed, epoch, ~first))
+    if seed is not None:
+        seed(sample_seed(data_seed, epoch, ~first))
     try:
         return collate(samples)
     except Exception as error:

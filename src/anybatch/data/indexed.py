@@ -14,8 +14,8 @@ from anybatch.core.batch_ramp import BatchRamp
 from anybatch.core.token_budget import SampleLengths
 from anybatch.core.tree import Batch, pick_samples, tensors_of
 from anybatch.data.effective_batch import StepSamples
-from anybatch.data.fetch import OverEffectiveBatch, UnitKey, UnitLoader, check_rows, draws_nothing, pinned
-from anybatch.data.keyed_loading import KeyedLoading
+from anybatch.data.fetch import OverEffectiveBatch, UnitKey, UnitLoader, check_rows, pinned
+from anybatch.data.keyed_loading import KeyedUnits
 from anybatch.data.lengths import KnownLengths
 from anybatch.data.options import BatchOptions, Span
 from anybatch.data.order import SampleSchedule, sample_order, sampled_order
@@ -72,14 +72,14 @@ class OpenIndexed:
         self._schedule = schedule
         self._ahead: Prefetcher[UnitKey, Batch] | None = None
         if request.num_workers:
-            self._ahead = Prefetcher(loader, num_workers=request.num_workers, pin_memory=request.pin_memory)
+            self._ahead = Prefetcher(KeyedUnits(loader), num_workers=request.num_workers, pin_memory=request.pin_memory)
         self._walk = _Walk(schedule, request, known)
         self._feeder = _Feeder(
             self._walk,
             loader,
             self._ahead,
             pin_memory=request.pin_memory,
-            here=KeyedLoading(draws_nothing=draws_nothing(loader.dataset, loader.collate)),
+            here=KeyedUnits(loader),
             bytes_of_units=_BytesOfUnits(),
         )
 
@@ -155,14 +155,17 @@ class _Walk:
 
 
 class _BytesOfUnits:
-    """How large units have been, and so how many of them are loaded at once: a few megabytes, one at least."""
+    """How large the first unit was, and so how many are loaded at once: a few megabytes, one at least."""
 
     def __init__(self) -> None:
         self.num_at_once = 1
+        self._is_known = False
 
     def note(self, unit: Batch) -> None:
-        num_bytes = sum(tensor.nbytes for tensor in tensors_of(unit))
-        self.num_at_once = max(1, BYTES_AT_ONCE // num_bytes) if num_bytes else 1
+        if not self._is_known:
+            self._is_known = True
+            num_bytes = sum(tensor.nbytes for tensor in tensors_of(unit))
+            self.num_at_once = max(1, BYTES_AT_ONCE // num_bytes) if num_bytes else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +176,7 @@ class _Feeder:
     loader: UnitLoader
     ahead: Prefetcher[UnitKey, Batch] | None
     pin_memory: bool
-    here: KeyedLoading
+    here: KeyedUnits
     bytes_of_units: "_BytesOfUnits"
 
     def __call__(
@@ -201,7 +204,7 @@ class _Feeder:
         start = 0
         while start < len(keys):
             some = keys[start : start + self.bytes_of_units.num_at_once]
-            loaded = self.here.run(lambda seed, some=some: [self.loader.load(key, seed) for key in some])  # type: ignore[misc]  # bound now
+            loaded = self.here.load(some)
             self.bytes_of_units.note(loaded[-1])
             start += len(some)
             for key, unit in zip(some, loaded, strict=True):

@@ -1,4 +1,4 @@
-"""Loading in the calling process: each sample under its own random key, at the price of the generators that are used.
+"""Loading each sample under its own random key, at the price of the generators that are used.
 
 Putting python's, numpy's and torch's global generators aside and back takes 90 microseconds, and seeding them for a
 sample 7: more than many a sample takes to load, for nothing where it draws no numbers. So the first samples show what a
@@ -13,10 +13,11 @@ from typing import Any, Final, Protocol, TypeVar
 
 import torch
 
+from anybatch.core.tree import Batch
+from anybatch.data.fetch import Seed, UnitKey, UnitLoader, draws_nothing
 from anybatch.data.random_state import NUMPY, NUMPY_SEEDS
 
 T = TypeVar("T")
-Seed = Callable[[int], None]
 _MERSENNE_BYTES: Final = 625 * 4  # of numpy's MT19937: 624 words, and the place among them
 _NUM_WORDS: Final = 624
 
@@ -44,9 +45,10 @@ class _Python:
 
 
 class _Torch:
-    # torch.manual_seed would visit every device: a hundred times slower.
-    seed = staticmethod(torch.default_generator.manual_seed)
     keep = staticmethod(torch.default_generator.get_state)
+
+    def seed(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would visit every device: a hundred times slower
 
     def look(self) -> bytes:
         state = torch.default_generator.get_state()
@@ -69,14 +71,16 @@ class _Numpy:
         assert NUMPY is not None
         self._random = NUMPY.random
         self._array = NUMPY.frombuffer
-        self.keep = lambda: NUMPY.random.get_state(legacy=False)
+
+    def keep(self) -> Any:  # noqa: ANN401
+        return self._random.get_state(legacy=False)
 
     def seed(self, seed: int) -> None:
         self._random.seed(seed % NUMPY_SEEDS)
 
     def look(self) -> Any:  # noqa: ANN401
-        engine = self._random.get_bit_generator()
-        if type(engine) is not self._random.MT19937:  # the user has put another one in its place
+        engine: Any = getattr(self._random, "get_bit_generator", lambda: None)()
+        if type(engine) is not self._random.MT19937:  # an old numpy, or the user has put another one in its place
             return self.keep()
         return ctypes.string_at(engine.ctypes.state_address, _MERSENNE_BYTES)
 
@@ -107,18 +111,19 @@ class KeyedLoading:
         self._is_first = bool(self._generators)
         self._drawn: list[_Generator] = []
 
-    def run(self, load: Callable[[Seed], T]) -> T:
+    def run(self, load: Callable[[Seed | None], T]) -> T:
         """Return `load(seed)`.
 
         Args:
-            load: calls `seed(key)` before each thing that has random numbers of its own. It may be called twice.
+            load: calls `seed(key)` before each thing that has random numbers of its own, unless it is None, as nothing
+                draws. It may be called twice.
         """
         if self._is_first:
             return self._first(load)
         kept = [(generator, generator.keep()) for generator in self._drawn]
         looked = [(generator, generator.look()) for generator in self._generators if generator not in self._drawn]
         try:
-            loaded = load(self._seed)
+            loaded = load(self._seed if self._drawn else None)
         finally:
             for generator, state in kept:
                 generator.put_back(state)
@@ -134,7 +139,7 @@ class KeyedLoading:
         for generator in self._drawn:
             generator.seed(seed)
 
-    def _first(self, load: Callable[[Seed], T]) -> T:
+    def _first(self, load: Callable[[Seed | None], T]) -> T:
         """Seed all generators before each thing, and see which ones have moved since."""
         kept = [(generator, generator.keep()) for generator in self._generators]
         begun: list[Any] = []
@@ -158,3 +163,26 @@ class KeyedLoading:
                 generator.put_back(state)
         self._is_first = False
         return loaded
+
+
+class KeyedUnits:
+    """Loads units, in the calling process or in a worker, each sample under its own key.
+
+    Args:
+        loader: loads one unit.
+    """
+
+    def __init__(self, loader: UnitLoader) -> None:
+        self._loader = loader
+        self._loading: KeyedLoading | None = None  # made where it is used: a worker has generators of its own
+
+    def __call__(self, key: UnitKey) -> Batch:
+        """Return one unit."""
+        return self.load([key])[0]
+
+    def load(self, keys: Sequence[UnitKey]) -> list[Batch]:
+        """Return some units, one after another; the caller's generators are left as they were."""
+        if self._loading is None:
+            nothing = draws_nothing(self._loader.dataset, self._loader.collate)
+            self._loading = KeyedLoading(draws_nothing=nothing)
+        return self._loading.run(lambda seed: [self._loader(key, seed) for key in keys])

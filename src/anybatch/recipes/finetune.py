@@ -62,7 +62,7 @@ def finetune(
         encode = partial(_encode_with, tokeniser)
         padding = tokeniser.pad_token_id or 0
     return ab.Job(
-        model=partial(_small_llama if model is None else _saved_model, transformers, model),
+        model=partial(_small_llama, transformers) if model is None else partial(_saved_model, transformers, str(model)),
         optimizer=adamw,
         loss=ab.mean_over_tokens(loss, labels="labels", ignore_index=-100, shift=True),
         dataset=lambda: Passages(files[num_held_out:], encode, longest),
@@ -123,7 +123,7 @@ def _encode_with(tokeniser: Any, text: str) -> list[int]:  # noqa: ANN401 (trans
     return tokens
 
 
-def _small_llama(transformers: ModuleType, _: None) -> nn.Module:
+def _small_llama(transformers: ModuleType) -> nn.Module:
     config = transformers.LlamaConfig(
         vocab_size=NUM_BYTE_VALUES,
         hidden_size=128,
@@ -138,8 +138,8 @@ def _small_llama(transformers: ModuleType, _: None) -> nn.Module:
     return model
 
 
-def _saved_model(transformers: ModuleType, folder: str | Path) -> nn.Module:
-    model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(str(folder), local_files_only=True)
+def _saved_model(transformers: ModuleType, folder: str) -> nn.Module:
+    model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     return model.train()
 
 

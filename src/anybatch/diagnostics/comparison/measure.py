@@ -251,7 +251,7 @@ class _Runs:
         """Return this rank's samples as a batch of their own."""
         whole = self._batches[0]
         units = Placement(Cut(micro_batch_size=way.micro_batch_size), way.num_ranks, self._world.rank).units(
-            whole.sample_ids
+            len(whole.sample_ids)
         )
         return HeldBatch(PartOfBatch(whole, [position for unit in units for position in unit]))
 
