@@ -19,6 +19,7 @@ class Sizes:
         micro_batch_size: most samples of one forward and backward; None means "the rank share in equal parts".
         accumulation_steps: micro-batches per rank and step; None means "as many as it takes".
         micro_batch_tokens: most tokens of one forward and backward, where batches are cut by length; None where not.
+        fixed_tokens: what a micro-batch then costs beside its tokens, in tokens; None where it is still to be found.
     """
 
     world_size: int
@@ -26,6 +27,7 @@ class Sizes:
     micro_batch_size: int | None
     accumulation_steps: int | None
     micro_batch_tokens: int | None = None
+    fixed_tokens: float | None = None
 
     @property
     def product(self) -> str:

@@ -67,14 +67,14 @@ class TokenBudget:
 
     Attributes:
         tokens: most tokens of a micro-batch, padding included.
-        fixed_tokens: what a micro-batch costs beside its tokens, in tokens.
+        fixed_tokens: what a micro-batch costs beside its tokens, in tokens; None: measured on the first batch.
         sample_cost: from a sample's padded length to its cost in tokens; None: the length itself.
         longer: what becomes of a sample that is longer than the budget.
         cut_at: tokens that batches are cut at now, fewer than `tokens` once memory has run out; None: `tokens`.
     """
 
     tokens: int
-    fixed_tokens: float = FIXED_TOKENS
+    fixed_tokens: float | None = None
     sample_cost: Callable[[int], float] | None = field(default=None, hash=False)
     longer: Literal["error", "alone"] = "error"
     cut_at: int | None = None
@@ -87,7 +87,7 @@ class TokenBudget:
 def token_budget(
     tokens: int,
     *,
-    fixed_tokens: float = FIXED_TOKENS,
+    fixed_tokens: float | None = None,
     sample_cost: Callable[[int], float] | None = None,
     longer: Literal["error", "alone"] = "error",
 ) -> TokenBudget:
@@ -100,7 +100,7 @@ def token_budget(
     Args:
         tokens: most tokens of a micro-batch, padding included: what memory has room for.
         fixed_tokens: what a micro-batch costs beside its tokens, in tokens. Larger ones make fewer micro-batches with
-            more padding. `anybatch tune` measures it.
+            more padding. None: measured on the first batch, where a step is worth it, and 256 elsewhere.
         sample_cost: from a sample's padded length to its cost in tokens, never falling; None: the length. With
             attention over samples of thousands of tokens, say, `lambda length: length * (1 + length / 6_000)`.
         longer: "error" refuses a batch with a sample longer than the budget; "alone" gives such a sample a micro-batch
@@ -111,13 +111,14 @@ def token_budget(
         UserError: another value that cannot be used.
     """
     checked_int("tokens", tokens, error=BatchSizeError)
-    if not (math.isfinite(fixed_tokens) and fixed_tokens >= 0):
+    if fixed_tokens is not None and not (math.isfinite(fixed_tokens) and fixed_tokens >= 0):
         message = f"{fixed_tokens=} must be a number of tokens, 0 or more."
         raise UserError(message)
     if longer not in ("error", "alone"):
         message = f"{longer=} must be 'error' or 'alone'. To shorten samples, give the collate function a `longest`."
         raise UserError(message)
-    return TokenBudget(tokens=tokens, fixed_tokens=float(fixed_tokens), sample_cost=sample_cost, longer=longer)
+    fixed = None if fixed_tokens is None else float(fixed_tokens)
+    return TokenBudget(tokens=tokens, fixed_tokens=fixed, sample_cost=sample_cost, longer=longer)
 
 
 def plan_by_length(lengths: SampleLengths, world_size: int, cut: Cut, budget: TokenBudget) -> BatchPlan:
@@ -140,11 +141,12 @@ def plan_by_length(lengths: SampleLengths, world_size: int, cut: Cut, budget: To
     _refuse_longer(lengths, laid_out, budget)
     costs = _costs(laid_out, budget)
     cap = budget.tokens if budget.cut_at is None else budget.cut_at
+    fixed = FIXED_TOKENS if budget.fixed_tokens is None else budget.fixed_tokens
     cuts_for = _packed_cuts if lengths.packed else _padded_cuts
     num_targets = world_size if cut.deal == "balanced" else 1
     dealt: list[tuple[float, int, list[Cuts]]] = []
-    for number, units in enumerate(cuts_for(laid_out, costs, cap, budget.fixed_tokens, num_targets)):
-        weights = [budget.fixed_tokens + _weight(unit, costs, packed=lengths.packed) for unit in units]
+    for number, units in enumerate(cuts_for(laid_out, costs, cap, fixed, num_targets)):
+        weights = [fixed + _weight(unit, costs, packed=lengths.packed) for unit in units]
         shares, cost = _deal(units, weights, world_size, lockstep=cut.lockstep)
         dealt.append((cost, number, shares))
     _, _, shares = min(dealt, key=lambda found: found[:2])  # of equally fast ones the coarsest, which comes first

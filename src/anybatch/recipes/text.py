@@ -80,7 +80,7 @@ class Transformer(nn.Module):
     def __init__(self, *, width: int, num_layers: int, num_heads: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(NUM_BYTE_VALUES, width)
-        self.blocks = nn.Sequential(*(Block(width, num_heads) for _ in range(num_layers)))
+        self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(num_layers))
         self.norm = nn.RMSNorm(width)
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:
@@ -88,10 +88,19 @@ class Transformer(nn.Module):
                 num_added = 2 * num_layers if name.endswith(("merge.weight", "down.weight")) else 1
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(num_added))
 
-    def forward(self, inputs: Int[Tensor, "batch time"]) -> Float[Tensor, "batch time 256"]:
-        """Return the logits; those at position t depend on the bytes up to and with t."""
-        x = self.norm(self.blocks(self.embedding(inputs)))
-        return F.linear(x, self.embedding.weight)  # what reads a byte also writes it
+    def forward(
+        self, inputs: Int[Tensor, "batch time"], lengths: Sequence[int] | None = None
+    ) -> Float[Tensor, "batch time 256"]:
+        """Return the logits; those at position t depend on the bytes up to and with t.
+
+        Args:
+            inputs: bytes. Padding goes on the right, where no byte looks.
+            lengths: of samples that lie one behind the other in a single row; None: each row is one sample.
+        """
+        x = self.embedding(inputs)
+        for block in self.blocks:
+            x = block(x, lengths)
+        return F.linear(self.norm(x), self.embedding.weight)  # what reads a byte also writes it
 
 
 class Block(nn.Module):
@@ -108,15 +117,44 @@ class Block(nn.Module):
         self.up = nn.Linear(width, 2 * hidden, bias=False)
         self.down = nn.Linear(hidden, width, bias=False)
 
-    def forward(self, x: Float[Tensor, "batch time width"]) -> Float[Tensor, "batch time width"]:
-        """Return x with what both layers add to it."""
+    def forward(
+        self, x: Float[Tensor, "batch time width"], lengths: Sequence[int] | None = None
+    ) -> Float[Tensor, "batch time width"]:
+        """Return x with what both layers add to it; of `lengths`, see `Transformer.forward`."""
         heads = self.split(self.attention_norm(x)).unflatten(-1, (3, self.num_heads, -1))  # batch time 3 head per_head
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # each: batch head time per_head
-        mixed = F.scaled_dot_product_attention(rotate(query), rotate(key), value, is_causal=True)
+        mixed = attend(query, key, value) if lengths is None else attend_apart(query, key, value, lengths)
         x = x + self.merge(mixed.transpose(1, 2).flatten(-2))
         gate, signal = self.up(self.gated_norm(x)).chunk(2, dim=-1)  # each: batch time hidden
         added: Float[Tensor, "batch time width"] = self.down(F.silu(gate) * signal)
         return x + added
+
+
+def attend(
+    query: Float[Tensor, "*head time head_width"],
+    key: Float[Tensor, "*head time head_width"],
+    value: Float[Tensor, "*head time head_width"],
+) -> Float[Tensor, "*head time head_width"]:
+    """Return the values, mixed by how much each time looks at those up to it."""
+    return F.scaled_dot_product_attention(rotate(query), rotate(key), value, is_causal=True)
+
+
+def attend_apart(
+    query: Float[Tensor, "*head time head_width"],
+    key: Float[Tensor, "*head time head_width"],
+    value: Float[Tensor, "*head time head_width"],
+    lengths: Sequence[int],
+) -> Float[Tensor, "*head time head_width"]:
+    """Return the same for packed samples: each by itself, so that none sees another, and no time is spent in between.
+
+    Args:
+        query: of samples that lie one behind the other in time; so are the others.
+        key: the same.
+        value: the same.
+        lengths: times of each sample.
+    """
+    samples = zip(*(part.split(list(lengths), dim=-2) for part in (query, key, value)), strict=True)
+    return torch.cat([attend(*sample) for sample in samples], dim=-2)
 
 
 def rotate(x: Float[Tensor, "*head time head_width"]) -> Float[Tensor, "*head time head_width"]:

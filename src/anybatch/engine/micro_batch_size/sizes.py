@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from anybatch.core.batch import Placement, Position
+from anybatch.core.batch import Placement, Position, lengths_of
 from anybatch.core.geometry import Sizes, resolve_sizes
 from anybatch.core.size_choice import even_size
 from anybatch.core.splitting import Cut, CutConstraints, Deal, plan_batch
@@ -19,6 +19,7 @@ from anybatch.core.tree import Batch, copied, count_samples, slice_samples, tens
 from anybatch.engine.accumulation.accumulate import LoopContext
 from anybatch.engine.accumulation.planned_batch import PlannedBatch, plan_effective_batch
 from anybatch.engine.micro_batch_size.search import Auto, FoundSize, Search
+from anybatch.engine.micro_batch_size.token_costs import TokenCosts, assumed, measured_costs, pieces_to_time
 from anybatch.engine.micro_batch_size.trial_run import Execute, TrialRuns
 from anybatch.engine.side_effects import without_side_effects
 from anybatch.engine.telemetry.notifier import software_versions
@@ -102,8 +103,11 @@ class RunSizes:
             accumulation_steps=accumulation_steps,
         )
         if self._budget is not None:
-            self.sizes = dataclasses.replace(self.sizes, micro_batch_tokens=self._budget.tokens)
+            tokens, fixed = self._budget.tokens, self._budget.fixed_tokens
+            self.sizes = dataclasses.replace(self.sizes, micro_batch_tokens=tokens, fixed_tokens=fixed)
         self.searches = self.is_auto and accumulation_steps is None and constraints.searchable
+        if self._budget is not None:
+            self.searches = self._budget.fixed_tokens is None
         # On a CPU the system ends the process where memory runs out; nothing is raised that a search could catch.
         self.may_run_out = world.device.type != "cpu"
         self._deal = deal
@@ -132,9 +136,10 @@ class RunSizes:
             group=self.constraints.group,
             least_samples=self.constraints.least_samples,
         )
-        budget, tokens = self._budget, self.sizes.micro_batch_tokens
-        if budget is not None and tokens is not None and tokens < budget.tokens:
-            budget = dataclasses.replace(budget, cut_at=tokens)
+        budget = self._budget
+        if budget is not None:
+            sizes = self.sizes
+            budget = dataclasses.replace(budget, cut_at=sizes.micro_batch_tokens, fixed_tokens=sizes.fixed_tokens)
         return Placement(cut, self._world.size, self._world.rank, budget)
 
     def refuse_larger(self, num_samples: int) -> None:
@@ -184,6 +189,10 @@ class RunSizes:
             CompositionError: ranks run in lockstep on accelerators, where one may not run out of memory alone.
         """
         self.searches = False
+        if self._budget is not None:
+            costs = self._measured(batch, self._budget, trial)
+            self.sizes = dataclasses.replace(self.sizes, fixed_tokens=costs.fixed_tokens)
+            return FoundSize(None, f"{self._budget.tokens:,} tokens at most; {costs.words}")
         found = self._found(batch, trial, position)
         self.sizes = dataclasses.replace(self.sizes, micro_batch_size=found.size)
         return found
@@ -193,6 +202,12 @@ class RunSizes:
         if not self.searches or "micro_batch_size" not in decisions:
             return None
         self.searches = False
+        if self._budget is not None:
+            fixed = saved.get("fixed_tokens")
+            self.sizes = dataclasses.replace(self.sizes, fixed_tokens=fixed)
+            return (
+                f"{self._budget.tokens:,} tokens at most; a micro-batch costs {fixed or 0:,.0f}, as in the checkpoint"
+            )
         size = saved["micro_batch_size"]
         self.sizes = dataclasses.replace(self.sizes, micro_batch_size=size)
         return "the whole rank share, as in the checkpoint" if size is None else f"{size}, as in the checkpoint"
@@ -251,6 +266,59 @@ class RunSizes:
             finally:
                 trial.clear()
 
+    def _measured(self, batch: Any, budget: TokenBudget, trial: TrialParts) -> TokenCosts:  # noqa: ANN401
+        """Return what a micro-batch costs beside its tokens; rank 0's measurement, on all ranks."""
+        lengths = lengths_of(batch)
+        if lengths is None:  # it is refused when it is planned
+            return assumed("the batch has no lengths")
+        pieces = pieces_to_time(lengths, budget)
+        waits = trial.context.strategy.capabilities.lockstep or self._world.has_model_groups
+        num_parameters = sum(p.numel() for p in trial.context.prepared.parameters.values())
+        reason = self._why_clocks_do_not_count(trial)
+        if len(lengths.tokens) * num_parameters < WORTH_TIMING:
+            reason = "a step takes too little to be worth timing"
+        elif pieces is None:
+            reason = "its samples make no two micro-batches of different sizes"
+        elif waits and self.may_run_out:
+            reason = "ranks run in lockstep, where none may run out of memory alone"
+        if reason or pieces is None:
+            return assumed(reason)
+
+        def runs(make: Callable[[int, int], Iterable[Batch]], num_samples: int) -> TrialRuns:
+            return TrialRuns(
+                trial.context,
+                trial.modules,
+                make,
+                num_samples,
+                num_in_batch=len(lengths.tokens),
+                execute=trial.execute,
+                clear=trial.clear,
+                device=self._world.device,
+                clock=self.auto.clock,
+            )
+
+        def measure() -> TokenCosts:
+            return measured_costs(runs, lambda positions: next(batch.feed([positions])), pieces, lengths, budget)
+
+        functions = trial.context.loss.functions.values()
+        with without_side_effects(trial.modules, self._world.device, functions=functions, as_compiled=True):
+            try:
+                # Loading may raise on one rank; together, all of them raise instead of waiting for it.
+                costs: TokenCosts = self._world.run_on_all_ranks(measure)[0]
+                return costs
+            finally:
+                trial.clear()
+
+    def _why_clocks_do_not_count(self, trial: TrialParts) -> str:
+        """Return why speed is not to decide anything in this run; nothing if it may."""
+        if trial.context.loss.kind.encode is not None:
+            return "a loss across samples runs forwards twice once it is cut"
+        if any(map(is_compiled, trial.modules.modules())):
+            return "the model would be compiled again for each size"
+        if torch.are_deterministic_algorithms_enabled():
+            return "torch.use_deterministic_algorithms is on, and clocks are not deterministic"
+        return ""
+
     def _planned_in_lockstep(self, trial: TrialParts, first: "_FirstBatch") -> FoundSize:
         """Return the size that is planned to fit, without a trial run.
 
@@ -293,12 +361,8 @@ class RunSizes:
 
     def _why_not_timed(self, trial: TrialParts, first: "_FirstBatch", *, lockstep: bool) -> str:
         """Return why speed is not to decide; nothing if it is. The same on all ranks, and at any time."""
-        if trial.context.loss.kind.encode is not None:
-            return "a loss across samples runs forwards twice once it is cut"
-        if any(map(is_compiled, trial.modules.modules())):
-            return "the model would be compiled again for each size"
-        if torch.are_deterministic_algorithms_enabled():
-            return "torch.use_deterministic_algorithms is on, and clocks are not deterministic"
+        if reason := self._why_clocks_do_not_count(trial):
+            return reason
         if lockstep and not first.smallest_share:
             return "ranks run in lockstep, and one of them has no sample to run"
         num_parameters = sum(p.numel() for p in trial.context.prepared.parameters.values())

@@ -1,0 +1,265 @@
+"""Time of a step on samples of different lengths, cut in different ways at the same cap on tokens.
+
+The transformer of the recipe `text`; effective batches of 64 samples with lengths up to 512, of four kinds; 4,096
+tokens of a micro-batch at most, padding included. The ways:
+
+- arrival order: micro-batches of 8 samples, as many as always fit, in the order in which they come;
+- sorted: the same, of samples that were sorted by length within the batch;
+- transformers' `BatchRebalanceSampler` (`train_sampling_strategy="batch_rebalance"`), which is given a number of
+  micro-batches: 8, as a user of micro-batches of 8 has them, and the fewest with which none is above the cap;
+- `ab.token_budget`, padded; and packed into rows without padding, at 4,096 tokens and at 1,024.
+
+Those of the budget run in the engine, planning included; the others in the loop one writes by hand, which divides by
+the number of targets of the whole batch. Ways take turns step by step, each on the same batches. Figures are medians:
+of the seconds, of the ratio to the padded budget's neighbouring step, and of the padding in what was computed.
+
+    python benchmarks/variable_length.py [--out benchmarks/results/NAME.md]
+"""
+
+import itertools
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import report
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import Dataset
+from transformers.trainer_pt_utils import BatchRebalanceSampler
+
+import anybatch as ab
+from anybatch.data import Packed, Padded
+from anybatch.recipes.text import Transformer
+
+SIZE, CAP, LONGEST, NUM_BATCHES, ROUNDS = 64, 4_096, 512, 6, 4
+Lengths = list[int]
+Cut = list[list[int]]
+
+
+def log_normal(draw: random.Random) -> int:
+    """Return a length as sentences have it: half of them below 90, a few of hundreds."""
+    return int(draw.lognormvariate(4.5, 0.8))
+
+
+def heavy_tailed(draw: random.Random) -> int:
+    """Return a length of a Pareto distribution."""
+    return int(20 * draw.paretovariate(1.1))
+
+
+def bimodal(draw: random.Random) -> int:
+    """Return a length of questions, nine in ten, and of documents."""
+    return draw.randint(20, 40) if draw.random() < 0.9 else draw.randint(400, 512)
+
+
+def nearly_constant(draw: random.Random) -> int:
+    """Return a length close to 256."""
+    return draw.randint(248, 256)
+
+
+KINDS: dict[str, Callable[[random.Random], int]] = {
+    "log-normal": log_normal,
+    "heavy-tailed": heavy_tailed,
+    "bimodal": bimodal,
+    "nearly constant": nearly_constant,
+}
+
+
+class Texts(Dataset[dict[str, Tensor]]):
+    """Random tokens of given lengths."""
+
+    def __init__(self, lengths: Lengths) -> None:
+        draw = torch.Generator().manual_seed(0)
+        self.lengths = lengths
+        self.rows = [torch.randint(1, 256, (length,), generator=draw) for length in lengths]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+
+
+def network() -> nn.Module:
+    """Return a transformer of a million parameters."""
+    torch.manual_seed(0)
+    return Transformer(width=128, num_layers=4, num_heads=4)
+
+
+def loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    """Return the mean over the targets of a micro-batch; a byte is predicted from the ones before it."""
+    ends = batch.get("cu_seqlens")
+    lengths = None if ends is None else ends.diff().tolist()
+    logits = model(batch["input_ids"], lengths)
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+def padding(lengths: Lengths, cut: Cut) -> float:
+    """Return the part of what is computed that is padding."""
+    computed = sum(len(unit) * max(lengths[place] for place in unit) for unit in cut)
+    return 1 - sum(lengths) / computed
+
+
+def in_order(order: Sequence[int]) -> Cut:
+    """Cut into micro-batches of 8."""
+    return [list(order[start : start + 8]) for start in range(0, len(order), 8)]
+
+
+def rebalanced(lengths: Lengths, num_units: int) -> Cut:
+    """Cut as transformers does."""
+    sampler = BatchRebalanceSampler(lengths, len(lengths), 1, num_units, shuffle=False)
+    return [list(unit) for unit in sampler]
+
+
+def rebalanced_within_cap(lengths: Lengths) -> Cut:
+    """Cut as transformers does, into the fewest micro-batches that keep the cap."""
+    for num_units in range(1, len(lengths) + 1):
+        cut = rebalanced(lengths, num_units)
+        if all(len(unit) * max(lengths[place] for place in unit) <= CAP for unit in cut):
+            return cut
+    raise AssertionError
+
+
+CUTS: dict[str, Callable[[Lengths], Cut]] = {
+    "arrival order, 8 samples": lambda lengths: in_order(range(len(lengths))),
+    "sorted, 8 samples": lambda lengths: in_order(sorted(range(len(lengths)), key=lengths.__getitem__)),
+    "transformers, 8 micro-batches": lambda lengths: rebalanced(lengths, 8),
+    "transformers, fewest within the cap": rebalanced_within_cap,
+}
+
+
+class ByHand:
+    """The loop that one writes, over a cut of each batch.
+
+    Attributes:
+        waste: the padding of each batch.
+    """
+
+    def __init__(self, dataset: Texts, cut: Callable[[Lengths], Cut]) -> None:
+        self.waste: list[float] = []
+        self._dataset, self._cut = dataset, cut
+        self._model = network()
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4)
+        self._collate = Padded()
+
+    def step(self, ids: Sequence[int]) -> None:
+        """Train on some samples."""
+        lengths = [self._dataset.lengths[one] for one in ids]
+        cut = self._cut(lengths)
+        self.waste.append(padding(lengths, cut))
+        targets = sum(length - 1 for length in lengths)
+        for unit in cut:
+            batch = self._collate([self._dataset[ids[place]] for place in unit])
+            share = sum(lengths[place] - 1 for place in unit) / targets
+            (loss(self._model, batch) * share).backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+class ByEngine:
+    """The engine with a budget."""
+
+    def __init__(self, dataset: Texts, collate: Padded | Packed, cap: int = CAP) -> None:
+        self.waste: list[float] = []
+        self._lengths = dataset.lengths
+        model = network()
+        self._engine = ab.Engine(
+            model,
+            torch.optim.AdamW(model.parameters(), lr=1e-4),
+            ab.mean_over_tokens(loss, labels="labels"),
+            micro_batch_size=ab.token_budget(cap),
+            measure_gradient_norm=False,
+            check_loss=False,
+        )
+        self._packs = isinstance(collate, Packed)
+        data = ab.batches(
+            dataset,
+            effective_batch_size=SIZE,
+            shuffle=False,
+            epochs=1_000,
+            lengths=dataset.lengths,
+            collate=collate,
+        )
+        self._batches = iter(data)
+
+    def step(self, ids: Sequence[int]) -> None:
+        """Train on the next samples, which are these."""
+        batch = next(self._batches)
+        assert list(batch.sample_ids) == list(ids)
+        plan = self._engine.step(batch).plan
+        cut = [list(plan.positions(unit)) for unit in plan.units]
+        self.waste.append(0.0 if self._packs else padding([self._lengths[one] for one in ids], cut))
+
+    @property
+    def measured(self) -> str:
+        """What the engine says of its budget."""
+        return self._engine.decisions["micro_batch_size"]
+
+
+def steps_of_epochs(num_samples: int) -> Iterator[range]:
+    """Yield the samples of each step, epoch after epoch."""
+    starts = itertools.cycle(range(0, num_samples, SIZE))
+    return (range(start, start + SIZE) for start in starts)
+
+
+def measure(kind: str, rounds: int) -> list[str]:
+    """Return the rows of one kind of lengths."""
+    draw = random.Random(0)  # noqa: S311 (lengths)
+    make = partial(KINDS[kind], draw)
+    dataset = Texts([min(LONGEST, max(2, make())) for _ in range(NUM_BATCHES * SIZE)])
+    ways: dict[str, ByHand | ByEngine] = {name: ByHand(dataset, cut) for name, cut in CUTS.items()}
+    budget = ByEngine(dataset, Padded())
+    packed = Packed(boundaries=True)
+    ways |= {
+        "token budget, padded": budget,
+        "token budget, packed": ByEngine(dataset, packed),
+        "token budget of 1,024, packed": ByEngine(dataset, packed, 1_024),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for number, ids in enumerate(itertools.islice(steps_of_epochs(len(dataset)), 1 + rounds * NUM_BATCHES)):
+        names = list(ways) if number % 2 else list(reversed(ways))
+        for name in names:
+            begun = time.perf_counter()
+            ways[name].step(ids)
+            if number:  # the first one warms up, and in it the engine measures
+                seconds[name].append(time.perf_counter() - begun)
+    best = seconds["token budget, padded"]
+    rows = []
+    for name, way in ways.items():
+        ratios = [own / other for own, other in zip(seconds[name], best, strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        rows.append(
+            f"| {kind} | {name} | {statistics.median(seconds[name]):.3f} | {middle:.2f} | {low:.2f} to {high:.2f} "
+            f"| {statistics.median(way.waste):.0%} |"
+        )
+    print("\n".join([*rows, f"{kind}: {budget.measured}"]), flush=True)
+    return rows
+
+
+def main() -> None:
+    """Measure all, and print the table."""
+    parser = report.parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    lines = [
+        "| lengths | cut | seconds a step | times the padded budget | quartiles | padding |",
+        "|---|---|--:|--:|---|--:|",
+    ]
+    for kind in given.kinds:
+        lines += measure(kind, given.rounds)
+    report.publish(
+        lines,
+        title="Steps on samples of different lengths",
+        command="python benchmarks/variable_length.py",
+        setting=f"one thread, effective batches of {SIZE}, at most {CAP:,} tokens a micro-batch",
+        out=given.out,
+    )
+
+
+if __name__ == "__main__":
+    main()
