@@ -244,3 +244,25 @@ def test_a_batch_without_lengths_is_refused() -> None:
     """What cannot be cut by length says so, and what to give."""
     with pytest.raises(DataError, match=r"ab\.batches\(dataset, lengths="):
         Placement(Cut(), 1, 0, token_budget(8)).plan(5)
+
+
+@given(lengths=st.lists(st.integers(1, 20), max_size=6))
+def test_a_cut_into_few_shapes_is_the_cheapest(lengths: list[int]) -> None:
+    """Each micro-batch has room in a shape within the cap, and no partition of the samples costs less in shapes."""
+    shapes = ((8, 4), (4, 8), (3, 12), (1, 20))
+    sample_lengths = SampleLengths(tokens=lengths, shapes=shapes)
+    plan = plan_by_length(sample_lengths, 1, Cut(), token_budget(40, fixed_tokens=3.0))
+
+    def cost(part: Sequence[int]) -> float:
+        fitting = [rows * row for rows, row in shapes if rows >= len(part) and row >= max(part)]
+        return 3.0 + min(fitting, default=math.inf)
+
+    found = sum(cost([lengths[place] for place in plan.positions(unit)]) for unit in plan.units)
+    assert found == pytest.approx(min(sum(map(cost, parts)) for parts in partitions(lengths)))
+
+
+def test_a_sample_without_a_shape_is_refused() -> None:
+    """With the shapes there are."""
+    lengths = SampleLengths(tokens=[21], shapes=((1, 20),))
+    with pytest.raises(BatchSizeError, match="no shape of"):
+        plan_by_length(lengths, 1, Cut(), token_budget(40))

@@ -22,6 +22,7 @@ from tests.engine.length_cases import (
     expected_gradients,
     gradient_errors,
     ids_of_run,
+    loss,
 )
 from tests.faults import sees
 from tests.ranks_fixture import Ranks
@@ -268,3 +269,46 @@ def test_evaluation_gives_the_same_numbers_in_the_same_order() -> None:
 
     assert found[0] == pytest.approx(found[1], rel=TOLERANCE)
     assert found[2] == pytest.approx(found[1], rel=TOLERANCE)
+
+
+SHAPES = ((16, 4), (8, 8), (4, 16), (2, 20))
+
+
+@sees(
+    "rows that fill a shape count",
+    "src/anybatch/data/collate.py",
+    "name: value[:1].new_full((1, *value.shape[1:]), fills[name]) if value.ndim else value",
+    "name: value[:1] if value.ndim else value",
+)
+def test_few_shapes_give_the_same_gradient() -> None:
+    """Micro-batches of four shapes and no others, filled up with padding: the model sees no others."""
+    seen = set()
+
+    class Watched(Language):
+        def forward(self, input_ids: Any, *others: Any) -> Any:
+            seen.add(tuple(input_ids.shape))
+            return super().forward(input_ids, *others)
+
+    dataset, model = Sentences(), Watched()
+    batches = ab.batches(
+        dataset, effective_batch_size=25, epochs=3, lengths=dataset.lengths, collate=Padded(shapes=SHAPES)
+    )
+    with engine_of(model, 64, check_loss=False) as engine:
+        for batch in batches:
+            assert relative_error(engine.gradients(batch), expected_gradients(batch.sample_ids)) <= TOLERANCE
+
+    assert seen <= set(SHAPES)
+
+
+@pytest.mark.parametrize("collate", [Packed(), Padded(shapes=SHAPES)])
+def test_a_loss_over_samples_is_refused_where_rows_are_others(collate: Any) -> None:
+    """Packed or filled up, a micro-batch has other rows than samples, and a mean over samples would be wrong."""
+    model = Language()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    declared = ab.mean_over_samples(loss)
+    batches = ab.batches(Sentences(), effective_batch_size=9, lengths=LENGTHS, collate=collate)
+    with (
+        ab.Engine(model, optimizer, declared, micro_batch_size=ab.token_budget(40)) as engine,
+        pytest.raises(LossError, match="another number"),
+    ):
+        engine.step(next(iter(batches)))

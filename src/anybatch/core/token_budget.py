@@ -39,6 +39,28 @@ Cuts = list[list[int]]
 """Positions in the effective batch, by micro-batch."""
 
 
+Shape = tuple[int, int]
+"""Rows and columns of a micro-batch: its samples, and the tokens that each of them is padded to."""
+
+
+def shape_for(shapes: Sequence[Shape], num_samples: int, longest: int) -> Shape:
+    """Return the smallest of some shapes that has room.
+
+    Args:
+        shapes: samples and padded tokens of each.
+        num_samples: samples of the micro-batch.
+        longest: tokens of its longest sample.
+
+    Raises:
+        BatchSizeError: none has room.
+    """
+    with_room = [shape for shape in shapes if shape[0] >= num_samples and shape[1] >= longest]
+    if not with_room:
+        message = f"no shape of {list(shapes)} has room for {num_samples} x {longest} tokens. Add a larger one."
+        raise BatchSizeError(message)
+    return min(with_room, key=lambda shape: (shape[0] * shape[1], shape))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleLengths:
     """Lengths of the samples of an effective batch, and how its collate function lays them out.
@@ -47,15 +69,19 @@ class SampleLengths:
         tokens: of each sample, in the batch's order; 0 or more.
         packed: samples lie one behind the other, without padding.
         multiple_of: padded lengths are rounded up to a multiple of this.
+        shapes: the only ones that micro-batches are padded to, in rows and in tokens; empty: any.
     """
 
     tokens: Sequence[int]
     packed: bool = False
     multiple_of: int = 1
+    shapes: Sequence[Shape] = ()
 
     @property
     def laid_out(self) -> list[int]:
         """Tokens that each sample takes up in a micro-batch of its own."""
+        if self.shapes:
+            return [shape_for(self.shapes, 1, length)[1] for length in self.tokens]
         if self.packed or self.multiple_of == 1:
             return list(self.tokens)
         return [ceil_div(length, self.multiple_of) * self.multiple_of for length in self.tokens]
@@ -142,10 +168,15 @@ def plan_by_length(lengths: SampleLengths, world_size: int, cut: Cut, budget: To
     costs = _costs(laid_out, budget)
     cap = budget.tokens if budget.cut_at is None else budget.cut_at
     fixed = FIXED_TOKENS if budget.fixed_tokens is None else budget.fixed_tokens
-    cuts_for = _packed_cuts if lengths.packed else _padded_cuts
     num_targets = world_size if cut.deal == "balanced" else 1
+    if lengths.shapes:
+        found = [_shaped_cut(lengths, budget, cap, fixed)]
+    elif lengths.packed:
+        found = _packed_cuts(laid_out, costs, cap, num_targets)
+    else:
+        found = _padded_cuts(laid_out, costs, cap, fixed, num_targets)
     dealt: list[tuple[float, int, list[Cuts]]] = []
-    for number, units in enumerate(cuts_for(laid_out, costs, cap, fixed, num_targets)):
+    for number, units in enumerate(found):
         weights = [fixed + _weight(unit, costs, packed=lengths.packed) for unit in units]
         shares, cost = _deal(units, weights, world_size, lockstep=cut.lockstep)
         dealt.append((cost, number, shares))
@@ -274,11 +305,35 @@ def cheapest_cut(
     return ends[::-1], best[num_samples]
 
 
+def _shaped_cut(lengths: SampleLengths, budget: TokenBudget, cap: int, fixed: float) -> Cuts:
+    """Return the cheapest cut of which each micro-batch is padded, in rows too, to one of few shapes.
+
+    A shape costs the same however full it is, so that a micro-batch takes as many samples as its shape has room for,
+    unless a smaller shape is as good.
+    """
+    order = sorted(range(len(lengths.tokens)), key=lengths.tokens.__getitem__)
+    shapes = [shape for shape in lengths.shapes if shape[0] * shape[1] <= cap or shape[0] == 1]
+    costs = {shape: fixed + shape[0] * budget.cost(shape[1]) for shape in shapes}
+    best, begins = [0.0], [0]
+    for end in range(1, len(order) + 1):
+        longest = lengths.tokens[order[end - 1]]
+        with_room = [shape for shape in shapes if shape[1] >= longest]
+        if not with_room:
+            shape_for(shapes, 1, longest)  # says so
+        least, begin = min((best[max(0, end - shape[0])] + costs[shape], max(0, end - shape[0])) for shape in with_room)
+        best.append(least)
+        begins.append(begin)
+    units, end = [], len(order)
+    while end:
+        units.append(order[begins[end] : end])
+        end = begins[end]
+    return units
+
+
 def _packed_cuts(
     laid_out: Sequence[int],
     costs: Sequence[float],
     cap: int,
-    fixed: float,  # noqa: ARG001 (both layouts are called alike)
     num_ranks: int,
 ) -> list[Cuts]:
     """Return the fewest bins that the longest-first rule finds, and for several ranks a few finer divisions."""

@@ -10,6 +10,8 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
+from anybatch.core.geometry import ceil_div
+from anybatch.core.token_budget import Shape, shape_for
 from anybatch.core.whole_numbers import checked_int
 from anybatch.errors import DataError
 
@@ -36,6 +38,8 @@ class Padded:
         mask: name of a field to add to mappings that lack it, 1 for tokens and 0 for padding; None for none.
         shift: whether a model or loss predicts `labels` from the token before, so that a sample's first one must not
             count where padding stands before it.
+        shapes: the only shapes of a micro-batch, in rows and tokens, so that compiled code meets no others. Rows are
+            filled up too, with one token of padding each whose targets do not count: for losses over tokens.
     """
 
     padding: Mapping[str, float] = field(default_factory=dict, hash=False)
@@ -44,6 +48,7 @@ class Padded:
     longest: int | None = None
     mask: str | None = _MASK
     shift: bool = True
+    shapes: tuple[Shape, ...] = ()
 
     def __post_init__(self) -> None:
         """Check each value.
@@ -66,20 +71,25 @@ class Padded:
         """
         rows, names = _rows(samples, self.longest)
         lengths = [_length(row, names, number) for number, row in enumerate(rows)]
-        longest = -(-max(lengths) // self.multiple_of) * self.multiple_of
-        fields = {}
+        longest = ceil_div(max(lengths), self.multiple_of) * self.multiple_of
+        if self.shapes:
+            num_rows, longest = shape_for(self.shapes, len(rows), longest)
+            rows, lengths = _filled_up(rows, lengths, num_rows, self._fills(names))
+        fills, fields = self._fills(names), {}
         for name in names:
             column = [row[name] for row in rows]
             if self.shift and self.side == "left" and name in _PADDING:
                 column = _without_first(column)
-            fill = self.padding.get(str(name), _PADDING.get(str(name), 0))
-            fields[name] = torch.stack(column) if not column[0].ndim else self._padded(column, longest, fill)
+            fields[name] = torch.stack(column) if not column[0].ndim else self._padded(column, longest, fills[name])
         if isinstance(samples[0], Mapping):
             if self.mask is not None and self.mask not in fields:
                 ones = [torch.ones(length, dtype=torch.int64) for length in lengths]
                 fields[self.mask] = self._padded(ones, longest, 0)
             return fields
         return _like(samples[0], fields)
+
+    def _fills(self, names: Sequence[Any]) -> dict[Any, float]:
+        return {name: self.padding.get(str(name), _PADDING.get(str(name), 0)) for name in names}
 
     def _padded(self, column: Sequence[Tensor], longest: int, fill: float) -> Tensor:
         first = column[0]
@@ -155,6 +165,18 @@ def _rows(samples: Sequence[Any], longest: int | None) -> tuple[list[dict[Any, T
             message = f"sample 0 of a micro-batch has the fields {names}, and sample {number} {list(row)}."
             raise DataError(message)
     return rows, names
+
+
+def _filled_up(
+    rows: list[dict[Any, Tensor]], lengths: list[int], num_rows: int, fills: Mapping[Any, float]
+) -> tuple[list[dict[Any, Tensor]], list[int]]:
+    """Add rows of one token of padding: a row without any would have nothing to attend to, and NaN for it."""
+    missing = num_rows - len(rows)
+    empty = {
+        name: value[:1].new_full((1, *value.shape[1:]), fills[name]) if value.ndim else value
+        for name, value in rows[0].items()
+    }
+    return [*rows, *[empty] * missing], [*lengths, *[1] * missing]
 
 
 def _without_first(column: Sequence[Tensor]) -> list[Tensor]:

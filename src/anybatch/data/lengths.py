@@ -29,7 +29,9 @@ class KnownLengths:
 
     def __init__(self, lengths: Lengths, collate: Collate, dataset: Any | None) -> None:  # noqa: ANN401 (as torch leaves it open)
         self._packed = isinstance(collate, Packed)
-        self._multiple_of = collate.multiple_of if isinstance(collate, Padded) else 1
+        self._multiple_of, self._shapes = (
+            (collate.multiple_of, collate.shapes) if isinstance(collate, Padded) else (1, ())
+        )
         self._longest = collate.longest if isinstance(collate, (Padded, Packed)) else None
         self._dataset = dataset
         self._known: dict[int, int] = {}
@@ -60,7 +62,7 @@ class KnownLengths:
             tokens = [known[one] for one in sample_ids]
         if self._longest is not None:
             tokens = [min(length, self._longest) for length in tokens]
-        return SampleLengths(tokens=tokens, packed=self._packed, multiple_of=self._multiple_of)
+        return SampleLengths(tokens=tokens, packed=self._packed, multiple_of=self._multiple_of, shapes=self._shapes)
 
     def _load(self, sample_ids: Iterable[int]) -> None:
         assert self._dataset is not None

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from anybatch.core.batch import Position
+from anybatch.core.batch import Position, lengths_of
 from anybatch.core.loss import Loss
 from anybatch.core.splitting import BatchPlan
 from anybatch.engine.accumulation.planned_batch import (
@@ -22,7 +22,7 @@ from anybatch.engine.loss_check.uncounted import UncountedSums
 from anybatch.engine.micro_batch_size.sizes import RunSizes, TrialParts
 from anybatch.engine.telemetry.decisions import Decisions
 from anybatch.engine.telemetry.notifier import Notifier
-from anybatch.errors import WorldError
+from anybatch.errors import LossError, WorldError
 from anybatch.parallel.world import World
 
 
@@ -135,6 +135,7 @@ class StepPlanner:
         self._sizes.refuse_larger(planned.plan.num_samples)
         self._warn_of_smaller(batch, planned.plan.num_samples, step)
         if not self._has_begun:
+            self._refuse_other_rows(batch)
             refuse_disagreement(batch, planned, self._world)
             # All stages of a ramp: one that cannot be cut would end the run when it is reached.
             self._sizes.refuse_uncuttable(getattr(batch, "sizes", ()))
@@ -143,6 +144,24 @@ class StepPlanner:
         if check_loss and self._check.is_due(step):
             planned = self._check.check_declaration(planned, self._autocast, step)
         return planned
+
+    def _refuse_other_rows(self, batch: Any) -> None:  # noqa: ANN401 (any nested batch)
+        """Refuse a loss that counts samples where a micro-batch has another number of rows.
+
+        Raises:
+            LossError: with the declarations that are right.
+        """
+        lengths, kind = lengths_of(batch), self._loss.kind
+        if lengths is None or not (lengths.packed or lengths.shapes):
+            return
+        if not (self._loss.needs_data_to_count or kind.brings_count or kind.encode is not None):
+            layout = "packed into one row" if lengths.packed else "filled up with rows of padding"
+            message = (
+                f"micro-batches are {layout}, and the loss is a mean over samples, of which they have another number. "
+                "Declare what it is a mean over: ab.mean_over_tokens(loss, labels='labels'), or ab.mean_over(loss, "
+                "count=...); or return ab.LossSum(total, count)."
+            )
+            raise LossError(message)
 
     def _warn_of_smaller(self, batch: Any, num_samples: int, step: int) -> None:  # noqa: ANN401 (any nested batch)
         """Say that batches of a loader are smaller than the effective batch size that was named.
