@@ -169,6 +169,8 @@ class BatchPlan:
         line = f"{samples} = {ranks} x {steps} micro-batch{'es' * (steps != 1)} x {largest}"
         if all(share == (largest,) * steps for share in sizes):
             return line
+        if self.order is not None:  # cut by length, hardly two alike
+            return f"{line}, cut by length: {min(size for share in sizes for size in share)} to {largest}"
         return f"{line}, ragged: {_describe_ragged(sizes)}"
 
 

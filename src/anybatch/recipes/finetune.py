@@ -54,7 +54,7 @@ def finetune(
     """
     transformers = _transformers()
     files = list_files(folder, pattern, max_bytes or (_LIBRARY_BYTES if folder is None else None))
-    num_held_out = max(1, len(files) // 40)
+    num_held_out = max(1, len(files) // 10)
     encode: Encode = _encode_bytes
     padding = 0
     if model is not None:
