@@ -13,9 +13,9 @@ import pytest
 import anybatch as ab
 from anybatch.cli import init, option_hints
 from anybatch.cli import launch as launching
+from anybatch.cli.frozen_imports import frozen_imports
 from anybatch.cli.main import VERBS, function_of, main
 from anybatch.cli.option_hints import HINTS, OWN_OPTIONS, explain_unknown
-from anybatch.cli.plan import frozen_imports
 from anybatch.cli.plan_options import make_parser as make_plan_parser
 from anybatch.cli.status import Status
 from anybatch.cli.train import make_parser, read
@@ -295,8 +295,9 @@ def test_taken_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "Traceback" not in printed
 
 
-def test_what_a_plan_imports_is_never_collected() -> None:
+def test_what_the_program_imports_is_never_collected(monkeypatch: pytest.MonkeyPatch) -> None:
     """No collection runs inside and none looks at what was made there; after it, also after an error, they run."""
+    monkeypatch.delitem(sys.modules, "torch")  # as in a process that begins
     try:
         before = gc.get_freeze_count()
         with frozen_imports():
@@ -310,6 +311,16 @@ def test_what_a_plan_imports_is_never_collected() -> None:
         assert found - before >= len(kept)
     finally:
         gc.unfreeze()
+
+
+def test_what_others_have_made_may_be_collected() -> None:
+    """Where torch was imported before, in a program of the user's, nothing is kept from the collector."""
+    before = gc.get_freeze_count()
+    with frozen_imports():
+        running = gc.isenabled()
+
+    assert running
+    assert gc.get_freeze_count() == before
 
 
 @pytest.mark.parametrize("word", ["--version", "-V"])

@@ -1,14 +1,13 @@
 """`anybatch plan`: what fits into a device that is not here."""
 
-import gc
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from anybatch.cli.frozen_imports import frozen_imports
 from anybatch.cli.plan_options import changes_of, make_parser
 from anybatch.cli.status import Status
 from anybatch.errors import UserError
@@ -33,22 +32,6 @@ def run(words: Sequence[str]) -> int:
         import anybatch.planner.verification  # noqa: PLC0415 (brings torch)
         import anybatch.recipes.planning.plan  # noqa: F401, PLC0415 (brings torch)
     return plan_subject(given.pop("what"), **given, **asked)
-
-
-@contextmanager
-def frozen_imports() -> Iterator[None]:
-    """Keep the garbage collector from ever looking at objects made inside.
-
-    The million objects of torch's modules stay to the end anyway, and visiting them again and again takes a second.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-        gc.freeze()
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def plan_subject(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import cast
 
 from anybatch.cli.fork_server import start_fork_server
+from anybatch.cli.frozen_imports import frozen_imports
 from anybatch.cli.option_hints import explain_unknown
 from anybatch.cli.parser import Parser, add_recipe, count, count_or_auto, integer, micro_batch_size, number
 from anybatch.cli.threads import let_threads_sleep
@@ -26,7 +27,8 @@ def run(words: Sequence[str]) -> int:
     if request.ranks not in (None, "auto", 1):
         start_fork_server()
     # torch takes seconds to import, and is not needed to say that an option is wrong.
-    from anybatch.cli.launch import launch  # noqa: PLC0415 (brings torch)
+    with frozen_imports():
+        from anybatch.cli.launch import launch  # noqa: PLC0415 (brings torch)
 
     return launch(request)
 

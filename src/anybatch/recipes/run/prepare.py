@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from anybatch.checkpoints import list_checkpoints
 from anybatch.core.geometry import ceil_div
@@ -18,10 +18,12 @@ from anybatch.errors import AnyBatchError, UserError
 from anybatch.parallel.world import World
 from anybatch.planner.cache.measured_devices import KnownDevices
 from anybatch.recipes.job import Job
-from anybatch.recipes.planning.size_limit import Largest, planned_for_job
 from anybatch.recipes.run.folder import Origin, RunFolder, RunHeader, Stretch
 from anybatch.recipes.run.settings import LEARNED, Choices, Settings, differences, resolve_settings, with_settings
 from anybatch.recipes.run.start import JobRun, num_steps_of, scheduler_function, start
+
+if TYPE_CHECKING:
+    from anybatch.recipes.planning.size_limit import Largest
 
 ResultT = TypeVar("ResultT")
 
@@ -121,7 +123,7 @@ def _largest_that_ran(header: RunHeader | None, choices: Choices) -> int | None:
 
 
 def _sizes(
-    settings: Settings, world: World, limit: int | None, known: Memory | None, planned: Largest | None
+    settings: Settings, world: World, limit: int | None, known: Memory | None, planned: "Largest | None"
 ) -> dict[str, Any]:
     """Return the fields of `Hardware` that say how large micro-batches are."""
     if settings.micro_batch_tokens is not None and limit is None:
@@ -135,10 +137,12 @@ def _sizes(
     return {"micro_batch_size": min(size, limit) if isinstance(size, int) else limit}
 
 
-def _planned_largest(job: Job, settings: Settings, world: World, devices: KnownDevices | None) -> Largest | None:
+def _planned_largest(job: Job, settings: Settings, world: World, devices: KnownDevices | None) -> "Largest | None":
     """Return the planner's bound; None on a CPU, where planning takes longer than it saves (docs/log.md)."""
     if world.device.type != "cuda":
         return None
+    from anybatch.recipes.planning.size_limit import planned_for_job  # noqa: PLC0415 (brings the planner)
+
     return planned_for_job(job, settings.learning_rate, settings.precision, world, devices)
 
 
