@@ -128,7 +128,7 @@ class AcrossBatch(nn.Module):
         return x + mixed
 
 
-class Resting(nn.Module):
+class InEvaluationMode(nn.Module):
     """Keeps a module in evaluation mode, whatever is called on it."""
 
     def __init__(self, inner: nn.Module) -> None:

@@ -22,9 +22,9 @@ from tests.diagnostics.faulty import (
     Alone,
     Batch,
     Encoder,
+    InEvaluationMode,
     LanguageModel,
     Network,
-    Resting,
     Subject,
     as_sum,
     classify,
@@ -119,7 +119,7 @@ def test_change_mends(name: str) -> None:
 @sees(
     "check: cuts draw numbers of their own",
     "src/anybatch/diagnostics/gradient_runs.py",
-    "with held.of(start, min(start + micro_batch_size, self.num_samples)):",
+    "with draws.of(start, min(start + micro_batch_size, self.num_samples)):",
     "with nullcontext():",
 )
 @pytest.mark.parametrize("name", HELD)
@@ -166,7 +166,7 @@ def healthy() -> dict[str, Subject]:
         )
     activations: dict[str, Callable[[], nn.Module]] = {
         "alpha dropout": partial(nn.AlphaDropout, 0.2),
-        "resting BatchNorm": lambda: Resting(nn.BatchNorm1d(10)),
+        "BatchNorm in evaluation mode": lambda: InEvaluationMode(nn.BatchNorm1d(10)),
         "GELU": nn.GELU,
         "PReLU": nn.PReLU,
         "attention over features": lambda: Alone(nn.MultiheadAttention(10, 2, dropout=0.1, batch_first=True)),
@@ -192,7 +192,7 @@ HEALTHY = healthy()
     "check: randomness is not set aside",
     "src/anybatch/diagnostics/check.py",
     """
-    runs.resting |= {by_name[name] for name in draws}
+    runs.in_evaluation |= {by_name[name] for name in draws}
 """,
     """
     by_name.clear()

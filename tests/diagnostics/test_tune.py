@@ -94,10 +94,10 @@ def tuned(clock: Clock, model: nn.Module, *, seconds: float = 0.0, **options: An
     "src/anybatch/diagnostics/tune.py",
     """
                     begun = self._now()
-                    too_large += engine.step(held).too_large
+                    too_large += engine.step(cached).too_large
 """,
     """
-                    too_large += engine.step(held).too_large
+                    too_large += engine.step(cached).too_large
                     begun = self._now()
 """,
 )

@@ -362,8 +362,8 @@ def over_whole_sets(strategy: str) -> list[dict[str, float]]:
 @sees(
     "rows of the whole set come in the order of ranks",
     "src/anybatch/engine/evaluation.py",
-    "for one in of_rank), key=lambda one: one[0])",
-    "for one in of_rank), key=lambda one: 0)",
+    "sorted(range(len(places)), key=places.__getitem__)",
+    "sorted(range(len(places)), key=lambda _: 0)",
     cases=["2-ranks-all_reduce"],
 )
 @pytest.mark.parametrize("strategy", ["all_reduce", "ddp"])

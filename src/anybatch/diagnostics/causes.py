@@ -14,29 +14,28 @@ from anybatch.engine.loss_check.recorded_model import UndecidedError
 
 
 def find_causes(
-    runs: GradientRuns, micro_batch_size: int, couples: Sequence[str], tolerance: float
+    runs: GradientRuns, micro_batch_size: int, coupling_modules: Sequence[str], tolerance: float
 ) -> Iterator[CheckFinding]:
     """Yield every reason why micro-batches of this size do not add up to the gradient of the batch.
 
     Args:
-        runs: the model, whose random numbers rest already.
+        runs: the model, whose random numbers have been set aside already.
         micro_batch_size: of a cut that failed.
-        couples: modules whose output for a sample depends on the others.
+        coupling_modules: names of modules whose output for a sample depends on the others.
         tolerance: relative error that rounding may cause.
     """
     found = 0
     by_name = dict(runs.modules.named_modules())
-    coupling = [by_name[name] for name in couples]
-    with runs.rest(coupling):
-        still = [name for name in runs.look().couples if name in couples]
-        resting = [name for name in couples if name not in still]
-        if resting:
-            yield _normalisation(runs, micro_batch_size, resting, by_name)
+    with runs.evaluating([by_name[name] for name in coupling_modules]):
+        # Modules that couple samples in evaluation mode, too, and those that do so in training alone.
+        in_both_modes = [name for name in runs.forward_traits().coupling_modules if name in coupling_modules]
+        in_training = [name for name in coupling_modules if name not in in_both_modes]
+        if in_training:
+            yield _normalisation(runs, micro_batch_size, in_training, by_name)
             found += 1
-        # A layer that couples samples in evaluation mode, too, cannot be put to rest, so nothing behind it can be
-        # judged.
-        if still:
-            yield _coupling(still)
+        # Those of the first kind cannot be set aside, so nothing behind them can be judged.
+        if in_both_modes:
+            yield _coupling(in_both_modes)
             return  # whether the loss adds up over samples cannot be decided behind a model that joins them
         losses = _losses(runs)
         yield from losses
@@ -59,13 +58,13 @@ def error_of(runs: GradientRuns, micro_batch_size: int) -> float:
 
 
 def _normalisation(runs: GradientRuns, size: int, names: Sequence[str], by_name: dict[str, nn.Module]) -> CheckFinding:
-    """Describe layers that couple samples in training and do not in evaluation mode. They rest meanwhile."""
+    """Describe layers that couple samples in training and do not in evaluation mode, in which they are meanwhile."""
     kinds = sorted({type(by_name[name]).__name__ for name in names})
     known = all(isinstance(by_name[name], BatchNormBase) for name in names)
     layers = f"{len(names)} layer{'s' * (len(names) > 1)} ({', '.join(kinds)}; first {names[0]!r})"
     verb = "normalise" if len(names) > 1 else "normalises"
-    rest = error_of(runs, size)
-    behind = "nothing else differs" if rest < 1e-3 else f"without them the gradient still differs by {rest:.1e}"  # noqa: PLR2004 (a word, no limit)
+    error = error_of(runs, size)
+    behind = "nothing else differs" if error < 1e-3 else f"without them the gradient still differs by {error:.1e}"  # noqa: PLR2004 (a word, no limit)
     return CheckFinding(
         code="batch_norm",
         where=names[0],

@@ -67,13 +67,13 @@ def check(
 
 def _check(runs: GradientRuns, precision: str, micro_batch_sizes: Sequence[int] | None) -> CheckReport:
     num_samples = runs.num_samples
-    seen = runs.look()
+    traits = runs.forward_traits()
     # Autocast inside of the model may compute in fewer bits than its parameters have.
-    narrowest = min((d for d in (runs.dtype, seen.narrowest) if d), key=lambda dtype: torch.finfo(dtype).bits)
+    narrowest = min((d for d in (runs.dtype, traits.narrowest_dtype) if d), key=lambda dtype: torch.finfo(dtype).bits)
     # A type that is not listed, such as float8, has the widest tolerance.
     tolerance = _TOLERANCES.get(narrowest, max(_TOLERANCES.values()))
     findings = []
-    if (randomness := _set_randomness_aside(runs, seen.draws, tolerance)) is not None:
+    if (randomness := _set_randomness_aside(runs, traits.random_modules, tolerance)) is not None:
         findings.append(randomness)
     # 1 and two ragged cuts: an even cut hides faults that divide by the number of micro-batches.
     sizes = micro_batch_sizes or sorted({1, round(num_samples * 0.4), round(num_samples * 0.6)})
@@ -82,7 +82,7 @@ def _check(runs: GradientRuns, precision: str, micro_batch_sizes: Sequence[int] 
     if failing and not any(finding.breaks_equality for finding in findings):
         # A cut that runs explains more than one that raises, and a larger error is easier to attribute.
         worst = max(failing, key=lambda split: (split.failure is None, split.error))
-        findings += find_causes(runs, worst.sizes[0], seen.couples, tolerance)
+        findings += find_causes(runs, worst.sizes[0], traits.coupling_modules, tolerance)
         findings += [_cannot_run(s) for s in failing if s.failure and all(f.code == "unexplained" for f in findings)]
     return CheckReport(
         num_samples=num_samples, precision=precision, tolerance=tolerance, splits=splits, findings=tuple(findings)
@@ -123,18 +123,18 @@ def _measure(runs: GradientRuns, size: int, tolerance: float) -> SplitResult:
 
 
 def _set_randomness_aside(runs: GradientRuns, draws: Sequence[str], tolerance: float) -> CheckFinding | None:
-    """Put the modules that draw random numbers to rest, if the gradient depends on what they draw."""
+    """Put the modules that draw random numbers into evaluation mode, if the gradient depends on what they draw."""
     # The same gradient from another seed: what is drawn, if anything, does not matter.
     if relative_error(runs.whole(seed=runs.seed + 1), runs.whole()) <= tolerance:
         return None
     by_name = dict(runs.modules.named_modules())
-    before = set(runs.resting)
-    runs.resting |= {by_name[name] for name in draws}
-    rested = set(runs.resting)
-    rest = relative_error(runs.whole(seed=runs.seed + 1), runs.whole())
+    before = set(runs.in_evaluation)
+    runs.in_evaluation |= {by_name[name] for name in draws}
+    without_draws = set(runs.in_evaluation)
+    difference = relative_error(runs.whole(seed=runs.seed + 1), runs.whole())
     where = draws[0] if draws else ""
     number = f"{len(draws)} module{'s' * (len(draws) > 1)}"
-    if rest <= tolerance:
+    if difference <= tolerance:
         return CheckFinding(
             code="randomness",
             where=where,
@@ -149,7 +149,7 @@ def _set_randomness_aside(runs: GradientRuns, draws: Sequence[str], tolerance: f
         f"{repr(where) if where else 'the model'} draws" if draws else "the loss function, or a module's forward, draws"
     )
     if runs.loss.kind.encode is None:  # one that is has its own function run twice, for other samples
-        runs.resting, runs.held = before, SharedDraws()
+        runs.in_evaluation, runs.shared_draws = before, SharedDraws()
         runs.whole()  # draws what is held from here on
         if relative_error(runs.whole(seed=runs.seed + 1), runs.whole()) <= tolerance:
             return CheckFinding(
@@ -162,13 +162,13 @@ def _set_randomness_aside(runs: GradientRuns, draws: Sequence[str], tolerance: f
                 change="",
                 breaks_equality=False,
             )
-        runs.resting, runs.held = rested, None
+        runs.in_evaluation, runs.shared_draws = without_draws, None
     return CheckFinding(
         code="randomness",
         where=where,
         says=(
             f"{source} random numbers in a way that cannot be held (a permutation, numpy, a generator of its own), so "
-            f"two runs of the same batch differ by {rest:.1e} and cuts cannot be compared."
+            f"two runs of the same batch differ by {difference:.1e} and cuts cannot be compared."
         ),
         change="make the draws a part of the batch, or leave them out meanwhile, and check again.",
     )

@@ -16,18 +16,18 @@ class ForwardTraits:
     """Modules by what one forward showed of them, by name, in the order in which they ended.
 
     Attributes:
-        draws: modules that advanced torch's generator, but no child of theirs did.
-        couples: modules whose output for one sample moves with another sample, but no child's does.
-        narrowest: the floating-point type with the fewest bits that any module returned; None if none was returned.
+        random_modules: those that advanced torch's generator, but no child of theirs did.
+        coupling_modules: those whose output for one sample moves with another sample, but no child's does.
+        narrowest_dtype: the floating-point type with the fewest bits that any module returned; None if none was.
     """
 
-    draws: tuple[str, ...]
-    couples: tuple[str, ...]
-    narrowest: torch.dtype | None
+    random_modules: tuple[str, ...]
+    coupling_modules: tuple[str, ...]
+    narrowest_dtype: torch.dtype | None
 
 
-def look(modules: nn.Module, run: Callable[[], object], num_samples: int) -> ForwardTraits:
-    """Run a forward and look at every module that it calls; buffers are the caller's to put back.
+def find_traits(modules: nn.Module, run: Callable[[], object], num_samples: int) -> ForwardTraits:
+    """Run a forward and observe every module that it calls; buffers are the caller's to put back.
 
     Args:
         modules: all modules that may be called.
@@ -58,9 +58,9 @@ def look(modules: nn.Module, run: Callable[[], object], num_samples: int) -> For
         for hook in hooks:
             hook.remove()
     return ForwardTraits(
-        draws=tuple(names[m] for m in _innermost(dict.fromkeys(drew))),
-        couples=tuple(tried_couplings(modules, run, num_samples)),
-        narrowest=min(dtypes, key=lambda dtype: torch.finfo(dtype).bits, default=None),
+        random_modules=tuple(names[m] for m in _innermost(dict.fromkeys(drew))),
+        coupling_modules=tuple(tried_couplings(modules, run, num_samples)),
+        narrowest_dtype=min(dtypes, key=lambda dtype: torch.finfo(dtype).bits, default=None),
     )
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from anybatch.core.comparison import Gradients, relative_error
 from anybatch.core.loss import Loss, factors_of, returned_count, scaled, unit_counts
 from anybatch.core.tree import Batch, copied, count_samples, map_tensors, slice_samples, tensors_of
-from anybatch.diagnostics.coupling import ForwardTraits, look
+from anybatch.diagnostics.coupling import ForwardTraits, find_traits
 from anybatch.engine.engine import Engine
 from anybatch.engine.inputs import Model, collect_modules
 from anybatch.engine.loss_check.additivity import TermFinding, checked_samples, findings
@@ -38,8 +38,8 @@ class GradientRuns:
         batch: the whole batch.
         seed: of whatever is drawn.
         norms: the policy about BatchNorm, as the engine takes it.
-        resting: modules that are in evaluation mode for now, because their behaviour in training was set aside.
-        held: what torch draws is drawn once for the whole batch, and cuts get the rows of their samples.
+        in_evaluation: modules that run in evaluation mode for now, because their behaviour in training was set aside.
+        shared_draws: what torch draws is drawn once for the whole batch, and cuts get the rows of their samples.
     """
 
     model: Model
@@ -47,8 +47,8 @@ class GradientRuns:
     batch: Batch
     seed: int = 0
     norms: Policy | PolicyName | None = None
-    resting: set[nn.Module] = field(default_factory=set)
-    held: SharedDraws | None = None
+    in_evaluation: set[nn.Module] = field(default_factory=set)
+    shared_draws: SharedDraws | None = None
 
     @property
     def modules(self) -> nn.Module:
@@ -72,8 +72,8 @@ class GradientRuns:
         """
         if self.norms not in (None, "keep"):
             return self.split(self.num_samples, seed=seed)
-        held = nullcontext() if self.held is None else self.held.of(0, self.num_samples)
-        with self._untouched(self.seed if seed is None else seed), held:
+        draws = nullcontext() if self.shared_draws is None else self.shared_draws.of(0, self.num_samples)
+        with self._untouched(self.seed if seed is None else seed), draws:
             return self._backward(self._value(self.loss, copied(self.batch)))
 
     def split(self, micro_batch_size: int, *, seed: int | None = None) -> Gradients:
@@ -83,7 +83,7 @@ class GradientRuns:
                 self.model,
                 # `gradients` makes no update; an optimizer without state keeps the copies as they are.
                 lambda named: torch.optim.SGD(named, lr=0.0),
-                self.loss if self.held is None else self._with_held_draws(self.held, micro_batch_size),
+                self.loss if self.shared_draws is None else self._with_draws(self.shared_draws, micro_batch_size),
                 micro_batch_size=micro_batch_size,
                 norms=self.norms or "keep",
                 check_loss=False,
@@ -95,13 +95,13 @@ class GradientRuns:
             finally:
                 engine.close()
 
-    def _with_held_draws(self, held: SharedDraws, micro_batch_size: int) -> Loss:
+    def _with_draws(self, draws: SharedDraws, micro_batch_size: int) -> Loss:
         """Return the loss whose calls, one for each micro-batch in order, draw what was drawn for their samples."""
         starts = itertools.count(0, micro_batch_size)
 
         def function(model: Any, batch: Batch) -> Any:  # noqa: ANN401 (as the user's)
             start = next(starts)
-            with held.of(start, min(start + micro_batch_size, self.num_samples)):
+            with draws.of(start, min(start + micro_batch_size, self.num_samples)):
                 return self.loss.function(model, batch)
 
         return dataclasses.replace(self.loss, function=function)
@@ -127,10 +127,10 @@ class GradientRuns:
                 break
         return found
 
-    def look(self) -> ForwardTraits:
-        """Look at every module in one forward of the whole batch."""
+    def forward_traits(self) -> ForwardTraits:
+        """Observe every module in one forward of the whole batch."""
         with self._untouched(self.seed):
-            return look(self.modules, lambda: self._output(copied(self.batch)), self.num_samples)
+            return find_traits(self.modules, lambda: self._output(copied(self.batch)), self.num_samples)
 
     def returns_a_number(self) -> bool:
         """Whether the loss function returns one number, and neither a sum with its count nor one loss per item."""
@@ -192,22 +192,22 @@ class GradientRuns:
         return bool(fired)
 
     @contextmanager
-    def rest(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+    def evaluating(self, modules: Sequence[nn.Module]) -> Iterator[None]:
         """Put these modules, not their children, into evaluation mode meanwhile."""
-        before = set(self.resting)
-        self.resting |= set(modules)
+        before = set(self.in_evaluation)
+        self.in_evaluation |= set(modules)
         try:
             yield
         finally:
-            self.resting = before
+            self.in_evaluation = before
 
     @contextmanager
     def _untouched(self, seed: int) -> Iterator[SeededGenerators]:
-        """Seed, let modules rest, and put buffers, modes and random numbers back."""
+        """Seed, set modules to evaluation mode, and put buffers, modes and random numbers back."""
         functions = self.loss.functions.values()
         with without_side_effects(self.modules, torch.device("cpu"), functions=functions) as draws:
             draws.seed(seed)
-            for module in self.resting:
+            for module in self.in_evaluation:
                 # The attribute, since `eval()` would reach the children too.
                 module.training = False
             yield draws

@@ -13,7 +13,7 @@ from anybatch.core.batch import EffectiveBatch, Placement
 from anybatch.core.geometry import ceil_div
 from anybatch.core.size_choice import NEAR_BEST, smallest_of_the_fastest
 from anybatch.core.splitting import Cut
-from anybatch.diagnostics.held_batch import HeldBatch, PartOfBatch
+from anybatch.diagnostics.cached_batch import BatchSubset, CachedBatch
 from anybatch.engine.engine import Engine
 from anybatch.engine.inputs import Model
 from anybatch.engine.spec import Hardware, TrainSpec
@@ -346,7 +346,7 @@ class _Steps:
             if number <= 2:  # noqa: PLR2004 (the step itself is as short)
                 one = two = self._step(size)
             else:
-                one, two = (self._step(size, PartOfBatch(self._whole, range(times * size))) for times in (1, 2))
+                one, two = (self._step(size, BatchSubset(self._whole, range(times * size))) for times in (1, 2))
             if one is None or two is None:
                 break  # larger sizes do not fit either
             further = number - 1 if number > 2 else 0  # noqa: PLR2004
@@ -363,14 +363,14 @@ class _Steps:
                 too_large = engine.step(
                     _two_micro_batches(self._whole, size)
                 ).too_large  # it went on with a smaller one
-                held = HeldBatch(self._whole if batch is None else batch)
-                list(Placement(Cut(micro_batch_size=size), 1, 0).micro_batches(held))
+                cached = CachedBatch(self._whole if batch is None else batch)
+                list(Placement(Cut(micro_batch_size=size), 1, 0).micro_batches(cached))
                 times: list[float] = []
                 # A step of a small model is over before the machine has done anything else that it does now and then.
                 is_part, most = batch is not None, _MOST_STEPS if batch is None else _STEPS_OF_A_PART
                 while not times or (len(times) < most and (is_part or sum(times) < _TIMED_SECONDS)):
                     begun = self._now()
-                    too_large += engine.step(held).too_large
+                    too_large += engine.step(cached).too_large
                     times.append(self._now() - begun)
                 # What else the machine does only adds to a time, and few of a part are taken.
                 taken = None if too_large else min(times) if is_part else median(times)
@@ -395,7 +395,7 @@ def _two_micro_batches(batch: EffectiveBatch, size: int) -> EffectiveBatch:
     if number <= 2 * size:
         return batch
     rest = number % size or size
-    return PartOfBatch(batch, [*range(size), *range(number - rest, number)])
+    return BatchSubset(batch, [*range(size), *range(number - rest, number)])
 
 
 def _relative_times(times: Mapping[int, Sequence[float]], estimated: Collection[int] = ()) -> dict[int, list[float]]:
@@ -427,16 +427,16 @@ def _cut_batch_norms(train: TrainSpec) -> Sequence[torch.nn.Module]:
 def _peak_bytes(trained: Model, engine: Callable[[int], Engine], batch: EffectiveBatch, size: int) -> int:
     """Return the most that tensors take in the second step, as a ledger counts it."""
     modules = [trained] if isinstance(trained, torch.nn.Module) else list(trained.values())
-    held = HeldBatch(_two_micro_batches(batch, size))
+    cached = CachedBatch(_two_micro_batches(batch, size))
     # Loaded before the ledger is entered, so that loading is not counted.
-    list(Placement(Cut(micro_batch_size=size), 1, 0).micro_batches(held))
+    list(Placement(Cut(micro_batch_size=size), 1, 0).micro_batches(cached))
     with MemoryLedger() as ledger:
         for module in modules:
             ledger.hold("weights", module.parameters())
             ledger.hold("buffers", module.buffers())
         with engine(size) as made:
-            made.step(held)
-            made.step(held)
+            made.step(cached)
+            made.step(cached)
     ledger.forget()
     return ledger.peak_bytes
 

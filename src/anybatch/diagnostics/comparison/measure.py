@@ -18,11 +18,11 @@ from anybatch.core.loss import declared, factors_of, scaled, unit_counts
 from anybatch.core.records import Record, ReductionRecord, SpanEvent
 from anybatch.core.splitting import Cut
 from anybatch.core.tree import Batch, copied, count_samples, map_tensors
+from anybatch.diagnostics.cached_batch import BatchSubset, CachedBatch
 from anybatch.diagnostics.comparison.loops import Wrap, ddp_without_no_sync
 from anybatch.diagnostics.comparison.reductions import WatchedDDP
 from anybatch.diagnostics.comparison.ways import Way
 from anybatch.diagnostics.gradient_runs import copied_runs
-from anybatch.diagnostics.held_batch import HeldBatch, PartOfBatch
 from anybatch.diagnostics.memory.memory_report import record_memory
 from anybatch.diagnostics.unreduced import without_reduction
 from anybatch.engine.engine import Engine
@@ -114,15 +114,15 @@ class _Runs:
         self._job = job
         self._world = world
         self._alone = World(device=world.device)
-        self._batches = [HeldBatch(batch) for batch in islice(job.data(), NUM_BATCHES)]
-        self._resting: Sequence[str] = ()
+        self._batches = [CachedBatch(batch) for batch in islice(job.data(), NUM_BATCHES)]
+        self._random_modules: Sequence[str] = ()
         self._native: Gradients = {}
         self._gradient_bytes = 0
 
     def run(self) -> dict[str, RankFigures]:
         """Return the figures of every way that could be run, and the reasons of the others."""
         found = {way.name: RankFigures(reason=way.unmeasured) for way in self._job.ways}
-        self._look_at_the_native_batch()
+        self._run_native_batch()
         ways = [way for way in self._job.ways if not way.unmeasured]
         for way in ways:
             self._try(way, found[way.name], self._facts)
@@ -149,20 +149,20 @@ class _Runs:
         reasons = [reason for reason in self._world.gather_objects(figures.reason) if reason]
         figures.reason = reasons[0] if reasons else ""
 
-    def _look_at_the_native_batch(self) -> None:
+    def _run_native_batch(self) -> None:
         """Take the gradient of the un-split batch by plain PyTorch, and the modules whose draws would differ by cut."""
-        drawing: Sequence[str] = ()
+        random_modules: Sequence[str] = ()
         train = self._job.train()
         modules = collect_modules(train.model, declared(train.loss))
         self._gradient_bytes = sum(p.numel() * p.itemsize for p in trainable(modules).values())
         if self._world.rank == 0:
             batch = next(Placement(Cut(), 1, 0).micro_batches(self._batches[0]))
             runs = copied_runs(train.model, declared(train.loss), batch, None, seed=0, norms=train.norms)
-            drawing = runs.look().draws
+            random_modules = runs.forward_traits().random_modules
             by_name = dict(runs.modules.named_modules())
-            runs.resting = {by_name[name] for name in drawing}
+            runs.in_evaluation = {by_name[name] for name in random_modules}
             self._native = runs.whole()
-        self._resting = self._world.gather_objects(tuple(drawing))[0]
+        self._random_modules = self._world.gather_objects(tuple(random_modules))[0]
 
     def _facts(self, way: Way, figures: RankFigures) -> None:
         """Measure what does not depend on the clock: memory, traffic, gradients."""
@@ -177,7 +177,7 @@ class _Runs:
             counter.num_bytes = 0
             engine.step(batch)
         figures.gradient_bytes = counter.num_bytes
-        with self._engine(way, rests=True) as engine:
+        with self._engine(way, without_randomness=True) as engine:
             found = whole_tensors(engine.gradients(self._batch(way)))
             if way.num_samples < len(self._batches[0].sample_ids) or way.name == "native":
                 parts = islice((part for whole in self._batches for part in _parts(whole, way)), _MOST_PARTS)
@@ -222,20 +222,20 @@ class _Runs:
             torch.accelerator.synchronize(self._world.device)
         return time.perf_counter()
 
-    def _engine(self, way: Way, *, rests: bool = False, observer: Any = None) -> Engine:  # noqa: ANN401 (an observer, or None)
-        """Return a new engine for a way; with `rests`, modules that draw random numbers are in evaluation mode."""
-        train = self._trained(rests=rests)
+    def _engine(self, way: Way, *, without_randomness: bool = False, observer: Any = None) -> Engine:  # noqa: ANN401 (an observer, or None)
+        """Return a new engine for a way; on request with modules that draw random numbers in evaluation mode."""
+        train = self._trained(without_randomness=without_randomness)
         assert way.strategy is not None
         where = self._world if way.num_ranks > 1 else self._alone
         hardware = Hardware(micro_batch_size=way.micro_batch_size, strategy=way.strategy, world=where)
         return Engine.from_spec(train, hardware, observer=observer)
 
-    def _trained(self, *, rests: bool = False) -> TrainSpec:
+    def _trained(self, *, without_randomness: bool = False) -> TrainSpec:
         made = self._job.train()
         modules = [made.model] if isinstance(made.model, nn.Module) else list(made.model.values())
         collected = made.model if isinstance(made.model, nn.Module) else nn.ModuleDict(cast("Any", made.model))
         by_name = dict(collected.named_modules())
-        for name in self._resting if rests else ():
+        for name in self._random_modules if without_randomness else ():
             if name in by_name:
                 by_name[name].training = False
         for module in modules:
@@ -253,7 +253,7 @@ class _Runs:
         units = Placement(Cut(micro_batch_size=way.micro_batch_size), way.num_ranks, self._world.rank).units(
             len(whole.sample_ids)
         )
-        return HeldBatch(PartOfBatch(whole, [position for unit in units for position in unit]))
+        return CachedBatch(BatchSubset(whole, [position for unit in units for position in unit]))
 
     def _measure_memory(self, way: Way, figures: RankFigures) -> None:
         self._begin_peak()
@@ -316,7 +316,7 @@ class _Runs:
         Raises:
             ValueError: the loop by hand cannot do what the job asks for.
         """
-        train = made or self._trained(rests=read is not None)
+        train = made or self._trained(without_randomness=read is not None)
         loss = declared(train.loss)
         model = train.model
         if not isinstance(model, nn.Module) or loss.kind.encode is not None or loss.kind.brings_count:
@@ -379,14 +379,14 @@ class _Reading(torch.optim.Optimizer):
         self._read({name: p.grad.clone() for name, p in self._named.items() if p.grad is not None})
 
 
-def _parts(whole: HeldBatch, way: Way) -> Iterator[EffectiveBatch]:
+def _parts(whole: CachedBatch, way: Way) -> Iterator[EffectiveBatch]:
     """Yield the batches of one update each that a batch consists of."""
     number = len(whole.sample_ids)
     if way.num_samples >= number:
         yield whole
         return
     for start in range(0, number - way.num_samples + 1, way.num_samples):
-        yield HeldBatch(PartOfBatch(whole, range(start, start + way.num_samples)))
+        yield CachedBatch(BatchSubset(whole, range(start, start + way.num_samples)))
 
 
 def whole_tensors(gradients: Gradients) -> dict[str, Tensor | None]:

@@ -14,7 +14,7 @@ from anybatch.core.batch import EffectiveBatch, Placement
 from anybatch.core.geometry import ceil_div
 from anybatch.core.splitting import Cut
 from anybatch.core.whole_numbers import checked_int
-from anybatch.diagnostics.held_batch import HeldBatch
+from anybatch.diagnostics.cached_batch import CachedBatch
 from anybatch.diagnostics.scaling.bucket_sizes import MEBIBYTE, BucketCut, bucket_cuts
 from anybatch.diagnostics.scaling.phase_clock import PhaseClock, StepSeconds
 from anybatch.diagnostics.unreduced import without_reduction
@@ -169,7 +169,7 @@ class _RankBench:
         self._settings = request.settings
         if self._settings.micro_batch_size is None:
             self._settings = dataclasses.replace(self._settings, micro_batch_size=self._fastest_size())
-        self._held: dict[int | None, HeldBatch] = {}
+        self._cached: dict[int | None, CachedBatch] = {}
 
     def times(self) -> RankTimes:
         """Measure everything, at the same time as the other ranks."""
@@ -276,9 +276,9 @@ class _RankBench:
             engine.close()
         return {kind: tuple(times[WARM_UP_STEPS:]) for kind, times in found.items() if times}
 
-    def _batch(self, settings: RunSettings, kind: str) -> HeldBatch:
+    def _batch(self, settings: RunSettings, kind: str) -> CachedBatch:
         size = -1 if kind == ALONE else settings.micro_batch_size
-        return self._held.setdefault(size, HeldBatch(self._batches[0]))
+        return self._cached.setdefault(size, CachedBatch(self._batches[0]))
 
     def _stretch(self, settings: RunSettings, *, alone: bool = False) -> list[StepSeconds]:
         """Run consecutive steps that load; without other ranks if `alone`."""

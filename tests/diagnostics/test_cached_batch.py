@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from anybatch.core.batch import Placement
 from anybatch.core.splitting import Cut
-from anybatch.diagnostics.held_batch import HeldBatch, PartOfBatch
+from anybatch.diagnostics.cached_batch import BatchSubset, CachedBatch
 from tests.engine.cases import InMemory
 from tests.faults import sees
 
@@ -30,7 +30,7 @@ def samples(number: int) -> Counted:
 
 @sees(
     "a part of a batch begins at the batch's first sample",
-    "src/anybatch/diagnostics/held_batch.py",
+    "src/anybatch/diagnostics/cached_batch.py",
     "return self._batch.feed([taken(self._positions, unit) for unit in units], later_units)",
     "return self._batch.feed(units, later_units)",
 )
@@ -41,7 +41,7 @@ def test_a_part_is_the_samples_at_its_positions(number: int, data: st.DataObject
     positions = data.draw(st.lists(st.integers(0, number - 1), min_size=1, max_size=number, unique=True))
     start = data.draw(st.integers(0, number - 1))
     for chosen in (positions, range(start, number)):
-        part = PartOfBatch(samples(number), chosen)
+        part = BatchSubset(samples(number), chosen)
         size = data.draw(st.integers(1, number))
         fed = Placement(Cut(micro_batch_size=size), 1, 0).micro_batches(part)
         assert torch.cat([one["x"] for one in fed]).tolist() == list(chosen) == list(part.sample_ids)
@@ -50,8 +50,8 @@ def test_a_part_is_the_samples_at_its_positions(number: int, data: st.DataObject
 def test_a_batch_is_loaded_once_for_each_cut() -> None:
     """The same cut again loads nothing; another one does."""
     whole = samples(12)
-    held = HeldBatch(whole)
+    cached = CachedBatch(whole)
     for size, loads in ((4, 1), (4, 1), (3, 2)):
-        fed = list(Placement(Cut(micro_batch_size=size), 1, 0).micro_batches(held))
+        fed = list(Placement(Cut(micro_batch_size=size), 1, 0).micro_batches(cached))
         assert [len(one["x"]) for one in fed] == [size] * (12 // size)
         assert whole.loads == loads

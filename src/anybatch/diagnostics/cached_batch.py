@@ -7,7 +7,7 @@ from anybatch.core.batch import EffectiveBatch, LaterUnits, Position, Positions,
 from anybatch.core.tree import Batch
 
 
-class HeldBatch:
+class CachedBatch:
     """An effective batch whose micro-batches are kept on the host once they were loaded.
 
     Args:
@@ -30,7 +30,7 @@ class HeldBatch:
         yield from self._loaded[1]
 
 
-class PartOfBatch:
+class BatchSubset:
     """Some samples of an effective batch, as an effective batch of their own.
 
     Args:
