@@ -262,7 +262,7 @@ def test_another_engine_behind_a_message_that_was_left(strategy: str) -> None:
 @sees(
     "ranks do not look what the others have called",
     "src/anybatch/parallel/roll_call.py",
-    "        return self.number == other.number and mine != (other.name, other.step, other.meets)\n",
+    "        return self.number == other.number and mine != (other.name, other.step, other.barrier)\n",
     "        return False\n",
     cases=["2-all_reduce-save"],
 )

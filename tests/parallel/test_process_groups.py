@@ -13,8 +13,8 @@ from tests.ranks_fixture import Ranks
 @sees(
     "groups: a world that is dropped keeps its group",
     "src/anybatch/parallel/process_groups.py",
-    "weakref.finalize(self, _end, self._held)",
-    "weakref.finalize(torch, _end, self._held)",
+    "weakref.finalize(self, _destroy, self._resources)",
+    "weakref.finalize(torch, _destroy, self._resources)",
     cases=["dropped"],
 )
 @sees(
@@ -43,7 +43,7 @@ def test_ranks_end_worlds_at_different_times(three_ranks: Ranks) -> None:
 @sees(
     "groups: closing waits for a sum under way",
     "src/anybatch/parallel/process_groups.py",
-    "    if held.num_pending:",
+    "    if resources.num_pending:",
     "    if False:",
 )
 def test_closing_does_not_wait_for_other_ranks(two_ranks: Ranks) -> None:
@@ -60,7 +60,7 @@ def test_closing_frees_ranks_that_wait(two_ranks: Ranks) -> None:
 @sees(
     "groups: a closed world does not say so",
     "src/anybatch/parallel/process_groups.py",
-    "if not self._held.groups:",
+    "if not self._resources.groups:",
     "if False:",
 )
 def test_a_closed_world_is_refused(two_ranks: Ranks) -> None:
@@ -72,7 +72,7 @@ def test_a_closed_world_is_refused(two_ranks: Ranks) -> None:
 @sees(
     "groups: a forked child ends the group of its parent",
     "src/anybatch/parallel/process_groups.py",
-    "if os.getpid() != held.process_id:",
+    "if os.getpid() != resources.process_id:",
     "if False:",
 )
 def test_a_forked_child_leaves_the_group_to_its_parent(two_ranks: Ranks) -> None:

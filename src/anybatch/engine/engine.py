@@ -235,7 +235,7 @@ class Engine:
             UserError: the engine has been closed.
         """
         parts = self._open_parts()
-        with parts.reported("engine.step", self.num_steps, trains=True):
+        with parts.failures_reported("engine.step", self.num_steps, needs_whole_update=True):
             # Before the first micro-batch: an update that runs out of memory half-way cannot be undone.
             parts.updater.allocate()
             self._place(batch)
@@ -253,7 +253,7 @@ class Engine:
         None for a parameter that no rank used. The gradients are copies; parameters, optimizer and position stay.
         """
         parts = self._open_parts()
-        with parts.reported("engine.gradients", self.num_steps, trains=True):
+        with parts.failures_reported("engine.gradients", self.num_steps, needs_whole_update=True):
             self._place(batch)
             summed = parts.runner.run(batch, self.num_steps, self.position)
             found = {
@@ -292,7 +292,7 @@ class Engine:
         parts.updater.finite.settle()
         weights = average.in_place() if averaged and average is not None else nullcontext()
         own = evaluation_weights(self.optimizer)
-        with evaluation_mode(parts.modules), parts.reported("engine.evaluate", self.num_steps, meets=True):
+        with evaluation_mode(parts.modules), parts.failures_reported("engine.evaluate", self.num_steps, barrier=True):
             parts.replicas.compare(self.num_steps)
             with torch.no_grad(), own, weights:
                 found, num_samples = evaluate(
@@ -358,7 +358,7 @@ class Engine:
                 numbers that are not keyed cannot go on.
         """
         parts = self._parts
-        with parts.reported("engine.load", self.num_steps, meets=True):
+        with parts.failures_reported("engine.load", self.num_steps, barrier=True):
             loaded = parts.load(Path(path), self._restore)
         for skipped in loaded.skipped:
             parts.notifier.checkpoint("fell_back", self.num_steps, skipped.path, None, skipped.reason)
@@ -393,7 +393,7 @@ class Engine:
             Names of the weights that differed.
         """
         parts = self._parts
-        with parts.reported("engine.align_replicas", self.num_steps, meets=True):
+        with parts.failures_reported("engine.align_replicas", self.num_steps, barrier=True):
             names, state = parts.of_first_rank(self.num_steps, self.position)
             if state is not None:
                 self._restore(state)

@@ -18,7 +18,7 @@ def failures_reported(
     undo: Callable[[], None],
     *,
     check: Callable[[], None] | None = None,
-    meets: bool = False,
+    barrier: bool = False,
 ) -> Iterator[None]:
     """Leave nothing half-done behind an error, and report to the other ranks why this one stopped.
 
@@ -28,20 +28,20 @@ def failures_reported(
         step: its number; None between steps.
         undo: called behind an error.
         check: called first; what it raises is reported too.
-        meets: wait for all ranks before anything else; for what is called now and then.
+        barrier: wait for all ranks before anything else; for what is called now and then.
 
     Raises:
         RanksDifferError: another rank has called something else.
         RankFailedError: what broke was a collective that another rank has left.
         CompositionError: what broke is known not to compose.
     """
-    world.enter(name, step, meets=meets)
+    world.enter(name, step, barrier=barrier)
     roll_call = world.roll_call
     try:
         if check is not None:
             check()
         if roll_call is not None:
-            roll_call.meet()
+            roll_call.wait_at_barrier()
         yield
     except BaseException as error:
         # First, since every way from here raises.

@@ -129,16 +129,16 @@ class Parts:
             further=self.further_state,
         )
 
-    def reported(
-        self, name: str, step: int, *, trains: bool = False, meets: bool = False
+    def failures_reported(
+        self, name: str, step: int, *, needs_whole_update: bool = False, barrier: bool = False
     ) -> AbstractContextManager[None]:
         """Return the context of a call of the engine's; see `failures_reported`.
 
         Args:
             name: of what was called, such as "engine.step".
             step: its number.
-            trains: refused behind an update that broke off.
-            meets: wait for all ranks first; for what is called now and then.
+            needs_whole_update: refused behind an update that broke off.
+            barrier: wait for all ranks first; for what is called now and then.
         """
 
         def check() -> None:
@@ -146,10 +146,10 @@ class Parts:
             self.announce(self.saver.completed())
             if failure := self.saver.failure:
                 self.notifier.warn("checkpoint_not_saved", f"{failure} {_GOES_ON}", everywhere=True)
-            if trains:
+            if needs_whole_update:
                 self.updater.refuse_broken_off()
 
-        return failures_reported(self.world, name, step, self.updater.undo, check=check, meets=meets)
+        return failures_reported(self.world, name, step, self.updater.undo, check=check, barrier=barrier)
 
     def collect(
         self, num_steps: int, position: Position, *, only_trainable: bool, in_parts: bool = False
@@ -186,7 +186,7 @@ class Parts:
         if unsaved := unsaved_scheduler(updater.target.optimizer, (updater.scheduler, *self.further_state.values())):
             self.notifier.warn("scheduler_not_saved", unsaved)
         in_parts = self.context.prepared.layout.in_parts if form.sharded is None else form.sharded
-        with self.reported("engine.save", num_steps, trains=True, meets=True):
+        with self.failures_reported("engine.save", num_steps, needs_whole_update=True, barrier=True):
             self.announce(self.saver.settle())
             # On an accelerator the last step's loss is not looked at yet, and weights after a NaN must not be saved.
             updater.finite.settle()
@@ -270,7 +270,7 @@ class Parts:
         spike = self.spikes.look(report)
         # Kept and acted on behind the same steps on all ranks, which look at the same numbers.
         if spike is not None or self.spikes.keeps_now(report.step):
-            with self.reported("engine.step", report.step):
+            with self.failures_reported("engine.step", report.step):
                 if spike is None:
                     self.spikes.keep(report.step)
                 else:

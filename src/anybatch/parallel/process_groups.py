@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from anybatch.errors import WorldError
+from anybatch.parallel.keep_alive import KeepAlive
 from anybatch.parallel.launchers import Launch
-from anybatch.parallel.lifeline import Lifeline
 from anybatch.parallel.messenger import Message, Messenger
 from anybatch.parallel.roll_call import RollCall
 from anybatch.parallel.torch_internals import PrefixStore, Store, default_store
@@ -28,11 +28,19 @@ _PATIENCE_SECONDS = 2.0
 
 
 @dataclass(slots=True)
-class _Held:
-    """The process group of a control group, and the number of messages over it that have not been waited for yet."""
+class _GroupResources:
+    """What a control group has to give back: its process group, connections and threads.
+
+    Attributes:
+        groups: the process group; empty once it has ended.
+        keep_alive: connection to the next rank.
+        messengers: the thread that passes messages on; empty on one rank, and once it has ended.
+        num_pending: messages that have not been waited for yet.
+        process_id: of the process that made it; forked children must not end it.
+    """
 
     groups: list["dist.ProcessGroup"]
-    lifeline: Lifeline
+    keep_alive: KeepAlive
     messengers: list[Messenger]
     num_pending: int = 0
     process_id: int = field(default_factory=os.getpid)
@@ -41,11 +49,11 @@ class _Held:
 class PendingMessage:
     """A message between all ranks that has been started and has to be waited for."""
 
-    def __init__(self, work: Message, held: _Held, roll_call: RollCall) -> None:
+    def __init__(self, work: Message, resources: _GroupResources, roll_call: RollCall) -> None:
         self._work = work
-        self._held = held
+        self._resources = resources
         self._roll_call = roll_call
-        held.num_pending += 1
+        resources.num_pending += 1
 
     def wait(self) -> None:
         """Wait until every rank has brought its part.
@@ -59,7 +67,7 @@ class PendingMessage:
         finally:
             # Left by a rank that waits no longer, it is still under way.
             if self._work.is_completed():
-                self._held.num_pending -= 1
+                self._resources.num_pending -= 1
 
 
 class ControlGroup:
@@ -82,12 +90,14 @@ class ControlGroup:
         dist.all_reduce(torch.zeros(1), group=group)
         self.name: str = group.group_name  # the same on all ranks, which make their groups in the same order
         rank, size = dist.get_rank(), dist.get_world_size()
-        lifeline = Lifeline(self.name, rank, size, default_store(), timeout)
-        self.roll_call = RollCall(self.name, rank, size, timeout, lifeline)
+        keep_alive = KeepAlive(self.name, rank, size, default_store(), timeout)
+        self.roll_call = RollCall(self.name, rank, size, timeout, keep_alive)
         self._rank, self._size = rank, size
-        self._held = _Held([group], lifeline, [Messenger(group, rank, size)] if size > 1 else [])
-        self._end = weakref.finalize(self, _end, self._held)
-        self._end.atexit = False  # the process that ends takes everything along, and must not wait for other ranks
+        self._resources = _GroupResources([group], keep_alive, [Messenger(group, rank, size)] if size > 1 else [])
+        self._finalizer = weakref.finalize(self, _destroy, self._resources)
+        self._finalizer.atexit = (
+            False  # the process that ends takes everything along, and must not wait for other ranks
+        )
 
     @property
     def group(self) -> "dist.ProcessGroup":
@@ -96,19 +106,19 @@ class ControlGroup:
         Raises:
             WorldError: it has ended.
         """
-        if not self._held.groups:
+        if not self._resources.groups:
             message = "this world is closed, and its ranks cannot talk to each other any more. Make another one."
             raise WorldError(message)
-        return self._held.groups[0]
+        return self._resources.groups[0]
 
     def start_sum(self, numbers: torch.Tensor) -> PendingMessage:
         """Start replacing `numbers`, a contiguous CPU tensor, by their sum over ranks: the same bits on all of them."""
-        return PendingMessage(self._messenger.start_sum(numbers), self._held, self.roll_call)
+        return PendingMessage(self._messenger.start_sum(numbers), self._resources, self.roll_call)
 
     def gather(self, mine: bytes) -> list[bytearray]:
         """Return what every rank passed as `mine`, equally many bytes."""
         rows = bytearray(mine) + bytes(len(mine) * (self._size - 1))
-        PendingMessage(self._messenger.start_gather(rows), self._held, self.roll_call).wait()
+        PendingMessage(self._messenger.start_gather(rows), self._resources, self.roll_call).wait()
         # They come in the order of ranks from this one on.
         places = [(rank - self._rank) % self._size * len(mine) for rank in range(self._size)]
         return [rows[place : place + len(mine)] for place in places]
@@ -116,12 +126,12 @@ class ControlGroup:
     @property
     def _messenger(self) -> Messenger:
         _ = self.group  # raises where it has ended
-        return self._held.messengers[0]
+        return self._resources.messengers[0]
 
     def close(self) -> bool:
         """End the group, and return whether it was still there."""
-        was_open = self._end.alive
-        self._end()
+        was_open = self._finalizer.alive
+        self._finalizer()
         return was_open
 
 
@@ -184,22 +194,22 @@ def _meet(launch: Launch, timeout: timedelta) -> tuple[Store, int, int]:
     return own, rank, size
 
 
-def _end(held: _Held) -> None:
+def _destroy(resources: _GroupResources) -> None:
     """Destroy the group of a control group that was closed or collected."""
-    if os.getpid() != held.process_id:
+    if os.getpid() != resources.process_id:
         return  # a forked child, such as a loading worker, has the sockets of its parent, but not the threads
-    held.lifeline.close()
+    resources.keep_alive.close()
     with suppress(ValueError):  # it went with the default group
-        dist.destroy_process_group(held.groups[0])
-    if held.num_pending:
+        dist.destroy_process_group(resources.groups[0])
+    if resources.num_pending:
         # A rank that has failed between the two halves of a message: the others may bring their parts yet.
-        Thread(target=_let_go, args=(held,), daemon=True).start()
+        Thread(target=_release, args=(resources,), daemon=True).start()
     else:
-        _let_go(held)
+        _release(resources)
 
 
-def _let_go(held: _Held) -> None:
-    for messenger in held.messengers:
+def _release(resources: _GroupResources) -> None:
+    for messenger in resources.messengers:
         messenger.end(_PATIENCE_SECONDS)
-    held.messengers.clear()
-    held.groups.clear()
+    resources.messengers.clear()
+    resources.groups.clear()

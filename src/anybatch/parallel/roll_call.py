@@ -15,11 +15,11 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from anybatch.errors import RankFailedError, RanksDifferError, WorldError
-from anybatch.parallel.lifeline import Lifeline
+from anybatch.parallel.deadlock_detector import DeadlockDetector
+from anybatch.parallel.keep_alive import KeepAlive
 from anybatch.parallel.messenger import Work
 from anybatch.parallel.rank_failure import RankFailure
 from anybatch.parallel.torch_internals import Store, default_store, leave_groups_alone
-from anybatch.parallel.waits_elsewhere import WaitsElsewhere
 
 _PREFIX = "anybatch/roll_call"
 _FIRST_PATIENCE_SECONDS = 0.5
@@ -27,8 +27,8 @@ _MOST_PATIENCE_SECONDS = 4.0
 _LEAVING_SECONDS = 4.0
 _LEFT_MESSAGES: "WeakKeyDictionary[dist.ProcessGroup, str]" = WeakKeyDictionary()
 """By default group, where this rank left a message that another one has not answered: the next would be its answer."""
-_MOST_TIMES_CUT = 2
-"""Times that a rank may find the next one gone and wait on: its program may be over, and the last message under way."""
+_MOST_TIMES_BROKEN = 2
+"""Times in a row that a rank may find the next one gone and still go on waiting: its program may be over, and the last message under way."""
 NUM_DIGESTS = 4
 """Of the call, the batch, the settings and the replicas."""
 
@@ -42,14 +42,14 @@ class Whereabouts:
         number: of the common call, counted alike on all ranks.
         name: of what was called, such as "engine.save".
         step: number of the engine's step, from 0 on; None between steps.
-        meets: the rank waits for all others before it begins.
+        barrier: the rank waits for all others before it begins.
     """
 
     rank: int
     number: int
     name: str
     step: int | None
-    meets: bool
+    barrier: bool
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -62,8 +62,8 @@ class Whereabouts:
 
     def contradicts(self, other: "Whereabouts") -> bool:
         """Whether the two ranks wait for each other in vain; ranks in calls of other numbers are only early or late."""
-        mine = self.name, self.step, self.meets
-        return self.number == other.number and mine != (other.name, other.step, other.meets)
+        mine = self.name, self.step, self.barrier
+        return self.number == other.number and mine != (other.name, other.step, other.barrier)
 
     def __str__(self) -> str:
         """Return it as a clause."""
@@ -78,7 +78,7 @@ class RollCall:
         rank: this rank.
         size: the number of ranks.
         timeout: how long a rank waits for the others to come to a call.
-        lifeline: to the next rank; None for none.
+        keep_alive: connection to the next rank; None for none.
 
     Attributes:
         digests: of what this rank means by the step: its call, batch, settings and replica; each below 2**20.
@@ -88,21 +88,21 @@ class RollCall:
     """
 
     def __init__(
-        self, world_name: str, rank: int, size: int, timeout: timedelta, lifeline: Lifeline | None = None
+        self, world_name: str, rank: int, size: int, timeout: timedelta, keep_alive: KeepAlive | None = None
     ) -> None:
         self._world_name = world_name
         self._rank = rank
         self._size = size
         self._timeout = timeout
-        self._lifeline = lifeline
-        self._times_cut = 0
-        self._elsewhere = WaitsElsewhere(world_name, rank, size)
+        self._keep_alive = keep_alive
+        self._times_broken = 0
+        self._deadlocks = DeadlockDetector(world_name, rank, size)
         self.number = 0
         self._name = ""
         self._step: int | None = None
         self._inside = False
         self._has_failed = False
-        self._meets = False
+        self._barrier = False
         self._out_of_step = _LEFT_MESSAGES.get(_default_group(), "")
         self.digests: tuple[int, ...] = (0,) * NUM_DIGESTS
         self.has_agreed = False
@@ -123,21 +123,21 @@ class RollCall:
     @property
     def here(self) -> Whereabouts:
         """Where this rank stands."""
-        return Whereabouts(self._rank, self.number, self._name, self._step, self._meets)
+        return Whereabouts(self._rank, self.number, self._name, self._step, self._barrier)
 
-    def enter(self, name: str, step: int | None, *, meets: bool) -> None:
+    def enter(self, name: str, step: int | None, *, barrier: bool) -> None:
         """Begin a call that every rank has to make. Sends nothing.
 
         Args:
             name: of what was called.
             step: number of the step; None between steps.
-            meets: `meet` waits for all ranks; for what is called now and then.
+            barrier: `wait_at_barrier` waits for all ranks; for what is called now and then.
         """
         # Behind an error ranks may not be together any more: they look before they send anything.
-        self.number, self._name, self._step, self._meets = self.number + 1, name, step, meets or self._has_failed
+        self.number, self._name, self._step, self._barrier = self.number + 1, name, step, barrier or self._has_failed
         self._inside, self._has_failed, self.has_agreed = True, False, False
 
-    def meet(self) -> None:
+    def wait_at_barrier(self) -> None:
         """Wait until all ranks are in this call, where it asks for that, by the store alone.
 
         So no message of one call can be taken for one of another.
@@ -154,11 +154,11 @@ class RollCall:
                 f"({self._out_of_step}). Start all ranks again, from the last checkpoint."
             )
             raise WorldError(message)
-        if not self._meets:
+        if not self._barrier:
             return
         try:
             # With its name: ranks that have called different things do not meet, and say so.
-            self._meet(default_store(), f"{self._key('met', self.number)}/{self._name}")
+            self._wait_in_store(default_store(), f"{self._key('met', self.number)}/{self._name}")
         except WorldError:
             raise
         except (RuntimeError, ValueError):
@@ -248,7 +248,7 @@ class RollCall:
         """Count on from the highest number: ranks have met in an error and begin their next calls together."""
         self.number = max(numbers)
 
-    def _meet(self, store: Store, key: str) -> None:
+    def _wait_in_store(self, store: Store, key: str) -> None:
         if store.add(f"{key}/count", 1) == self._size:
             store.set(key, "1")
 
@@ -274,7 +274,7 @@ class RollCall:
 
     def _wait(self, wait: Callable[[timedelta], bool], *, announce: bool = False) -> None:
         patience, was_left = _FIRST_PATIENCE_SECONDS, False
-        self._elsewhere.begin()
+        self._deadlocks.begin_wait()
         if announce:
             self._try(lambda store: store.set(self._key("at", self._rank), self.here.to_json()))
         while not wait(timedelta(seconds=patience)):
@@ -291,7 +291,7 @@ class RollCall:
             RankFailedError: it had, and nothing has come.
             RanksDifferError: another rank has called something else.
         """
-        self._look_at_lifeline()
+        self._check_keep_alive()
         if not self._inside:  # a message between calls, such as a vote
             return False
         here = self.here
@@ -303,8 +303,8 @@ class RollCall:
                 [here, *(other for other in found if other.number == here.number)], key=lambda one: one.rank
             )
             self._refuse([str(one) for one in stands], has_names=len({one.name for one in stands}) > 1)
-        if in_vain := self._elsewhere.look(self.number, str(here)):
-            self._refuse(in_vain, has_names=True)
+        if deadlocked := self._deadlocks.poll(self.number, str(here)):
+            self._refuse(deadlocked, has_names=True)
         left = self._read("left", self.number)
         if left and int(left) != self._rank and was_left:
             failure = self.published()
@@ -314,17 +314,17 @@ class RollCall:
             raise failure.error(message)
         return bool(left)
 
-    def _look_at_lifeline(self) -> None:
+    def _check_keep_alive(self) -> None:
         """Raise where the next rank has been found gone several times: what it had sent before has arrived since.
 
         Raises:
             RankFailedError: it has ended without a word, or its host does not answer any more.
         """
-        is_cut = self._lifeline is not None and self._lifeline.is_cut
-        self._times_cut = self._times_cut + 1 if is_cut else 0
-        if self._times_cut > _MOST_TIMES_CUT:
-            assert self._lifeline is not None
-            gone = self._lifeline.next_rank
+        is_broken = self._keep_alive is not None and self._keep_alive.is_broken
+        self._times_broken = self._times_broken + 1 if is_broken else 0
+        if self._times_broken > _MOST_TIMES_BROKEN:
+            assert self._keep_alive is not None
+            gone = self._keep_alive.next_rank
             message = (
                 f"rank {gone} has ended without a word, or its host does not answer any more. Rank {self._rank} "
                 "waited for it, and stops too."

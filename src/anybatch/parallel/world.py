@@ -433,20 +433,20 @@ class World:
         where = f"The cause is in the traceback of rank {failure.rank}, whichever rank a launcher names first."
         return failure.error(f"{failure}. Rank {self.process} {_LEAVES_STEP} {where}")
 
-    def enter(self, name: str, step: int | None, *, meets: bool = False) -> None:
-        """Begin what every rank has to call; see `RollCall.enter` and `RollCall.meet`, which comes next.
+    def enter(self, name: str, step: int | None, *, barrier: bool = False) -> None:
+        """Begin what every rank has to call; see `RollCall.enter` and `RollCall.wait_at_barrier`, which comes next.
 
         Args:
             name: of what was called, such as "engine.save".
             step: number of the engine's step; None between steps.
-            meets: wait for all ranks before anything else.
+            barrier: wait for all ranks before anything else.
 
         Raises:
             WorldError: the world is closed.
         """
         if self._control is not None and not self._silent:
             _ = self._control.group  # raises where the world is closed
-            self._control.roll_call.enter(name, step, meets=meets)
+            self._control.roll_call.enter(name, step, barrier=barrier)
 
     def first_failure(self, error: BaseException) -> RankFailedError:
         """Return the error to raise on a rank whose collective broke: it carries the first failed rank's own error."""

@@ -1,4 +1,4 @@
-"""Ranks that wait for each other in different worlds: one in a call of an engine, another in one of another engine.
+"""Finds deadlocks between worlds: one rank waits in a call of an engine, another one in a call of another engine.
 
 Calls of one world are counted alike on all ranks; those of two worlds cannot be compared by their numbers. But a rank
 that waits says so again and again. One that goes on waiting there while this one waits here waits in vain: this rank
@@ -12,12 +12,12 @@ from contextlib import suppress
 from anybatch.parallel.torch_internals import Store, default_store
 
 _PREFIX = "anybatch/waits"
-_ENOUGH = 2
-"""Times that another rank must have said again that it waits, each seen from within one wait of this rank."""
+_MIN_REPEATS = 2
+"""Times that another rank must have published its wait again, each read during one wait of this rank."""
 
 
-class WaitsElsewhere:
-    """What this rank says about its wait in one world, and sees of the waits of others in other worlds.
+class DeadlockDetector:
+    """Publishes that this rank waits in one world, and reads which ranks wait in other worlds.
 
     Args:
         world_name: the same on all ranks, and another for each world.
@@ -30,55 +30,55 @@ class WaitsElsewhere:
         self._rank = rank
         self._others = [other for other in range(size) if other != rank]
         self._num_waits = 0
-        self._num_looks = 0
+        self._num_polls = 0
         self._seen: dict[int, tuple[tuple[str, int, int], int, int]] = {}
 
-    def begin(self) -> None:
+    def begin_wait(self) -> None:
         """Begin to wait for something else than before."""
-        self._num_waits, self._num_looks = self._num_waits + 1, 0
+        self._num_waits, self._num_polls = self._num_waits + 1, 0
         self._seen.clear()
 
-    def look(self, number: int, here: str) -> list[str]:
+    def poll(self, number: int, here: str) -> list[str]:
         """Say that this rank still waits; return where ranks wait for each other in vain, and nothing if they do not.
 
         Args:
             number: of this rank's call.
             here: where it waits, as a clause.
         """
-        self._num_looks += 1
-        own = json.dumps([self._world_name, number, self._num_waits, self._num_looks, here])
+        self._num_polls += 1
+        own = json.dumps([self._world_name, number, self._num_waits, self._num_polls, here])
         _try(lambda store: store.set(f"{_PREFIX}/{self._rank}", own))
-        # Who has seen it first has told the others: it does not wait any more, so that they would not see it.
-        if told := _read(f"{_PREFIX}/in_vain/{self._world_name}/{number}"):
-            return list(json.loads(told))
-        stuck, calls = [(self._rank, here)], {(self._world_name, number)}
+        # The first rank that saw it has published it, and waits no longer: the others would not see it by themselves.
+        if published := _read(f"{_PREFIX}/deadlocked/{self._world_name}/{number}"):
+            return list(json.loads(published))
+        deadlocked, calls = [(self._rank, here)], {(self._world_name, number)}
         for other in self._others:
-            if self._still_waits(other, text := _read(f"{_PREFIX}/{other}")):
+            if self._waits_in_another_world(other, text := _read(f"{_PREFIX}/{other}")):
                 world_name, its_number, *_, clause = json.loads(text)
-                stuck.append((other, clause))
+                deadlocked.append((other, clause))
                 calls.add((world_name, its_number))
-        if len(stuck) == 1:
+        if len(deadlocked) == 1:
             return []
-        stands = [clause for _, clause in sorted(stuck)]
+        clauses = [clause for _, clause in sorted(deadlocked)]
         for world_name, its_number in calls:
-            key, text = f"{_PREFIX}/in_vain/{world_name}/{its_number}", json.dumps(stands)
+            key, text = f"{_PREFIX}/deadlocked/{world_name}/{its_number}", json.dumps(clauses)
             _try(lambda store, key=key, text=text: store.set(key, text))  # type: ignore[misc]
-        return stands
+        return clauses
 
-    def _still_waits(self, other: int, text: str) -> bool:
+    def _waits_in_another_world(self, other: int, text: str) -> bool:
         """Whether a rank has said often enough, while this one waited, that it waits for one thing in another world."""
         if not text:
             return False
-        world_name, number, wait, num_looks, _ = json.loads(text)
+        world_name, number, wait, num_polls, _ = json.loads(text)
         place = str(world_name), int(number), int(wait)
         before = self._seen.get(other)
         if before is None or before[0] != place:
-            self._seen[other] = place, num_looks, 0
+            self._seen[other] = place, num_polls, 0
             return False
         _, last, times = before
-        times += num_looks > last
-        self._seen[other] = place, num_looks, times
-        return place[0] != self._world_name and times >= _ENOUGH
+        times += num_polls > last
+        self._seen[other] = place, num_polls, times
+        return place[0] != self._world_name and times >= _MIN_REPEATS
 
 
 def _read(key: str) -> str:

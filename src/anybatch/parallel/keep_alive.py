@@ -1,4 +1,4 @@
-"""Lifelines: a connection from each rank to the next, over which nothing is sent, to know when that one's host is gone.
+"""A connection from each rank to the next, over which nothing is sent, to notice when that one's host is gone.
 
 A process that dies is noticed by its neighbours, since the system closes its connections. A host that loses its power
 or its network closes nothing, and a rank that waits for it cannot tell it from a slow one. The systems of two hosts
@@ -11,11 +11,11 @@ from datetime import timedelta
 
 from anybatch.parallel.torch_internals import Store, store_address
 
-_PREFIX = "anybatch/lifeline"
-_FAREWELL = b"x"
+_PREFIX = "anybatch/keep_alive"
+_GOODBYE = b"x"
 _IDLE_SECONDS, _INTERVAL_SECONDS, _NUM_UNANSWERED = 10, 5, 3
 """A host is gone that has been silent for the first, and has left the last of these questions unanswered."""
-_KEEP_ALIVE = {
+_SOCKET_OPTIONS = {
     "TCP_KEEPIDLE": _IDLE_SECONDS,
     "TCP_KEEPALIVE": _IDLE_SECONDS,  # its name on macOS
     "TCP_KEEPINTVL": _INTERVAL_SECONDS,
@@ -23,7 +23,7 @@ _KEEP_ALIVE = {
 }
 
 
-class Lifeline:
+class KeepAlive:
     """The connection from this rank to the next one, the last one's being to the first. All ranks make theirs together.
 
     Where none can be made (a store without an address, a firewall) there is none, and hosts that vanish are noticed at
@@ -48,35 +48,35 @@ class Lifeline:
         if size == 1 or where is None:
             return
         own = _own_address(*where)
-        with _listening(own) as door:
-            door.settimeout(timeout.total_seconds())
-            store.set(f"{_PREFIX}/{name}/{rank}", "" if own is None else f"{own} {door.getsockname()[1]}")
+        with _listening(own) as listener:
+            listener.settimeout(timeout.total_seconds())
+            store.set(f"{_PREFIX}/{name}/{rank}", "" if own is None else f"{own} {listener.getsockname()[1]}")
             address = store.get(f"{_PREFIX}/{name}/{self.next_rank}").decode()
             if address:
                 with suppress(OSError):
                     self._to_next = _connected(*address.split())
             # Whether it has come off is known to both ends before one of them waits for the other.
-            store.set(f"{_PREFIX}/{name}/{rank}/tied", "1" if self._to_next else "0")
-            if store.get(f"{_PREFIX}/{name}/{(rank - 1) % size}/tied") == b"1":
-                self._from_former, _ = door.accept()
+            store.set(f"{_PREFIX}/{name}/{rank}/connected", "1" if self._to_next else "0")
+            if store.get(f"{_PREFIX}/{name}/{(rank - 1) % size}/connected") == b"1":
+                self._from_former, _ = listener.accept()
 
     @property
-    def is_cut(self) -> bool:
-        """Whether the next rank has ended, or its host is gone, and it has not said farewell."""
+    def is_broken(self) -> bool:
+        """Whether the next rank has ended, or its host is gone, and it has not said goodbye."""
         if self._to_next is None:
             return False
         try:
-            return self._to_next.recv(1, socket.MSG_PEEK) != _FAREWELL
+            return self._to_next.recv(1, socket.MSG_PEEK) != _GOODBYE
         except BlockingIOError:  # nothing has come, as it should be
             return False
         except OSError:
             return True
 
     def close(self) -> None:
-        """Say farewell to the rank before, which may wait for others still."""
+        """Say goodbye to the rank before, which may wait for others still."""
         if self._from_former is not None:
             with suppress(OSError):
-                self._from_former.send(_FAREWELL)
+                self._from_former.send(_GOODBYE)
         for one in (self._from_former, self._to_next):
             if one is not None:
                 one.close()
@@ -107,7 +107,7 @@ def _connected(host: str, port: str) -> socket.socket:
     made = socket.create_connection((host, int(port)), timeout=_IDLE_SECONDS)
     made.settimeout(0)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _KEEP_ALIVE.items():
+    for option, value in _SOCKET_OPTIONS.items():
         if hasattr(socket, option):
             made.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
     return made

@@ -1,4 +1,4 @@
-"""Lifelines: a rank that is gone is noticed by the one before it, also where no message of theirs is under way."""
+"""A rank that is gone is noticed by the one before it, also where no message of theirs is under way."""
 
 import os
 import socket
@@ -14,8 +14,8 @@ from torch import nn
 
 import anybatch as ab
 from anybatch.errors import RankFailedError
-from anybatch.parallel import lifeline
-from anybatch.parallel.lifeline import Lifeline
+from anybatch.parallel import keep_alive
+from anybatch.parallel.keep_alive import KeepAlive
 from anybatch.parallel.torch_internals import HashStore, PrefixStore, TCPStore
 from anybatch.testing import RankPool
 from tests.faults import sees
@@ -24,50 +24,50 @@ TIMEOUT = timedelta(seconds=30)
 
 
 @pytest.fixture
-def three() -> Iterator[list[Lifeline]]:
-    """The lifelines of three ranks, which are threads of this process here."""
+def three() -> Iterator[list[KeepAlive]]:
+    """The keep-alive connections of three ranks, which are threads of this process here."""
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
-    def tie(rank: int) -> Lifeline:
+    def connect(rank: int) -> KeepAlive:
         own = TCPStore("localhost", store.port, wait_for_workers=False)
-        return Lifeline("name", rank, 3, PrefixStore("prefix", own), TIMEOUT)
+        return KeepAlive("name", rank, 3, PrefixStore("prefix", own), TIMEOUT)
 
     with ThreadPoolExecutor(3) as threads:
-        made = list(threads.map(tie, range(3)))
+        made = list(threads.map(connect, range(3)))
     yield made
     for one in made:
         one.close()
 
 
-def test_ranks_that_are_there(three: list[Lifeline]) -> None:
+def test_ranks_that_are_there(three: list[KeepAlive]) -> None:
     """Each rank watches the next one, and finds it there."""
     assert [one.next_rank for one in three] == [1, 2, 0]
-    assert [one.is_cut for one in three] == [False] * 3
+    assert [one.is_broken for one in three] == [False] * 3
 
 
-def test_a_rank_that_ends_without_a_word(three: list[Lifeline]) -> None:
+def test_a_rank_that_ends_without_a_word(three: list[KeepAlive]) -> None:
     """The rank before one whose process ends finds it gone, and the others do not."""
-    with mock.patch.object(lifeline, "_FAREWELL", b""):
+    with mock.patch.object(keep_alive, "_GOODBYE", b""):
         three[1].close()
-    assert [one.is_cut for one in three] == [True, False, False]
+    assert [one.is_broken for one in three] == [True, False, False]
 
 
 @sees(
     "a rank that has closed its world is taken for one that has died",
-    "src/anybatch/parallel/lifeline.py",
-    "self._from_former.send(_FAREWELL)",
+    "src/anybatch/parallel/keep_alive.py",
+    "self._from_former.send(_GOODBYE)",
     "pass",
 )
-def test_a_rank_that_says_farewell(three: list[Lifeline]) -> None:
+def test_a_rank_that_says_goodbye(three: list[KeepAlive]) -> None:
     """A rank that has closed its world in good order is not gone: the one before may wait for others still."""
     three[1].close()
-    assert [one.is_cut for one in three] == [False] * 3
+    assert [one.is_broken for one in three] == [False] * 3
 
 
 def test_without_an_address() -> None:
-    """Ranks that have met in a store without an address have no lifelines, and go on."""
-    one = Lifeline("name", 0, 2, HashStore(), TIMEOUT)
-    assert not one.is_cut
+    """Ranks that have met in a store without an address have no keep-alive connections, and go on."""
+    one = KeepAlive("name", 0, 2, HashStore(), TIMEOUT)
+    assert not one.is_broken
     one.close()
 
 
@@ -93,7 +93,7 @@ def evaluate_or_die(port: int) -> object:
 @sees(
     "nobody looks whether the next rank is gone",
     "src/anybatch/parallel/roll_call.py",
-    "        self._look_at_lifeline()\n",
+    "        self._check_keep_alive()\n",
     "",
 )
 @pytest.mark.ranks
