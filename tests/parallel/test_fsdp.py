@@ -611,7 +611,7 @@ def refused_sharding() -> list[str]:
 
 @sees(
     "shards are taken for whole parameters",
-    "src/anybatch/engine/build.py",
+    "src/anybatch/engine/checked_arguments.py",
     "    refuse_misplaced(modules, needs, world, spec.precision)\n",
     "",
 )

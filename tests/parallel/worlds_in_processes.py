@@ -17,7 +17,7 @@ from torch import nn
 
 import anybatch as ab
 from anybatch.errors import RankFailedError, WorldError
-from anybatch.parallel.process_groups import _end as end_group
+from anybatch.parallel.process_groups import _destroy as destroy_group
 from tests.architecture.leak_police import Holdings, holdings, settled
 
 NUM_ENGINES = 50
@@ -149,12 +149,12 @@ def ended_by_another_process() -> list[list[float]]:
     """Run on every rank: end the world's group as a forked child would, which has its memory; then go on as parent."""
     world = ab.World.from_environment(device="cpu")
     assert world._control is not None  # noqa: SLF001
-    held = world._control._held  # noqa: SLF001 (a real fork among torch's threads may block by itself)
-    own, held.process_id = held.process_id, os.getppid()
+    resources = world._control._resources  # noqa: SLF001 (a real fork among torch's threads may block by itself)
+    own, resources.process_id = resources.process_id, os.getppid()
     world.close()
     gathered = world.gather_numbers([float(world.rank)])
-    held.process_id = own
-    end_group(held)
+    resources.process_id = own
+    destroy_group(resources)
     return gathered
 
 

@@ -28,7 +28,7 @@ _LEAVING_SECONDS = 4.0
 _LEFT_MESSAGES: "WeakKeyDictionary[dist.ProcessGroup, str]" = WeakKeyDictionary()
 """By default group, where this rank left a message that another one has not answered: the next would be its answer."""
 _MOST_TIMES_BROKEN = 2
-"""Times in a row that a rank may find the next one gone and still go on waiting: its program may be over, and the last message under way."""
+"""Times in a row that the next rank may be found gone: its program may be over, and the last message under way."""
 NUM_DIGESTS = 4
 """Of the call, the batch, the settings and the replicas."""
 

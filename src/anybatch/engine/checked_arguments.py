@@ -1,0 +1,125 @@
+"""Checks the arguments of an engine, before anything of the model is touched. Every refusal of arguments is here."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+
+from torch import nn
+from torch.optim import Optimizer
+
+from anybatch.core.loss import Loss, declared
+from anybatch.core.splitting import CutConstraints
+from anybatch.engine.accumulation.accumulate import Randomness
+from anybatch.engine.batch_norm.runner import policy_for, refuse_policy
+from anybatch.engine.compatibility import Features, features_of, refuse_features
+from anybatch.engine.forward_state.buffer_updates import BufferUpdates
+from anybatch.engine.gradient_noise import refuse_noise
+from anybatch.engine.inputs import collect_modules, world_of
+from anybatch.engine.micro_batch_size.sizes import RunSizes
+from anybatch.engine.rng.generators import choose_randomness
+from anybatch.engine.spec import Hardware, TrainSpec
+from anybatch.engine.spike_watch.watch import SpikeWatch, spike_watch
+from anybatch.engine.strategy_choice import choose, with_device_bytes
+from anybatch.engine.update.clipping import ClipPolicy, clip_policy
+from anybatch.engine.update.precision import OptimizerFunction, autocast
+from anybatch.errors import CompositionError
+from anybatch.norms import Policy
+from anybatch.norms.layers import batch_norms
+from anybatch.parallel.model_groups import comes_sharded, refuse_misplaced
+from anybatch.parallel.strategy import Capabilities, Strategy
+from anybatch.parallel.world import World
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedArguments:
+    """Arguments that have been checked, and values that follow from them alone."""
+
+    spec: TrainSpec
+    loss: Loss
+    modules: nn.Module
+    world: World
+    strategy: Strategy
+    strategy_reason: str
+    clip: ClipPolicy | None
+    autocast: Callable[[], AbstractContextManager[object]]
+    randomness: Randomness
+    norm_policy: Policy
+    norm_constraints: CutConstraints
+    buffer_updates: BufferUpdates
+    sizes: RunSizes
+    features: Features
+    spikes: SpikeWatch | None
+
+
+def check_arguments(spec: TrainSpec, hardware: Hardware) -> CheckedArguments:
+    """Refuse all that is known to fail, and return the rest.
+
+    Args:
+        spec: what is trained.
+        hardware: where, and in what pieces.
+
+    Raises:
+        UserError: with what was wrong, both values and what to do.
+    """
+    loss = declared(spec.loss)
+    modules = collect_modules(spec.model, loss)
+    # After the modules, since a single rank computes where the model is.
+    world = hardware.world or world_of(modules)
+    world = with_device_bytes(world)
+    clip = clip_policy(spec.clip)
+    make_autocast = autocast(spec.precision, world.device)
+    randomness = choose_randomness(spec.rng, modules, world.device)
+    policy = policy_for(spec.norms, modules, world.size)
+    constraints = policy.constraints(has_layers=bool(batch_norms(modules)), world_size=world.size)
+    make_sizes = partial(
+        RunSizes,
+        world,
+        effective_batch_size=spec.effective_batch_size,
+        micro_batch_size=hardware.micro_batch_size,
+        accumulation_steps=hardware.accumulation_steps,
+        deal=hardware.deal,
+    )
+    features = features_of(spec, modules, loss, sizes=make_sizes().sizes, deal=hardware.deal, clip=clip, policy=policy)
+    composes = partial(_composes, features, spec.optimizer, world)
+    choice = choose(hardware.strategy, spec.optimizer, modules, world, composes)
+    strategy, needs = choice.strategy, choice.strategy.capabilities
+    refuse_misplaced(modules, needs, world, spec.precision)
+    refuse_features(features, spec.optimizer, needs, world, comes_sharded=comes_sharded(modules))
+    # A cut has to satisfy the strategy as well; BatchNorm layers are run by the policy's constraints alone.
+    sizes = make_sizes(constraints=constraints | needs.constraints)
+    refuse_policy(policy, modules, constraints, needs, searches=_must_search(sizes, hardware))
+    buffers = BufferUpdates(spec.buffers or {}, modules, strategy, world)
+    buffers.refuse_with(loss, constraints, needs)
+    refuse_noise(spec.noise, loss, features, world)
+    return CheckedArguments(
+        spec=spec,
+        loss=loss,
+        modules=modules,
+        world=world,
+        strategy=strategy,
+        strategy_reason=choice.reason,
+        clip=clip,
+        autocast=make_autocast,
+        randomness=randomness,
+        norm_policy=policy,
+        norm_constraints=constraints,
+        buffer_updates=buffers,
+        sizes=sizes,
+        features=features,
+        spikes=spike_watch(spec.spikes),
+    )
+
+
+def _composes(
+    features: Features, optimizer: Optimizer | OptimizerFunction, world: World, capabilities: Capabilities
+) -> bool:
+    try:
+        refuse_features(features, optimizer, capabilities, world)
+    except CompositionError:
+        return False
+    return True
+
+
+def _must_search(sizes: RunSizes, hardware: Hardware) -> bool:
+    return sizes.is_auto and hardware.accumulation_steps is None and sizes.may_run_out
