@@ -510,8 +510,8 @@ def backoff_of(sizes: RunSizes, notified: Recorded | None = None) -> SizeBackoff
 @sees(
     "a size that failed again is tried as soon as before",
     "src/anybatch/engine/micro_batch_size/backoff.py",
-    "self._wait *= 2",
-    "self._wait *= 1",
+    "self._steps_to_wait *= 2",
+    "self._steps_to_wait *= 1",
 )
 def test_a_named_size_stays_small_and_auto_grows_again() -> None:
     """Under "auto" the former size is tried after some steps, and after twice as many each time it fails again."""

@@ -9,7 +9,7 @@ from anybatch.checkpoints.disk import LOCAL_DISK
 from anybatch.checkpoints.files import DIGESTS, write_file
 from anybatch.checkpoints.folder import list_checkpoints
 from anybatch.checkpoints.loading import LoadedCheckpoint, newest_intact, stored_state, verify
-from anybatch.checkpoints.saving import explained
+from anybatch.checkpoints.saving import file_errors_explained
 from anybatch.checkpoints.tensors import STANDARD_DTYPES, StoredTensor, lay_out
 from anybatch.errors import CheckpointError, UserError
 
@@ -57,7 +57,7 @@ def export(checkpoint: str | os.PathLike[str], file: str | os.PathLike[str], *, 
         tensors, tied = _named_once(state["model"], state["average"] if averaged else {}, path)
         laid_out = lay_out(tensors, metadata=tied)
         draft = target.with_name(target.name + ".saving")
-        with explained(target, laid_out.num_bytes, LOCAL_DISK):
+        with file_errors_explained(target, laid_out.num_bytes, LOCAL_DISK):
             draft.unlink(missing_ok=True)
             try:
                 write_file(draft, laid_out.blocks(), disk=LOCAL_DISK)

@@ -108,7 +108,7 @@ def save(
     packed = pack(state)
     body = {"step": step, "state": packed.structure}
     content = _CheckpointContent(json_bytes(body), lay_out(packed.tensors))
-    with explained(target, content.num_bytes, disk):
+    with file_errors_explained(target, content.num_bytes, disk):
         make_folders(folder, disk=disk)
         # Before writing, because half-written folders of a killed run take room that this checkpoint may need.
         warnings = tidy(folder, disk=disk)
@@ -121,10 +121,12 @@ def save(
             with suppress(OSError):
                 remove(partial, disk=disk)
             raise
-    return concluded(target, content.num_bytes, warnings, keep_last=keep_last, disk=disk)
+    return finish_saving(target, content.num_bytes, warnings, keep_last=keep_last, disk=disk)
 
 
-def concluded(target: Path, num_bytes: int, warnings: Sequence[str], *, keep_last: int, disk: Disk) -> SavedCheckpoint:
+def finish_saving(
+    target: Path, num_bytes: int, warnings: Sequence[str], *, keep_last: int, disk: Disk
+) -> SavedCheckpoint:
     """Remove the oldest checkpoints, now that a new one is in place, and return what is to be said about it.
 
     Only now: a failure before this leaves all older ones.
@@ -158,7 +160,7 @@ def _write(partial: Path, content: _CheckpointContent, disk: Disk) -> None:
 
 
 @contextmanager
-def explained(target: Path, num_bytes: int, disk: Disk) -> Iterator[None]:
+def file_errors_explained(target: Path, num_bytes: int, disk: Disk) -> Iterator[None]:
     """Say what an error of the file system means for the checkpoint."""
     try:
         yield

@@ -31,7 +31,7 @@ from anybatch.checkpoints.files import (
 )
 from anybatch.checkpoints.folder import SAVING, folder_name, make_folders, put_in_place, remove, tidy
 from anybatch.checkpoints.parts import HeldPart, deal_parts, held_parts
-from anybatch.checkpoints.saving import SavedCheckpoint, concluded, explained
+from anybatch.checkpoints.saving import SavedCheckpoint, file_errors_explained, finish_saving
 from anybatch.checkpoints.structure import TensorPart, pack_parts
 from anybatch.checkpoints.tensors import lay_out
 from anybatch.core.whole_numbers import checked_int
@@ -96,7 +96,7 @@ class SharedSave:
             CheckpointError: and its kinds, as of `save`.
         """
         folder = self._target.parent
-        with explained(self._target, self._num_bytes, self._disk):
+        with file_errors_explained(self._target, self._num_bytes, self._disk):
             make_folders(folder, disk=self._disk)
             self._warnings += tidy(folder, disk=self._disk)
             self._disk.make_folder(self._partial)
@@ -127,7 +127,7 @@ class SharedSave:
         Raises:
             CheckpointError: and its kinds, as of `save`; or the folder that the first process has made is not seen.
         """
-        with explained(self._target, self._num_bytes, self._disk):
+        with file_errors_explained(self._target, self._num_bytes, self._disk):
             if not self._partial.is_dir():
                 message = (
                     f"{self._target} could not be saved: process {self._process} does not see the folder that the "
@@ -180,7 +180,7 @@ class SharedSave:
             CheckpointError: and its kinds, as of `save`.
         """
         num_bytes = sum(digest.num_bytes for digest in digests) + len(self._state)
-        with explained(self._target, num_bytes, self._disk):
+        with file_errors_explained(self._target, num_bytes, self._disk):
             state = write_file(self._partial / STATE, [self._state], disk=self._disk)
             parts = {part_name(process, len(digests)): digest for process, digest in enumerate(digests)}
             last = digests_bytes({STATE: state, **parts})
@@ -188,7 +188,7 @@ class SharedSave:
             write_file(self._partial / DIGESTS, [last], disk=self._disk)
             self._disk.sync_folder(self._partial)
             put_in_place(self._partial, self._target, disk=self._disk)
-        return concluded(
+        return finish_saving(
             self._target, num_bytes + len(last), self._warnings, keep_last=self._keep_last, disk=self._disk
         )
 

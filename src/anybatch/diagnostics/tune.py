@@ -25,17 +25,17 @@ from anybatch.parallel.world import World
 
 NUM_ROUNDS = 6
 """Of them the first tries all sizes, and the others those that may be the fastest."""
-_MAY_BE_FASTEST = 1.25
+_MOST_OF_A_CANDIDATE = 1.25
 """Times the shortest step of the first round: what takes longer is not measured again."""
 _TIMED_SECONDS, _MOST_STEPS = 0.2, 20
 """Of a size in a turn: steps are made for so long, or so many."""
-_STEPS_OF_A_PART = 3
-_WORTH_A_STEP = 2.0
+_STEPS_OF_A_SUBSET = 3
+_MOST_TIMES_SHORTEST = 2.0
 """Times the shortest step that is estimated: what would take longer is not measured at all."""
 LOADED_STEPS = 4
 """Effective batches that are loaded for each number of workers, after a first one."""
-_NOTED = 0.03
-_UNNOTICED = 0.05
+_GAIN_WORTH_SAYING = 0.03
+_SMALL_LOSS = 0.05
 """The part of a step that loading may take before it is worth a worker."""
 _MEBIBYTE = 2**20
 
@@ -140,7 +140,7 @@ class TuneReport:
         rate, found = self.rates[self.recommended], self.rates_with_loading
         best = smallest_of_the_fastest({number: 1.0 / value for number, value in found.items()})
         here = f"{1.0 - found[0] / rate:.0%} of the time in the process that trains" if 0 in found else ""
-        if found[best] < (1.0 - _UNNOTICED) * rate:
+        if found[best] < (1.0 - _SMALL_LOSS) * rate:
             lost = f"; it takes {here}" if here else ""
             return (
                 f"loading is the bottleneck: of {rate:,.0f} samples/s at most {found[best]:,.0f} are trained, "
@@ -188,7 +188,11 @@ class TuneReport:
         layers = f"{self.num_batch_norms} BatchNorm layer{'s' * (self.num_batch_norms > 1)}"
         which = "the whole batch" if self.recommended == self.num_samples else "the largest that fits"
         gain = self.rates[self.best] / self.rates[self.recommended] - 1.0
-        faster = f" micro_batch_size={self.best} is {gain:.0%} faster, and another training." if gain >= _NOTED else ""
+        faster = (
+            f" micro_batch_size={self.best} is {gain:.0%} faster, and another training."
+            if gain >= _GAIN_WORTH_SAYING
+            else ""
+        )
         return (
             f"{size}, {which}: {layers} normalise{'s' * (self.num_batch_norms == 1)} within each micro-batch, so every "
             f"size trains something else (norms='exact' makes cuts equal).{faster}"
@@ -251,15 +255,15 @@ def tune(
     def engine(size: int) -> Engine:
         return Engine.from_spec(train, Hardware(micro_batch_size=size, world=world))
 
-    steps = _Steps(engine, batch, world.device, clock)
-    times = steps.seconds(sizes, most_seconds)
+    timer = _StepTimer(engine, batch, world.device, clock)
+    times = timer.seconds(sizes, most_seconds)
     if not times:
         message = f"micro-batches of {sizes[0]} samples do not fit into the memory of {world.device}. Try smaller ones."
         raise BatchSizeError(message, micro_batch_size=sizes[0])
     # Counting tensors slows a step down, so on a CPU memory is measured in a run of its own.
-    peaks = steps.peaks or {size: _peak_bytes(train.model, engine, batch, size) for size in times}
-    ratios = _relative_times(times, steps.estimated)
-    fastest = min(set(ratios) - steps.estimated, key=lambda size: median(ratios[size]))
+    peaks = timer.peaks or {size: _peak_bytes(train.model, engine, batch, size) for size in times}
+    ratios = _relative_times(times, timer.estimated)
+    fastest = min(set(ratios) - timer.estimated, key=lambda size: median(ratios[size]))
     shortest = median(times[fastest])
     report = TuneReport(
         num_samples=num_samples,
@@ -270,7 +274,7 @@ def tune(
                 num_micro_batches=ceil_div(num_samples, size),
                 samples_per_second=num_samples / (shortest * median(ratios[size])) if size in ratios else None,
                 peak_bytes=peaks.get(size),
-                is_estimated=size in steps.estimated,
+                is_estimated=size in timer.estimated,
                 of_the_fastest=_quartiles_of_rates(ratios.get(size, ())),
             )
             for size in sizes
@@ -290,7 +294,7 @@ def default_sizes(num_samples: int) -> Sequence[int]:
     return sorted(sizes)
 
 
-class _Steps:
+class _StepTimer:
     """Makes steps at one size after the other, and takes the time."""
 
     def __init__(
@@ -312,7 +316,7 @@ class _Steps:
         begun = self._clock()
         estimates = self._estimates(sizes)
         # Left out is what is slow at the least, measured by what is fast at the most: whatever disturbs one estimate.
-        limit = _WORTH_A_STEP * min((most for _, most in estimates.values()), default=0.0)
+        limit = _MOST_TIMES_SHORTEST * min((most for _, most in estimates.values()), default=0.0)
         self.estimated = {size for size, (least, _) in estimates.items() if least > limit}
         found: dict[int, list[float]] = {size: [estimates[size][0]] for size in self.estimated}
         turn: Sequence[int] = [size for size in estimates if size not in self.estimated]
@@ -326,7 +330,7 @@ class _Steps:
                 found.setdefault(size, []).append(taken)
             if not found or self._clock() - begun > most_seconds:
                 break
-            limit = _MAY_BE_FASTEST * min(times[0] for times in found.values())
+            limit = _MOST_OF_A_CANDIDATE * min(times[0] for times in found.values())
             # The other way round each time, so that a machine that slows down slows all of them alike.
             near = (one for one in found if found[one][0] <= limit and one not in self.estimated)
             turn = sorted(near, reverse=list(turn) == sorted(turn))
@@ -367,13 +371,13 @@ class _Steps:
                 list(Placement(Cut(micro_batch_size=size), 1, 0).micro_batches(cached))
                 times: list[float] = []
                 # A step of a small model is over before the machine has done anything else that it does now and then.
-                is_part, most = batch is not None, _MOST_STEPS if batch is None else _STEPS_OF_A_PART
-                while not times or (len(times) < most and (is_part or sum(times) < _TIMED_SECONDS)):
+                is_subset, most = batch is not None, _MOST_STEPS if batch is None else _STEPS_OF_A_SUBSET
+                while not times or (len(times) < most and (is_subset or sum(times) < _TIMED_SECONDS)):
                     begun = self._now()
                     too_large += engine.step(cached).too_large
                     times.append(self._now() - begun)
                 # What else the machine does only adds to a time, and few of a part are taken.
-                taken = None if too_large else min(times) if is_part else median(times)
+                taken = None if too_large else min(times) if is_subset else median(times)
         except (torch.OutOfMemoryError, MemoryExhaustedError):
             taken = None
         if self._device.type == "cuda":

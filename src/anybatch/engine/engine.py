@@ -301,7 +301,7 @@ class Engine:
                     context=parts.context,
                     placement=parts.sizes.placement,
                     world=parts.world,
-                    halved=parts.notifier.halved,
+                    on_halved=parts.notifier.halved,
                 )
         parts.notifier.evaluate(self.num_steps, num_samples, found)
         return found

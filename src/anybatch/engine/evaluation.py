@@ -34,7 +34,7 @@ from anybatch.parallel.world import World
 
 MetricFunction = Callable[[Any, Batch], Any]
 Metric = Loss | MetricFunction | OverWholeSet
-Pairs = dict[str, torch.Tensor]
+TotalsAndCounts = dict[str, torch.Tensor]
 
 
 def evaluate(
@@ -44,7 +44,7 @@ def evaluate(
     context: LoopContext,
     placement: Placement,
     world: World,
-    halved: Callable[[int, int], None],
+    on_halved: Callable[[int, int], None],
 ) -> tuple[dict[str, float], int]:
     """Return the mean of each metric over all batches and ranks, and over how many samples; see `Engine.evaluate`.
 
@@ -56,10 +56,10 @@ def evaluate(
         context: what the loop uses.
         placement: how batches are cut.
         world: the ranks.
-        halved: called with the sizes before and after, where a micro-batch did not fit.
+        on_halved: called with the sizes before and after, where a micro-batch did not fit.
     """
     halving = OomHalving(
-        world.device, halved, alone=not (context.strategy.capabilities.lockstep or world.has_model_groups)
+        world.device, on_halved, alone=not (context.strategy.capabilities.lockstep or world.has_model_groups)
     )
     if isinstance(metric, OverWholeSet):
         return _evaluate_whole_set(metric, context, batches, placement=placement, world=world, halving=halving)
@@ -127,8 +127,8 @@ def _evaluate_whole_set(
     places = [place for places, _ in found for place in places]
     order = torch.tensor(sorted(range(len(places)), key=places.__getitem__))
     columns = zip(*(list(tensors_of(output)) for _, output in found), strict=True)
-    together = iter([torch.cat(column)[order] for column in columns])
-    value = metric.compute(map_tensors(found[0][1], lambda _: next(together)))
+    merged = iter([torch.cat(column)[order] for column in columns])
+    value = metric.compute(map_tensors(found[0][1], lambda _: next(merged)))
     values = value if isinstance(value, Mapping) else {"metric": value}
     return {name: float(one) for name, one in values.items()}, num_samples
 
@@ -204,11 +204,11 @@ def evaluation_mode(modules: nn.Module) -> Iterator[None]:
 
 def _measure_parts(
     metric: "Loss | MetricFunction", context: LoopContext, planned: PlannedBatch, world: World, halving: OomHalving
-) -> Iterator[Pairs]:
+) -> Iterator[TotalsAndCounts]:
     """Yield (total, count) of each metric for every micro-batch."""
     for unit, micro_batch in zip(planned.units, to_device(planned.micro_batches, world.device), strict=True):
 
-        def piece(start: int, stop: int, whole: Batch = micro_batch, size: int = unit.num_samples) -> Pairs:
+        def piece(start: int, stop: int, whole: Batch = micro_batch, size: int = unit.num_samples) -> TotalsAndCounts:
             return _measure(metric, context, _part(whole, start, stop, size), stop - start, world.device)
 
         for pairs in halving.run(unit.num_samples, piece):
@@ -235,7 +235,7 @@ def stale_statistics(modules: nn.Module) -> str:
 
 def _measure_whole(
     metric: "Loss | MetricFunction", context: LoopContext, planned: PlannedBatch, world: World, halving: OomHalving
-) -> Iterator[Pairs]:
+) -> Iterator[TotalsAndCounts]:
     """Yield (total, count) of metrics across samples, for the effective batch as a whole and on one rank only."""
     assert isinstance(metric, Loss)
     batches = to_device(planned.micro_batches, world.device)

@@ -12,9 +12,9 @@ from anybatch.engine.accumulation.planned_batch import (
     CountedBatch,
     PlannedBatch,
     count_batch,
-    leave_count,
     plan_effective_batch,
     refuse_disagreement,
+    report_failed_count,
 )
 from anybatch.engine.batch_norm.cut_notice import CutNotice
 from anybatch.engine.loss_check.check import LossCheck
@@ -124,7 +124,7 @@ class StepPlanner:
         except BaseException as error:
             is_known = isinstance(error, WorldError) or roll_call is None or roll_call.num_told != num_told
             if is_steady and not is_known and self._loss.needs_data_to_count:
-                leave_count(error, self._loss, self._world)
+                report_failed_count(error, self._loss, self._world)
             raise
 
     def _plan_and_check(self, batch: Any, step: int, position: Position, *, check_loss: bool) -> PlannedBatch:  # noqa: ANN401

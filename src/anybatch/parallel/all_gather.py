@@ -29,12 +29,12 @@ class GatherBuffers:
     """The memory that a gather sends from and receives into, as bytes.
 
     Attributes:
-        mine: sent by this rank, padded to the bytes of the rank with most rows.
-        everyone: received from all ranks, rank by rank.
+        sent: by this rank, padded to the bytes of the rank with most rows.
+        received: from all ranks, rank by rank.
     """
 
-    mine: torch.Tensor
-    everyone: torch.Tensor
+    sent: torch.Tensor
+    received: torch.Tensor
 
 
 def make_gather_buffers(layouts: Sequence[RowLayout], sizes: Sequence[int], world: World) -> GatherBuffers | None:
@@ -53,8 +53,8 @@ def make_gather_buffers(layouts: Sequence[RowLayout], sizes: Sequence[int], worl
     if world.size == 1:
         return None
     # Every rank sends as many bytes as the one with most rows: an all-gather takes equal shares alone.
-    mine = torch.zeros(max(sizes) * sum(layout.num_bytes for layout in layouts), dtype=torch.uint8, device=world.device)
-    return GatherBuffers(mine, mine.new_empty(world.size * len(mine)))
+    sent = torch.zeros(max(sizes) * sum(layout.num_bytes for layout in layouts), dtype=torch.uint8, device=world.device)
+    return GatherBuffers(sent, sent.new_empty(world.size * len(sent)))
 
 
 def gather_rows(
@@ -81,18 +81,18 @@ def gather_rows(
     """
     if buffers is None:
         return [torch.cat(columns) for columns in zip(*pieces, strict=True)]
-    mine, everyone, most = buffers.mine, buffers.everyone, max(sizes)
+    sent, received, most = buffers.sent, buffers.received, max(sizes)
     start = 0
     for number, layout in enumerate(layouts):
-        own = mine[start : start + sizes[world.rank] * layout.num_bytes]
+        own = sent[start : start + sizes[world.rank] * layout.num_bytes]
         if len(own):
             _fill(own, [_as_bytes(piece[number]) for piece in pieces])
         start += most * layout.num_bytes
-    with notify(len(mine)), world.collective():
+    with notify(len(sent)), world.collective():
         # The chunks are views, so that every rank's bytes arrive where they belong, without a copy.
-        dist.all_gather(list(everyone.chunk(world.size)), mine, group=world.group)
+        dist.all_gather(list(received.chunk(world.size)), sent, group=world.group)
     found, start = [], 0
-    by_rank = everyone.unflatten(0, (world.size, -1))
+    by_rank = received.unflatten(0, (world.size, -1))
     for layout in layouts:
         parts = [by_rank[rank, start : start + size * layout.num_bytes] for rank, size in enumerate(sizes)]
         found.append(torch.cat(parts).view(layout.dtype).reshape(sum(sizes), *layout.shape))

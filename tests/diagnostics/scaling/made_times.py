@@ -47,8 +47,8 @@ def rank_times(rank: int, **changed: Any) -> RankTimes:
     values: dict[str, Any] = {
         "rank": rank,
         "steps": kinds,
-        "live": steps(slowest + UPDATE + reduction + waiting, load=waiting),
-        "live_alone": alone,
+        "loading": steps(slowest + UPDATE + reduction + waiting, load=waiting),
+        "loading_alone": alone,
         "load_seconds": waiting,
         "load_processor_seconds": 0.0,
         "messages": ((4, 0.001), (1000, 0.008)),

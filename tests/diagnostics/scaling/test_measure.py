@@ -116,9 +116,9 @@ def test_kinds_of_step(two_ranks: Ranks) -> None:
     assert len({len(steps) for steps in first.steps.values()}) == 1
     assert first.gradient_bytes == 8 * (5 * 16 + 16 + 16 + 1) == first.steps["current"][0].message_bytes
     assert [num_bytes for num_bytes, _ in first.messages] == [4, 224, 904]
-    assert first.live
-    assert first.live_alone
-    assert not second.live_alone
+    assert first.loading
+    assert first.loading_alone
+    assert not second.loading_alone
 
 
 def test_a_change_is_tried(two_ranks: Ranks) -> None:

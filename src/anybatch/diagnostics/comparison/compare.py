@@ -17,10 +17,10 @@ from anybatch.errors import UserError
 from anybatch.memory.host_memory import device_name
 from anybatch.testing.ranks import RankPool
 
-_FEW = 4
-_ON_CPU = 2
-_ACCUMULATED = 4
-"""Micro-batches of a rank share where their size was not given."""
+_FEWEST_FOR_QUARTILES = 4
+_DEFAULT_CPU_RANKS = 2
+_DEFAULT_ACCUMULATION_STEPS = 4
+"""Where no micro-batch size was given."""
 
 
 def compare(
@@ -70,8 +70,10 @@ def compare(
             raise UserError(message)
     found_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if num_devices is None:
-        num_devices = found_devices if found_devices and device_type != "cpu" else min(_ON_CPU, effective_batch_size)
-    size = micro_batch_size or max(1, ceil_div(effective_batch_size, num_devices) // _ACCUMULATED)
+        num_devices = (
+            found_devices if found_devices and device_type != "cpu" else min(_DEFAULT_CPU_RANKS, effective_batch_size)
+        )
+    size = micro_batch_size or max(1, ceil_div(effective_batch_size, num_devices) // _DEFAULT_ACCUMULATION_STEPS)
     ways = ways_of(effective_batch_size=effective_batch_size, micro_batch_size=size, num_devices=num_devices)
     kind = device_type or ("cuda" if found_devices >= num_devices else "cpu")
     if kind == "cuda" and found_devices < num_devices:
@@ -117,7 +119,7 @@ def _result(way: Way, figures: Sequence[RankFigures]) -> WayResult:
         way=way,
         seconds_per_step=seconds,
         quartiles=(steps[0], steps[-1])
-        if len(steps) < _FEW
+        if len(steps) < _FEWEST_FOR_QUARTILES
         else cast("tuple[float, float]", tuple(quantiles(steps, n=4)[::2])),
         exposed_seconds=None if alone is None else seconds - alone,
         peak_bytes=max(one.peak_bytes for one in figures),

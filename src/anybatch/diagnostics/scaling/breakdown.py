@@ -178,12 +178,12 @@ def evidence_of(ranks: Sequence[RankTimes]) -> Evidence:
     held, bare = _slowest([one.steps[CURRENT] for one in ranks]), _slowest([one.steps[key] for one in ranks])
     reduction = difference(held, bare)
     waits = [
-        max(0.0, _median(one.live, lambda step: step.load) - _median(one.steps[key], lambda step: step.load))
+        max(0.0, _median(one.loading, lambda step: step.load) - _median(one.steps[key], lambda step: step.load))
         for one in ranks
     ]
     parts = Parts(
         world_size=size,
-        # Not the live steps: those were run at other times, when the machine may have been slower or faster.
+        # Not the loading steps: those were run at other times, when the machine may have been slower or faster.
         step=statistics.median(held) + max(waits),
         waiting=max(waits),
         copies=_mean(_median(one.steps[key], lambda step: step.load) for one in ranks),
@@ -236,7 +236,7 @@ def difference(longer: Sequence[float], shorter: Sequence[float]) -> Difference:
 def _alone(rank: RankTimes) -> Parts:
     steps = rank.steps[ALONE]
     loaded = _median(steps, lambda step: step.load)
-    waiting = max(0.0, _median(rank.live_alone, lambda step: step.load) - loaded)
+    waiting = max(0.0, _median(rank.loading_alone, lambda step: step.load) - loaded)
     return Parts(
         world_size=1,
         step=_median(steps, lambda step: step.whole) + waiting,

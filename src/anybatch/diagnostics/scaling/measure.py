@@ -27,12 +27,12 @@ from anybatch.parallel.gradient_buckets import gradient_bytes
 from anybatch.parallel.strategy import Strategy, trainable
 from anybatch.parallel.world import World
 
-LIVE_STEPS = 6
-"""Steps with loading that are timed in each stretch."""
+LOADING_STEPS = 6
+"""Steps with loading that are timed in each repeat."""
 WARM_UP_STEPS = 2
-NUM_STRETCHES = 2
+NUM_REPEATS = 2
 LEAST_ROUNDS, MOST_ROUNDS = 6, 15
-_PROBES = 7
+_NUM_MESSAGES = 7
 CURRENT, UNREDUCED, LARGER, COMPRESSED, ALONE = "current", "unreduced", "larger", "compressed", "alone"
 ReplicaStrategy = Literal["all_reduce", "ddp"]
 
@@ -106,8 +106,8 @@ class RankTimes:
     Attributes:
         rank: its number.
         steps: kind of step to its times, one for each round; the same round of every rank ran at the same time.
-        live: steps that load their samples, as the run does.
-        live_alone: the same on one rank, which runs the whole effective batch while the others wait; only of rank 0.
+        loading: steps that load their samples, as the run does.
+        loading_alone: the same on one rank, which runs the whole effective batch while the others wait; only of rank 0.
         load_seconds: to load this rank's share in its own process.
         load_processor_seconds: the processor's part of that.
         messages: bytes and seconds of an all-reduce by itself.
@@ -121,8 +121,8 @@ class RankTimes:
 
     rank: int
     steps: Mapping[str, tuple[StepSeconds, ...]]
-    live: tuple[StepSeconds, ...]
-    live_alone: tuple[StepSeconds, ...]
+    loading: tuple[StepSeconds, ...]
+    loading_alone: tuple[StepSeconds, ...]
     load_seconds: float
     load_processor_seconds: float
     messages: tuple[tuple[int, float], ...]
@@ -137,7 +137,7 @@ class RankTimes:
 def measure_ranks(request: ScaleRequest) -> list[RankTimes]:
     """Measure on every rank of the default group, or on one; return what each has found, the same on all ranks."""
     with World.from_environment(device=request.device) as world:
-        found: list[RankTimes] = world.gather_objects(_RankBench(request, world).times())
+        found: list[RankTimes] = world.gather_objects(_RankMeasurement(request, world).times())
     return found
 
 
@@ -146,19 +146,19 @@ def compare_settings(
 ) -> list[tuple[tuple[StepSeconds, ...], tuple[StepSeconds, ...]]]:
     """Run steps that load under two settings in turns; return both times of every rank."""
     with World.from_environment(device=request.device) as world:
-        bench = _RankBench(dataclasses.replace(request, settings=before), world)
+        measurement = _RankMeasurement(dataclasses.replace(request, settings=before), world)
         found: tuple[list[StepSeconds], list[StepSeconds]] = ([], [])
-        for stretch in range(2 * NUM_STRETCHES):
+        for number in range(2 * NUM_REPEATS):
             # Each goes first as often as last.
-            for which in (0, 1) if stretch % 2 else (1, 0):
-                found[which].extend(bench.live((before, after)[which]))
+            for which in (0, 1) if number % 2 else (1, 0):
+                found[which].extend(measurement.loading_steps((before, after)[which]))
         gathered: list[tuple[tuple[StepSeconds, ...], tuple[StepSeconds, ...]]] = world.gather_objects(
             (tuple(found[0]), tuple(found[1]))
         )
     return gathered
 
 
-class _RankBench:
+class _RankMeasurement:
     """One rank's part in a measurement."""
 
     def __init__(self, request: ScaleRequest, world: World) -> None:
@@ -186,19 +186,19 @@ class _RankBench:
         cuts = bucket_cuts(sizes, self._request.bucket_sizes, self._settings.bucket_bytes, least=least)
         largest = max((unit.num_samples for unit in share), default=0)
         steps = self._in_turns(self._kinds(cuts, largest, compresses=narrow and self._settings.compression is None))
-        live: list[StepSeconds] = []
-        live_alone: list[StepSeconds] = []
-        for _ in range(NUM_STRETCHES):
-            live += self.live(self._settings)
+        loading: list[StepSeconds] = []
+        loading_alone: list[StepSeconds] = []
+        for _ in range(NUM_REPEATS):
+            loading += self.loading_steps(self._settings)
             if self._world.rank == 0 and self._world.size > 1:
-                live_alone += self._stretch(self._settings, alone=True)
-            self._meet()
+                loading_alone += self._timed_loading_steps(self._settings, alone=True)
+            self._barrier()
         assert self._settings.micro_batch_size is not None
         return RankTimes(
             rank=self._world.rank,
             steps=steps,
-            live=tuple(live),
-            live_alone=tuple(live_alone),
+            loading=tuple(loading),
+            loading_alone=tuple(loading_alone),
             load_seconds=load_seconds,
             load_processor_seconds=load_processor_seconds,
             messages=self._messages(sum(sizes)),
@@ -210,10 +210,10 @@ class _RankBench:
             device=str(self._world.device),
         )
 
-    def live(self, settings: RunSettings) -> list[StepSeconds]:
+    def loading_steps(self, settings: RunSettings) -> list[StepSeconds]:
         """Return the times of steps that load, after some to warm up."""
-        self._meet()
-        return self._stretch(settings)
+        self._barrier()
+        return self._timed_loading_steps(settings)
 
     @property
     def _placement(self) -> Placement:
@@ -264,7 +264,7 @@ class _RankBench:
             begun = time.perf_counter()
             # Each goes first as often as last: a step that follows a longer one finds other caches and clock rates.
             for kind in list(kinds)[:: -1 if number % 2 else 1]:
-                self._meet()
+                self._barrier()
                 if kind in engines:
                     taken = clocks[kind].timed(lambda kind=kind: engines[kind].step(self._batch(kinds[kind], kind)))  # type: ignore[misc]
                     found[kind].append(taken)
@@ -280,10 +280,10 @@ class _RankBench:
         size = -1 if kind == ALONE else settings.micro_batch_size
         return self._cached.setdefault(size, CachedBatch(self._batches[0]))
 
-    def _stretch(self, settings: RunSettings, *, alone: bool = False) -> list[StepSeconds]:
+    def _timed_loading_steps(self, settings: RunSettings, *, alone: bool = False) -> list[StepSeconds]:
         """Run consecutive steps that load; without other ranks if `alone`."""
         clock = PhaseClock(self._world.device, waits=False)
-        num_steps = WARM_UP_STEPS + LIVE_STEPS
+        num_steps = WARM_UP_STEPS + LOADING_STEPS
         run: Any = iter(self._request.data(steps=num_steps)(settings.num_workers))
         found = []
         try:
@@ -318,8 +318,8 @@ class _RankBench:
         for num_bytes in sorted({4, max(4, total // 4), max(4, total)}):
             numbers = torch.zeros(num_bytes // 4, device=self._world.device)
             seconds = []
-            for _ in range(_PROBES):
-                self._meet()
+            for _ in range(_NUM_MESSAGES):
+                self._barrier()
                 begun = time.perf_counter()
                 dist.all_reduce(numbers, group=self._world.group)
                 if self._world.device.type != "cpu":
@@ -335,5 +335,5 @@ class _RankBench:
             size = engine.step(self._batches[0]).plan.cut.micro_batch_size
         return size or len(self._batches[0].sample_ids)
 
-    def _meet(self) -> None:
+    def _barrier(self) -> None:
         self._world.gather_numbers([0.0])

@@ -105,7 +105,7 @@ class SumsWithoutCount(Protocol):
         """Whether that has to be found out for micro-batches with these counts."""
         ...
 
-    def look(self, micro_batches: Sequence[Batch], counts: Sequence[tuple[float, ...]]) -> None:
+    def probe(self, micro_batches: Sequence[Batch], counts: Sequence[tuple[float, ...]]) -> None:
         """Find it out."""
         ...
 
@@ -151,10 +151,10 @@ def count_batch(
         # In lockstep every rank runs the model equally often, also for a question of one of them.
         is_asked = any(row[-1] for row in rows) if constraints.lockstep else rows[world.rank][-1]
         if is_asked and any(divisors):
-            sums.look(loaded, counts)
+            sums.probe(loaded, counts)
         if constraints.lockstep and any(divisors) and not sums.names:
             _refuse_idle_rank([int(row[-2]) for row in rows], "no item that the loss counts (all targets masked?)")
-            planned, loaded, counts = _run_along(planned, loaded, counts)
+            planned, loaded, counts = _fill_empty_units(planned, loaded, counts)
         micro_batches = iter(loaded)
     else:
         # Every term counts samples, which the plan knows: nothing is loaded ahead, and ranks need not talk.
@@ -171,7 +171,7 @@ def count_batch(
     if loss.kind.encode is not None:
         micro_batches, replay = itertools.tee(micro_batches)  # keeps them on the host, until they have gone by twice
         # The first pass may change what it is given, which is a copy already if it had to be moved.
-        micro_batches = (_unshared(batch, world.device) for batch in micro_batches)
+        micro_batches = (_private_copy(batch, world.device) for batch in micro_batches)
     return CountedBatch(
         planned=planned,
         divisors=divisors,
@@ -190,12 +190,12 @@ def count_batch(
     )
 
 
-def _unshared(batch: Batch, device: torch.device) -> Batch:
+def _private_copy(batch: Batch, device: torch.device) -> Batch:
     """Return a batch of which nothing is shared but tensors that are copied when they are moved to the device."""
     return copied(batch, lambda tensor: tensor if tensor.device != device else tensor.clone())
 
 
-def leave_count(error: BaseException, loss: Loss, world: World) -> None:
+def report_failed_count(error: BaseException, loss: Loss, world: World) -> None:
     """Tell the other ranks, which wait in `count_batch` for this rank's counts, that it has none; raises the error."""
 
     def fail() -> list[float]:
@@ -204,7 +204,7 @@ def leave_count(error: BaseException, loss: Loss, world: World) -> None:
     world.gather_from(fail, len(loss.names) + 2)
 
 
-def _run_along(
+def _fill_empty_units(
     planned: PlannedBatch, loaded: Sequence[Batch], counts: Sequence[tuple[float, ...]]
 ) -> tuple[PlannedBatch, list[Batch], list[tuple[float, ...]]]:
     """Under lockstep every unit has to run; one that counts nothing runs another's samples with weight 0 instead."""

@@ -2,7 +2,8 @@
 
 This is for what the check of pieces (`additivity.py`) cannot tell: batches that are no rows of tensors (graphs, lists
 of boxes, sequences behind each other), losses over pairs and groups of rows, models that join samples on the way.
-Layers that draw random numbers or normalise over samples rest meanwhile: they are no matter of the loss.
+Layers that draw random numbers or normalise over samples are in evaluation mode meanwhile: the loss has no
+part in them.
 """
 
 import dataclasses
@@ -113,7 +114,7 @@ def difference_of_cuts(run: CutRun, cuts: RealCuts) -> float:
         message = "these micro-batches count nothing"
         raise HarmlessError(message)
     whole_counts = unit_counts(run.loss, copied(cuts.whole), sum(cuts.sizes))
-    with resting(run.modules):
+    with in_evaluation_mode(run.modules):
         draws = SharedDraws()
         whole = _gradient(run, cuts.whole, whole_counts, whole_counts, draws.of(0, sum(cuts.sizes)))
         again = _gradient(run, cuts.whole, whole_counts, whole_counts, draws.of(0, sum(cuts.sizes)), seed=1)
@@ -141,7 +142,7 @@ def difference_of_rows(run: CutRun, micro_batch: Batch) -> float:
     if not half:
         message = "a micro-batch has one sample only"
         raise HarmlessError(message)
-    with resting(run.modules), torch.no_grad():
+    with in_evaluation_mode(run.modules), torch.no_grad():
         draws = SharedDraws()
         whole = _rows(run, micro_batch, 0, number, draws)
         again = _rows(run, micro_batch, 0, number, draws, seed=1)
@@ -157,7 +158,7 @@ def difference_of_rows(run: CutRun, micro_batch: Batch) -> float:
 
 
 @contextmanager
-def resting(modules: nn.Module) -> Iterator[None]:
+def in_evaluation_mode(modules: nn.Module) -> Iterator[None]:
     """Put what draws random numbers or normalises over samples into evaluation mode meanwhile; not its parents.
 
     A model as a whole stays in its mode: some return a loss in training mode only.

@@ -62,7 +62,7 @@ class UncountedSums:
         """Whether a term counts nothing in one of these micro-batches, and it is not known what it returns then."""
         return any(not count[place] for place in self._unknown().values() for count in counts)
 
-    def look(self, micro_batches: Sequence[Batch], counts: Sequence[tuple[float, ...]]) -> None:
+    def probe(self, micro_batches: Sequence[Batch], counts: Sequence[tuple[float, ...]]) -> None:
         """Run the loss on the first micro-batch that counts nothing.
 
         Raises:

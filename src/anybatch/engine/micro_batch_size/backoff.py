@@ -31,8 +31,8 @@ class SizeBackoff:
         self._sizes = sizes
         self._decisions = decisions
         self._notifier = notifier
-        self._formers: list[Sizes] = []
-        self._wait = FIRST_WAIT
+        self._former_sizes: list[Sizes] = []
+        self._steps_to_wait = FIRST_WAIT
         self._next_try = 0
         self._reduced: Sizes | None = None
         self.why_not_smaller = ""
@@ -40,21 +40,21 @@ class SizeBackoff:
     @property
     def named(self) -> Sizes:
         """The sizes as they were before anything ran out of memory."""
-        return self._formers[0] if self._formers else self._sizes.sizes
+        return self._former_sizes[0] if self._former_sizes else self._sizes.sizes
 
     def begin_step(self, step: int) -> None:
         """Judge the last try by its step, and try a former size again if it is time."""
-        if not self._formers:
+        if not self._former_sizes:
             return
         if self._reduced is not None and step > self._next_try:  # the try went well
             self._reduced = None
-            self._formers.pop()
-            self._next_try = step - 1 + self._wait
+            self._former_sizes.pop()
+            self._next_try = step - 1 + self._steps_to_wait
         # Another process may have taken the memory for a while, so "auto" does not stay small for ever.
-        if self._sizes.is_auto and self._formers and self._reduced is None and step >= self._next_try:
+        if self._sizes.is_auto and self._former_sizes and self._reduced is None and step >= self._next_try:
             self._reduced, self._next_try = self._sizes.sizes, step
-            self._sizes.sizes = self._formers[-1]
-            said = f"the size before {_in_words(self._reduced)} again, from step {step} on, {self._wait} steps later"
+            self._sizes.sizes = self._former_sizes[-1]
+            said = f"the size before {_in_words(self._reduced)} again, from step {step} on, {self._steps_to_wait} steps later"
             self._decisions.add("micro_batch_size", said)
             self._notifier.diagnosis("micro_batch_size_grows", f"trying {said}")
 
@@ -72,15 +72,15 @@ class SizeBackoff:
         if self._reduced is not None:  # what was tried again has failed again
             smaller: Sizes | None = self._reduced
             self._reduced = None
-            self._wait *= 2
+            self._steps_to_wait *= 2
         else:
             smaller = self._smaller(plan, before)
             if smaller is not None:
-                self._formers.append(self._sizes.sizes)
+                self._former_sizes.append(self._sizes.sizes)
         if smaller is None:
             return before, None
         self._sizes.sizes = smaller
-        self._next_try = step + self._wait
+        self._next_try = step + self._steps_to_wait
         reason = f"{_in_words(smaller)}, because {before} ran out of memory in step {step}"
         self._decisions.add("micro_batch_size", reason)
         return before, _largest(smaller, plan)
@@ -92,12 +92,12 @@ class SizeBackoff:
 
     def state(self) -> dict[str, Any] | None:
         """Return what a resumed run needs to take the same sizes; None if they are as they were named."""
-        if not self._formers:
+        if not self._former_sizes:
             return None
         return {
             "sizes": dataclasses.asdict(self._reduced or self._sizes.sizes),
-            "formers": [dataclasses.asdict(sizes) for sizes in self._formers],
-            "wait": self._wait,
+            "formers": [dataclasses.asdict(sizes) for sizes in self._former_sizes],
+            "wait": self._steps_to_wait,
             "next_try": self._next_try,
             "is_trying": self._reduced is not None,
         }
@@ -112,26 +112,26 @@ class SizeBackoff:
             UserWarning: the effective batch is of another size.
         """
         saved: Mapping[str, int | None] = state["sizes"]
-        if (taken := self._sizes.take(saved, state["decisions"])) is not None:
-            self._decisions.add("micro_batch_size", taken)
+        if (restored := self._sizes.take(saved, state["decisions"])) is not None:
+            self._decisions.add("micro_batch_size", restored)
         changed = self._sizes.changes(saved)
         if changed:
             self._decisions.add("resumed with changes", changed)
             self._notifier.diagnosis("resumed_with_changes", f"resumed with changes: {changed}")
         if self._sizes.sizes.effective_batch_size != saved["effective_batch_size"]:
             warnings.warn(f"resumed with changes: {changed}", stacklevel=3)
-        if (taken := self._take(state.get("resized"))) is not None:
-            self._decisions.add("micro_batch_size", taken)
+        if (restored := self._restore(state.get("resized"))) is not None:
+            self._decisions.add("micro_batch_size", restored)
 
-    def _take(self, saved: Mapping[str, Any] | None) -> str | None:
+    def _restore(self, saved: Mapping[str, Any] | None) -> str | None:
         """Take the sizes of a saved run, if it was given the same ones as this; return that decision in words."""
         if saved is None or Sizes(**saved["formers"][0]) != self.named:
             return None
-        self._formers = [Sizes(**sizes) for sizes in saved["formers"]]
-        self._wait, self._next_try = saved["wait"], saved["next_try"]
+        self._former_sizes = [Sizes(**sizes) for sizes in saved["formers"]]
+        self._steps_to_wait, self._next_try = saved["wait"], saved["next_try"]
         sizes = Sizes(**saved["sizes"])
         self._reduced = sizes if saved["is_trying"] else None
-        self._sizes.sizes = self._formers[-1] if saved["is_trying"] else sizes
+        self._sizes.sizes = self._former_sizes[-1] if saved["is_trying"] else sizes
         return f"{_in_words(self._sizes.sizes)}, as in the checkpoint, because more ran out of memory"
 
     def _smaller(self, plan: BatchPlan, before: int) -> Sizes | None:
