@@ -1,6 +1,7 @@
 """What code does not do: facts do not act, the environment is read in one place, an import changes nothing."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from tests.architecture.source_tree import (
     parse,
     python_files,
 )
+from tests.faults import sees
 
 Check = Callable[[ast.AST], Iterator[str]]
 CLOCKS = ("time", "datetime")
@@ -179,3 +181,54 @@ def test_import_changes_nothing() -> None:
 
     assert done.returncode == 0, done.stderr
     assert not done.stdout
+
+
+FIRST_STEP = """
+import sys
+import torch
+import anybatch as ab
+from anybatch.recipes.digits import Network, loss
+
+model = Network()
+engine = ab.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), ab.mean_over_samples(loss))
+data = [{"image": torch.zeros(1, 8, 8), "label": torch.tensor(0)} for _ in range(4)]
+for batch in ab.batches(data, effective_batch_size=4):
+    engine.step(batch)
+print(*sys.modules)
+"""
+LAUNCH = "import sys, anybatch.cli.launch; print(*sys.modules)"
+OTHER_WINGS = (
+    r"anybatch\.(diagnostics|testing|recipes\.planning|planner\.(trace|cost|proposals))|matplotlib|tensorboard"
+)
+
+
+@sees(
+    "a recipe brings diagnostics along",
+    "src/anybatch/recipes/load.py",
+    "from anybatch.errors import AnyBatchError, UserError\n",
+    "import anybatch.diagnostics\nfrom anybatch.errors import AnyBatchError, UserError\n",
+)
+@sees(
+    "a run brings the planner along",
+    "src/anybatch/recipes/run/prepare.py",
+    "from anybatch.recipes.job import Job\n",
+    "from anybatch.recipes.job import Job\nfrom anybatch.recipes.planning import size_limit\n",
+    cases=["train"],
+)
+@pytest.mark.parametrize(
+    ("program", "needs", "does_without"),
+    [
+        (FIRST_STEP, "anybatch.engine.step_runner", rf"{OTHER_WINGS}|anybatch\.(cli|events|planner|recipes\.run)|rich"),
+        (LAUNCH, "anybatch.recipes.run.start", OTHER_WINGS),
+    ],
+    ids=["step", "train"],
+)
+@pytest.mark.slow
+def test_a_first_step_imports_nothing_that_it_does_not_use(program: str, needs: str, does_without: str) -> None:
+    """A step, and `anybatch train`, import none of the wings that judge, compare, plan and draw: that takes time."""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)  # noqa: S603 (a fixed program)
+
+    assert done.returncode == 0, done.stderr
+    imported = set(done.stdout.split())
+    assert needs in imported
+    assert not {name for name in imported if re.match(rf"({does_without})(\.|$)", name)}

@@ -54,7 +54,10 @@ class SizeBackoff:
         if self._sizes.is_auto and self._former_sizes and self._reduced is None and step >= self._next_try:
             self._reduced, self._next_try = self._sizes.sizes, step
             self._sizes.sizes = self._former_sizes[-1]
-            said = f"the size before {_in_words(self._reduced)} again, from step {step} on, {self._steps_to_wait} steps later"
+            said = (
+                f"the size before {_in_words(self._reduced)} again, from step {step} on, "
+                f"{self._steps_to_wait} steps later"
+            )
             self._decisions.add("micro_batch_size", said)
             self._notifier.diagnosis("micro_batch_size_grows", f"trying {said}")
 
