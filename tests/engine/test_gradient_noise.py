@@ -14,12 +14,13 @@ from torch.nn import functional as F
 import anybatch as ab
 from anybatch.core.gradient_noise import NoiseEstimate, noise_parts
 from anybatch.core.records import GradientNoiseRecord, Record, StepRecord
-from anybatch.engine.gradient_noise import GradientNoise
+from anybatch.engine.gradient_noise import GradientNoise, NoiseMeter, NoiseOfStep
 from anybatch.errors import CompositionError, UserError
 from anybatch.parallel.data_parallel import DataParallel
 from anybatch.parallel.fsdp import FSDP
 from anybatch.parallel.strategy import Strategy
 from anybatch.parallel.zero1 import Zero1
+from anybatch.testing import out_of_memory_at
 from tests.engine.cases import STRATEGIES, Batch, InMemory, classify, cut, vectors
 from tests.faults import sees
 from tests.ranks_fixture import Ranks
@@ -225,8 +226,8 @@ def test_counts_that_come_with_the_loss() -> None:
 @sees(
     "the second moment without its correction",
     "src/anybatch/engine/gradient_noise.py",
-    'widened(state["exp_avg_sq"]) / bias',
-    'widened(state["exp_avg_sq"]) / 1.0',
+    "divisor.copy_(second_moment).div_(correction)",
+    "divisor.copy_(second_moment)",
 )
 def test_preconditioned() -> None:
     """Gradients are divided by Adam's own denominator; before its first step nothing is measured."""
@@ -243,6 +244,50 @@ def test_preconditioned() -> None:
     assert second is not None
     assert math.isnan(first.scale)
     assert_equal((second.squared_norms, second.variances), by_hand([5, 5, 5, 5, 3], scale=scale))
+
+
+@sees(
+    "the noise of a step is worked out where it may not run out of memory",
+    "src/anybatch/engine/gradient_noise.py",
+    "        self._square_sum(gradients, seen)\n",
+    "        self._square_sum(gradients, seen)\n        self._with_total(seen.of_sum)\n",
+)
+@sees(
+    "a gradient is preconditioned in new memory",
+    "src/anybatch/engine/gradient_noise.py",
+    "return torch.div(gradient, divisor, out=divisor)",
+    "return torch.div(gradient, divisor)",
+    cases=["False-True"],
+)
+@pytest.mark.parametrize("preconditioned", [False, True])
+@pytest.mark.parametrize("late", [False, True])
+def test_behind_the_agreement_of_ranks_nothing_is_allocated(
+    *, preconditioned: bool, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where any allocation fails once ranks have agreed on a step, it is measured all the same, and alike."""
+
+    def summed(model: Any, batch: Batch) -> ab.LossSum:
+        return ab.LossSum(F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum"), len(batch["y"]))
+
+    def estimates() -> list[NoiseEstimate | None]:
+        with make_engine(
+            optimizer=lambda named: torch.optim.Adam(named, lr=0.01),
+            noise=GradientNoise(every=1, by="layer", preconditioned=preconditioned),
+            **({"loss": summed} if late else {}),
+        ) as engine:
+            return [engine.step(InMemory(vectors(NUM_SAMPLES))).noise for _ in range(3)]
+
+    expected, finish = estimates(), NoiseMeter.finish
+
+    def without_memory(*args: Any, **options: Any) -> NoiseOfStep | None:
+        with out_of_memory_at(1):
+            return finish(*args, **options)
+
+    monkeypatch.setattr(NoiseMeter, "finish", without_memory)
+    for one, other in zip(estimates(), expected, strict=True):
+        assert one is not None
+        assert other is not None
+        assert torch.equal(torch.as_tensor(one.moments), torch.as_tensor(other.moments))
 
 
 def weights_after(noise: GradientNoise | None, steps: int = 4) -> list[torch.Tensor]:
@@ -283,7 +328,8 @@ def test_one_step_in_j(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append((report.noise is not None, num_norms))
     small = [engine.step(InMemory(vectors(SIZE))).noise for _ in range(2)]
 
-    assert seen == [(True, 20), (False, 0), (False, 0), (True, 20), (False, 0)]
+    num_norms = 4 * (5 + 1)  # of every parameter, in every micro-batch and in the sum
+    assert seen == [(True, num_norms), (False, 0), (False, 0), (True, num_norms), (False, 0)]
     assert small == [None, None]
     assert len(nodes) == 4
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from anybatch.core.compatibility import Feature
-from anybatch.core.dtypes import accumulation_dtype, widened, widest_dtype
+from anybatch.core.dtypes import accumulation_dtype, widest_dtype
 from anybatch.core.gradient_noise import NUM_MOMENTS, NoiseEstimate, NoiseParts, noise_parts, with_step
 from anybatch.core.loss import Loss
 from anybatch.core.loss_kinds import SAMPLES
@@ -124,19 +124,23 @@ def refuse_preconditioner(noise: GradientNoise | None, target: Target, prepared:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NoiseOfStep:
-    """What one effective batch says about its gradient's noise; on the device.
+    """The sums of one effective batch that its gradient's noise follows from; on the device.
 
     Attributes:
-        parts: the two estimates, by row.
-        weight: of the step, see `with_step`.
+        squares: squared norm of the summed gradient, by row.
+        numbers: what `NoiseMeter.numbers` returned, summed over ranks.
+        counts: of each loss term, over all ranks.
+        guess: what micro-batches were divided by in the place of a count that came late; None if none did.
+        loss_scale: what all of these gradients are multiplied with, under fp16.
         num_samples: of the effective batch, over all ranks.
-        items_per_sample: of the loss.
     """
 
-    parts: NoiseParts
-    weight: Float[Tensor, ""]
+    squares: Float[Tensor, " row"]
+    numbers: Float[Tensor, " numbers"]
+    counts: Tensor
+    guess: float | None
+    loss_scale: Tensor
     num_samples: int
-    items_per_sample: Float[Tensor, ""]
 
 
 @dataclass(slots=True)
@@ -147,12 +151,20 @@ class _Seen:
         cells: by type of gradients, the squared norm of each parameter's in the present micro-batch.
         arrived: numbers of the parameters whose gradient has come in it.
         squares: sum of these over micro-batches, by parameter.
+        of_sum: for the squared norms of the summed gradient, by row.
+        divisors: for gradients while they are preconditioned, by type: as long as the largest parameter.
+        corrections: of the second moment's bias, by parameter; None before Adam's first step. Empty where not needed.
+        loss_scale: of the step.
         counts: of the items of each micro-batch.
         is_fit: every micro-batch's part in the gradient is a mean over its counted items.
     """
 
     cells: dict[torch.dtype, Float[Tensor, " parameter"]]
     squares: Float[Tensor, " parameter"]
+    of_sum: Float[Tensor, " row"]
+    divisors: dict[torch.dtype, Float[Tensor, " elements"]]
+    corrections: Sequence[Tensor | None]
+    loss_scale: Tensor
     arrived: set[int] = field(default_factory=set)
     counts: list[float] = field(default_factory=list)
     is_fit: bool = True
@@ -270,7 +282,10 @@ class NoiseMeter:
         *,
         guess: float | None,
     ) -> NoiseOfStep | None:
-        """Return what the step says, from the sums over ranks; None in a step that is not measured. Nothing is sent.
+        """Return what the step says, from the sums over ranks; None in a step that is not measured.
+
+        Ranks have agreed on the step, so it may not run out of memory: what it needs was made before micro-batches ran.
+        That goes for gradients that are dense, contiguous and whole; the norms of others, as under FSDP, do allocate.
 
         Args:
             gradients: of each parameter, summed over micro-batches and ranks, and divided.
@@ -282,29 +297,25 @@ class NoiseMeter:
         seen, self._seen = self._seen, None
         if seen is None:
             return None
-        count = counts.to(numbers)[0]
-        squared_shares = numbers[0] / count**2
-        of_parts = numbers[1:] if guess is None else numbers[1:] * (guess / count) ** 2
-        parts = noise_parts(self._with_total(self._squares_of_sum(gradients)), of_parts, squared_shares)
-        # Under fp16 all of these gradients are still multiplied with the loss scale.
-        scale = self._scaler.scale(torch.ones((), device=self._world.device)).to(numbers)
-        return NoiseOfStep(
-            NoiseParts(parts.squared_norm / scale**2, parts.variance / scale**2),
-            count**2 * (1.0 - squared_shares),
-            plan.num_samples,
-            count / plan.num_samples,
-        )
+        self._square_sum(gradients, seen)
+        return NoiseOfStep(seen.of_sum, numbers, counts, guess, seen.loss_scale, plan.num_samples)
 
     def add(self, found: NoiseOfStep) -> NoiseEstimate:
         """Average a step in, and return what is known now. Of steps that count alone: a repeated one comes once."""
+        numbers, guess = found.numbers, found.guess
+        count = found.counts.to(numbers)[0]
+        squared_shares = numbers[0] / count**2
+        of_parts = numbers[1:] if guess is None else numbers[1:] * (guess / count) ** 2
+        parts = noise_parts(self._with_total(found.squares), of_parts, squared_shares)
+        scale = found.loss_scale.to(numbers)
         self._moments = with_step(
             self._moments,
-            found.parts,
-            weight=found.weight,
+            NoiseParts(parts.squared_norm / scale**2, parts.variance / scale**2),
+            weight=count**2 * (1.0 - squared_shares),
             num_samples=found.num_samples,
             decay=self._noise.decay,
         )
-        self._items_per_sample = found.items_per_sample
+        self._items_per_sample = count / found.num_samples
         return self.estimate
 
     def state_dict(self) -> dict[str, Any]:
@@ -321,7 +332,14 @@ class NoiseMeter:
         number = len(self._names)
         types = {accumulation_dtype(parameter) for parameter in self._parameters}
         cells = {dtype: torch.zeros(number, dtype=dtype, device=self._world.device) for dtype in types}
-        seen = self._seen = _Seen(cells, self._zeros(number))
+        seen = self._seen = _Seen(
+            cells,
+            self._zeros(number),
+            of_sum=self._zeros(len(self._rows)),
+            divisors=self._divisors(),
+            corrections=self._bias_corrections(),
+            loss_scale=self._scaler.scale(torch.ones((), device=self._world.device)),
+        )
         leaves = self._parameters if self._leaves is None else self._leaves()
         nodes = [get_gradient_edge(leaf).node for leaf in leaves]
         hooks = [node.register_prehook(self._hook(place, seen)) for place, node in enumerate(nodes)]
@@ -347,40 +365,64 @@ class NoiseMeter:
                 )
                 raise CompositionError(message)
             arrived.add(number)
-            values = self._preconditioned(number, _dense(gradient))
-            if values.is_contiguous() and values.dtype is cell.dtype:
-                torch.dot(values.view(-1), values.view(-1), out=cell)
-            else:
-                cell.copy_(torch.linalg.vector_norm(values, dtype=cell.dtype).square())
+            _square(self._preconditioned(number, _dense(gradient), seen), cell)
 
         return note
 
-    def _squares_of_sum(self, gradients: Sequence[Tensor | None]) -> Float[Tensor, " row"]:
-        """Return the squared norm of the summed gradient by row."""
-        squares = self._zeros(len(self._rows))
-        for row, members in enumerate(self._rows):
-            there = [(number, gradient) for number in members if (gradient := gradients[number]) is not None]
-            # Divided gradients are copies, of which one at a time is enough; others have one norm together.
-            pieces = [[one] for one in there] if self._noise.preconditioned else [there] if there else []
-            for piece in pieces:
-                norm = self._layout.norm([self._preconditioned(number, gradient) for number, gradient in piece])
-                squares[row] += norm.to(squares) ** 2
-        return squares
+    def _square_sum(self, gradients: Sequence[Tensor | None], seen: _Seen) -> None:
+        """Note the squared norm of the summed gradient by row; micro-batches have left their cells empty."""
+        if self._layout.in_parts:  # other ranks have the rest, so one norm for all parameters of a row
+            for row, members in enumerate(self._rows):
+                there = [gradient for number in members if (gradient := gradients[number]) is not None]
+                if there:
+                    seen.of_sum[row] = self._layout.norm(there).to(seen.of_sum) ** 2
+            return
+        for number, gradient in enumerate(gradients):
+            if gradient is not None:
+                cell = seen.cells[accumulation_dtype(self._parameters[number])][number]
+                _square(self._preconditioned(number, _dense(gradient), seen), cell)
+        # In the memory of the sums over micro-batches, which have been handed out.
+        seen.squares.zero_()
+        for cells in seen.cells.values():
+            seen.squares += cells
+        seen.of_sum.index_add_(0, self._row_of, seen.squares)
 
-    def _preconditioned(self, number: int, gradient: Tensor) -> Tensor:
+    def _divisors(self) -> dict[torch.dtype, Tensor]:
+        if not self._noise.preconditioned:
+            return {}
+        sizes: dict[torch.dtype, int] = {}
+        for weight in self._target.updated:
+            dtype = accumulation_dtype(weight)
+            sizes[dtype] = max(sizes.get(dtype, 0), weight.numel())
+        return {dtype: torch.empty(size, dtype=dtype, device=self._world.device) for dtype, size in sizes.items()}
+
+    def _bias_corrections(self) -> Sequence[Tensor | None]:
+        """Return Adam's `1 - beta2 ** step` by parameter, which stays as it is until the update."""
+        if not self._noise.preconditioned:
+            return ()
+        states = self._target.optimizer.state
+        betas = {id(one): group["betas"][1] for group in self._target.optimizer.param_groups for one in group["params"]}
+        return [
+            1.0 - float(betas[id(one)]) ** torch.as_tensor(states[one]["step"]).to(self._moments)
+            if states.get(one)
+            else None
+            for one in self._target.updated
+        ]
+
+    def _preconditioned(self, number: int, gradient: Tensor, seen: _Seen) -> Tensor:
         """Return a gradient divided by Adam's `sqrt(v) + eps`, if that is asked for. NaN before Adam's first step."""
         if not self._noise.preconditioned:
             return gradient
-        weight = self._target.updated[number]
-        state = self._target.optimizer.state.get(weight)
-        if not state:
-            return gradient * torch.nan
+        weight, correction = self._target.updated[number], seen.corrections[number]
+        if correction is None:
+            divisor = seen.divisors[accumulation_dtype(weight)][: gradient.numel()].view(gradient.shape)
+            return divisor.fill_(torch.nan)
+        second_moment = self._target.optimizer.state[weight]["exp_avg_sq"]
         group = next(g for g in self._target.optimizer.param_groups if any(p is weight for p in g["params"]))
-        bias = 1.0 - float(group["betas"][1]) ** torch.as_tensor(state["step"]).to(self._moments)
-        divisor = widened(state["exp_avg_sq"]) / bias
-        divisor.sqrt_().add_(group["eps"])
+        divisor = seen.divisors[accumulation_dtype(weight)][: second_moment.numel()].view(second_moment.shape)
+        divisor.copy_(second_moment).div_(correction).sqrt_().add_(group["eps"])
         # In the memory of the divisor: one copy of one parameter at a time.
-        return torch.div(widened(gradient), divisor, out=divisor)
+        return torch.div(gradient, divisor, out=divisor)
 
     def _with_total(self, rows: Float[Tensor, " row"]) -> Float[Tensor, " named"]:
         """Return rows behind their sum; the sum alone where nobody asks for rows."""
@@ -389,6 +431,14 @@ class NoiseMeter:
 
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=widest_dtype(self._world.device), device=self._world.device)
+
+
+def _square(values: Tensor, cell: Float[Tensor, ""]) -> None:
+    """Write the squared norm of a gradient into a cell."""
+    if values.is_contiguous() and values.dtype is cell.dtype:
+        torch.dot(values.view(-1), values.view(-1), out=cell)
+    else:
+        cell.copy_(torch.linalg.vector_norm(values, dtype=cell.dtype).square())
 
 
 def _dense(gradient: Tensor) -> Tensor:
