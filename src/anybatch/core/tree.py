@@ -90,7 +90,7 @@ def slice_read(batch: Batch, start: int, stop: int) -> Batch:
     def piece(leaf: Any) -> Any:  # noqa: ANN401 (a tensor, list, array or anything else)
         if isinstance(leaf, torch.Tensor):
             if leaf.is_nested or leaf.layout is not torch.strided:
-                return _rows_elsewhere(leaf, start, stop)
+                return _rows_of_other_layouts(leaf, start, stop)
             return leaf[start:stop] if leaf.dim() else leaf
         if hasattr(leaf, "slice_samples"):
             return leaf.slice_samples(start, stop)
@@ -101,7 +101,7 @@ def slice_read(batch: Batch, start: int, stop: int) -> Batch:
     return _map_leaves(batch, piece, cutting=True)
 
 
-def _rows_elsewhere(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+def _rows_of_other_layouts(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """Return rows of a nested or sparse tensor, which torch cannot slice; a copy.
 
     Raises:
