@@ -205,8 +205,9 @@ OTHER_WINGS = (
 @sees(
     "a recipe brings diagnostics along",
     "src/anybatch/recipes/load.py",
-    "from anybatch.errors import AnyBatchError, UserError\n",
-    "import anybatch.diagnostics\nfrom anybatch.errors import AnyBatchError, UserError\n",
+    "from anybatch.errors import AnyBatchError, UserError\nfrom anybatch.recipes.job import Job\n",
+    "import anybatch.diagnostics\n"
+    "from anybatch.errors import AnyBatchError, UserError\nfrom anybatch.recipes.job import Job\n",
 )
 @sees(
     "a run brings the planner along",
