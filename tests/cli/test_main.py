@@ -85,14 +85,14 @@ def test_statuses_are_documented() -> None:
 
 
 def test_options_are_documented() -> None:
-    """docs/command_line.md has every option of `train`, there are at most 16 of them, and none besides."""
+    """docs/command_line.md has every option of `train`, there are at most 17 of them, and none besides."""
     options = [action.option_strings[-1] for action in make_parser()._actions if action.option_strings]  # noqa: SLF001
     text = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8")
     section = text.partition("\n## `anybatch train")[2].partition("\n## ")[0]
     documented = re.findall(r"^\| `(--[a-z-]+)", section, flags=re.MULTILINE)
     assert documented == [f"--{word}" for word in OWN_OPTIONS]
     assert sorted(options) == sorted(["--help", *documented])
-    assert len(documented) <= 16
+    assert len(documented) <= 17
 
 
 def test_options_of_plan_are_documented() -> None:

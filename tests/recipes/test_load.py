@@ -124,7 +124,8 @@ def test_functions(text: str, suffix: str, message: str, tmp_path: Path) -> None
 def test_unknown_names(name: str) -> None:
     """A name that is neither a recipe nor a module is answered with all that would be."""
     with pytest.raises(
-        UserError, match=r"no recipe and no module .* one of 'digits', 'text', 'contrastive', 'finetune', a file \(file\.py:func"
+        UserError,
+        match=r"no recipe and no module .* one of 'digits', 'text', 'contrastive', 'finetune', a file \(file\.py:func",
     ):
         load_recipe(name)
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Final
 
 OWN_OPTIONS: Final = (
-    *("effective-batch-size", "micro-batch-size", "accumulation-steps", "ranks", "epochs", "steps", "learning-rate"),
-    *("base-batch-size", "learning-rate-rule", "precision", "strategy", "average-decay", "seed", "out", "resume"),
-    "checkpoint-seconds",
+    *("effective-batch-size", "micro-batch-size", "accumulation-steps", "micro-batch-tokens", "ranks", "epochs"),
+    *("steps", "learning-rate", "base-batch-size", "learning-rate-rule", "precision", "strategy", "average-decay"),
+    *("seed", "out", "resume", "checkpoint-seconds"),
 )
 
 # Where the same number means another batch here, the answer says so on the spot. For the rest our option is enough.

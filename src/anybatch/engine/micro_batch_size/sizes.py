@@ -3,7 +3,8 @@
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -255,16 +256,11 @@ class RunSizes:
             group=self.constraints.group or 1,
             optimizer_is_new=trial.optimizer_is_new,
         )
-        # Compiled modules run compiled, since the memory of their steps is what is looked for.
-        functions = trial.context.loss.functions.values()
-        with without_side_effects(trial.modules, self._world.device, functions=functions, as_compiled=True):
-            try:
-                if not reason:
-                    return self._fastest(search, trial, first)
-                search.plan(*self._planned(first))
-                return search.largest(str(self._world.device))
-            finally:
-                trial.clear()
+        with self._undone(trial):
+            if not reason:
+                return self._fastest(search, trial, first)
+            search.plan(*self._planned(first))
+            return search.largest(str(self._world.device))
 
     def _measured(self, batch: Any, budget: TokenBudget, trial: TrialParts) -> TokenCosts:  # noqa: ANN401
         """Return what a micro-batch costs beside its tokens; rank 0's measurement, on all ranks."""
@@ -300,12 +296,19 @@ class RunSizes:
         def measure() -> TokenCosts:
             return measured_costs(runs, lambda positions: next(batch.feed([positions])), pieces, lengths, budget)
 
+        with self._undone(trial):
+            # Loading may raise on one rank; together, all of them raise instead of waiting for it.
+            costs: TokenCosts = self._world.run_on_all_ranks(measure)[0]
+        return costs
+
+    @contextmanager
+    def _undone(self, trial: TrialParts) -> Iterator[None]:
+        """Put everything back that trial runs change."""
         functions = trial.context.loss.functions.values()
+        # Compiled modules run compiled, since the memory of their steps is what is looked for.
         with without_side_effects(trial.modules, self._world.device, functions=functions, as_compiled=True):
             try:
-                # Loading may raise on one rank; together, all of them raise instead of waiting for it.
-                costs: TokenCosts = self._world.run_on_all_ranks(measure)[0]
-                return costs
+                yield
             finally:
                 trial.clear()
 
