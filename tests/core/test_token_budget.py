@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from anybatch.core.batch import Placement
@@ -71,6 +71,16 @@ def least_cost(lengths: Sequence[int], cap: int, fixed: float, *, packed: bool =
     multiple_of=st.sampled_from([1, 8]),
     lockstep=st.booleans(),
     deal=st.sampled_from(["balanced", "fixed"]),
+)
+@example(  # one token too much for one bin
+    lengths=[21, 20],
+    world_size=1,
+    cap=40,
+    fixed=1.0,
+    packed=True,
+    multiple_of=1,
+    lockstep=False,
+    deal="balanced",
 )
 def test_a_cut_is_a_partition_within_the_cap(  # noqa: PLR0917 (drawn)
     lengths: list[int],
