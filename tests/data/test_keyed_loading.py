@@ -1,0 +1,114 @@
+"""Seeding only what a data set draws from: the numbers are those of seeding everything, and the caller's stay."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import anybatch as ab
+from anybatch.core.batch import Placement
+from anybatch.core.randomness import sample_seed
+from anybatch.core.splitting import Cut
+from anybatch.data.random_state import seed_generators
+from tests.faults import sees
+
+NUM_SAMPLES = 40
+DRAWS: dict[str, Callable[[], float]] = {
+    "python": random.random,
+    "python, normal": lambda: random.gauss(0.0, 1.0),
+    "numpy": lambda: float(np.random.rand()),
+    "numpy, normal": lambda: float(np.random.randn()),
+    "torch": lambda: float(torch.rand(())),
+}
+
+
+class Sometimes:
+    """Draws a number for some samples, and none for the others."""
+
+    def __init__(self, draw: Callable[[], float], first: int) -> None:
+        self._draw, self._first = draw, first
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> float:
+        return self._draw() if index >= self._first and index % 3 == 0 else -1.0
+
+
+def seeded(dataset: Any, index: int) -> float:
+    """Return a sample as it is with all generators seeded before it."""
+    seed_generators(sample_seed(0, 0, index))
+    value: float = dataset[index]
+    return value
+
+
+def fed(dataset: Any, **options: Any) -> list[float]:
+    """Return all samples, through `ab.batches`, in units of 2."""
+    values: list[float] = []
+    for batch in ab.batches(dataset, effective_batch_size=10, shuffle=False, collate=list, **options):
+        for unit in Placement(Cut(micro_batch_size=2), 1, 0).micro_batches(batch):
+            values += unit
+            random.random(), np.random.rand(), torch.rand(())  # as the loop may do between two units
+    return values
+
+
+@sees(
+    "a generator that a data set begins to draw from late is not seeded",
+    "src/anybatch/data/keyed_loading.py",
+    "        if not moved:\n            return loaded\n",
+    "        if True:\n            return loaded\n",
+)
+@pytest.mark.parametrize("first", [0, 2, 31])
+@pytest.mark.parametrize("draw", list(DRAWS))
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_numbers_are_those_of_seeding_everything(draw: str, first: int, num_workers: int) -> None:
+    """From the first sample on or only from the 31st, of any generator, in this process or in a worker."""
+    dataset = Sometimes(DRAWS[draw], first)
+    found = fed(dataset, num_workers=num_workers)
+
+    assert found == [seeded(dataset, index) for index in range(NUM_SAMPLES)]
+
+
+@sees(
+    "the caller's generators are not put back",
+    "src/anybatch/data/keyed_loading.py",
+    "            for generator, state in kept:\n                generator.put_back(state)\n            moved",
+    "            moved",
+)
+@pytest.mark.parametrize("draw", list(DRAWS))
+def test_the_callers_generators_are_as_they_were(draw: str) -> None:
+    """Also after a generator is first drawn from in the middle of a run."""
+    for first in (0, 31):
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+        expected = [random.random(), float(np.random.rand()), float(torch.rand(()))]
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+        for batch in ab.batches(Sometimes(DRAWS[draw], first), effective_batch_size=10, shuffle=False, collate=list):
+            list(Placement(Cut(micro_batch_size=2), 1, 0).micro_batches(batch))
+
+        assert [random.random(), float(np.random.rand()), float(torch.rand(()))] == expected
+
+
+def test_another_bit_generator_in_the_place_of_numpys() -> None:
+    """A user who has put one there gets its state back, and seeded numbers all the same."""
+    former = np.random.get_bit_generator()  # type: ignore[attr-defined]  # missing in numpy's stubs
+    try:
+        np.random.set_bit_generator(np.random.MT19937(5))  # type: ignore[attr-defined]  # the same
+        dataset = Sometimes(DRAWS["numpy"], 31)
+        assert fed(dataset) == [seeded(dataset, index) for index in range(NUM_SAMPLES)]
+    finally:
+        np.random.set_bit_generator(former)  # type: ignore[attr-defined]  # the same
+
+
+def test_tensors_are_read_at_once() -> None:
+    """A `TensorDataset` gives what torch's own collation of its samples gives."""
+    dataset = TensorDataset(torch.arange(12.0).reshape(6, 2), torch.arange(6))
+    (batch,) = ab.batches(dataset, effective_batch_size=6, seed=3)
+    (unit,) = batch.feed([range(6)])
+    expected = torch.utils.data.default_collate([dataset[index] for index in batch.sample_ids])
+
+    assert isinstance(unit, list)
+    assert all(torch.equal(*pair) for pair in zip(unit, expected, strict=True))
