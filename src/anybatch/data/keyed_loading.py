@@ -37,11 +37,17 @@ class _Generator(Protocol):
     def keep(self) -> Any:  # noqa: ANN401
         """Return the whole state."""
 
+    def hides(self) -> bool:
+        """Whether a number could be drawn now without a change in what `look` returns."""
+
 
 class _Python:
     seed = staticmethod(random.seed)
     look = keep = staticmethod(random.getstate)
     put_back = staticmethod(random.setstate)
+
+    def hides(self) -> bool:
+        return False
 
 
 class _Torch:
@@ -59,18 +65,31 @@ class _Torch:
             state = torch.frombuffer(bytearray(state), dtype=torch.uint8)
         torch.default_generator.set_state(state)
 
+    def hides(self) -> bool:
+        return False
+
 
 class _Numpy:
     """numpy's, whose state takes 40 microseconds to ask for: its words are read where they are.
 
-    A second normal number that was drawn with a first one is not among them: it is lost to the caller if the very first
-    number that a data set draws of numpy's comes in the middle of a run.
+    Normal numbers are made in pairs, and the second one of a pair, which is kept for later, is not among the words.
+    Whether there is one is asked for where the words have changed, as it can only have come with that.
     """
 
     def __init__(self) -> None:
         assert NUMPY is not None
         self._random = NUMPY.random
         self._array = NUMPY.frombuffer
+        self._words: Any = None
+        self._has_second = False
+
+    def hides(self) -> bool:
+        words = self.look()
+        if not isinstance(words, bytes):
+            return False
+        if words != self._words or self._has_second:
+            self._words, self._has_second = words, bool(self.keep()["has_gauss"])
+        return self._has_second
 
     def keep(self) -> Any:  # noqa: ANN401
         return self._random.get_state(legacy=False)
@@ -120,10 +139,16 @@ class KeyedLoading:
         """
         if self._is_first:
             return self._first(load)
-        kept = [(generator, generator.keep()) for generator in self._drawn]
-        looked = [(generator, generator.look()) for generator in self._generators if generator not in self._drawn]
+        seeded = [generator for generator in self._generators if generator in self._drawn or generator.hides()]
+        kept = [(generator, generator.keep()) for generator in seeded]
+        looked = [(generator, generator.look()) for generator in self._generators if generator not in seeded]
+
+        def seed(key: int) -> None:
+            for generator in seeded:
+                generator.seed(key)
+
         try:
-            loaded = load(self._seed if self._drawn else None)
+            loaded = load(seed if seeded else None)
         finally:
             for generator, state in kept:
                 generator.put_back(state)
@@ -134,10 +159,6 @@ class KeyedLoading:
             return loaded
         self._drawn += [generator for generator, _ in moved]
         return self.run(load)
-
-    def _seed(self, seed: int) -> None:
-        for generator in self._drawn:
-            generator.seed(seed)
 
     def _first(self, load: Callable[[Seed | None], T]) -> T:
         """Seed all generators before each thing, and see which ones have moved since."""
