@@ -99,15 +99,27 @@ class UnitLoader:
             key: of the unit.
             seed: seeds the global generators before each sample, and before these are collated; None: nothing draws.
         """
+        return self.collated(key, self.samples(key, seed), seed)
+
+    def samples(self, key: UnitKey, seed: Seed | None) -> list[Any]:
+        """Return the samples of a unit, which `collated` makes a batch of."""
         dataset = self.dataset
-        if type(dataset) is TensorDataset and self.collate is default_collate:
-            rows = torch.tensor(key.sample_ids)
-            return [tensor[rows] for tensor in dataset.tensors]
+        if self._indexes_tensors:
+            return []  # they are read as they are collated
         if reads_together(dataset):
-            samples = list(dataset.__getitems__(list(key.sample_ids)))
-        else:
-            samples = [self._sample(sample_id, key.epoch, seed) for sample_id in key.sample_ids]
+            return list(dataset.__getitems__(list(key.sample_ids)))
+        return [self._sample(sample_id, key.epoch, seed) for sample_id in key.sample_ids]
+
+    def collated(self, key: UnitKey, samples: list[Any], seed: Seed | None) -> Batch:
+        """Return the samples of a unit as a batch."""
+        if self._indexes_tensors:
+            rows = torch.tensor(key.sample_ids)
+            return [tensor[rows] for tensor in self.dataset.tensors]
         return collate_unit(self.collate, samples, key.sample_ids, key=(self.seed, key.epoch), seed=seed)
+
+    @property
+    def _indexes_tensors(self) -> bool:
+        return type(self.dataset) is TensorDataset and self.collate is default_collate
 
     def _sample(self, sample_id: int, epoch: int, seed: Seed | None) -> Any:  # noqa: ANN401 (what a sample is, the user decides)
         if seed is not None:
@@ -128,13 +140,16 @@ def reads_together(dataset: object) -> bool:
     return hasattr(dataset, "__getitems__") and isinstance(form, Mapping) and form.get("type", "custom") != "custom"
 
 
-def draws_nothing(dataset: object, collate: Collate) -> bool:
-    """Whether it is known that reading and collating draw no random numbers: tensors, and torch's own collation."""
-    if collate is not default_collate and not isinstance(collate, (Padded, Packed)):
-        return False
+def draws_nothing(dataset: object) -> bool:
+    """Whether it is known that reading a data set draws no random numbers: tensors, and what holds objects alone."""
     if type(dataset) is Subset:
-        return draws_nothing(dataset.dataset, collate)
+        return draws_nothing(dataset.dataset)
     return type(dataset) in (TensorDataset, list, tuple, range, torch.Tensor) or reads_together(dataset)
+
+
+def only_collates(collate: Collate) -> bool:
+    """Whether it is known that a collate function draws no random numbers."""
+    return collate is default_collate or isinstance(collate, (Padded, Packed))
 
 
 def collate_unit(

@@ -22,8 +22,8 @@ from anybatch.data.order import SampleSchedule, sample_order, sampled_order
 from anybatch.data.prefetch import Prefetcher
 from anybatch.errors import BatchSizeError, DataError
 
-BYTES_AT_ONCE = 4 * 2**20
-"""Most bytes of units that are loaded one after another in the calling process, unless one of them has more."""
+BYTES_AT_ONCE = 64 * 2**10
+"""Most bytes of units whose samples are loaded at once in the calling process, unless one of them has more."""
 
 
 class IndexedSource:
@@ -155,7 +155,7 @@ class _Walk:
 
 
 class _BytesOfUnits:
-    """How large the first unit was, and so how many are loaded at once: a few megabytes, one at least."""
+    """How large the first unit was, and so how many are loaded at once, one at least."""
 
     def __init__(self) -> None:
         self.num_at_once = 1
@@ -204,10 +204,9 @@ class _Feeder:
         start = 0
         while start < len(keys):
             some = keys[start : start + self.bytes_of_units.num_at_once]
-            loaded = self.here.load(some)
-            self.bytes_of_units.note(loaded[-1])
             start += len(some)
-            for key, unit in zip(some, loaded, strict=True):
+            for key, unit in zip(some, self.here.load(some), strict=True):
+                self.bytes_of_units.note(unit)
                 yield key, pinned(unit) if self.pin_memory else unit
 
     def _cut(self, batch: StepSamples, units: Sequence[Positions], later_units: LaterUnits | None) -> Iterator[Batch]:

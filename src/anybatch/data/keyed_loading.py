@@ -8,13 +8,13 @@ the generators' states, and what was being loaded is loaded again with that gene
 
 import ctypes
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Protocol, TypeVar
 
 import torch
 
 from anybatch.core.tree import Batch
-from anybatch.data.fetch import Seed, UnitKey, UnitLoader, draws_nothing
+from anybatch.data.fetch import Seed, UnitKey, UnitLoader, draws_nothing, only_collates
 from anybatch.data.random_state import NUMPY, NUMPY_SEEDS
 
 T = TypeVar("T")
@@ -199,11 +199,19 @@ class KeyedUnits:
 
     def __call__(self, key: UnitKey) -> Batch:
         """Return one unit."""
-        return self.load([key])[0]
+        return next(self.load([key]))
 
-    def load(self, keys: Sequence[UnitKey]) -> list[Batch]:
-        """Return some units, one after another; the caller's generators are left as they were."""
+    def load(self, keys: Sequence[UnitKey]) -> Iterator[Batch]:
+        """Yield some units, whose samples are loaded at once; the caller's generators are left as they were.
+
+        They are collated one by one, as they are asked for, unless their collate function may draw numbers.
+        """
+        loader, is_safe = self._loader, only_collates(self._loader.collate)
         if self._loading is None:
-            nothing = draws_nothing(self._loader.dataset, self._loader.collate)
-            self._loading = KeyedLoading(draws_nothing=nothing)
-        return self._loading.run(lambda seed: [self._loader(key, seed) for key in keys])
+            self._loading = KeyedLoading(draws_nothing=is_safe and draws_nothing(loader.dataset))
+        if not is_safe:
+            yield from self._loading.run(lambda seed: [loader(key, seed) for key in keys])
+            return
+        samples = self._loading.run(lambda seed: [loader.samples(key, seed) for key in keys])
+        for key, of_unit in zip(keys, samples, strict=True):
+            yield loader.collated(key, of_unit, None)

@@ -13,7 +13,7 @@ from anybatch.core.geometry import ceil_div
 from anybatch.core.token_budget import SampleLengths
 from anybatch.core.tree import Batch, pick_samples
 from anybatch.data.effective_batch import StepSamples
-from anybatch.data.fetch import OverEffectiveBatch, check_rows, collate_unit, draws_nothing, pinned
+from anybatch.data.fetch import OverEffectiveBatch, check_rows, collate_unit, only_collates, pinned
 from anybatch.data.keyed_loading import KeyedLoading
 from anybatch.data.lengths import KnownLengths
 from anybatch.data.options import BatchOptions, Span
@@ -83,7 +83,7 @@ class OpenStream:
         self._shards = shards
         self._request = request
         self._ahead = self._workers() if request.num_workers else None
-        self._here = KeyedLoading(draws_nothing=draws_nothing([], request.collate))
+        self._here = KeyedLoading(draws_nothing=only_collates(request.collate))
         self._known = None if request.lengths is None else KnownLengths(request.lengths, request.collate, None)
 
     def steps(self, span: Span) -> Iterator[StepSamples]:
