@@ -131,3 +131,38 @@ def usual_buckets(found: Numbers) -> Verdict:
     """Judge: within 2% of the best everywhere, or within 10%."""
     worst = min(found["most_lost_at_25"], found["most_lost_at_50"])
     return "true" if worst < 2 else "only_if" if worst < 10 else "false"
+
+
+def larger_batch(found: Numbers) -> Verdict:
+    """Judge: no more samples than the smallest batch takes, or at least fewer steps."""
+    sizes = (64, 256)
+    if any(found[f"steps_{size}"] >= found["steps_16"] for size in sizes):
+        return "false"
+    return "true" if all(found[f"samples_{size}"] <= 1.1 * found["samples_16"] for size in sizes) else "only_if"
+
+
+def one_rule(found: Numbers) -> Verdict:
+    """Judge: one rule within a quarter of the best loss everywhere, or another one in each case."""
+    cases = {name.partition("_")[2] for name in found}
+    fits = {name for name, worst in found.items() if worst <= 1.25}
+    if any(all(f"{rule}_{case}" in fits for case in cases) for rule in {name.partition("_")[0] for name in found}):
+        return "true"
+    return "only_if" if all(any(name.endswith(f"_{case}") for name in fits) for case in cases) else "false"
+
+
+def less_noise(found: Numbers) -> Verdict:
+    """Judge: less noise, and a lower loss after as many samples, or only after as many steps."""
+    if found["noise_ratio"] > 1.25 or found["loss_same_steps"] >= found["loss_small"]:
+        return "false"
+    return "true" if found["loss_same_samples"] < found["loss_small"] else "only_if"
+
+
+def sharp(found: Numbers) -> Verdict:
+    """Judge: a quarter sharper at any rate, or only at a rate that does not follow the batch."""
+    sharper = {
+        name: found[f"eigenvalue_{name}"] > 1.25 * found["eigenvalue_base"]
+        for name in ("same_rate", "scaled_rate", "scaled_rate_same_steps")
+    }
+    if not sharper["same_rate"]:
+        return "false"
+    return "true" if all(sharper.values()) else "only_if"
