@@ -22,7 +22,7 @@ QUICK = (
     *("divide_by_n", "equivalent", "less_memory", "not_free", "on_cpus", "stale_gradients"),
     *("linear_to_eight", "sampler_overlap", "sync_batch_norm", "three_lines", "usual_buckets"),
 )
-STEPS = {"steps_16": 100, "steps_64": 50, "steps_256": 20}
+STEPS: dict[str, float] = {"steps_16": 100, "steps_64": 50, "steps_256": 20}
 WORST = dict.fromkeys(CLAIMS["one_rule"].numbers, 2.0)
 EIGENVALUES = [name for name in CLAIMS["sharp"].numbers if name.startswith("eigenvalue")]
 MADE_UP: list[tuple[str, Verdict, dict[str, float]]] = [

@@ -146,10 +146,10 @@ def judged(model: nn.Module, run: StudyRun) -> tuple[float, float]:
 
 
 def noise_scale_of(run: StudyRun) -> float:
-    """Return the noise scale over the second quarter of a run, as the engine measures it, in samples."""
+    """Return the noise scale before the middle of a run, as the engine measures it over about 40 steps, in samples."""
     model, steps = new_model(run), num_steps_of(run)
     scales = list[float]()
-    noise = GradientNoise(every=1)
+    noise = GradientNoise(every=1, decay=0.95)
     with engine_of(run, model, noise=noise, micro_batch_size=max(1, run.batch_size // 4)) as engine:
         for number, batch in zip(range(steps // 2), steps_of(run), strict=False):
             report = engine.step(batch)

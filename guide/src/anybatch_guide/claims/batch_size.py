@@ -4,6 +4,7 @@ import math
 import statistics
 import time
 from dataclasses import replace
+from typing import NamedTuple
 
 from anybatch_guide.claims.claim import Numbers
 from anybatch_guide.claims.measuring import emit_progress
@@ -11,12 +12,24 @@ from anybatch_guide.experiment import Emit
 from anybatch_guide.experiments import sharp_minima
 from anybatch_guide.experiments.batch_strategies import STEPS, variances
 from anybatch_guide.experiments.rates_by_batch import GRIDS, RateStudy, rules_of
-from anybatch_guide.study import BETAS, StudyRun, engine_of, held_out_loss, judged, new_model, noise_scale_of, steps_of
+from anybatch_guide.study import (
+    BETAS,
+    MICRO_BATCH_SIZE,
+    StudyRun,
+    engine_of,
+    held_out_loss,
+    judged,
+    new_model,
+    noise_scale_of,
+    steps_of,
+)
 
 SEEDS = (0, 1)
 BASE = StudyRun(task="digits", optimizer="SGD", batch_size=16, learning_rate=0.02, epochs=8, betas=BETAS["SGD"])
 TARGET = 0.3
 """The held-out loss that is run to."""
+LOOK_EVERY = 128
+"""Samples between two looks at the held-out loss, or one step."""
 RATES = {16: (0.02, 0.04, 0.08), 64: (0.08, 0.16, 0.32), 256: (0.16, 0.32, 0.64)}
 """Candidates for the best rate at each size."""
 RULES = ("none", "linear", "sqrt", "gain")
@@ -24,28 +37,42 @@ RULES = ("none", "linear", "sqrt", "gain")
 
 def larger_batch(emit: Emit) -> Numbers:
     """Train with three batch sizes, each at its best rate, until the held-out loss has come to a target."""
-    found: dict[str, float] = {}
+    best: dict[int, ToTarget] = {}
     for done, (size, rates) in enumerate(RATES.items()):
-        ways = []
-        for number, rate in enumerate(rates):
-            emit_progress(emit, done * len(rates) + number, len(RATES) * len(rates), f"batches of {size}")
-            made = [to_target(replace(BASE, batch_size=size, learning_rate=rate, seed=seed)) for seed in SEEDS]
-            ways.append(tuple(statistics.fmean(values) for values in zip(*made, strict=True)))
-        steps, samples, seconds = min(ways)
-        found |= {f"steps_{size}": steps, f"samples_{size}": samples, f"seconds_{size}": seconds}
+        emit_progress(emit, done, len(RATES) + 1, f"batches of {size}")
+        best[size] = min(to_target(replace(BASE, batch_size=size, learning_rate=rate)) for rate in rates)
     smallest, *larger = RATES
+    emit_progress(emit, len(RATES), len(RATES) + 1, f"batches of {larger[-1]}, accumulated")
+    again = replace(BASE, batch_size=larger[-1], learning_rate=best[larger[-1]].rate)
+    accumulated = to_target(again, micro_batch_size=smallest)
     return {
-        **{f"steps_{size}": found[f"steps_{size}"] for size in RATES},
-        **{f"samples_{size}": found[f"samples_{size}"] for size in RATES},
-        **{f"time_{size}": found[f"seconds_{size}"] / found[f"seconds_{smallest}"] for size in larger},
+        **{f"steps_{size}": one.steps for size, one in best.items()},
+        **{f"samples_{size}": one.samples for size, one in best.items()},
+        **{f"time_{size}": best[size].seconds / best[smallest].seconds for size in larger},
+        "time_accumulated": accumulated.seconds / best[smallest].seconds,
     }
 
 
-def to_target(made: StudyRun) -> tuple[float, float, float]:
-    """Return the steps, samples and seconds of the processor until the target is reached; infinite if it never is."""
+class ToTarget(NamedTuple):
+    """What it takes to come to the target, on average over seeds; the one with fewer steps comes first."""
+
+    steps: float
+    samples: float
+    seconds: float
+    rate: float
+
+
+def to_target(made: StudyRun, micro_batch_size: int = MICRO_BATCH_SIZE) -> ToTarget:
+    """Return what it takes to come to the target; infinite if a seed never does. Seconds are the processor's."""
+    ends = [_to_target(replace(made, seed=seed), micro_batch_size) for seed in SEEDS]
+    steps, samples, seconds = (statistics.fmean(values) for values in zip(*ends, strict=True))
+    return ToTarget(steps, samples, seconds, made.learning_rate)
+
+
+def _to_target(made: StudyRun, micro_batch_size: int) -> tuple[float, float, float]:
     model, samples, seconds = new_model(made), 0, 0.0
-    every = max(1, 128 // made.batch_size)
-    with engine_of(made, model) as engine:
+    every = max(1, LOOK_EVERY // made.batch_size)
+    with engine_of(made, model, micro_batch_size=micro_batch_size) as engine:
         for number, batch in enumerate(steps_of(made), start=1):
             begun = time.process_time()
             engine.step(batch)
