@@ -73,6 +73,7 @@ def test_a_ramp_is_kept_by_a_resume(tmp_path: Path) -> None:
     train(small.job(), tmp_path / "through", ramp, world=ONE, stop=lambda: False)
     sizes = [line["num_samples"] for line in logged(tmp_path / "through", "step")]
     assert sizes == [4, 4, 4, 4, 4, 8, 8, 8, 6, 8, 8, 16, 16, 2]
+    assert [line["step"] for line in logged(tmp_path / "through", "evaluate")] == [9, 14]
     assert header(tmp_path / "through")["stretches"][0]["settings"]["effective_batch_size"] == "4,8@20,16@60"
     for num_steps in (5, 10):
         folder = tmp_path / str(num_steps)
