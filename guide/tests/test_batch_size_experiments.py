@@ -13,7 +13,7 @@ from anybatch_guide import study
 from anybatch_guide.claims.batch_size import to_target
 from anybatch_guide.experiments import batch_strategies, noise_scale, rates_by_batch, sharp_minima, spikes
 from anybatch_guide.recording import read_recording
-from anybatch_guide.tasks.task import cross_entropy
+from anybatch_guide.tasks.task import LabelledSamples, cross_entropy
 from guide.tests.recorded_again import RECORDINGS
 from tests.faults import sees
 
@@ -95,7 +95,7 @@ def test_the_noise_scale_is_that_of_single_samples() -> None:
     bounded = [one for one in fixed if one["high"] is not None]
     assert all(one["low"] <= truth <= one["high"] for one in bounded)
     widths = [math.log(one["high"] / one["low"]) for one in bounded]
-    assert widths == sorted(widths, reverse=True)
+    assert widths[-1] < widths[0] / 3
     assert bounded[-1]["scale"] == pytest.approx(truth, rel=0.1)
     true = [one["true_scale"] for one in data["along_a_run"] if one["true_scale"] is not None]
     assert true[-1] > 10 * true[0]
@@ -180,7 +180,7 @@ def test_a_study_run_is_the_plain_loop() -> None:
         loss = cross_entropy(plain(batch["inputs"]), batch["targets"])
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     model, found = study.trained(run)
     assert len(found) == study.num_steps_of(run) == whole
     assert found == pytest.approx(losses, rel=1e-4)
@@ -199,7 +199,8 @@ def test_a_target_that_is_never_reached_is_infinitely_far() -> None:
 def test_the_true_noise_scale_is_that_of_gradients_one_by_one() -> None:
     """What `vmap` gives is variance / |G|^2 of gradients that are taken in a loop."""
     model = study.new_model(noise_scale.RUN)
-    rows = study.task_of("digits").rows
+    whole = study.task_of("digits").rows
+    rows = LabelledSamples(whole.inputs[:40], whole.targets[:40])
     gradients = []
     for image, label in zip(rows.inputs, rows.targets, strict=True):
         taken = torch.autograd.grad(cross_entropy(model(image[None]), label[None]), list(model.parameters()))
@@ -207,4 +208,4 @@ def test_the_true_noise_scale_is_that_of_gradients_one_by_one() -> None:
     stacked = torch.stack(gradients)
     mean = stacked.mean(0)
     expected = float(stacked.var(0, correction=0).sum() / mean.square().sum())
-    assert noise_scale.true_scale(model) == pytest.approx(expected, rel=1e-4)
+    assert noise_scale.true_scale(model, rows) == pytest.approx(expected, rel=1e-4)

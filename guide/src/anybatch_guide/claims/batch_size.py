@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from anybatch_guide.claims.claim import Numbers
 from anybatch_guide.claims.measuring import emit_progress
+from anybatch_guide.claims.rules import RULES
 from anybatch_guide.experiment import Emit
 from anybatch_guide.experiments import sharp_minima
 from anybatch_guide.experiments.batch_strategies import STEPS, variances
@@ -32,7 +33,6 @@ LOOK_EVERY = 128
 """Samples between two looks at the held-out loss, or one step."""
 RATES = {16: (0.02, 0.04, 0.08), 64: (0.08, 0.16, 0.32), 256: (0.16, 0.32, 0.64)}
 """Candidates for the best rate at each size."""
-RULES = ("none", "linear", "sqrt", "gain")
 
 
 def larger_batch(emit: Emit) -> Numbers:

@@ -66,27 +66,28 @@ BATCH_SIZE_CLAIMS = (
         },
         rule=rules.one_rule,
         rule_in_words=(
-            "True if one rule is within 1.25 times the best loss in all three cases; true only if in each case some "
-            "rule is; else false."
+            "True if the rate kept, linear scaling or the square root is within 1.25 times the best loss in all three "
+            "cases; true only if none of them is and the gain of the noise is; else false."
         ),
         texts={
             "true": (
-                "The gain of the noise is off by {gain_digits_sgd}, {gain_digits_adamw} and {gain_text_sgd} at worst, "
-                "and linear scaling by {linear_digits_sgd}, {linear_digits_adamw} and {linear_text_sgd}."
+                "At worst the loss is {linear_digits_sgd}, {linear_digits_adamw} and {linear_text_sgd} that of the "
+                "best rate by linear scaling, and {sqrt_digits_sgd}, {sqrt_digits_adamw} and {sqrt_text_sgd} by the "
+                "square root."
             ),
             "only_if": (
-                "In each case some rule holds, and it is not the same one: linear scaling is off by "
-                "{linear_digits_sgd}, {linear_digits_adamw} and {linear_text_sgd} at worst, the square root by "
-                "{sqrt_digits_sgd}, {sqrt_digits_adamw} and {sqrt_text_sgd}, the gain of the noise by "
-                "{gain_digits_sgd}, {gain_digits_adamw} and {gain_text_sgd}."
+                "Only if the rule knows more than batch sizes. On digits with SGD, digits with AdamW and text with SGD "
+                "the loss is at worst {linear_digits_sgd}, {linear_digits_adamw} and {linear_text_sgd} that of the "
+                "best rate by linear scaling, {sqrt_digits_sgd}, {sqrt_digits_adamw} and {sqrt_text_sgd} by the square "
+                "root, and {none_digits_sgd}, {none_digits_adamw} and {none_text_sgd} if the rate is kept. By the gain "
+                "of the noise, measured in the middle of a run, it is {gain_digits_sgd}, {gain_digits_adamw} and "
+                "{gain_text_sgd}; the study of more sizes and seeds has found sizes where it fails, too."
             ),
             "false": (
-                "Somewhere every rule fails. On digits with SGD, digits with AdamW and text with SGD the loss is at "
-                "worst {linear_digits_sgd}, {linear_digits_adamw} and {linear_text_sgd} that of the best rate by "
-                "linear scaling, {sqrt_digits_sgd}, {sqrt_digits_adamw} and {sqrt_text_sgd} by the square root, "
-                "{gain_digits_sgd}, {gain_digits_adamw} and {gain_text_sgd} by the gain of the noise, and "
-                "{none_digits_sgd}, {none_digits_adamw} and {none_text_sgd} if the rate is kept. All of them end "
-                "somewhere: a rule is where to begin, not what to trust."
+                "Somewhere every rule fails. At worst the loss is {linear_digits_sgd}, {linear_digits_adamw} and "
+                "{linear_text_sgd} that of the best rate by linear scaling, {sqrt_digits_sgd}, {sqrt_digits_adamw} and "
+                "{sqrt_text_sgd} by the square root, {none_digits_sgd}, {none_digits_adamw} and {none_text_sgd} if the "
+                "rate is kept, and {gain_digits_sgd}, {gain_digits_adamw} and {gain_text_sgd} by the gain of the noise."
             ),
         },
         seconds=150,

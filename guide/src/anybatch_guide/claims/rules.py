@@ -3,6 +3,9 @@
 
 from anybatch_guide.claims.claim import EXACT, WRONG, Numbers, Verdict
 
+RULES = ("none", "linear", "sqrt", "gain")
+"""Rules for the learning rate: by batch sizes, and the last one by the noise of the gradient too."""
+
 
 def less_memory(found: Numbers) -> Verdict:
     """Judge: less than nine tenths of the memory."""
@@ -142,12 +145,11 @@ def larger_batch(found: Numbers) -> Verdict:
 
 
 def one_rule(found: Numbers) -> Verdict:
-    """Judge: one rule within a quarter of the best loss everywhere, or another one in each case."""
-    cases = {name.partition("_")[2] for name in found}
-    fits = {name for name, worst in found.items() if worst <= 1.25}
-    if any(all(f"{rule}_{case}" in fits for case in cases) for rule in {name.partition("_")[0] for name in found}):
+    """Judge: a rule of batch sizes within a quarter of the best loss everywhere, or only one that knows the noise."""
+    worst = {rule: max(value for name, value in found.items() if name.startswith(rule)) for rule in RULES}
+    if min(worst[rule] for rule in RULES if rule != "gain") <= 1.25:
         return "true"
-    return "only_if" if all(any(name.endswith(f"_{case}") for name in fits) for case in cases) else "false"
+    return "only_if" if worst["gain"] <= 1.25 else "false"
 
 
 def less_noise(found: Numbers) -> Verdict:

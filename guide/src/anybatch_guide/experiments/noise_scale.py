@@ -25,7 +25,7 @@ STUDY = "benchmarks/results/noise_against_brute_force_cpu_2026-11-24.md: three m
 
 def run(emit: Emit) -> Data:
     """Measure along a run, and with fixed parameters over ever more steps; compare both with single samples."""
-    model = new_model(RUN)
+    model, rows = new_model(RUN), task_of(RUN.task).rows
     along, fixed = list[dict[str, Any]](), nn.Module()
     noise = GradientNoise(every=1, decay=DECAY)
     with engine_of(RUN, model, noise=noise, micro_batch_size=MICRO_BATCH_SIZE) as engine:
@@ -35,7 +35,7 @@ def run(emit: Emit) -> Data:
             if number == FIXED_AT:
                 fixed = copy.deepcopy(model)
             if number % POINT_EVERY == 0 and report.noise is not None:
-                true = true_scale(model) if number % TRUTH_EVERY == 0 else None
+                true = true_scale(model, rows) if number % TRUTH_EVERY == 0 else None
                 along.append({"step": number, "loss": report.loss, **_numbers(report.noise), "true_scale": true})
     return {
         "batch_size": RUN.batch_size,
@@ -45,7 +45,7 @@ def run(emit: Emit) -> Data:
         "along_a_run": along,
         "fixed_at_step": FIXED_AT,
         "with_fixed_parameters": [_numbers(one) | {"steps": steps} for steps, one in _measured(fixed)],
-        "fixed_true_scale": true_scale(fixed),
+        "fixed_true_scale": true_scale(fixed, rows),
         "stands_for": STUDY,
     }
 
@@ -69,9 +69,8 @@ def drawn(rows: LabelledSamples, number: int, generator: torch.Generator) -> Bat
     return {"inputs": rows.inputs[ids], "targets": rows.targets[ids]}
 
 
-def true_scale(model: nn.Module) -> float:
-    """Return variance / |G|^2 of the training set, from the gradient of each sample by itself."""
-    rows = task_of(RUN.task).rows
+def true_scale(model: nn.Module, rows: LabelledSamples) -> float:
+    """Return variance / |G|^2 of a set of samples, from the gradient of each sample by itself."""
     parameters = {name: value.detach() for name, value in model.named_parameters()}
 
     def of_one(values: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
