@@ -25,6 +25,7 @@ from anybatch.recipes.run.settings import Choices
 from anybatch.testing import relative_error
 from tests.cli import small
 from tests.cli.small import BATCH_SIZE, NUM_SAMPLES, NUM_STEPS, STEPS_PER_EPOCH, header, logged, parameters, run
+from tests.faults import sees
 from tests.ranks_fixture import Ranks
 
 ONE = World()
@@ -67,6 +68,18 @@ def test_own_order_is_kept_by_a_resume(tmp_path: Path) -> None:
     assert list(small.samples_of_steps(tmp_path).values()) == 2 * expected
 
 
+@sees(
+    "a resumed run keeps the first stage of its ramp",
+    "src/anybatch/recipes/run/settings.py",
+    "BatchRamp.parse(size) if",
+    "BatchRamp.parse(size).sizes[0] if",
+)
+@sees(
+    "a ramped run is evaluated between the ends of epochs",
+    "src/anybatch/recipes/run/session.py",
+    " or self._rest.request.epochs is not None",
+    "",
+)
 def test_a_ramp_is_kept_by_a_resume(tmp_path: Path) -> None:
     """Stopped within a stage or at its border and resumed without a word, a ramped run has the same steps and bits."""
     ramp = Choices(effective_batch_size=BatchRamp((4, 20), (8, 40), (16, None)), micro_batch_size=4, epochs=2)

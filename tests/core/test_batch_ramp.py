@@ -69,6 +69,12 @@ def test_a_ramp_is_read_as_it_is_written(given_stages: list[tuple[int, int]]) ->
     assert BatchRamp.parse(ramp.notation) == ramp
 
 
+@sees(
+    "a ramp in text is read by lengths",
+    "src/anybatch/core/batch_ramp.py",
+    "lengths = [later - former for",
+    "lengths = [later for",
+)
 def test_a_ramp_is_written_by_the_samples_at_which_stages_begin() -> None:
     """Positions are those of the run, not lengths."""
     ramp = BatchRamp.parse("32, 128@20000,512@100000")
