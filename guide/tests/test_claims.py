@@ -22,6 +22,9 @@ QUICK = (
     *("divide_by_n", "equivalent", "less_memory", "not_free", "on_cpus", "stale_gradients"),
     *("linear_to_eight", "sampler_overlap", "sync_batch_norm", "three_lines", "usual_buckets"),
 )
+STEPS: dict[str, float] = {"steps_16": 100, "steps_64": 50, "steps_256": 20}
+WORST = dict.fromkeys(CLAIMS["one_rule"].numbers, 2.0)
+EIGENVALUES = [name for name in CLAIMS["sharp"].numbers if name.startswith("eigenvalue")]
 MADE_UP: list[tuple[str, Verdict, dict[str, float]]] = [
     ("less_memory", "true", {"ratio_in_four": 0.5}),
     ("less_memory", "false", {"ratio_in_four": 0.95}),
@@ -80,6 +83,20 @@ MADE_UP: list[tuple[str, Verdict, dict[str, float]]] = [
     ("usual_buckets", "only_if", {"most_lost_at_25": 6.0, "most_lost_at_50": 5.0}),
     ("usual_buckets", "false", {"most_lost_at_25": 12.0, "most_lost_at_50": 15.0}),
     ("ddp_memory", "false", {"ddp_ratio": 1.0}),
+    ("larger_batch", "true", STEPS | {"samples_16": 1000, "samples_64": 1000, "samples_256": 1050}),
+    ("larger_batch", "only_if", STEPS | {"samples_16": 1000, "samples_64": 1000, "samples_256": 2000}),
+    ("larger_batch", "false", STEPS | {"steps_256": 100, "samples_16": 1, "samples_64": 1, "samples_256": 1}),
+    ("one_rule", "true", WORST | {"sqrt_digits_sgd": 1.2, "sqrt_digits_adamw": 1.0, "sqrt_text_sgd": 1.1}),
+    ("one_rule", "only_if", WORST | {"gain_digits_sgd": 1.2, "gain_digits_adamw": 1.0, "gain_text_sgd": 1.1}),
+    ("one_rule", "false", WORST | {"gain_digits_sgd": 1.2, "none_digits_adamw": 1.0, "sqrt_text_sgd": 1.1}),
+    ("less_noise", "true", {"noise_ratio": 1, "loss_small": 1, "loss_same_samples": 0.9, "loss_same_steps": 0.5}),
+    ("less_noise", "only_if", {"noise_ratio": 1, "loss_small": 1, "loss_same_samples": 2, "loss_same_steps": 0.5}),
+    ("less_noise", "false", {"noise_ratio": 4, "loss_small": 1, "loss_same_samples": 2, "loss_same_steps": 0.5}),
+    ("less_noise", "false", {"noise_ratio": 1, "loss_small": 1, "loss_same_samples": 2, "loss_same_steps": 1.5}),
+    ("sharp", "true", dict(zip(EIGENVALUES, (1.0, 2.0, 2.0, 2.0), strict=True))),
+    ("sharp", "only_if", dict(zip(EIGENVALUES, (1.0, 2.0, 2.0, 0.5), strict=True))),
+    ("sharp", "only_if", dict(zip(EIGENVALUES, (1.0, 2.0, 1.1, 2.0), strict=True))),
+    ("sharp", "false", dict(zip(EIGENVALUES, (1.0, 1.1, 2.0, 2.0), strict=True))),
 ]
 
 

@@ -20,6 +20,7 @@ from anybatch.cli.plan_options import make_parser as make_plan_parser
 from anybatch.cli.status import Status
 from anybatch.cli.train import make_parser, read
 from anybatch.cli.train_request import TrainRequest, short_name
+from anybatch.core.batch_ramp import BatchRamp
 from tests.architecture.source_tree import ROOT
 from tests.cli.small import SPEC, logged
 
@@ -109,6 +110,8 @@ def test_options_are_read() -> None:
     request = read(["x.py:f", "--ranks", "2", "--micro-batch-size", "auto", "--learning-rate", "1e-3", "--out", "a"])
     choices = {"micro_batch_size": "auto", "learning_rate": 0.001}
     assert request == TrainRequest(recipe="x.py:f", folder=Path("a"), resume=None, ranks=2, choices=choices)
+    ramp = {"effective_batch_size": BatchRamp((32, 20_000), (128, None))}
+    assert read(["--effective-batch-size", "32,128@20000"]).choices == ramp
     assert read([]) == TrainRequest(recipe=None, folder=None, resume=None, ranks=None, choices={})
 
 
@@ -123,6 +126,8 @@ def test_short_name(recipe: str) -> None:
     [
         ("--epochs 1 --steps 2", "not allowed with"),
         ("--epochs 0", "0 must be at least 1"),
+        ("--effective-batch-size 32:128", "'32:128' is not a whole number"),
+        ("--effective-batch-size 32,128", "32,128@20000 is a batch of 32 samples that grows to 128"),
         ("--micro-batch-size half", "'half' is not a whole number"),
         ("--learning-rate fast", "'fast' is not a number"),
         ("--precision fp8", "invalid choice: 'fp8'"),

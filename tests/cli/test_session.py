@@ -15,6 +15,7 @@ from torch import Tensor
 
 import anybatch as ab
 from anybatch.checkpoints import list_checkpoints
+from anybatch.core.batch_ramp import BatchRamp
 from anybatch.core.records import MicroBatchRecord, Record, StepRecord
 from anybatch.errors import CheckpointError, DataError, MissingCheckpointError, UserError
 from anybatch.parallel.world import World
@@ -24,6 +25,7 @@ from anybatch.recipes.run.settings import Choices
 from anybatch.testing import relative_error
 from tests.cli import small
 from tests.cli.small import BATCH_SIZE, NUM_SAMPLES, NUM_STEPS, STEPS_PER_EPOCH, header, logged, parameters, run
+from tests.faults import sees
 from tests.ranks_fixture import Ranks
 
 ONE = World()
@@ -64,6 +66,35 @@ def test_own_order_is_kept_by_a_resume(tmp_path: Path) -> None:
 
     expected = [list(range(NUM_SAMPLES))[start : start + BATCH_SIZE] for start in range(0, NUM_SAMPLES, BATCH_SIZE)]
     assert list(small.samples_of_steps(tmp_path).values()) == 2 * expected
+
+
+@sees(
+    "a resumed run keeps the first stage of its ramp",
+    "src/anybatch/recipes/run/settings.py",
+    "BatchRamp.parse(size) if",
+    "BatchRamp.parse(size).sizes[0] if",
+)
+@sees(
+    "a ramped run is evaluated between the ends of epochs",
+    "src/anybatch/recipes/run/session.py",
+    " or self._rest.request.epochs is not None",
+    "",
+)
+def test_a_ramp_is_kept_by_a_resume(tmp_path: Path) -> None:
+    """Stopped within a stage or at its border and resumed without a word, a ramped run has the same steps and bits."""
+    ramp = Choices(effective_batch_size=BatchRamp((4, 20), (8, 40), (16, None)), micro_batch_size=4, epochs=2)
+    train(small.job(), tmp_path / "through", ramp, world=ONE, stop=lambda: False)
+    sizes = [line["num_samples"] for line in logged(tmp_path / "through", "step")]
+    assert sizes == [4, 4, 4, 4, 4, 8, 8, 8, 6, 8, 8, 16, 16, 2]
+    assert [line["step"] for line in logged(tmp_path / "through", "evaluate")] == [9, 14]
+    assert header(tmp_path / "through")["stretches"][0]["settings"]["effective_batch_size"] == "4,8@20,16@60"
+    for num_steps in (5, 10):
+        folder = tmp_path / str(num_steps)
+        train(small.job(), folder, ramp, world=ONE, stop=small.StopAfter(num_steps))
+        ended = train(small.job(), folder, resume=True, world=ONE, stop=lambda: False)
+        assert ended.num_steps == len(sizes)
+        assert [line["num_samples"] for line in logged(folder, "step")] == sizes
+        assert same_bits(parameters(tmp_path / "through"), parameters(folder))
 
 
 @pytest.mark.parametrize("failing_step", [1, STEPS_PER_EPOCH + 3])

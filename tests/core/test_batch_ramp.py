@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.core.batch_ramp import BatchRamp, Stage
+from anybatch.core.batch_ramp import BatchRamp, Stage, sizes_of
 from anybatch.core.schedules import steps_of_samples
 from anybatch.errors import BatchSizeError
 from tests.faults import sees
@@ -59,3 +59,45 @@ def test_ramps_that_cannot_be_are_refused(given_stages: tuple[Stage, ...], words
     """What is wrong with a ramp is said when it is made."""
     with pytest.raises(BatchSizeError, match=words):
         BatchRamp(*given_stages)
+
+
+@given(given_stages=stages)
+def test_a_ramp_is_read_as_it_is_written(given_stages: list[tuple[int, int]]) -> None:
+    """The notation of any ramp is read as that ramp, and a ramp is written as it was read."""
+    *first, last = [(size, size + more) for size, more in given_stages]
+    ramp = BatchRamp(*first, (last[0], None))
+    assert BatchRamp.parse(ramp.notation) == ramp
+
+
+@sees(
+    "a ramp in text is read by lengths",
+    "src/anybatch/core/batch_ramp.py",
+    "lengths = [later - former for",
+    "lengths = [later for",
+)
+def test_a_ramp_is_written_by_the_samples_at_which_stages_begin() -> None:
+    """Positions are those of the run, not lengths."""
+    ramp = BatchRamp.parse("32, 128@20000,512@100000")
+    assert ramp == BatchRamp((32, 20_000), (128, 80_000), (512, None))
+    assert ramp.notation == "32,128@20000,512@100000"
+    assert (sizes_of(ramp), sizes_of(7)) == ((32, 128, 512), (7,))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("32,128", "all but the first"),
+        ("32@5,128@20", "all but the first"),
+        ("32:128@20000", "must be sizes"),
+        ("", "must be sizes"),
+        ("32,x@5", "must be sizes"),
+        ("8,16@40,32@40", "begins at 40, and the one before begins at 40"),
+        ("8,16@0", "begins at 0, and the one before begins at 0"),
+        ("8,16@4", "not one whole step"),
+        ("0,16@4", "effective batch size of stage 0=0"),
+    ],
+)
+def test_text_that_is_no_ramp_is_refused(text: str, words: str) -> None:
+    """What is wrong with a text is said, and how a ramp is written."""
+    with pytest.raises(BatchSizeError, match=words):
+        BatchRamp.parse(text)

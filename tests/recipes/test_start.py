@@ -9,8 +9,10 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import anybatch as ab
-from anybatch.errors import DataError, UserError
+from anybatch.core.batch_ramp import BatchRamp
+from anybatch.errors import BatchSizeError, DataError, UserError
 from anybatch.recipes.job import make_model
+from anybatch.recipes.run.settings import LEARNED, Choices, Settings, differences, resolve_settings
 from anybatch.recipes.run.start import JobRun, start
 from tests.faults import sees
 
@@ -201,3 +203,54 @@ def test_streams() -> None:
     assert len(rates_of(start(scheduled, steps=2))) == 2
     with pytest.raises(DataError, match=r"the job's scheduler needs the number of steps, .* Say how many"):
         start(scheduled)
+
+
+RAMP = BatchRamp((2, 6), (4, None))
+
+
+@sees(
+    "a ramp's largest stage scales the learning rate",
+    "src/anybatch/recipes/run/start.py",
+    "first = sizes_of(size)[0]",
+    "first = max(sizes_of(size))",
+)
+def test_a_job_is_ramped_as_its_batches_are() -> None:
+    """Steps are those of `ab.batches`; the rate is that of the first stage in all of them, and a decision says so."""
+    job = dataclasses.replace(JOB, defaults=dataclasses.replace(JOB.defaults, effective_batch_size=RAMP))
+    run = start(job, seed=3, micro_batch_size=2)
+    reports = [run.engine.step(batch) for batch in run.batches]
+    plain = ab.batches(JOB.dataset(), effective_batch_size=RAMP, epochs=2, seed=3)
+    assert [report.num_samples for report in reports] == [len(batch.sample_ids) for batch in plain]
+    assert [report.num_samples for report in reports] == [2, 2, 2, 4, 4, 4, 2]
+    assert [float(report.learning_rates[0]) for report in reports] == pytest.approx([0.1] * 7)
+    said = "steps of 2 for 6 samples, then 4; the learning rate is scaled to 2, and does not follow"
+    assert run.engine.decisions["samples"] == said
+    assert job.train_spec().effective_batch_size == job.defaults.largest_batch_size == 4
+
+
+def test_a_stage_that_contradicts_is_refused_before_the_first_step() -> None:
+    """Each stage has to go with the other sizes and with the data, whenever it comes."""
+    choices = Choices(effective_batch_size=RAMP, micro_batch_size=2, accumulation_steps=1)
+    with pytest.raises(BatchSizeError, match="effective_batch_size=4 contradicts 1 rank x accumulation_steps=1"):
+        resolve_settings(JOB, choices, None, world_size=1)
+    with pytest.raises(BatchSizeError, match="stage 1 of the ramp has steps of 16 samples, and the data set has 10"):
+        start(JOB, effective_batch_size=BatchRamp((2, 6), (16, None)))
+
+
+@sees(
+    "a run that names micro-batches and steps keeps its job's ramp",
+    "src/anybatch/recipes/run/settings.py",
+    "effective_batch_size=resolved[0] if is_product else asked,",
+    "effective_batch_size=asked,",
+)
+def test_settings_with_a_ramp() -> None:
+    """A ramp comes from the job or the request; two of the three sizes take its place; a header gives it back."""
+    job = dataclasses.replace(JOB, defaults=ab.Defaults(effective_batch_size=RAMP, learning_rate=0.1))
+    settings = resolve_settings(job, Choices(micro_batch_size=2), None, world_size=1)
+    assert (settings.effective_batch_size, settings.base_batch_size) == (RAMP, 2)
+    assert settings.as_json()["effective_batch_size"] == "2,4@6"
+    assert Settings.from_json(settings.as_json()) == settings
+    product = resolve_settings(job, Choices(micro_batch_size=2, accumulation_steps=3), None, world_size=1)
+    assert product.effective_batch_size == 6
+    resumed = resolve_settings(JOB, Choices(effective_batch_size=8), settings, world_size=1)
+    assert differences(settings, resumed, LEARNED) == ("effective_batch_size 2 for 6 samples, then 4 -> 8",)

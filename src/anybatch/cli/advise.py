@@ -80,7 +80,7 @@ def _advise_on_recipe(given: argparse.Namespace, ranks: tuple[int, ...]) -> "Adv
     from anybatch.recipes.run.start import start  # noqa: PLC0415 (brings torch)
 
     job = load_recipe(given.recipe)
-    size = given.effective_batch_size or job.defaults.effective_batch_size
+    size = given.effective_batch_size or job.defaults.largest_batch_size
     # Without a schedule: it would end with these few steps.
     job = replace(job, noise=GradientNoise(every=given.every), scheduler=None)
     trained = start(

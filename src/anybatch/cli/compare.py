@@ -44,7 +44,7 @@ def run(words: Sequence[str]) -> int:
     from anybatch.recipes.load import load_recipe  # noqa: PLC0415 (brings torch)
     from anybatch.recipes.measured_job import MeasuredJob  # noqa: PLC0415 (brings torch)
 
-    size = given.effective_batch_size or load_recipe(given.recipe).defaults.effective_batch_size
+    size = given.effective_batch_size or load_recipe(given.recipe).defaults.largest_batch_size
     job = MeasuredJob(recipe=given.recipe, effective_batch_size=size, precision=given.precision, seed=given.seed)
     report = compare(
         job.train_spec,

@@ -164,7 +164,7 @@ def _timed(given: argparse.Namespace) -> "tuple[Workload, str]":
     if given.recipe is None:
         message = "a forecast needs times of one rank: name a recipe, or --micro-batch-seconds and --gradient-bytes."
         raise UserError(message)
-    effective = given.effective_batch_size or load_recipe(given.recipe).defaults.effective_batch_size
+    effective = given.effective_batch_size or load_recipe(given.recipe).defaults.largest_batch_size
     size = min(given.micro_batch_size or _SIZE, effective)
 
     def job(num_samples: int) -> Any:  # noqa: ANN401 (as `SizedJob` says)

@@ -49,7 +49,11 @@ HINTS: Final = (
         _STEPS,
     ),
     ("--micro-batch-size auto", "auto-find-batch-size auto-scale-batch-size", ""),
-    ("--effective-batch-size N --resume", "rampup-batch-size", ""),
+    (
+        "--effective-batch-size 32,128@20000",
+        "rampup-batch-size",
+        "128 samples of one optimizer step after 20,000 samples of 32; theirs grows by one increment again and again.",
+    ),
     (
         "--ranks N",
         """num-processes nproc-per-node nproc n-proc devices trainer.devices gpus num-gpus ngpu world-size n-gpu

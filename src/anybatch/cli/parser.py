@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NoReturn
 
 from anybatch.cli.status import Status
+from anybatch.core.batch_ramp import BatchRamp
 from anybatch.core.units import parse_bytes
 from anybatch.errors import UserError
 
@@ -52,6 +53,16 @@ def count(text: str) -> int:
         message = f"{text} must be at least 1"
         raise argparse.ArgumentTypeError(message)
     return value
+
+
+def effective_batch_size(text: str) -> int | BatchRamp:
+    """Return a whole number of at least 1, or a ramp of them."""
+    if not {",", "@"} & set(text):
+        return count(text)
+    try:
+        return BatchRamp.parse(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def count_or_auto(text: str) -> int | Literal["auto"]:

@@ -8,7 +8,16 @@ from typing import cast
 from anybatch.cli.fork_server import start_fork_server
 from anybatch.cli.frozen_imports import frozen_imports
 from anybatch.cli.option_hints import explain_unknown
-from anybatch.cli.parser import Parser, add_recipe, count, count_or_auto, integer, micro_batch_size, number
+from anybatch.cli.parser import (
+    Parser,
+    add_recipe,
+    count,
+    count_or_auto,
+    effective_batch_size,
+    integer,
+    micro_batch_size,
+    number,
+)
 from anybatch.cli.threads import let_threads_sleep
 from anybatch.cli.train_request import DEFAULT_RECIPE, RUNS, Resume, TrainRequest
 
@@ -59,7 +68,12 @@ def make_parser() -> Parser:
     parser = Parser("train", _DESCRIPTION, epilog=_EPILOG, explain_unknown=explain_unknown)
     add = parser.add_argument
     add_recipe(parser, None, DEFAULT_RECIPE)
-    add("--effective-batch-size", type=count, metavar="N", help="samples of one optimizer step, over all ranks")
+    add(
+        "--effective-batch-size",
+        type=effective_batch_size,
+        metavar="N",
+        help="samples of one optimizer step, over all ranks; 32,128@20000: of 32 samples, and of 128 after 20,000",
+    )
     add(
         "--micro-batch-size",
         type=micro_batch_size,

@@ -4,8 +4,10 @@ A ramp is a function of the samples that have made a step, and has no state: a r
 world size, goes on in the same stage, and the order of the samples does not know of it.
 """
 
+import re
 from dataclasses import dataclass
-from typing import Self
+from itertools import accumulate, pairwise
+from typing import Final, Self
 
 from anybatch.core.geometry import ceil_div
 from anybatch.core.whole_numbers import checked_int
@@ -13,6 +15,7 @@ from anybatch.errors import BatchSizeError
 
 Stage = tuple[int, int | None]
 """Samples of one step, and over how many samples; None for the rest of the run."""
+_STAGE: Final = re.compile(r"(?P<size>\d+)(@(?P<begin>\d+))?")
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -81,6 +84,36 @@ class BatchRamp:
             )
         )
 
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Return the ramp that is written as `32,128@20000,512@100000`: sizes, and the samples at which each begins.
+
+        Raises:
+            BatchSizeError: it is not written so, or what `BatchRamp` refuses.
+        """
+        found = [_STAGE.fullmatch(part.strip()) for part in text.split(",")]
+        stages = [(int(one["size"]), one["begin"]) for one in found if one is not None]
+        if len(stages) != len(found) or stages[0][1] is not None or None in [begin for _, begin in stages[1:]]:
+            message = (
+                f"{text!r} must be sizes with the sample at which each begins, all but the first: 32,128@20000 is a "
+                "batch of 32 samples that grows to 128 after 20,000 samples."
+            )
+            raise BatchSizeError(message)
+        begins = [int(begin or 0) for _, begin in stages]
+        for former, later in pairwise(begins):
+            if later <= former:
+                message = f"{text!r} has a stage that begins at {later}, and the one before begins at {former}."
+                raise BatchSizeError(message)
+        lengths = [later - former for former, later in pairwise(begins)]
+        return cls(*((size, length) for (size, _), length in zip(stages, [*lengths, None], strict=True)))
+
+    @property
+    def notation(self) -> str:
+        """The text that `parse` reads."""
+        begins = accumulate((length or 0 for _, length in self.stages), initial=0)
+        sizes = zip(self.sizes, begins, strict=False)  # behind the last there is an end, at which nothing begins
+        return ",".join(f"{size}@{begin}" if begin else f"{size}" for size, begin in sizes)
+
     @property
     def sizes(self) -> tuple[int, ...]:
         """Samples of one step, stage by stage."""
@@ -131,3 +164,8 @@ class BatchRamp:
                 "step. Make it longer, its steps smaller, or leave it out."
             )
             raise BatchSizeError(message)
+
+
+def sizes_of(effective_batch_size: int | BatchRamp) -> tuple[int, ...]:
+    """Return the samples of one step, stage by stage; a size by itself is one stage."""
+    return effective_batch_size.sizes if isinstance(effective_batch_size, BatchRamp) else (effective_batch_size,)

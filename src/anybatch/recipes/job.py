@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from anybatch.core.batch_ramp import BatchRamp, sizes_of
 from anybatch.core.learning_rate import ScalingRule
 from anybatch.core.loss import Loss
 from anybatch.core.loss_kinds import LossFunction
@@ -39,9 +40,11 @@ class Defaults:
     """The numbers a job is run with unless others are given.
 
     Args:
-        effective_batch_size: samples of one optimizer step, over all ranks.
+        effective_batch_size: samples of one optimizer step, over all ranks; or a `BatchRamp` of them, whose first stage
+            is what the learning rate is scaled to. Other verbs than train take its largest stage.
         learning_rate: found with `base_batch_size`; it is what the optimizer function receives.
-        base_batch_size: samples per step that `learning_rate` was found with; None for `effective_batch_size`.
+        base_batch_size: samples per step that `learning_rate` was found with; None for `effective_batch_size`,
+            the first stage of a ramp.
         learning_rate_rule: how the learning rate follows the effective batch size: "linear", "sqrt" or "none"; None
             for the rule that has a source for the optimizer (`default_rule`).
         epochs: passes over the data set.
@@ -52,7 +55,7 @@ class Defaults:
         UserError: any other number that cannot be used, or both `epochs` and `steps`.
     """
 
-    effective_batch_size: int
+    effective_batch_size: int | BatchRamp
     learning_rate: float
     base_batch_size: int | None = None
     learning_rate_rule: ScalingRule | None = None
@@ -61,7 +64,8 @@ class Defaults:
 
     def __post_init__(self) -> None:
         """Check every number by itself, and the two lengths against each other."""
-        checked_int("effective_batch_size", self.effective_batch_size, error=BatchSizeError)
+        if not isinstance(self.effective_batch_size, BatchRamp):  # a ramp has checked its own sizes
+            checked_int("effective_batch_size", self.effective_batch_size, error=BatchSizeError)
         for name in ("base_batch_size", "epochs", "steps"):
             if getattr(self, name) is not None:
                 error = BatchSizeError if name == "base_batch_size" else UserError
@@ -79,6 +83,11 @@ class Defaults:
                 f"learning_rate_rule={self.learning_rate_rule!r} must be one of {rules}, or None for the optimizer's."
             )
             raise UserError(message)
+
+    @property
+    def largest_batch_size(self) -> int:
+        """Samples of the largest step: the one that has to fit."""
+        return max(sizes_of(self.effective_batch_size))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +207,8 @@ class Job:
         Args:
             seed: of the initial parameters; None draws them from the caller's generator.
             learning_rate: handed to the optimizer function; None for that of the defaults.
-            effective_batch_size: samples of one optimizer step, over all ranks; None for those of the defaults.
+            effective_batch_size: samples of one optimizer step, over all ranks; None for those of the defaults,
+                the largest of a ramp.
             precision: number formats of forward and backward.
         """
         rate = self.defaults.learning_rate if learning_rate is None else learning_rate
@@ -206,7 +216,7 @@ class Job:
             model=self.model() if seed is None else make_model(self, seed),
             optimizer=lambda named: self.optimizer(named, rate),
             loss=self.loss,
-            effective_batch_size=effective_batch_size or self.defaults.effective_batch_size,
+            effective_batch_size=effective_batch_size or self.defaults.largest_batch_size,
             precision=precision,
             clip=self.clip,
             norms=self.norms,

@@ -61,4 +61,4 @@ class MeasuredJob:
         )
 
     def _size(self, job: Job) -> int:
-        return self.effective_batch_size or job.defaults.effective_batch_size
+        return self.effective_batch_size or job.defaults.largest_batch_size

@@ -1,9 +1,10 @@
-"""All claims, in the order of the page: four advantages, four limitations as usually listed, recipes, devices."""
+"""All claims, in the order of the page: four advantages, four limitations, recipes, devices, sizes of the batch."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
 
 from anybatch_guide.claims import costs, equality, learning, rules
+from anybatch_guide.claims.batch_size_claims import BATCH_SIZE_CLAIMS
 from anybatch_guide.claims.claim import Claim, Number
 from anybatch_guide.claims.device_claims import DEVICE_CLAIMS
 
@@ -404,4 +405,6 @@ _CLAIMS = (
         seconds=2,
     ),
 )
-CLAIMS: Mapping[str, Claim] = MappingProxyType({claim.name: claim for claim in (*_CLAIMS, *DEVICE_CLAIMS)})
+CLAIMS: Mapping[str, Claim] = MappingProxyType(
+    {claim.name: claim for claim in (*_CLAIMS, *DEVICE_CLAIMS, *BATCH_SIZE_CLAIMS)}
+)

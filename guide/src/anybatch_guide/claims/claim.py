@@ -7,7 +7,7 @@ from typing import Literal
 from anybatch_guide.experiment import Data, Emit, Experiment
 
 Verdict = Literal["true", "only_if", "false"]
-Side = Literal["advantage", "limitation", "recipe", "devices"]
+Side = Literal["advantage", "limitation", "recipe", "devices", "batch_size"]
 Numbers = Mapping[str, float]
 EXACT, WRONG = 1e-4, 1e-2
 """A relative error below the one is rounding in float32; one above the other is another gradient."""
@@ -30,11 +30,12 @@ class Number:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """Something that is said of gradient accumulation, or of training on several devices.
+    """Something that is said of gradient accumulation, of training on several devices, or of the size of the batch.
 
     Attributes:
         name: its name in links and recordings.
-        side: on which side of the trade-off of accumulation it is said; or that it is a recipe, or about devices.
+        side: on which side of the trade-off of accumulation it is said; or that it is a recipe, about devices, or about
+            the size of the batch.
         title: what it is about, in a few words.
         said: the claim, in our words.
         sources: where such a thing is said.

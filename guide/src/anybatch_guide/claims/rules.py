@@ -3,6 +3,9 @@
 
 from anybatch_guide.claims.claim import EXACT, WRONG, Numbers, Verdict
 
+RULES = ("none", "linear", "sqrt", "gain")
+"""Rules for the learning rate: by batch sizes, and the last one by the noise of the gradient too."""
+
 
 def less_memory(found: Numbers) -> Verdict:
     """Judge: less than nine tenths of the memory."""
@@ -131,3 +134,37 @@ def usual_buckets(found: Numbers) -> Verdict:
     """Judge: within 2% of the best everywhere, or within 10%."""
     worst = min(found["most_lost_at_25"], found["most_lost_at_50"])
     return "true" if worst < 2 else "only_if" if worst < 10 else "false"
+
+
+def larger_batch(found: Numbers) -> Verdict:
+    """Judge: no more samples than the smallest batch takes, or at least fewer steps."""
+    sizes = (64, 256)
+    if any(found[f"steps_{size}"] >= found["steps_16"] for size in sizes):
+        return "false"
+    return "true" if all(found[f"samples_{size}"] <= 1.1 * found["samples_16"] for size in sizes) else "only_if"
+
+
+def one_rule(found: Numbers) -> Verdict:
+    """Judge: a rule of batch sizes within a quarter of the best loss everywhere, or only one that knows the noise."""
+    worst = {rule: max(value for name, value in found.items() if name.startswith(rule)) for rule in RULES}
+    if min(worst[rule] for rule in RULES if rule != "gain") <= 1.25:
+        return "true"
+    return "only_if" if worst["gain"] <= 1.25 else "false"
+
+
+def less_noise(found: Numbers) -> Verdict:
+    """Judge: less noise, and a lower loss after as many samples, or only after as many steps."""
+    if found["noise_ratio"] > 1.25 or found["loss_same_steps"] >= found["loss_small"]:
+        return "false"
+    return "true" if found["loss_same_samples"] < found["loss_small"] else "only_if"
+
+
+def sharp(found: Numbers) -> Verdict:
+    """Judge: a quarter sharper at any rate, or only at a rate that does not follow the batch."""
+    sharper = {
+        name: found[f"eigenvalue_{name}"] > 1.25 * found["eigenvalue_base"]
+        for name in ("same_rate", "scaled_rate", "scaled_rate_same_steps")
+    }
+    if not sharper["same_rate"]:
+        return "false"
+    return "true" if all(sharper.values()) else "only_if"

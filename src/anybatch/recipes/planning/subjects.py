@@ -62,7 +62,7 @@ def subject_of_job(job: Job, name: str = "job") -> PlanSubject:
         name=name,
         train=job.train_spec,
         sample=next(Placement(Cut(), 1, 0).micro_batches(next(iter(data)))),
-        effective_batch_size=job.defaults.effective_batch_size,
+        effective_batch_size=job.defaults.largest_batch_size,
     )
 
 

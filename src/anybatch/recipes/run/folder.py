@@ -17,7 +17,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -143,7 +143,7 @@ class RunFolder:
         try:
             found = json.loads(text)
             stretches = [
-                Stretch(each["first_step"], Settings(**each["settings"]), each["schedule_steps"])
+                Stretch(each["first_step"], Settings.from_json(each["settings"]), each["schedule_steps"])
                 for each in found["stretches"]
             ]
             # With a default: folders of runs that were begun before this was kept are read, too.
@@ -161,7 +161,14 @@ class RunFolder:
         content: dict[str, Any] = {
             "version": _VERSION,
             "origin": dict(header.origin),
-            "stretches": [asdict(stretch) for stretch in header.stretches],
+            "stretches": [
+                {
+                    "first_step": stretch.first_step,
+                    "settings": stretch.settings.as_json(),
+                    "schedule_steps": stretch.schedule_steps,
+                }
+                for stretch in header.stretches
+            ],
             "largest_micro_batch_size": header.largest_micro_batch_size,
         }
         partial = self.header.with_name(f"{self.header.name}.saving")

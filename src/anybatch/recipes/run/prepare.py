@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from anybatch.checkpoints import list_checkpoints
+from anybatch.core.batch_ramp import sizes_of
 from anybatch.core.geometry import ceil_div
 from anybatch.core.records import DiagnosisRecord, Observer
 from anybatch.core.token_budget import token_budget
@@ -133,7 +134,7 @@ def _sizes(
         auto = Auto(largest=planned, known=known if size == "auto" else None)
         return {"micro_batch_size": size if isinstance(size, int) else auto, "accumulation_steps": steps}
     if steps is not None:
-        size = ceil_div(settings.effective_batch_size, world.size * steps)
+        size = ceil_div(max(sizes_of(settings.effective_batch_size)), world.size * steps)
     return {"micro_batch_size": min(size, limit) if isinstance(size, int) else limit}
 
 

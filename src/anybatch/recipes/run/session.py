@@ -311,7 +311,8 @@ class _Session:
 
     def _steps_per_evaluation(self) -> int | None:
         """Return after how many steps to evaluate a run that is shorter than an epoch; None for at its epochs' ends."""
-        if self._rest is None or self._num_steps is None:
+        # Under a ramp epochs are not of one length; a run of whole ones is never shorter than one.
+        if self._rest is None or self._num_steps is None or self._rest.request.epochs is not None:
             return None
         try:
             epoch = self._rest.steps_per_epoch

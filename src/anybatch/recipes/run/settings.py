@@ -1,10 +1,11 @@
 """The settings of a run: those asked for, else those of an earlier part of the run, else the job's defaults."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from anybatch.core.batch_ramp import BatchRamp, sizes_of
 from anybatch.core.geometry import resolve_sizes
 from anybatch.core.learning_rate import ScalingRule
 from anybatch.engine.update.precision import PrecisionName
@@ -22,7 +23,7 @@ class Choices:
     """The settings asked for; None leaves one to the run that is resumed, or to the job's defaults.
 
     Args:
-        effective_batch_size: samples of one optimizer step, over all ranks.
+        effective_batch_size: samples of one optimizer step, over all ranks, or a ramp of them.
         learning_rate: at the base batch size.
         base_batch_size: samples per step that the learning rate belongs to.
         learning_rate_rule: how it follows the effective batch size: "linear", "sqrt" or "none".
@@ -38,7 +39,7 @@ class Choices:
         average_decay: of an exponential moving average of the weights, between 0 and 1.
     """
 
-    effective_batch_size: int | None = None
+    effective_batch_size: int | BatchRamp | None = None
     learning_rate: float | None = None
     base_batch_size: int | None = None
     learning_rate_rule: ScalingRule | None = None
@@ -61,7 +62,7 @@ class Settings:
     place of a micro-batch size.
     """
 
-    effective_batch_size: int
+    effective_batch_size: int | BatchRamp
     learning_rate: float
     base_batch_size: int
     learning_rate_rule: ScalingRule | None
@@ -76,6 +77,18 @@ class Settings:
     average_decay: float | None = None
     micro_batch_tokens: int | None = None
 
+    def as_json(self) -> dict[str, Any]:
+        """Return them as a run's header has them: a ramp in the words of the command line."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        size = self.effective_batch_size
+        return values | {"effective_batch_size": size.notation if isinstance(size, BatchRamp) else size}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Settings":
+        """Return what `as_json` has written."""
+        size = values["effective_batch_size"]
+        return cls(**{**values, "effective_batch_size": BatchRamp.parse(size) if isinstance(size, str) else size})
+
 
 def resolve_settings(job: Job, choices: Choices, former: Settings | None, *, world_size: int) -> Settings:
     """Return the settings of a run: those chosen, else those it had before, else the job's.
@@ -87,7 +100,8 @@ def resolve_settings(job: Job, choices: Choices, former: Settings | None, *, wor
         BatchSizeError: the three sizes contradict each other on so many ranks.
         UserError: both epochs and steps, or another seed than that of the run that is resumed.
     """
-    given = {name: value for name, value in dataclasses.asdict(choices).items() if value is not None}
+    chosen = {field.name: getattr(choices, field.name) for field in dataclasses.fields(choices)}
+    given = {name: value for name, value in chosen.items() if value is not None}
     if choices.epochs is not None and choices.steps is not None:
         message = f"epochs={choices.epochs} and steps={choices.steps} both say where to stop. Give one of them."
         raise UserError(message)
@@ -108,17 +122,26 @@ def resolve_settings(job: Job, choices: Choices, former: Settings | None, *, wor
     settings = dataclasses.replace(base, **given)
     micro_batch_size = None if isinstance(settings.micro_batch_size, str) else settings.micro_batch_size
     # A resumed run keeps its effective batch: to change it, it has to be named.
-    is_product = former is None and choices.effective_batch_size is None and choices.accumulation_steps is not None
-    sizes = resolve_sizes(
-        world_size=world_size,
-        effective_batch_size=None if is_product and micro_batch_size is not None else settings.effective_batch_size,
-        micro_batch_size=micro_batch_size,
-        accumulation_steps=settings.accumulation_steps,
+    is_product = (
+        former is None
+        and choices.effective_batch_size is None
+        and None not in (choices.accumulation_steps, micro_batch_size)
     )
-    assert sizes.effective_batch_size is not None
+    asked = settings.effective_batch_size
+    # Every stage of a ramp, so that one that contradicts is refused before the first step.
+    resolved = [
+        resolve_sizes(
+            world_size=world_size,
+            effective_batch_size=size,
+            micro_batch_size=micro_batch_size,
+            accumulation_steps=settings.accumulation_steps,
+        ).effective_batch_size
+        for size in ((None,) if is_product else sizes_of(asked))
+    ]
+    assert resolved[0] is not None
     return dataclasses.replace(
         settings,
-        effective_batch_size=sizes.effective_batch_size,
+        effective_batch_size=resolved[0] if is_product else asked,
         accumulation_steps=settings.accumulation_steps if micro_batch_size is None else None,
     )
 
@@ -170,7 +193,7 @@ def _defaults(job: Job) -> Settings:
     return Settings(
         effective_batch_size=defaults.effective_batch_size,
         learning_rate=defaults.learning_rate,
-        base_batch_size=defaults.base_batch_size or defaults.effective_batch_size,
+        base_batch_size=defaults.base_batch_size or sizes_of(defaults.effective_batch_size)[0],
         learning_rate_rule=defaults.learning_rate_rule,
         epochs=1 if defaults.epochs is None and defaults.steps is None else defaults.epochs,
         steps=defaults.steps,

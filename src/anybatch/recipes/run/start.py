@@ -9,6 +9,7 @@ from typing import Any, Final
 from torch import nn
 from torch.optim import Optimizer
 
+from anybatch.core.batch_ramp import BatchRamp, sizes_of
 from anybatch.core.learning_rate import ScaledRate, ScalingRule, scale_optimizer
 from anybatch.core.records import Observer
 from anybatch.data.batches import Batches, batches
@@ -99,7 +100,7 @@ class ScaledOptimizer:
 def start(
     job: Job,
     *,
-    effective_batch_size: int | None = None,
+    effective_batch_size: int | BatchRamp | None = None,
     learning_rate: float | None = None,
     epochs: int | None = None,
     steps: int | None = None,
@@ -118,7 +119,8 @@ def start(
 
     Args:
         job: what to learn.
-        effective_batch_size: samples of one optimizer step, over all ranks.
+        effective_batch_size: samples of one optimizer step, over all ranks, or a ramp of them: the learning rate is
+            scaled to its first stage, and stays.
         learning_rate: at the base batch size.
         epochs: passes over the data set.
         steps: optimizer steps, instead of epochs.
@@ -140,8 +142,9 @@ def start(
         epochs, steps = defaults.epochs, defaults.steps
     dataset = job.dataset()
     # Of what a step really sees, also when the rate was found: a step is not larger than the data set.
-    seen = _largest_step(dataset, size)
-    base = _largest_step(dataset, defaults.base_batch_size or defaults.effective_batch_size)
+    first = sizes_of(size)[0]
+    seen = _largest_step(dataset, first)
+    base = _largest_step(dataset, defaults.base_batch_size or sizes_of(defaults.effective_batch_size)[0])
     optimizer = ScaledOptimizer(
         job=job,
         learning_rate=defaults.learning_rate if learning_rate is None else learning_rate,
@@ -154,21 +157,26 @@ def start(
         dataset, effective_batch_size=size, epochs=epochs, steps=steps, seed=seed, num_workers=num_workers
     )
     spec = dataclasses.replace(
-        job.train_spec(seed=seed, effective_batch_size=size, precision=precision),
+        job.train_spec(seed=seed, precision=precision),
+        # The engine does not hear of a ramp: batches come as large as they are.
+        effective_batch_size=None if isinstance(size, BatchRamp) else size,
         optimizer=optimizer,
         # A resumed run keeps the schedule it began with, however many steps are left of its data.
         scheduler=scheduler_function(job, num_steps_of(data) if schedule_steps is None else schedule_steps),
         check_loss=check_loss,
     )
     engine = Engine.from_spec(spec, Hardware(**hardware), observer=observer)
-    if seen < size:
+    if isinstance(size, BatchRamp):
+        words = f"steps of {size}; the learning rate is scaled to {seen:,}, and does not follow"
+        engine.decisions.add("samples", words)
+    elif seen < size:
         words = f"steps of {seen:,}, all there are: {size:,} were asked for; the learning rate is scaled to {seen:,}"
         engine.decisions.add("samples", words)
     return JobRun(
         job=job,
         engine=engine,
         batches=data,
-        held_out=_held_out(job, size),
+        held_out=_held_out(job, max(sizes_of(size))),
         rates=optimizer.rates,
         hyperparameters=optimizer.hyperparameters,
     )

@@ -1,0 +1,121 @@
+"""A small batch, the large one accumulated, the large one at once: variance of the gradient, memory, and time."""
+
+import copy
+import statistics
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import anybatch as ab
+from anybatch.testing import relative_error
+from anybatch_guide.claims.measuring import BatchCut, emit_progress, step_memory, step_seconds
+from anybatch_guide.experiment import Data, Emit, Experiment
+from anybatch_guide.experiments.noise_scale import drawn
+from anybatch_guide.study import BETAS, Batch, StudyRun, task_of, trained
+
+SMALL, STEPS, DRAWS, ROUNDS = 16, 8, 60, 15
+LARGE = SMALL * STEPS
+RUN = StudyRun(task="digits", optimizer="SGD", batch_size=64, learning_rate=0.08, epochs=2, betas=BETAS["SGD"])
+STUDY = "benchmarks/results/variance_by_strategy_cpu_2026-11-24.md: three models, 200 large and 1,600 small batches"
+Gradients = dict[str, Tensor]
+
+
+def run(emit: Emit) -> Data:
+    """Compare the three at the parameters that a short run has come to."""
+    task = task_of(RUN.task)
+    layers, errors = variances(DRAWS, emit)
+    ways = {"small": BatchCut(SMALL, 1), "accumulated": BatchCut(SMALL, STEPS), "native": BatchCut(LARGE, 1)}
+    times = step_seconds(task, tuple(ways.values()), emit, rounds=ROUNDS)
+    found = []
+    for name, cut in ways.items():
+        samples = cut.size * cut.number
+        held = step_memory(task, micro_batch_size=cut.size, effective_batch_size=samples)
+        seconds = [one / samples for one in times[cut]]
+        found.append(
+            {
+                "name": name,
+                "samples_per_step": samples,
+                "micro_batch_size": cut.size,
+                "accumulation_steps": cut.number,
+                "peak_bytes": sum(held["peak"].values()),
+                "peak": dict(held["peak"]),
+                "variance": layers[name]["all parameters"],
+                "variance_by_layer": layers[name],
+                "seconds_per_sample": statistics.median(seconds),
+                "quartiles": statistics.quantiles(seconds, n=4),
+            }
+        )
+    return {
+        "large": LARGE,
+        "draws": DRAWS,
+        "seed": RUN.seed,
+        "ways": found,
+        "worst_gradient_error": max(errors),
+        "stands_for": STUDY,
+    }
+
+
+def variances(draws: int, emit: Emit) -> tuple[dict[str, dict[str, float]], list[float]]:
+    """Return each way's mean squared distance to the gradient of all samples, by layer, in float64.
+
+    And the relative errors of accumulated gradients against those at once. Batches are drawn with replacement, and are
+    the same for all ways: a small one is a part of a large one.
+    """
+    rows, model = task_of(RUN.task).rows, copy.deepcopy(trained(RUN)[0]).double()
+    whole = _doubled({"inputs": rows.inputs, "targets": rows.targets})
+    (truth,) = _gradients(model, [whole], len(rows))
+    generator = torch.Generator().manual_seed(RUN.seed)
+    sums = {name: dict[str, float]() for name in ("small", "accumulated", "native")}
+    errors = []
+    for done in range(draws):
+        emit_progress(emit, done, draws, "gradients of batches")
+        large = _doubled(drawn(rows, LARGE, generator))
+        parts = [
+            {name: value[start : start + SMALL] for name, value in large.items()} for start in range(0, LARGE, SMALL)
+        ]
+        (accumulated,), (native,) = _gradients(model, [large], SMALL), _gradients(model, [large], LARGE)
+        errors.append(relative_error(accumulated, native))
+        for name, some in (
+            ("small", _gradients(model, parts, SMALL)),
+            ("accumulated", [accumulated]),
+            ("native", [native]),
+        ):
+            for one in some:
+                for layer, square in _by_layer({key: one[key] - truth[key] for key in truth}).items():
+                    sums[name][layer] = sums[name].get(layer, 0.0) + square / len(some) / draws
+    return sums, errors
+
+
+def _gradients(model: nn.Module, batches: list[Batch], micro_batch_size: int) -> list[Gradients]:
+    """Return the engine's gradient of each batch."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    loss = task_of(RUN.task).loss
+    with ab.Engine(model, optimizer, loss, micro_batch_size=micro_batch_size, check_loss=False) as engine:
+        found: list[Any] = [engine.gradients(batch) for batch in batches]
+    return [{name: value.clone() for name, value in one.items() if value is not None} for one in found]
+
+
+def _doubled(batch: Batch) -> Batch:
+    return {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
+
+
+def _by_layer(off: Gradients) -> dict[str, float]:
+    """Return the squared norm of all, and of each layer."""
+    found = {"all parameters": 0.0}
+    for name, value in off.items():
+        square = float(value.square().sum())
+        for row in ("all parameters", name.rpartition(".")[0]):
+            found[row] = found.get(row, 0.0) + square
+    return found
+
+
+EXPERIMENT = Experiment(
+    name="batch_strategies",
+    question="What do a small batch, an accumulated one and a native one differ in?",
+    run=run,
+    seconds=5,
+    # Trained in float32, and errors in float64 are rounding.
+    tolerance=1e-2,
+    noisy=("seconds_per_sample", "quartiles", "worst_gradient_error"),
+)

@@ -1,0 +1,98 @@
+"""The gradient's noise scale as a run measures it, with its interval, and as the gradients of single samples say it."""
+
+import copy
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+from anybatch.core.gradient_noise import NoiseEstimate
+from anybatch.engine.gradient_noise import GradientNoise
+from anybatch_guide.experiment import Data, Emit, Experiment
+from anybatch_guide.study import BETAS, Batch, StudyRun, engine_of, new_model, steps_of, task_of
+from anybatch_guide.tasks.task import LabelledSamples, cross_entropy
+
+RUN = StudyRun(task="digits", optimizer="SGD", batch_size=64, learning_rate=0.08, epochs=8, betas=BETAS["SGD"])
+MICRO_BATCH_SIZE, DECAY = 8, 0.9
+POINT_EVERY, TRUTH_EVERY = 8, 24
+FIXED_AT, FIXED_STEPS = 46, (10, 15, 20, 30, 45, 70, 100, 150, 230)
+STUDY = "benchmarks/results/noise_against_brute_force_cpu_2026-11-24.md: three models, 1 and 2 ranks, 400 intervals"
+
+
+def run(emit: Emit) -> Data:
+    """Measure along a run, and with fixed parameters over ever more steps; compare both with single samples."""
+    model, rows = new_model(RUN), task_of(RUN.task).rows
+    along, fixed = list[dict[str, Any]](), nn.Module()
+    noise = GradientNoise(every=1, decay=DECAY)
+    with engine_of(RUN, model, noise=noise, micro_batch_size=MICRO_BATCH_SIZE) as engine:
+        for number, batch in enumerate(steps_of(RUN), start=1):
+            emit({"kind": "guide.progress", "done": number, "what": "steps of a run"})
+            report = engine.step(batch)
+            if number == FIXED_AT:
+                fixed = copy.deepcopy(model)
+            if number % POINT_EVERY == 0 and report.noise is not None:
+                true = true_scale(model, rows) if number % TRUTH_EVERY == 0 else None
+                along.append({"step": number, "loss": report.loss, **_numbers(report.noise), "true_scale": true})
+    return {
+        "batch_size": RUN.batch_size,
+        "micro_batch_size": MICRO_BATCH_SIZE,
+        "decay": DECAY,
+        "seed": RUN.seed,
+        "along_a_run": along,
+        "fixed_at_step": FIXED_AT,
+        "with_fixed_parameters": [_numbers(one) | {"steps": steps} for steps, one in _measured(fixed)],
+        "fixed_true_scale": true_scale(fixed, rows),
+        "stands_for": STUDY,
+    }
+
+
+def _measured(model: nn.Module) -> Iterator[tuple[int, NoiseEstimate]]:
+    """Yield what is known after some steps that leave the parameters as they are."""
+    # Nothing fades, since nothing changes; batches are drawn anew, since an order of all samples is not independent.
+    still, rows = replace(RUN, learning_rate=0.0), task_of(RUN.task).rows
+    generator = torch.Generator().manual_seed(RUN.seed)
+    noise = GradientNoise(every=1, decay=1.0 - 1e-12)
+    with engine_of(still, model, noise=noise, micro_batch_size=MICRO_BATCH_SIZE) as engine:
+        for steps in range(1, FIXED_STEPS[-1] + 1):
+            report = engine.step(drawn(rows, RUN.batch_size, generator))
+            if steps in FIXED_STEPS and report.noise is not None:
+                yield steps, report.noise
+
+
+def drawn(rows: LabelledSamples, number: int, generator: torch.Generator) -> Batch:
+    """Return samples drawn with replacement."""
+    ids = torch.randint(0, len(rows), (number,), generator=generator)
+    return {"inputs": rows.inputs[ids], "targets": rows.targets[ids]}
+
+
+def true_scale(model: nn.Module, rows: LabelledSamples) -> float:
+    """Return variance / |G|^2 of a set of samples, from the gradient of each sample by itself."""
+    parameters = {name: value.detach() for name, value in model.named_parameters()}
+
+    def of_one(values: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
+        outputs = functional_call(model, values, (image[None],))
+        return cross_entropy(outputs, label[None])
+
+    found = vmap(grad(of_one), (None, 0, 0))(parameters, rows.inputs, rows.targets)
+    gradients = torch.cat([one.flatten(1) for one in found.values()], dim=1).double()
+    mean = gradients.mean(0)
+    return float((gradients - mean).square().sum(1).mean() / mean.square().sum())
+
+
+def _numbers(noise: NoiseEstimate) -> dict[str, Any]:
+    """Return the scale and its interval; None for what is not known yet."""
+    numbers = {"scale": noise.scale, "low": noise.interval[0], "high": noise.interval[1]}
+    return {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+
+
+EXPERIMENT = Experiment(
+    name="noise_scale",
+    question="How noisy is the gradient in the course of a run, and how well is that known?",
+    run=run,
+    seconds=5,
+    tolerance=0.05,
+)

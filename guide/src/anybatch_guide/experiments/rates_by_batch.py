@@ -1,0 +1,192 @@
+"""Held-out loss by batch size and learning rate, and where each rule for the rate runs on that map."""
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from anybatch.core.learning_rate import Memory, ScalingRule, noise_gain, scale_rate
+from anybatch_guide.experiment import Data, Emit, Experiment
+from anybatch_guide.study import BETAS, StudyRun, held_out_loss, noise_scale_of
+
+SEEDS = (0, 1)
+AS_GOOD = 1.25
+"""A rule is as good as tuned where its loss is at most this multiple of that of the best rate of the grid."""
+LOST = 100.0
+"""A held-out loss above this one counts as diverged."""
+STUDY = "benchmarks/results/learning_rate_rules_cpu_2026-11-24.md: 1,330 runs, five seeds, both recipes"
+Rule = Callable[[StudyRun, int], StudyRun]
+
+
+@dataclass(frozen=True, slots=True)
+class RateGrid:
+    """What is trained at the smallest batch, the sizes, and the rates of the map."""
+
+    smallest: StudyRun
+    sizes: tuple[int, ...]
+    rates: tuple[float, ...]
+
+
+GRIDS = {
+    "digits, SGD": RateGrid(
+        StudyRun(task="digits", optimizer="SGD", batch_size=16, learning_rate=0.01, epochs=4, betas=BETAS["SGD"]),
+        (16, 64, 256, 1024),
+        tuple(0.01 * 2.0**k for k in range(7)),
+    ),
+    "digits, AdamW": RateGrid(
+        StudyRun(task="digits", optimizer="AdamW", batch_size=16, learning_rate=0.002, epochs=4, betas=BETAS["AdamW"]),
+        (16, 64, 256, 1024),
+        tuple(0.002 * 2.0**k for k in range(7)),
+    ),
+    "text, SGD": RateGrid(
+        StudyRun(task="text", optimizer="SGD", batch_size=8, learning_rate=0.025, epochs=1, betas=BETAS["SGD"]),
+        (8, 32, 128),
+        tuple(0.025 * 2.0**k for k in range(5)),
+    ),
+}
+
+
+class RateStudy:
+    """One grid: its runs are made once.
+
+    Args:
+        grid: what is run.
+        emit: told of each run.
+    """
+
+    def __init__(self, grid: RateGrid, emit: Emit) -> None:
+        self.grid = grid
+        self._emit = emit
+        self._losses: dict[StudyRun, list[float]] = {}
+
+    def losses(self, run: StudyRun) -> list[float]:
+        """Return the held-out loss of each seed; infinite where it diverged."""
+        if run not in self._losses:
+            self._emit({"kind": "guide.progress", "what": f"batch {run.batch_size}, rate {run.learning_rate:g}"})
+            found = [held_out_loss(replace(run, seed=seed)) for seed in SEEDS]
+            self._losses[run] = [loss if loss < LOST else math.inf for loss in found]
+        return self._losses[run]
+
+    def mean(self, run: StudyRun) -> float:
+        """Return the mean over seeds."""
+        return statistics.fmean(self.losses(run))
+
+    def at(self, size: int, rate: float) -> StudyRun:
+        """Return a run of the grid."""
+        return replace(self.grid.smallest, batch_size=size, learning_rate=rate)
+
+    def best(self, size: int) -> StudyRun:
+        """Return the run with the lowest mean loss at a batch size."""
+        return min((self.at(size, rate) for rate in self.grid.rates), key=self.mean)
+
+    def against_tuned(self, rule: Rule, size: int) -> float:
+        """Return the mean loss by a rule as a multiple of that of the best rate."""
+        return self.mean(rule(self.best(self.grid.sizes[0]), size)) / self.mean(self.best(size))
+
+    def as_good_to(self, rule: Rule) -> int:
+        """Return the largest size to which a rule is as good as tuned, at all sizes on the way."""
+        reached = self.grid.sizes[0]
+        for size in self.grid.sizes[1:]:
+            if self.against_tuned(rule, size) > AS_GOOD:
+                break
+            reached = size
+        return reached
+
+
+def scaled(rule: ScalingRule, memory: Memory | None = None) -> Rule:
+    """Return a rule of the library."""
+
+    def carry(base: StudyRun, size: int) -> StudyRun:
+        is_sgd = base.optimizer == "SGD"
+        rate = scale_rate(
+            base.learning_rate,
+            base_batch_size=base.batch_size,
+            effective_batch_size=size,
+            rule=rule,
+            betas=() if is_sgd else base.betas,
+            eps=None if is_sgd else base.eps,
+            momentum=base.betas[0] if is_sgd else 0.0,
+            memory=memory,
+        )
+        betas = (rate.momentum,) if is_sgd else rate.betas
+        eps = base.eps if rate.eps is None else rate.eps
+        return replace(base, batch_size=size, learning_rate=rate.learning_rate, betas=betas, eps=eps)
+
+    return carry
+
+
+def gained(noise_scale: float) -> Rule:
+    """Return the rule of the noise's gain, its root under AdamW."""
+
+    def carry(base: StudyRun, size: int) -> StudyRun:
+        gain = noise_gain(noise_scale, base_batch_size=base.batch_size, effective_batch_size=size)
+        factor = gain if base.optimizer == "SGD" else math.sqrt(gain)
+        return replace(base, batch_size=size, learning_rate=base.learning_rate * factor)
+
+    return carry
+
+
+def rules_of(noise_scale: float) -> dict[str, Rule]:
+    """Return the rules by name; the square root is with what the library does to betas."""
+    return {
+        "none": scaled("none"),
+        "linear": scaled("linear"),
+        "sqrt": scaled("sqrt"),
+        "memory": scaled("linear", "samples"),
+        "gain": gained(noise_scale),
+    }
+
+
+def run(emit: Emit) -> Data:
+    """Run every grid, and the runs that the rules make of its best run at the smallest batch."""
+    maps = [{"name": name, **_found(RateStudy(grid, emit))} for name, grid in GRIDS.items()]
+    return {"seeds": list(SEEDS), "as_good": AS_GOOD, "stands_for": STUDY, "maps": maps}
+
+
+def _found(study: RateStudy) -> dict[str, Any]:
+    grid = study.grid
+    base = study.best(grid.sizes[0])
+    noise_scale = noise_scale_of(base)
+    rules = rules_of(noise_scale)
+    if base.optimizer == "AdamW":
+        rules |= {"sqrt, betas kept": scaled("sqrt", "steps")}
+        del rules["memory"]  # linear with betas to a power is nobody's rule
+    return {
+        "task": base.task,
+        "optimizer": base.optimizer,
+        "epochs": base.epochs,
+        "base_rate": base.learning_rate,
+        "noise_scale": noise_scale,
+        "batch_sizes": list(grid.sizes),
+        "rates": list(grid.rates),
+        "losses": [[study.losses(study.at(size, rate)) for size in grid.sizes] for rate in grid.rates],
+        "best_rates": [study.best(size).learning_rate for size in grid.sizes],
+        "rules": [
+            {
+                "name": name,
+                "as_good_to": study.as_good_to(rule),
+                "points": [_point(study, rule(base, size)) for size in grid.sizes],
+            }
+            for name, rule in rules.items()
+        ],
+    }
+
+
+def _point(study: RateStudy, made: StudyRun) -> dict[str, Any]:
+    return {
+        "batch_size": made.batch_size,
+        "learning_rate": made.learning_rate,
+        "betas": list(made.betas),
+        "losses": study.losses(made),
+    }
+
+
+EXPERIMENT = Experiment(
+    name="rates_by_batch",
+    question="Which learning rate is best at which batch size, and where does each rule run?",
+    run=run,
+    seconds=150,
+    runs_here=False,
+    tolerance=0.1,
+)

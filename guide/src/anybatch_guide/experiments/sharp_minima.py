@@ -1,0 +1,76 @@
+"""The largest eigenvalue of the Hessian, and held-out accuracy, behind runs of several batch sizes and rates."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from anybatch.diagnostics.sharpness import measure_sharpness
+from anybatch_guide.experiment import Data, Emit, Experiment
+from anybatch_guide.experiments.rates_by_batch import scaled
+from anybatch_guide.study import BETAS, StudyRun, judged, trained, whole_spec
+
+SEEDS = (0, 1)
+SIZES = (64, 256)
+BASE = StudyRun(task="digits", optimizer="SGD", batch_size=16, learning_rate=0.02, epochs=8, betas=BETAS["SGD"])
+STUDY = "benchmarks/results/sharpness_cpu_2026-11-24.md: five seeds, SGD and AdamW, batches up to 1,024"
+
+
+def ways(sizes: tuple[int, ...] = SIZES) -> Iterator[tuple[str, StudyRun]]:
+    """Yield every run without its seed, and what is done about its rate."""
+    yield "base", BASE
+    for size in sizes:
+        yield "same rate", replace(BASE, batch_size=size)
+    for size in sizes:
+        yield "scaled rate", scaled("linear")(BASE, size)
+    for size in sizes:
+        yield "scaled rate, same steps", replace(scaled("linear")(BASE, size), epochs=BASE.epochs * size // 16)
+
+
+def run(emit: Emit) -> Data:
+    """Train, and measure."""
+    found = []
+    for way, made in ways():
+        emit({"kind": "guide.progress", "what": f"{way}, batch {made.batch_size}"})
+        found.append(
+            {
+                "way": way,
+                "batch_size": made.batch_size,
+                "learning_rate": made.learning_rate,
+                "epochs": made.epochs,
+                "seeds": [measured(replace(made, seed=seed)) for seed in SEEDS],
+            }
+        )
+    return {"optimizer": BASE.optimizer, "rule": "linear", "stands_for": STUDY, "runs": found}
+
+
+def measured(made: StudyRun) -> dict[str, Any]:
+    """Make a run, and return how sharp its end is, the loss there, and what it knows of held-out samples."""
+    model, losses = trained(made)
+    if not math.isfinite(losses[-1]):
+        return dict.fromkeys(("eigenvalue", "residual", "train_loss", "held_out", "accuracy"), math.nan)
+    spec, batch, hardware = whole_spec(made, model)
+    sharpness = measure_sharpness(spec, batch, hardware, tolerance=1e-2)
+    held_out, accuracy = judged(model, made)
+    with torch.no_grad():
+        outputs = model(batch["inputs"])
+    return {
+        "eigenvalue": sharpness.eigenvalue,
+        "residual": sharpness.residual,
+        "train_loss": float(torch.nn.functional.cross_entropy(outputs, batch["targets"])),
+        "held_out": held_out,
+        "accuracy": accuracy,
+    }
+
+
+EXPERIMENT = Experiment(
+    name="sharp_minima",
+    question="Do larger batches end in sharper minima?",
+    run=run,
+    seconds=60,
+    runs_here=False,
+    tolerance=0.1,
+    noisy=("residual",),
+)

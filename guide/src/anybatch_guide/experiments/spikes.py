@@ -1,0 +1,153 @@
+"""Divergences planted into one run, and what the spike watch does about each: nothing, lower the rate, or go back."""
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybatch.engine.spike_watch.watch import SpikeAction
+from anybatch.errors import AnyBatchWarning, NonFiniteError
+from anybatch.records import DiagnosisRecord, Record
+from anybatch_guide.experiment import Data, Emit, Experiment
+from anybatch_guide.study import BETAS, Batch, StudyRun, engine_of, judged, new_model, steps_of
+
+RUN = StudyRun(task="digits", optimizer="SGD", batch_size=16, learning_rate=0.02, epochs=4, betas=BETAS["SGD"])
+START, BAD_BATCHES, CORRUPTED_STEPS = 150, 20, 3
+CURVES, STEPS_BEFORE = ("losses", "norms"), 30
+ACTIONS: tuple[SpikeAction | None, ...] = (None, "warn", "lower", "roll_back")
+STUDY = "benchmarks/results/spike_watch_cpu_2026-11-24.md: 120 plants of six kinds, and 21,676 healthy steps"
+CODES = ("spike", "rate_lowered", "rolled_back")
+
+
+@dataclass(frozen=True, slots=True)
+class Plant:
+    """What goes wrong in a run.
+
+    Attributes:
+        words: what it is.
+        batch: function (age, batch) -> the batch that is trained on; the age is in steps since the plant.
+        rate: function (age) -> what the learning rate is multiplied by.
+        gradient: function (age, gradient of a parameter) -> the one that is used.
+    """
+
+    words: str
+    batch: Callable[[int, Batch], Batch] = lambda _, batch: batch
+    rate: Callable[[int], float] = lambda _: 1.0
+    gradient: Callable[[int, Tensor], Tensor] = lambda _, gradient: gradient
+
+
+def bad_batch(age: int, batch: Batch) -> Batch:
+    """Return, for some steps, inputs that are too large and one label for all."""
+    if not 0 <= age < BAD_BATCHES:
+        return batch
+    return {"inputs": 15 * batch["inputs"], "targets": torch.full_like(batch["targets"], 3)}
+
+
+def corrupted(age: int, gradient: Tensor) -> Tensor:
+    """Return, for some steps, a gradient under noise."""
+    if not 0 <= age < CORRUPTED_STEPS:
+        return gradient
+    noise = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(age)) / math.sqrt(gradient.numel())
+    found: Tensor = gradient + 300 * gradient.norm() * noise
+    return found
+
+
+PLANTS = {
+    "none": Plant("nothing"),
+    "bad_batches": Plant(f"{BAD_BATCHES} batches with inputs times 15 and one label for all", batch=bad_batch),
+    "rate_too_high": Plant("the learning rate times 40, from there on", rate=lambda age: 40.0 if age >= 0 else 1.0),
+    "corrupted_gradients": Plant(
+        f"gradients under noise of 300 times their norm, in {CORRUPTED_STEPS} steps", gradient=corrupted
+    ),
+}
+
+
+class _Told:
+    """An observer that keeps what the watch says and does."""
+
+    def __init__(self) -> None:
+        self.found: list[dict[str, Any]] = []
+
+    def observe(self, record: Record) -> None:
+        """Keep a record of the watch's."""
+        if isinstance(record, DiagnosisRecord) and record.code in CODES:
+            self.found.append({"step": record.step, "code": record.code, "message": record.message})
+
+
+def run(emit: Emit) -> Data:
+    """Make the run without a plant and with each, unwatched and under each action."""
+    found = []
+    for name, plant in PLANTS.items():
+        unwatched: dict[str, Any] = {}
+        for action in ACTIONS:
+            emit({"kind": "guide.progress", "what": f"{name}, {action}"})
+            made = watched(plant, action)
+            is_same = all(made[key] == unwatched.get(key) for key in CURVES)
+            unwatched = unwatched or made
+            # Before the plant all runs are the healthy one, so that is written once.
+            first_step = 0 if name == "none" else START - STEPS_BEFORE
+            curves = {key: None if is_same else made[key][first_step:] for key in CURVES}
+            found.append(
+                {
+                    "plant": name,
+                    "planted": plant.words,
+                    "action": action,
+                    "first_step": first_step,
+                    "is_as_unwatched": is_same,
+                    **made,
+                    **curves,
+                }
+            )
+    return {
+        "batch_size": RUN.batch_size,
+        "learning_rate": RUN.learning_rate,
+        "seed": RUN.seed,
+        "planted_at": START,
+        "stands_for": STUDY,
+        "runs": found,
+    }
+
+
+def watched(plant: Plant, action: SpikeAction | None) -> dict[str, Any]:
+    """Make a run, and return its losses and norms, what was done about it, and what it ends with."""
+    model, told = new_model(RUN), _Told()
+    losses, norms, age = list[float](), list[float](), -START
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: plant.gradient(age, gradient))
+    with (
+        warnings.catch_warnings(),
+        engine_of(RUN, model, measure_gradient_norm=True, spikes=action, observer=told) as engine,
+    ):
+        warnings.simplefilter("ignore", AnyBatchWarning)
+        try:
+            for age, batch in enumerate(steps_of(RUN), start=-START):
+                # The scheduler computes rates from their base behind each step, so that this does not add up.
+                for group in engine.optimizer.param_groups:
+                    group["lr"] *= plant.rate(age)
+                report = engine.step(plant.batch(age, batch))
+                losses.append(_short(report.loss))
+                norms.append(_short(report.grad_norm or 0.0))
+        except NonFiniteError as error:
+            told.found.append({"step": age + START, "code": "ended", "message": type(error).__name__})
+            return {"losses": losses, "norms": norms, "told": told.found, "held_out": math.inf, "accuracy": math.nan}
+    loss, accuracy = judged(model, RUN)
+    return {"losses": losses, "norms": norms, "told": told.found, "held_out": loss, "accuracy": accuracy}
+
+
+def _short(value: float) -> float:
+    """Return a number with four digits, which is what a curve can show."""
+    return float(f"{value:.4g}")
+
+
+EXPERIMENT = Experiment(
+    name="spikes",
+    question="What does a run do that leaves its course, and what can be done about it?",
+    run=run,
+    seconds=30,
+    tolerance=0.1,
+    noisy=("message",),
+)

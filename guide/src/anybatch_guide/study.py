@@ -1,0 +1,167 @@
+"""Small training runs by batch size, learning rate and seed: what experiments about the size of the batch consist of.
+
+They are the studies of `benchmarks/`, made small enough to be made again within minutes. A run goes through a number of
+epochs, in one order for each seed, whatever its batch size. The rate rises over a tenth of the samples and comes down
+along a cosine; nothing is clipped, since that would hide where a rate is too high.
+"""
+
+import math
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+import anybatch as ab
+from anybatch.core.schedules import Cosine, WarmUp, attach_schedule, join_schedules
+from anybatch.engine.gradient_noise import GradientNoise
+from anybatch.engine.spec import Hardware, TrainSpec
+from anybatch.errors import NonFiniteError
+from anybatch_guide.tasks.task import MicroBatches, PlaygroundTask, load
+
+OptimizerName = Literal["SGD", "AdamW"]
+Batch = dict[str, Tensor]
+WARM_UP = 0.1
+MICRO_BATCH_SIZE = 128
+BETAS: dict[OptimizerName, tuple[float, ...]] = {"SGD": (0.9,), "AdamW": (0.9, 0.99)}
+"""The momentum of SGD, and the betas of AdamW."""
+EPS = 1e-8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyRun:
+    """A training run.
+
+    Attributes:
+        task: "digits" or "text".
+        optimizer: its class.
+        batch_size: samples of one step.
+        learning_rate: the highest of the run.
+        epochs: passes over the data.
+        betas: momentum of SGD, or the pair of AdamW.
+        eps: of AdamW.
+        seed: of the parameters and the order.
+    """
+
+    task: Literal["digits", "text"]
+    optimizer: OptimizerName
+    batch_size: int
+    learning_rate: float
+    epochs: int
+    betas: tuple[float, ...]
+    eps: float = EPS
+    seed: int = 0
+
+
+class SmallNetwork(nn.Sequential):
+    """The network of `digits` with two of its convolutions and a quarter of its channels: 1,946 parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            *(nn.Conv2d(1, 8, 3, padding=1, stride=2), nn.GroupNorm(4, 8), nn.GELU()),
+            *(nn.Conv2d(8, 16, 3, padding=1, stride=2), nn.GroupNorm(4, 16), nn.GELU()),
+            *(nn.Flatten(), nn.Linear(16 * 2 * 2, 10)),
+        )
+
+
+@cache
+def task_of(name: str) -> PlaygroundTask:
+    """Return a task of the playground; the network of `digits` is the small one."""
+    task = load(name)
+    return replace(task, model=SmallNetwork) if name == "digits" else task
+
+
+def new_model(run: StudyRun) -> nn.Module:
+    """Return the model of a run, drawn by its seed; the process's random state is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(run.seed)
+        return task_of(run.task).model()
+
+
+def steps_of(run: StudyRun) -> Iterator[Batch]:
+    """Yield the batch of each step, in the order of `ab.batches`; the last of an epoch may be smaller."""
+    loader = MicroBatches(task_of(run.task).rows, run.batch_size, run.seed)
+    for _ in range(run.epochs):
+        for inputs, targets in loader:
+            yield {"inputs": inputs, "targets": targets}
+
+
+def num_steps_of(run: StudyRun) -> int:
+    """Return the number of steps."""
+    return run.epochs * len(MicroBatches(task_of(run.task).rows, run.batch_size, run.seed))
+
+
+def engine_of(run: StudyRun, model: nn.Module, **options: Any) -> ab.Engine:  # noqa: ANN401 (the engine's own)
+    """Return the engine of a run."""
+    if run.optimizer == "SGD":
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(
+            model.parameters(), lr=run.learning_rate, momentum=run.betas[0]
+        )
+    else:
+        betas = (run.betas[0], run.betas[1])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=run.learning_rate, betas=betas, eps=run.eps)
+    whole = num_steps_of(run)
+    rising = max(1, round(WARM_UP * whole))
+    schedule = join_schedules(
+        WarmUp(num_steps=rising, start_factor=1 / (rising + 1)), Cosine(num_steps=max(1, whole - rising), floor=0.1)
+    )
+    return ab.Engine(
+        model,
+        optimizer,
+        task_of(run.task).loss,
+        scheduler=partial(attach_schedule, schedule=schedule),
+        check_loss=False,
+        **{"micro_batch_size": MICRO_BATCH_SIZE, "measure_gradient_norm": False, **options},
+    )
+
+
+def trained(run: StudyRun) -> tuple[nn.Module, list[float]]:
+    """Return the trained model and the loss of each step, which ends where the loss is not finite any more."""
+    model, losses = new_model(run), list[float]()
+    with engine_of(run, model) as engine:
+        try:
+            losses.extend(engine.step(batch).loss for batch in steps_of(run))
+        except NonFiniteError:
+            losses.append(math.inf)
+    return model, losses
+
+
+def held_out_loss(run: StudyRun) -> float:
+    """Return the loss on held-out samples behind a run; infinite where it diverged."""
+    model, losses = trained(run)
+    return judged(model, run)[0] if math.isfinite(losses[-1]) else math.inf
+
+
+@torch.no_grad()
+def judged(model: nn.Module, run: StudyRun) -> tuple[float, float]:
+    """Return loss and accuracy over the held-out samples."""
+    task = task_of(run.task)
+    batch = {"inputs": task.held_out.inputs, "targets": task.held_out.targets}
+    found = model(batch["inputs"]).argmax(-1) == batch["targets"]
+    loss = float(task.loss.function(model, batch))
+    return (loss if math.isfinite(loss) else math.inf), float(found.double().mean())
+
+
+def noise_scale_of(run: StudyRun) -> float:
+    """Return the noise scale before the middle of a run, as the engine measures it over about 40 steps, in samples."""
+    model, steps = new_model(run), num_steps_of(run)
+    scales = list[float]()
+    noise = GradientNoise(every=1, decay=0.95)
+    with engine_of(run, model, noise=noise, micro_batch_size=max(1, run.batch_size // 4)) as engine:
+        for number, batch in zip(range(steps // 2), steps_of(run), strict=False):
+            report = engine.step(batch)
+            if number >= steps // 4 and report.noise is not None:
+                scales.append(report.noise.scale)
+    return statistics.median(scales)
+
+
+def whole_spec(run: StudyRun, model: nn.Module) -> tuple[TrainSpec, Batch, Hardware]:
+    """Return what `measure_sharpness` takes, over all samples that a run was trained on."""
+    task = task_of(run.task)
+    spec = TrainSpec(
+        model=model, optimizer=lambda named: torch.optim.SGD(named, lr=0.0), loss=task.loss, measure_gradient_norm=False
+    )
+    return spec, {"inputs": task.rows.inputs, "targets": task.rows.targets}, Hardware(micro_batch_size=256)
