@@ -78,7 +78,8 @@ def plan(
         effective_batch_size: samples of one step over all ranks; None for what a job or a `TrainSpec` says.
         world_size: number of ranks.
         precision: number formats of forward and backward; None for those of a `TrainSpec`, "fp32" of others.
-        sequence_length: tokens of a sample of a published language model; None for its whole context.
+        sequence_length: tokens of a sample of a published language model; None for all that
+            it can take, and at most 8,192.
         strategy: as `Engine` takes it by name, or a function () -> strategy, such as `lambda: FSDP(replicas=2)`.
         headroom: part of the device to leave free; None for 10% of what was measured on it, or 15% if nothing was.
         known: remembers what steps were measured to take of devices, which counts where no headroom is named; None

@@ -35,6 +35,13 @@ class PlanSubject:
     notes: tuple[str, ...] = ()
 
 
+USUAL_TOKENS = 8_192
+"""Tokens of a sample where none are named: on so many long-context models learn before their context is extended.
+
+Source: Grattafiori et al. 2024, section 3.4.2; Jiang et al. 2023, table 1.
+"""
+
+
 def adamw(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
     """Return AdamW as language models are trained with."""
     return torch.optim.AdamW([parameter for _, parameter in named], lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
@@ -78,11 +85,11 @@ def with_optimizer(subject: PlanSubject, name: str) -> PlanSubject:
     return replace(subject, train=lambda: replace(subject.train(), optimizer=OPTIMIZERS[name]))
 
 
-def length_of(asked: int | None, most: int | None, name: str) -> int | None:
-    """Return the tokens of a sample: as many as are asked for, or as a model can take; None where neither is known.
+def length_of(asked: int | None, most: int | None, name: str) -> tuple[int | None, tuple[str, ...]]:
+    """Return the tokens of a sample, as many as are asked for or as is usual, and what to say of them.
 
     Args:
-        asked: tokens; None for all that it can take.
+        asked: tokens; None for all that the model can take, and at most `USUAL_TOKENS`.
         most: tokens that it can take; None for any number.
         name: of the model.
 
@@ -92,4 +99,7 @@ def length_of(asked: int | None, most: int | None, name: str) -> int | None:
     if asked is not None and most is not None and asked > most:
         message = f"a sequence length of {asked} was given, and {name} takes at most {most} tokens."
         raise UserError(message)
-    return most if asked is None else asked
+    if asked is not None or most is None or most <= USUAL_TOKENS:
+        return most if asked is None else asked, ()
+    note = f"planned for samples of {USUAL_TOKENS:,} tokens, of the {most:,} that {name} can take"
+    return USUAL_TOKENS, (f"{note}: name a sequence length for others",)
