@@ -84,6 +84,18 @@ def test_sequences_may_be_as_long_as_published(name: str) -> None:
         load_subject(name, sequence_length=most + 1)
 
 
+@pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)
+def test_blocks_are_called_as_in_transformers(name: str) -> None:
+    """The lines that a plan prints name the classes and places of blocks that users have."""
+    config = KNOWN_MODELS[name]
+    made = transformers.AutoConfig.for_model(config.model_type, num_hidden_layers=1)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(made)
+
+    blocks = model.get_submodule(config.called["blocks"])
+    assert [type(block).__name__ for block in blocks.children()] == [config.called["DecoderBlock"]]
+
+
 def test_shorter_sequences_leave_the_model_as_it_is() -> None:
     """A shorter sequence takes no positions away from a model that has learned them."""
     with torch.device("meta"):

@@ -50,7 +50,7 @@ class DecoderBlock(nn.Module):
         self.num_heads, self.num_key_value_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_width = config.hidden_size // config.num_attention_heads
         key_width = self.num_key_value_heads * self.head_width
-        biased, query_biased = not self.rotary, config.model_type != "llama"
+        biased, query_biased = not self.rotary, config.model_type in {"gpt2", "qwen2"}
         self.attention_norm = _norm(config)
         self.query = nn.Linear(config.hidden_size, config.hidden_size, bias=query_biased)
         self.key_value = nn.Linear(config.hidden_size, 2 * key_width, bias=query_biased)

@@ -12,8 +12,8 @@ class DecoderConfig:
 
     Attributes:
         model_type: form of the blocks. "gpt2": learned positions, LayerNorm, biases, two matrices in the second half.
-            "llama": rotated queries and keys, RMSNorm, no biases, a gated second half. "qwen2": Llama's, whose queries,
-            keys and values have biases.
+            "llama" and "mistral": rotated queries and keys, RMSNorm, no biases, a gated second half. "qwen2": Llama's,
+            whose queries, keys and values have biases.
         num_hidden_layers: blocks.
         hidden_size: numbers that stand for a token.
         num_attention_heads: heads of queries.
@@ -24,7 +24,7 @@ class DecoderConfig:
         tie_word_embeddings: the matrix that reads a token also writes it.
     """
 
-    model_type: Literal["gpt2", "llama", "qwen2"] = "llama"
+    model_type: Literal["gpt2", "llama", "mistral", "qwen2"] = "llama"
     num_hidden_layers: int
     hidden_size: int
     num_attention_heads: int
@@ -33,6 +33,17 @@ class DecoderConfig:
     vocab_size: int
     max_position_embeddings: int
     tie_word_embeddings: bool
+
+    @property
+    def called(self) -> Mapping[str, str]:
+        """What the class and the place of `Decoder`'s blocks are called in transformers' model of this type."""
+        names = {
+            "gpt2": ("GPT2Block", "transformer.h"),
+            "llama": ("LlamaDecoderLayer", "model.layers"),
+            "mistral": ("MistralDecoderLayer", "model.layers"),
+            "qwen2": ("Qwen2DecoderLayer", "model.layers"),
+        }
+        return dict(zip(("DecoderBlock", "blocks"), names[self.model_type], strict=True))
 
 
 def _gpt2(num_hidden_layers: int, hidden_size: int, num_attention_heads: int) -> DecoderConfig:
@@ -76,6 +87,7 @@ KNOWN_MODELS: Mapping[str, DecoderConfig] = MappingProxyType(
         "llama-3.1-70b": _llama3(80, 8_192, 64, 28_672),
         "llama-3.1-405b": _llama3(126, 16_384, 128, 53_248),
         "mistral-7b": DecoderConfig(
+            model_type="mistral",
             num_hidden_layers=32,
             hidden_size=4_096,
             num_attention_heads=32,

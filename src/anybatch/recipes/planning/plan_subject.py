@@ -1,7 +1,7 @@
 """A training step by its name, with a sample to learn from: what every source of models returns."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import torch
@@ -24,6 +24,7 @@ class PlanSubject:
         effective_batch_size: samples of one step, where that is known before the model is made.
         own_batch: the user has whole batches, so that their inputs are all there on a CPU; not micro-batches as they
             are loaded.
+        called: what blocks are called where the user has them, as in `StepSpec`.
         notes: remarks for the user on what the sample stands for.
     """
 
@@ -32,6 +33,7 @@ class PlanSubject:
     sample: Batch
     effective_batch_size: int | None = None
     own_batch: bool = False
+    called: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 

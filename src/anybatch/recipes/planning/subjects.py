@@ -80,6 +80,7 @@ def subject_of_known_model(name: str, *, sequence_length: int | None = None, che
         ),
         # Only shapes count, so inputs and targets may be one tensor.
         sample=dict.fromkeys(("inputs", "targets"), torch.zeros(1, length, dtype=torch.int64)),
+        called=config.called,
         notes=notes,
     )
 
