@@ -50,7 +50,11 @@ def subject_of_library(name: str, *, sequence_length: int | None = None) -> Plan
             raise UserError(message)
         return None
     if having[0] == "transformers":
-        return subject_of_config(_module("transformers").AutoConfig.for_model(model), sequence_length=sequence_length)
+        config = _module("transformers").AutoConfig.for_model(model)
+        if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+            # Which word it is makes no difference; without one, labels are not shifted, and the model raises.
+            config.decoder_start_token_id = 0
+        return subject_of_config(config, sequence_length=sequence_length)
     if sequence_length is not None:
         message = f"a sequence length of {sequence_length} was given, and {name} takes images."
         raise UserError(message)
