@@ -4,8 +4,9 @@ import dataclasses
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,6 +24,7 @@ from anybatch.memory.ledger import MemoryLedger
 from anybatch.norms.layers import batch_norms
 from anybatch.parallel.world import World
 
+Measured = TypeVar("Measured")
 NUM_ROUNDS = 6
 """Of them the first tries all sizes, and the others those that may be the fastest."""
 _MOST_OF_A_CANDIDATE = 1.25
@@ -322,7 +324,7 @@ class _StepTimer:
         turn: Sequence[int] = [size for size in estimates if size not in self.estimated]
         for _ in range(NUM_ROUNDS):
             for size in turn:
-                taken = self._step(size)
+                taken = self._with_engine(size, partial(self._step, size))
                 if taken is None:
                     # A size that does not fit in every round is not one to recommend, nor is a larger one.
                     found = {one: times for one, times in found.items() if one < size}
@@ -347,37 +349,56 @@ class _StepTimer:
         found = {}
         for size in sizes:
             number = ceil_div(len(self._whole.sample_ids), size)
-            if number <= 2:  # noqa: PLR2004 (the step itself is as short)
-                one = two = self._step(size)
-            else:
-                one, two = (self._step(size, BatchSubset(self._whole, range(times * size))) for times in (1, 2))
-            if one is None or two is None:
+            pair = self._with_engine(size, partial(self._one_and_two, size))
+            if pair is None:
                 break  # larger sizes do not fit either
-            further = number - 1 if number > 2 else 0  # noqa: PLR2004
+            one, two = pair
+            further = number - 1 if number > 2 else 0  # noqa: PLR2004 (a step is as short)
             found[size] = one + further * max(0.0, two - one), two * max(1.0, number / 2)
         return found
 
-    def _step(self, size: int, batch: EffectiveBatch | None = None) -> float | None:
-        """Return the seconds of one step, of the whole batch or another, after a short one; None if memory ran out."""
+    def _one_and_two(self, size: int, engine: Engine) -> tuple[float, float] | None:
+        """Return the seconds of a step of one micro-batch, and of one of two; both are the whole one where it is it."""
+        batch = _two_micro_batches(self._whole, size)
+        twos = self._timed(engine, batch, size, 1)
+        # A long step is hardly longer for making the optimizer's state; a short one is made again.
+        if twos and twos[0] < _TIMED_SECONDS:
+            twos = self._timed(engine, batch, size, _STEPS_OF_A_SUBSET)
+        ones = twos
+        if twos and len(self._whole.sample_ids) > 2 * size:
+            ones = self._timed(engine, BatchSubset(self._whole, range(size)), size, _STEPS_OF_A_SUBSET)
+        # What else the machine does only adds to a time, and few are taken.
+        return (min(ones), min(twos)) if ones and twos else None
+
+    def _step(self, size: int, engine: Engine) -> float | None:
+        """Return the seconds of a step of the whole batch, after a short one; None if memory ran out."""
+        # The first step makes the optimizer's state and warms the caches; only the second one is timed.
+        if not self._timed(engine, _two_micro_batches(self._whole, size), size, 1):
+            return None
+        times = self._timed(engine, self._whole, size, _MOST_STEPS)
+        return median(times) if times else None
+
+    def _timed(self, engine: Engine, batch: EffectiveBatch, size: int, most: int) -> list[float]:
+        """Return the seconds of steps, of at most so many and a fifth of a second; none if memory ran out."""
+        cached = CachedBatch(batch)
+        list(Placement(Cut(micro_batch_size=size), 1, 0).micro_batches(cached))
+        times: list[float] = []
+        # A step of a small model is over before the machine has done anything else that it does now and then.
+        while not times or (len(times) < most and sum(times) < _TIMED_SECONDS):
+            begun = self._now()
+            too_large = engine.step(cached).too_large
+            times.append(self._now() - begun)
+            if too_large:  # it went on with a smaller one
+                return []
+        return times
+
+    def _with_engine(self, size: int, measure: Callable[[Engine], Measured | None]) -> Measured | None:
+        """Return what is measured with a new engine of that size; None if memory ran out."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         try:
             with self._engine(size) as engine:
-                # The first step makes the optimizer's state and warms the caches; only the second one is timed.
-                too_large = engine.step(
-                    _two_micro_batches(self._whole, size)
-                ).too_large  # it went on with a smaller one
-                cached = CachedBatch(self._whole if batch is None else batch)
-                list(Placement(Cut(micro_batch_size=size), 1, 0).micro_batches(cached))
-                times: list[float] = []
-                # A step of a small model is over before the machine has done anything else that it does now and then.
-                is_subset, most = batch is not None, _MOST_STEPS if batch is None else _STEPS_OF_A_SUBSET
-                while not times or (len(times) < most and (is_subset or sum(times) < _TIMED_SECONDS)):
-                    begun = self._now()
-                    too_large += engine.step(cached).too_large
-                    times.append(self._now() - begun)
-                # What else the machine does only adds to a time, and few of a part are taken.
-                taken = None if too_large else min(times) if is_subset else median(times)
+                taken = measure(engine)
         except (torch.OutOfMemoryError, MemoryExhaustedError):
             taken = None
         if self._device.type == "cuda":
@@ -429,7 +450,7 @@ def _cut_batch_norms(train: TrainSpec) -> Sequence[torch.nn.Module]:
 
 
 def _peak_bytes(trained: Model, engine: Callable[[int], Engine], batch: EffectiveBatch, size: int) -> int:
-    """Return the most that tensors take in the second step, as a ledger counts it."""
+    """Return the most that tensors take in a step, as a ledger counts it; optimizer state is made before it."""
     modules = [trained] if isinstance(trained, torch.nn.Module) else list(trained.values())
     cached = CachedBatch(_two_micro_batches(batch, size))
     # Loaded before the ledger is entered, so that loading is not counted.
@@ -439,7 +460,6 @@ def _peak_bytes(trained: Model, engine: Callable[[int], Engine], batch: Effectiv
             ledger.hold("weights", module.parameters())
             ledger.hold("buffers", module.buffers())
         with engine(size) as made:
-            made.step(cached)
             made.step(cached)
     ledger.forget()
     return ledger.peak_bytes

@@ -441,7 +441,7 @@ def with_head_again(costs: CostLine, vocabulary: int) -> CostLine:
         again = (
             one
             for one in trace.operations
-            if one.kind == "product" and one.phase == "forward" and vocabulary in one.dims
+            if one.kind == "matmul" and one.phase == "forward" and vocabulary in one.dims
         )
         return CostTrace((*trace.operations, *again))
 

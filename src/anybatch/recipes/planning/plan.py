@@ -2,12 +2,14 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from anybatch.core.geometry import ceil_div
 from anybatch.core.loss import Loss
@@ -218,4 +220,20 @@ def _copied(train: TrainSpec) -> TrainSpec:
         return train
     modules = [train.model] if isinstance(train.model, nn.Module) else list(train.model.values())
     tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-    return dataclasses.replace(train, model=copy.deepcopy(train.model, {id(tensor): tensor for tensor in tensors}))
+    with _SameTensors():
+        return dataclasses.replace(train, model=copy.deepcopy(train.model, {id(tensor): tensor for tensor in tensors}))
+
+
+class _SameTensors(TorchFunctionMode):
+    """While entered, a deep copy holds the tensors themselves: what a model keeps, with its graph or not, included."""
+
+    def __torch_function__(
+        self,
+        func: Any,  # noqa: ANN401 (torch's type has no name in public)
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 (whatever the function returns)
+        """Answer what deep copies of tensors call."""
+        del types
+        return args[0] if func is torch.Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
