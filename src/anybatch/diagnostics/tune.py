@@ -300,16 +300,10 @@ class _StepTimer:
     """Makes steps at one size after the other, and takes the time."""
 
     def __init__(
-        self,
-        engine: Callable[[int], Engine],
-        batch: EffectiveBatch,
-        device: torch.device,
-        clock: Callable[[], float],
+        self, engine: Callable[[int], Engine], batch: EffectiveBatch, device: torch.device, clock: Callable[[], float]
     ) -> None:
-        self._engine = engine
-        self._whole = batch
-        self._device = device
-        self._clock = clock
+        self._engine, self._whole = engine, batch
+        self._device, self._clock = device, clock
         self.peaks: dict[int, int] = {}
         self.estimated: set[int] = set()
 
