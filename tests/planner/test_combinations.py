@@ -236,6 +236,8 @@ def test_changes_leave_what_is_given_alone() -> None:
     )
 
     assert [one.name for one in plan.asked] == ["LoRA of rank 4 on a base in 4 bits", "checkpointing"]
+    assert plan.precision == "bf16"  # numbers in float32 meet layers in bf16
+    assert 'precision="bf16"' in plan.asked[0].how
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.requires_grad and parameter.dtype is torch.float32 for parameter in model.parameters())
 

@@ -316,7 +316,7 @@ class _StepTimer:
         self.estimated = {size for size, (least, _) in estimates.items() if least > limit}
         found: dict[int, list[float]] = {size: [estimates[size][0]] for size in self.estimated}
         turn: Sequence[int] = [size for size in estimates if size not in self.estimated]
-        for _ in range(NUM_ROUNDS):
+        for number in range(NUM_ROUNDS):
             for size in turn:
                 taken = self._with_engine(size, partial(self._step, size))
                 if taken is None:
@@ -326,9 +326,11 @@ class _StepTimer:
                 found.setdefault(size, []).append(taken)
             if not found or self._clock() - begun > most_seconds:
                 break
-            limit = _MOST_OF_A_CANDIDATE * min(times[0] for times in found.values())
+            # A size is left out by its shortest step, after two turns: the machine may have been busy in one of them.
+            limit = _MOST_OF_A_CANDIDATE * min(max(times) for times in found.values())
+            whole = ((one, times) for one, times in found.items() if one not in self.estimated)
+            near = (one for one, times in whole if not number or min(times) <= limit)
             # The other way round each time, so that a machine that slows down slows all of them alike.
-            near = (one for one in found if found[one][0] <= limit and one not in self.estimated)
             turn = sorted(near, reverse=list(turn) == sorted(turn))
             if len(turn) == 1:
                 break
@@ -374,10 +376,9 @@ class _StepTimer:
 
     def _timed(self, engine: Engine, batch: EffectiveBatch, size: int, most: int) -> list[float]:
         """Return the seconds of steps, of at most so many and a fifth of a second; none if memory ran out."""
-        cached = CachedBatch(batch)
+        cached, times = CachedBatch(batch), list[float]()
         list(Placement(Cut(micro_batch_size=size), 1, 0).micro_batches(cached))
-        times: list[float] = []
-        # A step of a small model is over before the machine has done anything else that it does now and then.
+        # A step of a small model is over before the machine does anything else.
         while not times or (len(times) < most and sum(times) < _TIMED_SECONDS):
             begun = self._now()
             too_large = engine.step(cached).too_large

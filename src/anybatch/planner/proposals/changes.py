@@ -110,9 +110,12 @@ def _other_steps(ready: StepSpec, rank: int, *, can_make: bool) -> list[Change]:
     has_adapters = any(not parameter.requires_grad for parameter in module.parameters())
     if not can_make or has_adapters or not linear_layers(module):
         return found
-    found.append(_adapters(rank, four_bits=False))
+    # Layers in bf16 take no inputs in float32, as tokens are none and images are.
+    takes_numbers = any(tensor.is_floating_point() for tensor in tensors_of(spec.sample))
+    autocasts = takes_numbers and spec.trained.precision == "fp32"
+    found.append(_adapters(rank, four_bits=False, autocasts=autocasts))
     if spec.profile != "cpu":
-        found.append(_adapters(rank, four_bits=True))
+        found.append(_adapters(rank, four_bits=True, autocasts=autocasts))
     return found
 
 
@@ -363,11 +366,12 @@ def _with_eight_bits(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
     return AdamW8bit([parameter for _, parameter in named])
 
 
-def _adapters(rank: int, *, four_bits: bool) -> Change:
+def _adapters(rank: int, *, four_bits: bool, autocasts: bool) -> Change:
     lines = [
         "from peft import LoraConfig, get_peft_model",
         f"adapters = LoraConfig(r={rank}, lora_alpha={2 * rank}, target_modules='all-linear')",
         "model = get_peft_model(model, adapters)",
+        *(['engine = ab.Engine(..., precision="bf16")'] if autocasts else []),
     ]
     loading = "model.to(torch.bfloat16)"
     costs = "other parameters are trained: a product of two narrow matrices beside each linear layer, on a base in bf16"
@@ -385,8 +389,13 @@ def _adapters(rank: int, *, four_bits: bool) -> Change:
         how="\n".join((loading, *lines)),
         costs=costs,
         same_step=False,
-        apply=lambda train: dataclasses.replace(train, model=adapted(train.model, rank, four_bits=four_bits)),
+        apply=partial(_with_adapters, rank, four_bits, autocasts),
     )
+
+
+def _with_adapters(rank: int, four_bits: bool, autocasts: bool, train: TrainSpec) -> TrainSpec:  # noqa: FBT001 (`partial`)
+    model = adapted(train.model, rank, four_bits=four_bits)
+    return dataclasses.replace(train, model=model, precision="bf16" if autocasts else train.precision)
 
 
 def _of_head(spec: StepSpec) -> list[Change]:
