@@ -181,6 +181,18 @@ def test_configurations_make_models_that_run(kind: str | None, labels: tuple[int
     assert loss_of(subject) > 0
 
 
+@pytest.mark.slow
+def test_models_of_two_halves_are_planned_by_their_type() -> None:
+    """T5's configuration by itself names no first word, without which its labels are not shifted: one is set."""
+    subject = load_subject("t5", sequence_length=8)
+    with torch.device("meta"):
+        model = subject.train().model
+
+    assert subject.sample["input_ids"].shape == (1, 8)
+    assert isinstance(model, transformers.T5ForConditionalGeneration)
+    assert model.config.decoder_start_token_id == 0
+
+
 def test_images_are_made_up_too() -> None:
     """A vision model's sample has the size of its images."""
     config = transformers.ViTConfig(
