@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import anybatch as ab
-from anybatch.diagnostics.held_batch import HeldBatch
+from anybatch.diagnostics.cached_batch import CachedBatch
 from anybatch.diagnostics.tune import LOADED_STEPS, TuneReport, tune
 from anybatch.engine.spec import Hardware, TrainSpec
 from anybatch.recipes.digits import digits
@@ -67,7 +67,7 @@ def tuned(recipe: str, norms: str | None) -> tuple[list[TuneReport], list[float]
 def in_turns(recipe: str, norms: str | None, sizes: list[int], num_turns: int) -> dict[int, list[float]]:
     """Return the seconds of a step at each size, turn by turn."""
     job = MeasuredJob(recipe=recipe)
-    held = HeldBatch(next(iter(job.data(steps=1)(0))))
+    cached = CachedBatch(next(iter(job.data(steps=1)(0))))
 
     def stepper(size: int) -> Callable[[], object]:
         made: TrainSpec = dataclasses.replace(
@@ -77,8 +77,8 @@ def in_turns(recipe: str, norms: str | None, sizes: list[int], num_turns: int) -
             norms=norms or "keep",  # type: ignore[arg-type]
         )
         engine = ab.Engine.from_spec(made, Hardware(micro_batch_size=size))
-        engine.step(held)
-        return lambda: engine.step(held)
+        engine.step(cached)
+        return lambda: engine.step(cached)
 
     steps = {size: stepper(size) for size in sizes}
     found: dict[int, list[float]] = {size: [] for size in sizes}

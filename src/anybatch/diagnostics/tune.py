@@ -28,7 +28,7 @@ Measured = TypeVar("Measured")
 NUM_ROUNDS = 6
 """Of them the first tries all sizes, and the others those that may be the fastest."""
 _MOST_OF_A_CANDIDATE = 1.25
-"""Times the shortest step of the first round: what takes longer is not measured again."""
+"""Times the shortest step of two rounds: what takes longer is not measured again."""
 _TIMED_SECONDS, _MOST_STEPS = 0.2, 20
 """Of a size in a turn: steps are made for so long, or so many."""
 _STEPS_OF_A_SUBSET = 3
@@ -190,11 +190,8 @@ class TuneReport:
         layers = f"{self.num_batch_norms} BatchNorm layer{'s' * (self.num_batch_norms > 1)}"
         which = "the whole batch" if self.recommended == self.num_samples else "the largest that fits"
         gain = self.rates[self.best] / self.rates[self.recommended] - 1.0
-        faster = (
-            f" micro_batch_size={self.best} is {gain:.0%} faster, and another training."
-            if gain >= _GAIN_WORTH_SAYING
-            else ""
-        )
+        faster = f" micro_batch_size={self.best} is {gain:.0%} faster, and another training."
+        faster = faster if gain >= _GAIN_WORTH_SAYING else ""
         return (
             f"{size}, {which}: {layers} normalise{'s' * (self.num_batch_norms == 1)} within each micro-batch, so every "
             f"size trains something else (norms='exact' makes cuts equal).{faster}"
@@ -328,8 +325,7 @@ class _StepTimer:
                 break
             # A size is left out by its shortest step, after two turns: the machine may have been busy in one of them.
             limit = _MOST_OF_A_CANDIDATE * min(max(times) for times in found.values())
-            whole = ((one, times) for one, times in found.items() if one not in self.estimated)
-            near = (one for one, times in whole if not number or min(times) <= limit)
+            near = (one for one in found.keys() - self.estimated if not number or min(found[one]) <= limit)
             # The other way round each time, so that a machine that slows down slows all of them alike.
             turn = sorted(near, reverse=list(turn) == sorted(turn))
             if len(turn) == 1:
