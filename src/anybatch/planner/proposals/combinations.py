@@ -152,7 +152,9 @@ class _Search:
         """Say of a combination that fits why it is not the answer."""
         if one is best:
             return
-        why = "slower" if best.same_step or not one.same_step else "leads further"
+        # Under FSDP no time is printed, since what its gathers add to a step is not known.
+        computing = " in computing alone" if best.strategy and best.fit is not None and best.fit.seconds is None else ""
+        why = f"slower{computing}" if best.same_step or not one.same_step else "leads further"
         if (one.seconds or 0.0) <= (best.seconds or 0.0):
             why = f"within {NEAR_BEST - 1:.0%}, and more to change"
         if best.same_step and not one.same_step:
