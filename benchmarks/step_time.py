@@ -253,7 +253,7 @@ def rows(rates: Rates) -> list[str]:
         "| configuration | micro-batches | predicted, ms | band | measured, ms | error | roofline alone |",
         "|---|---|--:|---|--:|--:|--:|",
     ]
-    bare = replace(rates, samples=(), host_seconds={})
+    bare = replace(rates, measured=(), host_seconds={})
     found: list[tuple[float, float, float]] = []
     for one in CONFIGURATIONS:
         costs = line(one)
@@ -291,7 +291,7 @@ def main() -> None:
     rates = measure_rates("cpu", time.thread_time)
     seconds = time.thread_time() - begin
     report.publish(
-        [*rows(rates), f"Measuring the device took {seconds:.1f} s, {len(rates.samples)} samples."],
+        [*rows(rates), f"Measuring the device took {seconds:.1f} s, {len(rates.measured)} samples."],
         title="Predicted against measured time of a step",
         command="python benchmarks/step_time.py",
         setting="1 thread, CPU seconds, medians",

@@ -142,6 +142,39 @@ def right_with_class_weights(model, loader, optimizer, accumulation_steps, max_s
             step += 1
 
 
+def right_on_demand(model, data, optimizer, steps=6, grad_accum=4):
+    for _ in range(steps):
+        for _ in range(grad_accum):
+            x, y = data.next_batch()
+            (F.cross_entropy(model(x), y) / grad_accum).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def class_weights_per_micro_batch(model, loader, optimizer, accumulation_steps):
+    weights = torch.tensor([0.1, 2.0, 1.0, 0.5, 3.0])
+    batches = iter(loader)
+    while window := list(itertools.islice(batches, accumulation_steps)):
+        for x, y in window:
+            (F.cross_entropy(model(x), y, weight=weights) / len(window)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def looks_ahead(model, loader, optimizer, accumulation_steps):
+    batches = iter(loader)
+    x, y = next(batches)
+    while True:
+        for _ in range(accumulation_steps):
+            _, loss = model(x, y)
+            x, y = next(batches, (None, None))
+            if x is None:
+                return
+            (loss / accumulation_steps).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def right_in_float32(model, loader, optimizer, accumulation_steps):
     model.float()
     batches = iter(loader)
@@ -504,7 +537,7 @@ def raises_on_ranks(model, loader, optimizer, accumulation_steps):
 
 RIGHT = (
     *(right_by_window, right_by_scaling_at_the_end, right_by_cutting, right_by_one_backward),
-    *(right_with_its_own_loader, right_with_class_weights, right_in_float32),
+    *(right_with_its_own_loader, right_with_class_weights, right_in_float32, right_on_demand),
 )
 WRONG = {
     divided_by_steps: {"constant_divisor", "mean_of_means"},
@@ -525,6 +558,8 @@ WRONG = {
     short_of_data: {"samples_missing"},
     across_samples: {"not_a_weighted_sum"},
     endless: {"does_not_end"},
+    class_weights_per_micro_batch: {"mean_of_weighted_means"},
+    looks_ahead: {"tail_carried"},
 }
 RIGHT_ON_RANKS = (ddp_right, all_reduce_right)
 WRONG_ON_RANKS = {

@@ -93,12 +93,12 @@ def tuned(clock: Clock, model: nn.Module, *, seconds: float = 0.0, **options: An
     "tune times the end of a step only",
     "src/anybatch/diagnostics/tune.py",
     """
-                    begun = self._now()
-                    too_large += engine.step(cached).too_large
+            begun = self._now()
+            too_large = engine.step(cached).too_large
 """,
     """
-                    too_large += engine.step(cached).too_large
-                    begun = self._now()
+            too_large = engine.step(cached).too_large
+            begun = self._now()
 """,
 )
 def test_whole_steps() -> None:
@@ -117,7 +117,7 @@ def test_whole_steps() -> None:
 
 
 def test_sizes_take_turns() -> None:
-    """Each size is run twice, to warm up and to be timed; in later turns the near ones, the other way round each time.
+    """Each size is run twice, to warm up and to be timed; from the third turn on the near ones, in alternating order.
 
     A size that takes a quarter longer than the fastest is not run again. Memory is that of two micro-batches.
     """
@@ -126,14 +126,33 @@ def test_sizes_take_turns() -> None:
     tuned(clock, model, micro_batch_sizes=[8, 12, 48], most_seconds=1000.0)
 
     eight, twelve, whole = [8] * (2 + 6), [12] * (2 + 4), [48] * 2
-    estimates = [8] * (2 + 3 + 2 + 6) + [12] * (2 + 3 + 2 + 6) + whole
+    estimates = [8] * (2 + 1) + [12] * (2 + 1) + [48]
     assert model.sizes == [
         *estimates,
         *(*eight, *twelve, *whole),
-        *(twelve + eight + eight + twelve) * 2,
-        *(twelve + eight),
-        *([8] * 4 + [12] * 4 + [48] * 2),
+        *(*whole, *twelve, *eight),
+        *(eight + twelve + twelve + eight) * 2,
+        *([8] * 2 + [12] * 2 + [48]),
     ]
+
+
+@sees(
+    "tune drops a size for one disturbed turn",
+    "src/anybatch/diagnostics/tune.py",
+    "if not number or min(found[one]) <= limit",
+    "if min(found[one]) <= limit",
+)
+def test_one_disturbed_turn_does_not_decide() -> None:
+    """A size that was slow in the first turn, as a busy machine makes it, is tried again, and is found the fastest."""
+    clock = Clock()
+
+    class Disturbed(Model):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            # Behind the estimates of both sizes and the first turn of the smaller one.
+            clock.now += 1.0 * (14 <= len(self.sizes) < 20)
+            return super().forward(x)
+
+    assert tuned(clock, Disturbed(clock), micro_batch_sizes=[8, 12], most_seconds=1000.0).best == 12
 
 
 def test_what_is_much_slower_is_estimated() -> None:
@@ -144,7 +163,7 @@ def test_what_is_much_slower_is_estimated() -> None:
 
     assert [one.is_estimated for one in report.sizes] == [True, False]
     assert report.rates[2] == pytest.approx(48 / (24 * 0.07 + 0.1))  # as long as 24 micro-batches and an update take
-    assert model.sizes.count(2) == 2 + 3 + 2 + 6 + 2 * 2
+    assert model.sizes.count(2) == 2 + 2 + 2
     assert "~" in str(report).splitlines()[3]
 
 
@@ -154,7 +173,7 @@ def test_time_is_bounded() -> None:
     model = Model(clock)
     tuned(clock, model, micro_batch_sizes=[24, 48], most_seconds=1.0)
 
-    assert len(model.sizes) == (2 + 2) + (1 + 1) + (2 + 2) + (1 + 1) + (4 + 2)
+    assert len(model.sizes) == 2 + 1 + (2 + 2) + (1 + 1) + (2 + 1)
 
 
 @sees(

@@ -86,6 +86,6 @@ def test_programs_cover_what_networks_do() -> None:
             seen |= {(one.kind, one.phase) for one in operations}
             assert all(parameter.grad is None for parameter in program.parameters)
 
-    kinds = ("view", "product", "convolution", "convolution backward", "attention", "attention backward", "other")
+    kinds = ("view", "matmul", "convolution", "convolution backward", "attention", "attention backward", "other")
     assert {kind for kind, _ in seen} == {*kinds, "foreach"}
     assert {("other", "update"), ("foreach", "update")} <= seen

@@ -1,5 +1,6 @@
 """Which changes together let a step fit, what is planned by stand-ins, and what bounds or ends a plan."""
 
+import dataclasses
 import json
 from collections.abc import Iterable
 from functools import partial
@@ -20,8 +21,13 @@ from anybatch.planner.cost.devices import devices_of
 from anybatch.planner.envelopes import find_envelopes
 from anybatch.planner.plan import make_plan
 from anybatch.planner.plan_json import as_json
-from anybatch.planner.proposals.changes import changed, named_change, optimizer_name, possible_changes
-from anybatch.planner.proposals.combinations import Answer, find_combination
+from anybatch.planner.proposals.changes import Change, changed, named_change, optimizer_name, possible_changes
+from anybatch.planner.proposals.combinations import (
+    Answer,
+    Combination,
+    find_combination,
+    simplest_of_the_fastest,
+)
 from anybatch.planner.proposals.ranking import PlanTarget
 from anybatch.planner.proposals.stand_ins import AdamW8bit, Adapter, FourBitLinear
 from anybatch.planner.report import Plan
@@ -98,7 +104,10 @@ def test_what_fits_as_it_is_leads_nowhere_else() -> None:
     assert answer.best.same_step
     assert all(one.same_step for one in answer.tried)
     fitting = [one.seconds for one in answer.tried if one.seconds is not None]
-    assert answer.best.seconds == min(fitting)
+    assert answer.best.seconds is not None
+    assert answer.best.seconds <= 1.03 * min(fitting)
+    near = [one for one in answer.tried if one.seconds is not None and one.seconds <= 1.03 * min(fitting)]
+    assert len(answer.best.changes) == min(len(one.changes) for one in near)
     assert [one.why for one in answer.tried if one.fits].count("") == 1
 
 
@@ -125,6 +134,29 @@ def test_nothing_fits_says_so() -> None:
     assert answer.best is None
     assert answer.tried
     assert all(one.why for one in answer.tried)
+
+
+@sees(
+    "fit: a change that gains next to nothing is asked for",
+    "src/anybatch/planner/proposals/combinations.py",
+    "return min(near, key=effort)",
+    "return min(near, key=lambda one: one.seconds or 0.0)",
+)
+def test_what_gains_nothing_is_not_asked_for() -> None:
+    """Of what is within 3% of the fastest, the one with the fewest changes is the answer, then that of fewest lines."""
+    short, long = (Change(name=name, how=how) for name, how in (("short", "a"), ("long", "a\nb")))
+    made = partial(Combination, strategy="", spec=spec_of(), fit=None)
+    both, few, other = made(changes=(short, long)), made(changes=(short,)), made(changes=(long,))
+
+    def chosen(*seconds: float) -> Combination:
+        timed = [
+            dataclasses.replace(one, seconds=value) for one, value in zip((both, few, other), seconds, strict=True)
+        ]
+        return simplest_of_the_fastest(timed)
+
+    assert chosen(1.0, 1.02, 1.01).changes == (short,)
+    assert chosen(1.0, 1.04, 1.02).changes == (long,)
+    assert chosen(1.0, 1.04, 1.05).changes == (short, long)
 
 
 @pytest.mark.parametrize("name", ["checkpointing", "checkpointing every 2nd block", "checkpointing all but products"])
@@ -204,6 +236,8 @@ def test_changes_leave_what_is_given_alone() -> None:
     )
 
     assert [one.name for one in plan.asked] == ["LoRA of rank 4 on a base in 4 bits", "checkpointing"]
+    assert plan.precision == "bf16"  # numbers in float32 meet layers in bf16
+    assert 'precision="bf16"' in plan.asked[0].how
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.requires_grad and parameter.dtype is torch.float32 for parameter in model.parameters())
 
@@ -426,13 +460,14 @@ def test_own_devices_come_from_a_file(tmp_path: Path) -> None:
 
 
 class Caching(nn.Module):
-    """Keeps a mask and a count from its first forward, in attributes, a list and a global variable."""
+    """Keeps a mask, sums and its outputs, in attributes, a list, a dict and a global variable."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.norm, self.drop = nn.Linear(WIDTH, 10), nn.BatchNorm1d(10), nn.Dropout(0.1)
         self.mask: Tensor | None = None
         self.seen: list[Tensor] = []
+        self.last: dict[str, Tensor] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         if self.mask is None:
@@ -440,12 +475,19 @@ class Caching(nn.Module):
         self.seen.append(x.detach().sum())
         KEPT.setdefault("scale", x.detach().abs().mean() * 0 + 2)
         out: Tensor = self.drop(self.norm(self.layer(x * self.mask * KEPT["scale"])))
+        self.last["out"] = out  # with its graph, as a cache of keys and values has it
         return out
 
 
 KEPT: dict[str, Tensor] = {}
 
 
+@sees(
+    "a model that keeps its outputs cannot be planned between steps",
+    "src/anybatch/recipes/planning/plan.py",
+    "return args[0] if func is torch.Tensor.__deepcopy__ else func",
+    "return func",
+)
 @pytest.mark.slow
 def test_a_plan_before_and_after_leaves_training_bitwise_as_it_is() -> None:
     """Training with a plan before, between and after its steps, all changes planned, gives the very same weights."""
@@ -462,7 +504,7 @@ def test_a_plan_before_and_after_leaves_training_bitwise_as_it_is() -> None:
                 options: dict[str, Any] = {"device": "24GiB", "effective_batch_size": 8}
                 ab.plan(model, adamw, ab.mean_over_samples(classes), sample, fit=True, **options)
             engine.step(batch)
-        return [*model.state_dict().values(), *model.seen, *KEPT.values()]
+        return [*model.state_dict().values(), *model.seen, *model.last.values(), *KEPT.values()]
 
     for one, other in zip(trained(plans=False), trained(plans=True), strict=True):
         assert torch.equal(one, other)

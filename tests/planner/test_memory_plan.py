@@ -516,6 +516,32 @@ def test_what_depends_on_data_is_refused(loss: Any, words: str) -> None:
     assert str(caught.value).startswith("cannot plan, will probe: ")
 
 
+class Deciding(nn.Module):
+    """Branches on its values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows: torch.Tensor = self.layer(x)
+        return rows.exp() if bool((rows > 0).all()) else rows
+
+
+@sees(
+    "a step that reads its data is refused without the place",
+    "src/anybatch/planner/envelopes.py",
+    "while it computes{trace.read_at}, and",
+    "while it computes, and",
+)
+def test_what_is_read_is_named_with_its_place() -> None:
+    """A step that branches on values is refused with the module and the line that read them; a slip is called one."""
+    with pytest.raises(CannotPlanError, match=r"computes, in Deciding at test_memory_plan.py:\d+, `return rows.exp"):
+        find_envelopes(small(model=Deciding), 2**20)
+    with pytest.raises(CannotPlanError, match=r"AttributeError.*mostly comes with data too"):
+        find_envelopes(small(loss=ab.mean_over_samples(lambda model, _: model.missing)), 2**20)
+
+
 @pytest.mark.slow
 def test_what_is_read_and_changes_nothing_is_planned() -> None:
     """A number that is only written down does not stand in the way; that it was read is noted."""

@@ -56,7 +56,7 @@ def one_of(name: str, *tensors: Tensor, phase: Phase = "forward") -> Operation:
 def test_products_by_hand() -> None:
     """A product of 4 by 6 and 6 by 5 is 240 operations, reads 54 numbers and writes 20."""
     mm = one_of("mm", torch.ones(4, 6), torch.ones(6, 5))
-    assert (mm.kind, mm.flops, mm.bytes_read, mm.bytes_written, mm.dims) == ("product", 240, 216, 80, (1, 4, 5, 6))
+    assert (mm.kind, mm.flops, mm.bytes_read, mm.bytes_written, mm.dims) == ("matmul", 240, 216, 80, (1, 4, 5, 6))
     addmm = one_of("addmm", torch.ones(5), torch.ones(4, 6), torch.ones(6, 5))
     assert (addmm.flops, addmm.bytes_read, addmm.dims) == (240, 236, (1, 4, 5, 6))
     bmm = one_of("bmm", torch.ones(3, 4, 6), torch.ones(3, 6, 5))
@@ -76,7 +76,7 @@ def test_traffic_by_hand() -> None:
     rows = one_of("embedding", torch.ones(1000, 6), torch.zeros(3, dtype=torch.int64))
     assert (rows.bytes_read, rows.bytes_written) == (3 * 6 * 4 + 3 * 8, 3 * 6 * 4)
     half = one_of("add", torch.ones(4, dtype=torch.bfloat16), torch.ones(4, dtype=torch.bfloat16))
-    assert (half.stored_as, half.num_bytes) == ("bf16", 24)
+    assert (half.dtype, half.num_bytes) == ("bf16", 24)
 
 
 def test_a_foreach_operation_is_many() -> None:
@@ -126,8 +126,8 @@ def test_micro_batches_are_told_apart() -> None:
     assert names[1] == names[2]
     assert sorted(set(names[1])) == sorted({*names[0], "add_"})
     assert [one.phase for one in parts[1]] == sorted((one.phase for one in parts[1]), reverse=True)
-    assert {one.phase for one in trace.once} == {"update"}
-    assert sum(map(len, parts)) + len(trace.once) == len(trace.operations)
+    assert {one.phase for one in trace.per_step} == {"update"}
+    assert sum(map(len, parts)) + len(trace.per_step) == len(trace.operations)
 
 
 def test_what_follows_the_last_backward_runs_once() -> None:
@@ -140,7 +140,7 @@ def test_what_follows_the_last_backward_runs_once() -> None:
 
     trace = recorded(Longer())
     assert trace.num_micro_batches == 2
-    assert [one.name for one in trace.once][-1] == "add"
+    assert [one.name for one in trace.per_step][-1] == "add"
 
 
 def test_fake_tensors_cost_the_same() -> None:

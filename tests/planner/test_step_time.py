@@ -38,7 +38,7 @@ def product(m: int, *, phase: str = "forward", micro_batch: int = 0, name: str =
     """Return a matrix product of `m` rows by 10 and 20."""
     return Operation(
         name=name,
-        kind="product",
+        kind="matmul",
         phase="backward" if phase == "backward" else "forward",
         micro_batch=micro_batch,
         flops=2 * m * 10 * 20,
@@ -64,19 +64,19 @@ def trace(m: int, num_micro_batches: int = 2) -> CostTrace:
 
 def plain_seconds(one: Operation) -> float:
     """Return the roofline, written out."""
-    peak = 4e9 if one.stored_as == "bf16" else 1e9
+    peak = 4e9 if one.dtype == "bf16" else 1e9
     return 0.25 + max(one.flops / peak, (one.bytes_read + one.bytes_written) / 1e6)
 
 
 def test_an_operation_takes_its_arithmetic_or_its_traffic() -> None:
     """Whichever is longer, and a launch; numbers in 16 bits have their own peak; others that of 32."""
-    heavy = Operation(name="mm", kind="product", phase="forward", flops=3_000_000_000, bytes_read=10)
+    heavy = Operation(name="mm", kind="matmul", phase="forward", flops=3_000_000_000, bytes_read=10)
     light = Operation(name="add", kind="other", phase="forward", bytes_read=1_000_000, bytes_written=500_000)
 
     assert operation_seconds([heavy], RATES) == pytest.approx(3.25)
     assert operation_seconds([light], RATES) == pytest.approx(1.75)
-    assert operation_seconds([dataclasses.replace(heavy, stored_as="bf16")], RATES) == pytest.approx(1.0)
-    assert operation_seconds([dataclasses.replace(heavy, stored_as="fp16")], RATES) == pytest.approx(3.25)
+    assert operation_seconds([dataclasses.replace(heavy, dtype="bf16")], RATES) == pytest.approx(1.0)
+    assert operation_seconds([dataclasses.replace(heavy, dtype="fp16")], RATES) == pytest.approx(3.25)
     assert operation_seconds([heavy, light], RATES) == pytest.approx(5.0)
 
 
@@ -147,7 +147,7 @@ def test_devices_of_the_table_are_uncalibrated() -> None:
         assert not rates.is_calibrated
         assert rates.band == UNMEASURED_BAND
         assert operation_seconds(operations, rates) >= sum(one.flops for one in operations) / device.peak("fp32")
-    large = [dataclasses.replace(product(4096), flops=10**13, stored_as="bf16")]
+    large = [dataclasses.replace(product(4096), flops=10**13, dtype="bf16")]
     older, newer = (operation_seconds(large, rates_of(find_device(name))) for name in ("A100-80", "H100"))
     assert newer < older
 
@@ -188,9 +188,9 @@ def test_a_step_is_the_sum_of_its_parts(sizes: list[int], num_traced: int) -> No
     micro_batches = sum(2 * plain_seconds(product(m)) for m in sizes) + adds * (len(sizes) - 1)
 
     assert found.micro_batches == pytest.approx(micro_batches)
-    assert found.once == pytest.approx(2 * plain_seconds(UPDATE))
+    assert found.per_step == pytest.approx(2 * plain_seconds(UPDATE))
     assert found.reduction == 0
-    assert found.total == pytest.approx(found.micro_batches + found.once)
+    assert found.total == pytest.approx(found.micro_batches + found.per_step)
     assert (found.least, found.greatest) == pytest.approx((found.total / 2, found.total * 2))
 
 
@@ -249,7 +249,7 @@ def test_nothing_takes_no_time() -> None:
     nothing = fit_costs(CostTrace(()), 2, CostTrace(()), 3)
     assert step_seconds(nothing, RATES, [4]).total == 0
     idle = step_seconds(fit_costs(trace(2), 2, trace(3), 3), RATES, [])
-    assert (idle.micro_batches, idle.total) == (0, idle.once)
+    assert (idle.micro_batches, idle.total) == (0, idle.per_step)
 
 
 def test_views_cost_the_host_only() -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 from anybatch.errors import UserError
 from anybatch.recipes.planning.decoder import Decoder, DecoderBlock
-from anybatch.recipes.planning.known_models import KNOWN_MODELS, Shape
+from anybatch.recipes.planning.known_models import KNOWN_MODELS, DecoderConfig
 from anybatch.recipes.planning.library_models import subject_of_config
 from anybatch.recipes.planning.plan_subject import PlanSubject
 from anybatch.recipes.planning.subjects import load_subject
@@ -32,16 +33,19 @@ PUBLISHED_PARAMETERS = {
     "mistral-7b": 7_241_732_096,
     "qwen2.5-7b": 7_615_616_512,
 }
-SMALL = Shape(
-    num_layers=2,
-    width=32,
-    num_heads=4,
-    num_key_heads=2,
-    hidden=48,
-    vocabulary=20,
-    context=8,
-    tied=False,
+SMALL = DecoderConfig(
+    num_hidden_layers=2,
+    hidden_size=32,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=48,
+    vocab_size=20,
+    max_position_embeddings=8,
+    tie_word_embeddings=False,
 )
+
+
+PUBLISHED_POSITIONS = {"gpt2": 1_024, "llama": 131_072, "mistral": 32_768, "qwen2.5": 131_072}
 
 
 def loss_of(subject: PlanSubject) -> float:
@@ -67,12 +71,45 @@ def test_every_known_model_is_compared() -> None:
     assert KNOWN_MODELS.keys() == PUBLISHED_PARAMETERS.keys()
 
 
-@pytest.mark.parametrize("rotary", [True, False], ids=["llama", "gpt2"])
-def test_predictions_look_back_only(rotary: bool) -> None:
+@pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)
+def test_sequences_may_be_as_long_as_published(name: str) -> None:
+    """A model takes as many tokens as it was published with; without a length, at most 8,192, which is said."""
+    most = PUBLISHED_POSITIONS[name.partition("-")[0]]
+    longest, usual = load_subject(name, sequence_length=most), load_subject(name)
+
+    assert longest.sample["inputs"].shape == (1, most)
+    assert usual.sample["inputs"].shape == (1, min(most, 8_192))
+    assert [f"of the {most:,} that" in note for note in usual.notes] == [True] * (most > 8_192)
+    with pytest.raises(UserError, match=f"at most {most} tokens"):
+        load_subject(name, sequence_length=most + 1)
+
+
+@pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)
+def test_blocks_are_called_as_in_transformers(name: str) -> None:
+    """The lines that a plan prints name the classes and places of blocks that users have."""
+    config = KNOWN_MODELS[name]
+    made = transformers.AutoConfig.for_model(config.model_type, num_hidden_layers=1)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(made)  # type: ignore[no-untyped-call]
+
+    blocks = model.get_submodule(config.called["blocks"])
+    assert [type(block).__name__ for block in blocks.children()] == [config.called["DecoderBlock"]]
+
+
+def test_shorter_sequences_leave_the_model_as_it_is() -> None:
+    """A shorter sequence takes no positions away from a model that has learned them."""
+    with torch.device("meta"):
+        model = load_subject("gpt2", sequence_length=16).train().model
+
+    assert isinstance(model, nn.Module)
+    assert sum(parameter.numel() for parameter in model.parameters()) == PUBLISHED_PARAMETERS["gpt2"]
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+def test_predictions_look_back_only(model_type: Literal["llama", "gpt2"]) -> None:
     """A decoder's logits at a position do not move when later tokens change, and do when an earlier one does."""
     torch.manual_seed(0)
-    shape = dataclasses.replace(SMALL, rotary=rotary, num_key_heads=2 if rotary else 4)
-    model = Decoder(shape)
+    model = Decoder(dataclasses.replace(SMALL, model_type=model_type))
     tokens = torch.randint(0, 20, (1, 8))
     later, earlier = tokens.clone(), tokens.clone()
     later[0, 5:] = (later[0, 5:] + 1) % 20
@@ -87,7 +124,7 @@ def test_predictions_look_back_only(rotary: bool) -> None:
 def test_shared_keys_are_repeated_keys() -> None:
     """Attention with fewer heads of keys is attention in which each of them stands for a group of queries."""
     torch.manual_seed(0)
-    block = DecoderBlock(dataclasses.replace(SMALL, rotary=False, num_key_heads=2))
+    block = DecoderBlock(dataclasses.replace(SMALL, model_type="gpt2"))
     x = torch.randn(2, 5, 32)
     normed = block.attention_norm(x)
     query = block.query(normed).reshape(2, 5, 4, 8).transpose(1, 2)
@@ -144,6 +181,18 @@ def test_configurations_make_models_that_run(kind: str | None, labels: tuple[int
     assert loss_of(subject) > 0
 
 
+@pytest.mark.slow
+def test_models_of_two_halves_are_planned_by_their_type() -> None:
+    """T5's configuration by itself names no first word, without which its labels are not shifted: one is set."""
+    subject = load_subject("t5", sequence_length=8)
+    with torch.device("meta"):
+        model = subject.train().model
+
+    assert subject.sample["input_ids"].shape == (1, 8)
+    assert isinstance(model, transformers.T5ForConditionalGeneration)
+    assert model.config.decoder_start_token_id == 0
+
+
 def test_images_are_made_up_too() -> None:
     """A vision model's sample has the size of its images."""
     config = transformers.ViTConfig(
@@ -170,6 +219,8 @@ def test_configuration_in_a_file(tmp_path: Path) -> None:
     subject = load_subject(str(tmp_path / "config.json"), sequence_length=8)
 
     assert subject.sample["input_ids"].shape == (1, 8)
+    long = transformers.LlamaConfig(max_position_embeddings=131_072, num_hidden_layers=1, hidden_size=32)
+    assert subject_of_config(long).sample["input_ids"].shape == (1, 8_192)
     assert loss_of(subject) > 0
 
 

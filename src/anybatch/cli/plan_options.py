@@ -57,7 +57,12 @@ def _add_step(parser: Parser) -> None:
     add = parser.add_argument
     add("--effective-batch-size", type=count, metavar="N", help="samples of one optimizer step, over all ranks")
     add("--micro-batch-size", type=count, metavar="N", help="samples at once (default: the largest that fits)")
-    add("--sequence-length", type=count, metavar="N", help="tokens of a sample (default: all the model can take)")
+    add(
+        "--sequence-length",
+        type=count,
+        metavar="N",
+        help="tokens of a sample (default: all the model can take, up to 8192)",
+    )
     add("--precision", choices=("fp32", "bf16", "fp16"), help="number format (default: fp32; --fit may say bf16)")
     add("--optimizer", choices=OPTIMIZERS, help="another optimizer than the recipe's, or AdamW")
     add("--checkpointing", choices=tuple(_CHECKPOINTING), help="run blocks again in the backward")

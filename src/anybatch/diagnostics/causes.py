@@ -84,8 +84,8 @@ def _coupling(names: Sequence[str]) -> CheckFinding:
         code="couples_samples",
         where=names[0],
         says=(
-            f"the output of {names[0]!r} for one sample depends on the other samples of the micro-batch, in "
-            f"evaluation mode too{f' (so do {len(names) - 1} others)' if len(names) > 1 else ''}."
+            f"the output of {repr(names[0]) if names[0] else 'the model'} for one sample depends on the other samples "
+            f"of the micro-batch, in evaluation mode too{f' (so do {len(names) - 1} others)' * (len(names) > 1)}."
         ),
         change=(
             "let the module work on each sample by itself; or move what joins samples out of the model into "

@@ -4,8 +4,9 @@ import dataclasses
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,10 +24,11 @@ from anybatch.memory.ledger import MemoryLedger
 from anybatch.norms.layers import batch_norms
 from anybatch.parallel.world import World
 
+Measured = TypeVar("Measured")
 NUM_ROUNDS = 6
 """Of them the first tries all sizes, and the others those that may be the fastest."""
 _MOST_OF_A_CANDIDATE = 1.25
-"""Times the shortest step of the first round: what takes longer is not measured again."""
+"""Times the shortest step of two rounds: what takes longer is not measured again."""
 _TIMED_SECONDS, _MOST_STEPS = 0.2, 20
 """Of a size in a turn: steps are made for so long, or so many."""
 _STEPS_OF_A_SUBSET = 3
@@ -188,11 +190,8 @@ class TuneReport:
         layers = f"{self.num_batch_norms} BatchNorm layer{'s' * (self.num_batch_norms > 1)}"
         which = "the whole batch" if self.recommended == self.num_samples else "the largest that fits"
         gain = self.rates[self.best] / self.rates[self.recommended] - 1.0
-        faster = (
-            f" micro_batch_size={self.best} is {gain:.0%} faster, and another training."
-            if gain >= _GAIN_WORTH_SAYING
-            else ""
-        )
+        faster = f" micro_batch_size={self.best} is {gain:.0%} faster, and another training."
+        faster = faster if gain >= _GAIN_WORTH_SAYING else ""
         return (
             f"{size}, {which}: {layers} normalise{'s' * (self.num_batch_norms == 1)} within each micro-batch, so every "
             f"size trains something else (norms='exact' makes cuts equal).{faster}"
@@ -298,16 +297,10 @@ class _StepTimer:
     """Makes steps at one size after the other, and takes the time."""
 
     def __init__(
-        self,
-        engine: Callable[[int], Engine],
-        batch: EffectiveBatch,
-        device: torch.device,
-        clock: Callable[[], float],
+        self, engine: Callable[[int], Engine], batch: EffectiveBatch, device: torch.device, clock: Callable[[], float]
     ) -> None:
-        self._engine = engine
-        self._whole = batch
-        self._device = device
-        self._clock = clock
+        self._engine, self._whole = engine, batch
+        self._device, self._clock = device, clock
         self.peaks: dict[int, int] = {}
         self.estimated: set[int] = set()
 
@@ -320,9 +313,9 @@ class _StepTimer:
         self.estimated = {size for size, (least, _) in estimates.items() if least > limit}
         found: dict[int, list[float]] = {size: [estimates[size][0]] for size in self.estimated}
         turn: Sequence[int] = [size for size in estimates if size not in self.estimated]
-        for _ in range(NUM_ROUNDS):
+        for number in range(NUM_ROUNDS):
             for size in turn:
-                taken = self._step(size)
+                taken = self._with_engine(size, partial(self._step, size))
                 if taken is None:
                     # A size that does not fit in every round is not one to recommend, nor is a larger one.
                     found = {one: times for one, times in found.items() if one < size}
@@ -330,9 +323,10 @@ class _StepTimer:
                 found.setdefault(size, []).append(taken)
             if not found or self._clock() - begun > most_seconds:
                 break
-            limit = _MOST_OF_A_CANDIDATE * min(times[0] for times in found.values())
+            # A size is left out by its shortest step, after two turns: the machine may have been busy in one of them.
+            limit = _MOST_OF_A_CANDIDATE * min(max(times) for times in found.values())
+            near = (one for one in found.keys() - self.estimated if not number or min(found[one]) <= limit)
             # The other way round each time, so that a machine that slows down slows all of them alike.
-            near = (one for one in found if found[one][0] <= limit and one not in self.estimated)
             turn = sorted(near, reverse=list(turn) == sorted(turn))
             if len(turn) == 1:
                 break
@@ -347,37 +341,55 @@ class _StepTimer:
         found = {}
         for size in sizes:
             number = ceil_div(len(self._whole.sample_ids), size)
-            if number <= 2:  # noqa: PLR2004 (the step itself is as short)
-                one = two = self._step(size)
-            else:
-                one, two = (self._step(size, BatchSubset(self._whole, range(times * size))) for times in (1, 2))
-            if one is None or two is None:
+            pair = self._with_engine(size, partial(self._one_and_two, size))
+            if pair is None:
                 break  # larger sizes do not fit either
-            further = number - 1 if number > 2 else 0  # noqa: PLR2004
+            one, two = pair
+            further = number - 1 if number > 2 else 0  # noqa: PLR2004 (a step is as short)
             found[size] = one + further * max(0.0, two - one), two * max(1.0, number / 2)
         return found
 
-    def _step(self, size: int, batch: EffectiveBatch | None = None) -> float | None:
-        """Return the seconds of one step, of the whole batch or another, after a short one; None if memory ran out."""
+    def _one_and_two(self, size: int, engine: Engine) -> tuple[float, float] | None:
+        """Return the seconds of a step of one micro-batch, and of one of two; both are the whole one where it is it."""
+        batch = _two_micro_batches(self._whole, size)
+        twos = self._timed(engine, batch, size, 1)
+        # A long step is hardly longer for making the optimizer's state; a short one is made again.
+        if twos and twos[0] < _TIMED_SECONDS:
+            twos = self._timed(engine, batch, size, _STEPS_OF_A_SUBSET)
+        ones = twos
+        if twos and len(self._whole.sample_ids) > 2 * size:
+            ones = self._timed(engine, BatchSubset(self._whole, range(size)), size, _STEPS_OF_A_SUBSET)
+        # What else the machine does only adds to a time, and few are taken.
+        return (min(ones), min(twos)) if ones and twos else None
+
+    def _step(self, size: int, engine: Engine) -> float | None:
+        """Return the seconds of a step of the whole batch, after a short one; None if memory ran out."""
+        # The first step makes the optimizer's state and warms the caches; only the second one is timed.
+        if not self._timed(engine, _two_micro_batches(self._whole, size), size, 1):
+            return None
+        times = self._timed(engine, self._whole, size, _MOST_STEPS)
+        return median(times) if times else None
+
+    def _timed(self, engine: Engine, batch: EffectiveBatch, size: int, most: int) -> list[float]:
+        """Return the seconds of steps, of at most so many and a fifth of a second; none if memory ran out."""
+        cached, times = CachedBatch(batch), list[float]()
+        list(Placement(Cut(micro_batch_size=size), 1, 0).micro_batches(cached))
+        # A step of a small model is over before the machine does anything else.
+        while not times or (len(times) < most and sum(times) < _TIMED_SECONDS):
+            begun = self._now()
+            too_large = engine.step(cached).too_large
+            times.append(self._now() - begun)
+            if too_large:  # it went on with a smaller one
+                return []
+        return times
+
+    def _with_engine(self, size: int, measure: Callable[[Engine], Measured | None]) -> Measured | None:
+        """Return what is measured with a new engine of that size; None if memory ran out."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         try:
             with self._engine(size) as engine:
-                # The first step makes the optimizer's state and warms the caches; only the second one is timed.
-                too_large = engine.step(
-                    _two_micro_batches(self._whole, size)
-                ).too_large  # it went on with a smaller one
-                cached = CachedBatch(self._whole if batch is None else batch)
-                list(Placement(Cut(micro_batch_size=size), 1, 0).micro_batches(cached))
-                times: list[float] = []
-                # A step of a small model is over before the machine has done anything else that it does now and then.
-                is_subset, most = batch is not None, _MOST_STEPS if batch is None else _STEPS_OF_A_SUBSET
-                while not times or (len(times) < most and (is_subset or sum(times) < _TIMED_SECONDS)):
-                    begun = self._now()
-                    too_large += engine.step(cached).too_large
-                    times.append(self._now() - begun)
-                # What else the machine does only adds to a time, and few of a part are taken.
-                taken = None if too_large else min(times) if is_subset else median(times)
+                taken = measure(engine)
         except (torch.OutOfMemoryError, MemoryExhaustedError):
             taken = None
         if self._device.type == "cuda":
@@ -429,7 +441,7 @@ def _cut_batch_norms(train: TrainSpec) -> Sequence[torch.nn.Module]:
 
 
 def _peak_bytes(trained: Model, engine: Callable[[int], Engine], batch: EffectiveBatch, size: int) -> int:
-    """Return the most that tensors take in the second step, as a ledger counts it."""
+    """Return the most that tensors take in a step, as a ledger counts it; optimizer state is made before it."""
     modules = [trained] if isinstance(trained, torch.nn.Module) else list(trained.values())
     cached = CachedBatch(_two_micro_batches(batch, size))
     # Loaded before the ledger is entered, so that loading is not counted.
@@ -439,7 +451,6 @@ def _peak_bytes(trained: Model, engine: Callable[[int], Engine], batch: Effectiv
             ledger.hold("weights", module.parameters())
             ledger.hold("buffers", module.buffers())
         with engine(size) as made:
-            made.step(cached)
             made.step(cached)
     ledger.forget()
     return ledger.peak_bytes

@@ -365,7 +365,7 @@ def _refuse_dependence(spec: StepSpec, trace: StepTrace) -> None:
     m = TRACED[0]
     what = (
         f"cannot plan, will probe: the step reads {trace.numbers_read} numbers and {trace.truths_read} truth values "
-        "from tensors while it computes, and what it holds depends on them"
+        f"from tensors while it computes{trace.read_at}, and what it holds depends on them"
     )
     first, second = in_order(trace.steady), in_order(trace_step(spec, m, other_answers=True).steady)
     try:

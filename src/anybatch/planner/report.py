@@ -184,8 +184,14 @@ def _nothing_fits(plan: Plan) -> dict[str, str]:
     """Return the rows for a step of which not even one sample fits, with the smallest change that would."""
     fit, usable = plan.baseline, max(0, plan.budget.usable_bytes)
     # A category that exceeds the budget by itself is the reason, whatever else is there.
+    nothing_left = (
+        f"libraries take {in_bytes(plan.budget.outside_bytes + plan.budget.workspace_bytes)} of "
+        f"{in_bytes(plan.budget.total_bytes)}, and {100 * plan.budget.headroom:.0f}% is kept free"
+    )
     alone = [(size, name) for name, size in fit.peak.by_category.items() if size > usable]
-    if alone:
+    if not usable:
+        term = nothing_left
+    elif alone:
         size, name = max(alone)
         term = f"the {name} alone {'takes' if name == 'optimizer' else 'take'} {in_bytes(size)}"
     else:

@@ -122,19 +122,19 @@ def _initial_plan(plan: Plan) -> dict[str, Any]:
 
 def _formulas(plan: Plan) -> dict[str, float]:
     """Return the bytes of the same step by published formulas: weights and optimizer state, layers, logits."""
-    shape, size = KNOWN_MODELS[plan.name], plan.micro_batch_size
+    config, size = KNOWN_MODELS[plan.name], plan.micro_batch_size
     (length,) = {variant.sequence_length for variant in MODELS if variant.model == plan.name}
     layer = transformer_layer_activation_bytes(
         sequence_length=length,
         micro_batch_size=size,
-        hidden_size=shape.width,
-        num_heads=shape.num_heads,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
         keeps="flash",
     )
     return {
         "state": state_bytes(plan.num_parameters, AUTOCAST_ADAM),
-        "layers": shape.num_layers * layer,
-        "logits": logits_bytes(size * length, shape.vocabulary),
+        "layers": config.num_hidden_layers * layer,
+        "logits": logits_bytes(size * length, config.vocab_size),
     }
 
 

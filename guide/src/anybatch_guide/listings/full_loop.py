@@ -17,18 +17,18 @@ import anybatch as ab
 from anybatch.core.records import Observer
 from anybatch.events.jsonl import read_jsonl
 from anybatch.recipes.planning.decoder import Decoder
-from anybatch.recipes.planning.known_models import Shape
+from anybatch.recipes.planning.known_models import DecoderConfig
 
-SHAPE = Shape(
-    num_layers=2,
-    width=64,
-    num_heads=4,
-    num_key_heads=4,
-    hidden=256,
-    vocabulary=64,
-    context=64,
-    tied=False,
-    rotary=False,
+CONFIG = DecoderConfig(
+    model_type="gpt2",
+    num_hidden_layers=2,
+    hidden_size=64,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    intermediate_size=256,
+    vocab_size=64,
+    max_position_embeddings=64,
+    tie_word_embeddings=False,
 )
 
 
@@ -45,7 +45,7 @@ def make_model() -> Decoder:
     """Return a transformer of two layers, always with the same numbers in it."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
-        return Decoder(SHAPE)
+        return Decoder(CONFIG)
 
 
 def token_loss(model: Decoder, batch: dict[str, Tensor]) -> Tensor:

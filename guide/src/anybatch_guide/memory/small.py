@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from anybatch.recipes.planning.decoder import Decoder
-from anybatch.recipes.planning.known_models import Shape
+from anybatch.recipes.planning.known_models import DecoderConfig
 from anybatch.recipes.planning.subjects import next_token_loss
 
 Batch = dict[str, Tensor]
@@ -40,34 +40,36 @@ class SmallModel:
     checkpointed: Callable[[], nn.Module] | None = None
 
 
-def _decoder(num_layers: int, width: int, vocabulary: int, context: int) -> Shape:
-    return Shape(
-        num_layers=num_layers,
-        width=width,
-        num_heads=width // 32,
-        num_key_heads=width // 32,
-        hidden=4 * width,
-        vocabulary=vocabulary,
-        context=context,
-        tied=True,
-        rotary=False,
+def _decoder(num_layers: int, width: int, vocabulary: int, num_tokens: int) -> DecoderConfig:
+    return DecoderConfig(
+        model_type="gpt2",
+        num_hidden_layers=num_layers,
+        hidden_size=width,
+        num_attention_heads=width // 32,
+        num_key_value_heads=width // 32,
+        intermediate_size=4 * width,
+        vocab_size=vocabulary,
+        max_position_embeddings=num_tokens,
+        tie_word_embeddings=True,
     )
 
 
-def _language(name: str, title: str, shape: Shape) -> SmallModel:
+def _language(name: str, title: str, config: DecoderConfig) -> SmallModel:
+    num_layers, num_tokens = config.num_hidden_layers, config.max_position_embeddings
+
     def batch(num_samples: int) -> Batch:
-        tokens = torch.arange(num_samples * (shape.context + 1)).remainder(shape.vocabulary)
+        tokens = torch.arange(num_samples * (num_tokens + 1)).remainder(config.vocab_size)
         tokens = tokens.unflatten(0, (num_samples, -1))
         return {"inputs": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
     return SmallModel(
         name=name,
         title=title,
-        words=f"GPT-2's form: {shape.num_layers} blocks of width {shape.width}, {shape.context} tokens a sample",
-        make=partial(Decoder, shape),
+        words=f"GPT-2's form: {num_layers} blocks of width {config.hidden_size}, {num_tokens} tokens a sample",
+        make=partial(Decoder, config),
         batch=batch,
         loss=next_token_loss,
-        checkpointed=partial(Decoder, shape, checkpointed=True),
+        checkpointed=partial(Decoder, config, checkpointed=True),
     )
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import itertools
 import multiprocessing
 import pickle
 import sys
@@ -122,26 +123,27 @@ def _judge(
     needs = read_parameters(function)
     num_ranks = NUM_RANKS if (needs.ranks if ranks is None else ranks > 1) else 1
     kinds = TARGET_KINDS if data is None else (data,)
-    runners = [_Runner(function, needs, kind, seconds) for kind in kinds]
+    runners: dict[TargetKind, _Runner] = {}
     traces: dict[TargetKind, tuple[LoopTrace, ...]] = {}
     failures: dict[TargetKind, str] = {}
     # On ranks first, for all kinds: they are forked, which a process that has run a backward cannot do everywhere.
-    for runner in runners:
+    for kind, dtype in itertools.product(kinds, (torch.float64, torch.float32)):
+        # A loss of classes takes values for soft labels, which is no news; and what runs in float64 is not run again.
+        if kind in traces or (kind == "values" and traces):
+            continue
+        runners[kind] = _Runner(function, needs, kind, seconds, dtype)
         try:
-            if (
-                runner.kind != "values" or not traces
-            ):  # a loss of classes takes values for soft labels, which is no news
-                traces[runner.kind] = runner.traces(num_ranks)
-        # A loop that fails on one kind of targets may have been written for another.
+            traces[kind] = runners[kind].traces(num_ranks)
+        # A loop that fails on one kind of targets may have been written for another, and one that has numbers of its
+        # own, such as class weights, for float32.
         except LoopFailedError as error:
-            failures[runner.kind] = str(error)
+            failures.setdefault(kind, str(error))
     reports = {}
-    for runner in runners:
-        if runner.kind in traces:
-            try:
-                reports[runner.kind] = runner.judge(traces[runner.kind])
-            except LoopFailedError as error:
-                failures[runner.kind] = str(error)
+    for kind, trace in traces.items():
+        try:
+            reports[kind] = runners[kind].judge(trace)
+        except LoopFailedError as error:
+            failures[kind] = str(error)
     if not reports:
         raise UserError(
             _failed(function, needs, {kind: failures[kind] for kind in kinds if kind in failures}, num_ranks)
@@ -193,11 +195,12 @@ class _Runner:
     needs: LoopParameters
     kind: TargetKind  # and not the data: a tensor that is sent to ranks starts a thread that stays
     time_limit_seconds: float
+    dtype: torch.dtype
 
     @property
     def data(self) -> ProbeData:
         """The samples."""
-        return make_data(self.kind, is_padded=not self.needs.is_stream)
+        return make_data(self.kind, is_padded=not self.needs.is_stream, dtype=self.dtype)
 
     @property
     def ids(self) -> range:

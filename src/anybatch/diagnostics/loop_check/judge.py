@@ -229,7 +229,7 @@ def _judged(evidence: Evidence) -> tuple[list[WeighedWindow], list[StepParts]]:
             others.append(step)
     if judged and not evidence.units.scale_is_known:
         # Without a known scale weights are compared with each other, so the first window defines 1.
-        factor = judged[0].total
+        factor = sum(judged[0].found.get(sample, 0.0) for sample in judged[0].step.ids)
         judged = [
             WeighedWindow(step=each.step, found={s: w / factor for s, w in each.found.items()}) for each in judged
         ]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Self, get_args
 
 import torch
-from jaxtyping import Float64, Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
@@ -44,7 +44,7 @@ class ProbeData:
     kind: TargetKind
     inputs: Shaped[Tensor, "sample ..."]
     targets: Shaped[Tensor, "sample ..."]
-    outputs: Float64[Tensor, "sample position output"]
+    outputs: Float[Tensor, "sample position output"]
 
     def ids(self, inputs: Tensor) -> Tensor:
         """Return which samples these inputs are."""
@@ -53,13 +53,19 @@ class ProbeData:
         return inputs.flatten(1).argmax(1)
 
 
-def make_data(kind: TargetKind, *, is_padded: bool = True) -> ProbeData:
-    """Return the samples of a kind, the same ones each time; tokens may all be there, as in blocks of a stream."""
+def make_data(kind: TargetKind, *, is_padded: bool = True, dtype: torch.dtype = torch.float64) -> ProbeData:
+    """Return the samples of a kind, the same ones each time.
+
+    Args:
+        kind: see `ProbeData`.
+        is_padded: tokens are masked; else all are there, as in blocks of a stream.
+        dtype: of inputs, outputs and targets that are numbers.
+    """
     generator = torch.Generator().manual_seed(5)
     num_positions = _NUM_POSITIONS if kind == "tokens" else 1
-    outputs = torch.randn(NUM_ROWS, num_positions, _NUM_OUTPUTS, generator=generator, dtype=torch.float64)
+    outputs = torch.randn(NUM_ROWS, num_positions, _NUM_OUTPUTS, generator=generator, dtype=torch.float64).to(dtype)
     if kind == "values":
-        targets = torch.rand(NUM_ROWS, _NUM_OUTPUTS, generator=generator, dtype=torch.float64)
+        targets = torch.rand(NUM_ROWS, _NUM_OUTPUTS, generator=generator, dtype=torch.float64).to(dtype)
     else:
         targets = torch.randint(_NUM_OUTPUTS, (NUM_ROWS, num_positions), generator=generator)
     if kind == "tokens":
@@ -70,7 +76,7 @@ def make_data(kind: TargetKind, *, is_padded: bool = True) -> ProbeData:
         masked = targets.masked_fill(torch.arange(num_positions) >= lengths, _IGNORED)
         return ProbeData(kind, words, masked if is_padded else targets, outputs)
     # One-hot, so that a sample is recognised by its largest input, also under noise or mixed with another one.
-    return ProbeData(kind, 100.0 * torch.eye(NUM_ROWS, dtype=torch.float64), targets.squeeze(1), outputs)
+    return ProbeData(kind, 100.0 * torch.eye(NUM_ROWS, dtype=dtype), targets.squeeze(1), outputs)
 
 
 class ForwardObserver(Protocol):

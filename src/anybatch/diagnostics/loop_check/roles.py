@@ -143,6 +143,9 @@ def read_parameters(function: Callable[..., Any]) -> LoopParameters:
         )
         raise UserError(message)
     words, values = _names_used(function)
+    if "loader" not in roles.values() and words & set(ROLES["batch_function"]) - roles.keys():
+        # A data set that hands out one batch after the other is a loader.
+        roles = {name: "loader" if role == "dataset" else role for name, role in roles.items()}
     wraps = DistributedDataParallel in values or "DistributedDataParallel" in words
     ranks = bool(words & _RANK_WORDS) or wraps or DistributedSampler in values
     ranks = ranks or bool({dist.all_reduce, dist.get_rank, dist.get_world_size} & values)

@@ -47,10 +47,10 @@ def measure_rates(name: str, clock: Clock, *, device: str = "cpu", num_rounds: i
 
 def _plain_rates(name: str, measured: list[tuple[Operation, float]]) -> Rates:
     """Return rates that only the best operations reach; what others fall short by is in the corrections."""
-    types = {one.stored_as for one, _ in measured if one.flops}
+    types = {one.dtype for one, _ in measured if one.flops}
     peaks = {
-        stored_as: _high(one.flops / seconds for one, seconds in measured if one.flops and one.stored_as == stored_as)
-        for stored_as in types
+        dtype: _high(one.flops / seconds for one, seconds in measured if one.flops and one.dtype == dtype)
+        for dtype in types
     }
     moving = [row for row in measured if row[0].kind == "other"]
     return Rates(
@@ -108,7 +108,7 @@ def _measure(program: Program, clock: Clock, num_rounds: int, watching: float) -
         rounds += [_timed(program, clock) for _ in range(num_rounds - 1)]
     alike: dict[tuple[object, ...], tuple[Operation, list[float]]] = {}
     for one, found in zip(operations, zip(*rounds, strict=True), strict=True):
-        alike.setdefault((one.name, one.features, one.stored_as), (one, []))[1].append(statistics.median(found))
+        alike.setdefault((one.name, one.features, one.dtype), (one, []))[1].append(statistics.median(found))
     # Noise can make a short operation seem shorter than the timing of it.
     return [(one, max(_LEAST_SECONDS, statistics.median(found) - watching)) for one, found in alike.values()]
 

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 from anybatch.core.torch_internals import storage_key
 from anybatch.memory.trace import Phase
-from anybatch.planner.cost.step_time import CostTrace, Operation, OperationKind, StorageType
+from anybatch.planner.cost.step_time import CostTrace, DtypeName, Operation, OperationKind
 from anybatch.planner.torch_internals import schema_of
 
 _PRODUCTS = {
@@ -28,7 +28,7 @@ _PRODUCTS = {
 _CONVOLUTIONS = ("convolution", "convolution_overrideable", "cudnn_convolution", "mkldnn_convolution")
 _LOOK_UPS = ("embedding", "index_select", "gather", "index", "nll_loss_forward", "nll_loss2d_forward", "take")
 """These read as much of their first tensor as they write, not all of it."""
-_STORAGE_TYPES: Mapping[torch.dtype, StorageType] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_DTYPE_NAMES: Mapping[torch.dtype, DtypeName] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5
 """Matrix products of attention: scores and output; in backward the scores again, and four gradients."""
 
@@ -117,7 +117,7 @@ def operation_of(
         kind=kind,
         phase=phase,
         micro_batch=micro_batch,
-        stored_as=_STORAGE_TYPES.get(given[0].dtype, "fp32") if given else "fp32",
+        dtype=_DTYPE_NAMES.get(given[0].dtype, "fp32") if given else "fp32",
         flops=_flops(func, kind, args, kwargs, result),
         bytes_read=0 if kind == "view" else read,
         bytes_written=0 if kind == "view" else written,
@@ -128,7 +128,7 @@ def operation_of(
 
 def _kind(name: str) -> OperationKind:
     if name in _PRODUCTS:
-        return "product"
+        return "matmul"
     if name in _CONVOLUTIONS:
         return "convolution"
     if name == "convolution_backward":
@@ -214,7 +214,7 @@ def _flops(func: Any, kind: OperationKind, args: tuple[Any, ...], kwargs: Mappin
 
 def _dims(name: str, kind: OperationKind, args: tuple[Any, ...]) -> tuple[int, ...]:
     """Return the lengths that decide how well the arithmetic units are used."""
-    if kind == "product":
+    if kind == "matmul":
         left, right = (args[at].shape for at in _PRODUCTS[name])
         batch = math.prod(left[:-2])
         return batch, left[-2], right[-1] if len(right) > 1 else 1, left[-1]

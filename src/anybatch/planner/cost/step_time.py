@@ -23,11 +23,11 @@ from anybatch.memory.trace import Phase
 from anybatch.planner.cost.device import Arithmetic, Device
 
 OperationKind = Literal[
-    "view", "product", "convolution", "convolution backward", "attention", "attention backward", "foreach", "other"
+    "view", "matmul", "convolution", "convolution backward", "attention", "attention backward", "foreach", "other"
 ]
 """Sort of work that an operation does. A view touches no data; "other" moves bytes and computes little."""
 
-StorageType = Literal["fp32", "bf16", "fp16"]
+DtypeName = Literal["fp32", "bf16", "fp16"]
 """Number formats of tensors in memory."""
 
 
@@ -40,12 +40,12 @@ class Operation:
         kind: what sort of work it is.
         phase: when it runs.
         micro_batch: which micro-batch of the traced step it belongs to, counted by backwards.
-        stored_as: what its first tensor is stored in.
+        dtype: number format of its first tensor.
         flops: floating-point operations; 0 where the kind does not count them.
         bytes_read: of its arguments.
         bytes_written: of its results and of arguments that it changes in place.
         num_tensors: how many tensors it works on one after the other, of a foreach operation.
-        dims: the lengths that decide how well arithmetic units are used: (batch, rows, columns, inner) of a product,
+        dims: the lengths that decide how well arithmetic units are used: (batch, rows, columns, inner) of a matmul,
             (images, channels in, channels out, kernel, positions) of a convolution, (batch and heads, queries, keys,
             width) of attention; empty for others.
     """
@@ -54,7 +54,7 @@ class Operation:
     kind: OperationKind
     phase: Phase
     micro_batch: int = 0
-    stored_as: StorageType = "fp32"
+    dtype: DtypeName = "fp32"
     flops: int = 0
     bytes_read: int = 0
     bytes_written: int = 0
@@ -74,20 +74,20 @@ class Operation:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class MeasuredRatio:
     """How much longer than its roofline an operation took on a device.
 
     Attributes:
         name: the operation's name.
         kind: its kind.
-        stored_as: what its first tensor was stored in.
+        dtype: number format of its first tensor.
         features: where it lies among operations of its name.
         ratio: measured seconds by those of the roofline.
     """
 
     name: str
     kind: OperationKind
-    stored_as: StorageType
+    dtype: DtypeName
     features: tuple[float, ...]
     ratio: float
 
@@ -98,30 +98,30 @@ class Rates:
 
     Attributes:
         name: of the device.
-        flops_per_second: peak, by what numbers are stored in.
+        flops_per_second: peak, by number format.
         bytes_per_second: bandwidth of its memory.
         launch_seconds: for any operation, at the least.
         host_seconds: what the host takes on top of an operation, by phase: Python, autograd, the optimizer's loops.
         overlaps: the host runs ahead of the device, so that a step takes the longer of the two, not the sum.
         efficiency: what share of the roofline a kind of operation reaches where nothing has been measured.
-        samples: what has been measured.
+        measured: operations that were timed, by their rooflines.
         band: the least and the greatest that measured / predicted is expected to be.
     """
 
     name: str
-    flops_per_second: Mapping[StorageType, float]
+    flops_per_second: Mapping[DtypeName, float]
     bytes_per_second: float
     launch_seconds: float
     host_seconds: Mapping[Phase, float] = field(default_factory=dict)
     overlaps: bool = False
     efficiency: Mapping[OperationKind, float] = field(default_factory=dict)
-    samples: tuple[Sample, ...] = ()
+    measured: tuple[MeasuredRatio, ...] = ()
     band: tuple[float, float]
 
     @property
     def is_calibrated(self) -> bool:
         """Return whether anything has been measured."""
-        return bool(self.samples)
+        return bool(self.measured)
 
     def roofline_seconds(self, operation: Operation) -> float:
         """Return the time of an operation at the device's peaks, and to start it.
@@ -129,14 +129,14 @@ class Rates:
         Args:
             operation: with its floating-point operations and bytes.
         """
-        peak = self.flops_per_second.get(operation.stored_as, self.flops_per_second["fp32"])
+        peak = self.flops_per_second.get(operation.dtype, self.flops_per_second["fp32"])
         # The roofline: an operation is bound by arithmetic or by memory, whichever takes longer.
         work = max(operation.flops / peak, operation.num_bytes / self.bytes_per_second)
         return self.launch_seconds * operation.num_tensors + work
 
 
 UNMEASURED_EFFICIENCY: Mapping[OperationKind, float] = {
-    "product": 0.65,
+    "matmul": 0.65,
     "convolution": 0.45,
     "convolution backward": 0.4,
     "attention": 0.5,
@@ -159,7 +159,6 @@ UNMEASURED_HOST_SECONDS = 8e-6
 _NUM_NEIGHBOURS = 4
 # Added to squared distances: a sample of exactly the same shape would have infinite weight otherwise.
 _SAME_SHAPE = 0.05
-_FOUR_OF_FIVE = 4
 
 
 def rates_of(device: Device, *, tf32: bool = False) -> Rates:
@@ -190,7 +189,7 @@ def calibrated(rates: Rates, measured: Sequence[Sequence[tuple[Operation, float]
     """
     samples = [
         [
-            Sample(one.name, one.kind, one.stored_as, one.features, taken / rates.roofline_seconds(one))
+            MeasuredRatio(one.name, one.kind, one.dtype, one.features, taken / rates.roofline_seconds(one))
             for one, taken in program
         ]
         for program in measured
@@ -200,12 +199,12 @@ def calibrated(rates: Rates, measured: Sequence[Sequence[tuple[Operation, float]
         others = tuple(sample for part in (*samples[:number], *samples[number + 1 :]) for sample in part)
         if others and program:
             # Programs are measured operation by operation, so the host's part is not in their times.
-            predicted = operation_seconds([one for one, _ in program], replace(rates, samples=others, host_seconds={}))
+            predicted = operation_seconds([one for one, _ in program], replace(rates, measured=others, host_seconds={}))
             # In logarithms twice as long and half as long are errors of the same size.
             errors.append(abs(math.log(predicted / sum(taken for _, taken in program))))
-    spread = math.exp(sorted(errors)[_FOUR_OF_FIVE * len(errors) // 5]) if errors else UNMEASURED_BAND[1]
+    spread = math.exp(sorted(errors)[4 * len(errors) // 5]) if errors else UNMEASURED_BAND[1]
     spread = max(spread, UNSEEN_SPREAD)
-    return replace(rates, samples=tuple(sample for part in samples for sample in part), band=(1 / spread, spread))
+    return replace(rates, measured=tuple(sample for part in samples for sample in part), band=(1 / spread, spread))
 
 
 def operation_seconds(operations: Iterable[Operation], rates: Rates) -> float:
@@ -217,10 +216,10 @@ def operation_seconds(operations: Iterable[Operation], rates: Rates) -> float:
         # A view launches no kernel, so on an accelerator it costs only the host.
         if one.kind == "view" and rates.overlaps:
             continue
-        key = (one.name, one.stored_as, one.features)
+        key = (one.name, one.dtype, one.features)
         correction = corrections.get(key)
         if correction is None:
-            found = _correction(rates.samples, one)
+            found = _correction(rates.measured, one)
             # Without measurements the share of the roofline by kind stands in for them.
             correction = 1 / rates.efficiency.get(one.kind, 1.0) if found is None else found
             corrections[key] = correction
@@ -229,12 +228,12 @@ def operation_seconds(operations: Iterable[Operation], rates: Rates) -> float:
     return max(device, host) if rates.overlaps else device + host
 
 
-def _correction(samples: Sequence[Sample], one: Operation | Sample) -> float | None:
-    """Return the ratio of the nearest samples: of the same name, else of the same kind; None where there is neither.
+def _correction(measured: Sequence[MeasuredRatio], one: Operation | MeasuredRatio) -> float | None:
+    """Return the ratio of the nearest measured operations, of the same name or else of the same kind; None without any.
 
     The mean of their logarithms, each weighted by the inverse square of its distance in powers of two.
     """
-    of_kind = [sample for sample in samples if sample.kind == one.kind and sample.stored_as == one.stored_as]
+    of_kind = [sample for sample in measured if sample.kind == one.kind and sample.dtype == one.dtype]
     # Another operation of the same kind is a better guess than none.
     like = [sample for sample in of_kind if sample.name == one.name] or of_kind
     distances = sorted((math.dist(sample.features, one.features), sample.ratio) for sample in like)
@@ -261,7 +260,7 @@ class CostTrace:
         return tuple(one for one in found if one.phase in {"forward", "backward"})
 
     @property
-    def once(self) -> tuple[Operation, ...]:
+    def per_step(self) -> tuple[Operation, ...]:
         """Operations that run once per step: reducing, clipping, updating, and all that follows the last backward."""
         last = self.num_micro_batches
         return tuple(
@@ -276,29 +275,29 @@ class CostLine:
     traces: tuple[CostTrace, CostTrace]
     traced: tuple[int, int]
 
-    def at(self, m: int) -> CostTrace:
-        """Return the operations at micro-batch size `m`.
+    def at(self, micro_batch_size: int) -> CostTrace:
+        """Return the operations at a micro-batch size.
 
         Args:
-            m: samples of a micro-batch.
+            micro_batch_size: in samples.
         """
-        m_a, m_b = self.traced
+        smaller, larger = self.traced
         # Beyond the traced sizes this extrapolates: everything counted here is affine in the micro-batch size.
-        part = (m - m_a) / (m_b - m_a)
+        part = (micro_batch_size - smaller) / (larger - smaller)
         pairs = zip(*(trace.operations for trace in self.traces), strict=True)
-        return CostTrace(tuple(_between(one, other, part) for one, other in pairs))
+        return CostTrace(tuple(_interpolated(one, other, part) for one, other in pairs))
 
 
-def fit_costs(trace_a: CostTrace, m_a: int, trace_b: CostTrace, m_b: int) -> CostLine:
-    """Return the costs through two traces of the same program, at micro-batch sizes `m_a` and `m_b`.
+def fit_costs(trace_a: CostTrace, size_a: int, trace_b: CostTrace, size_b: int) -> CostLine:
+    """Return the costs through two traces of the same program, at micro-batch sizes `size_a` and `size_b`.
 
     Limits: the traffic of a loss over all pairs of samples is quadratic; trace at the size of interest instead.
 
     Args:
-        trace_a: a step at micro-batch size `m_a`.
-        m_a: samples of a micro-batch in it.
-        trace_b: the same step at `m_b`.
-        m_b: another number of samples.
+        trace_a: a step at micro-batch size `size_a`.
+        size_a: samples of a micro-batch in it.
+        trace_b: the same step at `size_b`.
+        size_b: another number of samples.
 
     Raises:
         PlanError: the two did not do the same.
@@ -307,21 +306,21 @@ def fit_costs(trace_a: CostTrace, m_a: int, trace_b: CostTrace, m_b: int) -> Cos
     for number, (one, other) in enumerate(zip(trace_a.operations, trace_b.operations, strict=False)):
         if (one.name, one.phase, len(one.dims)) != (other.name, other.phase, len(other.dims)):
             message = (
-                f"operation {number} is {one.name} in {one.phase} at micro-batch size {m_a}, and {other.name} in "
-                f"{other.phase} at {m_b}: times at other sizes do not follow. Let the sizes be tried instead."
+                f"operation {number} is {one.name} in {one.phase} at micro-batch size {size_a}, and {other.name} in "
+                f"{other.phase} at {size_b}: times at other sizes do not follow. Let the sizes be tried instead."
             )
             raise PlanError(message)
     lengths = len(trace_a.operations), len(trace_b.operations)
-    if lengths[0] != lengths[1] or m_a == m_b:
+    if lengths[0] != lengths[1] or size_a == size_b:
         message = (
-            f"costs need two micro-batch sizes and the same operations at both: {lengths[0]} operations at {m_a}, "
-            f"{lengths[1]} at {m_b}. Let the sizes be tried instead."
+            f"costs need two micro-batch sizes and the same operations at both: {lengths[0]} operations at {size_a}, "
+            f"{lengths[1]} at {size_b}. Let the sizes be tried instead."
         )
         raise PlanError(message)
-    return CostLine((trace_a, trace_b), (m_a, m_b))
+    return CostLine((trace_a, trace_b), (size_a, size_b))
 
 
-def _between(one: Operation, other: Operation, part: float) -> Operation:
+def _interpolated(one: Operation, other: Operation, part: float) -> Operation:
     # Operations on parameters, and views, are the same at every size and need no copy.
     if one is other or (one.num_bytes == other.num_bytes and one.dims == other.dims and one.flops == other.flops):
         return one
@@ -379,14 +378,14 @@ class StepSeconds:
 
     Attributes:
         micro_batches: forward and backward of all micro-batches.
-        once: what runs once: clipping, updating.
+        per_step: what runs once in it: clipping, updating.
         reduction: what of the exchange between ranks is not hidden.
         band: the least and the greatest that measured / predicted is expected to be.
         is_calibrated: whether the device has been measured.
     """
 
     micro_batches: float
-    once: float
+    per_step: float
     reduction: float
     band: tuple[float, float]
     is_calibrated: bool
@@ -394,7 +393,7 @@ class StepSeconds:
     @property
     def total(self) -> float:
         """Return all of it."""
-        return self.micro_batches + self.once + self.reduction
+        return self.micro_batches + self.per_step + self.reduction
 
     @property
     def least(self) -> float:
@@ -421,10 +420,10 @@ def step_seconds(
         sizes: samples of each micro-batch, as a plan has them: `[unit.num_samples for unit in plan.shares[rank]]`.
         reduction: what ranks exchange; None for one rank.
     """
-    seconds = {m: _micro_batch_seconds(costs.at(m), rates) for m in set(sizes)}
-    all_of_them = sum(seconds[m][0 if number == 0 else 1] for number, m in enumerate(sizes))
+    seconds = {size: _micro_batch_seconds(costs.at(size), rates) for size in set(sizes)}
+    all_of_them = sum(seconds[size][0 if number == 0 else 1] for number, size in enumerate(sizes))
     # Clipping and the update work on parameters, so any traced size gives the same.
-    once = operation_seconds(costs.traces[0].once, rates)
+    per_step = operation_seconds(costs.traces[0].per_step, rates)
     exposed = 0.0
     if reduction is not None and reduction.world_size > 1:
         last = costs.at(sizes[-1]) if sizes else costs.traces[0]
@@ -433,7 +432,7 @@ def step_seconds(
         exposed = reduction.exposed_seconds(operation_seconds(backward, rates))
     return StepSeconds(
         micro_batches=all_of_them,
-        once=once,
+        per_step=per_step,
         reduction=exposed,
         band=rates.band,
         is_calibrated=rates.is_calibrated,

@@ -1,6 +1,7 @@
 """The changes that let a step fit together, as text."""
 
 from collections.abc import Sequence
+from textwrap import wrap
 
 from anybatch.core.splitting import Cut, plan_batch
 from anybatch.core.units import in_bytes, three_digits
@@ -8,7 +9,7 @@ from anybatch.planner.proposals.changes import Change
 from anybatch.planner.proposals.combinations import Answer, Combination
 from anybatch.planner.proposals.ranking import Fit, PlanTarget
 
-_WIDTH = 11
+_WIDTH, _COLUMNS = 11, 80
 _MOST_NAMES = 3
 
 
@@ -99,4 +100,5 @@ def _table(tried: Sequence[Combination], target: PlanTarget) -> list[str]:
 
 
 def _rows(name: str, texts: Sequence[str]) -> list[str]:
-    return [f"{name if not number else '':<{_WIDTH}}{text}" for number, text in enumerate(texts)]
+    lines = [line for text in texts for line in wrap(text, _COLUMNS - _WIDTH, subsequent_indent="  ")]
+    return [f"{name if not number else '':<{_WIDTH}}{line}" for number, line in enumerate(lines)]

@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -110,9 +110,12 @@ def _other_steps(ready: StepSpec, rank: int, *, can_make: bool) -> list[Change]:
     has_adapters = any(not parameter.requires_grad for parameter in module.parameters())
     if not can_make or has_adapters or not linear_layers(module):
         return found
-    found.append(_adapters(rank, four_bits=False))
+    # Layers in bf16 take no inputs in float32, as tokens are none and images are.
+    takes_numbers = any(tensor.is_floating_point() for tensor in tensors_of(spec.sample))
+    autocasts = takes_numbers and spec.trained.precision == "fp32"
+    found.append(_adapters(rank, four_bits=False, autocasts=autocasts))
     if spec.profile != "cpu":
-        found.append(_adapters(rank, four_bits=True))
+        found.append(_adapters(rank, four_bits=True, autocasts=autocasts))
     return found
 
 
@@ -176,7 +179,7 @@ def _of_update(spec: StepSpec) -> list[Change]:
     if made is None or any("fused" not in group or group["fused"] for group in made.param_groups):
         return []
     name = type(made).__name__
-    how = f"optimizer = lambda named: torch.optim.{name}([p for _, p in named], lr=..., fused=True)"
+    how = f"optimizer = lambda named: torch.optim.{name}([p for _, p in named], fused=True, lr=...)"
     return [Change(name="fused optimizer", how=how, apply=_fused)]
 
 
@@ -216,7 +219,8 @@ def _of_blocks(ready: StepSpec, *, can_make: bool) -> list[Change]:
         return []
     configs = (getattr(one, "config", None) for one in as_module(ready.trained.model).modules())
     has_cache = any(getattr(config, "use_cache", False) is True for config in configs)
-    caching = "\nmodel.config.use_cache = False" if has_cache else ""
+    # What stands for a model of transformers stands for one that fills a cache.
+    caching = "\nmodel.config.use_cache = False" if has_cache or ready.called else ""
     ways: tuple[tuple[str, Keeping, int, str], ...] = (
         ("checkpointing", "inputs", 1, "each block's forward runs twice"),
         ("checkpointing every 2nd block", "inputs", 2, "every second block's forward runs twice"),
@@ -225,7 +229,7 @@ def _of_blocks(ready: StepSpec, *, can_make: bool) -> list[Change]:
     return [
         Change(
             name=name,
-            how=_checkpointing_lines(rows, keeping, every) + caching,
+            how=_checkpointing_lines(rows, keeping, every, ready.called) + caching,
             costs=costs,
             apply=partial(_checkpointed, keeping, every),
         )
@@ -233,7 +237,7 @@ def _of_blocks(ready: StepSpec, *, can_make: bool) -> list[Change]:
     ]
 
 
-def _checkpointing_lines(rows: Sequence[Blocks], keeping: Keeping, every: int) -> str:
+def _checkpointing_lines(rows: Sequence[Blocks], keeping: Keeping, every: int, called: Mapping[str, str]) -> str:
     lines = ["from functools import partial", "from torch.utils.checkpoint import checkpoint"]
     again = "again = partial(checkpoint, use_reentrant=False)"
     if keeping == "products":
@@ -252,20 +256,30 @@ def _checkpointing_lines(rows: Sequence[Blocks], keeping: Keeping, every: int) -
             "                context_fn=partial(create_selective_checkpoint_contexts, keep))"
         )
     lines.append(again)
-    for loop in _loops(rows, every):
+    for loop in _loops(rows, every, called):
         lines += [*loop, "    block.forward = partial(again, block.forward)"]
     return "\n".join(lines)
 
 
-def _loops(rows: Sequence[Blocks], every: int) -> list[list[str]]:
-    """Return the heads of loops over repeated blocks: by class, so that they hold of a model that adapters wrap."""
-    if every == 1:
-        kinds = dict.fromkeys(blocks.kind.__name__ for blocks in rows)
-        return [[f"for block in [one for one in model.modules() if type(one).__name__ == {kind!r}]:"] for kind in kinds]
+def _loops(rows: Sequence[Blocks], every: int, called: Mapping[str, str]) -> list[list[str]]:
+    """Return the heads of loops over repeated blocks: by class, so that they hold of a model that adapters wrap.
+
+    Args:
+        rows: the blocks.
+        every: second one, or each.
+        called: as in `StepSpec`.
+    """
+    kinds = [called.get(blocks.kind.__name__, blocks.kind.__name__) for blocks in rows]
+    # Of several rows of one class every second block is one of each row.
+    if every == 1 or len(set(kinds)) == len(kinds):
+        step = "" if every == 1 else f"[::{every}]"
+        found = "[one for one in model.modules() if type(one).__name__ == {!r}]"
+        return [[f"blocks = {found.format(kind)}", f"for block in blocks{step}:"] for kind in dict.fromkeys(kinds)]
     loops = []
-    for blocks in rows:
-        path = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in blocks.path.split(".") if part)
-        of_kind = f"type(one).__name__ == {blocks.kind.__name__!r}"
+    for blocks, kind in zip(rows, kinds, strict=True):
+        where = called.get(blocks.path, blocks.path)
+        path = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in where.split(".") if part)
+        of_kind = f"type(one).__name__ == {kind!r}"
         loops.append(
             [
                 f"blocks = [one for one in model{path}.children() if {of_kind}]",
@@ -326,7 +340,7 @@ def _of_host(ready: StepSpec, *, can_make: bool) -> list[Change]:
         "            return forward(*args, **kwargs)",
         "    return run",
     ]
-    for loop in _loops(rows, 1):
+    for loop in _loops(rows, 1, ready.called):
         lines += [*loop, "    block.forward = offloaded(block.forward)"]
     return [
         Change(
@@ -352,18 +366,21 @@ def _with_eight_bits(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
     return AdamW8bit([parameter for _, parameter in named])
 
 
-def _adapters(rank: int, *, four_bits: bool) -> Change:
+def _adapters(rank: int, *, four_bits: bool, autocasts: bool) -> Change:
     lines = [
         "from peft import LoraConfig, get_peft_model",
-        f'model = get_peft_model(model, LoraConfig(r={rank}, lora_alpha={2 * rank}, target_modules="all-linear"))',
+        f"adapters = LoraConfig(r={rank}, lora_alpha={2 * rank}, target_modules='all-linear')",
+        "model = get_peft_model(model, adapters)",
+        *(['engine = ab.Engine(..., precision="bf16")'] if autocasts else []),
     ]
     loading = "model.to(torch.bfloat16)"
     costs = "other parameters are trained: a product of two narrow matrices beside each linear layer, on a base in bf16"
     if four_bits:
         loading = (
             "from transformers import BitsAndBytesConfig\n"
-            "four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4', "
-            "bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16)\n"
+            "four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4',\n"
+            "                               bnb_4bit_use_double_quant=True,\n"
+            "                               bnb_4bit_compute_dtype=torch.bfloat16)\n"
             "model = AutoModelForCausalLM.from_pretrained(..., quantization_config=four_bits)"
         )
         costs += "; its layers are rounded to 4 bits"
@@ -372,8 +389,13 @@ def _adapters(rank: int, *, four_bits: bool) -> Change:
         how="\n".join((loading, *lines)),
         costs=costs,
         same_step=False,
-        apply=lambda train: dataclasses.replace(train, model=adapted(train.model, rank, four_bits=four_bits)),
+        apply=partial(_with_adapters, rank, four_bits, autocasts),
     )
+
+
+def _with_adapters(rank: int, four_bits: bool, autocasts: bool, train: TrainSpec) -> TrainSpec:  # noqa: FBT001 (`partial`)
+    model = adapted(train.model, rank, four_bits=four_bits)
+    return dataclasses.replace(train, model=model, precision="bf16" if autocasts else train.precision)
 
 
 def _of_head(spec: StepSpec) -> list[Change]:
@@ -428,7 +450,7 @@ def with_head_again(costs: CostLine, vocabulary: int) -> CostLine:
         again = (
             one
             for one in trace.operations
-            if one.kind == "product" and one.phase == "forward" and vocabulary in one.dims
+            if one.kind == "matmul" and one.phase == "forward" and vocabulary in one.dims
         )
         return CostTrace((*trace.operations, *again))
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from anybatch.core.size_choice import NEAR_BEST
 from anybatch.core.units import in_bytes
 from anybatch.errors import UserError
 from anybatch.parallel.strategy import Strategy
@@ -108,6 +109,23 @@ def _levels(spec: StepSpec, *, precision_is_open: bool) -> Iterator[tuple[Change
         yield (*rounded, other)
 
 
+def simplest_of_the_fastest(fitting: Sequence[Combination]) -> Combination:
+    """Return what takes the fewest changes, and the fewest lines, of all that is within 3% of the fastest.
+
+    Predicted times are not so sure that they could tell these apart.
+
+    Args:
+        fitting: combinations that fit, with the seconds by which they are ranked.
+    """
+    limit = NEAR_BEST * min(one.seconds or 0.0 for one in fitting)
+    near = [one for one in fitting if (one.seconds or 0.0) <= limit]
+
+    def effort(one: Combination) -> tuple[int, int, float]:
+        return len(one.changes), sum(change.how.count("\n") for change in one.changes), one.seconds or 0.0
+
+    return min(near, key=effort)
+
+
 class _Search:
     """Plans combinations, and keeps all that it has planned."""
 
@@ -124,7 +142,7 @@ class _Search:
             self._of_strategy(under, level, name)
             fitting = [one for one in self.tried[first:] if one.fits]
             if fitting:
-                best = min(fitting, key=lambda one: one.seconds or 0.0)
+                best = simplest_of_the_fastest(fitting)
                 for one in fitting:
                     self.set_aside(one, best)
                 return best
@@ -134,7 +152,11 @@ class _Search:
         """Say of a combination that fits why it is not the answer."""
         if one is best:
             return
-        why = "slower" if best.same_step or not one.same_step else "leads further"
+        # Under FSDP no time is printed, since what its gathers add to a step is not known.
+        computing = " in computing alone" if best.strategy and best.fit is not None and best.fit.seconds is None else ""
+        why = f"slower{computing}" if best.same_step or not one.same_step else "leads further"
+        if (one.seconds or 0.0) <= (best.seconds or 0.0):
+            why = f"within {NEAR_BEST - 1:.0%}, and more to change"
         if best.same_step and not one.same_step:
             faster = (one.seconds or 0.0) < 0.97 * (best.seconds or 0.0)
             why = "not needed: it computes another step" + (", faster" if faster else "")

@@ -1,5 +1,6 @@
 """Numbers that a program reads from tensors without data: answered with a made-up value, and counted by phase."""
 
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from anybatch.memory.torch_internals import DataDependentOutputException, TorchDispatchMode
 from anybatch.memory.trace import Phase
 from anybatch.planner.torch_internals import operation
+from anybatch.planner.trace.refusals import place
 
 _LOOKS_FOR_OVERFLOW = operation("_amp_foreach_non_finite_check_and_unscale_.default")
 _READS = (operation("_local_scalar_dense.default"), torch.ops.aten.equal.default)
@@ -32,12 +34,14 @@ class HostReads(TorchDispatchMode):
     Attributes:
         numbers: how many numbers were read, by phase.
         truths: how many truth values were read, by phase.
+        at: where the first was read in a forward or backward, as words that follow a sentence; empty if none was.
     """
 
     def __init__(self, phase: Callable[[], Phase], *, other: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.numbers: Counter[Phase] = Counter()
         self.truths: Counter[Phase] = Counter()
+        self.at = ""
         self._phase = phase
         self._other = other
         self._overflows: list[torch.Tensor] = []
@@ -63,6 +67,8 @@ class HostReads(TorchDispatchMode):
         # By identity, since comparing values would itself be a read.
         if any(args[0] is overflow for overflow in self._overflows):
             return 0.0
+        if not self.at and self._phase() in {"forward", "backward"}:
+            self.at = place(reversed(list(traceback.walk_stack(None))))
         if func is not _READS[0] or args[0].dtype is torch.bool:
             self.truths[self._phase()] += 1
             return self._other

@@ -4,10 +4,10 @@ import linecache
 import logging
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import FrameType
 
 import torch
 from torch import nn
@@ -93,24 +93,37 @@ def as_planning_errors(modules: nn.Module) -> Iterator[None]:
         raise
     except Exception as error:
         first = next(iter(str(error).splitlines()), "")
+        names = {id(module): name for name, module in modules.named_modules() if name}
+        is_slip = isinstance(error, (AttributeError, ImportError, LookupError, NameError, TypeError))
+        why = (
+            "An error of this kind mostly comes with data too: run the loss on one batch."
+            if is_slip
+            else "What depends on the data, or on a kernel that torch has no description of, has to be run."
+        )
         message = (
             "cannot plan, will probe: the step does not run on tensors without data "
-            f"({type(error).__name__}: {first}){_place(error.__traceback__, modules)}. "
-            "What depends on the data, or on a kernel that torch has no description of, has to be run."
+            f"({type(error).__name__}: {first}){place(traceback.walk_tb(error.__traceback__), names)}. {why}"
         )
         raise CannotPlanError(message) from error
     finally:
         log.disabled = was_disabled
 
 
-def _place(trace: TracebackType | None, modules: nn.Module) -> str:
-    """Return the innermost module and line that is neither torch's nor ours: ", in head (Head) at file.py:3"."""
-    names = {id(module): name for name, module in modules.named_modules() if name}
+def place(frames: Iterable[tuple[FrameType, int]], names: Mapping[int, str] | None = None) -> str:
+    """Return the innermost module and line that is neither torch's nor ours: ", in head (Head) at file.py:3".
+
+    Args:
+        frames: with the numbers of their lines, the innermost last.
+        names: of modules by `id`, others are not looked at; None names any module of the user's by its class.
+    """
     inside = at = ""
-    for frame, number in traceback.walk_tb(trace):
+    for frame, number in frames:
         module = frame.f_locals.get("self")
-        if isinstance(module, nn.Module) and id(module) in names:
-            inside = f" in {names[id(module)]} ({type(module).__name__})"
+        if isinstance(module, nn.Module):
+            if names is None and not type(module).__module__.startswith(("torch.", "anybatch.")):
+                inside = f" in {type(module).__name__}"
+            elif names is not None and id(module) in names:
+                inside = f" in {names[id(module)]} ({type(module).__name__})"
         file = Path(frame.f_code.co_filename)
         if not any(file.resolve().is_relative_to(library) for library in (_OURS, _TORCH)) and not _is_standard(file):
             line = linecache.getline(frame.f_code.co_filename, number).strip()

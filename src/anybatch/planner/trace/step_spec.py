@@ -1,7 +1,7 @@
 """The step that is planned: everything of it but its micro-batch size and the device's memory."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from anybatch.core.tree import Batch
@@ -33,6 +33,8 @@ class StepSpec:
         num_micro_batches: of a rank in the steps that are traced; 1 for a step in which no gradients are added up.
         input_samples: samples of which the inputs are there at once on a CPU, where the user has the whole batch; None
             for those of the micro-batches that are traced.
+        called: what classes and places of its blocks are called in the library's model that it stands for, by what they
+            are here; lines to write name those.
         profile: whose allocations are planned: those of "cuda", or those of the "cpu" the plan is made on.
         kernels: workspaces of this CPU's kernels, as far as they were measured; None to leave them out. Plans for CUDA
             leave them out.
@@ -47,6 +49,7 @@ class StepSpec:
     device_bytes: int | None = None
     num_micro_batches: int = NUM_MICRO_BATCHES
     input_samples: int | None = None
+    called: Mapping[str, str] = field(default_factory=dict)
     profile: Profile = "cuda"
     kernels: KernelMemory | None = field(default_factory=KernelMemory)
     cache: ResultCache = field(default_factory=ResultCache)

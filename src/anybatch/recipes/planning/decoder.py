@@ -6,7 +6,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from anybatch.recipes.planning.known_models import Shape
+from anybatch.recipes.planning.known_models import DecoderConfig
 from anybatch.recipes.text import rotate
 
 
@@ -14,19 +14,20 @@ class Decoder(nn.Module):
     """Tokens in; out, for each of them, the logits of the token that follows.
 
     Args:
-        shape: of what size, and of which form.
+        config: of what size, and of which form.
         checkpointed: run each block's forward again in the backward instead of keeping its activations.
     """
 
-    def __init__(self, shape: Shape, *, checkpointed: bool = False) -> None:
+    def __init__(self, config: DecoderConfig, *, checkpointed: bool = False) -> None:
         super().__init__()
         self.checkpointed = checkpointed
-        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
-        self.positions = None if shape.rotary else nn.Embedding(shape.context, shape.width)
-        self.blocks = nn.ModuleList(DecoderBlock(shape) for _ in range(shape.num_layers))
-        self.norm = _norm(shape)
-        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
-        if shape.tied:
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        learned = config.model_type == "gpt2"
+        self.positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
+        self.blocks = nn.ModuleList(DecoderBlock(config) for _ in range(config.num_hidden_layers))
+        self.norm = _norm(config)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
             self.head.weight = self.embedding.weight
 
     def forward(self, inputs: Int[Tensor, "batch time"]) -> Float[Tensor, "batch time token"]:
@@ -43,31 +44,31 @@ class Decoder(nn.Module):
 class DecoderBlock(nn.Module):
     """Attention over time, then two or three matrices at each time; each sees a normed copy and adds to the rest."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.rotary = shape.rotary
-        self.num_heads, self.num_key_heads = shape.num_heads, shape.num_key_heads
-        self.head_width = shape.width // shape.num_heads
-        key_width = self.num_key_heads * self.head_width
-        biased = not shape.rotary
-        self.attention_norm = _norm(shape)
-        self.query = nn.Linear(shape.width, shape.width, bias=biased or shape.query_bias)
-        self.key_value = nn.Linear(shape.width, 2 * key_width, bias=biased or shape.query_bias)
-        self.merge = nn.Linear(shape.width, shape.width, bias=biased)
-        self.hidden_norm = _norm(shape)
-        self.gate = nn.Linear(shape.width, shape.hidden, bias=False) if shape.rotary else None
-        self.up = nn.Linear(shape.width, shape.hidden, bias=biased)
-        self.down = nn.Linear(shape.hidden, shape.width, bias=biased)
+        self.rotary = config.model_type != "gpt2"
+        self.num_heads, self.num_key_value_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_width = config.hidden_size // config.num_attention_heads
+        key_width = self.num_key_value_heads * self.head_width
+        biased, query_biased = not self.rotary, config.model_type in {"gpt2", "qwen2"}
+        self.attention_norm = _norm(config)
+        self.query = nn.Linear(config.hidden_size, config.hidden_size, bias=query_biased)
+        self.key_value = nn.Linear(config.hidden_size, 2 * key_width, bias=query_biased)
+        self.merge = nn.Linear(config.hidden_size, config.hidden_size, bias=biased)
+        self.hidden_norm = _norm(config)
+        self.gate = nn.Linear(config.hidden_size, config.intermediate_size, bias=False) if self.rotary else None
+        self.up = nn.Linear(config.hidden_size, config.intermediate_size, bias=biased)
+        self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=biased)
 
     def forward(self, x: Float[Tensor, "batch time width"]) -> Float[Tensor, "batch time width"]:
         """Return x with what both layers add to it."""
         normed = self.attention_norm(x)
         query = self.query(normed).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-        both = self.key_value(normed).unflatten(-1, (2, self.num_key_heads, -1))
+        both = self.key_value(normed).unflatten(-1, (2, self.num_key_value_heads, -1))
         key, value = both[:, :, 0].transpose(1, 2), both[:, :, 1].transpose(1, 2)
         if self.rotary:
             query, key = rotate(query), rotate(key)
-        grouped = self.num_key_heads != self.num_heads
+        grouped = self.num_key_value_heads != self.num_heads
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
         x = x + self.merge(mixed.transpose(1, 2).flatten(-2))
         return x + self._hidden_layers(self.hidden_norm(x))
@@ -79,5 +80,6 @@ class DecoderBlock(nn.Module):
         return added
 
 
-def _norm(shape: Shape) -> nn.Module:
-    return nn.RMSNorm(shape.width, eps=1e-5) if shape.rotary else nn.LayerNorm(shape.width)
+def _norm(config: DecoderConfig) -> nn.Module:
+    size = config.hidden_size
+    return nn.LayerNorm(size) if config.model_type == "gpt2" else nn.RMSNorm(size, eps=1e-5)

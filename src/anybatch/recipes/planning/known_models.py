@@ -3,100 +3,117 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """The size of a decoder-only transformer.
+class DecoderConfig:
+    """The size and form of a decoder-only transformer, in the words of `transformers`' configurations.
 
     Attributes:
-        num_layers: blocks.
-        width: numbers that stand for a token.
-        num_heads: attention heads.
-        num_key_heads: heads of keys and values, each shared by `num_heads / num_key_heads` others.
-        hidden: width inside a block's second half.
-        vocabulary: tokens there are.
-        context: most tokens of a sequence.
-        tied: what reads a token also writes it.
-        rotary: Llama's form (rotated queries and keys, RMS norms, a gated second half, no biases) and not GPT-2's.
-        query_bias: queries, keys and values have a bias all the same, as Qwen's have.
+        model_type: form of the blocks. "gpt2": learned positions, LayerNorm, biases, two matrices in the second half.
+            "llama" and "mistral": rotated queries and keys, RMSNorm, no biases, a gated second half. "qwen2": Llama's,
+            whose queries, keys and values have biases.
+        num_hidden_layers: blocks.
+        hidden_size: numbers that stand for a token.
+        num_attention_heads: heads of queries.
+        num_key_value_heads: heads of keys and values, each shared by equally many of queries.
+        intermediate_size: width inside of a block's second half.
+        vocab_size: tokens there are.
+        max_position_embeddings: most tokens of a sequence.
+        tie_word_embeddings: the matrix that reads a token also writes it.
     """
 
-    num_layers: int
-    width: int
-    num_heads: int
-    num_key_heads: int
-    hidden: int
-    vocabulary: int
-    context: int
-    tied: bool
-    rotary: bool = True
-    query_bias: bool = False
+    model_type: Literal["gpt2", "llama", "mistral", "qwen2"] = "llama"
+    num_hidden_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+
+    @property
+    def called(self) -> Mapping[str, str]:
+        """What the class and the place of `Decoder`'s blocks are called in transformers' model of this type."""
+        names = {
+            "gpt2": ("GPT2Block", "transformer.h"),
+            "llama": ("LlamaDecoderLayer", "model.layers"),
+            "mistral": ("MistralDecoderLayer", "model.layers"),
+            "qwen2": ("Qwen2DecoderLayer", "model.layers"),
+        }
+        return dict(zip(("DecoderBlock", "blocks"), names[self.model_type], strict=True))
 
 
-def _gpt2(num_layers: int, width: int, num_heads: int) -> Shape:
-    return Shape(
-        num_layers=num_layers,
-        width=width,
-        num_heads=num_heads,
-        num_key_heads=num_heads,
-        hidden=4 * width,
-        vocabulary=50_257,
-        context=1_024,
-        tied=True,
-        rotary=False,
+def _gpt2(num_hidden_layers: int, hidden_size: int, num_attention_heads: int) -> DecoderConfig:
+    return DecoderConfig(
+        model_type="gpt2",
+        num_hidden_layers=num_hidden_layers,
+        hidden_size=hidden_size,
+        num_attention_heads=num_attention_heads,
+        num_key_value_heads=num_attention_heads,
+        intermediate_size=4 * hidden_size,
+        vocab_size=50_257,
+        max_position_embeddings=1_024,
+        tie_word_embeddings=True,
     )
 
 
-def _llama(num_layers: int, width: int, num_heads: int, hidden: int, *, tied: bool = False) -> Shape:
-    return Shape(
-        num_layers=num_layers,
-        width=width,
-        num_heads=num_heads,
-        num_key_heads=8,
-        hidden=hidden,
-        vocabulary=128_256,
-        context=8_192,
-        tied=tied,
+def _llama3(
+    num_hidden_layers: int, hidden_size: int, num_attention_heads: int, intermediate_size: int, *, tied: bool = False
+) -> DecoderConfig:
+    return DecoderConfig(
+        num_hidden_layers=num_hidden_layers,
+        hidden_size=hidden_size,
+        num_attention_heads=num_attention_heads,
+        num_key_value_heads=8,
+        intermediate_size=intermediate_size,
+        vocab_size=128_256,
+        max_position_embeddings=131_072,
+        tie_word_embeddings=tied,
     )
 
 
-KNOWN_MODELS: Mapping[str, Shape] = MappingProxyType(
+KNOWN_MODELS: Mapping[str, DecoderConfig] = MappingProxyType(
     {
         "gpt2": _gpt2(12, 768, 12),
         "gpt2-medium": _gpt2(24, 1_024, 16),
         "gpt2-large": _gpt2(36, 1_280, 20),
         "gpt2-xl": _gpt2(48, 1_600, 25),
-        "llama-3.2-1b": _llama(16, 2_048, 32, 8_192, tied=True),
-        "llama-3.2-3b": _llama(28, 3_072, 24, 8_192, tied=True),
-        "llama-3.1-8b": _llama(32, 4_096, 32, 14_336),
-        "llama-3.1-70b": _llama(80, 8_192, 64, 28_672),
-        "llama-3.1-405b": _llama(126, 16_384, 128, 53_248),
-        "mistral-7b": Shape(
-            num_layers=32,
-            width=4_096,
-            num_heads=32,
-            num_key_heads=8,
-            hidden=14_336,
-            vocabulary=32_000,
-            context=8_192,
-            tied=False,
+        "llama-3.2-1b": _llama3(16, 2_048, 32, 8_192, tied=True),
+        "llama-3.2-3b": _llama3(28, 3_072, 24, 8_192, tied=True),
+        "llama-3.1-8b": _llama3(32, 4_096, 32, 14_336),
+        "llama-3.1-70b": _llama3(80, 8_192, 64, 28_672),
+        "llama-3.1-405b": _llama3(126, 16_384, 128, 53_248),
+        "mistral-7b": DecoderConfig(
+            model_type="mistral",
+            num_hidden_layers=32,
+            hidden_size=4_096,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            intermediate_size=14_336,
+            vocab_size=32_000,
+            max_position_embeddings=32_768,
+            tie_word_embeddings=False,
         ),
-        "qwen2.5-7b": Shape(
-            num_layers=28,
-            width=3_584,
-            num_heads=28,
-            num_key_heads=4,
-            hidden=18_944,
-            vocabulary=152_064,
-            context=8_192,
-            tied=False,
-            query_bias=True,
+        "qwen2.5-7b": DecoderConfig(
+            model_type="qwen2",
+            num_hidden_layers=28,
+            hidden_size=3_584,
+            num_attention_heads=28,
+            num_key_value_heads=4,
+            intermediate_size=18_944,
+            vocab_size=152_064,
+            max_position_embeddings=131_072,
+            tie_word_embeddings=False,
         ),
     }
 )
-"""Sizes as in the models' published configurations. `context` is the length of a sequence unless another one is given.
+"""Sizes as in the models' published configurations.
 
 Source: Radford et al. 2019 (GPT-2); Grattafiori et al. 2024, table 3, and the model cards of Llama 3.1 and 3.2; Jiang
-et al. 2023, table 1 (Mistral 7B, with the vocabulary of its first version); the Qwen2.5 report, table 1.
+et al. 2023, table 1 (Mistral 7B, with the vocabulary of its first version, and without its window: each token sees all
+before it, which takes the same memory and, above 4,096 tokens, more time); the Qwen2.5 report, table 1 (the base model,
+whose context is 131,072).
 """

@@ -32,7 +32,7 @@ def subject_of_library(name: str, *, sequence_length: int | None = None) -> Plan
 
     Args:
         name: of a model, or `library:name`.
-        sequence_length: tokens of a sample of a language model; None for all that it can take.
+        sequence_length: tokens of a sample of a language model; None for the usual number.
 
     Raises:
         UserError: several libraries have one, the one that is named has none or is missing, or it has no such samples.
@@ -50,7 +50,11 @@ def subject_of_library(name: str, *, sequence_length: int | None = None) -> Plan
             raise UserError(message)
         return None
     if having[0] == "transformers":
-        return subject_of_config(_module("transformers").AutoConfig.for_model(model), sequence_length=sequence_length)
+        config = _module("transformers").AutoConfig.for_model(model)
+        if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+            # Which word it is makes no difference; without one, labels are not shifted, and the model raises.
+            config.decoder_start_token_id = 0
+        return subject_of_config(config, sequence_length=sequence_length)
     if sequence_length is not None:
         message = f"a sequence length of {sequence_length} was given, and {name} takes images."
         raise UserError(message)
@@ -82,7 +86,7 @@ def subject_of_config(config: Any, *, sequence_length: int | None = None) -> Pla
 
     Args:
         config: a `transformers.PreTrainedConfig`.
-        sequence_length: tokens of a sample; None for as many as the model has positions.
+        sequence_length: tokens of a sample; None for as many as the model has positions, and at most `USUAL_TOKENS`.
 
     Raises:
         UserError: transformers is missing, or the model is of a kind that has no samples here.
@@ -92,7 +96,8 @@ def subject_of_config(config: Any, *, sequence_length: int | None = None) -> Pla
     most = next(
         (found for one in ("max_position_embeddings", "n_positions") if (found := getattr(config, one, None))), None
     )
-    sample = _sample(config, kind, length_of(sequence_length, most, name or config.model_type))
+    length, notes = length_of(sequence_length, most, name or config.model_type)
+    sample = _sample(config, kind, length)
     over_tokens = sample["labels"].dim() > 1
     # A model that predicts each token from those before it shifts its labels by itself.
     of_tokens = mean_over_tokens(own_loss, labels="labels", shift=_predicts_the_next(kind))
@@ -101,7 +106,7 @@ def subject_of_config(config: Any, *, sequence_length: int | None = None) -> Pla
         name=f"{kind.__name__} ({config.model_type})",
         train=lambda: TrainSpec(model=kind(config), optimizer=adamw, loss=loss, clip=1.0),
         sample=sample,
-        notes=(_UNPADDED,) if "input_ids" in sample else (),
+        notes=(*notes, _UNPADDED) if "input_ids" in sample else (),
     )
 
 

@@ -2,12 +2,14 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from anybatch.core.geometry import ceil_div
 from anybatch.core.loss import Loss
@@ -78,7 +80,8 @@ def plan(
         effective_batch_size: samples of one step over all ranks; None for what a job or a `TrainSpec` says.
         world_size: number of ranks.
         precision: number formats of forward and backward; None for those of a `TrainSpec`, "fp32" of others.
-        sequence_length: tokens of a sample of a published language model; None for its whole context.
+        sequence_length: tokens of a sample of a published language model; None for all that
+            it can take, and at most 8,192.
         strategy: as `Engine` takes it by name, or a function () -> strategy, such as `lambda: FSDP(replicas=2)`.
         headroom: part of the device to leave free; None for 10% of what was measured on it, or 15% if nothing was.
         known: remembers what steps were measured to take of devices, which counts where no headroom is named; None
@@ -120,6 +123,7 @@ def plan(
         world_size=world_size,
         # A batch of the user's own is in the memory that a CPU plans for; an accelerator gets it piece by piece.
         input_samples=ceil_div(size, world_size) if on_cpu and subject.own_batch else None,
+        called=subject.called,
         profile="cpu" if on_cpu else "cuda",
     )
     asked = []
@@ -216,4 +220,20 @@ def _copied(train: TrainSpec) -> TrainSpec:
         return train
     modules = [train.model] if isinstance(train.model, nn.Module) else list(train.model.values())
     tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-    return dataclasses.replace(train, model=copy.deepcopy(train.model, {id(tensor): tensor for tensor in tensors}))
+    with _SameTensors():
+        return dataclasses.replace(train, model=copy.deepcopy(train.model, {id(tensor): tensor for tensor in tensors}))
+
+
+class _SameTensors(TorchFunctionMode):
+    """While entered, a deep copy holds the tensors themselves: what a model keeps, with its graph or not, included."""
+
+    def __torch_function__(
+        self,
+        func: Any,  # noqa: ANN401 (torch's type has no name in public)
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 (whatever the function returns)
+        """Answer what deep copies of tensors call."""
+        del types
+        return args[0] if func is torch.Tensor.__deepcopy__ else func(*args, **(kwargs or {}))

@@ -1,7 +1,7 @@
 """A training step by its name, with a sample to learn from: what every source of models returns."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import torch
@@ -24,6 +24,7 @@ class PlanSubject:
         effective_batch_size: samples of one step, where that is known before the model is made.
         own_batch: the user has whole batches, so that their inputs are all there on a CPU; not micro-batches as they
             are loaded.
+        called: what blocks are called where the user has them, as in `StepSpec`.
         notes: remarks for the user on what the sample stands for.
     """
 
@@ -32,7 +33,15 @@ class PlanSubject:
     sample: Batch
     effective_batch_size: int | None = None
     own_batch: bool = False
+    called: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+
+USUAL_TOKENS = 8_192
+"""Tokens of a sample where none are named: on so many long-context models learn before their context is extended.
+
+Source: Grattafiori et al. 2024, section 3.4.2; Jiang et al. 2023, table 1.
+"""
 
 
 def adamw(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
@@ -78,11 +87,11 @@ def with_optimizer(subject: PlanSubject, name: str) -> PlanSubject:
     return replace(subject, train=lambda: replace(subject.train(), optimizer=OPTIMIZERS[name]))
 
 
-def length_of(asked: int | None, most: int | None, name: str) -> int | None:
-    """Return the tokens of a sample: as many as are asked for, or as a model can take; None where neither is known.
+def length_of(asked: int | None, most: int | None, name: str) -> tuple[int | None, tuple[str, ...]]:
+    """Return the tokens of a sample, as many as are asked for or as is usual, and what to say of them.
 
     Args:
-        asked: tokens; None for all that it can take.
+        asked: tokens; None for all that the model can take, and at most `USUAL_TOKENS`.
         most: tokens that it can take; None for any number.
         name: of the model.
 
@@ -92,4 +101,7 @@ def length_of(asked: int | None, most: int | None, name: str) -> int | None:
     if asked is not None and most is not None and asked > most:
         message = f"a sequence length of {asked} was given, and {name} takes at most {most} tokens."
         raise UserError(message)
-    return most if asked is None else asked
+    if asked is not None or most is None or most <= USUAL_TOKENS:
+        return most if asked is None else asked, ()
+    note = f"planned for samples of {USUAL_TOKENS:,} tokens, of the {most:,} that {name} can take"
+    return USUAL_TOKENS, (f"{note}: name a sequence length for others",)

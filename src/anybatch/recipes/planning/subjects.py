@@ -1,7 +1,6 @@
 """Things that can be planned: a recipe, a published model by its name, or a model of a library that is installed."""
 
 import difflib
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,7 +26,7 @@ def load_subject(name: str, *, sequence_length: int | None = None) -> PlanSubjec
     Args:
         name: a published model (`llama-3.1-8b`), a file `config.json` of transformers or of diffusers, a model type of
             transformers, a model of torchvision or timm (`timm:resnet50`), or what `load_recipe` takes.
-        sequence_length: tokens of a sample of a language model; None for its whole context.
+        sequence_length: tokens of a sample of a language model; None for the usual one.
 
     Raises:
         UserError: there is no such thing, or it has no sequences.
@@ -68,18 +67,21 @@ def subject_of_job(job: Job, name: str = "job") -> PlanSubject:
 
 def subject_of_known_model(name: str, *, sequence_length: int | None = None, checkpointed: bool = False) -> PlanSubject:
     """Return a published language model, to be trained by AdamW to predict each token from those before it."""
-    shape = KNOWN_MODELS[name]
-    length = length_of(sequence_length, shape.context, name) or shape.context
+    config = KNOWN_MODELS[name]
+    length, notes = length_of(sequence_length, config.max_position_embeddings, name)
+    assert length is not None, "the model has a longest sequence"
     return PlanSubject(
         name=name,
         train=lambda: TrainSpec(
-            model=Decoder(replace(shape, context=length), checkpointed=checkpointed),
+            model=Decoder(config, checkpointed=checkpointed),
             optimizer=adamw,
             loss=mean_over_tokens(next_token_loss, labels="targets", shift=False),
             clip=1.0,
         ),
         # Only shapes count, so inputs and targets may be one tensor.
         sample=dict.fromkeys(("inputs", "targets"), torch.zeros(1, length, dtype=torch.int64)),
+        called=config.called,
+        notes=notes,
     )
 
 

@@ -1,0 +1,155 @@
+"""Changes that `--fit` proposes, made by their printed lines and run on a CPU under the memory that was planned.
+
+Three models: a small Llama of transformers, ResNet-18 and a vision transformer of torchvision. For each change that
+runs on a CPU, and for those that `--fit` joins, `ab.plan` says what a step of two micro-batches takes; the lines that
+it prints are then executed as they stand (only `lr=...` becomes a number), and two steps of the engine run with every
+tensor counted (`anybatch.testing.memory_budget`): once with as much memory as was planned, and once with 3% less, in
+which they run out, unless kernels of convolutions take as much for themselves, which no tensor shows. 8-bit state,
+4-bit weights and offloading have no kernels on a CPU, and are not here.
+
+    python benchmarks/fit_on_a_cpu.py [--out benchmarks/results/NAME.md]
+
+It needs torchvision and peft.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import report
+import torch
+import transformers
+from plan_unseen import stand_in_for_missing_operations
+from torch import nn
+
+import anybatch as ab
+from anybatch.core.loss import Loss
+from anybatch.errors import MemoryExhaustedError, UserError
+from anybatch.recipes.planning.library_models import class_loss, own_loss
+from anybatch.recipes.planning.plan_subject import adamw
+from anybatch.testing import memory_budget
+
+CHANGES = (
+    (),
+    ("fused optimizer",),
+    ("checkpointing",),
+    ("checkpointing every 2nd block",),
+    ("checkpointing all but products",),
+    ("fused optimizer", "checkpointing"),
+    ("LoRA of rank 4",),
+    ("LoRA of rank 4", "fused optimizer", "checkpointing"),
+)
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its loss, one sample, and the size of a micro-batch."""
+
+    make: Callable[[], nn.Module]
+    loss: Loss
+    sample: Batch
+    size: int
+
+
+def cases() -> dict[str, Case]:
+    """Return the models by name."""
+    import torchvision  # noqa: PLC0415 (after the stand-ins)
+
+    config = transformers.LlamaConfig(
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=2000,
+        max_position_embeddings=128,
+    )
+    tokens = torch.zeros(1, 128, dtype=torch.int64)
+    image = {"image": torch.zeros(1, 3, 64, 64), "label": torch.zeros(1, dtype=torch.int64)}
+    of_classes = ab.mean_over_samples(class_loss)
+    vit = partial(torchvision.models.VisionTransformer, 64, 8, 4, 4, 128, 256, num_classes=10)
+    llama = partial(transformers.LlamaForCausalLM, config)
+    text = {"input_ids": tokens, "labels": tokens}
+    return {
+        "Llama": Case(llama, ab.mean_over_tokens(own_loss), text, 4),
+        "ResNet-18": Case(torchvision.models.resnet18, of_classes, image, 16),
+        "ViT": Case(vit, of_classes, image, 16),
+    }
+
+
+def runs(case: Case, lines: list[str], num_bytes: int) -> bool:
+    """Return whether two steps of two micro-batches run in so many bytes, the printed lines executed before.
+
+    Args:
+        case: the model.
+        lines: of the changes.
+        num_bytes: of memory for tensors.
+    """
+    names: dict[str, Any] = {"model": case.make().train(), "torch": torch, "optimizer": adamw}
+    for each in "\n".join(lines).replace("lr=...", "lr=1e-3").split("engine = "):
+        exec(each.partition("ab.Engine(")[0], names)  # noqa: S102 (what a user would write)
+    batch = {name: value.expand(2 * case.size, *value.shape[1:]).clone() for name, value in case.sample.items()}
+    engine = ab.Engine(
+        names["model"],
+        names["optimizer"],
+        case.loss,
+        micro_batch_size=case.size,
+        precision="bf16" if any("precision=" in each for each in lines) else "fp32",
+        norms="keep",
+        check_loss=False,
+    )
+    with engine, memory_budget(num_bytes, names["model"], engine.optimizer):
+        try:
+            return not any(engine.step(batch).too_large for _ in range(2))
+        except (torch.OutOfMemoryError, MemoryExhaustedError):
+            return False
+
+
+def rows() -> Iterator[str]:
+    """Yield a row for each model and changes."""
+    for name, case in cases().items():
+        for changes in CHANGES:
+            try:
+                plan = ab.plan(
+                    case.make,
+                    adamw,
+                    case.loss,
+                    case.sample,
+                    device="cpu:16GiB",
+                    effective_batch_size=2 * case.size,
+                    micro_batch_size=case.size,
+                    changes=changes,
+                    headroom=0.0,
+                    proposals=False,
+                )
+            except UserError as error:
+                yield f"| {name} | {' + '.join(changes)} | - | - | {str(error).partition('. ')[0]} |"
+                continue
+            planned = plan.baseline.peak.num_bytes
+            lines = [change.how for change in plan.asked]
+            within, below = (runs(case, lines, int(part * planned)) for part in (1.0, 0.97))
+            said = ("yes" if within else "NO", "runs" if below else "runs out")
+            yield f"| {name} | {' + '.join(changes) or 'as it is'} | {planned / 2**20:.1f} | {' | '.join(said)} |"
+
+
+def main() -> None:
+    """Plan, run and print."""
+    options = report.parser(__doc__).parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    stand_in_for_missing_operations()
+    columns = ("model", "changes", "planned, MiB", "runs in it", "in 97% of it")
+    report.publish(
+        [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", *rows()],
+        title="Proposed changes by their printed lines, under an enforced budget on a CPU",
+        command="python benchmarks/fit_on_a_cpu.py",
+        setting="two micro-batches, 1 thread",
+        out=options.out,
+    )
+
+
+if __name__ == "__main__":
+    main()
