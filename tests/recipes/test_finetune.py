@@ -9,6 +9,7 @@ import torch
 import anybatch as ab
 from anybatch.engine.spec import Hardware, TrainSpec
 from anybatch.recipes.finetune import finetune
+from anybatch.recipes.planning.subjects import subject_of_job
 from anybatch.testing import relative_error
 
 transformers = pytest.importorskip("transformers")
@@ -78,3 +79,11 @@ def test_passages_are_whole(texts: Path) -> None:
 
     assert max(map(len, rows)) == 7
     assert b"xyz" in rows
+
+
+def test_a_plan_is_of_the_longest_sample(texts: Path) -> None:
+    """Whatever comes first: memory has to have room for the longest."""
+    job = finetune(folder=texts, longest=40)
+    sample = subject_of_job(job).sample
+
+    assert sample["input_ids"].shape == (1, max(len(one["input_ids"]) for one in job.dataset()))

@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anybatch.core.batch import Placement
+from anybatch.core.batch import lengths_of
 from anybatch.core.loss import mean_over_tokens
-from anybatch.core.splitting import Cut
 from anybatch.engine.spec import TrainSpec
 from anybatch.errors import UserError
 from anybatch.recipes.job import Job
@@ -55,12 +54,16 @@ def load_subject(name: str, *, sequence_length: int | None = None) -> PlanSubjec
 
 
 def subject_of_job(job: Job, name: str = "job") -> PlanSubject:
-    """Return the subject of a job, with the first sample of its data."""
-    data = job.train_batches(effective_batch_size=1, steps=1)
+    """Return the subject of a job, with the first sample of its data, or the longest where it says how long they are."""
+    dataset = job.dataset()
+    size = len(dataset) if job.lengths is not None and hasattr(dataset, "__len__") else 1
+    batch = next(iter(job.train_batches(dataset, effective_batch_size=size, steps=1)))
+    lengths = lengths_of(batch)
+    place = 0 if lengths is None else max(range(size), key=lengths.tokens.__getitem__)
     return PlanSubject(
         name=name,
         train=job.train_spec,
-        sample=next(Placement(Cut(), 1, 0).micro_batches(next(iter(data)))),
+        sample=next(batch.feed([[place]])),
         effective_batch_size=job.defaults.largest_batch_size,
     )
 
