@@ -389,9 +389,8 @@ def test_refused() -> None:
     """What has no independent parts is refused with its reason, and frozen BatchNorm is not."""
 
     def engine(model: nn.Module, loss: Any, **options: Any) -> ab.Engine:
-        noise = options.pop("noise", GradientNoise())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return ab.Engine(model, optimizer, loss, micro_batch_size=SIZE, noise=noise, **options)
+        return ab.Engine(model, optimizer, loss, **{"noise": GradientNoise(), "micro_batch_size": SIZE, **options})
 
     mean = ab.mean_over_samples(classify)
     with pytest.raises(CompositionError, match=r"module '1' is in train mode.*norms='freeze'"):
@@ -401,6 +400,8 @@ def test_refused() -> None:
         engine(network(), ab.joint(lambda model, batch: model(batch["x"]), lambda _, outputs: outputs.square().mean()))
     with pytest.raises(CompositionError, match="means over different items"):
         engine(network(), ab.sum_of(classify, one=ab.samples(), other=ab.counted(lambda batch: batch["y"].sum())))
+    with pytest.raises(CompositionError, match="no random parts"):
+        engine(network(), mean, micro_batch_size=ab.token_budget(64))
     with pytest.raises(CompositionError, match="Declare a mean"):
         engine(network(), ab.sum_over_samples(classify))
     with pytest.raises(CompositionError, match="SGD has no betas"):

@@ -92,6 +92,11 @@ def refuse_noise(noise: GradientNoise | None, loss: Loss, features: Mapping[Feat
         )
     elif any(term.is_sum for term in terms):
         reason = "a loss that stays a sum has no gradient of its own, whatever the batch. Declare a mean"
+    elif Feature.TOKEN_BUDGET in features:
+        reason = (
+            "a cut by length puts like samples together, so that micro-batches are no random parts of the batch. Measure "
+            "with a number of samples, micro_batch_size=16"
+        )
     elif world.num_processes > world.size:
         reason = "each rank is several processes, and none of them sees a micro-batch's whole gradient"
     if reason:

@@ -54,7 +54,7 @@ def load_subject(name: str, *, sequence_length: int | None = None) -> PlanSubjec
 
 
 def subject_of_job(job: Job, name: str = "job") -> PlanSubject:
-    """Return the subject of a job, with the first sample of its data, or the longest where it says how long they are."""
+    """Return the subject of a job, with the first sample of its data; the longest, where the job has lengths."""
     dataset = job.dataset()
     size = len(dataset) if job.lengths is not None and hasattr(dataset, "__len__") else 1
     batch = next(iter(job.train_batches(dataset, effective_batch_size=size, steps=1)))
