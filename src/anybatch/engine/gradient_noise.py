@@ -94,7 +94,7 @@ def refuse_noise(noise: GradientNoise | None, loss: Loss, features: Mapping[Feat
         reason = "a loss that stays a sum has no gradient of its own, whatever the batch. Declare a mean"
     elif Feature.TOKEN_BUDGET in features:
         reason = (
-            "a cut by length puts like samples together, so that micro-batches are no random parts of the batch. Measure "
+            "a cut by length puts like samples together, so that micro-batches are no random parts of it. Measure "
             "with a number of samples, micro_batch_size=16"
         )
     elif world.num_processes > world.size:
