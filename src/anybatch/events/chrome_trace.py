@@ -132,14 +132,18 @@ class _Source:
         self._wanted = wanted
 
     def lines(self) -> Iterator[JsonLine]:
-        """Yield the lines that are good, up to where the file ended when it was opened."""
+        """Yield the good lines that there are; after a start on a clock that stands further back, time goes on."""
         self.num_skipped = 0
+        shift = last = 0.0
         tail = LogTail(self.path)
         texts = tail.read(_BLOCK_BYTES)
         while True:
             before = tail.offset
             for line in map(decoded_line, texts):
                 if line is not None and _is_time(line.get("time_seconds")):
+                    if line.get("kind") == "start" and line["time_seconds"] + shift < last:
+                        shift = last - line["time_seconds"]
+                    last = line["time_seconds"] = line["time_seconds"] + shift
                     yield line
                 else:
                     self.num_skipped += 1
@@ -153,8 +157,9 @@ class _Source:
         ends: dict[int, float] = {}
         for line in self.lines():
             step, now = line.get("step"), float(line["time_seconds"])
-            if type(step) is int and step in self._wanted:
+            if self._wanted.start == 0 or (type(step) is int and step in self._wanted):
                 self.first_seconds = min(self.first_seconds, now)
+            if type(step) is int and step in self._wanted:
                 if line.get("kind") == "step":
                     ends[step] = now
         return ends
@@ -193,7 +198,7 @@ class _Source:
 
     def _mark(self, line: JsonLine, now: float) -> Iterator[Event]:
         kind, step = line.get("kind"), line.get("step")
-        if type(step) is int and step not in self._wanted:
+        if now < 0 or (type(step) is int and step not in self._wanted):
             return
         place = {"pid": self.rank, "tid": _PHASES, "ts": now}
         if kind == "step":
