@@ -14,7 +14,7 @@ MOST_LINE_BYTES = 1 << 20
 """Longer lines are left out by `LogTail`: no record is so long, and whoever reads must not hold it."""
 
 JsonLine = dict[str, Any]
-_HEAD_BYTES = 256
+_HEAD_BYTES = 1 << 12
 
 
 def decoded_line(text: bytes) -> JsonLine | None:
@@ -78,17 +78,19 @@ class LogTail:
         with self.path.open("rb") as file:
             status = os.fstat(file.fileno())
             self.size, self.written_seconds = status.st_size, status.st_mtime
-            self._begin_again_if_replaced(file.read(_HEAD_BYTES))
+            head = file.read(_HEAD_BYTES)
+            self._begin_again_if_replaced(head)
             file.seek(self.offset)
-            return self._whole_lines(file.read(most_bytes))
+            lines = self._whole_lines(file.read(most_bytes))
+        # Only what was read stays as it is: an unfinished last line is removed by the run that goes on.
+        self._head = head[: self.offset]
+        return lines
 
     def _begin_again_if_replaced(self, head: bytes) -> None:
         if self.size < self.offset or not head.startswith(self._head):
             self.offset = self.num_too_long = 0
             self._inside_too_long = False
             self.generation += 1
-        # Only what was read stays as it is: an unfinished last line is removed by the run that goes on.
-        self._head = head[: self.offset]
 
     def _whole_lines(self, block: bytes) -> list[bytes]:
         end = block.rfind(b"\n") + 1

@@ -129,15 +129,15 @@ class RankLog:
             return
         take = self._TAKERS.get(line.get("kind") if isinstance(line.get("kind"), str) else "")
         if take is not None:
-            if self._clock_begin is None:
-                self._clock_begin = now
-            self._seconds = self._seconds_before + min(max(0.0, now - self._clock_begin), _MOST_SECONDS)
+            if self._clock_begin is None or line["kind"] == "start":
+                # The clock of another process: its zero means nothing.
+                self._seconds_before, self._clock_begin = min(self._seconds, _MOST_SECONDS), now
+            passed = min(max(0.0, now - self._clock_begin), _MOST_SECONDS)
+            self._seconds = max(self._seconds, self._seconds_before + passed)
             take(self, line, now)
 
-    def _start(self, line: Line, now: float) -> None:
+    def _start(self, line: Line, _now: float) -> None:
         first = whole(line, "first_step") or 0
-        # The clock of another process: its zero means nothing.
-        self._seconds_before, self._clock_begin = min(self._seconds, _MOST_SECONDS), now
         told = self.told
         told.curve.undo_from(first)
         told.end = None
